@@ -1,0 +1,62 @@
+"""The errors a user can meet; each kind carries the exit code the command line ends with.
+
+An error's first sentence says what is wrong here (file:line, op, tensor), the second what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import ClassVar
+
+
+class GraphQuantError(Exception):
+    """Anything graphquant refuses to do; `exit_code` is what the command line ends with."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class UsageError(GraphQuantError):
+    """The call cannot be carried out as asked: an option, a selector, the output path."""
+
+
+class RuleError(GraphQuantError):
+    """A rule file has mistakes; the message lists all of them, a line each, as `file:line: ...`."""
+
+
+class DataError(GraphQuantError):
+    """Calibration data does not fit the model."""
+
+
+class NeedsDataError(GraphQuantError):
+    """The plan has activations whose range only data can tell."""
+
+
+class ModelError(GraphQuantError):
+    """The model cannot be read, is not supported, or would not be valid after the change."""
+
+    exit_code: ClassVar[int] = 3
+
+
+class MissingDependencyError(GraphQuantError):
+    """An optional package is not installed; the message has the line that installs it."""
+
+    exit_code: ClassVar[int] = 4
+
+
+class FindingsError(GraphQuantError):
+    """The command did its work and what it found makes it fail."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class InternalError(GraphQuantError):
+    """An invariant of graphquant's own broke; the message names the room that must act."""
+
+    exit_code: ClassVar[int] = 3
+
+
+def did_you_mean(word: str, known: Iterable[str], *, limit: int = 3) -> str:
+    """A sentence naming the known words closest to `word`, with a leading space, or nothing."""
+    close = get_close_matches(word, list(known), n=limit, cutoff=0.5)
+    return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""
