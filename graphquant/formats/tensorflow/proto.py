@@ -1,0 +1,332 @@
+"""TensorFlow's protocol buffer messages without TensorFlow.
+
+The messages are declared in `schema.txt`, a table of names and field numbers, and built into a descriptor pool of
+graphquant's own. TensorFlow registers the same full names in the default pool; because the pools are separate, both
+live in one process in either order of import. A message of one pool cannot be assigned into a message of the other:
+cross over with bytes.
+
+Message classes are values of type `Any`, as their fields are only known at run time.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
+from google.protobuf.message import DecodeError, EncodeError
+
+from graphquant.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "POOL",
+    "AttrValue",
+    "BundleEntryProto",
+    "BundleHeaderProto",
+    "CollectionDef",
+    "DataType",
+    "FullTypeDef",
+    "FunctionDef",
+    "FunctionDefLibrary",
+    "GraphDebugInfo",
+    "GraphDef",
+    "MetaGraphDef",
+    "NameAttrList",
+    "NodeDef",
+    "OpDef",
+    "OpList",
+    "SavedModel",
+    "SavedObjectGraph",
+    "SaverDef",
+    "SignatureDef",
+    "StructuredValue",
+    "TensorInfo",
+    "TensorProto",
+    "TensorShapeProto",
+    "TensorSliceProto",
+    "TrackableObjectGraph",
+    "VariableDef",
+    "VersionDef",
+    "dtype_name",
+    "message_class",
+    "parse_binary",
+    "parse_text",
+    "to_binary",
+    "to_text",
+]
+
+_FIELD: Any = descriptor_pb2.FieldDescriptorProto
+_SCALARS: Final[dict[str, int]] = {
+    name: _FIELD.Type.Value(f"TYPE_{name.upper()}")
+    for name in (
+        "double",
+        "float",
+        "int64",
+        "uint64",
+        "int32",
+        "fixed64",
+        "fixed32",
+        "bool",
+        "string",
+        "bytes",
+        "uint32",
+        "sfixed32",
+        "sfixed64",
+        "sint32",
+        "sint64",
+    )
+}
+
+# DataType values whose name is not already the numpy-like name in upper case.
+_DTYPE_NAMES: Final = {"DT_FLOAT": "float32", "DT_DOUBLE": "float64", "DT_HALF": "float16"}
+_REF_OFFSET: Final = 100
+
+
+class _Schema:
+    """Builds file descriptors from the lines of `schema.txt`, whose head describes the format."""
+
+    def __init__(self) -> None:
+        self.files: list[Any] = []
+        self._scopes: dict[str, Any] = {}
+        self._enums: set[str] = set()
+        self._current: Any = None
+
+    def read(self, lines: list[str]) -> None:
+        """Takes the table in; enums are collected first, since a field needs to know what its type is."""
+        package = ""
+        for kind, name, *_ in _words(lines):
+            if kind == "file":
+                package = name
+            elif kind == "enum":
+                self._enums.add(f".{package}.{name}")
+        for first, *rest in _words(lines):
+            self._line(first, rest)
+
+    def _line(self, first: str, rest: list[str]) -> None:
+        if first == "file":
+            self._start_file(*rest)
+        elif first in {"message", "enum"}:
+            self._start_type(first, rest[0])
+        elif first == "reserved":
+            self._reserve(rest[0])
+        elif isinstance(self._current, descriptor_pb2.EnumDescriptorProto):
+            self._current.value.add(name=rest[0], number=int(first))
+        else:
+            self._field(int(first), *rest)
+
+    def _start_file(self, package: str, syntax: str) -> None:
+        name = f"graphquant/{package.replace('.', '/')}_{syntax}.proto"
+        # Every file may use the types of those before it.
+        earlier = [file.name for file in self.files]
+        file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax=syntax, dependency=earlier)
+        self.files.append(file)
+        self._scopes = {"": file}
+
+    def _start_type(self, kind: str, name: str) -> None:
+        outer, _, leaf = name.rpartition(".")
+        parent = self._scopes[outer]
+        if kind == "enum":
+            self._current = parent.enum_type.add(name=leaf)
+        else:
+            self._current = (parent.nested_type if outer else parent.message_type).add(name=leaf)
+            self._scopes[name] = self._current
+
+    def _reserve(self, what: str) -> None:
+        if not what.isdigit():
+            self._current.reserved_name.append(what)
+            return
+        # The end of a range is exclusive in messages and inclusive in enums.
+        inclusive = isinstance(self._current, descriptor_pb2.EnumDescriptorProto)
+        self._current.reserved_range.add(start=int(what), end=int(what) + (0 if inclusive else 1))
+
+    def _field(self, number: int, name: str, kind: str, *options: str) -> None:
+        field = self._current.field.add(name=name, number=number, label=_FIELD.LABEL_OPTIONAL)
+        if kind == "repeated":
+            kind, *rest = options
+            options = tuple(rest)
+            field.label = _FIELD.LABEL_REPEATED
+        if kind.startswith("map<"):
+            field.label = _FIELD.LABEL_REPEATED
+            self._map(field, *kind[len("map<") : -1].split(","))
+        else:
+            self._type(field, kind)
+        for option in options:
+            self._option(field, option)
+
+    def _option(self, field: Any, option: str) -> None:
+        key, _, value = option.partition("=")
+        if key == "oneof":
+            groups = [group.name for group in self._current.oneof_decl]
+            if value not in groups:
+                self._current.oneof_decl.add(name=value)
+                groups.append(value)
+            field.oneof_index = groups.index(value)
+        else:
+            setattr(field.options, key, True)
+
+    def _type(self, field: Any, kind: str) -> None:
+        if kind in _SCALARS:
+            field.type = _SCALARS[kind]
+            return
+        full = f".{kind}" if kind.startswith("google.") else f".{self.files[-1].package}.{kind}"
+        field.type = _FIELD.TYPE_ENUM if full in self._enums else _FIELD.TYPE_MESSAGE
+        field.type_name = full
+
+    def _map(self, field: Any, key: str, value: str) -> None:
+        """A map is a repeated message of key and value, named after the field, inside the field's message."""
+        owner = next(scope for scope, message in self._scopes.items() if message is self._current)
+        leaf = "".join(part[:1].upper() + part[1:] for part in field.name.split("_")) + "Entry"
+        entry = self._current.nested_type.add(name=leaf)
+        entry.options.map_entry = True
+        for number, (name, kind) in enumerate((("key", key), ("value", value)), start=1):
+            self._type(entry.field.add(name=name, number=number, label=_FIELD.LABEL_OPTIONAL), kind)
+        self._type(field, f"{owner}.{leaf}")
+
+
+def _words(lines: list[str]) -> Iterator[list[str]]:
+    for line in lines:
+        words = line.split()
+        if words and not words[0].startswith("#"):
+            yield words
+
+
+def _build_pool() -> descriptor_pool.DescriptorPool:
+    schema = _Schema()
+    schema.read(files(__package__).joinpath("schema.txt").read_text(encoding="utf-8").splitlines())
+    pool = descriptor_pool.DescriptorPool()
+    for file in schema.files:
+        pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+POOL: Final = _build_pool()
+
+
+def message_class(name: str) -> Any:
+    """The class of the message with that full name, as in `tensorflow.SavedObjectGraph`.
+
+    Raises:
+        KeyError: No message of that name is declared.
+    """
+    return message_factory.GetMessageClass(POOL.FindMessageTypeByName(name))
+
+
+AttrValue: Final = message_class("tensorflow.AttrValue")
+BundleEntryProto: Final = message_class("tensorflow.BundleEntryProto")
+BundleHeaderProto: Final = message_class("tensorflow.BundleHeaderProto")
+CollectionDef: Final = message_class("tensorflow.CollectionDef")
+FullTypeDef: Final = message_class("tensorflow.FullTypeDef")
+FunctionDef: Final = message_class("tensorflow.FunctionDef")
+FunctionDefLibrary: Final = message_class("tensorflow.FunctionDefLibrary")
+GraphDebugInfo: Final = message_class("tensorflow.GraphDebugInfo")
+GraphDef: Final = message_class("tensorflow.GraphDef")
+MetaGraphDef: Final = message_class("tensorflow.MetaGraphDef")
+NameAttrList: Final = message_class("tensorflow.NameAttrList")
+NodeDef: Final = message_class("tensorflow.NodeDef")
+OpDef: Final = message_class("tensorflow.OpDef")
+OpList: Final = message_class("tensorflow.OpList")
+SavedModel: Final = message_class("tensorflow.SavedModel")
+SavedObjectGraph: Final = message_class("tensorflow.SavedObjectGraph")
+SaverDef: Final = message_class("tensorflow.SaverDef")
+SignatureDef: Final = message_class("tensorflow.SignatureDef")
+StructuredValue: Final = message_class("tensorflow.StructuredValue")
+TensorInfo: Final = message_class("tensorflow.TensorInfo")
+TensorProto: Final = message_class("tensorflow.TensorProto")
+TensorShapeProto: Final = message_class("tensorflow.TensorShapeProto")
+TensorSliceProto: Final = message_class("tensorflow.TensorSliceProto")
+TrackableObjectGraph: Final = message_class("tensorflow.TrackableObjectGraph")
+VariableDef: Final = message_class("tensorflow.VariableDef")
+VersionDef: Final = message_class("tensorflow.VersionDef")
+
+DataType: Final[dict[str, int]] = {
+    value.name: value.number for value in POOL.FindEnumTypeByName("tensorflow.DataType").values
+}
+_NAMES_BY_NUMBER: Final = {
+    number: _DTYPE_NAMES.get(name, name.removeprefix("DT_").lower())
+    for name, number in DataType.items()
+    if 0 < number < _REF_OFFSET
+}
+
+
+def dtype_name(data_type: int) -> str | None:
+    """The numpy-like name of a `DataType` number, such as "float32", "bfloat16", "qint8", "string" or "resource".
+
+    A reference type has the name of what it refers to; None stands for DT_INVALID and for numbers nobody defined.
+    """
+    base = data_type - _REF_OFFSET if data_type > _REF_OFFSET else data_type
+    return _NAMES_BY_NUMBER.get(base)
+
+
+def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any:
+    """Fills `message` from its binary form and returns it; fields nobody declared are kept.
+
+    Args:
+        data: The serialized message.
+        message: An instance of a message class; what it held is dropped.
+        source: What the data is called in an error, for instance the path of its file.
+
+    Raises:
+        ModelError: The bytes are not such a message, or nest deeper than protobuf allows (100).
+    """
+    kind = message.DESCRIPTOR.full_name
+    try:
+        message.ParseFromString(data)
+    except (DecodeError, RecursionError) as error:
+        raise ModelError(f"{source} is not a readable {kind}: {_reason(error)}.") from error
+    return message
+
+
+def parse_text(text: str, message: Any, *, source: str = "the input") -> Any:
+    """Fills `message` from protobuf's text format and returns it.
+
+    Args:
+        text: The message as text.
+        message: An instance of a message class; what it held is dropped.
+        source: What the text is called in an error, for instance the path of its file.
+
+    Raises:
+        ModelError: The text is not such a message (the error has line and column), or nests too deeply.
+    """
+    kind = message.DESCRIPTOR.full_name
+    message.Clear()
+    try:
+        text_format.Parse(text, message, descriptor_pool=POOL)
+    # Besides its own ParseError the text parser lets decoding errors of strings and of expanded Any values through.
+    except (text_format.ParseError, DecodeError, EncodeError, ValueError, TypeError, RecursionError) as error:
+        raise ModelError(f"{source} is not a {kind} in text format: {_reason(error)}.") from error
+    return message
+
+
+def to_binary(message: Any) -> bytes:
+    """The binary form; equal messages give equal bytes (map entries are sorted by key).
+
+    Raises:
+        ModelError: The message is larger than 2 GiB or nests deeper than protobuf allows (100).
+    """
+    try:
+        data: bytes = message.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError, RecursionError) as error:
+        raise ModelError(f"A {message.DESCRIPTOR.full_name} cannot be written: {_reason(error)}.") from error
+    return data
+
+
+def to_text(message: Any) -> str:
+    """The message in protobuf's text format; `parse_text` gives an equal message back.
+
+    Raises:
+        ModelError: The message nests too deeply, or an Any inside it does not hold what its type URL says.
+    """
+    try:
+        return text_format.MessageToString(message, descriptor_pool=POOL)
+    except (DecodeError, ValueError, RecursionError) as error:
+        kind = message.DESCRIPTOR.full_name
+        raise ModelError(f"A {kind} cannot be written as text: {_reason(error)}.") from error
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, RecursionError):
+        return "it nests too deeply"
+    return str(error).strip().rstrip(".") or type(error).__name__

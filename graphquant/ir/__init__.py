@@ -1,0 +1,24 @@
+"""The intermediate representation: an index over the source model, as networkx graphs of ops."""
+
+from graphquant.ir.check import check
+from graphquant.ir.graph import CONTROL, Graph, Model, bulk
+from graphquant.ir.parameter import Parameters, readable
+from graphquant.ir.types import FLOAT_TYPES, NO_ATTRS, Call, Op, Output, Shape, TensorRef, Use
+
+__all__ = [
+    "CONTROL",
+    "FLOAT_TYPES",
+    "NO_ATTRS",
+    "Call",
+    "Graph",
+    "Model",
+    "Op",
+    "Output",
+    "Parameters",
+    "Shape",
+    "TensorRef",
+    "Use",
+    "bulk",
+    "check",
+    "readable",
+]

@@ -1,0 +1,85 @@
+"""The invariants of a model, checked after each stage in time linear in its size."""
+
+from __future__ import annotations
+
+import networkx as nx
+
+from graphquant.errors import InternalError
+from graphquant.ir.graph import CONTROL, Graph, Model
+from graphquant.ir.types import TensorRef, Use
+
+
+def check(model: Model, stage: str) -> None:
+    """Checks that `model` holds together.
+
+    1. Each node has an op of its own name, and a body's owner exists.
+    2. Each slot reads an existing port of an existing op, by exactly one edge.
+    3. There are no other data edges.
+    4. The listed inputs and outputs exist and are of that kind.
+    5. An ONNX graph has no cycle.
+
+    Args:
+        model: The model.
+        stage: What was just done, for the message.
+
+    Raises:
+        InternalError: An invariant is broken; the message names the stage, which is where the fault is.
+    """
+    for graph in model.graphs.values():
+        _check_slots(graph, stage)
+        _check_ends(graph, stage)
+        if model.format == "onnx" and not nx.is_directed_acyclic_graph(graph.nx):
+            loop = " -> ".join(edge[0] for edge in nx.find_cycle(graph.nx))
+            raise _broken(stage, graph, f"the ops {loop} form a cycle")
+
+
+def _check_slots(graph: Graph, stage: str) -> None:
+    expected = 0
+    for name, data in graph.nx.nodes(data=True):
+        # Case 1: the node is its op.
+        if "op" not in data or data["op"].name != name:
+            raise _broken(stage, graph, f"node {name!r} does not hold the op of that name")
+        # Case 2: every slot is one edge.
+        for slot, tensor in enumerate(data["slots"]):
+            if tensor is not None:
+                _check_slot(graph, Use(graph.name, name, slot), tensor, stage)
+                expected += tensor.graph == graph.name
+    # Case 3: every data edge is a slot, every capture a slot of its body.
+    for source, target, key, edge in graph.nx.edges(keys=True, data=True):
+        if isinstance(key, int):
+            expected -= 1
+        elif key != CONTROL:
+            use: Use = key[1]
+            if graph.graphs[use.graph].producer(use) != TensorRef(graph.name, source, edge["port"]):
+                raise _broken(stage, graph, f"capture edge {source} -> {target} stands for {use}, which reads elsewhere")
+    if expected:
+        raise _broken(stage, graph, f"{-expected} data edges belong to no slot")
+
+
+def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
+    home = graph.graphs.get(tensor.graph)
+    if home is None or tensor.op not in home or not graph.sees(tensor.graph):
+        raise _broken(stage, graph, f"{use} reads {tensor}, which does not exist or is out of sight")
+    if tensor.port >= len(home.op(tensor.op).outputs):
+        raise _broken(stage, graph, f"{use} reads {tensor}, but that op has {len(home.op(tensor.op).outputs)} outputs")
+    if tensor.graph == graph.name:
+        edge = graph.nx.get_edge_data(tensor.op, use.op, key=use.slot)
+        if edge is None or edge["port"] != tensor.port:
+            raise _broken(stage, graph, f"{use} reads {tensor}, but the edge for it is missing")
+
+
+def _check_ends(graph: Graph, stage: str) -> None:
+    # Case 4: inputs and outputs.
+    for kind, names in (("input", graph.inputs), ("output", graph.outputs)):
+        for name in names:
+            if name not in graph or (kind == "output" and graph.op(name).kind != kind):
+                raise _broken(stage, graph, f"{name!r} is listed as {kind} but is none")
+    if graph.parent is not None:
+        owner_graph, owner = graph.parent
+        if owner_graph not in graph.graphs or owner not in graph.graphs[owner_graph]:
+            raise _broken(stage, graph, f"its owner {owner!r} is gone")
+
+
+def _broken(stage: str, graph: Graph, what: str) -> InternalError:
+    where = f"graph {graph.name!r}" if graph.name else "the main graph"
+    return InternalError(f"After {stage}, {where} is broken: {what}. This is a fault of graphquant's {stage}; please report it.")

@@ -1,0 +1,179 @@
+"""Which tensors are parameters: values that are known before the model runs, wherever they come from.
+
+A constant or variable is one; so is what Identity, Enter, Switch and ReadVariableOp make of one, what a pure op makes
+of parameters alone, and a function's argument if every caller passes one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from graphquant.errors import ModelError
+from graphquant.ir.graph import Model
+from graphquant.ir.types import Op, TensorRef
+
+FORWARDING = frozenset({"identity", "enter", "switch", "read_variable"})
+"""Kinds whose output 0 (for "switch" every output) is their slot 0, unchanged."""
+
+IMPURE = frozenset({"input", "output", "constant", "variable", "call", "random", "stateful", "quantize", "dequantize", "qdq"})
+"""Kinds whose outputs do not follow from their inputs alone, or which are quantization already."""
+
+MAX_CHAIN_VALUE = 1 << 28
+"""Largest number of elements that evaluating a chain of constants may make: a hostile model must not fill memory."""
+
+
+class Parameters:
+    """Answers whether a tensor of `model` is a parameter, and its value; remembers what it found."""
+
+    def __init__(self, model: Model) -> None:
+        """The model must not be edited while this is in use."""
+        self._model = model
+        self._callers = model.callers()
+        self._roots: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
+
+    def is_parameter(self, tensor: TensorRef) -> bool:
+        """Whether the value of `tensor` is known before the model runs."""
+        if tensor not in self._roots:
+            self._resolve(tensor)
+        return self._roots[tensor] is not None
+
+    def value(self, tensor: TensorRef) -> np.ndarray[Any, Any] | None:
+        """The value of parameter `tensor`, None if `tensor` is no parameter or its value is not in the files.
+
+        Raises:
+            ModelError: The value is in the files and cannot be read.
+        """
+        if not self.is_parameter(tensor):
+            return None
+        order: list[TensorRef] = []
+        todo, seen = [tensor], set()
+        while todo:
+            here = todo.pop()
+            if here not in seen:
+                seen.add(here)
+                order.append(here)
+                todo.extend(self._roots[here] or ())
+        values: dict[TensorRef, np.ndarray[Any, Any] | None] = {}
+        for here in self._topological(order):
+            values[here] = self._compute(here, values)
+        return values[tensor]
+
+    def origin(self, tensor: TensorRef) -> TensorRef:
+        """The constant or variable behind a chain of forwarding ops, or the tensor where the chain ends."""
+        here = tensor
+        while self.is_parameter(here):
+            sources = self._roots[here] or ()
+            op = self._model.op(here)
+            if len(sources) != 1 or op.kind not in FORWARDING | {"input"}:
+                break
+            here = sources[0]
+        return here
+
+    def _topological(self, tensors: list[TensorRef]) -> list[TensorRef]:
+        members = set(tensors)
+        done: dict[TensorRef, None] = {}
+        for start in tensors:
+            stack = [(start, False)]
+            while stack:
+                here, ready = stack.pop()
+                if ready:
+                    done[here] = None
+                elif here not in done:
+                    stack.append((here, True))
+                    stack.extend((s, False) for s in self._roots[here] or () if s in members and s not in done)
+        return list(done)
+
+    def _compute(self, tensor: TensorRef, values: dict[TensorRef, np.ndarray[Any, Any] | None]) -> np.ndarray[Any, Any] | None:
+        op = self._model.op(tensor)
+        sources = self._roots[tensor] or ()
+        if op.kind in {"constant", "variable"}:
+            return op.value() if op.value is not None else None
+        if op.kind in FORWARDING | {"input"}:
+            found = [values[source] for source in sources]
+            return found[0] if len(found) == 1 else None
+        inputs = [values[source] for source in sources]
+        known = [value for value in inputs if value is not None]
+        if self._model.evaluate is None or len(known) != len(inputs):
+            return None
+        if sum(value.size for value in known) > MAX_CHAIN_VALUE:
+            return None
+        return self._model.evaluate(op, known)[tensor.port]
+
+    def _resolve(self, tensor: TensorRef) -> None:
+        """Decides `tensor` and all it depends on, without recursion: constant chains can be long."""
+        stack = [tensor]
+        open_: set[TensorRef] = set()
+        while stack:
+            here = stack[-1]
+            if here in self._roots:
+                stack.pop()
+                continue
+            sources = self._sources(here)
+            if sources is None:
+                self._roots[here] = None
+                stack.pop()
+                continue
+            waiting = [source for source in sources if source not in self._roots]
+            if here in open_:
+                # Second visit: what is still open depends on itself (a loop), so it is no parameter.
+                known = not waiting and all(self._roots[source] is not None for source in sources)
+                self._roots[here] = sources if known else None
+                stack.pop()
+                continue
+            open_.add(here)
+            stack.extend(source for source in waiting if source not in open_)
+
+    def _sources(self, tensor: TensorRef) -> tuple[TensorRef, ...] | None:
+        """The tensors that must be parameters for `tensor` to be one; None if it cannot be one."""
+        graph = self._model.graphs[tensor.graph]
+        op = graph.op(tensor.op)
+        if op.kind in {"constant", "variable"}:
+            return ()
+        if op.kind == "input":
+            return self._arguments(tensor, op)
+        slots = graph.slots(tensor.op)
+        if op.kind in FORWARDING:
+            return (slots[0],) if slots and slots[0] is not None else None
+        if op.kind in IMPURE or op.calls or not slots or any(slot is None for slot in slots):
+            return None
+        return tuple(slot for slot in slots if slot is not None)
+
+    def _arguments(self, tensor: TensorRef, op: Op) -> tuple[TensorRef, ...] | None:
+        """What the callers of a function pass for the argument `op`."""
+        graph = self._model.graphs[tensor.graph]
+        if tensor.graph not in self._callers or op.name not in graph.inputs:
+            return None
+        position = graph.inputs.index(op.name)
+        passed: dict[TensorRef, None] = {}
+        for caller, call in self._callers[tensor.graph]:
+            slots = self._model.graphs[caller.graph].slots(caller.op)
+            slot = None if call.offset is None else position + call.offset
+            operand = slots[slot] if slot is not None and slot < len(slots) else None
+            if operand is None or (call.loop and not self._passed_through(call.graph, position)):
+                return None
+            passed[operand] = None
+        return tuple(passed)
+
+    def _passed_through(self, body: str, position: int) -> bool:
+        """Whether a loop body hands its input `position` on unchanged."""
+        graph = self._model.graphs[body]
+        outputs = [name for name in graph.outputs]
+        if position >= len(outputs):
+            return True  # a loop's condition function has one output and changes nothing
+        here = graph.slots(outputs[position])[0]
+        while here is not None and here.graph == body and graph.op(here.op).kind == "identity":
+            here = graph.slots(here.op)[0]
+        return here == TensorRef(body, graph.inputs[position], 0)
+
+
+def readable(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.ndarray[Any, Any]:
+    """`value` if it is finite.
+
+    Raises:
+        ModelError: It holds NaN or infinity, for which there is no scale.
+    """
+    if value.size and not np.isfinite(value.astype(np.float64, copy=False)).all():
+        raise ModelError(f"The weight {tensor} holds NaN or infinity. No scale exists for it; mend the model or leave it out with --exclude.")
+    return value

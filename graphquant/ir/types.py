@@ -1,0 +1,106 @@
+"""The values of the IR: names of tensors and their uses, and what is known of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Shape = tuple[int | None, ...]
+"""Static sizes, outermost first; None stands for a size known only when the model runs."""
+
+FLOAT_TYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+
+NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
+
+
+class TensorRef(NamedTuple):
+    """Output `port` of op `op` in graph `graph` ("" is the main one)."""
+
+    graph: str
+    op: str
+    port: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.graph}/{self.op}:{self.port}" if self.graph else f"{self.op}:{self.port}"
+
+
+class Use(NamedTuple):
+    """Input `slot` of op `op` in graph `graph`: one place where a tensor is read."""
+
+    graph: str
+    op: str
+    slot: int
+
+    def __str__(self) -> str:
+        return f"{self.graph}/{self.op}[{self.slot}]" if self.graph else f"{self.op}[{self.slot}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What is known of one output: its name in the file, numpy-like dtype name and static shape.
+
+    `name` is "" for an optional output that the op leaves out.
+    """
+
+    name: str
+    dtype: str | None = None
+    shape: Shape | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A graph that an op runs: a branch or loop body, or a function.
+
+    Attributes:
+        attr: The op's attribute that names or holds the graph.
+        graph: The graph's name in the model.
+        offset: Operand `i + offset` of the op becomes input `i` of the graph; None where they do not correspond.
+        loop: The graph's outputs come back as its inputs, so that an input is a parameter only if it is passed through.
+    """
+
+    attr: str
+    graph: str
+    offset: int | None = None
+    loop: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Op:
+    """A node of a graph: an operation, a graph input ("input"), a constant, a variable or a graph output ("output").
+
+    Attributes:
+        name: Unique in its graph.
+        kind: The framework-neutral kind ("conv", "matmul", ...) or "other".
+        type: The framework's own op type.
+        domain: The ONNX domain, "" for the default one and for TensorFlow.
+        roles: What each input slot is ("input", "weight", "bias", ...); the last one stands for all that follow.
+        channel_axis: The output channel axis of the "weight" slot's tensor, None if there is none.
+        outputs: One entry per output port.
+        attrs: The op's attributes, decoded when they are read.
+        value: Gives the value of a constant or variable when called, None for all else or if it cannot be read.
+        calls: The graphs that the op runs.
+        source: The node of the source message; None for an op that graphquant made.
+        rule: The rule or step that made the op, "" for one of the source.
+    """
+
+    name: str
+    kind: str
+    type: str
+    domain: str = ""
+    roles: tuple[str, ...] = ("input",)
+    channel_axis: int | None = None
+    outputs: tuple[Output, ...] = ()
+    attrs: Mapping[str, Any] = field(default_factory=lambda: NO_ATTRS)
+    value: Callable[[], np.ndarray[Any, Any]] | None = None
+    calls: tuple[Call, ...] = ()
+    source: Any = None
+    rule: str = ""
+
+    def role(self, slot: int) -> str:
+        """The role of input `slot`."""
+        return self.roles[min(slot, len(self.roles) - 1)] if self.roles else "input"
