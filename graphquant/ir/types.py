@@ -18,6 +18,12 @@ FLOAT_TYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
 
 
+class DataType(str):
+    """A dtype as the value of an op's attribute, by its numpy-like name."""
+
+    __slots__ = ()
+
+
 class TensorRef(NamedTuple):
     """Output `port` of op `op` in graph `graph` ("" is the main one)."""
 

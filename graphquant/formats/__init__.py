@@ -1,0 +1,110 @@
+"""The table of file formats, and which of them a path holds. A format's package is imported when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import numpy.typing as npt
+
+from graphquant.errors import ModelError
+from graphquant.ir import Model, Shape, TensorRef
+
+Feeds = Mapping[str, npt.NDArray[Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputSpec:
+    """An input that a run must be fed.
+
+    Attributes:
+        name: The key a runner takes.
+        dtype: numpy-like dtype name.
+        shape: Static shape, None if even the rank is unknown.
+        aliases: Other names under which data may hold it ("x:0", a signature's key).
+    """
+
+    name: str
+    dtype: str
+    shape: Shape | None
+    aliases: tuple[str, ...] = ()
+
+
+class Runner(Protocol):
+    """Runs a model in its framework."""
+
+    inputs: Sequence[InputSpec]
+    outputs: Sequence[str]
+
+    def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
+        """The model's outputs by name, for one feed."""
+
+    def observe(self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
+        """For each feed the values that each tensor took: none if it was not reached, several inside loops."""
+
+
+class FormatModule(Protocol):
+    """What the package of a format offers."""
+
+    DEFAULT_RULES: str
+    FAMILY: str
+
+    def load(self, path: Path) -> Model:
+        """Reads a model; raises ModelError."""
+
+    def emit(self, model: Model) -> Any:
+        """The changed copy of the source message."""
+
+    def save(self, model: Model, path: Path) -> None:
+        """Emits the model and writes it to `path`, whole or not at all."""
+
+    def runner(self, model: Model) -> Runner:
+        """A runner for the model."""
+
+    def upgrade(self, model: Model, opset: int) -> Model:
+        """The model at an opset; raises ModelError if that cannot be done."""
+
+
+FORMATS: dict[str, str] = {
+    "onnx": "graphquant.formats.onnx",
+    "tensorflow": "graphquant.formats.tensorflow",
+}
+
+SUFFIXES: dict[str, str] = {
+    ".onnx": "onnx",
+    ".onnxtxt": "onnx",
+    ".textproto": "onnx",
+    ".json": "onnx",
+    ".pb": "tensorflow",
+    ".pbtxt": "tensorflow",
+    ".meta": "tensorflow",
+}
+
+
+def module(name: str) -> FormatModule:
+    """The package of the format called `name`."""
+    return cast("FormatModule", import_module(FORMATS[name]))
+
+
+def format_of(path: Path) -> str:
+    """The format of the model at `path`, from its suffix or, for a folder, its `saved_model.pb`.
+
+    Raises:
+        ModelError: There is nothing at `path`, or nothing that is known.
+    """
+    if path.is_dir():
+        if (path / "saved_model.pb").is_file() or (path / "saved_model.pbtxt").is_file():
+            return "tensorflow"
+        raise ModelError(f"{path} is a folder without saved_model.pb. Give a SavedModel's folder or a model file.")
+    if not path.is_file():
+        near = sorted(p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES)[:5] if path.parent.is_dir() else []
+        raise ModelError(f"There is no file {path}." + (f" Models in that folder: {', '.join(near)}." if near else ""))
+    if path.suffix not in SUFFIXES:
+        raise ModelError(f"{path} has the unknown suffix {path.suffix!r}. Known are {', '.join(SUFFIXES)} and SavedModel folders.")
+    return SUFFIXES[path.suffix]
+
+
+__all__ = ["FORMATS", "SUFFIXES", "Feeds", "FormatModule", "InputSpec", "Runner", "format_of", "module"]

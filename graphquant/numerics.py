@@ -1,0 +1,180 @@
+"""Affine quantization in numpy: ranges, scales and zero points, and what QuantizeLinear and DequantizeLinear compute.
+
+    x ~ (q - zero_point) * scale,    q = clamp(round(x / scale) + zero_point, low, high)
+
+with round to nearest, ties to even, and x / scale in float32: the definition of ONNX QuantizeLinear (opset 13 and
+above) and of TFLite's quantized tensors (Jacob et al. 2018, "Quantization and Training of Neural Networks for
+Efficient Integer-Arithmetic-Only Inference", section 2.1).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphquant.errors import InternalError
+
+Array = npt.NDArray[Any]
+
+SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
+"""Scales below the smallest normal float32 are flushed to zero by kernels, so none is ever written."""
+
+
+@dataclass(frozen=True, slots=True)
+class IntType:
+    """An integer type of `bits` bits."""
+
+    bits: int
+    signed: bool
+
+    @property
+    def name(self) -> str:
+        """The numpy-like name, `int8`."""
+        return f"{'int' if self.signed else 'uint'}{self.bits}"
+
+    def limits(self, *, narrow: bool = False) -> tuple[int, int]:
+        """Smallest and largest quantized value; `narrow` leaves out the most negative one of a signed type."""
+        if self.signed:
+            return -(1 << (self.bits - 1)) + narrow, (1 << (self.bits - 1)) - 1
+        return 0, (1 << self.bits) - 1
+
+    @property
+    def container(self) -> str:
+        """The smallest of the types with 4, 8, 16 or 32 bits that holds it."""
+        bits = next(size for size in (4, 8, 16, 32) if size >= self.bits)
+        return f"{'int' if self.signed else 'uint'}{bits}"
+
+    @classmethod
+    def parse(cls, name: str) -> IntType:
+        """The type called `name`; a ValueError says what is possible."""
+        found = re.fullmatch(r"(u?)int(\d+)", name)
+        if not found or not 2 <= int(found[2]) <= 32:
+            raise ValueError(f"{name!r} is no integer type; int2 to int32 and uint2 to uint32 are")
+        return cls(int(found[2]), not found[1])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Range:
+    """Real numbers from `low` to `high`: float64 scalars, or arrays of shape (C,) for one range per channel."""
+
+    low: Array
+    high: Array
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", np.asarray(self.low, np.float64))
+        object.__setattr__(self, "high", np.asarray(self.high, np.float64))
+        if self.low.shape != self.high.shape or self.low.ndim > 1:
+            raise InternalError(f"a Range of shapes {self.low.shape} and {self.high.shape} was made; both must be () or (C,).")
+        if not (np.isfinite(self.low).all() and np.isfinite(self.high).all() and (self.low <= self.high).all()):
+            raise InternalError("a Range with low > high or without finite ends was made; its maker must refuse it.")
+
+    def union(self, other: Range) -> Range:
+        """The smallest range that holds both."""
+        return Range(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Range) and np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+
+    __hash__ = None  # type: ignore[assignment]  # arrays have no hash
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class QParams:
+    """How a tensor is quantized.
+
+    Attributes:
+        scale: float32, () or (C,); positive.
+        zero_point: int32, the shape of `scale`.
+        type: The integer type.
+        narrow: Whether the most negative value is left out.
+        axis: The channel axis if `scale` is (C,), else None.
+        range: The float64 range that `scale` and `zero_point` stand for: (low - zero_point) * scale and so on.
+    """
+
+    scale: Array
+    zero_point: Array
+    type: IntType
+    narrow: bool = False
+    axis: int | None = None
+    range: Range
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", np.asarray(self.scale, np.float32))
+        object.__setattr__(self, "zero_point", np.asarray(self.zero_point, np.int32))
+        if self.scale.shape != self.zero_point.shape or (self.axis is None) != (self.scale.ndim == 0):
+            raise InternalError("QParams whose scale, zero point and axis do not fit each other were made.")
+        if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
+            raise InternalError("QParams with a scale that is not positive and finite were made.")
+
+
+def choose(  # noqa: PLR0913  # each argument is one choice of a scheme
+    observed: Range,
+    dtype: IntType,
+    *,
+    symmetric: bool,
+    narrow: bool = False,
+    power_of_two: bool = False,
+    axis: int | None = None,
+) -> QParams:
+    """Scale and zero point for values in `observed`.
+
+    The range is widened to hold 0, so that 0.0 is exact. A symmetric type has zero point 0 (signed) or the middle
+    (unsigned) and covers the larger magnitude; an asymmetric one covers exactly [low, high]. The scale is computed in
+    float64 and rounded to float32 once. A power-of-two scale is the smallest that covers the range.
+    """
+    qmin, qmax = dtype.limits(narrow=narrow)
+    low, high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
+    if symmetric:
+        middle = 0 if dtype.signed else (qmax + 1) // 2
+        scale = np.maximum(high / (qmax - middle), low / (qmin - middle) if qmin < middle else np.zeros_like(low))
+        zero_point = np.full(low.shape, middle, np.int32)
+    else:
+        scale = (high - low) / (qmax - qmin)
+    scale = np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0)
+    scale = np.minimum(scale, np.finfo(np.float32).max)
+    if power_of_two:
+        mantissa, exponent = np.frexp(scale)
+        scale = np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))  # noqa: PLR2004  # frexp's own lower end
+    scale32 = scale.astype(np.float32)
+    if not symmetric:
+        zero_point = np.clip(np.rint(qmin - low / scale32.astype(np.float64)), qmin, qmax).astype(np.int32)
+    return from_scale(scale32, zero_point, dtype, narrow=narrow, axis=axis)
+
+
+def from_scale(scale: Array, zero_point: Array, dtype: IntType, *, narrow: bool = False, axis: int | None = None) -> QParams:
+    """QParams for a known scale and zero point; their range is what the type can then represent."""
+    qmin, qmax = dtype.limits(narrow=narrow)
+    wide = np.asarray(scale, np.float32).astype(np.float64)
+    zero = np.asarray(zero_point, np.float64)
+    represented = Range((qmin - zero) * wide, (qmax - zero) * wide)
+    return QParams(scale=scale, zero_point=zero_point, type=dtype, narrow=narrow, axis=axis, range=represented)
+
+
+def along(values: Array, axis: int | None, ndim: int) -> Array:
+    """Per-channel `values` (C,) shaped to broadcast along `axis` of a tensor with `ndim` axes; a scalar as it is."""
+    if axis is None or values.ndim == 0:
+        return values
+    shape = [1] * ndim
+    shape[axis] = -1
+    return values.reshape(shape)
+
+
+def quantize(x: Array, params: QParams) -> Array:
+    """`x` (float, any shape) as integers, int32, of the same shape; what ONNX QuantizeLinear computes."""
+    qmin, qmax = params.type.limits(narrow=params.narrow)
+    scale = along(params.scale, params.axis, x.ndim)
+    zero = along(params.zero_point, params.axis, x.ndim)
+    with np.errstate(over="ignore"):
+        steps = np.rint(np.asarray(x, np.float32) / scale)
+    return np.clip(steps.astype(np.float64) + zero, qmin, qmax).astype(np.int32)
+
+
+def dequantize(q: Array, params: QParams) -> Array:
+    """Integers `q` as float32, of the same shape; what ONNX DequantizeLinear computes."""
+    scale = along(params.scale, params.axis, q.ndim)
+    zero = along(params.zero_point, params.axis, q.ndim)
+    return ((q.astype(np.int64) - zero).astype(np.float32) * scale).astype(np.float32)

@@ -1,0 +1,59 @@
+"""What every family of quantize-dequantize ops offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from graphquant.ir import Graph, Op, Output, TensorRef
+from graphquant.numerics import Array, QParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowering:
+    """One tensor to quantize.
+
+    Attributes:
+        tensor: The tensor that is read.
+        name: Name for the new ops; further ones append to it.
+        params: Scale, zero point and range.
+        rule: Name of the rule, stamped on each op.
+        value: The weight's value if it is to be folded into an integer constant, else None.
+        shape: The tensor's static shape where it is known, as it must be per channel.
+        in_frame: Whether the tensor may live in a TF1 loop or cond frame.
+    """
+
+    tensor: TensorRef
+    name: str
+    params: QParams
+    rule: str
+    value: Array | None = None
+    shape: tuple[int, ...] | None = None
+    in_frame: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A kind of quantize-dequantize op.
+
+    Attributes:
+        name: What rule files call it.
+        format: The format whose models can hold it.
+        lower: Adds the ops to a graph; returns the dequantized tensor.
+        why_not: (params, dtype of the tensor) to the reason why the runtime cannot do that, or None.
+        opset: The lowest opset that has the ops for these params; 0 where there is none.
+    """
+
+    name: str
+    format: str
+    lower: Callable[[Graph, Lowering], TensorRef]
+    why_not: Callable[[QParams, str | None], str | None]
+    opset: Callable[[QParams], int]
+
+
+def constant(graph: Graph, name: str, value: Array, *, type_: str, rule: str, after: tuple[str, ...] = ()) -> TensorRef:
+    """Adds a constant holding `value` and returns its tensor."""
+    label = graph.fresh(name)
+    known = Output(label, str(value.dtype), value.shape)
+    op = Op(name=label, kind="constant", type=type_, roles=(), outputs=(known,), value=lambda: value, rule=rule)
+    return graph.add(op, after=after)

@@ -1,0 +1,86 @@
+"""TensorFlow's FakeQuantWithMinMaxVars and FakeQuantWithMinMaxVarsPerChannel.
+
+https://www.tensorflow.org/api_docs/python/tf/quantization/fake_quant_with_min_max_vars : affine, with a zero point that
+is nudged to an integer. The range written here is that of an integer zero point already, so nothing is nudged.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from graphquant.errors import InternalError
+from graphquant.ir import DataType, Graph, Op, Output, TensorRef
+from graphquant.numerics import QParams
+from graphquant.qdq.base import Family, Lowering, constant
+
+MIN_BITS, MAX_BITS = 2, 16
+
+
+def lower(graph: Graph, site: Lowering) -> TensorRef:
+    """Adds the FakeQuant op with its two constants; per channel of an inner axis between two reshapes."""
+    params = site.params
+    after = (site.tensor.op,) if site.in_frame else ()
+    known = graph.output(site.tensor)
+    low, high = params.range.low.astype(np.float32), params.range.high.astype(np.float32)
+    tensor, shape, reshaped = site.tensor, site.shape, False
+    if params.axis is not None:
+        if shape is None:
+            raise InternalError(f"FakeQuant per channel on {site.tensor} without its shape; why_not must refuse it.")
+        trailing = math.prod(shape[params.axis + 1 :])
+        if trailing != 1 or params.axis != len(shape) - 1:
+            reshaped = True
+            low, high = np.repeat(low, trailing), np.repeat(high, trailing)
+            flat = (*shape[: params.axis], shape[params.axis] * trailing)
+            tensor = _reshape(graph, site, tensor, flat, "flat", after)
+    label = graph.fresh(site.name)
+    quant = Op(
+        name=label,
+        kind="qdq",
+        type="FakeQuantWithMinMaxVars" if params.axis is None else "FakeQuantWithMinMaxVarsPerChannel",
+        roles=("input", "min", "max"),
+        outputs=(Output(label, known.dtype, known.shape),),
+        attrs={"num_bits": params.type.bits, "narrow_range": params.narrow},
+        rule=site.rule,
+    )
+    minimum = constant(graph, f"{site.name}/min", low, type_="Const", rule=site.rule, after=after)
+    maximum = constant(graph, f"{site.name}/max", high, type_="Const", rule=site.rule, after=after)
+    result = graph.add(quant, [tensor, minimum, maximum])
+    if reshaped and shape is not None:
+        result = _reshape(graph, site, result, shape, "shaped", after)
+    return result
+
+
+def _reshape(
+    graph: Graph, site: Lowering, tensor: TensorRef, shape: tuple[int, ...], suffix: str, after: tuple[str, ...]
+) -> TensorRef:
+    sizes = constant(graph, f"{site.name}/{suffix}/shape", np.array(shape, np.int32), type_="Const", rule=site.rule, after=after)
+    label = graph.fresh(f"{site.name}/{suffix}")
+    op = Op(
+        name=label,
+        kind="reshape",
+        type="Reshape",
+        roles=("input", "shape"),
+        outputs=(Output(label, "float32", shape),),
+        attrs={"T": DataType("float32"), "Tshape": DataType("int32")},
+        rule=site.rule,
+    )
+    return graph.add(op, [tensor, sizes])
+
+
+def why_not(params: QParams, dtype: str | None) -> str | None:
+    """The reason why TensorFlow cannot run these ops, or None."""
+    if dtype not in {None, "float32"}:
+        return f"FakeQuant takes float32, and this tensor is {dtype}"
+    if not MIN_BITS <= params.type.bits <= MAX_BITS:
+        return f"FakeQuant has {MIN_BITS} to {MAX_BITS} bits, and the scheme wants {params.type.bits}"
+    return None
+
+
+def opset(_params: QParams) -> int:
+    """TensorFlow has no opsets."""
+    return 0
+
+
+FAKE_QUANT = Family(name="fake-quant", format="tensorflow", lower=lower, why_not=why_not, opset=opset)
