@@ -1,6 +1,6 @@
 """The families of quantize-dequantize ops: each lowers `QParams` to ops of the IR, without any framework."""
 
-from graphquant.qdq.base import Family, Lowering
+from graphquant.qdq.base import Family, Lowering, Request
 from graphquant.qdq.fake_quant import FAKE_QUANT
 from graphquant.qdq.onnx_qdq import ONNX_QDQ
 
@@ -9,4 +9,4 @@ FAMILIES: dict[str, Family] = {
     "fake-quant": FAKE_QUANT,
 }
 
-__all__ = ["FAMILIES", "Family", "Lowering"]
+__all__ = ["FAMILIES", "Family", "Lowering", "Request"]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from graphquant.ir import Graph, Op, Output, TensorRef
-from graphquant.numerics import Array, QParams
+from graphquant.numerics import Array, IntType, QParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,23 @@ class Lowering:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a family is asked for, known before any range is.
+
+    Attributes:
+        type: The integer type.
+        axis: The channel axis, None per tensor.
+        dtype: The tensor's dtype.
+        shape: The tensor's static shape, None if it is unknown.
+    """
+
+    type: IntType
+    axis: int | None
+    dtype: str
+    shape: tuple[int | None, ...] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """A kind of quantize-dequantize op.
 
@@ -40,15 +57,15 @@ class Family:
         name: What rule files call it.
         format: The format whose models can hold it.
         lower: Adds the ops to a graph; returns the dequantized tensor.
-        why_not: (params, dtype of the tensor) to the reason why the runtime cannot do that, or None.
-        opset: The lowest opset that has the ops for these params; 0 where there is none.
+        why_not: What is asked to the reason why the runtime cannot do that, or None.
+        opset: What is asked to the lowest opset that has the ops; 0 where there are no opsets.
     """
 
     name: str
     format: str
     lower: Callable[[Graph, Lowering], TensorRef]
-    why_not: Callable[[QParams, str | None], str | None]
-    opset: Callable[[QParams], int]
+    why_not: Callable[[Request], str | None]
+    opset: Callable[[Request], int]
 
 
 def constant(graph: Graph, name: str, value: Array, *, type_: str, rule: str, after: tuple[str, ...] = ()) -> TensorRef:

@@ -12,8 +12,7 @@ import numpy as np
 
 from graphquant.errors import InternalError
 from graphquant.ir import DataType, Graph, Op, Output, TensorRef
-from graphquant.numerics import QParams
-from graphquant.qdq.base import Family, Lowering, constant
+from graphquant.qdq.base import Family, Lowering, Request, constant
 
 MIN_BITS, MAX_BITS = 2, 16
 
@@ -69,16 +68,18 @@ def _reshape(
     return graph.add(op, [tensor, sizes])
 
 
-def why_not(params: QParams, dtype: str | None) -> str | None:
+def why_not(asked: Request) -> str | None:
     """The reason why TensorFlow cannot run these ops, or None."""
-    if dtype not in {None, "float32"}:
-        return f"FakeQuant takes float32, and this tensor is {dtype}"
-    if not MIN_BITS <= params.type.bits <= MAX_BITS:
-        return f"FakeQuant has {MIN_BITS} to {MAX_BITS} bits, and the scheme wants {params.type.bits}"
+    if asked.dtype != "float32":
+        return f"FakeQuant takes float32, and this tensor is {asked.dtype}"
+    if not MIN_BITS <= asked.type.bits <= MAX_BITS:
+        return f"FakeQuant has {MIN_BITS} to {MAX_BITS} bits, and the scheme wants {asked.type.bits}"
+    if asked.axis is not None and (asked.shape is None or None in asked.shape):
+        return "FakeQuant per channel needs the tensor's static shape"
     return None
 
 
-def opset(_params: QParams) -> int:
+def opset(_asked: Request) -> int:
     """TensorFlow has no opsets."""
     return 0
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from graphquant.ir import Graph, Op, Output, TensorRef
 from graphquant.numerics import QParams, quantize
-from graphquant.qdq.base import Family, Lowering, constant
+from graphquant.qdq.base import Family, Lowering, Request, constant
 
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
 
@@ -53,18 +53,18 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
     return graph.add(dequant, [source, scale, zero])
 
 
-def why_not(params: QParams, dtype: str | None) -> str | None:
+def why_not(asked: Request) -> str | None:
     """The reason why onnxruntime cannot run these ops, or None."""
-    if dtype not in {None, "float32"}:
-        return f"QuantizeLinear with a float32 scale takes no {dtype} tensor"
-    if params.type.container not in {"int8", "uint8"}:
-        return f"{params.type.name} needs opset 21; 8 bits and fewer are written so far"
+    if asked.dtype != "float32":
+        return f"QuantizeLinear with a float32 scale takes no {asked.dtype} tensor"
+    if asked.type.container not in {"int8", "uint8"}:
+        return f"{asked.type.name} does not fit the 8-bit types that opset 10 has"
     return None
 
 
-def opset(params: QParams) -> int:
+def opset(asked: Request) -> int:
     """The lowest opset of the default domain that has these ops."""
-    return OPSET_PER_TENSOR if params.axis is None else OPSET_PER_CHANNEL
+    return OPSET_PER_TENSOR if asked.axis is None else OPSET_PER_CHANNEL
 
 
 ONNX_QDQ = Family(name="onnx-qdq", format="onnx", lower=lower, why_not=why_not, opset=opset)

@@ -1,4 +1,4 @@
-"""The plan: which tensors are quantized for which consumers, and how. Plain data, printed, saved, edited, applied."""
+"""The plan as data: which tensors are quantized for which consumers, and how."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from typing import Any
 from graphquant.ir import TensorRef, Use
 from graphquant.ruleset import Scheme
 
-SCHEMA = 1
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
     """One tensor that gets a quantize-dequantize pair for some of its consumers.
@@ -18,6 +15,7 @@ class Site:
     Attributes:
         tensor: What is quantized.
         uses: The consumers that are rerouted.
+        graph: The graph that gets the new ops: the tensor's own, or the body that reads it.
         scheme: How it is quantized.
         axis: The channel axis of a per-channel scheme, else None.
         rule: Name of the rule that claimed the uses.
@@ -31,6 +29,7 @@ class Site:
 
     tensor: TensorRef
     uses: tuple[Use, ...]
+    graph: str
     scheme: Scheme
     axis: int | None = None
     rule: str = ""
