@@ -178,6 +178,8 @@ class Rule:
         consumer: Who reads it; only these uses are rerouted.
         quantize: Name of a scheme, "same-as-input" or "leave".
         optional: A name selector that matches nothing is no error.
+        place: For a tensor that the body of an op reads from outside, where the new ops go: beside the "producer" or in
+            the "body".
     """
 
     name: str
@@ -186,6 +188,7 @@ class Rule:
     consumer: Selector = Field(default_factory=Selector)
     quantize: str
     optional: bool = False
+    place: Literal["producer", "body"] = "producer"
 
     @model_validator(mode="after")
     def _says_something(self) -> Rule:
