@@ -1,6 +1,7 @@
 """The plan: which tensors are quantized for which consumers, and how. Plain data, printed, saved, edited, applied."""
 
+from graphquant.plan.json import from_json, read_plan, to_json
 from graphquant.plan.make import Choice, make_plan
-from graphquant.plan.types import Plan, Site, Skip, Step
+from graphquant.plan.types import Plan, Site, Skip
 
-__all__ = ["Choice", "Plan", "Site", "Skip", "Step", "make_plan"]
+__all__ = ["Choice", "Plan", "Site", "Skip", "from_json", "make_plan", "read_plan", "to_json"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
+
+from pydantic import ConfigDict
 
 from graphquant.ir import TensorRef, Use
+from graphquant.prepare import Step
 from graphquant.ruleset import Scheme
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +30,8 @@ class Site:
         zero_point: One zero point, or one per channel.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     tensor: TensorRef
     uses: tuple[Use, ...]
     graph: str
@@ -45,27 +50,12 @@ class Site:
 class Skip:
     """A place where a rule matched and nothing will be inserted, with the reason."""
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
     tensor: TensorRef
     uses: tuple[Use, ...]
     rule: str
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One preparation that was done before matching.
-
-    Attributes:
-        step: Its name, "fold-batchnorm".
-        target: The op, input or model it changed.
-        detail: What was done, for people.
-        undo: What is needed to take it back, as JSON data.
-    """
-
-    step: str
-    target: str
-    detail: str
-    undo: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
