@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _KIND = r"[A-Za-z_*][\w.]*"
 _ALTERNATIVES = re.compile(rf"({_KIND}(?:\|{_KIND})*)(\?)?")
 _LINE = re.compile(rf"(\w+)\s*=\s*({_KIND}(?:\|{_KIND})*)\s*\(([^()]*)\)")
+
+ANYTHING = "_"
+"""The operand of a pattern that stands for any input, each time another."""
+
+MAX_LINKS = 16
+"""Longest chain, in links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,47 +43,71 @@ def parse_chain(text: str) -> tuple[Link, ...]:
     Raises:
         ValueError: The text is no chain, or every link is optional.
     """
+    parts = text.split(">")
+    if len(parts) > MAX_LINKS:
+        raise ValueError(f"a chain of {len(parts)} links is too long; {MAX_LINKS} are possible")
     links = []
-    for part in text.split(">"):
+    for part in parts:
         found = _ALTERNATIVES.fullmatch(part.strip())
         if not found:
-            raise ValueError(f"{part.strip()!r} in {text!r} is no kind; write kinds as 'conv', 'conv|matmul' or 'conv > relu?'")
+            here = f"{part.strip()!r} in {text!r}" if len(parts) > 1 else repr(text)
+            raise ValueError(f"{here} is no kind; kinds read 'conv', 'conv|matmul' or 'conv > relu?'")
         links.append(Link(frozenset(found[1].split("|")), found[2] is not None))
     if all(link.optional for link in links):
         raise ValueError(f"every link of {text!r} is optional; at least one must be required")
     return tuple(links)
 
 
-def parse_pattern(lines: list[str]) -> tuple[PatternOp, ...]:
+def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:
     """A pattern's lines as ops in order; names that no line defines are its inputs.
 
     Raises:
-        ValueError: A line does not read `name = kind(operand, ...)`, a name is defined twice or used before its line,
-            or an op is not connected to the last one.
+        ValueError: There is no line, a line does not read `name = kind(operand, ...)`, a name is defined twice or used
+            before its line, or an op is not connected to the last one.
     """
+    if not lines:
+        raise ValueError("a pattern has at least one op")
     ops: list[PatternOp] = []
-    defined: dict[str, int] = {}
+    defined: set[str] = set()
     for line in lines:
-        found = _LINE.fullmatch(line.strip())
-        if not found:
-            raise ValueError(f"{line!r} does not read 'name = kind(operand, ...)'")
-        operands = tuple(word.strip() for word in found[3].split(",")) if found[3].strip() else ()
-        if bad := next((word for word in operands if not re.fullmatch(r"\w+", word)), None):
-            raise ValueError(f"operand {bad!r} of {line!r} is no name")
-        if found[1] in defined:
-            raise ValueError(f"{found[1]!r} is defined twice")
-        defined[found[1]] = len(ops)
-        ops.append(PatternOp(found[1], frozenset(found[2].split("|")), operands))
+        op = _parse_op(line)
+        if op.name in defined:
+            raise ValueError(f"{op.name!r} is defined twice")
+        defined.add(op.name)
+        ops.append(op)
+    _check_order(ops)
+    _check_connected(ops)
+    return tuple(ops)
+
+
+def _parse_op(line: str) -> PatternOp:
+    found = _LINE.fullmatch(line.strip())
+    if not found:
+        raise ValueError(f"{line!r} does not read 'name = kind(operand, ...)'")
+    operands = tuple(word.strip() for word in found[3].split(",")) if found[3].strip() else ()
+    if bad := [word for word in operands if not re.fullmatch(r"\w+", word)]:
+        raise ValueError(f"operand {bad[0]!r} of {line!r} is no name")
+    if found[1] == ANYTHING:
+        raise ValueError(f"{ANYTHING!r} in {line!r} stands for any operand; an op has another name")
+    return PatternOp(found[1], frozenset(found[2].split("|")), operands)
+
+
+def _check_order(ops: list[PatternOp]) -> None:
+    position = {op.name: index for index, op in enumerate(ops)}
     for index, op in enumerate(ops):
         for operand in op.operands:
-            if defined.get(operand, -1) >= index:
+            if position.get(operand, -1) >= index:
                 raise ValueError(f"{operand!r} is used before the line that defines it")
-    reached, todo = set(), [ops[-1].name]
+
+
+def _check_connected(ops: list[PatternOp]) -> None:
+    operands = {op.name: op.operands for op in ops}
+    reached: set[str] = set()
+    todo = [ops[-1].name]
     while todo:
         name = todo.pop()
-        if name in defined and name not in reached:
+        if name in operands and name not in reached:
             reached.add(name)
-            todo.extend(ops[defined[name]].operands)
-    if lost := sorted(set(defined) - reached):
-        raise ValueError(f"{', '.join(lost)} does not lead to the last op {ops[-1].name!r}")
-    return tuple(ops)
+            todo.extend(operands[name])
+    if lost := [repr(op.name) for op in ops if op.name not in reached]:
+        raise ValueError(f"{', '.join(lost)} does not lead to the last op {ops[-1].name!r}; leave it out or use it")

@@ -7,22 +7,44 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+import warnings
+from dataclasses import field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, field_validator, model_validator
 from pydantic.dataclasses import dataclass
 
+from graphquant.errors import did_you_mean
 from graphquant.numerics import IntType
-from graphquant.qdq import FAMILIES
 from graphquant.ruleset.syntax import parse_chain, parse_pattern
 from graphquant.sketch import OBSERVERS
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 _FROZEN = ConfigDict(extra="forbid")
+
+_MAX_TEXT = 500
+"""Longest text of a selector or of a pattern's line, which also bounds what a regex can cost."""
+
+_Text = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+_Count = Annotated[StrictInt, Field(ge=0)]
+
+
+def _known(what: str, words: Iterable[str], known: Iterable[str]) -> None:
+    """Raises a ValueError that names the first of `words` that is not `known`."""
+    for word in words:
+        if word not in known:
+            raise ValueError(f"there is no {what} {word!r}.{did_you_mean(word, known) or _listed(known)}")
+
+
+def _listed(known: Iterable[str]) -> str:
+    return f" Known are {', '.join(sorted(known))}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class Observe:
-    """Which observer turns statistics into a range, with its arguments: `observe = { name = "fixed", low = 0, high = 1 }`.
+    """Which observer turns statistics into a range, with its arguments: `{ name = "fixed", low = 0, high = 1 }`.
 
     Attributes:
         name: An observer of `graphquant.sketch.OBSERVERS`.
@@ -32,24 +54,34 @@ class Observe:
     """
 
     name: str
-    low: float | None = None
-    high: float | None = None
-    exponent: int | None = Field(default=None, ge=-126, le=126)
+    low: StrictFloat | None = None
+    high: StrictFloat | None = None
+    exponent: StrictInt | None = Field(default=None, ge=-126, le=126)
+
+    @field_validator("name")
+    @classmethod
+    def _observer(cls, value: str) -> str:
+        _known("observer", [value], OBSERVERS)
+        return value
 
     @model_validator(mode="after")
-    def _known(self) -> Observe:
-        if self.name not in OBSERVERS:
-            raise ValueError(f"there is no observer {self.name!r}; known are {', '.join(sorted(OBSERVERS))}")
+    def _arguments(self) -> Observe:
         wanted = OBSERVERS[self.name].arguments
         for argument in ("low", "high", "exponent"):
             given = getattr(self, argument) is not None
             if given and argument not in wanted:
-                raise ValueError(f"observer {self.name!r} takes no {argument!r}")
+                takes = " and ".join(repr(name) for name in sorted(wanted)) or "no argument"
+                raise ValueError(f"the observer {self.name!r} has no {argument!r}; it takes {takes}")
             if not given and argument in wanted:
-                raise ValueError(f"observer {self.name!r} needs {argument!r}")
-        if self.low is not None and self.high is not None and not (math.isfinite(self.low) and self.low <= self.high < math.inf):
-            raise ValueError(f"a range from {self.low} to {self.high} is empty or not finite")
+                raise ValueError(f"the observer {self.name!r} needs {argument!r}; give it a number")
+        low, high = self.low, self.high
+        if low is not None and high is not None and not (math.isfinite(low) and low <= high < math.inf):
+            raise ValueError(f"a range from {low} to {high} is empty or not finite; 'low' must not be above 'high'")
         return self
+
+
+DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33))
+"""The integer types a scheme may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
@@ -71,10 +103,10 @@ class Scheme:
 
     name: str = ""
     dtype: str = ""
-    bits: int | None = Field(default=None, ge=2, le=32)
-    signed: bool | None = None
+    bits: StrictInt | None = Field(default=None, ge=2, le=32)
+    signed: StrictBool | None = None
     zero: Literal["symmetric", "asymmetric"] = "symmetric"
-    narrow: bool = False
+    narrow: StrictBool = False
     per: Literal["tensor", "channel"] = "tensor"
     scale: Literal["any", "power-of-two"] = "any"
     observe: Observe = Field(default_factory=lambda: Observe(name="minmax"))
@@ -85,16 +117,29 @@ class Scheme:
     def _short(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    @field_validator("dtype")
+    @classmethod
+    def _type(cls, value: str) -> str:
+        if value and value not in DTYPES:
+            close = did_you_mean(value, DTYPES)
+            raise ValueError(f"{value!r} is no integer type; int2 to int32 and uint2 to uint32 are.{close}")
+        return value
+
+    @field_validator("family")
+    @classmethod
+    def _family(cls, value: str | None) -> str | None:
+        from graphquant.qdq import FAMILIES
+
+        if value is not None:
+            _known("family", [value], FAMILIES)
+        return value
+
     @model_validator(mode="after")
     def _agree(self) -> Scheme:
         if self.dtype and (self.bits is not None or self.signed is not None):
-            raise ValueError("give either 'dtype' or 'bits' and 'signed', not both")
-        if self.dtype:
-            IntType.parse(self.dtype)
-        if self.family is not None and self.family not in FAMILIES:
-            raise ValueError(f"there is no family {self.family!r}; known are {', '.join(sorted(FAMILIES))}")
+            raise ValueError("'dtype' says what 'bits' and 'signed' say; give one or the other")
         if self.observe.name == "fixed-point" and self.zero != "symmetric":
-            raise ValueError("observer 'fixed-point' has zero point 0, so the scheme must be symmetric")
+            raise ValueError("the observer 'fixed-point' has zero point 0; the scheme must be symmetric")
         return self
 
     @property
@@ -110,8 +155,8 @@ class Selector:
     """Conditions on an op, all of which must hold. An empty one holds everywhere.
 
     Attributes:
-        kind: A framework-neutral kind, alternatives by `|`, or a chain `conv > batchnorm? > relu|relu6?`, producer first;
-            `parameter` stands for any weight, `*` for any op.
+        kind: A framework-neutral kind, alternatives by `|`, or a chain `conv > batchnorm? > relu|relu6?`, producer
+            first; `parameter` stands for any weight, `*` for any op.
         type: The framework's own op type, alternatives by `|`.
         name: Glob on the op or tensor name, or a regex between slashes `/.../`.
         input: Role of the slot that reads the tensor ("input", "weight", "bias"), alternatives by `|`. Consumers only.
@@ -124,46 +169,94 @@ class Selector:
         min_channels: Smallest size of the tensor's channel axis, where it is known.
     """
 
-    kind: str | None = None
-    type: str | None = None
-    name: str | None = None
-    input: str | None = None
-    pattern: str | None = None
-    attr: dict[str, Any] = Field(default_factory=dict)
-    min_rank: int | None = Field(default=None, ge=0)
-    max_rank: int | None = Field(default=None, ge=0)
-    min_size: int | None = Field(default=None, ge=0)
-    max_size: int | None = Field(default=None, ge=0)
-    min_channels: int | None = Field(default=None, ge=0)
+    kind: _Text | None = None
+    type: _Text | None = None
+    name: _Text | None = None
+    input: _Text | None = None
+    pattern: _Text | None = None
+    attr: dict[str, Any] = field(default_factory=dict, hash=False)
+    min_rank: _Count | None = None
+    max_rank: _Count | None = None
+    min_size: _Count | None = None
+    max_size: _Count | None = None
+    min_channels: _Count | None = None
 
     @field_validator("kind")
     @classmethod
     def _chain(cls, value: str | None) -> str | None:
-        if value is not None:
-            parse_chain(value)
+        from graphquant.ir.kinds import KINDS
+
+        for link in parse_chain(value) if value is not None else ():
+            _known("kind", sorted(link.kinds), KINDS)
+        return value
+
+    @field_validator("input")
+    @classmethod
+    def _role(cls, value: str | None) -> str | None:
+        from graphquant.ir.kinds import ROLES
+
+        _known("input role", value.split("|") if value is not None else (), ROLES)
+        return value
+
+    @field_validator("type")
+    @classmethod
+    def _types(cls, value: str | None) -> str | None:
+        if value is not None and not all(re.fullmatch(r"[\w.:>-]+", word) for word in value.split("|")):
+            raise ValueError(f"{value!r} is no op type; types read 'Conv' or 'Conv|Gemm'")
         return value
 
     @field_validator("name")
     @classmethod
     def _regex(cls, value: str | None) -> str | None:
-        if value is not None and len(value) > 1 and value[0] == value[-1] == "/":
-            try:
+        if value is None or not (len(value) > 1 and value[0] == value[-1] == "/"):
+            return value
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")  # re warns of what it will read differently one day
                 re.compile(value[1:-1])
-            except re.error as error:
-                raise ValueError(f"{value} is no regular expression: {error}") from error
+        except (re.error, OverflowError, RecursionError, Warning) as error:
+            raise ValueError(
+                f"{value!r} is no regular expression ({error}); a name without slashes is a glob"
+            ) from error
         return value
+
+    @field_validator("attr")
+    @classmethod
+    def _attributes(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, wanted in value.items():
+            one_of = wanted if isinstance(wanted, list) else [wanted]
+            flat = [item for part in one_of for item in (part if isinstance(part, list) else [part])]
+            if not all(isinstance(item, bool | int | float | str) for item in flat):
+                raise ValueError(
+                    f"the attribute {name!r} is compared with something else than strings, numbers and booleans"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _satisfiable(self) -> Selector:
+        for what, low, high in (("rank", self.min_rank, self.max_rank), ("size", self.min_size, self.max_size)):
+            if low is not None and high is not None and low > high:
+                raise ValueError(f"'min_{what}' {low} is above 'max_{what}' {high}; nothing can match")
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class Pattern:
-    """A small graph as text: `ops = ["s = sigmoid(x)", "y = mul(x, s)"]`; the last op is the pattern's result."""
+    """A small graph as text: `ops = ["s = sigmoid(x)", "y = mul(x, s)"]`.
 
-    ops: Annotated[list[str], Field(min_length=1, max_length=32)]
+    Attributes:
+        ops: One op a line, `name = kind(operand, ...)`; the last one is the pattern's result.
+    """
+
+    ops: Annotated[tuple[_Text, ...], Field(min_length=1, max_length=32)]
 
     @field_validator("ops")
     @classmethod
-    def _parse(cls, value: list[str]) -> list[str]:
-        parse_pattern(value)
+    def _parse(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        from graphquant.ir.kinds import KINDS
+
+        for op in parse_pattern(value):
+            _known("kind", sorted(op.kinds), KINDS)
         return value
 
 
@@ -172,7 +265,7 @@ class Rule:
     """One sentence: what produces the tensor, who reads it, how to quantize in between.
 
     Attributes:
-        name: Unique in its file.
+        name: Unique in its file; letters, digits, '_', '-' and '.', as new ops may be named after it.
         why: The reason, shown wherever the rule's work is shown.
         producer: What makes the tensor.
         consumer: Who reads it; only these uses are rerouted.
@@ -182,18 +275,20 @@ class Rule:
             the "body".
     """
 
-    name: str
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
     why: str = ""
     producer: Selector = Field(default_factory=Selector)
     consumer: Selector = Field(default_factory=Selector)
     quantize: str
-    optional: bool = False
+    optional: StrictBool = False
     place: Literal["producer", "body"] = "producer"
 
     @model_validator(mode="after")
     def _says_something(self) -> Rule:
         if self.producer.input is not None:
             raise ValueError("'input' is a role of the consumer's slot; put it into 'consumer'")
+        if self.producer == self.consumer == Selector():
+            raise ValueError("the rule has no condition; give it a 'producer' or a 'consumer', kind = '*' for any op")
         return self
 
 
