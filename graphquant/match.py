@@ -7,6 +7,7 @@ so matching costs rules x ops, whatever the fan-out.
 from __future__ import annotations
 
 import fnmatch
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, Shape, TensorRef, Use
 from graphquant.ruleset import BoundRule, Link, PatternOp, RuleSet, Selector, parse_chain, parse_pattern
 
 COMMUTATIVE = frozenset({"add", "mul", "max", "min"})
@@ -106,6 +107,8 @@ class Matcher:
             return f"producer {tensor} is not called {selector.name!r}"
         if selector.pattern is not None and (tensor.graph, tensor.op) not in self._pattern(rule, selector.pattern):
             return f"producer {op.name} is not {selector.pattern!r} of that pattern"
+        if selector.readers is not None and len(self._outer_readers(tensor)) != selector.readers:
+            return f"producer {tensor} has {len(self._outer_readers(tensor))} readers, not {selector.readers}"
         reason = self._op_miss(selector, op) or self._size_miss(selector, tensor, None)
         return f"producer {reason}" if reason else ""
 
@@ -143,25 +146,33 @@ class Matcher:
                 return f"{op.name} has {name} = {given!r}, not {wanted!r}"
         return ""
 
+    def shape(self, tensor: TensorRef) -> Shape | None:
+        """The static shape of `tensor`; a parameter's also from the variable or argument behind it."""
+        shape: Shape | None = self.model.output(tensor).shape
+        if shape is None and self.parameters.is_parameter(tensor):
+            shape = self.model.output(self.parameters.origin(tensor)).shape
+        return shape
+
     def _size_miss(self, selector: Selector, tensor: TensorRef, consumer: Op | None) -> str:
-        shape = self.model.output(tensor).shape
-        rank = None if shape is None else len(shape)
-        size = 1
-        for side in shape or ():
-            size = size * side if side is not None and size is not None else None  # type: ignore[assignment]
-        known = None if shape is None else size
-        if selector.min_rank is not None and (rank is None or rank < selector.min_rank):
-            return f"{tensor} has rank {rank}, below {selector.min_rank}"
-        if selector.max_rank is not None and (rank is None or rank > selector.max_rank):
-            return f"{tensor} has rank {rank}, above {selector.max_rank}"
-        if selector.min_size is not None and known is not None and known < selector.min_size:
-            return f"{tensor} has {known} elements, fewer than {selector.min_size}"
-        if selector.max_size is not None and known is not None and known > selector.max_size:
-            return f"{tensor} has {known} elements, more than {selector.max_size}"
-        if selector.min_channels is not None and consumer is not None and consumer.channel_axis is not None and shape:
-            channels = shape[consumer.channel_axis] if -len(shape) <= consumer.channel_axis < len(shape) else None
-            if channels is not None and channels < selector.min_channels:
-                return f"{tensor} has {channels} channels, fewer than {selector.min_channels}"
+        """Which condition on sizes fails; one on a size that is not known does."""
+        shape = self.shape(tensor)
+        axis = None if consumer is None else consumer.channel_axis
+        sizes = {
+            "axes": None if shape is None else len(shape),
+            "elements": None if shape is None or None in shape else math.prod(side or 0 for side in shape),
+            "channels": shape[axis] if axis is not None and shape and -len(shape) <= axis < len(shape) else None,
+        }
+        bounds = (
+            ("axes", selector.min_rank, selector.max_rank),
+            ("elements", selector.min_size, selector.max_size),
+            ("channels", selector.min_channels, selector.max_channels),
+        )
+        for what, least, most in bounds:
+            size = sizes[what]
+            if least is not None and (size is None or size < least):
+                return f"{tensor} has {'an unknown number of' if size is None else size} {what}, not at least {least}"
+            if most is not None and (size is None or size > most):
+                return f"{tensor} has {'an unknown number of' if size is None else size} {what}, not at most {most}"
         return ""
 
     def _producer_kind_miss(self, kind: str, tensor: TensorRef) -> str:

@@ -130,6 +130,10 @@ def _fixed_point(_stats: Sketch, dtype: IntType, narrow: bool, args: dict[str, f
     return Range(np.float64(qmin * step), np.float64(qmax * step))
 
 
+def _bias(_stats: Sketch, _type: IntType, _narrow: bool, _args: dict[str, float]) -> Range:
+    raise DataError("a bias has the scales of its consumer's input and weight, and those are not quantized")
+
+
 OBSERVERS: dict[str, Observer] = {
     "minmax": Observer("from the smallest to the largest value seen", frozenset(), True, _minmax),
     "absmax": Observer("plus and minus the largest magnitude seen", frozenset(), True, _absmax),
@@ -137,4 +141,5 @@ OBSERVERS: dict[str, Observer] = {
     "fixed-point": Observer(
         "all that the type can represent with a scale of exactly 2**exponent", frozenset({"exponent"}), False, _fixed_point
     ),
+    "bias": Observer("scale of the consumer's input times scale of its weight", frozenset(), False, _bias),
 }

@@ -10,7 +10,7 @@ import numpy as np
 
 from graphquant.errors import DataError, ModelError
 from graphquant.ir import Model, Parameters, TensorRef, Use, readable
-from graphquant.numerics import QParams, Range, choose, from_scale
+from graphquant.numerics import QParams, Range, along, choose, from_scale
 from graphquant.plan import Plan, Site, Skip
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
 
@@ -49,6 +49,8 @@ def solve(model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch]) -> Sol
         if site.scale is not None:
             params[index] = _dictated(site)
             continue
+        if site.scheme.observe.name == "bias" and site.range is None:
+            continue
         try:
             ranges[index] = _range(parameters, site, sketches, notes, index)
         except DataError as error:
@@ -56,6 +58,12 @@ def solve(model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch]) -> Sol
     for members in groups:
         _settle(plan, members, ranges, params, notes)
     _follow_skips(plan, groups, skips, params)
+    for index, site in enumerate(plan.sites):
+        if site.scheme.observe.name == "bias" and index not in params and index not in skips:
+            try:
+                params[index] = _bias(model, plan, site, params, parameters)
+            except DataError as error:
+                skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=str(error))
     return Solution(params=params, skips=skips, notes=notes)
 
 
@@ -165,6 +173,33 @@ def _settle(
             )
             if len(members) > 1 and index != members[0]:
                 notes[index] = f"shares scale and zero point with {first.tensor}"
+
+
+def _bias(model: Model, plan: Plan, site: Site, params: Mapping[int, QParams], parameters: Parameters) -> QParams:
+    """int32 with input scale times weight scale, per channel where the weight is.
+
+    Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html and TFLite's 8-bit specification.
+    """
+    use = site.uses[0]
+    graph = model.graphs[use.graph]
+    reader = graph.op(use.op)
+    feeding = {other: index for index, one in enumerate(plan.sites) for other in one.uses}
+    scales = []
+    for slot in range(len(graph.slots(use.op))):
+        index = feeding.get(Use(use.graph, use.op, slot))
+        if reader.role(slot) in {"input", "weight"} and index in params:
+            scales.append(params[index].scale.astype(np.float64))
+    value = parameters.value(site.tensor)
+    if len(scales) != 2 or value is None:  # noqa: PLR2004  # one input and one weight
+        raise DataError("a bias has the scales of its consumer's input and weight, and those are not both quantized")
+    scale = np.asarray(scales[0] * scales[1])
+    axis = site.axis if scale.ndim else None
+    if scale.ndim and (site.axis is None or value.shape[site.axis] != scale.size):
+        raise DataError(f"a bias of shape {value.shape} does not go with {scale.size} weight scales")
+    largest = float(np.max(np.abs(value) / along(scale, axis, value.ndim), initial=0.0))
+    if largest > np.iinfo(np.int32).max:
+        raise DataError(f"its values are up to {largest:.3g} steps of input scale times weight scale, more than int32 holds")
+    return from_scale(scale.astype(np.float32), np.zeros(scale.shape, np.int32), site.scheme.type, axis=axis)
 
 
 def _follow_skips(plan: Plan, groups: list[list[int]], skips: dict[int, Skip], params: dict[int, QParams]) -> None:

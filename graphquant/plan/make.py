@@ -25,13 +25,11 @@ class Choice:
         family: The QDQ family for schemes that name none.
         include: If given, only uses whose consumer or tensor has such a name are quantized.
         exclude: Uses whose consumer or tensor has such a name are left.
-        weights_only: Only parameters are quantized.
     """
 
     family: str
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    weights_only: bool = False
 
 
 def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence[Step] = (), source: str = "") -> Plan:
@@ -126,7 +124,7 @@ class _Draft:
         parameter = self.matcher.parameters.is_parameter(match.tensor)
         axis = None
         if scheme.per == "channel":
-            axis = self._axis(match, output.shape)
+            axis = self._axis(match)
             if axis is None:
                 self._skip(match, f"scheme {scheme.name!r} is per channel, and {match.use} has no channel axis")
                 return None
@@ -135,12 +133,14 @@ class _Draft:
         elif family.format != model.format:
             reason = f"family {family.name!r} is for {family.format} models"
         else:
-            reason = family.why_not(Request(type=scheme.type, axis=axis, dtype=output.dtype, shape=self._shape(match.tensor)))
+            reason = family.why_not(Request(type=scheme.type, axis=axis, dtype=output.dtype, shape=self.matcher.shape(match.tensor)))
         if reason:
             self._skip(match, reason)
             return None
         graph = match.use.graph if rule.place == "body" else match.tensor.graph
-        key = (match.tensor, graph, scheme, axis, ties)
+        # A bias has the scales of one consumer's input and weight, so consumers never share its site.
+        alone = match.use if scheme.observe.name == "bias" else None
+        key = (match.tensor, graph, scheme, axis, ties, alone)
         if key in self.sites:
             self.sites[key] = replace(self.sites[key], uses=(*self.sites[key].uses, match.use))
             return replace(self.sites[key], uses=(match.use,))
@@ -165,8 +165,6 @@ class _Draft:
         consumer = model.graphs[match.use.graph].op(match.use.op)
         if model.op(match.tensor).kind in QUANTIZED or consumer.kind in QUANTIZED:
             return "it is quantized already"
-        if self.choice.weights_only and not self.matcher.parameters.is_parameter(match.tensor):
-            return "only weights were asked for"
         labels = (match.use.op, model.output(match.tensor).name, f"{match.tensor.op}:{match.tensor.port}")
         if self.choice.include and not any(name_matches(pattern, *labels) for pattern in self.choice.include):
             return "--include names neither it nor its consumer"
@@ -183,17 +181,14 @@ class _Draft:
             if read is not None and op.role(slot) == "input" and not self.matcher.parameters.is_parameter(read)
         )
 
-    def _shape(self, tensor: TensorRef) -> tuple[int | None, ...] | None:
-        shape: tuple[int | None, ...] | None = self.matcher.model.output(tensor).shape
-        if shape is None and self.matcher.parameters.is_parameter(tensor):
-            shape = self.matcher.model.output(self.matcher.parameters.origin(tensor)).shape
-        return shape
-
-    def _axis(self, match: Match, shape: tuple[int | None, ...] | None) -> int | None:
+    def _axis(self, match: Match) -> int | None:
+        """The channel axis of the tensor where the use reads it."""
         consumer = self.matcher.model.graphs[match.use.graph].op(match.use.op)
+        shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
+        if role == "bias":
+            return 0 if shape is not None and len(shape) == 1 else None
         axis = consumer.channel_axis
-        shape = shape if shape is not None else self._shape(match.tensor)
-        if axis is None or consumer.role(match.use.slot) != "weight" or shape is None or not -len(shape) <= axis < len(shape):
+        if axis is None or role != "weight" or shape is None or not -len(shape) <= axis < len(shape):
             return None
         return axis % len(shape)
 

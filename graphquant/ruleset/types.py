@@ -152,7 +152,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class Selector:
-    """Conditions on an op, all of which must hold. An empty one holds everywhere.
+    """Conditions on an op, all of which must hold. An empty one holds everywhere; one on an unknown size does not.
 
     Attributes:
         kind: A framework-neutral kind, alternatives by `|`, or a chain `conv > batchnorm? > relu|relu6?`, producer
@@ -162,11 +162,13 @@ class Selector:
         input: Role of the slot that reads the tensor ("input", "weight", "bias"), alternatives by `|`. Consumers only.
         pattern: `NAME` (its last op) or `NAME.op` of a `[pattern.NAME]`.
         attr: Attribute conditions: a value that must be equal, or a list of which one must be.
+        readers: Number of consumers that the tensor must have. Producers only.
         min_rank: Smallest number of axes of the tensor.
         max_rank: Largest number of axes of the tensor.
-        min_size: Smallest number of elements of the tensor, where it is known.
-        max_size: Largest number of elements of the tensor, where it is known.
-        min_channels: Smallest size of the tensor's channel axis, where it is known.
+        min_size: Smallest number of elements of the tensor.
+        max_size: Largest number of elements of the tensor.
+        min_channels: Smallest size of the output channel axis of a weight. Consumers only.
+        max_channels: Largest size of that axis.
     """
 
     kind: _Text | None = None
