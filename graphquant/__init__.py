@@ -1,1 +1,36 @@
-"""A tool that rewrites trained TensorFlow and ONNX graphs into low precision, and shows what it did."""
+"""A tool that rewrites trained TensorFlow and ONNX graphs into low precision, and shows what it did.
+
+    import graphquant as gq
+
+    model = gq.load("model.onnx")
+    result = gq.insert(model, data="calibration.npz")
+    result.save("model.quant.onnx")
+"""
+
+from importlib import import_module
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "load": "graphquant.pipeline",
+    "plan": "graphquant.pipeline",
+    "calibrate": "graphquant.pipeline",
+    "insert": "graphquant.pipeline",
+    "save": "graphquant.pipeline",
+    "Result": "graphquant.pipeline",
+    "Model": "graphquant.ir",
+    "TensorRef": "graphquant.ir",
+    "Use": "graphquant.ir",
+    "Plan": "graphquant.plan",
+    "GraphQuantError": "graphquant.errors",
+}
+
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  # the keys are strings
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported when they are first used, so that importing graphquant costs nothing."""
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)

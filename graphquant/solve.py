@@ -44,7 +44,8 @@ def solve(model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch]) -> Sol
     notes: dict[int, str] = {}
     ranges: dict[int, Range] = {}
     params: dict[int, QParams] = {}
-    groups = _groups(plan)
+    feeding = {use: index for index, site in enumerate(plan.sites) for use in site.uses}
+    groups = _groups(plan, feeding)
     for index, site in enumerate(plan.sites):
         if site.scale is not None:
             params[index] = _dictated(site)
@@ -57,19 +58,18 @@ def solve(model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch]) -> Sol
             skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=str(error))
     for members in groups:
         _settle(plan, members, ranges, params, notes)
-    _follow_skips(plan, groups, skips, params)
+    _follow_skips(plan, groups, feeding, skips, params)
     for index, site in enumerate(plan.sites):
         if site.scheme.observe.name == "bias" and index not in params and index not in skips:
             try:
-                params[index] = _bias(model, plan, site, params, parameters)
+                params[index] = _bias(model, site, feeding, params, parameters)
             except DataError as error:
                 skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=str(error))
     return Solution(params=params, skips=skips, notes=notes)
 
 
-def _groups(plan: Plan) -> list[list[int]]:
+def _groups(plan: Plan, feeding: Mapping[Use, int]) -> list[list[int]]:
     """Positions of sites that must share scale and zero point, each site in exactly one group."""
-    feeding: dict[Use, int] = {use: index for index, site in enumerate(plan.sites) for use in site.uses}
     leader = list(range(len(plan.sites)))
 
     def find(index: int) -> int:
@@ -175,7 +175,9 @@ def _settle(
                 notes[index] = f"shares scale and zero point with {first.tensor}"
 
 
-def _bias(model: Model, plan: Plan, site: Site, params: Mapping[int, QParams], parameters: Parameters) -> QParams:
+def _bias(
+    model: Model, site: Site, feeding: Mapping[Use, int], params: Mapping[int, QParams], parameters: Parameters
+) -> QParams:
     """int32 with input scale times weight scale, per channel where the weight is.
 
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html and TFLite's 8-bit specification.
@@ -183,7 +185,6 @@ def _bias(model: Model, plan: Plan, site: Site, params: Mapping[int, QParams], p
     use = site.uses[0]
     graph = model.graphs[use.graph]
     reader = graph.op(use.op)
-    feeding = {other: index for index, one in enumerate(plan.sites) for other in one.uses}
     scales = []
     for slot in range(len(graph.slots(use.op))):
         index = feeding.get(Use(use.graph, use.op, slot))
@@ -202,22 +203,31 @@ def _bias(model: Model, plan: Plan, site: Site, params: Mapping[int, QParams], p
     return from_scale(scale.astype(np.float32), np.zeros(scale.shape, np.int32), site.scheme.type, axis=axis)
 
 
-def _follow_skips(plan: Plan, groups: list[list[int]], skips: dict[int, Skip], params: dict[int, QParams]) -> None:
+def _follow_skips(
+    plan: Plan, groups: list[list[int]], feeding: Mapping[Use, int], skips: dict[int, Skip], params: dict[int, QParams]
+) -> None:
     """A tied site whose whole source side was skipped is skipped too, however long the chain."""
-    feeding = {use: index for index, site in enumerate(plan.sites) for use in site.uses}
     for members in groups:
-        changed = True
         alive = [index for index in members if index in params]
-        while changed:
-            changed = False
-            for index in list(alive):
-                site = plan.sites[index]
-                sources = [feeding[use] for use in site.tie if use in feeding]
-                if sources and all(source in skips for source in sources):
-                    skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="what it is tied to was skipped")
-                    params.pop(index, None)
-                    alive.remove(index)
-                    changed = True
+        waiting: dict[int, list[int]] = {}
+        left: dict[int, int] = {}
+        for index in alive:
+            sources = {feeding[use] for use in plan.sites[index].tie if use in feeding}
+            left[index] = len(sources)
+            for source in sources:
+                waiting.setdefault(source, []).append(index)
+        queue = [index for index in members if index in skips]
+        queue += [index for index in alive if plan.sites[index].tie and not left[index]]
+        for lost in queue:
+            if lost in params:
+                site = plan.sites[lost]
+                reason = "what it is tied to is not quantized"
+                skips[lost] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=reason)
+                del params[lost]
+            for index in waiting.get(lost, ()):
+                left[index] -= 1
+                if not left[index]:
+                    queue.append(index)
 
 
 def as_dict(params: QParams) -> dict[str, Any]:

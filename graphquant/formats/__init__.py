@@ -67,6 +67,9 @@ class FormatModule(Protocol):
     def upgrade(self, model: Model, opset: int) -> Model:
         """The model at an opset; raises ModelError if that cannot be done."""
 
+    def skeleton(self, model: Model) -> str:
+        """The source message without the data of its weights, as text: what taking an upgrade back needs."""
+
 
 FORMATS: dict[str, str] = {
     "onnx": "graphquant.formats.onnx",

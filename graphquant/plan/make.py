@@ -133,7 +133,9 @@ class _Draft:
         elif family.format != model.format:
             reason = f"family {family.name!r} is for {family.format} models"
         else:
-            reason = family.why_not(Request(type=scheme.type, axis=axis, dtype=output.dtype, shape=self.matcher.shape(match.tensor)))
+            shape = self.matcher.shape(match.tensor)
+            asked = Request(type=scheme.type, axis=axis, dtype=output.dtype, shape=shape, parameter=parameter)
+            reason = family.why_not(asked)
         if reason:
             self._skip(match, reason)
             return None

@@ -41,12 +41,14 @@ class Request:
         axis: The channel axis, None per tensor.
         dtype: The tensor's dtype.
         shape: The tensor's static shape, None if it is unknown.
+        parameter: Whether the tensor is a weight, whose value can be stored as integers.
     """
 
     type: IntType
     axis: int | None
     dtype: str
     shape: tuple[int | None, ...] | None
+    parameter: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

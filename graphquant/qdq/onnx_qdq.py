@@ -57,6 +57,8 @@ def why_not(asked: Request) -> str | None:
     """The reason why onnxruntime cannot run these ops, or None."""
     if asked.dtype != "float32":
         return f"QuantizeLinear with a float32 scale takes no {asked.dtype} tensor"
+    if asked.type.name == "int32" and asked.parameter:
+        return None
     if asked.type.container not in {"int8", "uint8"}:
         return f"{asked.type.name} does not fit the 8-bit types that opset 10 has"
     return None

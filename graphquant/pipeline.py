@@ -1,0 +1,301 @@
+"""The public verbs, each a story of a few lines: load, plan, calibrate, insert, explain, inspect, save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphquant import formats
+from graphquant.calibrate import Stats, needs_data
+from graphquant.calibrate import calibrate as _calibrate
+from graphquant.errors import NeedsDataError, UsageError
+from graphquant.ir import Model, TensorRef, check
+from graphquant.plan import Choice, Plan, Skip, make_plan, read_plan
+from graphquant.prepare import Step, prepare
+from graphquant.qdq import FAMILIES, Request
+from graphquant.rewrite import Inserted, rewrite
+from graphquant.ruleset import RuleSet, load_ruleset
+from graphquant.solve import solve
+
+if TYPE_CHECKING:
+    from graphquant.data import Batches
+
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much of it is done and how much there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What `insert` made.
+
+    Attributes:
+        model: The rewritten model.
+        source: The model as it was given.
+        plan: What was to be done.
+        inserted: What was done, a site each.
+        skips: What the plan or the solver left out, with the reason.
+        notes: A word on some sites, by their tensor.
+        samples: Number of calibration samples.
+        random: Whether they were made up.
+    """
+
+    model: Model
+    source: Model
+    plan: Plan
+    inserted: tuple[Inserted, ...]
+    skips: tuple[Skip, ...]
+    notes: Mapping[TensorRef, str] = field(default_factory=dict)
+    samples: int = 0
+    random: bool = False
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Writes the rewritten model; see `save`."""
+        return save(self.model, path, force=force)
+
+
+def load(path: str | Path) -> Model:
+    """The model at `path`: an ONNX file, a TensorFlow GraphDef, MetaGraphDef or SavedModel folder.
+
+    Raises:
+        ModelError: It cannot be read or is not supported.
+    """
+    where = Path(path)
+    model = formats.module(formats.format_of(where)).load(where)
+    check(model, "load")
+    return model
+
+
+def plan(
+    model: Model | str | Path,
+    *,
+    rules: Sequence[str] = (),
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    family: str | None = None,
+) -> Plan:
+    """What `insert` would do to `model`.
+
+    Args:
+        model: A model, or the path of one.
+        rules: Names or paths of rule files, the first that matches wins; by default the format's own.
+        include: Globs or /regexes/; only what they name is quantized.
+        exclude: Globs or /regexes/; what they name is left.
+        family: The QDQ family for schemes that name none.
+
+    Raises:
+        ModelError: The model cannot be read or prepared.
+        RuleError: A rule file has mistakes.
+        UsageError: A selector matches nothing.
+    """
+    loaded = _loaded(model)
+    return _planned(loaded, _ruleset(loaded, rules), _choice(loaded, include, exclude, family))[1]
+
+
+def calibrate(
+    model: Model | str | Path,
+    plan: Plan,
+    data: str,
+    *,
+    samples: int | None = None,
+    progress: Progress | None = None,
+) -> Stats:
+    """Runs the model on the samples of `data` and keeps the statistics of each tensor that `plan` needs.
+
+    Raises:
+        DataError: The data does not fit the model.
+        MissingDependencyError: The model's framework is not installed.
+    """
+    prepared = _prepared_for(_loaded(model), plan)
+    return _observe(prepared, plan, data, samples, progress)[0]
+
+
+def insert(
+    model: Model | str | Path,
+    *,
+    rules: Sequence[str] = (),
+    data: str | None = None,
+    stats: Stats | None = None,
+    plan: Plan | str | Path | None = None,
+    samples: int | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    family: str | None = None,
+    float_weights: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """Quantizes a model: the whole story from rules to a rewritten graph.
+
+    Args:
+        model: A model, or the path of one.
+        rules: Names or paths of rule files, the first that matches wins; by default the format's own.
+        data: A calibration data spec, the path of an .npz file; not needed where ranges come from rules or weights.
+        stats: Statistics from `calibrate`, instead of `data`.
+        plan: A plan, or the path of an edited one, instead of rules.
+        samples: Use only that many samples.
+        include: Globs or /regexes/; only what they name is quantized.
+        exclude: Globs or /regexes/; what they name is left.
+        family: The QDQ family for schemes that name none.
+        float_weights: Keep weights float, with a whole QDQ pair.
+        progress: Is told how far the work is.
+
+    Raises:
+        NeedsDataError: Activations have no range without data.
+        DataError: The data does not fit the model.
+        ModelError: The model cannot be read, prepared or rewritten.
+        RuleError: A rule file has mistakes.
+        UsageError: A selector or the plan names what the model does not have.
+    """
+    source = _loaded(model)
+    if plan is None:
+        prepared, made = _planned(source, _ruleset(source, rules), _choice(source, include, exclude, family))
+    else:
+        made = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+        prepared = _prepared_for(source, made)
+    sketches, batches = (stats.sketches if stats is not None else {}), None
+    wanting = needs_data(made)
+    if wanting and data is None and stats is None:
+        raise NeedsDataError(_data_lines(source, wanting))
+    if wanting and data is not None:
+        gathered, batches = _observe(prepared, made, data, samples, progress)
+        sketches = gathered.sketches
+    solution = solve(prepared, made, sketches)
+    params, skips = dict(solution.params), dict(solution.skips)
+    for index, site in enumerate(made.sites if float_weights else ()):
+        if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time
+            del params[index]
+            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
+    rewritten, inserted = rewrite(prepared, made, params, float_weights=float_weights)
+    return Result(
+        model=rewritten if inserted else source,
+        source=source,
+        plan=made,
+        inserted=tuple(inserted),
+        skips=(*made.skips, *(skips[index] for index in sorted(skips))),
+        notes={made.sites[index].tensor: note for index, note in sorted(solution.notes.items())},
+        samples=batches.count if batches is not None else 0,
+        random=bool(batches is not None and batches.random),
+    )
+
+
+def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
+    """Writes `model` to `path`, whole or not at all; returns the path.
+
+    Raises:
+        UsageError: There is something at `path` and `force` is not given, or it cannot be written.
+        ModelError: The model has no such form.
+    """
+    where = Path(path)
+    check_output(where, model.path, force=force)
+    formats.module(model.format).save(model, where)
+    return where
+
+
+def default_output(path: Path) -> Path:
+    """`model.onnx` to `model.quant.onnx`, the SavedModel `net/` to `net.quant/`."""
+    return path.with_name(f"{path.name}.quant") if path.is_dir() else path.with_name(f"{path.stem}.quant{path.suffix}")
+
+
+def check_output(path: Path, source: Path | None = None, *, force: bool = False) -> None:
+    """Refuses an output that cannot or must not be written, before any work is done.
+
+    Raises:
+        UsageError: The folder is missing or read-only, the source would be lost, or something is there already.
+    """
+    if source is not None and path.exists() and source.exists() and path.samefile(source):
+        raise UsageError(f"{path} is the model itself. Give another output with -o; the source is never overwritten.")
+    if path.exists() and not force:
+        raise UsageError(f"{path} exists already. Give another output with -o, or --force to replace it.")
+    if not path.parent.is_dir():
+        raise UsageError(f"There is no folder {path.parent}. Make it first, or give another output with -o.")
+    if not os.access(path.parent, os.W_OK):
+        raise UsageError(f"The folder {path.parent} cannot be written. Give another output with -o.")
+
+
+# -- the steps between -----------------------------------------------------------------------------
+
+
+def _planned(model: Model, ruleset: RuleSet, choice: Choice) -> tuple[Model, Plan]:
+    """The prepared model and the plan for it; the model itself, unprepared, where there is nothing to insert."""
+    prepared, steps = prepare(model, ruleset.prepare)
+    made = make_plan(prepared, ruleset, choice, steps=steps, source=model.digest)
+    if not made.sites:
+        return model, replace(made, steps=(), prepared=model.digest)
+    opset = _opset(made)
+    if model.opset and model.opset < opset:
+        upgraded, step = _upgraded(model, opset)
+        prepared, steps = prepare(upgraded, ruleset.prepare)
+        made = make_plan(prepared, ruleset, choice, steps=(step, *steps), source=model.digest)
+    return prepared, made
+
+
+def _upgraded(model: Model, opset: int) -> tuple[Model, Step]:
+    module = formats.module(model.format)
+    upgraded = module.upgrade(model, opset)
+    undo = {"from": model.opset, "to": opset, "message": module.skeleton(model)}
+    return upgraded, Step(step="opset", target="model", detail=f"opset {model.opset} to {opset}", undo=undo)
+
+
+def _opset(made: Plan) -> int:
+    """The lowest opset that has the ops of every site."""
+    return max(
+        FAMILIES[site.scheme.family or ""].opset(
+            Request(type=site.scheme.type, axis=site.axis, dtype="float32", shape=None, parameter=site.parameter)
+        )
+        for site in made.sites
+    )
+
+
+def _prepared_for(model: Model, made: Plan) -> Model:
+    """`model` prepared as the plan says, if it is the plan's model."""
+    if made.format != model.format or made.model != model.digest:
+        raise UsageError("The plan was made for another model. Make it anew with `graphquant plan MODEL --format json`.")
+    start = model
+    for step in made.steps:
+        if step.step == "opset":
+            start = formats.module(model.format).upgrade(model, int(step.undo.get("to", 0)))
+    prepared, _ = prepare(start, [step.step for step in made.steps])
+    if prepared.digest != made.prepared:
+        raise UsageError("The plan's preparation steps give another model now. Make the plan anew with this version.")
+    return prepared
+
+
+def _observe(
+    prepared: Model, made: Plan, data: str, samples: int | None, progress: Progress | None
+) -> tuple[Stats, Batches]:
+    from graphquant.data import open_data
+
+    runner = formats.module(prepared.format).runner(prepared)
+    batches = open_data(data, runner.inputs, samples=samples)
+    told = (lambda done: progress("calibrating", done, batches.count)) if progress is not None else None
+    return _calibrate(made, runner, batches, told), batches
+
+
+def _loaded(model: Model | str | Path) -> Model:
+    return model if isinstance(model, Model) else load(model)
+
+
+def _ruleset(model: Model, rules: Sequence[str]) -> RuleSet:
+    return load_ruleset(list(rules) or [formats.module(model.format).DEFAULT_RULES])
+
+
+def _choice(model: Model, include: Iterable[str], exclude: Iterable[str], family: str | None) -> Choice:
+    if family is not None and (family not in FAMILIES or FAMILIES[family].format != model.format):
+        known = ", ".join(name for name, made in FAMILIES.items() if made.format == model.format)
+        raise UsageError(f"There is no family {family!r} for {model.format} models. Known are: {known}.")
+    return Choice(
+        family=family or formats.module(model.format).FAMILY, include=tuple(include), exclude=tuple(exclude)
+    )
+
+
+def _data_lines(model: Model, wanting: Sequence[Any]) -> str:
+    where = model.path or "MODEL"
+    return (
+        f"{len(wanting)} activations have no range yet, the first is {wanting[0].tensor}. Give calibration data, use fixed-point"
+        " ranges, or quantize the weights alone:\n"
+        f"  graphquant insert {where} --data calibration.npz\n"
+        f"  graphquant insert {where} --rules fixed_point\n"
+        f"  graphquant insert {where} --rules weight_only"
+    )
