@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from graphquant.ir import Graph, Op, Output, TensorRef
+from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
 from graphquant.numerics import Array, IntType, QParams
 
 
@@ -61,6 +61,8 @@ class Family:
         lower: Adds the ops to a graph; returns the dequantized tensor.
         why_not: What is asked to the reason why the runtime cannot do that, or None.
         opset: What is asked to the lowest opset that has the ops; 0 where there are no opsets.
+        types: The op types it reads back.
+        read: What an op of those types does, from the values of its parameters; None where they are not known.
     """
 
     name: str
@@ -68,6 +70,8 @@ class Family:
     lower: Callable[[Graph, Lowering], TensorRef]
     why_not: Callable[[Request], str | None]
     opset: Callable[[Request], int]
+    types: frozenset[str]
+    read: Callable[[Graph, Op, Parameters], QParams | None]
 
 
 def constant(graph: Graph, name: str, value: Array, *, type_: str, rule: str, after: tuple[str, ...] = ()) -> TensorRef:

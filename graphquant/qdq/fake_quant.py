@@ -11,7 +11,8 @@ import math
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import DataType, Graph, Op, Output, TensorRef
+from graphquant.ir import DataType, Graph, Op, Output, Parameters, TensorRef
+from graphquant.numerics import IntType, QParams, from_scale
 from graphquant.qdq.base import Family, Lowering, Request, constant
 
 MIN_BITS, MAX_BITS = 2, 16
@@ -84,4 +85,36 @@ def opset(_asked: Request) -> int:
     return 0
 
 
-FAKE_QUANT = Family(name="fake-quant", format="tensorflow", lower=lower, why_not=why_not, opset=opset)
+def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
+    """Scale and zero point that a FakeQuant op stands for, as a signed type; None where its range is not constant.
+
+    The range is nudged as TensorFlow does it: the zero point is rounded to an integer and the ends follow.
+    """
+    if op.type == "FakeQuantWithMinMaxArgs":
+        low, high = np.float64(op.attrs.get("min", -6.0)), np.float64(op.attrs.get("max", 6.0))
+    else:
+        values = [None if slot is None else parameters.value(slot) for slot in graph.slots(op.name)[1:3]]
+        if len(values) != 2 or values[0] is None or values[1] is None:  # noqa: PLR2004  # min and max
+            return None
+        low, high = values[0].astype(np.float64), values[1].astype(np.float64)
+    integer = IntType(int(op.attrs.get("num_bits", 8)), signed=True)
+    narrow = bool(op.attrs.get("narrow_range", False))
+    qmin, qmax = integer.limits(narrow=narrow)
+    scale = (high - low) / (qmax - qmin)
+    if not (np.isfinite(scale).all() and (scale > 0).all()):
+        return None
+    zero = np.clip(np.floor(qmin - low / scale + 0.5), qmin, qmax).astype(np.int32)
+    shape = graph.output(TensorRef(graph.name, op.name)).shape
+    axis = None if low.ndim == 0 else (len(shape) - 1 if shape else 0)
+    return from_scale(scale.astype(np.float32), zero, integer, narrow=narrow, axis=axis)
+
+
+FAKE_QUANT = Family(
+    name="fake-quant",
+    format="tensorflow",
+    lower=lower,
+    why_not=why_not,
+    opset=opset,
+    types=frozenset({"FakeQuantWithMinMaxArgs", "FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel"}),
+    read=read,
+)

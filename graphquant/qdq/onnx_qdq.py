@@ -5,8 +5,8 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from graphquant.ir import Graph, Op, Output, TensorRef
-from graphquant.numerics import QParams, quantize
+from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
+from graphquant.numerics import Array, IntType, QParams, from_scale, quantize
 from graphquant.qdq.base import Family, Lowering, Request, constant
 
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
@@ -69,4 +69,39 @@ def opset(asked: Request) -> int:
     return OPSET_PER_TENSOR if asked.axis is None else OPSET_PER_CHANNEL
 
 
-ONNX_QDQ = Family(name="onnx-qdq", format="onnx", lower=lower, why_not=why_not, opset=opset)
+def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
+    """Scale and zero point of a QuantizeLinear or DequantizeLinear, None where they are computed at run time."""
+    slots = [*graph.slots(op.name), None, None, None][:3]
+    scale = None if slots[1] is None else parameters.value(slots[1])
+    zero = None if slots[2] is None else parameters.value(slots[2])
+    if scale is None or (slots[2] is not None and zero is None):
+        return None
+    integer = _integer(graph, op, slots[0], zero)
+    if integer is None or scale.ndim > 1 or not (np.isfinite(scale).all() and (scale > 0).all()):
+        return None
+    zero_point = np.zeros(scale.shape, np.int32) if zero is None else zero.astype(np.int32)
+    if scale.size == 1:
+        return from_scale(scale.reshape(()), zero_point.reshape(()), integer)
+    return from_scale(scale, zero_point, integer, axis=int(op.attrs.get("axis", 1)))
+
+
+def _integer(graph: Graph, op: Op, data: TensorRef | None, zero: Array | None) -> IntType | None:
+    """The integer type on the quantized side, None if it is no integer or not known."""
+    name = None if zero is None else str(zero.dtype)
+    if name is None and op.kind == "dequantize" and data is not None:
+        name = graph.output(data).dtype
+    try:
+        return IntType.parse(name or "uint8")
+    except ValueError:
+        return None
+
+
+ONNX_QDQ = Family(
+    name="onnx-qdq",
+    format="onnx",
+    lower=lower,
+    why_not=why_not,
+    opset=opset,
+    types=frozenset({"QuantizeLinear", "DequantizeLinear"}),
+    read=read,
+)

@@ -1,0 +1,72 @@
+"""Why a tensor or op is quantized as it is: each rule, in order, with the first condition that failed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from graphquant.errors import UsageError, did_you_mean
+from graphquant.ir import TensorRef, Use
+from graphquant.match import Matcher, Miss, name_matches
+from graphquant.plan import Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What was tried for one use of one tensor.
+
+    Attributes:
+        tensor: The tensor.
+        use: The consumer.
+        winner: Name of the rule that claimed the use, "" if none did.
+        outcome: What will be done, in words.
+        misses: The other rules in order, each with the condition that failed; "" where a rule before it was first.
+    """
+
+    tensor: TensorRef
+    use: Use
+    winner: str
+    outcome: str
+    misses: tuple[Miss, ...]
+
+
+def explain(matcher: Matcher, plan: Plan, what: str) -> tuple[Explanation, ...]:
+    """Every use of the tensor `what`, or every use that the op `what` makes and offers.
+
+    Raises:
+        UsageError: Nothing float is called that.
+    """
+    outcomes: dict[tuple[TensorRef, Use], str] = {}
+    for skip in plan.skips:
+        outcomes.update({(skip.tensor, use): f"not quantized: {skip.reason}" for use in skip.uses})
+    for site in plan.sites:
+        tied = f", with the scale of what {', '.join(map(str, site.tie))} reads" if site.tie else ""
+        said = f"quantized to {site.scheme.type.name} {site.scheme.zero} per {site.scheme.per}{tied}"
+        outcomes.update({(site.tensor, use): said for use in site.uses})
+    found = []
+    for tensor, uses in matcher.tensors():
+        output = matcher.model.output(tensor)
+        made = name_matches(_exact(what), tensor.op, output.name, f"{tensor.op}:{tensor.port}", str(tensor))
+        for use in uses:
+            if made or name_matches(_exact(what), use.op, str(use)):
+                found.append(_one(matcher, tensor, use, outcomes.get((tensor, use), "not quantized: no rule matches")))
+    if not found:
+        labels = matcher.all_labels()
+        more = " It makes and reads no float tensor." if what in labels else did_you_mean(what, labels)
+        raise UsageError(f"No float tensor or op is called {what!r}.{more}")
+    return tuple(found)
+
+
+def _one(matcher: Matcher, tensor: TensorRef, use: Use, outcome: str) -> Explanation:
+    winner, misses = "", []
+    for rule in matcher.ruleset.rules:
+        reason = matcher.miss(rule, tensor, use)
+        if not reason and not winner:
+            winner = rule.rule.name
+        else:
+            misses.append(Miss(rule=rule, reason=reason))
+    return Explanation(tensor=tensor, use=use, winner=winner, outcome=outcome, misses=tuple(misses))
+
+
+def _exact(what: str) -> str:
+    """`what` as a pattern; brackets in a plain name are no glob."""
+    return what if what.startswith("/") or "*" in what or "?" in what else what.replace("[", "[[]")

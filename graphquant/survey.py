@@ -1,0 +1,136 @@
+"""What is in a model: its quantization ops with scale and zero point, and what stays float, with the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, TensorRef
+from graphquant.numerics import QParams
+from graphquant.qdq import FAMILIES
+
+WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm", "lstm", "gru", "rnn", "einsum"})
+"""Kinds in which a model spends its multiplications."""
+
+BARRIERS = frozenset({"quantize", "dequantize", "qdq"})
+
+LOOK_THROUGH = frozenset({"reshape", "identity", "transpose"})
+"""Kinds that may stand between a quantization op and its reader without changing values."""
+
+MAX_LOOK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One quantization op of a model.
+
+    Attributes:
+        graph: Its graph, "" for the main one.
+        op: Its name.
+        type: Its type.
+        tensor: The float tensor or integer constant that it stands for.
+        consumers: How many uses read the result.
+        params: Scale and zero point; None where they are computed at run time.
+        rule: The rule that inserted it, "" if graphquant did not.
+    """
+
+    graph: str
+    op: str
+    type: str
+    tensor: TensorRef
+    consumers: int
+    params: QParams | None
+    rule: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Coverage:
+    """One op that multiplies, and whether its float inputs are all quantized."""
+
+    graph: str
+    op: str
+    kind: str
+    quantized: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """What `inspect` shows.
+
+    Attributes:
+        model: The model.
+        kinds: Number of ops per op type, most frequent first.
+        readings: The quantization ops, in the order of the model.
+        coverage: The ops that multiply.
+        idle: Functions that nothing reaches from the main graph.
+    """
+
+    model: Model
+    kinds: dict[str, int]
+    readings: tuple[Reading, ...]
+    coverage: tuple[Coverage, ...]
+    idle: tuple[str, ...]
+
+
+def survey(model: Model) -> Survey:
+    """Everything about `model` that bears on quantization; graphs that nothing reaches are only counted."""
+    parameters = Parameters(model)
+    live = model.live()
+    types: Counter[str] = Counter()
+    readings, coverage = [], []
+    for name in live:
+        graph = model.graphs[name]
+        for op in graph.ops():
+            if op.kind not in {"input", "output", "constant"}:
+                types[op.type] += 1
+            if op.kind in BARRIERS and not _half(graph, op):
+                readings.append(_reading(graph, op, parameters))
+            if op.kind in WEIGHTED:
+                reason = _float_input(graph, op)
+                coverage.append(Coverage(graph=name, op=op.name, kind=op.kind, quantized=not reason, reason=reason))
+    ordered = dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))
+    idle = tuple(name for name in model.graphs if name not in set(live))
+    return Survey(model=model, kinds=ordered, readings=tuple(readings), coverage=tuple(coverage), idle=idle)
+
+
+def _half(graph: Graph, op: Op) -> bool:
+    """Whether `op` is a quantize whose dequantize tells the same."""
+    readers = graph.consumers(TensorRef(graph.name, op.name))
+    return op.kind == "quantize" and bool(readers) and all(
+        graph.graphs[use.graph].op(use.op).kind == "dequantize" for use in readers
+    )
+
+
+def _reading(graph: Graph, op: Op, parameters: Parameters) -> Reading:
+    family = next((family for family in FAMILIES.values() if op.type in family.types), None)
+    tensor = graph.slots(op.name)[0] or TensorRef(graph.name, op.name)
+    producer = graph.graphs[tensor.graph].op(tensor.op)
+    if op.kind == "dequantize" and producer.kind == "quantize":
+        tensor = graph.graphs[tensor.graph].slots(tensor.op)[0] or tensor
+    return Reading(
+        graph=graph.name,
+        op=op.name,
+        type=op.type,
+        tensor=tensor,
+        consumers=len(graph.consumers(TensorRef(graph.name, op.name))),
+        params=None if family is None else family.read(graph, op, parameters),
+        rule=op.rule,
+    )
+
+
+def _float_input(graph: Graph, op: Op) -> str:
+    """Why the op computes in float: the first data input that comes from no quantization op; "" if there is none."""
+    for slot, tensor in enumerate(graph.slots(op.name)):
+        if tensor is None or op.role(slot) not in {"input", "weight", "recurrent_weight"}:
+            continue
+        if graph.output(tensor).dtype not in FLOAT_TYPES | {None}:
+            continue
+        here, steps = tensor, 0
+        source = graph.graphs[here.graph].op(here.op)
+        while source.kind in LOOK_THROUGH and steps < MAX_LOOK and graph.graphs[here.graph].slots(here.op)[0] is not None:
+            here = graph.graphs[here.graph].slots(here.op)[0] or here
+            source, steps = graph.graphs[here.graph].op(here.op), steps + 1
+        if source.kind not in BARRIERS:
+            return f"its {op.role(slot)} {tensor} is float"
+    return ""
