@@ -1,1 +1,4 @@
-"""The TensorFlow door: reads, rewrites and writes GraphDef and SavedModel without importing tensorflow."""
+"""The TensorFlow door: reads, rewrites and writes GraphDef, MetaGraphDef and SavedModel without importing tensorflow.
+
+Only running a model imports it, inside the functions of `run`.
+"""

@@ -1,0 +1,296 @@
+"""Reads the variables of a TensorFlow checkpoint (a tensor bundle) without TensorFlow.
+
+A bundle `variables` is an index, `variables.index`, and data files `variables.data-00000-of-0000N`. The index is a
+table (see `table`) from a variable's name to where its bytes lie; the empty name holds a header. A variable that was
+saved in parts has an entry with slices, and one entry more for each part under a key made of name and slice.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path  # noqa: TC003 - part of the public signatures, needed by tools that resolve annotations
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+
+from graphquant.errors import ModelError, did_you_mean
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.table import read_table, read_varint, unmask_crc
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["Checkpoint"]
+
+_OBJECT_GRAPH_KEY: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"
+_HEADER_KEY: Final = b""
+_SLICE_PREFIX: Final = b"\0"  # the first byte of a key made of name and slice; no name starts with it
+_FULL_EXTENT: Final = -1
+_READER_VERSION: Final = 1
+_MAX_SHARDS: Final = 100_000  # file names have five digits
+_MAX_RANK: Final = 64  # what numpy can hold
+_MAX_ELEMENTS: Final = 1 << 59  # the same; empty dimensions do not count
+
+# numpy has no quantized types; the values are those of the integers they are stored in.
+_STORAGE: Final = {"qint8": "int8", "quint8": "uint8", "qint16": "int16", "quint16": "uint16", "qint32": "int32"}
+_NUMPY: Final = frozenset(
+    {
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64", "complex64", "complex128"),
+    }
+)
+
+
+class Checkpoint:
+    """The variables of one checkpoint; the index is in memory, values are read from the data files when asked for."""
+
+    def __init__(self, prefix: Path, index: dict[bytes, bytes]) -> None:
+        self._prefix = prefix
+        self._index = index
+        self._source = f"{prefix}.index"
+        if _HEADER_KEY not in index:
+            raise ModelError(f"{self._source} is not a checkpoint index: it has no header.")
+        header = proto.parse_binary(
+            index[_HEADER_KEY], proto.BundleHeaderProto(), source=f"The header of {self._source}"
+        )
+        if header.version.min_consumer > _READER_VERSION:
+            raise ModelError(
+                f"{self._source} was written for version {header.version.min_consumer} of the checkpoint format;"
+                f" version {_READER_VERSION} is supported."
+            )
+        if not 0 < header.num_shards <= _MAX_SHARDS:
+            raise ModelError(f"{self._source} names an impossible number of data files, {header.num_shards}.")
+        self._shards: int = header.num_shards
+        self._big_endian = header.endianness == header.BIG
+        self._names = self._read_names()
+
+    @classmethod
+    def open(cls, prefix: Path) -> Self:
+        """Reads the index of the checkpoint with that path prefix, for instance `model/variables/variables`.
+
+        Raises:
+            ModelError: There is no such checkpoint, or its index is damaged.
+        """
+        path = prefix.with_name(prefix.name + ".index")
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
+        return cls(prefix, read_table(data, source=str(path)))
+
+    def names(self) -> list[str]:
+        """The keys of all variables, sorted."""
+        return list(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def entry(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The numpy-like name of a variable's dtype, for instance "float32" or "string", and its shape.
+
+        Raises:
+            ModelError: There is no variable of that name, or its entry in the index is damaged.
+        """
+        entry = self._entry(name)
+        return self._dtype(name, entry), self._shape(name, entry)
+
+    def read(self, name: str) -> NDArray[Any]:
+        """A variable's value as a read-only array of the shape and dtype that `entry` tells.
+
+        Quantized types come in the integer type they are stored in, bfloat16 and the small types in those of ml_dtypes.
+
+        Raises:
+            ModelError: There is no variable of that name, it holds strings or handles, its data file is missing or
+                too short, or its bytes do not match their checksum.
+        """
+        entry = self._entry(name)
+        value = self._assemble(name, entry) if entry.slices else self._read_array(name, entry)
+        value.flags.writeable = False
+        return value
+
+    def object_graph(self) -> Any | None:
+        """The graph of Python objects (`TrackableObjectGraph`) that a TF2 checkpoint carries, None in one of TF1.
+
+        Raises:
+            ModelError: It is there but damaged.
+        """
+        if _OBJECT_GRAPH_KEY not in self._names:
+            return None
+        entry = self._entry(_OBJECT_GRAPH_KEY)
+        source = f"The object graph of {self._source}"
+        if entry.dtype != proto.DataType["DT_STRING"] or entry.shape.dim or entry.slices:
+            raise ModelError(f"{source} is not a single string.")
+        return proto.parse_binary(self._read_string(entry), proto.TrackableObjectGraph(), source=source)
+
+    def _read_names(self) -> dict[str, bytes]:
+        keys = [key for key in self._index if key != _HEADER_KEY and not key.startswith(_SLICE_PREFIX)]
+        try:
+            return {key.decode(): key for key in keys}
+        except UnicodeDecodeError as error:
+            raise ModelError(f"{self._source} is damaged: a variable's name is not text.") from error
+
+    def _entry(self, name: str) -> Any:
+        if name not in self._names:
+            raise ModelError(f"{self._source} has no variable {name!r}.{did_you_mean(name, self._names)}")
+        return self._parse_entry(name, self._index[self._names[name]])
+
+    def _parse_entry(self, name: str, data: bytes) -> Any:
+        return proto.parse_binary(data, proto.BundleEntryProto(), source=f"The entry of {name!r} in {self._source}")
+
+    def _dtype(self, name: str, entry: Any) -> str:
+        dtype = proto.dtype_name(entry.dtype)
+        if dtype is None:
+            raise ModelError(f"{self._source}: variable {name!r} has an unknown type, number {entry.dtype}.")
+        return dtype
+
+    def _shape(self, name: str, entry: Any) -> tuple[int, ...]:
+        shape = tuple(dim.size for dim in entry.shape.dim)
+        elements = math.prod(max(size, 1) for size in shape[:_MAX_RANK])
+        if entry.shape.unknown_rank or len(shape) > _MAX_RANK or min(shape, default=0) < 0 or elements > _MAX_ELEMENTS:
+            raise ModelError(f"{self._source}: variable {name!r} has an impossible shape.")
+        return shape
+
+    def _read_array(self, name: str, entry: Any) -> NDArray[Any]:
+        dtype = self._array_dtype(name, entry)
+        shape = self._shape(name, entry)
+        expected = math.prod(shape) * dtype.itemsize
+        if entry.size != expected:
+            raise ModelError(
+                f"{self._source}: variable {name!r} takes {entry.size} bytes, its shape and dtype need {expected}."
+            )
+        data = self._read_bytes(name, entry)
+        if google_crc32c.value(data) != unmask_crc(entry.crc32c):
+            raise ModelError(f"{self._shard(entry)}: the checksum of variable {name!r} does not match, it is damaged.")
+        array = np.frombuffer(self._native(data, dtype), dtype=dtype)
+        if dtype == np.bool_:  # any byte but 0 is true on disk, numpy wants 1
+            array = array.view(np.uint8) != 0
+        return array.reshape(shape)
+
+    def _array_dtype(self, name: str, entry: Any) -> np.dtype[Any]:
+        dtype = self._dtype(name, entry)
+        storage = _STORAGE.get(dtype, dtype)
+        if storage in _NUMPY:
+            return np.dtype(storage)
+        if hasattr(ml_dtypes, storage):
+            small: np.dtype[Any] = np.dtype(getattr(ml_dtypes, storage))
+            return small
+        raise ModelError(f"{self._source}: variable {name!r} is of type {dtype}, which cannot be read as numbers.")
+
+    def _native(self, data: bytes, dtype: np.dtype[Any]) -> bytes:
+        if not self._big_endian or dtype.itemsize == 1:
+            return data
+        width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+        return np.frombuffer(data, dtype=f">u{width}").astype(f"<u{width}").tobytes()
+
+    def _shard(self, entry: Any) -> Path:
+        return self._prefix.with_name(f"{self._prefix.name}.data-{entry.shard_id:05d}-of-{self._shards:05d}")
+
+    def _read_bytes(self, name: str, entry: Any) -> bytes:
+        """The bytes an entry points at; nothing is allocated before they are known to be inside the file."""
+        if not 0 <= entry.shard_id < self._shards:
+            raise ModelError(
+                f"{self._source}: variable {name!r} is said to be in data file {entry.shard_id} of {self._shards}."
+            )
+        path = self._shard(entry)
+        try:
+            length = path.stat().st_size
+            if entry.offset < 0 or entry.size < 0 or entry.offset + entry.size > length:
+                raise ModelError(f"{path}: variable {name!r} lies outside the file, which may be cut off.")
+            with path.open("rb") as file:
+                file.seek(entry.offset)
+                data = file.read(entry.size)
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read: {error.strerror or error}.") from error
+        if len(data) != entry.size:
+            raise ModelError(f"{path}: variable {name!r} lies outside the file, which was changed while it was read.")
+        return data
+
+    def _read_string(self, entry: Any) -> bytes:
+        """The value of a scalar string: its length, a checksum of the length, and its bytes."""
+        name = _OBJECT_GRAPH_KEY
+        data = self._read_bytes(name, entry)
+        order: Literal["big", "little"] = "big" if self._big_endian else "little"
+        try:
+            length, at = read_varint(data, 0)
+        except ModelError as error:
+            raise ModelError(f"{self._shard(entry)}: the length of {name} cannot be read: {error}.") from error
+        text = data[at + 4 :]
+        if len(text) != length:
+            raise ModelError(f"{self._shard(entry)}: {name} has another length than it claims.")
+        # The checksum takes the length as a number of fixed width, not as the bytes that are stored.
+        crc = google_crc32c.value(length.to_bytes(4 if length < 1 << 32 else 8, order))
+        stored = data[at : at + 4]
+        whole = google_crc32c.extend(google_crc32c.extend(crc, stored), text)
+        if unmask_crc(int.from_bytes(stored, order)) != crc or unmask_crc(entry.crc32c) != whole:
+            raise ModelError(f"{self._shard(entry)}: the checksum of {name} does not match, it is damaged.")
+        return text
+
+    def _assemble(self, name: str, entry: Any) -> NDArray[Any]:
+        """Puts a variable that was saved in parts together; the parts have to cover all of it."""
+        dtype = self._array_dtype(name, entry)
+        shape = self._shape(name, entry)
+        if math.prod(shape) * dtype.itemsize > self._data_size():
+            raise ModelError(f"{self._source}: variable {name!r} is larger than the data files.")
+        whole = np.zeros(shape, dtype)
+        covered = np.zeros(shape, np.bool_)
+        for part in entry.slices:
+            extents = [(extent.start, _length(extent)) for extent in part.extent]
+            region = self._region(name, shape, extents)
+            value = self._read_part(name, extents)
+            if value.dtype != dtype or value.shape != whole[region].shape:
+                raise ModelError(
+                    f"{self._source}: a part of variable {name!r} has another shape or dtype than its entry."
+                )
+            if covered[region].any():
+                raise ModelError(f"{self._source}: parts of variable {name!r} overlap.")
+            whole[region] = value
+            covered[region] = True
+        if not covered.all():
+            raise ModelError(f"{self._source}: the parts of variable {name!r} do not cover all of it.")
+        return whole
+
+    def _read_part(self, name: str, extents: list[tuple[int, int]]) -> NDArray[Any]:
+        data = self._index.get(_slice_key(name, extents))
+        if data is None:
+            raise ModelError(f"{self._source}: a part of variable {name!r} is missing.")
+        entry = self._parse_entry(name, data)
+        if entry.slices:
+            raise ModelError(f"{self._source}: a part of variable {name!r} is itself made of parts.")
+        return self._read_array(name, entry)
+
+    def _region(self, name: str, shape: tuple[int, ...], extents: list[tuple[int, int]]) -> tuple[slice, ...]:
+        fits = len(extents) == len(shape) and all(
+            (start, length) == (0, _FULL_EXTENT) or (start >= 0 and length >= 0 and start + length <= size)
+            for (start, length), size in zip(extents, shape, strict=True)
+        )
+        if not fits:
+            raise ModelError(f"{self._source}: a part of variable {name!r} lies outside of it.")
+        return tuple(
+            slice(None) if length == _FULL_EXTENT else slice(start, start + length) for start, length in extents
+        )
+
+    def _data_size(self) -> int:
+        paths = self._prefix.parent.glob(f"*.data-*-of-{self._shards:05d}")
+        return sum(path.stat().st_size for path in paths if path.name.startswith(f"{self._prefix.name}.data-"))
+
+
+def _length(extent: Any) -> int:
+    return int(extent.length) if extent.HasField("length") else _FULL_EXTENT
+
+
+def _slice_key(name: str, extents: list[tuple[int, int]]) -> bytes:
+    """The key of a part of a variable, in an encoding that sorts like its content."""
+    text = name.encode().replace(b"\0", b"\0\xff")
+    rank = len(extents).to_bytes(1, "big") if extents else b""
+    numbers = b"".join(_ordered(number) for extent in extents for number in extent)
+    return _SLICE_PREFIX + text + b"\0\1" + len(rank).to_bytes(1, "big") + rank + numbers
+
+
+def _ordered(value: int) -> bytes:
+    """A signed number in bytes that sort like numbers: as many leading bits are inverted as there are bytes."""
+    magnitude = ~value if value < 0 else value
+    size = magnitude.bit_length() // 7 + 1
+    inverted = ((1 << size) - 1) << 7 * size
+    return ((value & ((1 << 8 * size) - 1)) ^ inverted).to_bytes(size, "big")

@@ -1,0 +1,349 @@
+"""A TensorFlow model to a `Model`: one graph for the main graph and one for each function of its library.
+
+A tensor is called as the file calls it: "op:port" in the main graph, "op:output_arg:index" or an argument's bare name in
+a function. Function arguments are ops of kind "input" and type "_Arg"; what a function returns, a signature names or
+nobody reads is read by ops of kind "output" and type "_Retval", called "@" and what they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow import opdefs
+from graphquant.formats.tensorflow.evaluate import evaluate
+from graphquant.formats.tensorflow.ops import CALLS, describe
+from graphquant.formats.tensorflow.proto import dtype_name
+from graphquant.formats.tensorflow.source import Source, read
+from graphquant.formats.tensorflow.values import Attrs, Stored, decode_shape
+from graphquant.ir import Call, Graph, Model, Op, Output, Shape, TensorRef, bulk
+
+__all__ = ["ARGUMENT", "RESULT", "load"]
+
+ARGUMENT: Final = "_Arg"
+RESULT: Final = "_Retval"
+
+Ports = list[tuple[str, int, str | None]]
+"""Output argument, index in it and dtype of each port of a node."""
+
+_FORWARDING: Final = frozenset({"identity", "enter", "switch", "read_variable", "next_iteration", "exit"})
+_LEGACY_SCALARS: Final = 24  # GraphDef versions below write a placeholder of unknown shape as a scalar
+_NO_SINKS: Final = frozenset(
+    {"constant", "variable", "read_variable", "input", "switch", "enter", "next_iteration", "loop_cond", "stateful"}
+)
+_NO_RESULTS: Final = frozenset({"string", "resource", "variant"})
+
+
+def load(path: Path) -> Model:
+    """Reads the GraphDef, MetaGraphDef or SavedModel at `path`, whatever its suffix.
+
+    Raises:
+        ModelError: There is no such model there, it is damaged, or it is not supported.
+    """
+    source = read(path)
+    try:
+        with bulk():
+            return _Loader(source, path).model()
+    except ModelError as error:
+        if str(source.file) in str(error):
+            raise
+        raise ModelError(f"{source.file}: {error}") from error
+
+
+class _Loader:
+    """Builds the model of one source."""
+
+    def __init__(self, source: Source, path: Path) -> None:
+        self._source = source
+        self._graph_def = source.graph_def(source.message)
+        self._functions = {function.signature.name: function for function in self._graph_def.library.function}
+        if len(self._functions) != len(self._graph_def.library.function) or "" in self._functions:
+            raise ModelError("Two functions have the same name, or one has none. The model file is damaged.")
+        meta = source.meta_graph(source.message)
+        brought = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
+        signatures = (function.signature for function in self._functions.values())
+        self._table = opdefs.extend(brought).extend(signatures)
+        self._builtin = opdefs.builtin_table()
+        self._variables = _variables(source)
+        self._model = Model(
+            format="tensorflow", source=source, path=path, digest=source.digest, evaluate=evaluate
+        )
+
+    def model(self) -> Model:
+        """The model."""
+        main = Graph("", self._model.graphs)
+        self._model.graphs[""] = main
+        self._fill(main, self._graph_def.node, Names(self._graph_def.node, self._table, {}))
+        main.inputs = [op.name for op in main.ops() if op.kind == "input"]
+        meta = self._source.meta_graph(self._source.message)
+        if meta is None or not self._add_signatures(main, meta.signature_def):
+            _add_sinks(main)
+        for name, function in self._functions.items():
+            self._model.graphs[name] = self._function(name, function)
+        return self._model
+
+    def _function(self, name: str, function: Any) -> Graph:
+        graph = Graph(name, self._model.graphs)
+        arguments: dict[str, str | None] = {}
+        for index, arg in enumerate(function.signature.input_arg):
+            if arg.name in arguments or not arg.name:
+                raise ModelError(f"Function {name!r} has the argument {arg.name!r} twice. The model file is damaged.")
+            arguments[arg.name] = dtype_name(arg.type)
+            known = Output(arg.name, dtype_name(arg.type), _argument_shape(function, index, arg))
+            graph.add(Op(name=arg.name, kind="input", type=ARGUMENT, roles=(), outputs=(known,), source=arg))
+        graph.inputs = list(arguments)
+        names = Names(function.node_def, self._table, arguments, function=name)
+        # Results are read before the ops are made: a port of an unknown operation exists if it is named.
+        results = []
+        for arg in function.signature.output_arg:
+            if arg.name not in function.ret:
+                raise ModelError(f"Function {name!r} does not say what it returns as {arg.name!r}. The model file is damaged.")
+            results.append((f"@{arg.name}", names.tensor(function.ret[arg.name], f"the result {arg.name!r}")))
+        self._fill(graph, function.node_def, names)
+        for label, tensor in results:
+            _add_result(graph, label, tensor)
+        return graph
+
+    def _fill(self, graph: Graph, nodes: Iterable[Any], names: Names) -> None:
+        """Adds an op for each node and wires them; loops need their ops before their edges."""
+        wiring = []
+        for node in nodes:
+            data = [text for text in node.input if not text.startswith("^")]
+            reader = f"node {node.name!r}"
+            tensors = [TensorRef(graph.name, *names.tensor(text, reader)) for text in data]
+            after = [names.node(text[1:], reader) for text in node.input if text.startswith("^")]
+            wiring.append((node, tensors, after))
+        for node, tensors, _ in wiring:
+            graph.add(self._op(node, len(tensors), names))
+        for node, tensors, after in wiring:
+            graph.wire(node.name, tensors, after=dict.fromkeys(after))
+        _spread_shapes(graph)
+
+    def _op(self, node: Any, inputs: int, names: Names) -> Op:
+        info = describe(node.op, node.attr, inputs)
+        calls = self._calls(node)
+        kind = "call" if node.op in self._functions and node.op not in self._builtin else info.kind
+        return Op(
+            name=node.name,
+            kind=kind,
+            type=node.op,
+            roles=info.roles,
+            channel_axis=info.axis,
+            outputs=self._outputs(node, names),
+            attrs=Attrs(node.attr, info.defaults),
+            value=self._value(node, kind),
+            calls=calls,
+            source=node,
+        )
+
+    def _outputs(self, node: Any, names: Names) -> tuple[Output, ...]:
+        shapes = _node_shapes(node, self._graph_def.versions.producer)
+        return tuple(
+            Output(names.spell(node.name, port), dtype, shapes[port] if port < len(shapes) else None)
+            for port, (_, _, dtype) in enumerate(names.ports(node.name))
+        )
+
+    def _value(self, node: Any, kind: str) -> Callable[[], Any] | None:
+        if kind == "constant":
+            return Stored(node) if node.op == "Const" and "value" in node.attr else None
+        return self._variables(node) if kind == "variable" else None
+
+    def _calls(self, node: Any) -> tuple[Call, ...]:
+        """The functions that a node runs; attributes in alphabetical order."""
+        known = CALLS.get(node.op, {})
+        found = []
+        if node.op in self._functions and node.op not in self._builtin:
+            found.append(Call("", node.op, 0))
+        for attr in sorted(node.attr):
+            value = node.attr[attr]
+            kind = value.WhichOneof("value")
+            listed = (value.func,) if kind == "func" else value.list.func if kind == "list" else ()
+            for function in listed:
+                if function.name in self._functions:
+                    found.append(Call(attr, function.name, *known.get(attr, (None, False))))
+                elif attr in known:
+                    raise ModelError(
+                        f"Node {node.name!r} ({node.op}) calls the function {function.name!r}, which the model does not hold."
+                    )
+        return tuple(found)
+
+    def _add_signatures(self, main: Graph, signatures: Mapping[str, Any]) -> bool:
+        """Adds an output for each tensor that a signature returns; whether there are any."""
+        seen: set[TensorRef] = set()
+        for key in sorted(signatures):
+            for label in sorted(signatures[key].outputs):
+                tensor = _signature_tensor(main, signatures[key].outputs[label].name, f"{key}/{label}")
+                if tensor is not None and tensor not in seen:
+                    seen.add(tensor)
+                    _add_result(main, f"@{key}/{label}", (tensor.op, tensor.port))
+        return bool(seen)
+
+
+class Names:
+    """Tensor names of one graph, as its nodes' inputs spell them."""
+
+    def __init__(self, nodes: Iterable[Any], table: opdefs.OpTable, arguments: Mapping[str, str | None], function: str = "") -> None:
+        self._arguments = arguments
+        self._in_function = bool(function)
+        self._where = f"function {function!r}" if function else "the graph"
+        self._ports: dict[str, Ports] = {}
+        self._open: set[str] = set()
+        self._positions: dict[str, dict[tuple[str, int], int]] = {}
+        for node in nodes:
+            if not node.name or node.name in self._ports or node.name in arguments:
+                raise ModelError(f"Two nodes of {self._where} are called {node.name!r}. The model file is damaged.")
+            if node.op in table:
+                self._ports[node.name] = list(opdefs.output_ports(node, table))
+            else:
+                # A custom operation whose definition the file lacks has the outputs that are read.
+                self._ports[node.name] = []
+                self._open.add(node.name)
+
+    def ports(self, node: str) -> Ports:
+        """The output ports of a node."""
+        return self._ports[node]
+
+    def node(self, name: str, reader: str) -> str:
+        """The op that a control input names."""
+        if name not in self._ports and name not in self._arguments:
+            raise ModelError(f"In {self._where}, {reader} waits for {name!r}, which does not exist. The model file is damaged.")
+        return name
+
+    def spell(self, node: str, port: int) -> str:
+        """The name of output `port` of `node`."""
+        if not self._in_function:
+            return f"{node}:{port}"
+        arg, index, _ = self._ports[node][port]
+        return f"{node}:{arg}:{index}"
+
+    def tensor(self, text: str, reader: str) -> tuple[str, int]:
+        """Op and port of the tensor that `reader` names `text`."""
+        name, _, rest = text.partition(":")
+        if self._in_function and not rest and name in self._arguments:
+            return name, 0
+        if name not in self._ports:
+            raise ModelError(f"In {self._where}, {reader} reads {text!r}, which does not exist. The model file is damaged.")
+        port = self._function_port(name, rest) if self._in_function else self._port(name, rest)
+        if port is None:
+            raise ModelError(f"In {self._where}, {reader} reads {text!r}, but {name!r} has no such output. The model file is damaged.")
+        return name, port
+
+    def _port(self, node: str, rest: str) -> int | None:
+        if rest and not (rest.isascii() and rest.isdigit() and len(rest) < 6):  # noqa: PLR2004  # more ports than any op has
+            return None
+        port = int(rest or 0)
+        ports = self._ports[node]
+        if node in self._open:
+            ports.extend(("", index, None) for index in range(len(ports), port + 1))
+        return port if port < len(ports) else None
+
+    def _function_port(self, node: str, rest: str) -> int | None:
+        arg, _, index = rest.partition(":")
+        if node not in self._positions:
+            self._positions[node] = {(name, at): port for port, (name, at, _) in enumerate(self._ports[node])}
+        positions = self._positions[node]
+        if not arg or not (index or "0").isdecimal():
+            return None
+        key = (arg, int(index or 0))
+        if node in self._open and key not in positions:
+            positions[key] = len(positions)
+            self._ports[node].append((*key, None))
+        if not index and (arg, 1) in positions:
+            return None  # the name of a list of tensors, which stands for all of them
+        return positions.get(key)
+
+
+def _variables(source: Source) -> Callable[[Any], Callable[[], Any] | None]:
+    """A function from a variable's node to what reads its value, None where there is no value."""
+    found = source.checkpoint()
+    if found is None:
+        return lambda _node: None
+    checkpoint, keys = found
+
+    def reader(node: Any) -> Callable[[], Any] | None:
+        shared = node.attr["shared_name"].s.decode(errors="replace") if "shared_name" in node.attr else ""
+        key = keys.get(node.name) or keys.get(shared)
+        return partial(checkpoint.read, key) if key is not None else None
+
+    return reader
+
+
+def _node_shapes(node: Any, producer: int) -> list[Shape | None]:
+    """The static shapes of a node's outputs, as far as the node itself tells them."""
+    attr = node.attr
+    if "_output_shapes" in attr and attr["_output_shapes"].list.shape:
+        return [decode_shape(shape) for shape in attr["_output_shapes"].list.shape]
+    if node.op == "Const" and "value" in attr:
+        return [decode_shape(attr["value"].tensor.tensor_shape)]
+    if "shape" in attr and node.op in {"Placeholder", "PlaceholderV2", "PlaceholderWithDefault", "VariableV2", "Variable", "VarHandleOp"}:
+        shape = decode_shape(attr["shape"].shape)
+        legacy = node.op == "Placeholder" and shape == () and producer < _LEGACY_SCALARS
+        return [None if legacy else shape]
+    return []
+
+
+def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
+    """The static shape of a function's argument, or of the variable whose handle it is."""
+    if arg.handle_data:
+        return decode_shape(arg.handle_data[0].shape)
+    attr = function.arg_attr[index].attr if index in function.arg_attr else {}
+    if "_output_shapes" in attr and len(attr["_output_shapes"].list.shape) == 1 and dtype_name(arg.type) != "resource":
+        return decode_shape(attr["_output_shapes"].list.shape[0])
+    return None
+
+
+def _spread_shapes(graph: Graph) -> None:
+    """Gives ops that hand their input on unchanged its shape; what a handle stands for has the variable's shape."""
+    for op in list(graph.ops()):
+        chain = []
+        here = op
+        while here.kind in _FORWARDING and here.outputs and here.outputs[0].shape is None and here.source is not None:
+            chain.append(here)
+            slots = graph.slots(here.name)
+            if not slots or slots[0] is None or len(chain) > len(graph):
+                break
+            here = graph.op(slots[0].op)
+            shape = here.outputs[slots[0].port].shape
+            if shape is not None:
+                for link in chain:
+                    graph.replace(replace(link, outputs=tuple(replace(out, shape=shape) for out in link.outputs)))
+                break
+
+
+def _signature_tensor(main: Graph, name: str, where: str) -> TensorRef | None:
+    """The tensor that a signature names; None for an op without outputs and for tensors made of several."""
+    op, _, port = name.partition(":")
+    if not name:
+        return None
+    if op not in main:
+        raise ModelError(f"The signature's output {where!r} is {name!r}, which does not exist. The model file is damaged.")
+    outputs = main.op(op).outputs
+    if not outputs and not port:
+        return None
+    if (port and not (port.isascii() and port.isdigit() and len(port) < 6)) or int(port or 0) >= len(outputs):  # noqa: PLR2004  # more than any op has
+        raise ModelError(f"The signature's output {where!r} is {name!r}, but {op!r} has no such output. The model file is damaged.")
+    return TensorRef("", op, int(port or 0))
+
+
+def _add_result(graph: Graph, label: str, tensor: tuple[str, int]) -> None:
+    if label in graph:
+        raise ModelError(f"{label!r} is returned twice. The model file is damaged.")
+    graph.add(Op(name=label, kind="output", type=RESULT), [TensorRef(graph.name, *tensor)])
+    graph.outputs.append(label)
+
+
+def _add_sinks(graph: Graph) -> None:
+    """Makes an output of each computed tensor of an op that nobody reads or waits for."""
+    for op in list(graph.ops()):
+        if op.kind in _NO_SINKS or graph.nx.adj[op.name]:
+            continue
+        first_only = op.kind in {"batchnorm", "merge", "exit"}
+        for port, output in enumerate(op.outputs[:1] if first_only else op.outputs):
+            if output.dtype in _NO_RESULTS or (op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")):
+                continue
+            _add_result(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))
+

@@ -1,0 +1,312 @@
+"""Which inputs and outputs TensorFlow's operations have, without TensorFlow.
+
+`opdefs.txt` has a line for each operation TensorFlow registers; its head describes the format. A line is only parsed
+when its operation is asked for. A node's ports follow from its operation's arguments and the node's own attributes:
+an argument is one tensor, or as many of one type as an attribute says, or one of each type in a list.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow.proto import dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+__all__ = [
+    "ArgSpec",
+    "OpSpec",
+    "OpTable",
+    "builtin_table",
+    "extend",
+    "input_ports",
+    "inputs",
+    "is_stateful",
+    "output_ports",
+    "outputs",
+]
+
+Default: TypeAlias = str | int | tuple[str, ...]
+
+# No one builds a node with more ports than this, and expanding a made-up number would exhaust memory.
+_MAX_PORTS: Final = 65_536
+_DEFAULT_KINDS: Final = {"i": int, "type": str, "list": tuple}
+
+
+@dataclass(frozen=True, slots=True)
+class ArgSpec:
+    """An input or output argument of an operation; it stands for one port or several.
+
+    Attributes:
+        name: The argument's name.
+        dtype: The numpy-like name of its type where the operation fixes it.
+        type_attr: Otherwise the attribute that holds its type.
+        number_attr: The attribute that says how many ports of that type there are; without it there is one.
+        type_list_attr: The attribute that lists the types of the argument's ports, one each.
+        is_ref: Whether the type is a reference to a TF1 variable's buffer.
+    """
+
+    name: str
+    dtype: str | None = None
+    type_attr: str | None = None
+    number_attr: str | None = None
+    type_list_attr: str | None = None
+    is_ref: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """An operation.
+
+    Attributes:
+        name: Its type, for instance "MatMul".
+        inputs: Its input arguments.
+        outputs: Its output arguments.
+        is_stateful: Whether a call may depend on more than its inputs, or have an effect besides its outputs.
+        defaults: The defaults of the attributes that arguments refer to; a saved model may leave such values out.
+    """
+
+    name: str
+    inputs: tuple[ArgSpec, ...]
+    outputs: tuple[ArgSpec, ...]
+    is_stateful: bool
+    defaults: Mapping[str, Default]
+
+
+class OpTable:
+    """Operations by name: those that TensorFlow registers, or those and the ones a model brings along."""
+
+    def __init__(self, lines: Mapping[str, str], own: Mapping[str, OpSpec]) -> None:
+        self._lines = lines
+        self._specs = dict(own)
+
+    def __contains__(self, op_type: object) -> bool:
+        return op_type in self._specs or op_type in self._lines
+
+    def names(self) -> list[str]:
+        """The names of all operations, sorted."""
+        return sorted({*self._specs, *self._lines})
+
+    def find(self, op_type: str) -> OpSpec | None:
+        """The operation of that name, None if it is not known."""
+        if op_type not in self._specs and op_type in self._lines:
+            self._specs[op_type] = _parse_line(op_type, self._lines[op_type])
+        return self._specs.get(op_type)
+
+    def extend(self, op_defs: Iterable[Any]) -> OpTable:
+        """A table with these operations added; an operation that is known already stays as it is.
+
+        Args:
+            op_defs: `OpDef` messages: a model's `stripped_op_list`, or the signatures of its functions, whose names
+                nodes may use as operations.
+
+        Raises:
+            ModelError: An argument has a type that is not known.
+        """
+        own = {op_def.name: _from_op_def(op_def) for op_def in op_defs if op_def.name not in self}
+        return OpTable(self._lines, {**self._specs, **own})
+
+
+@cache
+def builtin_table() -> OpTable:
+    """The operations TensorFlow registers, loaded once."""
+    text = files(__package__).joinpath("opdefs.txt").read_text(encoding="utf-8")
+    rows = (line.partition(" ") for line in text.splitlines() if line and not line.startswith("#"))
+    return OpTable({name: rest for name, _, rest in rows}, {})
+
+
+def inputs(op_type: str) -> tuple[ArgSpec, ...] | None:
+    """The input arguments of one of TensorFlow's operations, None if there is no such operation."""
+    spec = builtin_table().find(op_type)
+    return spec.inputs if spec else None
+
+
+def outputs(op_type: str) -> tuple[ArgSpec, ...] | None:
+    """The output arguments of one of TensorFlow's operations, None if there is no such operation."""
+    spec = builtin_table().find(op_type)
+    return spec.outputs if spec else None
+
+
+def is_stateful(op_type: str) -> bool | None:
+    """Whether one of TensorFlow's operations has state or side effects, None if there is no such operation."""
+    spec = builtin_table().find(op_type)
+    return spec.is_stateful if spec else None
+
+
+def extend(op_defs: Iterable[Any]) -> OpTable:
+    """TensorFlow's operations and those a model brings along; see `OpTable.extend`.
+
+    Raises:
+        ModelError: An argument has a type that is not known.
+    """
+    return builtin_table().extend(op_defs)
+
+
+def input_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
+    """The data inputs of a `NodeDef` in order; the node's control inputs are not among them.
+
+    Returns:
+        For each port the argument's name, the port's index within the argument, and its dtype's numpy-like name.
+
+    Raises:
+        ModelError: The operation is not known, or an attribute that its ports depend on is missing or absurd.
+    """
+    spec = _find(node, table)
+    return _ports(node, spec, spec.inputs)
+
+
+def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
+    """The outputs of a `NodeDef` in order: `node:1` in a graph is the second of them.
+
+    Returns:
+        For each port the argument's name, the port's index within the argument (in a function, a port is called
+        `node:argument:index`), and its dtype's numpy-like name; a reference has the dtype of what it refers to.
+
+    Raises:
+        ModelError: The operation is not known, or an attribute that its ports depend on is missing or absurd.
+    """
+    spec = _find(node, table)
+    return _ports(node, spec, spec.outputs)
+
+
+def _find(node: Any, table: OpTable) -> OpSpec:
+    spec = table.find(node.op)
+    if spec is None:
+        raise ModelError(
+            f"Node {node.name!r} is of an unknown operation, {node.op!r}."
+            " A model with custom operations must be saved with their definitions."
+        )
+    return spec
+
+
+def _ports(node: Any, spec: OpSpec, args: tuple[ArgSpec, ...]) -> list[tuple[str, int, str]]:
+    ports: list[tuple[str, int, str]] = []
+    for arg in args:
+        dtypes, count = _dtypes(node, spec, arg)
+        if len(ports) + len(dtypes) * count > _MAX_PORTS:
+            raise ModelError(f"Node {node.name!r} ({node.op}) claims more than {_MAX_PORTS} inputs or outputs.")
+        ports.extend((arg.name, index, dtype) for index, dtype in enumerate(dtypes * count))
+    return ports
+
+
+def _dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> tuple[tuple[str, ...], int]:
+    """The types of an argument's ports and how many times they repeat."""
+    if arg.type_list_attr is not None:
+        value = _attribute(node, spec, arg.type_list_attr, "list")
+        return value if isinstance(value, tuple) else _names(node, arg.type_list_attr, value.type), 1
+    count = 1
+    if arg.number_attr is not None:
+        count = _attribute(node, spec, arg.number_attr, "i")
+        if count < 0:
+            raise ModelError(f"Node {node.name!r} ({node.op}): attribute {arg.number_attr!r} is negative, {count}.")
+    if arg.dtype is not None or arg.type_attr is None:
+        return (arg.dtype or "",), count
+    value = _attribute(node, spec, arg.type_attr, "type")
+    return (value,) if isinstance(value, str) else _names(node, arg.type_attr, [value]), count
+
+
+def _attribute(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
+    """An attribute's value as the message has it, or its default as the table has it."""
+    if name in node.attr:
+        value = node.attr[name]
+        if value.WhichOneof("value") == kind:
+            return getattr(value, kind)
+    elif isinstance(default := spec.defaults.get(name), _DEFAULT_KINDS[kind]):
+        return default
+    raise ModelError(f"Node {node.name!r} ({node.op}) has no usable attribute {name!r}, which its ports depend on.")
+
+
+def _names(node: Any, attribute: str, types: Iterable[int]) -> tuple[str, ...]:
+    names = []
+    for number in types:
+        name = dtype_name(number)
+        if name is None:
+            raise ModelError(f"Node {node.name!r} ({node.op}): attribute {attribute!r} has unknown type {number}.")
+        names.append(name)
+    return tuple(names)
+
+
+def _from_op_def(op_def: Any) -> OpSpec:
+    used = {
+        attribute
+        for arg in (*op_def.input_arg, *op_def.output_arg)
+        for attribute in (arg.type_attr, arg.number_attr, arg.type_list_attr)
+    }
+    defaults = {
+        attr.name: _default(attr.default_value)
+        for attr in op_def.attr
+        if attr.name in used and attr.HasField("default_value")
+    }
+    return OpSpec(
+        op_def.name,
+        tuple(_from_arg(op_def, arg) for arg in op_def.input_arg),
+        tuple(_from_arg(op_def, arg) for arg in op_def.output_arg),
+        op_def.is_stateful,
+        defaults,
+    )
+
+
+def _from_arg(op_def: Any, arg: Any) -> ArgSpec:
+    dtype = dtype_name(arg.type) if arg.type else None
+    if dtype is None and not arg.type_attr and not arg.type_list_attr:
+        raise ModelError(f"Operation {op_def.name!r}: argument {arg.name!r} has unknown type {arg.type}.")
+    return ArgSpec(
+        arg.name,
+        dtype,
+        arg.type_attr or None,
+        arg.number_attr or None,
+        arg.type_list_attr or None,
+        arg.is_ref,
+    )
+
+
+def _default(value: Any) -> Default:
+    """The default of an attribute: a number, a type or a list of types, as arguments refer to no others."""
+    kind = value.WhichOneof("value")
+    if kind == "list":
+        return tuple(dtype_name(number) or "invalid" for number in value.list.type)
+    return dtype_name(value.type) or "invalid" if kind == "type" else int(value.i)
+
+
+def _parse_line(name: str, rest: str) -> OpSpec:
+    args, _, defaults = rest.partition("|")
+    before, _, after = args.partition(">")
+    stateful = before.startswith("!")
+    return OpSpec(
+        name,
+        tuple(arg for word in before.removeprefix("!").split() for arg in _parse_args(word)),
+        tuple(arg for word in after.split() for arg in _parse_args(word)),
+        stateful,
+        dict(_parse_default(word) for word in defaults.split()),
+    )
+
+
+def _parse_args(word: str) -> list[ArgSpec]:
+    is_ref = word.endswith("&")
+    names, by_list, type_list = word.removesuffix("&").partition("@")
+    names, fixed, dtype = names.partition("=")
+    names, _, type_attr = names.partition(":")
+    names, _, number = names.partition("*")
+    return [
+        ArgSpec(
+            name,
+            dtype if fixed else None,
+            type_attr or None,
+            number or None,
+            type_list if by_list else None,
+            is_ref,
+        )
+        for name in names.split(",")
+    ]
+
+
+def _parse_default(word: str) -> tuple[str, Default]:
+    name, _, value = word.partition("=")
+    if value.startswith("["):
+        return name, tuple(value.strip("[]").split(",")) if value != "[]" else ()
+    return name, int(value) if value.lstrip("-").isdigit() else value

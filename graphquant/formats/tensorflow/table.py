@@ -1,0 +1,173 @@
+"""Reads the sorted key-value table (LevelDB's table format) that holds the index of a TensorFlow checkpoint.
+
+A table file is a row of blocks and a footer. The footer points at an index block, whose values point at the data
+blocks. Inside a block a key is stored as the length it shares with the key before it and the rest of its bytes.
+Everything read here may come from a stranger: lengths are checked before they are used, and what the file may make
+this module allocate is bounded by the file's size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import google_crc32c
+
+from graphquant.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["read_table", "read_varint", "unmask_crc"]
+
+_MAGIC: Final = 0xDB4775248B80FB57.to_bytes(8, "little")
+_FOOTER_SIZE: Final = 48
+_TRAILER_SIZE: Final = 5
+_NO_COMPRESSION: Final = 0
+_SNAPPY: Final = 1
+_MASK_DELTA: Final = 0xA282EAD8
+_MAX_VARINT_BYTES: Final = 10
+# A snappy element of 3 bytes copies at most 64; beyond that a declared length is made up.
+_MAX_SNAPPY_RATIO: Final = 64
+# Keys share prefixes, so they may take more room than the file; real ones stay far below this.
+_MAX_KEY_RATIO: Final = 32
+_FREE_KEY_BYTES: Final = 1 << 24
+
+
+def unmask_crc(masked: int) -> int:
+    """The CRC-32C behind a stored one; files hold them rotated and shifted, as they may checksum checksums."""
+    rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
+    return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
+
+
+def read_varint(data: bytes, at: int) -> tuple[int, int]:
+    """The base-128 number at that position and the position behind it.
+
+    Raises:
+        ModelError: The data ends inside the number, or the number does not fit in 64 bits.
+    """
+    value = 0
+    for index in range(_MAX_VARINT_BYTES):
+        if at + index >= len(data):
+            raise ModelError("a number is cut off")
+        byte = data[at + index]
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:  # noqa: PLR2004 - the continuation bit
+            if value >= 1 << 64:
+                break
+            return value, at + index + 1
+    raise ModelError("a number does not fit in 64 bits")
+
+
+def read_table(data: bytes, *, source: str) -> dict[bytes, bytes]:
+    """All keys and values of a table, in the order of the keys.
+
+    Args:
+        data: The whole file.
+        source: What the file is called in an error.
+
+    Raises:
+        ModelError: The data is no such table or is damaged.
+    """
+    try:
+        return _read_entries(data)
+    except ModelError as error:
+        raise ModelError(f"{source} is not a readable checkpoint index: {error}.") from error
+
+
+def _read_entries(data: bytes) -> dict[bytes, bytes]:
+    if len(data) < _FOOTER_SIZE or not data.endswith(_MAGIC):
+        raise ModelError("it does not end like a table file, it may be cut off")
+    footer = data[-_FOOTER_SIZE:]
+    _, _, at = _handle(footer, 0)  # the block of metadata, which checkpoints leave empty
+    offset, size, _ = _handle(footer, at)
+    budget = _FREE_KEY_BYTES + _MAX_KEY_RATIO * len(data)
+    entries: dict[bytes, bytes] = {}
+    last: bytes | None = None
+    for _, handle in _block_entries(_block(data, offset, size)):
+        offset, size, _ = _handle(handle, 0)
+        for key, value in _block_entries(_block(data, offset, size)):
+            if last is not None and key <= last:
+                raise ModelError("its keys are out of order")
+            budget -= len(key)
+            if budget < 0:
+                raise ModelError("its keys take more room than a file of its size can need")
+            entries[key] = value
+            last = key
+    return entries
+
+
+def _handle(data: bytes, at: int) -> tuple[int, int, int]:
+    """Offset and size of a block, and the position behind the two numbers."""
+    offset, at = read_varint(data, at)
+    size, at = read_varint(data, at)
+    return offset, size, at
+
+
+def _block(data: bytes, offset: int, size: int) -> bytes:
+    """The contents of a block, checked against its trailer and decompressed."""
+    end = offset + size
+    if end + _TRAILER_SIZE > len(data) - _FOOTER_SIZE:
+        raise ModelError("a block lies outside the file")
+    stored = int.from_bytes(data[end + 1 : end + _TRAILER_SIZE], "little")
+    if google_crc32c.value(data[offset : end + 1]) != unmask_crc(stored):
+        raise ModelError(f"the checksum of the block at byte {offset} does not match, the file is damaged")
+    compression = data[end]
+    if compression == _NO_COMPRESSION:
+        return data[offset:end]
+    if compression == _SNAPPY:
+        return _unsnap(data[offset:end])
+    raise ModelError(f"compression {compression} is not supported")
+
+
+def _block_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Keys and values of a block; its tail, an array of restart positions, is only needed for random access."""
+    if len(block) < 4:  # noqa: PLR2004 - the size of the number of restarts
+        raise ModelError("a block is too short")
+    end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
+    if end < 0:
+        raise ModelError("a block has more restarts than bytes")
+    at = 0
+    key = b""
+    while at < end:
+        shared, at = read_varint(block, at)
+        fresh, at = read_varint(block, at)
+        length, at = read_varint(block, at)
+        if shared > len(key) or at + fresh + length > end:
+            raise ModelError("an entry reaches outside its block")
+        key = key[:shared] + block[at : at + fresh]
+        at += fresh
+        yield key, block[at : at + length]
+        at += length
+
+
+def _unsnap(data: bytes) -> bytes:
+    """Decompresses Snappy's raw format: literals and copies of what was decompressed before."""
+    size, at = read_varint(data, 0)
+    if size > _MAX_SNAPPY_RATIO * len(data):
+        raise ModelError("a compressed block claims an impossible size")
+    out = bytearray()
+    while at < len(data) and len(out) <= size:
+        tag, kind, at = data[at] >> 2, data[at] & 3, at + 1
+        if kind == 0:  # a literal; lengths above 60 follow in 1 to 4 bytes
+            extra = max(0, tag - 59)
+            length = (int.from_bytes(data[at : at + extra], "little") if extra else tag) + 1
+            at += extra
+            if at + length > len(data):
+                raise ModelError("a compressed block is cut off")
+            out += data[at : at + length]
+            at += length
+            continue
+        width = (0, 1, 2, 4)[kind]
+        distance = int.from_bytes(data[at : at + width], "little")
+        at += width
+        length = tag + 1
+        if kind == 1:  # a short copy keeps the upper bits of the distance beside its length
+            distance |= tag >> 3 << 8
+            length = (tag & 7) + 4
+        if not 0 < distance <= len(out) or at > len(data):
+            raise ModelError("a compressed block copies from outside itself")
+        chunk = bytes(out[-distance:][:length])
+        out += (chunk * (length // len(chunk) + 1))[:length]  # a copy longer than its distance repeats itself
+    if len(out) != size:
+        raise ModelError("a compressed block has another size than it claims")
+    return bytes(out)

@@ -1,0 +1,707 @@
+"""Checkpoints are read exactly, and damaged or hostile ones end in ModelError."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow import checkpoint as module
+from graphquant.formats.tensorflow import proto, table
+from graphquant.formats.tensorflow.checkpoint import Checkpoint
+from graphquant.formats.tensorflow.variables import resolve_variables
+
+ROOT = Path(__file__).parents[3]
+KWS = ROOT.parent / "shared" / "models" / "kws" / "saved_model"
+needs_models = pytest.mark.skipif(not KWS.exists(), reason="the shared models are not here")
+
+NUMBERS = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "bool": 10, "qint8": 11, "bfloat16": 14}
+NUMBERS |= {"complex64": 8, "float16": 19, "int4": 29, "string": 7, "resource": 20, "int64": 9}
+
+
+def varint(value: int) -> bytes:
+    """A base-128 number."""
+    out = b""
+    while value > 0x7F:
+        out += bytes([value & 0x7F | 0x80])
+        value >>= 7
+    return out + bytes([value])
+
+
+def masked(data: bytes) -> int:
+    """The checksum as files hold it."""
+    crc = google_crc32c.value(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def block(entries: list[tuple[bytes, bytes]], *, shared: bool = True) -> bytes:
+    """The contents of a block with one restart."""
+    out, last = b"", b""
+    for key, value in entries:
+        common = (
+            next((at for at, (a, b) in enumerate(zip(last, key, strict=False)) if a != b), min(len(last), len(key)))
+            * shared
+        )
+        out += varint(common) + varint(len(key) - common) + varint(len(value)) + key[common:] + value
+        last = key
+    return out + bytes(4) + (1).to_bytes(4, "little")
+
+
+def stored(contents: bytes, kind: int = 0) -> bytes:
+    """A block with its trailer."""
+    return contents + bytes([kind]) + masked(contents + bytes([kind])).to_bytes(4, "little")
+
+
+def table_file(blocks: list[tuple[bytes, int]]) -> bytes:
+    """A table of data blocks (contents and compression), with an empty metadata block."""
+    out, handles = b"", []
+    for contents, kind in [*blocks, (block([]), 0)]:
+        handles.append(varint(len(out)) + varint(len(contents)))
+        out += stored(contents, kind)
+    index = block([(b"k%d" % number, handle) for number, handle in enumerate(handles[:-1])])
+    footer = handles[-1] + varint(len(out)) + varint(len(index))
+    return out + stored(index) + footer.ljust(40, b"\0") + 0xDB4775248B80FB57.to_bytes(8, "little")
+
+
+def entry(name: str, dims: tuple[int, ...], start: int, data: bytes, /, shard: int = 0, **more: object) -> bytes:
+    """A variable's entry, serialized; `more` overrides fields."""
+    message = proto.BundleEntryProto(dtype=NUMBERS[name], shard_id=shard, offset=start, size=len(data))
+    message.crc32c = masked(data)
+    for size in dims:
+        message.shape.dim.add(size=size)
+    for field, value in more.items():
+        setattr(message, field, value)
+    return proto.to_binary(message)
+
+
+def header(**fields: object) -> bytes:
+    """The header's entry."""
+    return proto.to_binary(proto.BundleHeaderProto(**{"num_shards": 1, **fields}))
+
+
+def write(folder: Path, entries: dict[bytes, bytes], *shards: bytes, **head: object) -> Path:
+    """Writes a checkpoint and returns its prefix."""
+    prefix = folder / "model"
+    contents = block(sorted({b"": header(num_shards=len(shards), **head), **entries}.items()))
+    Path(f"{prefix}.index").write_bytes(table_file([(contents, 0)]))
+    for number, data in enumerate(shards):
+        Path(f"{prefix}.data-{number:05d}-of-{len(shards):05d}").write_bytes(data)
+    return prefix
+
+
+ARRAYS = [
+    np.arange(6, dtype=np.float32).reshape(2, 3),
+    np.array(2.5, np.float64),
+    np.zeros((0, 3), np.int32),
+    np.array([True, False]),
+    np.array([1 + 2j, -3j], np.complex64),
+    np.array([1.5, -2], ml_dtypes.bfloat16),
+    np.array([1, -8, 7], ml_dtypes.int4),
+]
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{list(array.shape)}")
+def test_values_are_read_with_dtype_and_shape(tmp_path, array):
+    """Every kind of number comes back as it was."""
+    data = array.tobytes()
+    prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 3, data)}, b"abc" + data)
+    opened = Checkpoint.open(prefix)
+    assert opened.names() == ["v"]
+    assert opened.entry("v") == (array.dtype.name, array.shape)
+    value = opened.read("v")
+    assert value.dtype == array.dtype
+    assert value.shape == array.shape
+    assert value.tobytes() == data
+    assert not value.flags.writeable
+
+
+def test_quantized_types_are_read_as_integers(tmp_path):
+    """The values of a quantized variable are integers; its dtype's name tells the rest."""
+    opened = Checkpoint.open(write(tmp_path, {b"q": entry("qint8", (2,), 0, b"\xff\x02")}, b"\xff\x02"))
+    assert opened.entry("q") == ("qint8", (2,))
+    assert opened.read("q").dtype == np.int8
+    assert opened.read("q").tolist() == [-1, 2]
+
+
+@pytest.mark.parametrize("array", [a for a in ARRAYS if a.dtype.itemsize > 1], ids=lambda array: str(array.dtype))
+def test_big_endian_values_are_turned_around(tmp_path, array):
+    """A checkpoint of a big-endian machine reads the same."""
+    width = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
+    data = np.frombuffer(array.tobytes(), f"<u{width}").astype(f">u{width}").tobytes()
+    prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 0, data)}, data, endianness=1)
+    assert Checkpoint.open(prefix).read("v").tobytes() == array.tobytes()
+
+
+def test_shards_and_blocks(tmp_path):
+    """Variables may lie in several data files, and the index may have several blocks."""
+    entries = {b"a/%03d" % number: entry("uint8", (1,), 0, bytes([number]), shard=number) for number in range(3)}
+    prefix = write(tmp_path, entries, b"\0", b"\1", b"\2")
+    index = [block([(b"", header(num_shards=3))]), *(block([each]) for each in entries.items())]
+    Path(f"{prefix}.index").write_bytes(table_file([(contents, 0) for contents in index]))
+    opened = Checkpoint.open(prefix)
+    assert [opened.read(name).tolist() for name in opened.names()] == [[0], [1], [2]]
+    Path(f"{prefix}.data-00001-of-00003").unlink()
+    assert opened.read("a/002").tolist() == [2]
+    with pytest.raises(ModelError, match=r"model\.data-00001-of-00003 cannot be read"):
+        opened.read("a/001")
+
+
+def literal(data: bytes) -> bytes:
+    """A literal in Snappy's raw format, with its length in two bytes."""
+    return b"\xf4" + (len(data) - 1).to_bytes(2, "little") + data
+
+
+def test_snappy_blocks_are_decompressed(tmp_path):
+    """A compressed index reads like a plain one, whichever kinds of element it uses."""
+    contents = block([(b"", header()), (b"aaaaaaaaaaaaaaaa", entry("uint8", (1,), 0, b"\7"))], shared=False)
+    start = contents.index(b"a" * 16) + 1
+    elements = [
+        literal(contents[:start]),
+        bytes([0b000_000_01, 1]),  # 4 bytes from 1 back
+        bytes([6 - 1 << 2 | 2, 1, 0]),  # 6 bytes
+        bytes([5 - 1 << 2 | 3, 1, 0, 0, 0]),  # 5 bytes
+        literal(contents[start + 15 : -3]),
+        bytes([2 << 2]) + contents[-3:],  # a literal with its length in the tag
+    ]
+    prefix = write(tmp_path, {}, b"\7")
+    index = Path(f"{prefix}.index")
+    index.write_bytes(table_file([(varint(len(contents)) + b"".join(elements), 1)]))
+    assert Checkpoint.open(prefix).read("a" * 16).tolist() == [7]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x05\x00a",  # too short
+        varint(1 << 40) + b"\x00a",  # an impossible size
+        b"\x05\x10a",  # a literal that is cut off
+        b"\x04\x01\x01",  # copies from before the start
+        b"\x05\x00a\x01\x00",  # copies from a distance of 0
+        b"\x05\x00a\x01",  # a copy that is cut off
+        b"\xff" * 11,
+    ],
+)
+def test_bad_snappy_is_refused(tmp_path, data):
+    """Compressed blocks of strangers cost no memory and no crash."""
+    prefix = write(tmp_path, {}, b"")
+    Path(f"{prefix}.index").write_bytes(table_file([(data, 1)]))
+    with pytest.raises(ModelError, match="not a readable checkpoint index"):
+        Checkpoint.open(prefix)
+
+
+@given(st.binary(max_size=60))
+@settings(max_examples=300)
+def test_random_snappy_is_bounded(data):
+    """Only ModelError escapes from the decoder, and what it makes is no larger than it may be."""
+    try:
+        assert len(table._unsnap(data)) <= 64 * len(data)
+    except ModelError:
+        return
+
+
+# --- parts -----------------------------------------------------------------------------------------------------------
+
+
+def partitioned(folder: Path, parts: list[tuple[int, int]], values: list[np.ndarray], rows: int = 4) -> Path:
+    """A variable of `rows` x 2 that was saved in parts of rows (start, length)."""
+    whole = proto.BundleEntryProto(dtype=1)
+    whole.shape.dim.add(size=rows)
+    whole.shape.dim.add(size=2)
+    entries, data = {}, b""
+    for (start, length), value in zip(parts, values, strict=True):
+        part = whole.slices.add()
+        part.extent.add(start=start, length=length)
+        part.extent.add()
+        key = module._slice_key("w", [(start, length), (0, -1)])
+        entries[key] = entry("float32", value.shape, len(data), value.tobytes())
+        data += value.tobytes()
+    return write(folder, {b"w": proto.to_binary(whole), **entries}, data)
+
+
+def test_parts_are_put_together(tmp_path):
+    """A partitioned variable is read as a whole, and its parts are not listed."""
+    value = np.arange(8, dtype=np.float32).reshape(4, 2)
+    opened = Checkpoint.open(partitioned(tmp_path, [(0, 3), (3, 1)], [value[:3], value[3:]]))
+    assert opened.names() == ["w"]
+    assert opened.entry("w") == ("float32", (4, 2))
+    assert np.array_equal(opened.read("w"), value)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rows", "match"),
+    [
+        ([(0, 3)], 4, "larger than the data files|do not cover"),
+        ([(0, 3), (2, 2)], 4, "overlap"),
+        ([(0, 3), (3, 2)], 4, "lies outside"),
+        ([(-1, 3), (2, 2)], 4, "lies outside"),
+        ([(0, 3), (3, 1)], 1 << 40, "larger than the data files"),
+        ([(0, 1)], 0, "lies outside"),
+    ],
+)
+def test_bad_parts_are_refused(tmp_path, parts, rows, match):
+    """Parts have to fill the variable exactly."""
+    values = [np.zeros((length, 2), np.float32) for _, length in parts]
+    opened = Checkpoint.open(partitioned(tmp_path, parts, values, rows))
+    with pytest.raises(ModelError, match=match):
+        opened.read("w")
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(0, "80"), (63, "bf"), (-1, "7f"), (-64, "40"), (64, "c040"), (-65, "3fbf"), (1 << 62, "ffc0" + "40" + 7 * "00")],
+)
+def test_numbers_in_keys_sort(value, expected):
+    """The encoding of slice keys, by hand."""
+    assert module._ordered(value).hex() == expected
+
+
+@given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=2))
+def test_encoded_numbers_sort_like_numbers(values):
+    """The property the encoding exists for."""
+    assert sorted(values) == sorted(values, key=module._ordered)
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def prefix(tmp_path):
+    """A small checkpoint of one variable, `v` = [1, 2, 3]."""
+    data = np.array([1, 2, 3], np.float32).tobytes()
+    return write(tmp_path, {b"v": entry("float32", (3,), 0, data)}, data)
+
+
+def test_flipped_byte_in_the_data_is_noticed(prefix):
+    """The error names file and variable."""
+    path = Path(f"{prefix}.data-00000-of-00001")
+    data = bytearray(path.read_bytes())
+    data[5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match=r"model\.data-00000-of-00001: the checksum of variable 'v' does not match"):
+        Checkpoint.open(prefix).read("v")
+
+
+def test_short_data_is_noticed(prefix):
+    """A data file that was cut off is told from a damaged one."""
+    Path(f"{prefix}.data-00000-of-00001").write_bytes(b"123")
+    with pytest.raises(ModelError, match="variable 'v' lies outside the file"):
+        Checkpoint.open(prefix).read("v")
+
+
+def test_index_of_every_shorter_length_is_refused(prefix):
+    """A truncated index never reads as a smaller checkpoint."""
+    path = Path(f"{prefix}.index")
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        with pytest.raises(ModelError, match=r"model\.index"):
+            Checkpoint.open(prefix)
+
+
+def test_missing_index(tmp_path):
+    """The error names the file that is missing."""
+    with pytest.raises(ModelError, match=r"nothing\.index cannot be read"):
+        Checkpoint.open(tmp_path / "nothing")
+
+
+def test_unknown_variable(prefix):
+    """A misspelt name is met with the right one."""
+    opened = Checkpoint.open(prefix)
+    assert "v" in opened
+    assert "w" not in opened
+    with pytest.raises(ModelError, match="no variable 'vv'"):
+        opened.read("vv")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "more", "match"),
+    [
+        ("float32", (3,), {"shard_id": 1}, "data file 1 of 1"),
+        ("float32", (3,), {"shard_id": -1}, "data file -1 of 1"),
+        ("float32", (3,), {"offset": 1}, "lies outside the file"),
+        ("float32", (3,), {"offset": -1}, "lies outside the file"),
+        ("float32", (3,), {"offset": (1 << 63) - 1}, "lies outside the file"),
+        ("float32", (3,), {"size": 8}, "takes 8 bytes, its shape and dtype need 12"),
+        ("float32", (1 << 40,), {"size": 1 << 42}, "lies outside the file"),
+        ("float32", (1 << 62, 1 << 62), {}, "impossible shape"),
+        ("float32", (0, 1 << 62), {"size": 0}, "impossible shape"),
+        ("float32", (-3,), {}, "impossible shape"),
+        ("float32", (1,) * 65, {}, "impossible shape"),
+        ("float32", (4,), {}, "takes 12 bytes"),
+        ("float32", (3,), {"dtype": 999}, "unknown type"),
+        ("float32", (3,), {"dtype": 0}, "unknown type"),
+        ("string", (3,), {}, "is of type string"),
+        ("resource", (3,), {}, "is of type resource"),
+    ],
+)
+def test_hostile_entries_are_refused(tmp_path, dtype, shape, more, match):
+    """Nothing an entry claims is believed before it is checked."""
+    data = bytes(12)
+    opened = Checkpoint.open(write(tmp_path, {b"v": entry(dtype, shape, 0, data, **more)}, data))
+    with pytest.raises(ModelError, match=match):
+        opened.read("v")
+
+
+@pytest.mark.parametrize(
+    ("contents", "match"),
+    [
+        (block([(b"v", b"")]), "no header"),
+        (block([(b"", header(num_shards=0))]), "impossible number"),
+        (block([(b"", header(num_shards=1 << 30))]), "impossible number"),
+        (block([(b"", header(version=proto.VersionDef(min_consumer=2)))]), "version 2"),
+        (block([(b"", b"\xff")]), "header of .* is not a readable"),
+        (block([(b"", header()), (b"\xff", b"")]), "name is not text"),
+        (block([(b"", header()), (b"b", b""), (b"a", b"")]), "out of order"),
+        (b"\1\1\1xx" + bytes(4) + b"\1\0\0\0", "outside its block"),
+        (b"\0\xff\xff\1\1xx" + bytes(4) + b"\1\0\0\0", "outside its block"),
+        (b"\xff\xff\xff\xff", "more restarts"),
+        (b"", "too short"),
+    ],
+)
+def test_hostile_indexes_are_refused(tmp_path, contents, match):
+    """Blocks with good checksums and bad contents."""
+    (tmp_path / "model.index").write_bytes(table_file([(contents, 0)]))
+    with pytest.raises(ModelError, match=match):
+        Checkpoint.open(tmp_path / "model")
+
+
+def test_keys_cannot_exhaust_memory():
+    """Prefix compression lets a small file claim huge keys; that ends before it hurts."""
+    long = b"a" * (1 << 20)
+    entries = b"\0" + varint(len(long)) + b"\0" + long
+    entries += b"".join(varint(len(long) + number) + b"\1\0b" for number in range(500))
+    data = table_file([(entries + bytes(4) + b"\1\0\0\0", 0)])
+    with pytest.raises(ModelError, match="more room"):
+        table.read_table(data, source="x")
+
+
+def test_unknown_compression_is_refused(tmp_path):
+    """Only what can be decompressed is."""
+    (tmp_path / "model.index").write_bytes(table_file([(block([]), 4)]))
+    with pytest.raises(ModelError, match="compression 4"):
+        Checkpoint.open(tmp_path / "model")
+
+
+def read_all(prefix: Path) -> None:
+    """Reads everything there is; only ModelError may come of it."""
+    try:
+        opened = Checkpoint.open(prefix)
+        opened.object_graph()
+        names = opened.names()
+    except ModelError:
+        return
+    for name in names:
+        try:
+            opened.entry(name)
+            opened.read(name)
+        except ModelError:
+            continue
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory):
+    """A checkpoint with a plain and a partitioned variable, and a string where the object graph belongs."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    value = np.arange(8, dtype=np.float32).reshape(4, 2)
+    prefix = partitioned(folder, [(0, 3), (3, 1)], [value[:3], value[3:]])
+    entries = table.read_table(Path(f"{prefix}.index").read_bytes(), source="it")
+    entries[b"v"] = entry("float32", (2, 2), 0, value.tobytes()[:16])
+    entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = entry("string", (), 0, value.tobytes()[:9])
+    contents = block(sorted(entries.items()))
+    Path(f"{prefix}.index").write_bytes(table_file([(contents, 0)]))
+    return prefix, contents
+
+
+edits = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=1, max_size=6)
+
+
+def edited(data: bytes, changes: list[tuple[int, int]]) -> bytes:
+    """The data with some bytes replaced."""
+    out = bytearray(data)
+    for at, byte in changes:
+        out[at % len(out)] = byte
+    return bytes(out)
+
+
+@given(changes=edits)
+@settings(max_examples=200, deadline=None)
+@example(changes=[(-9, 255)])
+def test_fuzzed_index_file(fuzzed, changes):
+    """Damage anywhere in the index, which checksums mostly catch."""
+    prefix, contents = fuzzed
+    Path(f"{prefix}.index").write_bytes(edited(table_file([(contents, 0)]), changes))
+    read_all(prefix)
+
+
+@given(changes=edits)
+@settings(max_examples=500, deadline=None)
+def test_fuzzed_index_with_good_checksums(fuzzed, changes):
+    """Damage behind the checksums: keys, entries, shapes, offsets."""
+    prefix, contents = fuzzed
+    Path(f"{prefix}.index").write_bytes(table_file([(edited(contents, changes), 0)]))
+    read_all(prefix)
+
+
+@given(data=st.binary(max_size=120))
+@settings(max_examples=200, deadline=None)
+def test_random_index(fuzzed, data):
+    """Bytes that never were an index."""
+    prefix, _ = fuzzed
+    Path(f"{prefix}.index").write_bytes(data)
+    read_all(prefix)
+
+
+# --- names -----------------------------------------------------------------------------------------------------------
+
+
+def object_graph(*variables: tuple[str, str]) -> bytes:
+    """An object graph of variables, each a full name and a key."""
+    graph = proto.TrackableObjectGraph()
+    for full_name, key in variables:
+        graph.nodes.add().attributes.add(name="VARIABLE_VALUE", full_name=full_name, checkpoint_key=key)
+    return proto.to_binary(graph)
+
+
+def string_entry(text: bytes) -> tuple[bytes, bytes]:
+    """Data and entry of a scalar string."""
+    length = len(text).to_bytes(4, "little")
+    cksum = masked(length).to_bytes(4, "little")
+    data = varint(len(text)) + cksum + text
+    return data, entry("string", (), 0, data, crc32c=masked(length + cksum + text))
+
+
+def named(folder: Path, *keys: str, graph: bytes = b"") -> Checkpoint:
+    """A checkpoint with these keys and an object graph."""
+    data, entries = b"", {}
+    if graph:
+        data, entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = string_entry(graph)
+    entries |= {key.encode(): entry("uint8", (0,), 0, b"") for key in keys}
+    return Checkpoint.open(write(folder, entries, data))
+
+
+def handles(graph, *names: str, op: str = "VarHandleOp", **shared: str) -> None:
+    """Adds variables to a graph, or to a function's nodes; `shared` has shared names that are not the node's."""
+    for name in names:
+        node = graph.add(name=name, op=op)
+        node.attr["shared_name"].s = shared.get(name, name).encode()
+
+
+def restore(nodes, targets: dict[str, str], *, function: bool, slices: str = "") -> None:
+    """Adds what a saver does to restore variables: one RestoreV2, an identity and an assignment for each."""
+    for name, values in (("names", list(targets.values())), ("slices", [slices])):
+        constant = nodes.add(name=name, op="Const")
+        constant.attr["value"].tensor.string_val.extend(value.encode() for value in values)
+    outputs = (":output:0", ":tensors:%d", ":output:0") if function else ("", ":%d", "")
+    nodes.add(name="restore", op="RestoreV2", input=["prefix", "names" + outputs[0], "slices" + outputs[0]])
+    for index, target in enumerate(targets):
+        nodes.add(name=f"identity_{index}", op="Identity", input=["restore" + outputs[1] % index])
+        value = f"identity_{index}{outputs[2]}"
+        nodes.add(name=f"assign_{index}", op="AssignVariableOp", input=[target, value])
+
+
+def test_restore_function_decides(tmp_path):
+    """Two variables of one name are told apart by what the restore function does with them."""
+    saved = proto.SavedModel()
+    graph = saved.meta_graphs.add().graph_def
+    handles(graph.node, "kernel", "kernel_1")
+    graph.node.add(name="call", op="StatefulPartitionedCall", input=["prefix", "kernel_1", "kernel:0"])
+    graph.node[-1].attr["f"].func.name = "load"
+    body = graph.library.function.add()
+    body.signature.name = "load"
+    for name in ("prefix", "x", "y"):
+        body.signature.input_arg.add(name=name)
+    restore(body.node_def, {"x": "a", "y": "b"}, function=True)
+    opened = named(tmp_path, "a", "b", graph=object_graph(("kernel", "a"), ("kernel", "b")))
+    before = proto.to_binary(saved)
+    assert resolve_variables(saved, opened) == {"kernel": "b", "kernel_1": "a"}
+    assert proto.to_binary(saved) == before
+
+
+def test_restore_nodes_decide(tmp_path):
+    """A TF1 saver restores in the graph itself."""
+    saved = proto.SavedModel()
+    graph = saved.meta_graphs.add().graph_def
+    handles(graph.node, "v")
+    handles(graph.node, "r", op="VariableV2")
+    restore(graph.node, {"v": "ema/v", "r": "r"}, function=False)
+    assert resolve_variables(saved, named(tmp_path, "ema/v", "v", "r")) == {"v": "ema/v", "r": "r"}
+
+
+def test_parts_of_partitioned_variables_have_no_key(tmp_path):
+    """A part must not pass for the whole, nor be looked up by its name."""
+    saved = proto.SavedModel()
+    graph = saved.meta_graphs.add().graph_def
+    handles(graph.node, "w/part_0")
+    restore(graph.node, {"w/part_0": "w"}, function=False, slices="4 2 0,2:-")
+    assert resolve_variables(saved, named(tmp_path, "w", "w/part_0")) == {}
+
+
+def test_names_are_looked_up_in_the_object_graph(tmp_path):
+    """Without a saver the object graph maps names to keys, where a name means one variable."""
+    saved = proto.SavedModel()
+    graph = saved.meta_graphs.add().graph_def
+    handles(graph.node, "d/kernel", "twice", "node", node="d/bias")
+    handles(graph.library.function.add().node_def, "inside")
+    full_names = [("d/kernel", "k"), ("d/bias", "b"), ("inside", "i"), ("twice", "k"), ("twice", "b")]
+    opened = named(tmp_path, "k", "b", "i", graph=object_graph(*full_names))
+    assert resolve_variables(saved, opened) == {"d/kernel": "k", "node": "b", "d/bias": "b", "inside": "i"}
+
+
+def test_names_may_be_keys(tmp_path):
+    """TF1 uses a variable's name as its key; what the checkpoint lacks is left out."""
+    saved = proto.SavedModel()
+    handles(saved.meta_graphs.add().graph_def.node, "v", "absent")
+    assert resolve_variables(saved, named(tmp_path, "v")) == {"v": "v"}
+
+
+def test_graphs_that_disagree(tmp_path):
+    """A name that two graphs of one model restore from different keys is left out."""
+    saved = proto.SavedModel()
+    for key in ("a", "b"):
+        graph = saved.meta_graphs.add().graph_def
+        handles(graph.node, "v")
+        restore(graph.node, {"v": key}, function=False)
+    assert resolve_variables(saved, named(tmp_path, "a", "b")) == {}
+
+
+def test_rings_and_stumps_are_survived(tmp_path):
+    """Graphs no TensorFlow would accept."""
+    saved = proto.SavedModel()
+    graph = saved.meta_graphs.add().graph_def
+    handles(graph.node, "v")
+    graph.node.add(name="ring", op="Identity", input=["ring"])
+    graph.node.add(name="stump", op="Identity")
+    graph.node.add(name="short", op="RestoreV2", input=["prefix"])
+    graph.node.add(name="lost", op="RestoreV2", input=["prefix", "x", "y"])
+    for value in ("ring", "stump", "short", "lost:99999999999999", "nowhere"):
+        graph.node.add(name=f"assign_{value[:4]}", op="AssignVariableOp", input=["v", value])
+    graph.node.add(name="bare", op="AssignVariableOp")
+    graph.node.add(name="call", op="PartitionedCall").attr["f"].func.name = "nowhere"
+    assert resolve_variables(saved, named(tmp_path, "v")) == {"v": "v"}
+
+
+def test_damaged_object_graph_is_refused(tmp_path):
+    """A flipped byte in the object graph is noticed."""
+    opened = named(tmp_path, "k", graph=object_graph(("v", "k")))
+    path = tmp_path / "model.data-00000-of-00001"
+    data = path.read_bytes()
+    for at in range(len(data)):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :])
+        with pytest.raises(ModelError, match="_CHECKPOINTABLE_OBJECT_GRAPH"):
+            opened.object_graph()
+
+
+@needs_models
+def test_every_variable_of_a_real_model_resolves():
+    """The keyword spotter's 141 variables, whose declared shapes and dtypes the checkpoint confirms."""
+    saved = proto.parse_binary((KWS / "saved_model.pb").read_bytes(), proto.SavedModel())
+    opened = Checkpoint.open(KWS / "variables" / "variables")
+    keys = resolve_variables(saved, opened)
+    variables = [node for node in saved.meta_graphs[0].graph_def.node if node.op == "VarHandleOp"]
+    assert len(variables) == 141
+    assert len({keys[node.name] for node in variables}) == 141
+    for node in variables:
+        shape = tuple(dim.size for dim in node.attr["shape"].shape.dim)
+        assert opened.entry(keys[node.name]) == (proto.dtype_name(node.attr["dtype"].type), shape)
+        assert opened.read(keys[node.name]).shape == shape
+
+
+# --- against TensorFlow ----------------------------------------------------------------------------------------------
+
+COMPARE = """
+import sys
+from pathlib import Path
+import numpy as np
+import tensorflow as tf
+from graphquant.formats.tensorflow.checkpoint import Checkpoint
+theirs, ours = tf.train.load_checkpoint(sys.argv[1]), Checkpoint.open(Path(sys.argv[1]))
+shapes = theirs.get_variable_to_shape_map()
+assert sorted(shapes) == ours.names(), (sorted(shapes), ours.names())
+for name in ours.names():
+    dtype, shape = ours.entry(name)
+    assert list(shape) == shapes[name], name
+    if dtype == "string":
+        continue
+    value, expected = ours.read(name), np.asarray(theirs.get_tensor(name))
+    assert value.dtype == expected.dtype and value.tobytes() == expected.tobytes(), name
+if ours.object_graph() is not None:
+    from tensorflow.core.protobuf.trackable_object_graph_pb2 import TrackableObjectGraph
+    graph = TrackableObjectGraph.FromString(theirs.get_tensor("_CHECKPOINTABLE_OBJECT_GRAPH"))
+    assert graph.SerializeToString(deterministic=True) == ours.object_graph().SerializeToString(deterministic=True)
+print(len(ours.names()))
+"""
+
+WRITE = """
+import sys
+import numpy as np
+import tensorflow as tf
+tf1 = tf.compat.v1
+out = sys.argv[1]
+class Model(tf.Module):
+    def __init__(self):
+        self.a = tf.Variable(np.arange(6, dtype="f4").reshape(2, 3), name="kernel")
+        self.b = tf.Variable(np.ones((3, 2), "f4"), name="kernel")
+        self.h = tf.Variable(tf.cast([1.5, 2], tf.bfloat16))
+        self.s = tf.Variable(["x", "yy"])
+        self.e = tf.Variable(np.zeros((0, 3), "f4"))
+        self.t = tf.Variable([True, False])
+        self.c = tf.Variable([1 + 2j], dtype=tf.complex64)
+    @tf.function(input_signature=[tf.TensorSpec([None, 2], tf.float32)])
+    def call(self, x):
+        return x @ self.a @ self.b
+tf.saved_model.save(Model(), out + "/tf2")
+with tf1.Graph().as_default(), tf1.Session() as session:
+    split = tf1.fixed_size_partitioner(3)
+    w = tf1.get_variable("w", [200, 4], initializer=tf1.random_normal_initializer(), partitioner=split)
+    tf1.get_variable("r", initializer=np.arange(4, dtype="i8"), use_resource=True)
+    session.run(tf1.global_variables_initializer())
+    inputs = {"x": tf1.placeholder(tf.float32, [None, 200])}
+    outputs = {"y": tf.matmul(inputs["x"], tf.convert_to_tensor(w))}
+    tf1.saved_model.simple_save(session, out + "/tf1", inputs, outputs)
+"""
+
+
+def run(code: str, *arguments: str) -> str:
+    """Runs Python code in a process of its own and returns the last line it printed."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, check=False
+    )
+    if "No module named 'tensorflow'" in done.stderr:
+        pytest.skip("TensorFlow is not installed")
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.slow
+@needs_models
+def test_real_values_equal_those_of_tensorflow():
+    """The keyword spotter's checkpoint, byte for byte."""
+    assert run(COMPARE, str(KWS / "variables" / "variables")) == "142"
+
+
+@pytest.mark.slow
+def test_written_values_equal_those_of_tensorflow(tmp_path):
+    """Checkpoints TensorFlow writes now: dtypes, equal names, strings, partitioned variables."""
+    run(WRITE, str(tmp_path))
+    assert run(COMPARE, str(tmp_path / "tf2/variables/variables")) == "8"
+    assert run(COMPARE, str(tmp_path / "tf1/variables/variables")) == "2"
+    saved = proto.parse_binary((tmp_path / "tf2/saved_model.pb").read_bytes(), proto.SavedModel())
+    keys = resolve_variables(saved, Checkpoint.open(tmp_path / "tf2/variables/variables"))
+    suffix = "/.ATTRIBUTES/VARIABLE_VALUE"
+    shapes = {
+        node.name: [dim.size for dim in node.attr["shape"].shape.dim]
+        for node in saved.meta_graphs[0].graph_def.node
+        if node.op == "VarHandleOp"
+    }
+    kernels = {key: shapes[name] for name, key in keys.items() if name.startswith("kernel")}
+    assert kernels == {"a" + suffix: [2, 3], "b" + suffix: [3, 2]}
+    assert shapes.keys() == keys.keys()

@@ -1,0 +1,182 @@
+"""The table of operations equals TensorFlow's registry, and nodes get the ports that TensorFlow gives them."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow import opdefs, proto
+from graphquant.formats.tensorflow.opdefs import ArgSpec
+
+HERE = Path(__file__).parent
+MODELS = HERE.parents[2].parent / "shared" / "models"
+TABLE = opdefs.builtin_table()
+
+
+def node(op: str, **attrs: object):
+    """A node with these attributes: a DataType name, a number, or a list of DataType names each."""
+    message = proto.NodeDef(name="n", op=op)
+    for name, value in attrs.items():
+        if isinstance(value, int):
+            message.attr[name].i = value
+        elif isinstance(value, str):
+            message.attr[name].type = proto.DataType[value]
+        else:
+            message.attr[name].list.type.extend(proto.DataType[each] for each in value)
+    return message
+
+
+def op_def(**fields: object):
+    """An operation of the model's own, called Mine."""
+    return proto.OpDef(name="Mine", **fields)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_table_equals_the_registry_of_tensorflow():
+    """Every operation that both know is the same in both."""
+    pytest.importorskip("tensorflow")
+    spec = importlib.util.spec_from_file_location("generate_opdefs", HERE / "generate_opdefs.py")
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    theirs = {each.name: opdefs._from_op_def(each) for each in generator.registered_op_defs()}
+    common = [name for name in TABLE.names() if name in theirs]
+    assert len(common) > 1500
+    for name in common:
+        assert TABLE.find(name) == theirs[name]
+        assert generator.line(TABLE.find(name)) == f"{name} {TABLE._lines[name]}"
+
+
+def test_every_line_parses():
+    """The whole table is well-formed: each argument has exactly one source of its type."""
+    assert len(TABLE.names()) > 1900
+    for name in TABLE.names():
+        spec = TABLE.find(name)
+        for arg in (*spec.inputs, *spec.outputs):
+            assert arg.name.isidentifier()
+            assert [arg.dtype, arg.type_attr, arg.type_list_attr].count(None) == 2
+
+
+def test_arguments_of_operations():
+    """A few operations whose arguments are of every kind."""
+    assert opdefs.outputs("MatMul") == (ArgSpec("product", type_attr="T"),)
+    assert opdefs.inputs("ConcatV2") == (
+        ArgSpec("values", type_attr="T", number_attr="N"),
+        ArgSpec("axis", type_attr="Tidx"),
+    )
+    assert opdefs.outputs("IdentityN") == (ArgSpec("output", type_list_attr="T"),)
+    assert opdefs.outputs("VarHandleOp") == (ArgSpec("resource", "resource"),)
+    assert opdefs.inputs("Assign")[0] == ArgSpec("ref", type_attr="T", is_ref=True)
+    assert opdefs.outputs("NoOp") == ()
+
+
+def test_unknown_operation():
+    """An operation nobody registered has no arguments to tell."""
+    assert opdefs.outputs("Nope") is None
+    assert opdefs.inputs("Nope") is None
+    assert opdefs.is_stateful("Nope") is None
+    with pytest.raises(ModelError, match="unknown operation, 'Nope'"):
+        opdefs.output_ports(node("Nope"), TABLE)
+
+
+def test_state():
+    """State is known."""
+    assert opdefs.is_stateful("VarHandleOp")
+    assert opdefs.is_stateful("MatMul") is False
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (node("MatMul", T="DT_BFLOAT16"), [("product", 0, "bfloat16")]),
+        (node("Split", T="DT_HALF", num_split=2), [("output", 0, "float16"), ("output", 1, "float16")]),
+        (node("IdentityN", T=["DT_FLOAT", "DT_STRING"]), [("output", 0, "float32"), ("output", 1, "string")]),
+        (node("IdentityN", T=[]), []),
+        (node("VarHandleOp"), [("resource", 0, "resource")]),
+        (node("VariableV2", dtype="DT_FLOAT"), [("ref", 0, "float32")]),
+        (node("Identity", T="DT_FLOAT_REF"), [("output", 0, "float32")]),
+        (node("Shape"), [("output", 0, "int32")]),  # out_type has a default
+        (node("Shape", out_type="DT_INT64"), [("output", 0, "int64")]),
+        (
+            node("QuantizeV2", T="DT_QINT8"),
+            [("output", 0, "qint8"), ("output_min", 0, "float32"), ("output_max", 0, "float32")],
+        ),
+    ],
+)
+def test_output_ports(message, expected):
+    """Attributes and their defaults decide how many ports a node has, and of which types."""
+    before = proto.to_binary(message)
+    assert opdefs.output_ports(message, TABLE) == expected
+    assert proto.to_binary(message) == before
+
+
+def test_input_ports():
+    """Inputs are expanded like outputs."""
+    ports = opdefs.input_ports(node("ConcatV2", N=2, T="DT_FLOAT"), TABLE)
+    assert ports == [("values", 0, "float32"), ("values", 1, "float32"), ("axis", 0, "int32")]
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        (node("Split", T="DT_FLOAT", num_split=1 << 62), "more than 65536"),
+        (node("Split", T="DT_FLOAT", num_split=65_537), "more than 65536"),
+        (node("Split", T="DT_FLOAT", num_split=-1), "negative"),
+        (node("Split", T="DT_FLOAT"), "no usable attribute 'num_split'"),
+        (node("Split", T="DT_FLOAT", num_split="DT_FLOAT"), "no usable attribute 'num_split'"),
+        (node("MatMul"), "no usable attribute 'T'"),
+        (node("MatMul", T="DT_INVALID"), "unknown type 0"),
+        (node("IdentityN", T=["DT_INVALID"]), "unknown type 0"),
+    ],
+)
+def test_absurd_attributes_are_refused(message, match):
+    """What a stranger writes into an attribute costs neither memory nor a crash."""
+    with pytest.raises(ModelError, match=match):
+        opdefs.output_ports(message, TABLE)
+
+
+def test_extend_adds_operations_and_changes_nothing():
+    """A model's own operations are known in the new table only; TensorFlow's stay what they are."""
+    mine = op_def(is_stateful=True)
+    mine.output_arg.add(name="y", type_attr="T", number_attr="N")
+    for name, kind in (("T", "type"), ("N", "int")):
+        mine.attr.add(name=name, type=kind)
+    mine.attr[0].default_value.type = proto.DataType["DT_UINT8"]
+    mine.attr[1].default_value.i = 2
+    table = opdefs.extend([mine, proto.OpDef(name="MatMul")])
+    assert opdefs.output_ports(node("Mine"), table) == [("y", 0, "uint8"), ("y", 1, "uint8")]
+    assert table.find("MatMul") == TABLE.find("MatMul")
+    assert "Mine" in table
+    assert "Mine" not in TABLE
+    assert "Mine" not in opdefs.builtin_table()
+    assert "Mine" in table.extend([])
+
+
+def test_bad_definition_is_refused():
+    """A definition without a type is refused, a default of the wrong kind is none."""
+    untyped = op_def()
+    untyped.output_arg.add(name="y")
+    with pytest.raises(ModelError, match="argument 'y' has unknown type 0"):
+        opdefs.extend([untyped])
+    odd = op_def()
+    odd.output_arg.add(name="y", type=1, number_attr="N")
+    odd.attr.add(name="N").default_value.type = 1
+    with pytest.raises(ModelError, match="no usable attribute 'N'"):
+        opdefs.output_ports(node("Mine"), opdefs.extend([odd]))
+
+
+@pytest.mark.skipif(not MODELS.exists(), reason="the shared models are not here")
+def test_every_node_of_real_models_has_as_many_inputs_as_its_operation():
+    """The table agrees with what real models connect."""
+    saved = proto.parse_binary((MODELS / "kws/saved_model/saved_model.pb").read_bytes(), proto.SavedModel())
+    kws = saved.meta_graphs[0]
+    mtcnn = proto.parse_binary((MODELS / "mtcnn.pb").read_bytes(), proto.GraphDef())
+    table = opdefs.extend(kws.meta_info_def.stripped_op_list.op)
+    bodies = [function.node_def for function in kws.graph_def.library.function]
+    for nodes in (kws.graph_def.node, mtcnn.node, *bodies):
+        for each in nodes:
+            data_inputs = [name for name in each.input if not name.startswith("^")]
+            assert len(opdefs.input_ports(each, table)) == len(data_inputs), each.name
+            outputs = each.attr["_output_shapes"].list.shape if "_output_shapes" in each.attr else None
+            assert outputs is None or len(opdefs.output_ports(each, table)) == len(outputs), each.name
