@@ -1,5 +1,7 @@
 """Rule files: what they may say, how they are found, and all their mistakes at once."""
 
+from graphquant.ruleset.load import find, load_ruleset, shipped
+from graphquant.ruleset.schema import schema
 from graphquant.ruleset.syntax import Link, PatternOp, parse_chain, parse_pattern
 from graphquant.ruleset.types import BoundRule, Observe, Pattern, Rule, RuleFile, RuleSet, Scheme, Selector
 
@@ -14,6 +16,10 @@ __all__ = [
     "RuleSet",
     "Scheme",
     "Selector",
+    "find",
+    "load_ruleset",
     "parse_chain",
     "parse_pattern",
+    "schema",
+    "shipped",
 ]

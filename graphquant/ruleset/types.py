@@ -53,7 +53,7 @@ class Observe:
         exponent: The scale of "fixed-point" is exactly 2**exponent.
     """
 
-    name: str
+    name: _Text
     low: StrictFloat | None = None
     high: StrictFloat | None = None
     exponent: StrictInt | None = Field(default=None, ge=-126, le=126)
@@ -102,7 +102,7 @@ class Scheme:
     """
 
     name: str = ""
-    dtype: str = ""
+    dtype: Annotated[str, Field(max_length=_MAX_TEXT)] = ""
     bits: StrictInt | None = Field(default=None, ge=2, le=32)
     signed: StrictBool | None = None
     zero: Literal["symmetric", "asymmetric"] = "symmetric"
@@ -110,7 +110,7 @@ class Scheme:
     per: Literal["tensor", "channel"] = "tensor"
     scale: Literal["any", "power-of-two"] = "any"
     observe: Observe = Field(default_factory=lambda: Observe(name="minmax"))
-    family: str | None = None
+    family: _Text | None = None
 
     @field_validator("observe", mode="before")
     @classmethod
@@ -177,11 +177,13 @@ class Selector:
     input: _Text | None = None
     pattern: _Text | None = None
     attr: dict[str, Any] = field(default_factory=dict, hash=False)
+    readers: _Count | None = None
     min_rank: _Count | None = None
     max_rank: _Count | None = None
     min_size: _Count | None = None
     max_size: _Count | None = None
     min_channels: _Count | None = None
+    max_channels: _Count | None = None
 
     @field_validator("kind")
     @classmethod
@@ -236,7 +238,8 @@ class Selector:
 
     @model_validator(mode="after")
     def _satisfiable(self) -> Selector:
-        for what, low, high in (("rank", self.min_rank, self.max_rank), ("size", self.min_size, self.max_size)):
+        for what in ("rank", "size", "channels"):
+            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if low is not None and high is not None and low > high:
                 raise ValueError(f"'min_{what}' {low} is above 'max_{what}' {high}; nothing can match")
         return self
@@ -281,14 +284,17 @@ class Rule:
     why: str = ""
     producer: Selector = Field(default_factory=Selector)
     consumer: Selector = Field(default_factory=Selector)
-    quantize: str
+    quantize: _Text
     optional: StrictBool = False
     place: Literal["producer", "body"] = "producer"
 
     @model_validator(mode="after")
     def _says_something(self) -> Rule:
-        if self.producer.input is not None:
-            raise ValueError("'input' is a role of the consumer's slot; put it into 'consumer'")
+        for key in ("input", "min_channels", "max_channels"):
+            if getattr(self.producer, key) is not None:
+                raise ValueError(f"{key!r} is a condition on what reads the tensor; put it into 'consumer'")
+        if self.consumer.readers is not None:
+            raise ValueError("'readers' counts who reads the tensor; put it into 'producer'")
         if self.producer == self.consumer == Selector():
             raise ValueError("the rule has no condition; give it a 'producer' or a 'consumer', kind = '*' for any op")
         return self
