@@ -12,7 +12,10 @@ from graphquant import formats
 from graphquant.calibrate import Stats, needs_data
 from graphquant.calibrate import calibrate as _calibrate
 from graphquant.errors import NeedsDataError, UsageError
+from graphquant.explain import Explanation
+from graphquant.explain import explain as _explain
 from graphquant.ir import Model, TensorRef, check
+from graphquant.match import Matcher
 from graphquant.plan import Choice, Plan, Skip, make_plan, read_plan
 from graphquant.prepare import Step, prepare
 from graphquant.qdq import FAMILIES, Request
@@ -64,6 +67,7 @@ def load(path: str | Path) -> Model:
     """
     where = Path(path)
     model = formats.module(formats.format_of(where)).load(where)
+    model.saver = lambda made, out, force: save(made, out, force=force)
     check(model, "load")
     return model
 
@@ -212,6 +216,17 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False)
         raise UsageError(f"There is no folder {path.parent}. Make it first, or give another output with -o.")
     if not os.access(path.parent, os.W_OK):
         raise UsageError(f"The folder {path.parent} cannot be written. Give another output with -o.")
+
+
+def explain(model: Model, what: str, *, rules: Sequence[str] = ()) -> tuple[Explanation, ...]:
+    """For each use of the tensor or op `what`, the rules in order and why each did or did not apply.
+
+    Raises:
+        UsageError: Nothing float is called that.
+    """
+    ruleset = _ruleset(model, rules)
+    prepared, made = _planned(model, ruleset, _choice(model, (), (), None))
+    return _explain(Matcher(prepared, ruleset), made, what)
 
 
 # -- the steps between -----------------------------------------------------------------------------

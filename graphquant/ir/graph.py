@@ -9,10 +9,8 @@ producer to the op that owns the body, keyed `("capture", use)`. Each node also 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -21,6 +19,9 @@ from graphquant.errors import InternalError, UsageError
 from graphquant.ir.types import Op, TensorRef, Use
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
     import numpy as np
 
 CONTROL = "control"
@@ -171,14 +172,18 @@ class Graph:
         """
         old, new = self.output(tensor), self.output(to)
         if old.dtype is not None and new.dtype is not None and old.dtype != new.dtype:
-            raise UsageError(f"{to} is {new.dtype} and {tensor} is {old.dtype}. Only tensors of one dtype can be swapped.")
+            raise UsageError(
+                f"{to} is {new.dtype} and {tensor} is {old.dtype}. Only tensors of one dtype can be swapped."
+            )
         if not _shapes_agree(old.shape, new.shape):
             raise UsageError(f"{to} has shape {new.shape} and {tensor} has {old.shape}. Their shapes must agree.")
         listed = list(uses)
         for use in listed:
             reader = self.graphs[use.graph]
             if use.op not in reader or reader.producer(use) != tensor:
-                raise UsageError(f"{use} does not read {tensor}. Name a use that does: {_some(self.consumers(tensor))}.")
+                raise UsageError(
+                    f"{use} does not read {tensor}. Name a use that does: {_some(self.consumers(tensor))}."
+                )
             if not reader.sees(to.graph):
                 raise UsageError(f"{use} cannot read {to}: graph {to.graph!r} does not enclose {use.graph!r}.")
         for use in listed:
@@ -194,7 +199,9 @@ class Graph:
         """Takes out op `name`, which nothing may read any more."""
         left = [use for uses in self.readers(name).values() for use in uses]
         if left:
-            raise InternalError(f"op {name!r} is still read by {_some(left)}; reroute its consumers before removing it.")
+            raise InternalError(
+                f"op {name!r} is still read by {_some(left)}; reroute its consumers before removing it."
+            )
         for slot, tensor in enumerate(self.slots(name)):
             if tensor is not None and tensor.graph != self.name:
                 self._unlink(Use(self.name, name, slot), tensor)
@@ -245,6 +252,7 @@ class Model:
         digest: Hex SHA-256 of the source, external data and variables not included.
         evaluate: Gives the outputs of one pure op for input arrays; None where the format cannot.
         opset: The ONNX default domain's opset; 0 for TensorFlow.
+        saver: Writes the model, set by whoever loaded it.
     """
 
     format: str
@@ -254,6 +262,18 @@ class Model:
     digest: str = ""
     evaluate: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]] | None = None
     opset: int = 0
+    saver: Callable[[Model, Path, bool], Path] | None = None
+
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Writes the model to `path`, whole or not at all; returns the path.
+
+        Raises:
+            UsageError: There is something at `path` and `force` is not given, or it cannot be written.
+            ModelError: The model has no such form.
+        """
+        if self.saver is None:
+            raise InternalError("this model was built without a loader; use graphquant.save(model, path).")
+        return self.saver(self, Path(path), force)
 
     @property
     def main(self) -> Graph:
@@ -310,6 +330,7 @@ class Model:
             digest=self.digest,
             evaluate=self.evaluate,
             opset=self.opset,
+            saver=self.saver,
         )
 
 

@@ -1,0 +1,299 @@
+"""The command line: parses, calls the pipeline, prints. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from graphquant.errors import GraphQuantError, InternalError, UsageError
+
+if TYPE_CHECKING:
+    from graphquant.pipeline import Progress
+
+INTERRUPTED = 130
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _Group(click.Group):
+    """Turns every ending into a message and an exit code; a traceback would be our own fault."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except GraphQuantError as error:
+            click.echo(f"Error: {error}", err=True)
+            raise click.exceptions.Exit(error.exit_code) from error
+        except KeyboardInterrupt as error:
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(INTERRUPTED) from error
+        except MemoryError as error:
+            click.echo("Error: there is not enough memory for this model. Try a machine with more.", err=True)
+            raise click.exceptions.Exit(InternalError.exit_code) from error
+
+
+def _selection(command: F) -> F:
+    """The options that choose what is quantized."""
+    options = [
+        click.option("--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins."),
+        click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only what this glob or /regex/ names."),
+        click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave what this glob or /regex/ names."),
+        click.option("--family", metavar="NAME", help="QDQ ops for schemes that name none: onnx-qdq, fake-quant."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="graphquant")
+def main() -> None:
+    """Quantize trained TensorFlow and ONNX graphs, and see exactly what was done.
+
+    Results go to stdout, progress to stderr. Exit codes: 0 done, 1 findings, 2 usage or rule-file error, 3 model cannot
+    be read, 4 a package is missing, 130 interrupted.
+    """
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL's name with .quant in it.")
+@_selection
+@click.option("--data", metavar="SPEC", help="Calibration data: an .npz with an array per input; random:N for tests.")
+@click.option("--samples", type=click.IntRange(min=1), help="Use only the first N samples.")
+@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Apply this plan instead of rules.")
+@click.option("--float-weights", is_flag=True, help="Keep weights float, behind a whole QDQ pair.")
+@click.option("--dry-run", is_flag=True, help="Do everything but write.")
+@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+def insert(  # noqa: PLR0917  # click passes what the user gave
+    model: Path,
+    output: Path | None,
+    rules: tuple[str, ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    family: str | None,
+    data: str | None,
+    samples: int | None,
+    plan_file: Path | None,
+    float_weights: bool,
+    dry_run: bool,
+    report: Path | None,
+    force: bool,
+) -> None:
+    """Quantize MODEL: plan, calibrate, rewrite, write."""
+    if plan_file is not None and (rules or include or exclude or family):
+        raise UsageError("--plan applies a plan as it is; --rules, --include, --exclude and --family make one. Give one or the other.")
+    from graphquant import pipeline
+
+    target = output or pipeline.default_output(model)
+    if not dry_run:
+        pipeline.check_output(target, model, force=force)
+    if report is not None:
+        pipeline.check_output(report, model, force=True)
+    with _progress() as progress:
+        result = pipeline.insert(
+            pipeline.load(model),
+            rules=rules,
+            data=data,
+            plan=plan_file,
+            samples=samples,
+            include=include,
+            exclude=exclude,
+            family=family,
+            float_weights=float_weights,
+            progress=progress,
+        )
+    written = None if dry_run else result.save(target, force=force)
+    from graphquant.view import data as view_data
+    from graphquant.view import text
+
+    if report is not None:
+        _write(report, view_data.result_json(result, str(written) if written else None))
+    text.console().print(text.result_view(result, written))
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@_selection
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+def plan(
+    model: Path,
+    rules: tuple[str, ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    family: str | None,
+    form: str,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Show what insert would do to MODEL; --format json gives a plan that insert --plan applies."""
+    from graphquant import pipeline
+
+    if output is not None:
+        pipeline.check_output(output, model, force=force)
+    made = pipeline.plan(model, rules=rules, include=include, exclude=exclude, family=family)
+    if form == "json":
+        from graphquant.plan import to_json
+
+        _emit(to_json(made), output)
+    else:
+        from graphquant.view import text
+
+        _print(text.plan_view(made), output)
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("what", metavar="TENSOR|OP")
+@click.option("--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins.")
+def explain(model: Path, what: str, rules: tuple[str, ...]) -> None:
+    """Tell for each use of TENSOR, or around OP, which rules were tried and why they did or did not apply."""
+    from graphquant import pipeline
+    from graphquant.view import text
+
+    text.console().print(text.explain_view(pipeline.explain(pipeline.load(model), what, rules=rules)))
+
+
+@main.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("--format", "form", type=click.Choice(["text", "json", "dot"]), default="text", show_default=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+def inspect(model: Path, form: str, output: Path | None, force: bool) -> None:
+    """Show what is in MODEL: quantization ops with scale, zero point, axis and range, and what stays float."""
+    from graphquant import pipeline
+    from graphquant.survey import survey
+
+    if output is not None:
+        pipeline.check_output(output, model, force=force)
+    loaded = pipeline.load(model)
+    if form == "dot":
+        from graphquant.view.dot import dot
+
+        _emit(dot(loaded), output)
+    elif form == "json":
+        from graphquant.view.data import survey_json
+
+        _emit(survey_json(survey(loaded)), output)
+    else:
+        from graphquant.view import text
+
+        _print(text.survey_view(survey(loaded)), output)
+
+
+@main.group()
+def rules() -> None:
+    """List, show and check rule files; print their JSON Schema."""
+
+
+@rules.command("list")
+def rules_list() -> None:
+    """List the rule files that come with graphquant."""
+    from rich.table import Table
+
+    from graphquant.ruleset import read_rule_file, shipped
+    from graphquant.view import text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("name", "rules", "description"):
+        table.add_column(column)
+    for name, path in shipped().items():
+        found = read_rule_file(path)
+        table.add_row(name, str(len(found.rule)), found.description)
+    text.console().print(table)
+
+
+@rules.command("show")
+@click.argument("name")
+def rules_show(name: str) -> None:
+    """Print the rule file NAME, to read or to copy."""
+    from graphquant.ruleset import find
+
+    click.echo(find(name).read_text("utf-8"), nl=False)
+
+
+@rules.command("check")
+@click.argument("files", nargs=-1, required=True, metavar="NAME|FILE...")
+def rules_check(files: tuple[str, ...]) -> None:
+    """Check rule files; every mistake is listed as file:line."""
+    from graphquant.ruleset import load_ruleset
+
+    found = load_ruleset(list(files))
+    click.echo(f"{len(found.rules)} rules in {', '.join(files)}: no mistakes.")
+
+
+@rules.command("schema")
+def rules_schema() -> None:
+    """Print the JSON Schema of rule files, for editors."""
+    from graphquant.ruleset import schema
+
+    click.echo(json.dumps(schema(), indent=2))
+
+
+@contextmanager
+def _progress() -> Iterator[Progress | None]:
+    """A progress bar on stderr, if that is a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    from graphquant.view import text
+
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Bar(*columns, console=text.console(stderr=True), transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def told(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        yield told
+
+
+def _emit(what: Any, output: Path | None) -> None:
+    """JSON data or text, to the file or stdout."""
+    if output is not None:
+        _write(output, what)
+    else:
+        click.echo(what if isinstance(what, str) else json.dumps(what, indent=2), nl=not isinstance(what, str))
+
+
+def _print(view: Any, output: Path | None) -> None:
+    from graphquant.view import text
+
+    if output is None:
+        text.console().print(view)
+        return
+    from io import StringIO
+
+    from rich.console import Console
+
+    plain = Console(file=StringIO(), width=160, color_system=None)
+    plain.print(view)
+    _write(output, plain.file.getvalue())  # type: ignore[attr-defined]  # a StringIO
+
+
+def _write(path: Path, what: Any) -> None:
+    """Writes text, or data as JSON, whole or not at all."""
+    text = what if isinstance(what, str) else json.dumps(what, indent=2) + "\n"
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, "utf-8")
+        part.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink()
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error

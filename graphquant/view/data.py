@@ -1,0 +1,111 @@
+"""Results as JSON data, versioned: what `--format json` and `--report` write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphquant.ir import TensorRef, Use
+from graphquant.numerics import QParams
+from graphquant.pipeline import Result
+from graphquant.plan import Skip
+from graphquant.survey import Survey
+
+SCHEMA = 1
+
+
+def params_json(params: QParams | None) -> dict[str, Any]:
+    """Scale, zero point and range; "dynamic" where they are computed at run time."""
+    if params is None:
+        return {"dynamic": True}
+    return {
+        "dtype": params.type.name,
+        "scale": params.scale.astype(float).tolist(),
+        "zero_point": params.zero_point.tolist(),
+        "axis": params.axis,
+        "narrow": params.narrow,
+        "low": params.range.low.tolist(),
+        "high": params.range.high.tolist(),
+    }
+
+
+def tensor_json(tensor: TensorRef) -> dict[str, Any]:
+    """A tensor as JSON data."""
+    return {"graph": tensor.graph, "op": tensor.op, "port": tensor.port}
+
+
+def use_json(use: Use) -> dict[str, Any]:
+    """A use as JSON data."""
+    return {"graph": use.graph, "op": use.op, "slot": use.slot}
+
+
+def skip_json(skip: Skip) -> dict[str, Any]:
+    """A skip as JSON data."""
+    uses = [use_json(use) for use in skip.uses]
+    return {"tensor": tensor_json(skip.tensor), "uses": uses, "rule": skip.rule, "reason": skip.reason}
+
+
+def result_json(result: Result, output: str | None) -> dict[str, Any]:
+    """The report of `insert`."""
+    return {
+        "schema": SCHEMA,
+        "input": str(result.source.path) if result.source.path else None,
+        "output": output,
+        "format": result.source.format,
+        "model": result.plan.model,
+        "rules": list(result.plan.rules),
+        "steps": [{"step": step.step, "target": step.target, "detail": step.detail} for step in result.plan.steps],
+        "data": {"samples": result.samples, "random": result.random},
+        "sites": [
+            {
+                "tensor": tensor_json(done.site.tensor),
+                "uses": [use_json(use) for use in done.site.uses],
+                "output": tensor_json(done.output),
+                "rule": done.site.rule,
+                "why": done.site.why,
+                "folded": done.folded,
+                "note": result.notes.get(done.site.tensor, ""),
+                **params_json(done.params),
+            }
+            for done in result.inserted
+        ],
+        "skips": [skip_json(skip) for skip in result.skips],
+        "unused": list(result.plan.unused),
+    }
+
+
+def survey_json(found: Survey) -> dict[str, Any]:
+    """What `inspect` found."""
+    model = found.model
+    return {
+        "schema": SCHEMA,
+        "path": str(model.path) if model.path else None,
+        "format": model.format,
+        "opset": model.opset or None,
+        "digest": model.digest,
+        "graphs": {name: len(graph) for name, graph in model.graphs.items()},
+        "idle": list(found.idle),
+        "inputs": [_signature(model.main.op(name)) for name in model.main.inputs],
+        "outputs": list(model.main.outputs),
+        "ops": found.kinds,
+        "quantization": [
+            {
+                "graph": reading.graph,
+                "op": reading.op,
+                "type": reading.type,
+                "tensor": tensor_json(reading.tensor),
+                "consumers": reading.consumers,
+                "rule": reading.rule,
+                **params_json(reading.params),
+            }
+            for reading in found.readings
+        ],
+        "coverage": [
+            {"graph": one.graph, "op": one.op, "kind": one.kind, "quantized": one.quantized, "reason": one.reason}
+            for one in found.coverage
+        ],
+    }
+
+
+def _signature(op: Any) -> dict[str, Any]:
+    output = op.outputs[0]
+    return {"name": op.name, "dtype": output.dtype, "shape": None if output.shape is None else list(output.shape)}

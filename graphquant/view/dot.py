@@ -1,0 +1,67 @@
+"""A model as a Graphviz drawing: constants left out, quantize-dequantize pairs as coloured edges' labels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
+from graphquant.qdq import FAMILIES
+
+FILL = {"quantize": "#fde68a", "dequantize": "#bbf7d0", "qdq": "#bbf7d0", "input": "#dbeafe", "output": "#dbeafe"}
+
+
+def dot(model: Model) -> str:
+    """DOT text with one cluster per live graph."""
+    return "\n".join(_lines(model)) + "\n"
+
+
+def _lines(model: Model) -> Iterator[str]:
+    parameters = Parameters(model)
+    yield "digraph graphquant {"
+    yield '  rankdir=TB; node [shape=box, style="rounded,filled", fillcolor=white, fontname=Helvetica, fontsize=10];'
+    yield "  edge [fontname=Helvetica, fontsize=8];"
+    for number, name in enumerate(model.live()):
+        graph = model.graphs[name]
+        if name:
+            yield f"  subgraph cluster_{number} {{ label={_quoted(name)};"
+        for op in graph.ops():
+            if op.kind != "constant":
+                yield f"  {_node(name, op.name)} [label={_label(graph, op, parameters)}, fillcolor={_quoted(_fill(op))}];"
+        if name:
+            yield "  }"
+    for name in model.live():
+        yield from _edges(model.graphs[name])
+    yield "}"
+
+
+def _edges(graph: Graph) -> Iterator[str]:
+    for op in graph.ops():
+        for slot, tensor in enumerate(graph.slots(op.name)):
+            if tensor is None or graph.graphs[tensor.graph].op(tensor.op).kind == "constant":
+                continue
+            role = op.role(slot)
+            label = "" if role == "input" else f" [label={_quoted(role)}]"
+            yield f"  {_node(tensor.graph, tensor.op)} -> {_node(graph.name, op.name)}{label};"
+
+
+def _label(graph: Graph, op: Op, parameters: Parameters) -> str:
+    text = f"{op.name}\n{op.type}" if op.kind not in {"input", "output"} else op.name.removeprefix("@")
+    family = next((family for family in FAMILIES.values() if op.type in family.types), None)
+    params = None if family is None else family.read(graph, op, parameters)
+    if params is not None:
+        scale = f"{params.scale.min():.4g}" + (f"..{params.scale.max():.4g}" if params.axis is not None else "")
+        text += f"\n{params.type.name} scale {scale} zp {params.zero_point.flat[0]}"
+    return _quoted(text)
+
+
+def _fill(op: Op) -> str:
+    return FILL.get(op.kind, "#ede9fe" if op.rule else "#ffffff")
+
+
+def _node(graph: str, op: str) -> str:
+    return _quoted(str(TensorRef(graph, op)).rpartition(":")[0])
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'
