@@ -1,0 +1,73 @@
+"""ONNX models: read, written, run and raised to a newer opset. onnx and onnxruntime are imported when they are needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphquant.ir import Model
+
+if TYPE_CHECKING:
+    from graphquant.formats import Runner
+
+DEFAULT_RULES = "onnxruntime"
+FAMILY = "onnx-qdq"
+
+
+def load(path: Path) -> Model:
+    """Reads the model at `path`: `.onnx`, `.onnxtxt`, `.textproto` or `.json`; external data stays where it is.
+
+    Raises:
+        ModelError: The file is no ONNX model, or what it holds does not fit together.
+    """
+    from graphquant.formats.onnx.read import load as read
+
+    return read(path)
+
+
+def emit(model: Model) -> Any:
+    """The changed copy of the source, an `onnx.ModelProto`.
+
+    Raises:
+        ModelError: A change cannot be said in ONNX.
+    """
+    from graphquant.formats.onnx.write import emit as write
+
+    return write(model).message
+
+
+def save(model: Model, path: Path) -> None:
+    """Emits the model and writes it to `path`, whole or not at all, with links to its external data in a new folder.
+
+    Raises:
+        ModelError: A change cannot be said in ONNX, or the message is over 2 GB.
+        UsageError: `path` cannot be written.
+    """
+    from graphquant.formats.onnx.files import save as write
+
+    write(model, path)
+
+
+def runner(model: Model) -> Runner:
+    """An onnxruntime session for the model, made when it is first run.
+
+    Raises:
+        ModelError: The model cannot be emitted.
+    """
+    from graphquant.formats.onnx.run import OnnxRunner
+
+    return OnnxRunner(model)
+
+
+def upgrade(model: Model, opset: int) -> Model:
+    """The model at `opset` of the default domain, checked to run and to give the same outputs.
+
+    Raises:
+        ModelError: That cannot be done.
+    """
+    from graphquant.formats.onnx.convert import upgrade as convert
+
+    return convert(model, opset)
+
+
+__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "load", "runner", "save", "upgrade"]

@@ -1,0 +1,77 @@
+"""ONNX files to models."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format, text_format
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, parser, serialization
+
+from graphquant.errors import ModelError
+from graphquant.formats.onnx.evaluate import evaluate
+from graphquant.formats.onnx.index import Indexer
+from graphquant.formats.onnx.source import Source
+from graphquant.ir import Model, bulk
+
+MAX_MESSAGE = (1 << 31) - 1
+"""Bytes that a protocol buffer may have."""
+
+_UNREADABLE = (DecodeError, text_format.ParseError, json_format.ParseError, parser.ParseError, ValueError, RecursionError)
+
+
+def load(path: Path) -> Model:
+    """Reads the model at `path`; its suffix says which form it has.
+
+    Raises:
+        ModelError: The file is no ONNX model, or what it holds does not fit together.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}. Give the path of an ONNX model.") from error
+    try:
+        return index(parse(data, path), path=path, digest=hashlib.sha256(data).hexdigest())
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def parse(data: bytes, path: Path) -> Any:
+    """The ModelProto in `data`, in the form that the suffix of `path` names.
+
+    Raises:
+        ModelError: It is none.
+    """
+    if not data:
+        raise ModelError("The file is empty. Export or copy the model again.")
+    form = serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
+    if form == "protobuf" and len(data) > MAX_MESSAGE:
+        raise ModelError("The file is over 2 GB, more than a protocol buffer can hold. Save the model with external data.")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # onnx calls its text form experimental
+            return serialization.registry.get(form).deserialize_proto(data, ModelProto())
+    except _UNREADABLE as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ModelError(f"This is no ONNX model in {form} form ({reason}). Export or copy the model again.") from error
+
+
+def index(message: Any, *, path: Path | None = None, digest: str = "") -> Model:
+    """The model of a ModelProto, which must not be changed afterwards.
+
+    Raises:
+        ModelError: The message has no graph, or what it holds does not fit together.
+    """
+    if not message.HasField("graph"):
+        raise ModelError("The model has no graph. Export or copy the model again.")
+    opsets = {entry.domain.removeprefix("ai.onnx") or "": entry.version for entry in message.opset_import}
+    source = Source(message=message, graphs={}, folder=path.parent if path else None)
+    model = Model(format="onnx", source=source, path=path, opset=opsets.get("", 0))
+    model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+    model.evaluate = partial(evaluate, message.opset_import)
+    with bulk():
+        Indexer(model, source).run()
+    return model
