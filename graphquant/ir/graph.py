@@ -250,7 +250,7 @@ class Model:
         source: What the format read; only the format knows its type.
         path: Where the model came from, None for one built in memory.
         digest: Hex SHA-256 of the source, external data and variables not included.
-        evaluate: Gives the outputs of one pure op for input arrays; None where the format cannot.
+        evaluate: Gives the outputs of one pure op for input arrays, or None if it cannot; None where the format cannot.
         opset: The ONNX default domain's opset; 0 for TensorFlow.
         saver: Writes the model, set by whoever loaded it.
     """
@@ -260,7 +260,7 @@ class Model:
     source: Any = None
     path: Path | None = None
     digest: str = ""
-    evaluate: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]]] | None = None
+    evaluate: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]] | None] | None = None
     opset: int = 0
     saver: Callable[[Model, Path, bool], Path] | None = None
 

@@ -6,18 +6,22 @@ of parameters alone, and a function's argument if every caller passes one.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.ir.graph import Model
 from graphquant.ir.types import Op, TensorRef
+
+if TYPE_CHECKING:
+    from graphquant.ir.graph import Model
 
 FORWARDING = frozenset({"identity", "enter", "switch", "read_variable"})
 """Kinds whose output 0 (for "switch" every output) is their slot 0, unchanged."""
 
-IMPURE = frozenset({"input", "output", "constant", "variable", "call", "random", "stateful", "quantize", "dequantize", "qdq"})
+IMPURE = frozenset(
+    {"input", "output", "constant", "variable", "call", "merge", "random", "stateful", "quantize", "dequantize", "qdq"}
+)
 """Kinds whose outputs do not follow from their inputs alone, or which are quantization already."""
 
 MAX_CHAIN_VALUE = 1 << 28
@@ -30,7 +34,12 @@ class Parameters:
     def __init__(self, model: Model) -> None:
         """The model must not be edited while this is in use."""
         self._model = model
-        self._callers = model.callers()
+        live = set(model.live())
+        self._callers = {
+            # What only unreachable graphs pass to a graph that runs never arrives there.
+            name: [(use, call) for use, call in calls if use.graph in live or name not in live]
+            for name, calls in model.callers().items()
+        }
         self._roots: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
 
     def is_parameter(self, tensor: TensorRef) -> bool:
@@ -85,7 +94,9 @@ class Parameters:
                     stack.extend((s, False) for s in self._roots[here] or () if s in members and s not in done)
         return list(done)
 
-    def _compute(self, tensor: TensorRef, values: dict[TensorRef, np.ndarray[Any, Any] | None]) -> np.ndarray[Any, Any] | None:
+    def _compute(
+        self, tensor: TensorRef, values: dict[TensorRef, np.ndarray[Any, Any] | None]
+    ) -> np.ndarray[Any, Any] | None:
         op = self._model.op(tensor)
         sources = self._roots[tensor] or ()
         if op.kind in {"constant", "variable"}:
@@ -99,7 +110,8 @@ class Parameters:
             return None
         if sum(value.size for value in known) > MAX_CHAIN_VALUE:
             return None
-        return self._model.evaluate(op, known)[tensor.port]
+        outputs = self._model.evaluate(op, known)
+        return None if outputs is None else outputs[tensor.port]
 
     def _resolve(self, tensor: TensorRef) -> None:
         """Decides `tensor` and all it depends on, without recursion: constant chains can be long."""
@@ -175,5 +187,7 @@ def readable(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.ndarray[Any, 
         ModelError: It holds NaN or infinity, for which there is no scale.
     """
     if value.size and not np.isfinite(value.astype(np.float64, copy=False)).all():
-        raise ModelError(f"The weight {tensor} holds NaN or infinity. No scale exists for it; mend the model or leave it out with --exclude.")
+        raise ModelError(
+            f"The weight {tensor} holds NaN or infinity. No scale exists for it; mend the model or leave it out with --exclude."
+        )
     return value
