@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from graphquant.ir import Op
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphquant.ir import Op
 
 __all__ = ["evaluate"]
 
@@ -73,7 +75,9 @@ def _squeeze(op: Op, inputs: Arrays) -> Arrays:
 
 def _strided_slice(op: Op, inputs: Arrays) -> Arrays:
     x, begin, end, strides = inputs[0], *(_ints(value) for value in inputs[1:4])
-    masks = {name: int(op.attrs.get(f"{name}_mask", 0)) for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")}
+    masks = {
+        name: int(op.attrs.get(f"{name}_mask", 0)) for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    }
     index: list[Any] = []
     for i, (first, last, step) in enumerate(zip(begin, end, strides, strict=True)):
         bit = 1 << i

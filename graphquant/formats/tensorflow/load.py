@@ -1,17 +1,15 @@
 """A TensorFlow model to a `Model`: one graph for the main graph and one for each function of its library.
 
-A tensor is called as the file calls it: "op:port" in the main graph, "op:output_arg:index" or an argument's bare name in
-a function. Function arguments are ops of kind "input" and type "_Arg"; what a function returns, a signature names or
+A tensor is called as the file calls it: "op:port" in the main graph, "op:output_arg:index" or an argument's bare name
+in a function. Function arguments are ops of kind "input" and type "_Arg"; what a function returns, a signature names or
 nobody reads is read by ops of kind "output" and type "_Retval", called "@" and what they stand for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import opdefs
@@ -21,6 +19,10 @@ from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.source import Source, read
 from graphquant.formats.tensorflow.values import Attrs, Stored, decode_shape
 from graphquant.ir import Call, Graph, Model, Op, Output, Shape, TensorRef, bulk
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
 __all__ = ["ARGUMENT", "RESULT", "load"]
 
@@ -69,25 +71,22 @@ class _Loader:
         self._table = opdefs.extend(brought).extend(signatures)
         self._builtin = opdefs.builtin_table()
         self._variables = _variables(source)
-        self._model = Model(
-            format="tensorflow", source=source, path=path, digest=source.digest, evaluate=evaluate
-        )
+        self._model = Model(format="tensorflow", source=source, path=path, digest=source.digest, evaluate=evaluate)
 
     def model(self) -> Model:
         """The model."""
-        main = Graph("", self._model.graphs)
-        self._model.graphs[""] = main
+        main = self._model.graphs[""] = Graph("", self._model.graphs)
         self._fill(main, self._graph_def.node, Names(self._graph_def.node, self._table, {}))
         main.inputs = [op.name for op in main.ops() if op.kind == "input"]
         meta = self._source.meta_graph(self._source.message)
         if meta is None or not self._add_signatures(main, meta.signature_def):
             _add_sinks(main)
         for name, function in self._functions.items():
-            self._model.graphs[name] = self._function(name, function)
+            self._add_function(name, function)
         return self._model
 
-    def _function(self, name: str, function: Any) -> Graph:
-        graph = Graph(name, self._model.graphs)
+    def _add_function(self, name: str, function: Any) -> None:
+        graph = self._model.graphs[name] = Graph(name, self._model.graphs)
         arguments: dict[str, str | None] = {}
         for index, arg in enumerate(function.signature.input_arg):
             if arg.name in arguments or not arg.name:
@@ -101,12 +100,13 @@ class _Loader:
         results = []
         for arg in function.signature.output_arg:
             if arg.name not in function.ret:
-                raise ModelError(f"Function {name!r} does not say what it returns as {arg.name!r}. The model file is damaged.")
+                raise ModelError(
+                    f"Function {name!r} does not say what it returns as {arg.name!r}. The model file is damaged."
+                )
             results.append((f"@{arg.name}", names.tensor(function.ret[arg.name], f"the result {arg.name!r}")))
         self._fill(graph, function.node_def, names)
         for label, tensor in results:
             _add_result(graph, label, tensor)
-        return graph
 
     def _fill(self, graph: Graph, nodes: Iterable[Any], names: Names) -> None:
         """Adds an op for each node and wires them; loops need their ops before their edges."""
@@ -167,7 +167,7 @@ class _Loader:
                     found.append(Call(attr, function.name, *known.get(attr, (None, False))))
                 elif attr in known:
                     raise ModelError(
-                        f"Node {node.name!r} ({node.op}) calls the function {function.name!r}, which the model does not hold."
+                        f"Node {node.name!r} ({node.op}) calls {function.name!r}, which is not in the model."
                     )
         return tuple(found)
 
@@ -186,7 +186,9 @@ class _Loader:
 class Names:
     """Tensor names of one graph, as its nodes' inputs spell them."""
 
-    def __init__(self, nodes: Iterable[Any], table: opdefs.OpTable, arguments: Mapping[str, str | None], function: str = "") -> None:
+    def __init__(
+        self, nodes: Iterable[Any], table: opdefs.OpTable, arguments: Mapping[str, str | None], function: str = ""
+    ) -> None:
         self._arguments = arguments
         self._in_function = bool(function)
         self._where = f"function {function!r}" if function else "the graph"
@@ -210,7 +212,9 @@ class Names:
     def node(self, name: str, reader: str) -> str:
         """The op that a control input names."""
         if name not in self._ports and name not in self._arguments:
-            raise ModelError(f"In {self._where}, {reader} waits for {name!r}, which does not exist. The model file is damaged.")
+            raise ModelError(
+                f"In {self._where}, {reader} waits for {name!r}, which does not exist. The model file is damaged."
+            )
         return name
 
     def spell(self, node: str, port: int) -> str:
@@ -226,10 +230,14 @@ class Names:
         if self._in_function and not rest and name in self._arguments:
             return name, 0
         if name not in self._ports:
-            raise ModelError(f"In {self._where}, {reader} reads {text!r}, which does not exist. The model file is damaged.")
+            raise ModelError(
+                f"In {self._where}, {reader} reads {text!r}, which does not exist. The model file is damaged."
+            )
         port = self._function_port(name, rest) if self._in_function else self._port(name, rest)
         if port is None:
-            raise ModelError(f"In {self._where}, {reader} reads {text!r}, but {name!r} has no such output. The model file is damaged.")
+            raise ModelError(
+                f"In {self._where}, {reader} reads {text!r}, which {name!r} does not have. The model file is damaged."
+            )
         return name, port
 
     def _port(self, node: str, rest: str) -> int | None:
@@ -279,7 +287,14 @@ def _node_shapes(node: Any, producer: int) -> list[Shape | None]:
         return [decode_shape(shape) for shape in attr["_output_shapes"].list.shape]
     if node.op == "Const" and "value" in attr:
         return [decode_shape(attr["value"].tensor.tensor_shape)]
-    if "shape" in attr and node.op in {"Placeholder", "PlaceholderV2", "PlaceholderWithDefault", "VariableV2", "Variable", "VarHandleOp"}:
+    if "shape" in attr and node.op in {
+        "Placeholder",
+        "PlaceholderV2",
+        "PlaceholderWithDefault",
+        "VariableV2",
+        "Variable",
+        "VarHandleOp",
+    }:
         shape = decode_shape(attr["shape"].shape)
         legacy = node.op == "Placeholder" and shape == () and producer < _LEGACY_SCALARS
         return [None if legacy else shape]
@@ -297,21 +312,23 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
 
 
 def _spread_shapes(graph: Graph) -> None:
-    """Gives ops that hand their input on unchanged its shape; what a handle stands for has the variable's shape."""
-    for op in list(graph.ops()):
-        chain = []
-        here = op
-        while here.kind in _FORWARDING and here.outputs and here.outputs[0].shape is None and here.source is not None:
+    """Gives ops that hand their input on unchanged its shape; what reads a variable has the variable's shape."""
+    done: set[str] = set()
+    for start in graph.nx:
+        chain: list[Op] = []
+        here = graph.op(start)
+        while here.name not in done and here.kind in _FORWARDING and here.outputs and here.outputs[0].shape is None:
+            done.add(here.name)
             chain.append(here)
-            slots = graph.slots(here.name)
-            if not slots or slots[0] is None or len(chain) > len(graph):
+            source = next(iter(graph.slots(here.name)), None)
+            if source is None:
                 break
-            here = graph.op(slots[0].op)
-            shape = here.outputs[slots[0].port].shape
+            here = graph.op(source.op)
+        for link in reversed(chain):
+            source = next(iter(graph.slots(link.name)), None)
+            shape = None if source is None else graph.op(source.op).outputs[source.port].shape
             if shape is not None:
-                for link in chain:
-                    graph.replace(replace(link, outputs=tuple(replace(out, shape=shape) for out in link.outputs)))
-                break
+                graph.replace(replace(link, outputs=tuple(replace(output, shape=shape) for output in link.outputs)))
 
 
 def _signature_tensor(main: Graph, name: str, where: str) -> TensorRef | None:
@@ -320,12 +337,16 @@ def _signature_tensor(main: Graph, name: str, where: str) -> TensorRef | None:
     if not name:
         return None
     if op not in main:
-        raise ModelError(f"The signature's output {where!r} is {name!r}, which does not exist. The model file is damaged.")
+        raise ModelError(
+            f"The signature's output {where!r} is {name!r}, which does not exist. The model file is damaged."
+        )
     outputs = main.op(op).outputs
     if not outputs and not port:
         return None
     if (port and not (port.isascii() and port.isdigit() and len(port) < 6)) or int(port or 0) >= len(outputs):  # noqa: PLR2004  # more than any op has
-        raise ModelError(f"The signature's output {where!r} is {name!r}, but {op!r} has no such output. The model file is damaged.")
+        raise ModelError(
+            f"The signature's output {where!r} is {name!r}, but {op!r} has no such output. The model file is damaged."
+        )
     return TensorRef("", op, int(port or 0))
 
 
@@ -343,7 +364,8 @@ def _add_sinks(graph: Graph) -> None:
             continue
         first_only = op.kind in {"batchnorm", "merge", "exit"}
         for port, output in enumerate(op.outputs[:1] if first_only else op.outputs):
-            if output.dtype in _NO_RESULTS or (op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")):
+            if output.dtype in _NO_RESULTS or (
+                op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")
+            ):
                 continue
             _add_result(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))
-

@@ -1,13 +1,15 @@
-"""The table of TensorFlow's operations: neutral kind, input roles, channel axis of the weight, defaults that rules ask for."""
+"""The table of TensorFlow's operations: neutral kind, input roles, channel axis of the weight, defaults."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.formats.tensorflow import opdefs
 from graphquant.ir import NO_ATTRS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["CALLS", "OpInfo", "describe"]
 
@@ -26,7 +28,7 @@ class OpInfo:
     kind: str
     roles: tuple[str, ...] = ("input",)
     axis: int | None = None
-    defaults: Mapping[str, Any] = NO_ATTRS
+    defaults: Mapping[str, Any] = field(default_factory=lambda: NO_ATTRS)
 
 
 _WEIGHTED: Final = ("input", "weight")
@@ -144,7 +146,7 @@ _SHAPED: Final = {
 }
 
 _PLUMBING: Final = {
-    **{name: OpInfo("identity") for name in "Identity StopGradient Snapshot PreventGradient RefIdentity".split()},
+    **{name: OpInfo("identity") for name in ["Identity", "StopGradient", "Snapshot", "PreventGradient", "RefIdentity"]},
     "EnsureShape": OpInfo("identity"),
     **{name: OpInfo("switch", ("input", "condition")) for name in ("Switch", "RefSwitch")},
     **{name: OpInfo("merge") for name in ("Merge", "RefMerge")},
@@ -182,7 +184,14 @@ _QUANTIZATION: Final = {
 
 _TABLE: Final = {**_WEIGHTED_OPS, **_NORMALISATIONS, **_ELEMENTWISE, **_SHAPED, **_PLUMBING, **_QUANTIZATION}
 
-_RANDOM: Final = ("Random", "StatelessRandom", "TruncatedNormal", "ParameterizedTruncatedNormal", "Multinomial", "StatelessTruncated")
+_RANDOM: Final = (
+    "Random",
+    "StatelessRandom",
+    "TruncatedNormal",
+    "ParameterizedTruncatedNormal",
+    "Multinomial",
+    "StatelessTruncated",
+)
 
 CALLS: Final[dict[str, dict[str, tuple[int | None, bool]]]] = {
     **{name: {"f": (0, False)} for name in ("PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall")},

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
 from graphquant.formats.tensorflow.variables import resolve_variables
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = ["Source", "read"]
 
@@ -94,7 +95,9 @@ def read(path: Path) -> Source:
     message = _parse_text(data, file) if text else _parse_binary(data, file)
     folder = file.parent if message.DESCRIPTOR.name == "SavedModel" else None
     index = _serving(message.meta_graphs) if folder is not None else 0
-    return Source(message=message, index=index, text=text, file=file, folder=folder, digest=hashlib.sha256(data).hexdigest())
+    return Source(
+        message=message, index=index, text=text, file=file, folder=folder, digest=hashlib.sha256(data).hexdigest()
+    )
 
 
 def _file(path: Path) -> Path:
@@ -154,17 +157,15 @@ def _parse_binary(data: bytes, file: Path) -> Any:
             continue
         if _fits(message):
             return message
-    raise ModelError(f"{file} is no TensorFlow model: neither a GraphDef nor a MetaGraphDef nor a SavedModel. It may be damaged or cut off.")
+    raise ModelError(
+        f"{file} is no TensorFlow model: neither GraphDef nor MetaGraphDef nor SavedModel. It may be damaged."
+    )
 
 
 def _fits(message: Any) -> bool:
-    """Whether `message` holds what its type is for: nodes with a name and an operation."""
+    """Whether `message` holds what its type is for: nodes, each with a name and an operation."""
     form = message.DESCRIPTOR.name
-    if form == "SavedModel":
-        return bool(message.meta_graphs) and all(_named(meta.graph_def.node) for meta in message.meta_graphs)
-    nodes = message.graph_def.node if form == "MetaGraphDef" else message.node
-    return bool(nodes) and _named(nodes)
-
-
-def _named(nodes: Iterable[Any]) -> bool:
-    return all(node.name and node.op for node in nodes)
+    metas = message.meta_graphs if form == "SavedModel" else (message,)
+    graphs = [message] if form == "GraphDef" else [meta.graph_def for meta in metas]
+    nodes = [node for graph in graphs for node in graph.node]
+    return bool(nodes) and all(node.name and node.op for node in nodes)

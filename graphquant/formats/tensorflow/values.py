@@ -7,7 +7,7 @@ says by itself how it is written back.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,7 +19,16 @@ from graphquant.errors import InternalError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import DataType, Shape
 
-__all__ = ["Attrs", "FunctionName", "Stored", "decode_attr", "decode_shape", "decode_tensor", "encode_attr", "encode_tensor"]
+__all__ = [
+    "Attrs",
+    "FunctionName",
+    "Stored",
+    "decode_attr",
+    "decode_shape",
+    "decode_tensor",
+    "encode_attr",
+    "encode_tensor",
+]
 
 Array = npt.NDArray[Any]
 
@@ -42,8 +51,9 @@ _VALUE_FIELDS: Final = {
     "string": "string_val",
 }
 _TYPE_NUMBERS: Final = {
-    name: number for number in sorted(proto.DataType.values(), reverse=True) if (name := proto.dtype_name(number)) is not None
-    and number < 100  # noqa: PLR2004  # above are reference types, which no attribute holds
+    name: number
+    for number in sorted(proto.DataType.values(), reverse=True)
+    if (name := proto.dtype_name(number)) is not None and number < 100  # noqa: PLR2004  # above are reference types, which no attribute holds
 }
 
 
@@ -54,7 +64,7 @@ class FunctionName(str):
 
 
 class Attrs(Mapping[str, Any]):
-    """The attributes of a node, decoded when they are read; what the file leaves out has its default where one is known."""
+    """The attributes of a node, decoded when they are read; one that the file leaves out has its known default."""
 
     __slots__ = ("_attr", "_defaults")
 
@@ -104,20 +114,15 @@ def decode_attr(value: Any) -> Any:
 
 
 def _decode(kind: str, item: Any) -> Any:
-    if kind == "s":
-        try:
-            return item.decode()
-        except UnicodeDecodeError:
-            return item
-    if kind == "type":
-        return DataType(proto.dtype_name(item) or "invalid")
-    if kind == "shape":
-        return decode_shape(item)
-    if kind == "tensor":
-        return decode_tensor(item, "an attribute")
-    if kind == "func":
-        return FunctionName(item.name)
-    return item
+    decoder = _DECODERS.get(kind)
+    return item if decoder is None else decoder(item)
+
+
+def _text(item: bytes) -> str | bytes:
+    try:
+        return item.decode()
+    except UnicodeDecodeError:
+        return item
 
 
 def encode_attr(value: Any) -> Any:
@@ -139,26 +144,17 @@ def encode_attr(value: Any) -> Any:
 
 
 def _encode(value: Any) -> tuple[str, Any]:
-    if isinstance(value, DataType):
-        return "type", type_number(value)
-    if isinstance(value, FunctionName):
-        return "func", proto.NameAttrList(name=value)
-    if isinstance(value, str | bytes):
-        return "s", value.encode() if isinstance(value, str) else value
-    if isinstance(value, bool | np.bool_):
-        return "b", bool(value)
-    if isinstance(value, int | np.integer):
-        return "i", int(value)
-    if isinstance(value, float | np.floating):
-        return "f", float(value)
-    if isinstance(value, np.ndarray):
-        return "tensor", encode_tensor(value)
-    if isinstance(value, tuple):
-        dims = [proto.TensorShapeProto.Dim(size=-1 if size is None else size) for size in value]
-        return "shape", proto.TensorShapeProto(dim=dims)
-    if value is None:
-        return "shape", proto.TensorShapeProto(unknown_rank=True)
+    """The field of AttrValue for `value`, and what it holds then."""
+    for types, kind, encoder in _ENCODERS:
+        if isinstance(value, types):
+            return kind, encoder(value)
     raise InternalError(f"an attribute of type {type(value).__name__} cannot be written to a TensorFlow node.")
+
+
+def _encode_shape(shape: Shape | None) -> Any:
+    if shape is None:
+        return proto.TensorShapeProto(unknown_rank=True)
+    return proto.TensorShapeProto(dim=[proto.TensorShapeProto.Dim(size=-1 if size is None else size) for size in shape])
 
 
 def type_number(name: str) -> int:
@@ -169,7 +165,7 @@ def type_number(name: str) -> int:
 
 
 def decode_tensor(message: Any, where: str) -> Array:
-    """The value of a TensorProto, read-only where it shares memory with the message; strings as an object array of bytes.
+    """The value of a TensorProto, not to be written to; strings as an object array of bytes.
 
     Raises:
         ModelError: It is damaged, is made of handles, or is far larger than what the file holds of it.
@@ -185,7 +181,9 @@ def decode_tensor(message: Any, where: str) -> Array:
         return _from_content(message.tensor_content, name, dtype, sizes, where)
     values = _values(message, name, dtype)
     if len(values) > elements:
-        raise ModelError(f"{_upper(where)} holds {len(values)} values for the shape {sizes}. The model file is damaged.")
+        raise ModelError(
+            f"{_upper(where)} holds {len(values)} values for the shape {sizes}. The model file is damaged."
+        )
     if len(values) <= 1 or elements == 0:
         # One value stands for all: no memory is needed for its repetitions.
         filler = values[0] if len(values) else (b"" if name == "string" else dtype.type(0))
@@ -200,17 +198,19 @@ def decode_tensor(message: Any, where: str) -> Array:
 
 def _check_size(elements: int, dtype: np.dtype[Any], where: str) -> None:
     if elements * dtype.itemsize > MAX_VALUE_BYTES:
-        raise ModelError(f"{_upper(where)} claims {elements} elements and the file does not hold them. The model file is damaged.")
+        raise ModelError(
+            f"{_upper(where)} claims {elements} elements and the file does not hold them. The model file is damaged."
+        )
 
 
 def _from_content(content: bytes, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> Array:
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise ModelError(
-            f"{_upper(where)} takes {len(content)} bytes, and {math.prod(shape)} elements of {name} need another number."
+            f"{_upper(where)} takes {len(content)} bytes, which {math.prod(shape)} elements of {name} do not fill."
             " The model file is damaged."
         )
     if dtype == np.bool_:
-        return (np.frombuffer(content, np.uint8) != 0).reshape(shape)
+        return np.asarray(np.frombuffer(content, np.uint8) != 0).reshape(shape)
     return np.frombuffer(content, dtype).reshape(shape)
 
 
@@ -260,3 +260,25 @@ def encode_tensor(value: Array) -> Any:
     little = array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
     message.tensor_content = np.ascontiguousarray(little).tobytes()
     return message
+
+
+_DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
+    "s": _text,
+    "type": lambda item: DataType(proto.dtype_name(item) or "invalid"),
+    "shape": decode_shape,
+    "tensor": lambda item: decode_tensor(item, "an attribute"),
+    "func": lambda item: FunctionName(item.name),
+}
+
+# The first that fits counts: a DataType is a str, a bool is an int.
+_ENCODERS: Final[tuple[tuple[Any, str, Callable[[Any], Any]], ...]] = (
+    (DataType, "type", type_number),
+    (FunctionName, "func", lambda name: proto.NameAttrList(name=name)),
+    (str, "s", str.encode),
+    (bytes, "s", bytes),
+    (bool | np.bool_, "b", bool),
+    (int | np.integer, "i", int),
+    (float | np.floating, "f", float),
+    (np.ndarray, "tensor", encode_tensor),
+    (tuple | None, "shape", _encode_shape),
+)

@@ -1,0 +1,130 @@
+"""Writes a model: a file or a SavedModel's folder, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from graphquant.errors import UsageError
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, Source
+
+if TYPE_CHECKING:
+    from graphquant.ir import Model
+
+__all__ = ["save"]
+
+FINGERPRINT: Final = "fingerprint.pb"
+"""Holds hashes of saved_model.pb; readers do without it, and a stale one would be a lie."""
+
+
+def save(model: Model, path: Path) -> None:
+    """Emits the model and writes it to `path` in the form it was read: file, MetaGraph with its checkpoint, or folder.
+
+    A file is text if its suffix is `.pbtxt`; `.meta` keeps the source's form.
+
+    Raises:
+        UsageError: `path` cannot be written, or is something else than what would be replaced.
+        ModelError: The message is too large for its format.
+    """
+    source: Source = model.source
+    message = emit(model)
+    try:
+        if source.folder is not None:
+            _save_folder(source, message, path)
+            return
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder, and the model is a single file. Give the path of a file.")
+        data = _data(source, message, text=source.text if path.suffix == ".meta" else path.suffix == ".pbtxt")
+        if source.form == "MetaGraphDef":
+            _copy_checkpoint(source, path.with_suffix(""))
+        _write(path, data)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}. Choose another place.") from error
+
+
+def _data(source: Source, message: Any, *, text: bool) -> bytes:
+    if text == source.text and message == source.message and source.file.is_file():
+        return source.file.read_bytes()  # the same message may have several binary forms
+    return proto.to_text(message).encode() if text else proto.to_binary(message)
+
+
+def _write(path: Path, data: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        _open_up(Path(name), 0o666)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _open_up(path: Path, mode: int) -> None:
+    """Gives what was made for the owner alone the permissions that a new file has."""
+    mask = os.umask(0)
+    os.umask(mask)
+    path.chmod(mode & ~mask)
+
+
+def _copy_checkpoint(source: Source, prefix: Path) -> None:
+    """Puts the checkpoint of a MetaGraph beside the new one, under its name."""
+    before = source.prefix()
+    if before is None or before.resolve() == prefix.resolve():
+        return
+    for file in sorted(before.parent.iterdir()):
+        rest = file.name.removeprefix(before.name)
+        if rest != file.name and (rest == ".index" or rest.startswith(".data-")):
+            target = prefix.with_name(prefix.name + rest)
+            target.unlink(missing_ok=True)
+            _link(file, target)
+
+
+def _link(source: str | Path, target: str | Path) -> str:
+    """A hard link where the file system allows one, else a copy."""
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copy2(source, target)
+    return str(target)
+
+
+def _save_folder(source: Source, message: Any, path: Path) -> None:
+    """Writes a SavedModel beside its place and moves it there; files that did not change are linked or copied."""
+    if path.exists() and not _is_saved_model(path):
+        raise UsageError(
+            f"{path} exists and is no SavedModel. A SavedModel is written as a folder; choose another path."
+        )
+    if source.folder is None:
+        return
+    data = _data(source, message, text=source.text)
+    stale = set(SAVED_MODEL_FILES) if message == source.message else {*SAVED_MODEL_FILES, FINGERPRINT}
+    room = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    try:
+        new = room / "new"
+        top = str(source.folder)
+        shutil.copytree(
+            source.folder, new, copy_function=_link, ignore=lambda folder, _: stale if str(folder) == top else set()
+        )
+        _write(new / source.file.name, data)
+        if path.exists():
+            path.replace(room / "old")
+        try:
+            new.replace(path)
+        except OSError:
+            if (room / "old").exists():
+                (room / "old").replace(path)
+            raise
+    except shutil.Error as error:
+        raise UsageError(f"{path} cannot be written: a file of {source.folder} cannot be copied. {error}") from error
+    finally:
+        shutil.rmtree(room, ignore_errors=True)
+
+
+def _is_saved_model(path: Path) -> bool:
+    return path.is_dir() and (any((path / name).is_file() for name in SAVED_MODEL_FILES) or not any(path.iterdir()))
