@@ -21,7 +21,12 @@ from graphquant.errors import InternalError
 Array = npt.NDArray[Any]
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
-"""Scales below the smallest normal float32 are flushed to zero by kernels, so none is ever written."""
+"""Scales below the smallest normal float32 are flushed to zero by kernels, so none is ever chosen."""
+
+LARGEST_VALUE = float(np.finfo(np.float32).max)
+"""No scale is chosen with which a quantized value would stand for more: kernels would make it infinite."""
+
+MIN_BITS, MAX_BITS = 2, 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,11 @@ class IntType:
         return 0, (1 << self.bits) - 1
 
     @property
+    def middle(self) -> int:
+        """The zero point of a symmetric type: 0, or half way up an unsigned type."""
+        return 0 if self.signed else 1 << (self.bits - 1)
+
+    @property
     def container(self) -> str:
         """The smallest of the types with 4, 8, 16 or 32 bits that holds it."""
         bits = next(size for size in (4, 8, 16, 32) if size >= self.bits)
@@ -52,8 +62,9 @@ class IntType:
     def parse(cls, name: str) -> IntType:
         """The type called `name`; a ValueError says what is possible."""
         found = re.fullmatch(r"(u?)int(\d+)", name)
-        if not found or not 2 <= int(found[2]) <= 32:
-            raise ValueError(f"{name!r} is no integer type; int2 to int32 and uint2 to uint32 are")
+        most = MAX_BITS - 1 if found and found[1] else MAX_BITS  # quantized values are held as int32
+        if not found or not MIN_BITS <= int(found[2]) <= most:
+            raise ValueError(f"{name!r} is no integer type; int2 to int32 and uint2 to uint31 are")
         return cls(int(found[2]), not found[1])
 
 
@@ -68,7 +79,8 @@ class Range:
         object.__setattr__(self, "low", np.asarray(self.low, np.float64))
         object.__setattr__(self, "high", np.asarray(self.high, np.float64))
         if self.low.shape != self.high.shape or self.low.ndim > 1:
-            raise InternalError(f"a Range of shapes {self.low.shape} and {self.high.shape} was made; both must be () or (C,).")
+            shapes = f"{self.low.shape} and {self.high.shape}"
+            raise InternalError(f"a Range of shapes {shapes} was made; both must be () or (C,).")
         if not (np.isfinite(self.low).all() and np.isfinite(self.high).all() and (self.low <= self.high).all()):
             raise InternalError("a Range with low > high or without finite ends was made; its maker must refuse it.")
 
@@ -77,7 +89,9 @@ class Range:
         return Range(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Range) and np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+        if not isinstance(other, Range):
+            return NotImplemented
+        return np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
 
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
@@ -111,7 +125,7 @@ class QParams:
             raise InternalError("QParams with a scale that is not positive and finite were made.")
 
 
-def choose(  # noqa: PLR0913  # each argument is one choice of a scheme
+def choose(
     observed: Range,
     dtype: IntType,
     *,
@@ -123,29 +137,37 @@ def choose(  # noqa: PLR0913  # each argument is one choice of a scheme
     """Scale and zero point for values in `observed`.
 
     The range is widened to hold 0, so that 0.0 is exact. A symmetric type has zero point 0 (signed) or the middle
-    (unsigned) and covers the larger magnitude; an asymmetric one covers exactly [low, high]. The scale is computed in
-    float64 and rounded to float32 once. A power-of-two scale is the smallest that covers the range.
+    (unsigned) and covers the larger magnitude; an asymmetric one covers [low, high] up to the half step by which its
+    zero point is rounded. The scale is computed in float64 and rounded to float32 once. A power-of-two scale is the
+    smallest that covers the range. Whatever the range, each quantized value stands for a finite float32.
     """
     qmin, qmax = dtype.limits(narrow=narrow)
     low, high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
+    middle = dtype.middle
     if symmetric:
-        middle = 0 if dtype.signed else (qmax + 1) // 2
-        scale = np.maximum(high / (qmax - middle), low / (qmin - middle) if qmin < middle else np.zeros_like(low))
-        zero_point = np.full(low.shape, middle, np.int32)
+        scale = np.maximum(high / (qmax - middle), low / (qmin - middle))
     else:
-        scale = (high - low) / (qmax - qmin)
-    scale = np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0)
-    scale = np.minimum(scale, np.finfo(np.float32).max)
+        scale = high / (qmax - qmin) - low / (qmax - qmin)  # not high - low, which can overflow
+    scale = _round(np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0), power_of_two=power_of_two)
+    zero_point = np.full(low.shape, middle) if symmetric else np.clip(np.rint(qmin - low / scale), qmin, qmax)
+    farthest = np.maximum(zero_point - qmin, qmax - zero_point)
+    scale = np.minimum(scale, _round(LARGEST_VALUE / farthest, power_of_two=power_of_two, down=True))
+    return from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis)
+
+
+def _round(scale: Array, *, power_of_two: bool, down: bool = False) -> Array:
+    """Float64 `scale` as the nearest float32, or the next power of two that is not smaller; `down`: none larger."""
     if power_of_two:
         mantissa, exponent = np.frexp(scale)
-        scale = np.ldexp(1.0, np.where(mantissa == 0.5, exponent - 1, exponent))  # noqa: PLR2004  # frexp's own lower end
-    scale32 = scale.astype(np.float32)
-    if not symmetric:
-        zero_point = np.clip(np.rint(qmin - low / scale32.astype(np.float64)), qmin, qmax).astype(np.int32)
-    return from_scale(scale32, zero_point, dtype, narrow=narrow, axis=axis)
+        return np.asarray(np.ldexp(1.0, exponent - (down | (mantissa == 0.5))))  # noqa: PLR2004  # frexp's own lower end
+    with np.errstate(over="ignore"):
+        nearest = scale.astype(np.float32).astype(np.float64)
+    return np.where(down & (nearest > scale), np.nextafter(nearest.astype(np.float32), np.float32(0)), nearest)
 
 
-def from_scale(scale: Array, zero_point: Array, dtype: IntType, *, narrow: bool = False, axis: int | None = None) -> QParams:
+def from_scale(
+    scale: Array, zero_point: Array, dtype: IntType, *, narrow: bool = False, axis: int | None = None
+) -> QParams:
     """QParams for a known scale and zero point; their range is what the type can then represent."""
     qmin, qmax = dtype.limits(narrow=narrow)
     wide = np.asarray(scale, np.float32).astype(np.float64)
@@ -164,13 +186,17 @@ def along(values: Array, axis: int | None, ndim: int) -> Array:
 
 
 def quantize(x: Array, params: QParams) -> Array:
-    """`x` (float, any shape) as integers, int32, of the same shape; what ONNX QuantizeLinear computes."""
+    """`x` (float, any shape) as integers, int32, of the same shape; what ONNX QuantizeLinear computes.
+
+    NaN becomes the smallest value, as onnxruntime makes it on x86.
+    """
     qmin, qmax = params.type.limits(narrow=params.narrow)
     scale = along(params.scale, params.axis, x.ndim)
     zero = along(params.zero_point, params.axis, x.ndim)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", under="ignore"):
         steps = np.rint(np.asarray(x, np.float32) / scale)
-    return np.clip(steps.astype(np.float64) + zero, qmin, qmax).astype(np.int32)
+    integers = np.clip(steps.astype(np.float64) + zero, qmin, qmax)
+    return np.where(np.isnan(integers), qmin, integers).astype(np.int32)
 
 
 def dequantize(q: Array, params: QParams) -> Array:

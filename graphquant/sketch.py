@@ -6,15 +6,18 @@ associative, so the result does not depend on batches or their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphquant.errors import DataError
-from graphquant.numerics import Array, IntType, Range
+from graphquant.numerics import LARGEST_VALUE, Array, IntType, Range
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +54,7 @@ class Sketch:
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
 
-EMPTY = Sketch(np.float64(np.inf), np.float64(-np.inf))
+EMPTY = Sketch(np.array(np.inf), np.array(-np.inf))
 
 
 def sketch(values: npt.NDArray[Any], axis: int | None = None) -> Sketch:
@@ -61,7 +64,8 @@ def sketch(values: npt.NDArray[Any], axis: int | None = None) -> Sketch:
     shape = () if axis is None else (values.shape[axis],)
     if values.size == 0:
         return Sketch(np.full(shape, np.inf), np.full(shape, -np.inf))
-    low, high = values.min(axis=over).astype(np.float64), values.max(axis=over).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # some float types warn of NaN, which is counted below
+        low, high = values.min(axis=over).astype(np.float64), values.max(axis=over).astype(np.float64)
     if np.isfinite(low).all() and np.isfinite(high).all():
         return Sketch(low, high, values.size)
     wide = values.astype(np.float64, copy=False)
@@ -121,13 +125,16 @@ def _absmax(stats: Sketch, _type: IntType, _narrow: bool, _args: dict[str, float
 
 
 def _fixed(_stats: Sketch, _type: IntType, _narrow: bool, args: dict[str, float]) -> Range:
-    return Range(np.float64(args["low"]), np.float64(args["high"]))
+    return Range(np.array(args["low"]), np.array(args["high"]))
 
 
 def _fixed_point(_stats: Sketch, dtype: IntType, narrow: bool, args: dict[str, float]) -> Range:
     qmin, qmax = dtype.limits(narrow=narrow)
-    step = np.ldexp(1.0, int(args["exponent"]))
-    return Range(np.float64(qmin * step), np.float64(qmax * step))
+    exponent = int(args["exponent"])
+    low, high = (math.ldexp(limit - dtype.middle, exponent) for limit in (qmin, qmax))
+    if max(-low, high) > LARGEST_VALUE:
+        raise DataError(f"{dtype.name} with a scale of 2**{exponent} goes beyond float32")
+    return Range(np.array(low), np.array(high))
 
 
 def _bias(_stats: Sketch, _type: IntType, _narrow: bool, _args: dict[str, float]) -> Range:
@@ -139,7 +146,10 @@ OBSERVERS: dict[str, Observer] = {
     "absmax": Observer("plus and minus the largest magnitude seen", frozenset(), True, _absmax),
     "fixed": Observer("from `low` to `high`, as the rule says", frozenset({"low", "high"}), False, _fixed),
     "fixed-point": Observer(
-        "all that the type can represent with a scale of exactly 2**exponent", frozenset({"exponent"}), False, _fixed_point
+        "all that the type can represent with a scale of exactly 2**exponent",
+        frozenset({"exponent"}),
+        False,
+        _fixed_point,
     ),
     "bias": Observer("scale of the consumer's input times scale of its weight", frozenset(), False, _bias),
 }
