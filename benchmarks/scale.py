@@ -1,0 +1,158 @@
+"""How the time per op grows with the size of a model, beside onnxruntime's quantize_static at the sizes it can bear.
+
+Run with `python benchmarks/scale.py` (about six minutes; `--quick` leaves out 100,000 ops and the larger peers). Chains of
+Conv and Relu, and residual nets, go through load, match and plan, solve and rewrite, emit and save; the statistics are
+made up, since calibration is the model's own time. Each figure is the median of three runs, all in this one run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+CHANNELS, SIDE, REPEATS = 4, 4, 3
+
+
+def chain(ops: int) -> onnx.ModelProto:
+    """Conv, Relu, Conv, Relu, ..."""
+    return _model(_chain_nodes, ops)
+
+
+def residual(ops: int) -> onnx.ModelProto:
+    """Blocks of Conv, Relu, Conv, Add, Relu around a skip connection."""
+    return _model(_residual_nodes, ops)
+
+
+def _chain_nodes(ops: int) -> Iterator[tuple[str, list[str], str]]:
+    for index in range(0, ops, 2):
+        yield "Conv", [f"r{index - 2}" if index else "x"], f"c{index}"
+        yield "Relu", [f"c{index}"], f"r{index}"
+
+
+def _residual_nodes(ops: int) -> Iterator[tuple[str, list[str], str]]:
+    here = "x"
+    for index in range(0, ops, 5):
+        yield "Conv", [here], f"a{index}"
+        yield "Relu", [f"a{index}"], f"b{index}"
+        yield "Conv", [f"b{index}"], f"c{index}"
+        yield "Add", [f"c{index}", here], f"d{index}"
+        here = f"e{index}"
+        yield "Relu", [f"d{index}"], here
+
+
+def _model(nodes: Callable[[int], Iterator[tuple[str, list[str], str]]], ops: int) -> onnx.ModelProto:
+    rng = np.random.default_rng(0)
+    made, weights, last = [], [], ""
+    for op_type, inputs, last in nodes(ops):
+        if op_type == "Conv":
+            value = rng.normal(0, 0.3, (CHANNELS, CHANNELS, 1, 1)).astype(np.float32)
+            weights.append(numpy_helper.from_array(value, f"w_{last}"))
+            inputs = [*inputs, f"w_{last}"]
+        made.append(helper.make_node(op_type, inputs, [last], name=f"n_{last}"))
+    shape = [1, CHANNELS, SIDE, SIDE]
+    graph = helper.make_graph(
+        made,
+        "scale",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, shape)],
+        [helper.make_tensor_value_info(last, TensorProto.FLOAT, shape)],
+        weights,
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def graphquant_stages(path: Path, out: Path) -> dict[str, float]:
+    """Seconds of each stage."""
+    from graphquant import formats
+    from graphquant.ir import check
+    from graphquant.numerics import Range
+    from graphquant.plans import Choice, make_plan
+    from graphquant.prepare import prepare
+    from graphquant.rewrite import rewrite
+    from graphquant.ruleset import load_ruleset
+    from graphquant.sketch import Sketch
+    from graphquant.solve import solve
+
+    onnx_format = formats.module("onnx")
+    rules = load_ruleset(["onnxruntime"])
+    seen = Range(np.float64(-1.0), np.float64(1.0))
+    marks = [time.perf_counter()]
+    model = onnx_format.load(path)
+    check(model, "load")
+    marks.append(time.perf_counter())
+    prepared, steps = prepare(model, rules.prepare)
+    plan = make_plan(prepared, rules, Choice(family="onnx-qdq"), steps=steps)
+    marks.append(time.perf_counter())
+    sketches = {site.tensor: Sketch(seen.low, seen.high, 1) for site in plan.sites}
+    changed, inserted = rewrite(prepared, plan, solve(prepared, plan, sketches).params)
+    marks.append(time.perf_counter())
+    onnx_format.save(changed, out)
+    marks.append(time.perf_counter())
+    if not inserted:
+        raise SystemExit("no site was inserted; the benchmark measures nothing")
+    names = ("load", "match+plan", "rewrite", "emit")
+    return dict(zip(names, (b - a for a, b in zip(marks, marks[1:], strict=False)), strict=True))
+
+
+def peer(path: Path, out: Path) -> float:
+    """Seconds of onnxruntime's quantize_static with one sample."""
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, quantize_static
+
+    class One(CalibrationDataReader):
+        """One sample of zeros."""
+
+        def __init__(self) -> None:
+            self.feeds = iter([{"x": np.zeros((1, CHANNELS, SIDE, SIDE), np.float32)}])
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            """The next sample."""
+            return next(self.feeds, None)
+
+    start = time.perf_counter()
+    with contextlib.redirect_stdout(io.StringIO()):
+        quantize_static(str(path), str(out), One(), quant_format=QuantFormat.QDQ, per_channel=True)
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="leave out the largest sizes")
+    quick = parser.parse_args().quick
+    sizes = [1_000, 10_000] if quick else [1_000, 10_000, 100_000]
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "m.onnx"), Path(folder, "q.onnx")
+        print(f"{'net':9} {'ops':>7} {'load':>8} {'plan':>8} {'rewrite':>8} {'emit':>8} {'all':>8}  us per op, ratio to 10,000 ops")
+        for name, build in (("chain", chain), ("residual", residual)):
+            per_op: dict[int, float] = {}
+            for ops in sizes:
+                onnx.save(build(ops), source)
+                runs = []
+                for _ in range(REPEATS):
+                    gc.collect()
+                    runs.append(graphquant_stages(source, target))
+                stages = [statistics.median(run[stage] for run in runs) for stage in runs[0]]
+                per_op[ops] = statistics.median(sum(run.values()) for run in runs) / ops * 1e6
+                ratio = per_op[ops] / per_op[10_000] if 10_000 in per_op else float("nan")
+                shown = " ".join(f"{stage:7.2f}s" for stage in [*stages, per_op[ops] * ops / 1e6])
+                print(f"{name:9} {ops:7d} {shown}  {per_op[ops]:6.0f}  {ratio:5.2f}", flush=True)
+        print(f"\n{'net':9} {'ops':>7} {'graphquant':>11} {'quantize_static':>16} {'ratio':>7}  (both without the model's own runs but one)")
+        for ops in [200, 400, 800] if quick else [200, 400, 800, 1600]:
+            onnx.save(chain(ops), source)
+            ours = statistics.median(sum(graphquant_stages(source, target).values()) for _ in range(REPEATS))
+            theirs = peer(source, target)
+            print(f"{'chain':9} {ops:7d} {ours:10.3f}s {theirs:15.2f}s {theirs / ours:7.0f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
