@@ -171,7 +171,7 @@ def test_the_range_covers_what_was_observed(observed: Range, dtype: IntType, sch
     if max(-observed.low, observed.high) > LARGEST_VALUE / 4:
         return  # the finite-float32 limit may take a step off
     scale = float(params.scale)
-    slack = 1e-6 * (observed.high - observed.low) + (0.0 if scheme["symmetric"] else 0.5 * scale)
+    slack = 1e-6 * max(-observed.low, observed.high) + (0.0 if scheme["symmetric"] else 0.5 * scale)
     assert params.range.low - slack <= observed.low
     assert params.range.high + slack >= observed.high
     if scheme["power_of_two"] and scheme["symmetric"]:
