@@ -5,10 +5,10 @@ pydantic checks each value as it is made and gives the JSON Schema that editors 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import warnings
-from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, field_validator, model_validator
@@ -176,7 +176,7 @@ class Selector:
     name: _Text | None = None
     input: _Text | None = None
     pattern: _Text | None = None
-    attr: dict[str, Any] = field(default_factory=dict, hash=False)
+    attr: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     readers: _Count | None = None
     min_rank: _Count | None = None
     max_rank: _Count | None = None
@@ -319,7 +319,7 @@ class RuleFile:
     rule: list[Rule] = Field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRule:
     """A rule with the file it came from: its schemes and patterns are that file's."""
 
@@ -330,7 +330,7 @@ class BoundRule:
     patterns: dict[str, Pattern]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSet:
     """The rules of all files in the order given, the first that matches a use wins.
 

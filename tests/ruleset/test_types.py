@@ -1,0 +1,71 @@
+"""The dataclasses of rule files."""
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from graphquant.ruleset import Observe, Rule, Scheme, Selector
+
+
+def test_schemes_are_keys():
+    """Equal schemes have equal hashes, so that they can be keys."""
+    one = Scheme(name="a", observe=Observe(name="fixed", low=0.0, high=1.0))
+    other = Scheme(name="a", observe=Observe(name="fixed", low=0, high=1))
+    assert {one: 1}[other] == 1
+    assert Scheme(bits=4) != one
+
+
+def test_selectors_are_keys():
+    """Selectors are hashable and still differ by their attributes."""
+    one, other = Selector(kind="conv", attr={"group": [1, 2]}), Selector(kind="conv", attr={"group": [1]})
+    assert hash(one) == hash(Selector(kind="conv", attr={"group": [1, 2]}))
+    assert {one: 1, other: 2} == {one: 1, other: 2}
+    assert one != other
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Rule(name="a", quantize="leave"),
+        lambda: Rule(name="a", quantize="leave", producer=Selector(input="weight")),
+        lambda: Rule(name="a", quantize="leave", producer=Selector(max_channels=3)),
+        lambda: Rule(name="a", quantize="leave", consumer=Selector(readers=1)),
+        lambda: Selector(min_rank=3, max_rank=2),
+        lambda: Selector(min_size=3, max_size=2),
+        lambda: Selector(min_channels=3, max_channels=2),
+        lambda: Selector(name="/" + "(" * 300 + ")" * 300 + "/"),
+        lambda: Selector(name="x" * 501),
+        lambda: Selector(name="/[[a]/"),
+        lambda: Selector(name="/a{99999999999999999999}/"),
+        lambda: Selector(type="Conv|"),
+        lambda: Scheme(observe="fixed-point"),
+        lambda: Scheme(observe={"name": "minmax", "low": 3}),
+        lambda: Scheme(observe={"name": "fixed", "low": 3, "high": 2}),
+        lambda: Scheme(observe={"name": "fixed", "low": 0, "high": float("inf")}),
+        lambda: Scheme(zero="asymmetric", observe={"name": "fixed-point", "exponent": 3}),
+        lambda: Scheme(dtype="int8", signed=True),
+        lambda: Scheme(dtype="int33"),
+    ],
+)
+def test_contradictions_are_refused(make):
+    """What cannot hold is refused when it is made."""
+    with pytest.raises(ValidationError):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name"),
+    [(Scheme(dtype="uint4"), "uint4"), (Scheme(), "int8"), (Scheme(bits=6), "int6"), (Scheme(signed=False), "uint8")],
+)
+def test_type_of_a_scheme(scheme, name):
+    """The integer type follows from dtype, or from bits and signed."""
+    assert scheme.type.name == name
+
+
+@pytest.mark.slow
+def test_import_is_light():
+    """Importing the room loads neither networkx nor a framework."""
+    code = "import sys, graphquant.ruleset; print([m for m in ('networkx', 'onnx', 'tensorflow') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

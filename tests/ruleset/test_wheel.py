@@ -1,0 +1,42 @@
+"""The rules inside an installed wheel."""
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import graphquant
+from graphquant.ruleset import shipped
+
+ROOT = Path(graphquant.__file__).parent.parent
+
+CODE = """
+import sys
+import graphquant
+from graphquant.ruleset import find, load_ruleset, shipped
+print(graphquant.__file__, find("onnxruntime"), load_ruleset(["onnxruntime"]).digest, *shipped(), sep="\\n")
+"""
+
+
+@pytest.mark.slow
+def test_rules_of_a_wheel(tmp_path):
+    """A wheel carries the shipped rules, and `find` resolves names inside it."""
+    pytest.importorskip("hatchling")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    site = tmp_path / "site"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    ran = subprocess.run(
+        [sys.executable, "-c", CODE], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+    )
+    package, found, digest, *names = ran.stdout.splitlines()
+    assert package == str(site / "graphquant" / "__init__.py")
+    assert found == str(site / "graphquant" / "rules" / "onnxruntime.toml")
+    assert len(digest) == 64
+    assert names == list(shipped())
