@@ -1,0 +1,27 @@
+"""The neutral vocabulary."""
+
+import pytest
+
+from graphquant.formats.onnx import ops as onnx_ops
+from graphquant.formats.tensorflow import ops as tensorflow_ops
+from graphquant.ir.kinds import KINDS, PSEUDO_KINDS, ROLES
+
+TABLES = {
+    "onnx": {**onnx_ops.DEFAULT_DOMAIN, **onnx_ops.MICROSOFT_DOMAIN},
+    "tensorflow": tensorflow_ops._TABLE,
+}
+
+
+@pytest.mark.parametrize("framework", TABLES)
+def test_op_tables_speak_it(framework):
+    """Each framework's op table uses explained kinds and roles only, and no pseudo-kind."""
+    infos = TABLES[framework].values()
+    assert sorted({info.kind for info in infos} - (KINDS.keys() - PSEUDO_KINDS.keys())) == []
+    assert sorted({role for info in infos for role in info.roles} - ROLES.keys()) == []
+
+
+def test_every_word_is_explained():
+    """Every kind and role has a short explanation and is a word that rule files can write."""
+    words = {**KINDS, **ROLES}
+    assert [word for word, text in words.items() if not text or len(text) > 80] == []
+    assert [word for word in words if word != "*" and not word.replace("_", "").isalnum()] == []
