@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.load import load
+from graphquant.formats.tensorflow.run import runner
 from graphquant.formats.tensorflow.save import save
 
 if TYPE_CHECKING:
@@ -23,4 +25,19 @@ def upgrade(model: Model, opset: int) -> Model:  # noqa: ARG001  # the protocol'
     return model
 
 
-__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "load", "save", "upgrade"]
+def skeleton(model: Model) -> str:
+    """The source message without the data of its constants, as text."""
+    message = type(model.source.message)()
+    message.CopyFrom(model.source.message)
+    graph_def = model.source.graph_def(message)
+    for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
+        for node in nodes:
+            if node.op == "Const" and "value" in node.attr:
+                tensor = node.attr["value"].tensor
+                node.attr["value"].tensor.CopyFrom(
+                    proto.TensorProto(dtype=tensor.dtype, tensor_shape=tensor.tensor_shape)
+                )
+    return proto.to_text(message)
+
+
+__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "load", "runner", "save", "skeleton", "upgrade"]
