@@ -10,6 +10,7 @@ from onnx import NodeProto, checker, helper, numpy_helper, shape_inference
 from onnx.reference import ReferenceEvaluator
 
 from graphquant.errors import ModelError
+from graphquant.formats.onnx.tensors import first_line
 from graphquant.ir import Op
 
 Array = np.ndarray[Any, Any]
@@ -28,23 +29,31 @@ def evaluate(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array]:
         ModelError: The op cannot be computed, or its result would be too large.
     """
     if not isinstance(op.source, NodeProto):
-        raise ModelError(f"The value of {op.name!r} cannot be computed: it is no node of the source. Quantize before it instead.")
+        raise ModelError(
+            f"The value of {op.name!r} cannot be computed: it is no node of the source. Quantize before it instead."
+        )
     node = NodeProto()
     node.CopyFrom(op.source)
     del node.input[:], node.output[:]
     node.input.extend(f"i{k}" for k in range(len(inputs)))
     node.output.extend(f"o{k}" for k in range(len(op.source.output)))
-    infos = [helper.make_tensor_value_info(f"i{k}", helper.np_dtype_to_tensor_dtype(v.dtype), v.shape) for k, v in enumerate(inputs)]
+    infos = [
+        helper.make_tensor_value_info(f"i{k}", helper.np_dtype_to_tensor_dtype(v.dtype), v.shape)
+        for k, v in enumerate(inputs)
+    ]
     small = [numpy_helper.from_array(v, f"i{k}") for k, v in enumerate(inputs) if v.size <= _SMALL]
-    graph = helper.make_graph([node], "one", infos, [helper.make_empty_tensor_value_info(name) for name in node.output], small)
+    graph = helper.make_graph(
+        [node], "one", infos, [helper.make_empty_tensor_value_info(name) for name in node.output], small
+    )
     model = helper.make_model(graph, opset_imports=list(opset_import))
     try:
         _bound(op, model)
         results = ReferenceEvaluator(model).run(None, {f"i{k}": value for k, value in enumerate(inputs)})
         return [np.asarray(result) for result in results]
     except _FAILURES as error:
-        reason = str(error).partition("\n")[0]
-        raise ModelError(f"{op.type} {op.name!r} on constants cannot be computed ({reason}). Fold the model's constants first.") from error
+        raise ModelError(
+            f"{op.type} {op.name!r} on constants cannot be computed ({first_line(error)}). Fold the model's constants first."
+        ) from error
 
 
 def _bound(op: Op, model: Any) -> None:
@@ -55,4 +64,6 @@ def _bound(op: Op, model: Any) -> None:
     for output in outputs:
         count = math.prod(max(d.dim_value, 1) for d in output.type.tensor_type.shape.dim)
         if count > MAX_RESULT:
-            raise ModelError(f"{op.type} {op.name!r} would make {count} elements of constants. At most {MAX_RESULT} are read.")
+            raise ModelError(
+                f"{op.type} {op.name!r} would make {count} elements of constants. At most {MAX_RESULT} are read."
+            )

@@ -56,7 +56,9 @@ def serialize(message: Any, path: Path) -> bytes:
     with warnings.catch_warnings(action="ignore"):  # onnx calls its text form experimental
         data: bytes = serialization.registry.get(form).serialize_proto(message)
     if form == "onnxtxt" and parse(data, path) != message:
-        raise ModelError(f"onnx's textual form loses parts of this model. Write {path.stem}.onnx or {path.stem}.textproto instead.")
+        raise ModelError(
+            f"onnx's textual form loses parts of this model. Write {path.stem}.onnx or {path.stem}.textproto instead."
+        )
     return data
 
 
@@ -95,7 +97,9 @@ def link_data(message: Any, source: Path | None, folder: Path) -> None:
         origin, target = external_path(tensor, source), folder / location
         if target.exists():
             if not target.samefile(origin) and not filecmp.cmp(origin, target, shallow=False):
-                raise UsageError(f"{target} is there already and is other data than the model's. Write to another folder.")
+                raise UsageError(
+                    f"{target} is there already and is other data than the model's. Write to another folder."
+                )
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -75,7 +75,9 @@ class _Scope:
     def define(self, value: str, tensor: TensorRef) -> None:
         """Lets `value` stand for `tensor`."""
         if value in self.values:
-            raise ModelError(f"Two things make the value {value!r}. Names must be unique in a graph: export the model again.")
+            raise ModelError(
+                f"Two things make the value {value!r}. Names must be unique in a graph: export the model again."
+            )
         self.values[value] = tensor
 
     def add(self, op: Op) -> None:
@@ -117,7 +119,9 @@ class Indexer:
             self._wire(scope)
         for name, graph in self._unsorted.items():
             if not nx.is_directed_acyclic_graph(graph.nx):
-                raise ModelError(f"The nodes of graph {name or message.graph.name!r} depend on each other in a circle. Export the model again.")
+                raise ModelError(
+                    f"The nodes of graph {name or message.graph.name!r} depend on each other in a circle. Export the model again."
+                )
 
     def _open(
         self,
@@ -135,7 +139,9 @@ class Indexer:
         graphs[label] = Graph(label, graphs, parent=parent, taken=taken)
         depth = around.depth + 1 if around else 0
         if depth > MAX_NESTING:
-            raise ModelError(f"Bodies lie in each other {depth} deep. At most {MAX_NESTING} are read: flatten the model.")
+            raise ModelError(
+                f"Bodies lie in each other {depth} deep. At most {MAX_NESTING} are read: flatten the model."
+            )
         scope = _Scope(graph=graphs[label], proto=proto, types=types, around=around, depth=depth)
         self._source.graphs[label] = GraphSource(proto=proto, nodes=scope.nodes, loaded={}, values=scope.values)
         self._scopes.append(scope)
@@ -188,10 +194,18 @@ class Indexer:
 
         def put(tensor: Any, source: Any, sizes: Shape, value: Callable[[], Array]) -> None:
             if not tensor.name or tensor.name in ops:
-                raise ModelError(f"Two initializers are named {tensor.name!r}, or one has no name. Export the model again.")
+                raise ModelError(
+                    f"Two initializers are named {tensor.name!r}, or one has no name. Export the model again."
+                )
             known = Output(tensor.name, NAMES.get(tensor.data_type), sizes)
             ops[tensor.name] = Op(
-                name=tensor.name, kind="constant", type="Initializer", roles=(), outputs=(known,), value=value, source=source
+                name=tensor.name,
+                kind="constant",
+                type="Initializer",
+                roles=(),
+                outputs=(known,),
+                value=value,
+                source=source,
             )
 
         for tensor in scope.proto.initializer:
@@ -239,10 +253,14 @@ class Indexer:
             if attr.type not in _GRAPHS or attr.ref_attr_name:
                 continue
             bodies = [(attr.name, attr.g, other.g)] if attr.type == AttributeProto.GRAPH else []
-            bodies += [(f"{attr.name}[{i}]", g, o) for i, (g, o) in enumerate(zip(attr.graphs, other.graphs, strict=True))]
+            bodies += [
+                (f"{attr.name}[{i}]", g, o) for i, (g, o) in enumerate(zip(attr.graphs, other.graphs, strict=True))
+            ]
             for label, body, types in bodies:
                 parent = (scope.graph.name, name)
-                inner = self._open(f"{prefix}/{label}", body, types, taken=scope.graph.taken, around=scope, parent=parent)
+                inner = self._open(
+                    f"{prefix}/{label}", body, types, taken=scope.graph.taken, around=scope, parent=parent
+                )
                 calls.append(Call(label, inner.graph.name))
         return tuple(calls)
 
@@ -257,7 +275,9 @@ class Indexer:
     def _read(self, scope: _Scope, value: str, reader: str) -> TensorRef:
         tensor = scope.find(value)
         if tensor is None:
-            raise ModelError(f"{reader!r} reads {value!r}, which nothing makes. The model is incomplete: export it again.")
+            raise ModelError(
+                f"{reader!r} reads {value!r}, which nothing makes. The model is incomplete: export it again."
+            )
         home, owner = scope, reader
         while home.graph.name != tensor.graph and home.around is not None and home.graph.parent is not None:
             owner, home = home.graph.parent[1], home.around

@@ -66,7 +66,9 @@ def tensor_of(op: Op, name: str) -> Any:
     try:
         return numpy_helper.from_array(op.value(), name) if op.value is not None else _no_value(op)
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ModelError(f"The constant {op.name!r} cannot be written to ONNX ({error}). Give it a dtype that ONNX has.") from error
+        raise ModelError(
+            f"The constant {op.name!r} cannot be written to ONNX ({error}). Give it a dtype that ONNX has."
+        ) from error
 
 
 def stamp(node: Any, rule: str) -> None:
@@ -87,4 +89,6 @@ def _set_attributes(node: Any, op: Op, attrs: Mapping[str, Any], types: Mapping[
         try:
             node.attribute.append(helper.make_attribute(name, plain, attr_type=(types or {}).get(name)))
         except (ValueError, TypeError) as error:
-            raise ModelError(f"Attribute {name!r} of {op.name!r} cannot be written to ONNX ({error}). Give it another value.") from error
+            raise ModelError(
+                f"Attribute {name!r} of {op.name!r} cannot be written to ONNX ({error}). Give it another value."
+            ) from error

@@ -160,4 +160,9 @@ def _clip(info: OpInfo, facts: Facts) -> OpInfo:
     return info._replace(kind="relu6") if (low, high) == RELU6_BOUNDS else info
 
 
-_SPECIAL: dict[str, Callable[[OpInfo, Facts], OpInfo]] = {"Conv": _conv, "MatMul": _matmul, "Gemm": _gemm, "Clip": _clip}
+_SPECIAL: dict[str, Callable[[OpInfo, Facts], OpInfo]] = {
+    "Conv": _conv,
+    "MatMul": _matmul,
+    "Gemm": _gemm,
+    "Clip": _clip,
+}

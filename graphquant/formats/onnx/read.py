@@ -16,12 +16,20 @@ from graphquant.errors import ModelError
 from graphquant.formats.onnx.evaluate import evaluate
 from graphquant.formats.onnx.index import Indexer
 from graphquant.formats.onnx.source import Source
+from graphquant.formats.onnx.tensors import first_line
 from graphquant.ir import Model, bulk
 
 MAX_MESSAGE = (1 << 31) - 1
 """Bytes that a protocol buffer may have."""
 
-_UNREADABLE = (DecodeError, text_format.ParseError, json_format.ParseError, parser.ParseError, ValueError, RecursionError)
+_UNREADABLE = (
+    DecodeError,
+    text_format.ParseError,
+    json_format.ParseError,
+    parser.ParseError,
+    ValueError,
+    RecursionError,
+)
 
 
 def load(path: Path) -> Model:
@@ -50,13 +58,14 @@ def parse(data: bytes, path: Path) -> Any:
         raise ModelError("The file is empty. Export or copy the model again.")
     form = serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
     if form == "protobuf" and len(data) > MAX_MESSAGE:
-        raise ModelError("The file is over 2 GB, more than a protocol buffer can hold. Save the model with external data.")
+        raise ModelError(
+            "The file is over 2 GB, more than a protocol buffer can hold. Save the model with external data."
+        )
     try:
         with warnings.catch_warnings(action="ignore"):  # onnx calls its text form experimental
             return serialization.registry.get(form).deserialize_proto(data, ModelProto())
     except _UNREADABLE as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ModelError(f"This is no ONNX model in {form} form ({reason}). Export or copy the model again.") from error
+        raise ModelError(f"This is no ONNX model in {form} form ({first_line(error)}). Export or copy the model again.") from error
 
 
 def index(message: Any, *, path: Path | None = None, digest: str = "") -> Model:

@@ -64,7 +64,9 @@ def ends_of(model: Model, graph: Graph, source: GraphSource) -> Ends:
         if value not in source.values or source.loaded[source.values[value].op].kind == "input":
             # Case 3.
             if not graph.name:
-                raise ModelError(f"The graph output {value!r} is the graph input of that name, so nothing fits between. Leave it out with --exclude.")
+                raise ModelError(
+                    f"The graph output {value!r} is the graph input of that name, so nothing fits between. Leave it out with --exclude."
+                )
             title = model.output(tensor).name if own else fresh(f"{value}/output")
             ends.titles[graph.outputs.index(name)] = title
             if not own:

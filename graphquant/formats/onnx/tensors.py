@@ -48,7 +48,9 @@ def size_of(tensor: Any) -> Shape:
     """
     sizes = tuple(tensor.dims)
     if any(size < 0 for size in sizes):
-        raise ModelError(f"The tensor {tensor.name!r} has the shape {list(sizes)}. Sizes cannot be negative: export the model again.")
+        raise ModelError(
+            f"The tensor {tensor.name!r} has the shape {list(sizes)}. Sizes cannot be negative: export the model again."
+        )
     return sizes
 
 
@@ -65,7 +67,9 @@ def tensor_value(tensor: Any, folder: Path | None) -> Array:
     """
     size_of(tensor)
     if tensor.data_type not in NAMES:
-        raise ModelError(f"The tensor {tensor.name!r} has the unknown element type {tensor.data_type}. Export the model again.")
+        raise ModelError(
+            f"The tensor {tensor.name!r} has the unknown element type {tensor.data_type}. Export the model again."
+        )
     if is_external(tensor):
         return _external_value(tensor, folder)
     try:
@@ -73,7 +77,7 @@ def tensor_value(tensor: Any, folder: Path | None) -> Array:
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise ModelError(
             f"The data of tensor {tensor.name!r} does not fit its shape {list(tensor.dims)} of {NAMES[tensor.data_type]} "
-            f"({_first_line(error)}). The file is damaged: export the model again."
+            f"({first_line(error)}). The file is damaged: export the model again."
         ) from error
 
 
@@ -86,7 +90,9 @@ def sparse_value(sparse: Any, folder: Path | None) -> Array:
     name, shape = sparse.values.name, tuple(sparse.dims)
     count = math.prod(shape)
     if any(size < 0 for size in shape) or count > MAX_DENSE:
-        raise ModelError(f"The sparse tensor {name!r} has the shape {list(shape)}. At most {MAX_DENSE} elements can be written out.")
+        raise ModelError(
+            f"The sparse tensor {name!r} has the shape {list(shape)}. At most {MAX_DENSE} elements can be written out."
+        )
     values, indices = tensor_value(sparse.values, folder), tensor_value(sparse.indices, folder)
     dense = np.zeros(shape, values.dtype)
     try:
@@ -95,7 +101,9 @@ def sparse_value(sparse: Any, folder: Path | None) -> Array:
         else:
             dense.reshape(-1)[indices] = values
     except (IndexError, ValueError) as error:
-        raise ModelError(f"The sparse tensor {name!r} has indices out of its shape {list(shape)}. Export the model again.") from error
+        raise ModelError(
+            f"The sparse tensor {name!r} has indices out of its shape {list(shape)}. Export the model again."
+        ) from error
     return dense
 
 
@@ -140,7 +148,9 @@ def external_path(tensor: Any, folder: Path | None) -> Path:
     leaves = pure.is_absolute() or ".." in pure.parts or "\0" in location or PureWindowsPath(location).drive
     path = folder / location
     if leaves or not location or not path.resolve().is_relative_to(folder.resolve()):
-        raise ModelError(f"{where}, out of the model's folder. Put the data beside the model, and its path relative to it.")
+        raise ModelError(
+            f"{where}, out of the model's folder. Put the data beside the model, and its path relative to it."
+        )
     if not path.is_file():
         raise ModelError(f"{where}, but {folder} holds no such file. Put the data file beside the model.")
     return path
@@ -200,14 +210,18 @@ def _external_value(tensor: Any, folder: Path | None) -> Array:
     path = external_path(tensor, folder)
     name, shape, count = NAMES[tensor.data_type], tuple(tensor.dims), math.prod(tensor.dims)
     if name == "string":
-        raise ModelError(f"The tensor {tensor.name!r} holds text in an external file. ONNX has no such thing: export the model again.")
+        raise ModelError(
+            f"The tensor {tensor.name!r} holds text in an external file. ONNX has no such thing: export the model again."
+        )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
     needed = (count * _SUB_BYTE.get(name, dtype.itemsize * 8) + 7) // 8
     entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
         offset, length = int(entries.get("offset") or 0), int(entries.get("length") or needed)
     except ValueError as error:
-        raise ModelError(f"Offset or length of tensor {tensor.name!r}'s external data is no number. Export the model again.") from error
+        raise ModelError(
+            f"Offset or length of tensor {tensor.name!r}'s external data is no number. Export the model again."
+        ) from error
     if offset < 0 or length != needed or offset + needed > path.stat().st_size:
         raise ModelError(
             f"The tensor {tensor.name!r} needs {needed} bytes from byte {offset} of {path.name}; the model says {length}, and the file "
@@ -228,5 +242,6 @@ def _text(value: bytes) -> str | bytes:
         return value
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
+def first_line(error: BaseException) -> str:
+    """The first line of what an error of another library says, without the full stop."""
+    return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__

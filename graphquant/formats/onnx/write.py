@@ -127,10 +127,10 @@ class _Emitter:
 
     def _bodies(self, op: Op, node: Any, imports: Any) -> None:
         if op.calls:
-            bodies = _bodies(node)
+            held = bodies(node)
             for call in op.calls:
-                if call.attr in bodies:
-                    self._graph(self._model.graphs[call.graph], bodies[call.attr], imports)
+                if call.attr in held:
+                    self._graph(self._model.graphs[call.graph], held[call.attr], imports)
 
     def _wire(self, graph: Graph, name: str, node: Any, slots: set[int]) -> None:
         """Patches the inputs in `slots` and the renamed outputs of the copy of a source node."""
@@ -163,7 +163,9 @@ class _Emitter:
             target.node.extend(listed)
 
     def _new(self, graph: Graph, op: Op, imports: Any) -> Any:
-        outputs = [self._renamed.get(TensorRef(graph.name, op.name, port), out.name) for port, out in enumerate(op.outputs)]
+        outputs = [
+            self._renamed.get(TensorRef(graph.name, op.name, port), out.name) for port, out in enumerate(op.outputs)
+        ]
         if op.kind == "constant":
             node = constant_node(op, outputs[0])
         else:
@@ -177,13 +179,18 @@ class _Emitter:
         same = {"", "ai.onnx"} if domain in {"", "ai.onnx"} else {domain}
         for holder in (imports, self._message):
             if all(entry.domain not in same for entry in holder.opset_import):
-                holder.opset_import.append(helper.make_opsetid(domain, 1 if domain else self._model.opset or DEFAULT_OPSET))
+                holder.opset_import.append(
+                    helper.make_opsetid(domain, 1 if domain else self._model.opset or DEFAULT_OPSET)
+                )
 
     def _inputs(self, graph: Graph, source: GraphSource, target: Any) -> None:
         """Drops inputs that are gone or are constants now."""
         listed = set(graph.inputs)
         _keep(target.input, lambda info: info.name in listed)
-        freed = any(op.kind == "input" and _live(graph, name) is not None and name not in listed for name, op in source.loaded.items())
+        freed = any(
+            op.kind == "input" and _live(graph, name) is not None and name not in listed
+            for name, op in source.loaded.items()
+        )
         if freed:
             self._message.ir_version = max(self._message.ir_version, IR_FREE_INITIALIZERS)
 
@@ -195,7 +202,10 @@ class _Emitter:
             if op is not None and op.value is not source.loaded[op.name].value:
                 added.append(op)
         written = {op.name for op in added}
-        _keep(target.sparse_initializer, lambda item: _live(graph, item.values.name) is not None and item.values.name not in written)
+        _keep(
+            target.sparse_initializer,
+            lambda item: _live(graph, item.values.name) is not None and item.values.name not in written,
+        )
         _keep(target.initializer, lambda item: _live(graph, item.name) is not None)
         for tensor in chain(target.initializer, (sparse.values for sparse in target.sparse_initializer)):
             op = graph.op(tensor.name)
@@ -214,7 +224,9 @@ class _Emitter:
         lost.update(out.name for name, op in source.loaded.items() if _live(graph, name) is None for out in op.outputs)
         _keep(target.value_info, lambda info: info.name not in lost)
         taken = {info.name for info in target.output}
-        made = [TensorRef(graph.name, op.name, k) for op in fresh if op.kind != "constant" for k in range(len(op.outputs))]
+        made = [
+            TensorRef(graph.name, op.name, k) for op in fresh if op.kind != "constant" for k in range(len(op.outputs))
+        ]
         for tensor in chain(renamed, made):
             known, name = self._model.output(tensor), self._name(tensor)
             if name not in taken and known.dtype in CODES and known.shape is not None:
@@ -256,7 +268,7 @@ def _keep(repeated: Any, wanted: Callable[[Any], bool]) -> None:
         repeated.extend(kept)
 
 
-def _bodies(node: Any) -> dict[str, Any]:
+def bodies(node: Any) -> dict[str, Any]:
     """The graphs that a node holds, by what `Call.attr` calls them."""
     found: dict[str, Any] = {}
     for attr in node.attribute:
