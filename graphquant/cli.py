@@ -143,7 +143,7 @@ def plan(
         pipeline.check_output(output, model, force=force)
     made = pipeline.plan(model, rules=rules, include=include, exclude=exclude, family=family)
     if form == "json":
-        from graphquant.plan import to_json
+        from graphquant.plans import to_json
 
         _emit(to_json(made), output)
     else:

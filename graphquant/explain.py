@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import TensorRef, Use
 from graphquant.match import Matcher, Miss, name_matches
-from graphquant.plan import Plan
+from graphquant.plans import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

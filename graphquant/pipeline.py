@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
-from graphquant.calibrate import Stats, needs_data
-from graphquant.calibrate import calibrate as _calibrate
+from graphquant.calibration import Stats, needs_data
+from graphquant.calibration import calibrate as _calibrate
 from graphquant.errors import NeedsDataError, UsageError
 from graphquant.explain import Explanation
 from graphquant.explain import explain as _explain
 from graphquant.ir import Model, TensorRef, check
 from graphquant.match import Matcher
-from graphquant.plan import Choice, Plan, Skip, make_plan, read_plan
+from graphquant.plans import Choice, Plan, Skip, make_plan, read_plan
 from graphquant.prepare import Step, prepare
 from graphquant.qdq import FAMILIES, Request
 from graphquant.rewrite import Inserted, rewrite

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from graphquant.errors import UsageError
 from graphquant.ir import Graph, Model, Parameters, TensorRef, bulk, check
 from graphquant.numerics import Array, QParams
-from graphquant.plan import Plan, Site
+from graphquant.plans import Plan, Site
 from graphquant.qdq import FAMILIES, Lowering
 
 FRAMES = frozenset({"enter", "switch"})

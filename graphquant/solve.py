@@ -11,7 +11,7 @@ import numpy as np
 from graphquant.errors import DataError, ModelError
 from graphquant.ir import Model, Parameters, TensorRef, Use, readable
 from graphquant.numerics import QParams, Range, along, choose, from_scale
-from graphquant.plan import Plan, Site, Skip
+from graphquant.plans import Plan, Site, Skip
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
 
 

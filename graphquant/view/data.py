@@ -7,7 +7,7 @@ from typing import Any
 from graphquant.ir import TensorRef, Use
 from graphquant.numerics import QParams
 from graphquant.pipeline import Result
-from graphquant.plan import Skip
+from graphquant.plans import Skip
 from graphquant.survey import Survey
 
 SCHEMA = 1

@@ -13,7 +13,7 @@ from rich.text import Text
 from graphquant.explain import Explanation
 from graphquant.numerics import Array, QParams
 from graphquant.pipeline import Result
-from graphquant.plan import Plan, Site, Skip
+from graphquant.plans import Plan, Site, Skip
 from graphquant.survey import Survey
 
 SHOWN = 3

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from graphquant.errors import UsageError
 from graphquant.ir import TensorRef, Use
-from graphquant.plan.types import Plan, Site, Skip
+from graphquant.plans.types import Plan, Site, Skip
 from graphquant.prepare import Step
 from graphquant.ruleset import Scheme
 

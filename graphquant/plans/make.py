@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import Model, TensorRef, Use
 from graphquant.match import Match, Matcher, name_matches
-from graphquant.plan.types import Plan, Site, Skip
+from graphquant.plans.types import Plan, Site, Skip
 from graphquant.prepare import Step
 from graphquant.qdq import FAMILIES, Request
 from graphquant.ruleset import RuleSet, Scheme

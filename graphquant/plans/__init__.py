@@ -1,7 +1,7 @@
 """The plan: which tensors are quantized for which consumers, and how. Plain data, printed, saved, edited, applied."""
 
-from graphquant.plan.json import from_json, read_plan, to_json
-from graphquant.plan.make import Choice, make_plan
-from graphquant.plan.types import Plan, Site, Skip
+from graphquant.plans.json import from_json, read_plan, to_json
+from graphquant.plans.make import Choice, make_plan
+from graphquant.plans.types import Plan, Site, Skip
 
 __all__ = ["Choice", "Plan", "Site", "Skip", "from_json", "make_plan", "read_plan", "to_json"]
