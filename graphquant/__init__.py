@@ -22,7 +22,7 @@ _PUBLIC = {
     "Model": "graphquant.ir",
     "TensorRef": "graphquant.ir",
     "Use": "graphquant.ir",
-    "Plan": "graphquant.plan",
+    "Plan": "graphquant.plans",
     "GraphQuantError": "graphquant.errors",
 }
 
