@@ -102,7 +102,7 @@ class Scheme:
     """
 
     name: str = ""
-    dtype: Annotated[str, Field(max_length=_MAX_TEXT)] = ""
+    dtype: _Text | None = None
     bits: StrictInt | None = Field(default=None, ge=2, le=32)
     signed: StrictBool | None = None
     zero: Literal["symmetric", "asymmetric"] = "symmetric"
@@ -119,8 +119,8 @@ class Scheme:
 
     @field_validator("dtype")
     @classmethod
-    def _type(cls, value: str) -> str:
-        if value and value not in DTYPES:
+    def _type(cls, value: str | None) -> str | None:
+        if value is not None and value not in DTYPES:
             close = did_you_mean(value, DTYPES)
             raise ValueError(f"{value!r} is no integer type; int2 to int32 and uint2 to uint32 are.{close}")
         return value

@@ -3,14 +3,16 @@
 import os
 import re
 import tempfile
+import tomllib
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from graphquant.errors import RuleError
-from graphquant.ruleset import RuleSet, load_ruleset, shipped
+from graphquant.ruleset import RuleSet, load_ruleset, schema, shipped
 from graphquant.ruleset.schema import TABLES, keys
 
 SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -45,6 +47,7 @@ header = st.builds(
     st.sampled_from(["]", "]]"]),
 )
 line = st.one_of(header, st.builds("{} = {}".format, key, value), st.text(max_size=8))
+VALIDATOR = Draft202012Validator(schema())
 SEEDS = [path.read_bytes() for path in shipped().values()]
 
 
@@ -59,10 +62,11 @@ def folder():
 
 
 def outcome(content):
-    """Loads `content`: a rule set, or one mistake a line and nothing else."""
+    """Loads `content`: a rule set, which the schema takes too, or one mistake a line and nothing else."""
     Path("f.toml").write_bytes(content)
     try:
         assert isinstance(load_ruleset(["f.toml"]), RuleSet)
+        assert VALIDATOR.is_valid(tomllib.loads(content.decode("utf-8-sig")))
     except RuleError as error:
         last = 1
         for said in str(error).split("\n"):

@@ -176,6 +176,7 @@ RULE = "[[rule]]\nname = 'a'\nquantize = 'leave'\n"
         ("prepare = {a = 1}", "1: 'prepare' is a table; it must be an array."),
         ("[scheme.a]\nbits = 1.5", "2: 'bits' is 1.5; it must be a whole number."),
         ("[scheme.a]\nbits = 0x" + "f" * 9999, "2: 'bits' is a very large number; it must be at most 32."),
+        ("[scheme.a]\ndtype = ''", "2: 'dtype' is empty. Leave it out or fill it."),
         ("[scheme.a]\nobserve = 3", "2: 'observe' is 3; it must be a table."),
         (
             "[scheme.a]\nobserve = {low = 1}",
