@@ -1,8 +1,8 @@
 """How the time per op grows with the size of a model, beside onnxruntime's quantize_static at the sizes it can bear.
 
-Run with `python benchmarks/scale.py` (about six minutes; `--quick` leaves out 100,000 ops and the larger peers). Chains of
-Conv and Relu, and residual nets, go through load, match and plan, solve and rewrite, emit and save; the statistics are
-made up, since calibration is the model's own time. Each figure is the median of three runs, all in this one run.
+Run with `python benchmarks/scale.py` (about six minutes; `--quick` leaves out 100,000 ops and the larger peers). Chains
+of Conv and Relu, and residual nets, go through load, match and plan, solve and rewrite, emit and save; the statistics
+are made up, since calibration is the model's own time. Each figure is the median of three runs, all in this one run.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import argparse
 import contextlib
 import gc
 import io
+import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
 
-CHANNELS, SIDE, REPEATS = 4, 4, 3
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+CHANNELS, SIDE, REPEATS, BASE = 4, 4, 3, 10_000
 
 
 def chain(ops: int) -> onnx.ModelProto:
@@ -58,8 +62,8 @@ def _model(nodes: Callable[[int], Iterator[tuple[str, list[str], str]]], ops: in
         if op_type == "Conv":
             value = rng.normal(0, 0.3, (CHANNELS, CHANNELS, 1, 1)).astype(np.float32)
             weights.append(numpy_helper.from_array(value, f"w_{last}"))
-            inputs = [*inputs, f"w_{last}"]
-        made.append(helper.make_node(op_type, inputs, [last], name=f"n_{last}"))
+        reads = [*inputs, f"w_{last}"] if op_type == "Conv" else inputs
+        made.append(helper.make_node(op_type, reads, [last], name=f"n_{last}"))
     shape = [1, CHANNELS, SIDE, SIDE]
     graph = helper.make_graph(
         made,
@@ -101,7 +105,7 @@ def graphquant_stages(path: Path, out: Path) -> dict[str, float]:
     if not inserted:
         raise SystemExit("no site was inserted; the benchmark measures nothing")
     names = ("load", "match+plan", "rewrite", "emit")
-    return dict(zip(names, (b - a for a, b in zip(marks, marks[1:], strict=False)), strict=True))
+    return dict(zip(names, (b - a for a, b in itertools.pairwise(marks)), strict=True))
 
 
 def peer(path: Path, out: Path) -> float:
@@ -132,7 +136,10 @@ def main() -> None:
     sizes = [1_000, 10_000] if quick else [1_000, 10_000, 100_000]
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "m.onnx"), Path(folder, "q.onnx")
-        print(f"{'net':9} {'ops':>7} {'load':>8} {'plan':>8} {'rewrite':>8} {'emit':>8} {'all':>8}  us per op, ratio to 10,000 ops")
+        print(
+            f"{'net':9} {'ops':>7} {'load':>8} {'plan':>8} {'rewrite':>8} {'emit':>8} {'all':>8}"
+            "  us per op, ratio to 10,000 ops"
+        )
         for name, build in (("chain", chain), ("residual", residual)):
             per_op: dict[int, float] = {}
             for ops in sizes:
@@ -143,10 +150,13 @@ def main() -> None:
                     runs.append(graphquant_stages(source, target))
                 stages = [statistics.median(run[stage] for run in runs) for stage in runs[0]]
                 per_op[ops] = statistics.median(sum(run.values()) for run in runs) / ops * 1e6
-                ratio = per_op[ops] / per_op[10_000] if 10_000 in per_op else float("nan")
+                ratio = per_op[ops] / per_op[BASE] if BASE in per_op else float("nan")
                 shown = " ".join(f"{stage:7.2f}s" for stage in [*stages, per_op[ops] * ops / 1e6])
                 print(f"{name:9} {ops:7d} {shown}  {per_op[ops]:6.0f}  {ratio:5.2f}", flush=True)
-        print(f"\n{'net':9} {'ops':>7} {'graphquant':>11} {'quantize_static':>16} {'ratio':>7}  (both without the model's own runs but one)")
+        print(
+            f"\n{'net':9} {'ops':>7} {'graphquant':>11} {'quantize_static':>16} {'ratio':>7}"
+            "  (theirs with one sample's run, ours with none)"
+        )
         for ops in [200, 400, 800] if quick else [200, 400, 800, 1600]:
             onnx.save(chain(ops), source)
             ours = statistics.median(sum(graphquant_stages(source, target).values()) for _ in range(REPEATS))

@@ -1,10 +1,10 @@
 """A tool that rewrites trained TensorFlow and ONNX graphs into low precision, and shows what it did.
 
-    import graphquant as gq
+import graphquant as gq
 
-    model = gq.load("model.onnx")
-    result = gq.insert(model, data="calibration.npz")
-    result.save("model.quant.onnx")
+model = gq.load("model.onnx")
+result = gq.insert(model, data="calibration.npz")
+result.save("model.quant.onnx")
 """
 
 from importlib import import_module

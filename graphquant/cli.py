@@ -42,8 +42,12 @@ class _Group(click.Group):
 def _selection(command: F) -> F:
     """The options that choose what is quantized."""
     options = [
-        click.option("--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins."),
-        click.option("--include", multiple=True, metavar="PATTERN", help="Quantize only what this glob or /regex/ names."),
+        click.option(
+            "--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins."
+        ),
+        click.option(
+            "--include", multiple=True, metavar="PATTERN", help="Quantize only what this glob or /regex/ names."
+        ),
         click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave what this glob or /regex/ names."),
         click.option("--family", metavar="NAME", help="QDQ ops for schemes that name none: onnx-qdq, fake-quant."),
     ]
@@ -73,7 +77,7 @@ def main() -> None:
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
-def insert(  # noqa: PLR0917  # click passes what the user gave
+def insert(  # click passes what the user gave
     model: Path,
     output: Path | None,
     rules: tuple[str, ...],
@@ -90,7 +94,9 @@ def insert(  # noqa: PLR0917  # click passes what the user gave
 ) -> None:
     """Quantize MODEL: plan, calibrate, rewrite, write."""
     if plan_file is not None and (rules or include or exclude or family):
-        raise UsageError("--plan applies a plan as it is; --rules, --include, --exclude and --family make one. Give one or the other.")
+        raise UsageError(
+            "--plan applies a plan as it is; --rules, --include, --exclude and --family make one. Give either."
+        )
     from graphquant import pipeline
 
     target = output or pipeline.default_output(model)

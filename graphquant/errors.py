@@ -5,9 +5,11 @@ An error's first sentence says what is wrong here (file:line, op, tensor), the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class GraphQuantError(Exception):

@@ -266,7 +266,9 @@ def _opset(made: Plan) -> int:
 def _prepared_for(model: Model, made: Plan) -> Model:
     """`model` prepared as the plan says, if it is the plan's model."""
     if made.format != model.format or made.model != model.digest:
-        raise UsageError("The plan was made for another model. Make it anew with `graphquant plan MODEL --format json`.")
+        raise UsageError(
+            "The plan was made for another model. Make it anew with `graphquant plan MODEL --format json`."
+        )
     start = model
     for step in made.steps:
         if step.step == "opset":
@@ -300,16 +302,14 @@ def _choice(model: Model, include: Iterable[str], exclude: Iterable[str], family
     if family is not None and (family not in FAMILIES or FAMILIES[family].format != model.format):
         known = ", ".join(name for name, made in FAMILIES.items() if made.format == model.format)
         raise UsageError(f"There is no family {family!r} for {model.format} models. Known are: {known}.")
-    return Choice(
-        family=family or formats.module(model.format).FAMILY, include=tuple(include), exclude=tuple(exclude)
-    )
+    return Choice(family=family or formats.module(model.format).FAMILY, include=tuple(include), exclude=tuple(exclude))
 
 
 def _data_lines(model: Model, wanting: Sequence[Any]) -> str:
     where = model.path or "MODEL"
     return (
-        f"{len(wanting)} activations have no range yet, the first is {wanting[0].tensor}. Give calibration data, use fixed-point"
-        " ranges, or quantize the weights alone:\n"
+        f"{len(wanting)} activations have no range yet, the first is {wanting[0].tensor}. Give calibration data, use"
+        " fixed-point ranges, or quantize the weights alone:\n"
         f"  graphquant insert {where} --data calibration.npz\n"
         f"  graphquant insert {where} --rules fixed_point\n"
         f"  graphquant insert {where} --rules weight_only"

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy.typing as npt
 
 from graphquant.errors import ModelError
-from graphquant.ir import Model, Shape, TensorRef
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphquant.ir import Model, Shape, TensorRef
 
 Feeds = Mapping[str, npt.NDArray[Any]]
 
@@ -42,7 +45,9 @@ class Runner(Protocol):
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """The model's outputs by name, for one feed."""
 
-    def observe(self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
+    def observe(
+        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]
+    ) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops."""
 
 
@@ -106,7 +111,9 @@ def format_of(path: Path) -> str:
         near = sorted(p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES)[:5] if path.parent.is_dir() else []
         raise ModelError(f"There is no file {path}." + (f" Models in that folder: {', '.join(near)}." if near else ""))
     if path.suffix not in SUFFIXES:
-        raise ModelError(f"{path} has the unknown suffix {path.suffix!r}. Known are {', '.join(SUFFIXES)} and SavedModel folders.")
+        raise ModelError(
+            f"{path} has the unknown suffix {path.suffix!r}. Known are {', '.join(SUFFIXES)} and SavedModel folders."
+        )
     return SUFFIXES[path.suffix]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphquant.ir import TensorRef, Use
-from graphquant.numerics import QParams
-from graphquant.pipeline import Result
-from graphquant.plans import Skip
-from graphquant.survey import Survey
+if TYPE_CHECKING:
+    from graphquant.ir import TensorRef, Use
+    from graphquant.numerics import QParams
+    from graphquant.pipeline import Result
+    from graphquant.plans import Skip
+    from graphquant.survey import Survey
 
 SCHEMA = 1
 

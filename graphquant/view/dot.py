@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
 from graphquant.qdq import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 FILL = {"quantize": "#fde68a", "dequantize": "#bbf7d0", "qdq": "#bbf7d0", "input": "#dbeafe", "output": "#dbeafe"}
 
@@ -26,7 +29,8 @@ def _lines(model: Model) -> Iterator[str]:
             yield f"  subgraph cluster_{number} {{ label={_quoted(name)};"
         for op in graph.ops():
             if op.kind != "constant":
-                yield f"  {_node(name, op.name)} [label={_label(graph, op, parameters)}, fillcolor={_quoted(_fill(op))}];"
+                label, fill = _label(graph, op, parameters), _quoted(_fill(op))
+                yield f"  {_node(name, op.name)} [label={label}, fillcolor={fill}];"
         if name:
             yield "  }"
     for name in model.live():

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from graphquant.explain import Explanation
-from graphquant.numerics import Array, QParams
-from graphquant.pipeline import Result
-from graphquant.plans import Plan, Site, Skip
-from graphquant.survey import Survey
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from graphquant.explain import Explanation
+    from graphquant.numerics import Array, QParams
+    from graphquant.pipeline import Result
+    from graphquant.plans import Plan, Site, Skip
+    from graphquant.survey import Survey
 
 SHOWN = 3
 """Consumers named in a cell; the rest are counted."""
@@ -29,7 +32,9 @@ def plan_view(plan: Plan) -> RenderableType:
     if plan.unused:
         parts.append(Text(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
     uses = sum(len(site.uses) for site in plan.sites)
-    parts.append(Text(f"{len(plan.sites)} sites, {uses} uses rerouted, {len(plan.skips)} left with a reason.", style="bold"))
+    parts.append(
+        Text(f"{len(plan.sites)} sites, {uses} uses rerouted, {len(plan.skips)} left with a reason.", style="bold")
+    )
     return Group(*parts)
 
 
@@ -47,7 +52,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     uses = sum(len(done.site.uses) for done in result.inserted)
     said = f"{len(result.inserted)} sites inserted, {uses} uses rerouted"
     said += f", calibrated on {result.samples} samples" if result.samples else ""
-    parts.append(Text(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold"))
+    parts.append(
+        Text(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
+    )
     return Group(*parts)
 
 
@@ -57,14 +64,18 @@ def survey_view(found: Survey) -> RenderableType:
     head = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
     ops = sum(found.kinds.values())
     graphs = len(model.graphs) - len(found.idle)
-    lines: list[RenderableType] = [Text(f"{head}, {ops} ops in {graphs} graph{'s' if graphs > 1 else ''}", style="bold")]
+    lines: list[RenderableType] = [
+        Text(f"{head}, {ops} ops in {graphs} graph{'s' if graphs > 1 else ''}", style="bold")
+    ]
     for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
         shown = [_signature(model, name, title.strip() == "outputs") for name in names]
         lines.append(Text(f"  {title} {_uses(shown, 6)}"))
     top = list(found.kinds.items())
     lines.append(Text(f"  ops     {_uses([f'{count} {kind}' for kind, count in top], 12)}"))
     if found.idle:
-        lines.append(Text(f"  {len(found.idle)} functions that nothing in the main graph reaches are not listed.", style="dim"))
+        lines.append(
+            Text(f"  {len(found.idle)} functions that nothing in the main graph reaches are not listed.", style="dim")
+        )
     if found.readings:
         table = _table("tensor", "op", "dtype", "scale", "zero point", "range")
         for reading in found.readings:
