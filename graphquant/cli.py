@@ -207,15 +207,15 @@ def rules_list() -> None:
     """List the rule files that come with graphquant."""
     from rich.table import Table
 
-    from graphquant.ruleset import read_rule_file, shipped
+    from graphquant.ruleset import load_ruleset, shipped
     from graphquant.view import text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "rules", "description"):
         table.add_column(column)
-    for name, path in shipped().items():
-        found = read_rule_file(path)
-        table.add_row(name, str(len(found.rule)), found.description)
+    for name in shipped():
+        found = load_ruleset([name])
+        table.add_row(name, str(len(found.rules)), found.descriptions[0])
     text.console().print(table)
 
 

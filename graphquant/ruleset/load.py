@@ -63,6 +63,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     failures: dict[str, None] = {}
     prepare: dict[str, None] = {}
     rules: list[BoundRule] = []
+    descriptions: list[str] = []
     digest = hashlib.sha256()
     for name, path in zip(names, paths, strict=True):
         try:
@@ -73,10 +74,17 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             continue
         digest.update(hashlib.sha256(content).digest())
         prepare.update(dict.fromkeys(file.prepare))
+        descriptions.append(file.description)
         rules.extend(_bind(name, file, lines))
     if failures:
         raise RuleError("\n".join(failures))
-    return RuleSet(files=tuple(names), digest=digest.hexdigest(), prepare=tuple(prepare), rules=tuple(rules))
+    return RuleSet(
+        files=tuple(names),
+        descriptions=tuple(descriptions),
+        digest=digest.hexdigest(),
+        prepare=tuple(prepare),
+        rules=tuple(rules),
+    )
 
 
 def _bind(name: str, file: RuleFile, lines: dict[KeyPath, int]) -> list[BoundRule]:

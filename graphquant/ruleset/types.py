@@ -336,12 +336,14 @@ class RuleSet:
 
     Attributes:
         files: Names of the files as they were asked for.
+        descriptions: What each file says it is for.
         digest: Hex SHA-256 over the files' contents.
         prepare: The steps the files want, each once.
         rules: The rules.
     """
 
     files: tuple[str, ...]
+    descriptions: tuple[str, ...]
     digest: str
     prepare: tuple[str, ...]
     rules: tuple[BoundRule, ...]
