@@ -13,7 +13,8 @@ def check(model: Model, stage: str) -> None:
     """Checks that `model` holds together.
 
     1. Each node has an op of its own name, and a body's owner exists.
-    2. Each slot reads an existing port of an existing op, by exactly one edge.
+    2. Each slot reads an existing port of an existing op in sight, by exactly one edge, of the body's owner if it is a
+       capture.
     3. There are no other data edges.
     4. The listed inputs and outputs exist and are of that kind.
     5. An ONNX graph has no cycle.
@@ -26,8 +27,9 @@ def check(model: Model, stage: str) -> None:
         InternalError: An invariant is broken; the message names the stage, which is where the fault is.
     """
     for graph in model.graphs.values():
-        _check_slots(graph, stage)
         _check_ends(graph, stage)
+    for graph in model.graphs.values():
+        _check_slots(graph, stage)
         if model.format == "onnx" and not nx.is_directed_acyclic_graph(graph.nx):
             loop = " -> ".join(edge[0] for edge in nx.find_cycle(graph.nx))
             raise _broken(stage, graph, f"the ops {loop} form a cycle")
@@ -50,8 +52,12 @@ def _check_slots(graph: Graph, stage: str) -> None:
             expected -= 1
         elif key != CONTROL:
             use: Use = key[1]
-            if graph.graphs[use.graph].producer(use) != TensorRef(graph.name, source, edge["port"]):
-                raise _broken(stage, graph, f"capture edge {source} -> {target} stands for {use}, which reads elsewhere")
+            reader = graph.graphs.get(use.graph)
+            read = reader.producer(use) if reader is not None and use.op in reader else None
+            if read != TensorRef(graph.name, source, edge["port"]):
+                raise _broken(
+                    stage, graph, f"capture edge {source} -> {target} stands for {use}, which reads elsewhere"
+                )
     if expected:
         raise _broken(stage, graph, f"{-expected} data edges belong to no slot")
 
@@ -60,12 +66,11 @@ def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
     home = graph.graphs.get(tensor.graph)
     if home is None or tensor.op not in home or not graph.sees(tensor.graph):
         raise _broken(stage, graph, f"{use} reads {tensor}, which does not exist or is out of sight")
-    if tensor.port >= len(home.op(tensor.op).outputs):
+    if not 0 <= tensor.port < len(home.op(tensor.op).outputs):
         raise _broken(stage, graph, f"{use} reads {tensor}, but that op has {len(home.op(tensor.op).outputs)} outputs")
-    if tensor.graph == graph.name:
-        edge = graph.nx.get_edge_data(tensor.op, use.op, key=use.slot)
-        if edge is None or edge["port"] != tensor.port:
-            raise _broken(stage, graph, f"{use} reads {tensor}, but the edge for it is missing")
+    edge = graph.edge(use, tensor)
+    if edge is None or edge["port"] != tensor.port:
+        raise _broken(stage, graph, f"{use} reads {tensor}, but the edge for it is missing")
 
 
 def _check_ends(graph: Graph, stage: str) -> None:
@@ -82,4 +87,6 @@ def _check_ends(graph: Graph, stage: str) -> None:
 
 def _broken(stage: str, graph: Graph, what: str) -> InternalError:
     where = f"graph {graph.name!r}" if graph.name else "the main graph"
-    return InternalError(f"After {stage}, {where} is broken: {what}. This is a fault of graphquant's {stage}; please report it.")
+    return InternalError(
+        f"After {stage}, {where} is broken: {what}. This is a fault of graphquant's {stage}; please report it."
+    )

@@ -11,16 +11,16 @@ from __future__ import annotations
 import gc
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.ir.types import Op, TensorRef, Use
+from graphquant.ir.types import Op, Output, TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     import numpy as np
 
@@ -95,16 +95,17 @@ class Graph:
     def producer(self, use: Use) -> TensorRef | None:
         """The tensor read at `use`, which must be in this graph."""
         slots = self.slots(use.op)
-        return slots[use.slot] if use.slot < len(slots) else None
+        return slots[use.slot] if 0 <= use.slot < len(slots) else None
 
     def consumers(self, tensor: TensorRef) -> list[Use]:
-        """Every place that reads `tensor`, in bodies too, in the order in which they were wired."""
-        return self.readers(tensor.op).get(tensor.port, [])
+        """Every place that reads `tensor`, in bodies too, in the order in which their ops were first wired to it."""
+        return self.graphs[tensor.graph].readers(tensor.op).get(tensor.port, [])
 
     def readers(self, name: str) -> dict[int, list[Use]]:
         """The consumers of each output port of op `name`."""
         found: dict[int, list[Use]] = {}
         for target, edges in self.nx.adj[name].items():
+            key: Any  # a slot, CONTROL or ("capture", use)
             for key, data in edges.items():
                 if isinstance(key, int):
                     found.setdefault(data["port"], []).append(Use(self.name, target, key))
@@ -119,6 +120,12 @@ class Graph:
     def output(self, tensor: TensorRef) -> Any:
         """What is known of `tensor`, an `Output`; the tensor may live in an enclosing graph."""
         return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
+
+    def edge(self, use: Use, tensor: TensorRef) -> dict[str, Any] | None:
+        """The data of the edge that stands for `use`, of this graph, reading `tensor`; None if it is missing."""
+        home, owner, key = self._edge(use, tensor)
+        data: dict[str, Any] | None = home.nx.get_edge_data(tensor.op, owner, key=key)
+        return data
 
     # -- building and editing --------------------------------------------------------------------
 
@@ -150,10 +157,14 @@ class Graph:
                 slots[slot] = tensor
                 self._link(Use(self.name, name, slot), tensor)
         for source in after:
+            if source not in self.nx:
+                raise InternalError(f"op {name!r} is to run after {source!r}, which graph {self.name!r} does not hold.")
             self.nx.add_edge(source, name, key=CONTROL)
 
     def connect(self, use: Use, tensor: TensorRef | None) -> None:
         """Makes `use` read `tensor` (None empties the slot), whatever it read before."""
+        if tensor is not None:
+            self._end(use, tensor)  # refuses before anything is changed
         slots = self.slots(use.op)
         slots.extend([None] * (use.slot + 1 - len(slots)))
         before = slots[use.slot]
@@ -168,22 +179,22 @@ class Graph:
         """Makes exactly `uses`, which read `tensor` now, read `to`; returns how many there were.
 
         Raises:
-            UsageError: A use does not read `tensor`, or `to` has another dtype or shape, or is out of the use's sight.
+            UsageError: A tensor does not exist, a use does not read `tensor`, or `to` has another dtype or shape, or is
+                out of the use's sight. Nothing is changed then.
         """
-        old, new = self.output(tensor), self.output(to)
+        old, new = self._known(tensor), self._known(to)
         if old.dtype is not None and new.dtype is not None and old.dtype != new.dtype:
             raise UsageError(
                 f"{to} is {new.dtype} and {tensor} is {old.dtype}. Only tensors of one dtype can be swapped."
             )
         if not _shapes_agree(old.shape, new.shape):
             raise UsageError(f"{to} has shape {new.shape} and {tensor} has {old.shape}. Their shapes must agree.")
-        listed = list(uses)
+        listed = list(dict.fromkeys(uses))
         for use in listed:
-            reader = self.graphs[use.graph]
-            if use.op not in reader or reader.producer(use) != tensor:
-                raise UsageError(
-                    f"{use} does not read {tensor}. Name a use that does: {_some(self.consumers(tensor))}."
-                )
+            reader = self.graphs.get(use.graph)
+            if reader is None or use.op not in reader or reader.producer(use) != tensor:
+                some = _some(self.consumers(tensor))
+                raise UsageError(f"{use} does not read {tensor}. Name a use that does: {some}.")
             if not reader.sees(to.graph):
                 raise UsageError(f"{use} cannot read {to}: graph {to.graph!r} does not enclose {use.graph!r}.")
         for use in listed:
@@ -202,11 +213,19 @@ class Graph:
             raise InternalError(
                 f"op {name!r} is still read by {_some(left)}; reroute its consumers before removing it."
             )
+        owned = [call.graph for call in self.op(name).calls if self._owns(name, call.graph)]
+        if owned:
+            raise InternalError(f"op {name!r} still owns the body {owned[0]!r}; it cannot be removed without it.")
         for slot, tensor in enumerate(self.slots(name)):
+            use = Use(self.name, name, slot)
+            self.edited.discard(use)
             if tensor is not None and tensor.graph != self.name:
-                self._unlink(Use(self.name, name, slot), tensor)
+                self._unlink(use, tensor)
         self.nx.remove_node(name)
         self.removed.add(name)
+
+    def _owns(self, name: str, body: str) -> bool:
+        return body in self.graphs and self.graphs[body].parent == (self.name, name)
 
     def sees(self, graph: str) -> bool:
         """Whether ops of this graph may read tensors of `graph`: the graph itself or one that encloses it."""
@@ -217,15 +236,26 @@ class Graph:
             here = self.graphs[here.parent[0]]
         return True
 
+    def _known(self, tensor: TensorRef) -> Output:
+        home = self.graphs.get(tensor.graph)
+        if home is None or tensor.op not in home or not 0 <= tensor.port < len(home.op(tensor.op).outputs):
+            raise UsageError(f"The model has no tensor {tensor}. `graphquant inspect` lists those it has.")
+        return home.op(tensor.op).outputs[tensor.port]
+
     def _link(self, use: Use, tensor: TensorRef) -> None:
-        home, owner, key = self._edge(use, tensor)
-        if tensor.op not in home.nx or owner not in home.nx:
-            raise InternalError(f"{use} reads {tensor}, which graph {tensor.graph!r} does not hold.")
+        home, owner, key = self._end(use, tensor)
         home.nx.add_edge(tensor.op, owner, key=key, port=tensor.port)
 
     def _unlink(self, use: Use, tensor: TensorRef) -> None:
         home, owner, key = self._edge(use, tensor)
         home.nx.remove_edge(tensor.op, owner, key=key)
+
+    def _end(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
+        """`_edge`, which must be one between ops that are there."""
+        home, owner, key = self._edge(use, tensor)
+        if use.slot < 0 or tensor.op not in home.nx or owner not in home.nx:
+            raise InternalError(f"{use} reads {tensor}, which graph {tensor.graph!r} does not hold.")
+        return home, owner, key
 
     def _edge(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
         """Graph, target op and key of the edge that stands for `use` reading `tensor`."""

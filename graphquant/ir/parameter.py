@@ -6,12 +6,13 @@ of parameters alone, and a function's argument if every caller passes one.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.ir.types import Op, TensorRef
+from graphquant.ir.types import Op, TensorRef, Use
 
 if TYPE_CHECKING:
     from graphquant.ir.graph import Model
@@ -27,6 +28,9 @@ IMPURE = frozenset(
 MAX_CHAIN_VALUE = 1 << 28
 """Largest number of elements that evaluating a chain of constants may make: a hostile model must not fill memory."""
 
+GIVEN = FORWARDING | {"constant", "variable", "input"}
+"""Kinds of parameters whose value is one of the model's own, not computed."""
+
 
 class Parameters:
     """Answers whether a tensor of `model` is a parameter, and its value; remembers what it found."""
@@ -41,6 +45,7 @@ class Parameters:
             for name, calls in model.callers().items()
         }
         self._roots: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
+        self._positions: dict[str, dict[str, int]] = {}
 
     def is_parameter(self, tensor: TensorRef) -> bool:
         """Whether the value of `tensor` is known before the model runs."""
@@ -65,8 +70,11 @@ class Parameters:
                 order.append(here)
                 todo.extend(self._roots[here] or ())
         values: dict[TensorRef, np.ndarray[Any, Any] | None] = {}
+        made = 0
         for here in self._topological(order):
-            values[here] = self._compute(here, values)
+            value = self._compute(here, values)
+            made += value.size if value is not None and self._model.op(here).kind not in GIVEN else 0
+            values[here] = None if made > MAX_CHAIN_VALUE else value
         return values[tensor]
 
     def origin(self, tensor: TensorRef) -> TensorRef:
@@ -101,17 +109,17 @@ class Parameters:
         sources = self._roots[tensor] or ()
         if op.kind in {"constant", "variable"}:
             return op.value() if op.value is not None else None
-        if op.kind in FORWARDING | {"input"}:
+        if op.kind in GIVEN:
             found = [values[source] for source in sources]
             return found[0] if len(found) == 1 else None
         inputs = [values[source] for source in sources]
         known = [value for value in inputs if value is not None]
         if self._model.evaluate is None or len(known) != len(inputs):
             return None
-        if sum(value.size for value in known) > MAX_CHAIN_VALUE:
+        if sum(value.size for value in known) > MAX_CHAIN_VALUE or _size(op, tensor.port) > MAX_CHAIN_VALUE:
             return None
         outputs = self._model.evaluate(op, known)
-        return None if outputs is None else outputs[tensor.port]
+        return None if outputs is None or tensor.port >= len(outputs) else outputs[tensor.port]
 
     def _resolve(self, tensor: TensorRef) -> None:
         """Decides `tensor` and all it depends on, without recursion: constant chains can be long."""
@@ -155,9 +163,13 @@ class Parameters:
     def _arguments(self, tensor: TensorRef, op: Op) -> tuple[TensorRef, ...] | None:
         """What the callers of a function pass for the argument `op`."""
         graph = self._model.graphs[tensor.graph]
-        if tensor.graph not in self._callers or op.name not in graph.inputs:
+        if not self._callers.get(tensor.graph):
             return None
-        position = graph.inputs.index(op.name)
+        if tensor.graph not in self._positions:
+            self._positions[tensor.graph] = {name: position for position, name in enumerate(graph.inputs)}
+        position = self._positions[tensor.graph].get(op.name)
+        if position is None:
+            return None
         passed: dict[TensorRef, None] = {}
         for caller, call in self._callers[tensor.graph]:
             slots = self._model.graphs[caller.graph].slots(caller.op)
@@ -171,13 +183,19 @@ class Parameters:
     def _passed_through(self, body: str, position: int) -> bool:
         """Whether a loop body hands its input `position` on unchanged."""
         graph = self._model.graphs[body]
-        outputs = [name for name in graph.outputs]
-        if position >= len(outputs):
-            return True  # a loop's condition function has one output and changes nothing
-        here = graph.slots(outputs[position])[0]
-        while here is not None and here.graph == body and graph.op(here.op).kind == "identity":
-            here = graph.slots(here.op)[0]
+        if position >= len(graph.outputs):
+            return False
+        here = graph.producer(Use(body, graph.outputs[position], 0))
+        for _ in range(len(graph)):  # a broken model may hold a ring of identities
+            if here is None or here.graph != body or graph.op(here.op).kind != "identity":
+                break
+            here = graph.producer(Use(body, here.op, 0))
         return here == TensorRef(body, graph.inputs[position], 0)
+
+
+def _size(op: Op, port: int) -> int:
+    """The number of elements of an output, as far as its static shape tells."""
+    return math.prod(size or 1 for size in op.outputs[port].shape or ())
 
 
 def readable(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.ndarray[Any, Any]:
@@ -188,6 +206,7 @@ def readable(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.ndarray[Any, 
     """
     if value.size and not np.isfinite(value.astype(np.float64, copy=False)).all():
         raise ModelError(
-            f"The weight {tensor} holds NaN or infinity. No scale exists for it; mend the model or leave it out with --exclude."
+            f"The weight {tensor} holds NaN or infinity. No scale exists for it; mend the model or leave it out with"
+            " --exclude."
         )
     return value
