@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class PatternOp:
     operands: tuple[str, ...]
 
 
+@lru_cache(maxsize=1024)
 def parse_chain(text: str) -> tuple[Link, ...]:
     """`conv > batchnorm? > relu|relu6?` as links, producer first.
 
