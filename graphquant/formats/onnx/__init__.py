@@ -1,14 +1,17 @@
-"""ONNX models: read, written, run and raised to a newer opset. onnx and onnxruntime are imported when they are needed."""
+"""ONNX models: read, written, run and raised to a newer opset.
+
+onnx and onnxruntime are imported when they are needed.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphquant.ir import Model
-
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from graphquant.formats import Runner
+    from graphquant.ir import Model
 
 DEFAULT_RULES = "onnxruntime"
 FAMILY = "onnx-qdq"

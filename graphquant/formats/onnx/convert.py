@@ -72,10 +72,11 @@ def _lightened(source: Any) -> tuple[Any, dict[str, Any], set[str]]:
     del light.graph.initializer[:]
     light.graph.initializer.extend(kept)
     added = {name for name in weights if name not in inputs}
-    for name in weights:
-        if name in added:
-            tensor = weights[name]
-            light.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
+    light.graph.input.extend(
+        helper.make_tensor_value_info(name, tensor.data_type, tensor.dims)
+        for name, tensor in weights.items()
+        if name in added
+    )
     return light, weights, added
 
 

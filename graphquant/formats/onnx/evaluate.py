@@ -1,9 +1,9 @@
-"""One pure op on numpy arrays, by onnx's reference implementation: how constants behind small chains of ops are read."""
+"""One pure op on numpy arrays, by onnx's reference implementation: so constants behind chains of ops are read."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from onnx import NodeProto, checker, helper, numpy_helper, shape_inference
@@ -11,7 +11,9 @@ from onnx.reference import ReferenceEvaluator
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.tensors import first_line
-from graphquant.ir import Op
+
+if TYPE_CHECKING:
+    from graphquant.ir import Op
 
 Array = np.ndarray[Any, Any]
 
@@ -52,7 +54,8 @@ def evaluate(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array]:
         return [np.asarray(result) for result in results]
     except _FAILURES as error:
         raise ModelError(
-            f"{op.type} {op.name!r} on constants cannot be computed ({first_line(error)}). Fold the model's constants first."
+            f"{op.type} {op.name!r} on constants cannot be computed ({first_line(error)}). "
+            "Fold the model's constants first."
         ) from error
 
 

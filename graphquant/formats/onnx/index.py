@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 from onnx import AttributeProto
@@ -13,6 +12,7 @@ from onnx import AttributeProto
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.infer import inferred
 from graphquant.formats.onnx.ops import Facts, OpInfo, classify
+from graphquant.formats.onnx.rename import value_of
 from graphquant.formats.onnx.source import GraphSource, Source
 from graphquant.formats.onnx.tensors import (
     NAMES,
@@ -25,6 +25,9 @@ from graphquant.formats.onnx.tensors import (
     type_of,
 )
 from graphquant.ir import Call, Graph, Model, Op, Output, Shape, TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 MAX_NESTING = 30
 """Depth to which bodies may lie in each other: the binary form of a message cannot hold more."""
@@ -120,7 +123,8 @@ class Indexer:
         for name, graph in self._unsorted.items():
             if not nx.is_directed_acyclic_graph(graph.nx):
                 raise ModelError(
-                    f"The nodes of graph {name or message.graph.name!r} depend on each other in a circle. Export the model again."
+                    f"The nodes of graph {name or message.graph.name!r} depend on each other in a circle. "
+                    "Export the model again."
                 )
 
     def _open(
@@ -239,14 +243,18 @@ class Indexer:
                 channel_axis=info.channel_axis,
                 outputs=tuple(scope.output(value) for value in node.output),
                 attrs=attrs,
-                value=partial(constant_value, node, folder) if info.kind == "constant" else None,
+                value=partial(constant_value, node, folder) if info.kind == "constant" and attrs else None,
                 calls=calls,
                 source=node,
             )
         )
 
     def _bodies(self, scope: _Scope, node: Any, twin: Any, name: str) -> tuple[Call, ...]:
-        """Opens the graphs that a node holds. None of ONNX's bodies takes the node's operands in order, save branches without any."""
+        """Opens the graphs that a node holds.
+
+        Their `Call` has no offset: branches have no inputs, Loop gives its carried values back one place earlier than
+        it takes them, and Scan passes slices; so no body input counts as a parameter. Weights are captured anyway.
+        """
         calls: list[Call] = []
         prefix = f"{scope.graph.name}/{name}" if scope.graph.name else name
         for attr, other in zip(node.attribute, twin.attribute, strict=True):
@@ -269,8 +277,7 @@ class Indexer:
         for name, node in zip(scope.nodes, scope.proto.node, strict=True):
             graph.wire(name, [self._read(scope, value, name) if value else None for value in node.input])
         for name in graph.outputs:
-            source = graph.op(name).source
-            graph.wire(name, [self._read(scope, source if isinstance(source, str) else source.name, name)])
+            graph.wire(name, [self._read(scope, value_of(graph.op(name)), name)])
 
     def _read(self, scope: _Scope, value: str, reader: str) -> TensorRef:
         tensor = scope.find(value)

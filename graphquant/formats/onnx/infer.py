@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from google.protobuf.message import DecodeError
 from onnx import AttributeProto, ModelProto, TensorProto, checker, shape_inference
 
 SMALL = 1 << 10
@@ -19,7 +20,7 @@ def inferred(message: Any) -> Any:
     _graph(message.graph, light.graph)
     try:
         return shape_inference.infer_shapes(light, data_prop=True)
-    except (shape_inference.InferenceError, checker.ValidationError, RuntimeError, ValueError, IndexError):
+    except (shape_inference.InferenceError, checker.ValidationError, DecodeError, RuntimeError, ValueError, IndexError):
         # An op unknown to onnx, or a model that is wrong in some place: the types that the file states remain.
         return light
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from onnx import AttributeProto, NodeProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.tensors import CODES
 from graphquant.ir import DataType, Op
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 RULE_KEY = "graphquant.rule"
 
@@ -23,7 +26,7 @@ def new_node(op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
         ModelError: An attribute cannot be written.
     """
     node = NodeProto(name=op.name, op_type=op.type, domain=op.domain, input=inputs, output=outputs)
-    _set_attributes(node, op, op.attrs)
+    _set_attributes(node, op, {})
     return node
 
 
@@ -35,7 +38,7 @@ def constant_node(op: Op, output: str) -> Any:
 
 
 def patch_node(node: Any, op: Op, loaded: Op) -> None:
-    """Changes `node`, the copy of the source of `loaded`, to what `op` says: type, attributes, outputs, a constant's value.
+    """Changes `node`, the copy of the source of `loaded`, to the type, attributes, outputs and value of `op`.
 
     Raises:
         ModelError: An attribute cannot be written.
@@ -54,7 +57,7 @@ def patch_node(node: Any, op: Op, loaded: Op) -> None:
         types = {attr.name: attr.type for attr in node.attribute}
         del node.attribute[:]
         node.attribute.extend(kept)
-        _set_attributes(node, op, op.attrs, types)
+        _set_attributes(node, op, types)
 
 
 def tensor_of(op: Op, name: str) -> Any:
@@ -81,13 +84,13 @@ def _no_value(op: Op) -> Any:
     raise ModelError(f"The constant {op.name!r} has no value. Give it one.")
 
 
-def _set_attributes(node: Any, op: Op, attrs: Mapping[str, Any], types: Mapping[str, int] | None = None) -> None:
-    for name, value in attrs.items():
+def _set_attributes(node: Any, op: Op, types: Mapping[str, int]) -> None:
+    for name, value in op.attrs.items():
         plain = CODES[value] if isinstance(value, DataType) else value
-        if hasattr(plain, "dtype") and getattr(plain, "ndim", 0):
+        if isinstance(plain, np.ndarray):
             plain = numpy_helper.from_array(plain)
         try:
-            node.attribute.append(helper.make_attribute(name, plain, attr_type=(types or {}).get(name)))
+            node.attribute.append(helper.make_attribute(name, plain, attr_type=types.get(name)))
         except (ValueError, TypeError) as error:
             raise ModelError(
                 f"Attribute {name!r} of {op.name!r} cannot be written to ONNX ({error}). Give it another value."

@@ -121,7 +121,9 @@ class Instrument:
         levels = self._levels(tensor)
         dtype = CODES.get(self._model.output(tensor).dtype or "")
         if dtype is None:
-            raise _unwatchable(tensor, "its type is not known before the model runs", "Add its type to the body's value_info")
+            raise _unwatchable(
+                tensor, "its type is not known before the model runs", "Add its type to the body's value_info"
+            )
         value = self._fresh()
         name = self._emission.name(self._model, tensor)
         levels[0].body.node.append(helper.make_node("Identity", [name], [value]))
@@ -131,10 +133,16 @@ class Instrument:
             stacked += 1
         strange = [level.owner for level in levels if level.owner.type not in {"If", "Loop"}]
         if strange:
-            raise _unwatchable(tensor, f"it is inside {strange[0].type} {strange[0].name!r}", "Leave it out with --exclude")
+            raise _unwatchable(
+                tensor, f"it is inside {strange[0].type} {strange[0].name!r}", "Leave it out with --exclude"
+            )
         if any(level.owner.type == "Loop" for level in levels):
             if self._model.opset < OPSET_SEQUENCE:
-                raise _unwatchable(tensor, f"it is inside a Loop of opset {self._model.opset}", f"Upgrade the model to opset {OPSET_SEQUENCE}")
+                raise _unwatchable(
+                    tensor,
+                    f"it is inside a Loop of opset {self._model.opset}",
+                    f"Upgrade the model to opset {OPSET_SEQUENCE}",
+                )
             value = self._carry(levels, value, dtype)
             self._publish(helper.make_tensor_sequence_value_info(value, dtype, None))
         else:
@@ -149,7 +157,11 @@ class Instrument:
         while (parent := self._model.graphs[names[-1]].parent) is not None and parent[0]:
             names.append(parent[0])
         if parent is None:
-            raise _unwatchable(tensor, f"it is inside the function {names[-1]!r}", "Inline the model's functions with onnx.inliner first")
+            raise _unwatchable(
+                tensor,
+                f"it is inside the function {names[-1]!r}",
+                "Inline the model's functions with onnx.inliner first",
+            )
         levels = []
         for name in reversed(names):
             outer, owner = self._model.graphs[name].parent or ("", "")
@@ -166,7 +178,10 @@ class Instrument:
             self._nodes[graph] = {name: node for node in self._protos[graph].node for name in node.output if name}
         port = next((k for k, output in enumerate(op.outputs) if output.name), None)
         if port is None:
-            raise ModelError(f"{op.type} {op.name!r} has no output, so nothing inside it can be watched. Leave it out with --exclude.")
+            raise ModelError(
+                f"{op.type} {op.name!r} has no output, so nothing inside it can be watched. "
+                "Leave it out with --exclude."
+            )
         return self._nodes[graph][self._emission.name(self._model, TensorRef(graph, op.name, port))]
 
     def _scan(self, level: _Level, value: str, dtype: int) -> str:
@@ -187,7 +202,7 @@ class Instrument:
         return str(level.node.output[-1])
 
     def _carry(self, levels: list[_Level], value: str, dtype: int) -> str:
-        """Case 4: threads a sequence through the bodies, the outermost first, that gains each `value`; returns its name at the end."""
+        """Case 4: threads a sequence through the bodies that gains each `value`; returns its name at the end."""
         start = sequence = self._fresh()
         self._first.append(helper.make_node("SequenceEmpty", [], [start], dtype=dtype))
         for level in reversed(levels):

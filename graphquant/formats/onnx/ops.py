@@ -1,11 +1,13 @@
-"""The table of ONNX ops: their neutral kind, what each input is, and which axis of the weight counts output channels."""
+"""The table of ONNX ops: neutral kind, what each input is, which axis of the weight counts output channels."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graphquant.ir import Shape
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from graphquant.ir import Shape
 
 RELU6_BOUNDS = (0.0, 6.0)
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import warnings
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf import json_format, text_format
 from google.protobuf.message import DecodeError
@@ -19,8 +19,16 @@ from graphquant.formats.onnx.source import Source
 from graphquant.formats.onnx.tensors import first_line
 from graphquant.ir import Model, bulk
 
+if TYPE_CHECKING:
+    from pathlib import Path
+
 MAX_MESSAGE = (1 << 31) - 1
 """Bytes that a protocol buffer may have."""
+
+MAX_DEPTH = 1000
+"""Brackets in brackets that onnx's textual form may have."""
+
+_BRACKETS = re.compile(rb"[{}()<>\[\]]")
 
 _UNREADABLE = (
     DecodeError,
@@ -61,11 +69,24 @@ def parse(data: bytes, path: Path) -> Any:
         raise ModelError(
             "The file is over 2 GB, more than a protocol buffer can hold. Save the model with external data."
         )
+    if form == "onnxtxt" and _depth(data) > MAX_DEPTH:
+        raise ModelError(f"Its brackets nest over {MAX_DEPTH} deep, more than can be read. Write the model as .onnx.")
     try:
         with warnings.catch_warnings(action="ignore"):  # onnx calls its text form experimental
             return serialization.registry.get(form).deserialize_proto(data, ModelProto())
     except _UNREADABLE as error:
-        raise ModelError(f"This is no ONNX model in {form} form ({first_line(error)}). Export or copy the model again.") from error
+        raise ModelError(
+            f"This is no ONNX model in {form} form ({first_line(error)}). Export or copy the model again."
+        ) from error
+
+
+def _depth(data: bytes) -> int:
+    """How deep the brackets of a text nest at most; onnx's parser recurses into them without a limit."""
+    depth = deepest = 0
+    for bracket in _BRACKETS.findall(data):
+        depth = depth + 1 if bracket in b"{(<[" else max(depth - 1, 0)
+        deepest = max(deepest, depth)
+    return deepest
 
 
 def index(message: Any, *, path: Path | None = None, digest: str = "") -> Model:

@@ -77,9 +77,7 @@ class OnnxRunner:
         self.start()
         return dict(zip(self.outputs, _run(self._session, self.outputs, feeds), strict=True))
 
-    def observe(
-        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]
-    ) -> Iterator[dict[TensorRef, list[Array]]]:
+    def observe(self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]) -> Iterator[dict[TensorRef, list[Array]]]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
         Raises:
@@ -109,7 +107,9 @@ def session(message: Any, folder: Path | None) -> Any:
     try:
         return onnxruntime.InferenceSession(binary(message), options, providers=["CPUExecutionProvider"])
     except ERRORS as error:
-        raise ModelError(f"onnxruntime cannot take the model: {first_line(error)}. Mend the model, or update onnxruntime.") from error
+        raise ModelError(
+            f"onnxruntime cannot take the model: {first_line(error)}. Mend the model, or update onnxruntime."
+        ) from error
 
 
 def _run(started: Any, names: Sequence[str], feeds: Feeds) -> list[Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphquant.ir import Op, TensorRef
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphquant.ir import Op, TensorRef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

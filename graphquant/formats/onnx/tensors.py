@@ -1,17 +1,19 @@
-"""Tensors of ONNX messages as numpy arrays: inline, sparse, and external ones through memory maps that stay in their folder."""
+"""Tensors of ONNX messages as numpy arrays: inline, sparse, and external ones through memory maps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from onnx import AttributeProto, TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
-from graphquant.ir import Shape
+
+if TYPE_CHECKING:
+    from graphquant.ir import Shape
 
 Array = np.ndarray[Any, Any]
 
@@ -26,11 +28,23 @@ NAMES: dict[int, str] = {
 
 CODES: dict[str, int] = {name: code for code, name in NAMES.items()}
 
+_CONSTANT_FORMS: dict[str, Any] = {
+    "value": None,
+    "sparse_value": None,
+    "value_float": np.float32,
+    "value_floats": np.float32,
+    "value_int": np.int64,
+    "value_ints": np.int64,
+    "value_string": object,
+    "value_strings": object,
+}
+"""The attributes that may hold a Constant node's value, and the dtype of those that are no tensors."""
+
 _SUB_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
 
 
 def type_of(proto: Any) -> tuple[str | None, Shape | None]:
-    """dtype name and static shape of a TypeProto; (None, None) for what is no dense tensor."""
+    """Dtype name and static shape of a TypeProto; (None, None) for what is no dense tensor."""
     if not proto.HasField("tensor_type"):
         return None, None
     tensor = proto.tensor_type
@@ -76,8 +90,8 @@ def tensor_value(tensor: Any, folder: Path | None) -> Array:
         return np.asarray(numpy_helper.to_array(tensor))
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise ModelError(
-            f"The data of tensor {tensor.name!r} does not fit its shape {list(tensor.dims)} of {NAMES[tensor.data_type]} "
-            f"({first_line(error)}). The file is damaged: export the model again."
+            f"The data of tensor {tensor.name!r} does not fit its shape {list(tensor.dims)} of "
+            f"{NAMES[tensor.data_type]} ({first_line(error)}). The file is damaged: export the model again."
         ) from error
 
 
@@ -114,23 +128,9 @@ def constant_value(node: Any, folder: Path | None) -> Array:
         ModelError: It has none, or one that cannot be read.
     """
     for attr in node.attribute:
-        match attr.name:
-            case "value":
-                return tensor_value(attr.t, folder)
-            case "sparse_value":
-                return sparse_value(attr.sparse_tensor, folder)
-            case "value_float":
-                return np.array(attr.f, np.float32)
-            case "value_floats":
-                return np.array(attr.floats, np.float32)
-            case "value_int":
-                return np.array(attr.i, np.int64)
-            case "value_ints":
-                return np.array(attr.ints, np.int64)
-            case "value_string":
-                return np.array(_text(attr.s), object)
-            case "value_strings":
-                return np.array([_text(s) for s in attr.strings], object)
+        if attr.name in _CONSTANT_FORMS:
+            value = attribute_value(attr, folder)
+            return value if isinstance(value, np.ndarray) else np.array(value, _CONSTANT_FORMS[attr.name])
     raise ModelError(f"The Constant node that makes {list(node.output)} has no value. Export the model again.")
 
 
@@ -157,7 +157,7 @@ def external_path(tensor: Any, folder: Path | None) -> Path:
 
 
 class Attrs(Mapping[str, Any]):
-    """The attributes of a node, decoded when they are read; bodies and references to a function's attributes are left out."""
+    """The attributes of a node, decoded when read; without bodies and references to a function's attributes."""
 
     __slots__ = ("_folder", "_node", "_protos")
 
@@ -184,26 +184,8 @@ class Attrs(Mapping[str, Any]):
 
 def attribute_value(attr: Any, folder: Path | None) -> Any:
     """The value of an AttributeProto as numbers, text (bytes if it is no UTF-8), lists of these, or arrays."""
-    match attr.type:
-        case AttributeProto.STRING:
-            return _text(attr.s)
-        case AttributeProto.STRINGS:
-            return [_text(s) for s in attr.strings]
-        case AttributeProto.TENSOR:
-            return tensor_value(attr.t, folder)
-        case AttributeProto.TENSORS:
-            return [tensor_value(tensor, folder) for tensor in attr.tensors]
-        case AttributeProto.SPARSE_TENSOR:
-            return sparse_value(attr.sparse_tensor, folder)
-        case AttributeProto.FLOATS:
-            return list(attr.floats)
-        case AttributeProto.INTS:
-            return list(attr.ints)
-        case AttributeProto.FLOAT:
-            return attr.f
-        case AttributeProto.INT:
-            return attr.i
-    return helper.get_attribute_value(attr)
+    read = _DECODERS.get(attr.type)
+    return read(attr, folder) if read else helper.get_attribute_value(attr)
 
 
 def _external_value(tensor: Any, folder: Path | None) -> Array:
@@ -224,8 +206,8 @@ def _external_value(tensor: Any, folder: Path | None) -> Array:
         ) from error
     if offset < 0 or length != needed or offset + needed > path.stat().st_size:
         raise ModelError(
-            f"The tensor {tensor.name!r} needs {needed} bytes from byte {offset} of {path.name}; the model says {length}, and the file "
-            f"has {path.stat().st_size}. The data file is cut off or another model's: copy it again."
+            f"The tensor {tensor.name!r} needs {needed} bytes from byte {offset} of {path.name}; the model says "
+            f"{length}, and the file has {path.stat().st_size}. The file is cut off or another model's: copy it again."
         )
     if not count:
         return np.zeros(shape, dtype)
@@ -240,6 +222,17 @@ def _text(value: bytes) -> str | bytes:
         return value.decode()
     except UnicodeDecodeError:
         return value
+
+
+_DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {
+    AttributeProto.STRING: lambda attr, _: _text(attr.s),
+    AttributeProto.STRINGS: lambda attr, _: [_text(s) for s in attr.strings],
+    AttributeProto.TENSOR: lambda attr, folder: tensor_value(attr.t, folder),
+    AttributeProto.TENSORS: lambda attr, folder: [tensor_value(tensor, folder) for tensor in attr.tensors],
+    AttributeProto.SPARSE_TENSOR: lambda attr, folder: sparse_value(attr.sparse_tensor, folder),
+    AttributeProto.FLOATS: lambda attr, _: list(attr.floats),
+    AttributeProto.INTS: lambda attr, _: list(attr.ints),
+}
 
 
 def first_line(error: BaseException) -> str:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.nodes import constant_node, new_node, patch_node, stamp, tensor_of
 from graphquant.formats.onnx.rename import Ends, ends_of
-from graphquant.formats.onnx.source import GraphSource, Source
 from graphquant.formats.onnx.tensors import CODES
 from graphquant.ir import Graph, Model, Op, TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from graphquant.formats.onnx.source import GraphSource, Source
 
 VERSION_KEY = "graphquant.version"
 
@@ -240,7 +243,7 @@ def _live(graph: Graph, name: str) -> Op | None:
 
 
 def _order(graph: Graph, first: Iterable[str]) -> list[str]:
-    """All ops such that each comes after what it reads; those in `first` in that order as far as possible, then the rest."""
+    """All ops, each after what it reads; those in `first` in that order as far as possible, then the rest."""
     done: set[str] = set()
     listed: list[str] = []
     for root in chain((name for name in first if name in graph), graph.nx):

@@ -1,0 +1,69 @@
+"""What the tests of the ONNX format share: models written as text, and QDQ pairs in them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+from graphquant.formats import onnx as format_
+from graphquant.formats.onnx.read import index
+from graphquant.ir import Model, Op, Output, TensorRef, check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture
+def model_of() -> Callable[[str], Model]:
+    """A function that loads a model written in onnx's text form."""
+
+    def make(text: str) -> Model:
+        model = index(onnx.parser.parse_model(text))
+        check(model, "load")
+        return model
+
+    return make
+
+
+@pytest.fixture
+def identity_at() -> Callable[..., TensorRef]:
+    """A function that puts an Identity behind a tensor, for all its readers or for some."""
+
+    def insert(model: Model, tensor: TensorRef, uses: list[Any] | None = None, *, place: str | None = None) -> TensorRef:
+        home = model.graphs[tensor.graph if place is None else place]
+        known = model.output(tensor)
+        readers = model.graphs[tensor.graph].consumers(tensor) if uses is None else uses
+        name = home.fresh(f"{tensor.op}/quant")
+        op = Op(
+            name=name,
+            kind="identity",
+            type="Identity",
+            outputs=(Output(name, known.dtype, known.shape),),
+            rule="test-rule",
+        )
+        new = home.add(op, [tensor])
+        home.reroute(tensor, readers, new)
+        check(model, "test")
+        return new
+
+    return insert
+
+
+@pytest.fixture
+def run() -> Callable[..., list[Array]]:
+    """A function that checks a message or the emitted model, and runs it in onnxruntime."""
+
+    def execute(model: Any, feeds: dict[str, Array]) -> list[Array]:
+        message = format_.emit(model) if isinstance(model, Model) else model
+        onnx.checker.check_model(message, full_check=True)
+        session = onnxruntime.InferenceSession(message.SerializeToString(), providers=["CPUExecutionProvider"])
+        results: list[Array] = session.run(None, feeds)
+        return results
+
+    return execute

@@ -1,0 +1,407 @@
+"""What loading tells of a model: names, kinds, roles, types, bodies, constants, and errors for what is no model."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from graphquant.errors import ModelError, UsageError
+from graphquant.formats import onnx as format_
+from graphquant.formats.onnx.read import index
+from graphquant.ir import Output, Parameters, TensorRef, Use
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]> '
+
+
+def test_import_is_cheap() -> None:
+    """Importing the package imports neither onnx nor onnxruntime."""
+    code = "import sys, graphquant.formats.onnx; sys.exit('onnx' in sys.modules or 'onnxruntime' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_names(model_of: Any) -> None:
+    """Unnamed nodes are called after their first output; names taken already fall back to that, then to `_k`."""
+    model = index(
+        helper.make_model(
+            helper.make_graph(
+                [
+                    helper.make_node("Neg", ["x"], ["a"], name="n"),
+                    helper.make_node("Neg", ["a"], ["b"], name="n"),
+                    helper.make_node("Neg", ["b"], ["y"], name="b"),
+                    helper.make_node("Split", ["y"], ["", "z"], num_outputs=2),
+                    helper.make_node("Neg", ["z"], ["x2"], name="x"),
+                ],
+                "g",
+                [helper.make_tensor_value_info("x", 1, [2])],
+                [helper.make_tensor_value_info("y", 1, [2])],
+            ),
+            opset_imports=[helper.make_opsetid("", 18)],
+        )
+    )
+    assert list(model.main.nx) == ["x", "n", "b", "y", "z", "x2", "@y"]
+    assert [out.name for out in model.main.op("z").outputs] == ["", "z"]
+    assert model.main.slots("x2") == [TensorRef("", "z", 1)]
+    assert model.opset == 18
+
+
+KINDS = HEAD + """g (float[1,4,8,8] x, float[N,3] m, float[8,4,3,3] w, float[4,1,3,3] d, float[3,5] k, float[5,3] t)
+=> (float[N,5] y) <float zero = {0}, float six = {6}> {
+    conv = Conv(x, w)
+    depth = Conv <group = 4> (x, d)
+    six6 = Clip(conv, zero, six)
+    half = Clip(conv, zero)
+    mm = MatMul(m, k)
+    ga = Gemm(m, k)
+    gb = Gemm <transB = 1> (m, t)
+    own = com.microsoft.QuantizeLinear(mm, six, zero)
+    foreign = custom.Conv(x, w)
+    y = Identity(mm)
+}"""
+
+
+def test_kinds_roles_axes(model_of: Any) -> None:
+    """Kind and channel axis follow from type, attributes and the shapes of weights."""
+    main = model_of(KINDS.replace('["" : 17]', '["" : 17, "custom" : 1, "com.microsoft" : 1]')).main
+    found = {op.name: (op.kind, op.channel_axis) for op in main.ops() if op.source is not None and main.slots(op.name)}
+    assert found == {
+        "conv": ("conv", 0),
+        "depth": ("depthwise_conv", 0),
+        "six6": ("relu6", None),
+        "half": ("clip", None),
+        "mm": ("matmul", 1),
+        "ga": ("gemm", 1),
+        "gb": ("gemm", 0),
+        "own": ("quantize", None),
+        "foreign": ("other", None),
+        "y": ("identity", None),
+        "@y": ("output", None),
+    }
+    assert main.op("conv").roles == ("input", "weight", "bias")
+    assert main.op("conv").outputs == (Output("conv", "float32", (1, 8, 6, 6)),)
+    assert main.op("mm").outputs == (Output("mm", "float32", (None, 5)),)
+
+
+def test_attrs_are_decoded_when_read(model_of: Any) -> None:
+    """Attributes come as numbers, text, lists and arrays; bodies do not."""
+    main = model_of(
+        HEAD + "g (float[1,4,8,8] x) => (float[1,4,7,7] y)"
+        ' { y = MaxPool <kernel_shape = [2, 2], auto_pad = "VALID", storage_order = 0> (x) }'
+    ).main
+    assert dict(main.op("y").attrs) == {"kernel_shape": [2, 2], "auto_pad": "VALID", "storage_order": 0}
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        ("value = float[2] {1, 2}", np.array([1, 2], np.float32)),
+        ("value_float = 1.5", np.array(1.5, np.float32)),
+        ("value_floats = [1.0, 2.5]", np.array([1, 2.5], np.float32)),
+        ("value_int = 3", np.array(3, np.int64)),
+        ("value_ints = [3, 4]", np.array([3, 4], np.int64)),
+        ('value_string = "a"', np.array("a", object)),
+        ('value_strings = ["a", "b"]', np.array(["a", "b"], object)),
+    ],
+)
+def test_constant_nodes(attribute: str, value: np.ndarray[Any, Any], model_of: Any) -> None:
+    """Each form of a Constant node has its value."""
+    main = model_of(HEAD + f"g (float[2] x) => (float[2] x2) {{ c = Constant <{attribute}> ()  x2 = Neg(x) }}").main
+    op = main.op("c")
+    assert op.kind == "constant"
+    found = op.value()
+    assert (found.dtype, found.tolist()) == (value.dtype, value.tolist())
+
+
+def test_sparse_initializer() -> None:
+    """A sparse initializer is a constant, written out when it is read, with flat or full indices."""
+    for indices in (np.array([1, 3]), np.array([[0, 1], [1, 1]])):
+        values = numpy_helper.from_array(np.array([5, 7], np.float32), "s")
+        sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(indices.astype(np.int64), "i"), [2, 2])
+        graph = helper.make_graph(
+            [helper.make_node("Add", ["x", "s"], ["y"])],
+            "g",
+            [helper.make_tensor_value_info("x", 1, [2, 2])],
+            [helper.make_tensor_value_info("y", 1, [2, 2])],
+            sparse_initializer=[sparse],
+        )
+        op = index(helper.make_model(graph)).main.op("s")
+        assert (op.kind, op.outputs) == ("constant", (Output("s", "float32", (2, 2)),))
+        np.testing.assert_array_equal(op.value(), [[0, 5], [0, 7]])
+
+
+def test_bodies_and_captures(model_of: Any) -> None:
+    """Bodies are graphs named after their op, what they read outside is a capture, and nested bodies nest their names."""
+    model = model_of(HEAD + """g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}> {
+        y = If(c) <
+            then_branch = t () => (float[2] p) {
+                p = If(c) <then_branch = u () => (float[2] s) { s = Add(x, w) }, else_branch = v () => (float[2] r) { r = Neg(x) }>
+            },
+            else_branch = e () => (float[2] q) { q = Abs(x) }
+        >
+    }""")
+    assert list(model.graphs) == [
+        "",
+        "y/then_branch",
+        "y/else_branch",
+        "y/then_branch/p/then_branch",
+        "y/then_branch/p/else_branch",
+    ]
+    assert model.main.consumers(TensorRef("", "w")) == [Use("y/then_branch/p/then_branch", "s", 1)]
+    assert [(c.attr, c.graph, c.offset) for c in model.main.op("y").calls] == [
+        ("then_branch", "y/then_branch", None),
+        ("else_branch", "y/else_branch", None),
+    ]
+    assert model.graphs["y/then_branch/p/then_branch"].op("s").outputs[0] == Output("s", "float32", (2,))
+
+
+def test_loop_carried_values_are_no_parameters(model_of: Any) -> None:
+    """A weight that a loop carries may change, so the body's input is no parameter; a captured one is."""
+    model = model_of(HEAD + """g (int64 n, bool c, float[2] x) => (float[2] y) <float[2] w = {1, 2}> {
+        y, z = Loop(n, c, x, w) <body = b (int64 i, bool k, float[2] s, float[2] v) => (bool k2, float[2] s2, float[2] v2) {
+            k2 = Identity(k)
+            s2 = Add(s, w)
+            v2 = Add(v, s2)
+        }>
+    }""")
+    parameters = Parameters(model)
+    assert not parameters.is_parameter(TensorRef("y/body", "v"))
+    assert model.graphs["y/body"].producer(Use("y/body", "s2", 1)) == TensorRef("", "w")
+
+
+def test_function_calls_pass_parameters(model_of: Any) -> None:
+    """A function is a graph, and its argument is a parameter if its callers pass one."""
+    model = model_of("""<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
+    g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { y = f.fn(x, w) }
+    <domain: "f", opset_import: ["" : 17]> fn (a, b) => (c) { c = Mul(a, b) }""")
+    assert (model.main.op("y").kind, model.main.op("y").calls[0].graph) == ("call", "f:fn")
+    parameters = Parameters(model)
+    assert not parameters.is_parameter(TensorRef("f:fn", "a"))
+    np.testing.assert_array_equal(parameters.value(TensorRef("f:fn", "b")), [1, 2])
+
+
+def test_chain_of_constants_is_evaluated(model_of: Any) -> None:
+    """A weight behind Slice, Transpose and Squeeze has its value."""
+    model = model_of(HEAD + """g (float[2] x) => (float[2] y)
+    <float[1,2,3] w = {1, 2, 3, 4, 5, 6}, int64[1] a = {1}, int64[1] b = {2}, int64[1] zero = {0}> {
+        s = Slice(w, a, b, b)
+        t = Transpose <perm = [0, 2, 1]> (s)
+        v = Squeeze(t, zero)
+        u = Squeeze(v, zero)
+        y = Add(x, u)
+    }""")
+    np.testing.assert_array_equal(Parameters(model).value(TensorRef("", "u")), [2, 5])
+
+
+def test_bomb_of_constants_is_refused(model_of: Any) -> None:
+    """A small constant that expands beyond memory is an error, not a crash."""
+    model = model_of(HEAD + """g (float[2] x) => (float[2] y)
+    <float[1] w = {1}, int64[2] big = {1000000, 1000000}> { e = Expand(w, big)  y = Neg(x) }""")
+    inputs = [np.ones(1, np.float32), np.array([1_000_000, 1_000_000])]
+    with pytest.raises(ModelError, match="1000000000000 elements"):
+        model.evaluate(model.main.op("e"), inputs)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("g (float[2] x) => (float[2] y) { y = Neg(nothing) }", "'y' reads 'nothing', which nothing makes"),
+        ("g (float[2] x) => (float[2] y) { y = Neg(x)  y = Abs(x) }", "Two things make the value 'y'"),
+        ("g (float[2] x) => (float[2] y) { x = Neg(x)  y = Abs(x) }", "Two things make the value 'x'"),
+        ("g (float[2] x) => (float[2] y) { a = Neg(y)  y = Abs(a) }", "depend on each other in a circle"),
+        ("g (float[2] x) => (float[2] z) { y = Abs(x) }", "reads 'z', which nothing makes"),
+    ],
+)
+def test_what_does_not_fit_together(text: str, message: str) -> None:
+    """Duplicate producers, missing producers and circles are errors that name the value."""
+    with pytest.raises(ModelError, match=message):
+        index(onnx.parser.parse_model(HEAD + text))
+
+
+def test_unsorted_nodes_are_read(model_of: Any) -> None:
+    """Nodes out of order are no error, as onnxruntime takes them too."""
+    model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(a)  a = Abs(x) }")
+    assert model.main.slots("y") == [TensorRef("", "a")]
+    assert format_.emit(model) == model.source.message
+
+
+def broken(shape: list[int], raw: bytes) -> onnx.ModelProto:
+    """Return a model with an initializer of given shape and bytes."""
+    tensor = TensorProto(name="w", data_type=1, dims=shape, raw_data=raw)
+    graph = helper.make_graph(
+        [helper.make_node("Neg", ["w"], ["y"])], "g", [], [helper.make_tensor_value_info("y", 1, None)], [tensor]
+    )
+    return helper.make_model(graph)
+
+
+def test_negative_size() -> None:
+    """A negative size is an error at load."""
+    with pytest.raises(ModelError, match=r"'w' has the shape \[-1\]"):
+        index(broken([-1], b""))
+
+
+@pytest.mark.parametrize("shape", [[3], [1 << 40, 1 << 40]])
+def test_wrong_length_when_read(shape: list[int]) -> None:
+    """Data of the wrong length is an error when it is read, not before."""
+    model = index(broken(shape, struct.pack("<f", 1)))
+    with pytest.raises(ModelError, match="data of tensor 'w' does not fit its shape"):
+        model.main.op("w").value()
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("empty.onnx", b""),
+        ("garbage.onnx", b"\xff" * 100),
+        ("text.onnx", b"this is no model"),
+        ("nograph.onnx", b"\x08\x07"),
+        ("garbage.json", b"{"),
+        ("deep.json", b'{"graph":' * 5000),
+        ("latin.textproto", b"\xe9"),
+        ("garbage.textproto", b"graph {"),
+        ("garbage.onnxtxt", b"<"),
+        ("deep.onnxtxt", b"<ir_version: 8> g () => () {" + b"y = If(c)<t = g () => () {" * 100_000),
+        ("deep.textproto", b"graph { node { attribute { g { " * 20_000),
+    ],
+)
+def test_hostile_files(name: str, data: bytes, tmp_path: Path) -> None:
+    """What is no model is an error that names the file."""
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(ModelError, match=name):
+        format_.load(tmp_path / name)
+
+
+def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
+    """A cut off file and one that is not there are errors that name the file."""
+    data = broken([1], struct.pack("<f", 1)).SerializeToString()
+    refused = 0
+    for length in range(len(data)):
+        (tmp_path / "cut.onnx").write_bytes(data[:length])
+        try:
+            format_.load(tmp_path / "cut.onnx")
+        except ModelError as error:
+            assert "cut.onnx" in str(error)  # noqa: PT017 - whole fields may be missing without a trace
+            refused += 1
+    assert refused > len(data) - 10
+    with pytest.raises(ModelError, match="none.onnx cannot be read"):
+        format_.load(tmp_path / "none.onnx")
+
+
+def test_deep_nesting_is_refused() -> None:
+    """Bodies nested beyond what the binary form holds are an error."""
+    inner = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [], [helper.make_empty_tensor_value_info("y")])
+    for _ in range(32):
+        node = helper.make_node("If", ["c"], ["y"], then_branch=inner)
+        inner = helper.make_graph([node], "g", [], [helper.make_empty_tensor_value_info("y")])
+    graph = helper.make_graph(
+        list(inner.node),
+        "g",
+        [helper.make_tensor_value_info("x", 1, [2]), helper.make_tensor_value_info("c", 9, [])],
+        list(inner.output),
+    )
+    with pytest.raises(ModelError, match="deep"):
+        index(helper.make_model(graph))
+
+
+# -- external data -------------------------------------------------------------------------------
+
+
+def external(folder: Path, location: str, **entries: str) -> Path:
+    """Write a model whose weight, two floats, is in another file."""
+    tensor = TensorProto(name="w", data_type=1, dims=[2], data_location=TensorProto.EXTERNAL)
+    for key, value in {"location": location, **entries}.items():
+        tensor.external_data.add(key=key, value=value)
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", 1, [2])],
+        [helper.make_tensor_value_info("y", 1, [2])],
+        [tensor],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 11)], ir_version=8)
+    folder.mkdir(exist_ok=True)
+    (folder / "m.onnx").write_bytes(model.SerializeToString())
+    return folder / "m.onnx"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a file of four floats in it and another beside it."""
+    home = tmp_path / "home"
+    (home / "data").mkdir(parents=True)
+    (home / "data/w.bin").write_bytes(struct.pack("<4f", 1, 2, 3, 4))
+    (tmp_path / "secret.bin").write_bytes(struct.pack("<4f", 1, 2, 3, 4))
+    (home / "link.bin").symlink_to(tmp_path / "secret.bin")
+    return home
+
+
+def test_external_data_is_read_and_run(folder: Path) -> None:
+    """External data is a memory map; sessions, upgrades and copies of the model in other folders find it."""
+    model = format_.load(external(folder, "data/w.bin", offset="8", length="8"))
+    value = model.main.op("w").value()
+    assert isinstance(value, np.memmap)
+    np.testing.assert_array_equal(value, [3, 4])
+    x = {"x": np.array([1, 1], np.float32)}
+    np.testing.assert_array_equal(format_.runner(model).run(x)["y"], [4, 5])
+    np.testing.assert_array_equal(format_.runner(format_.upgrade(model, 13)).run(x)["y"], [4, 5])
+    other = folder.parent / "other"
+    other.mkdir()
+    format_.save(model, other / "n.onnx")
+    assert sorted(path.name for path in other.rglob("*")) == ["data", "n.onnx", "w.bin"]
+    np.testing.assert_array_equal(format_.load(other / "n.onnx").main.op("w").value(), [3, 4])
+    format_.save(model, other / "n.onnx")
+
+
+def test_external_data_is_not_overwritten(folder: Path) -> None:
+    """Other data where the link would go is an error, and nothing is written."""
+    model = format_.load(external(folder, "data/w.bin"))
+    (folder.parent / "other/data").mkdir(parents=True)
+    (folder.parent / "other/data/w.bin").write_bytes(b"mine")
+    with pytest.raises(UsageError, match="is other data than the model's"):
+        format_.save(model, folder.parent / "other/n.onnx")
+    assert (folder.parent / "other/data/w.bin").read_bytes() == b"mine"
+    assert not (folder.parent / "other/n.onnx").exists()
+
+
+@pytest.mark.parametrize(
+    ("location", "entries", "message"),
+    [
+        ("../secret.bin", {}, "out of the model's folder"),
+        ("/etc/hostname", {}, "out of the model's folder"),
+        ("link.bin", {}, "out of the model's folder"),
+        ("", {}, "out of the model's folder"),
+        ("C:\\w.bin", {}, "out of the model's folder"),
+        ("data\0/w.bin", {}, "out of the model's folder"),
+        ("data", {}, "no such file"),
+        ("data/none.bin", {}, "no such file"),
+        ("data/w.bin", {"offset": "12"}, "cut off"),
+        ("data/w.bin", {"offset": "-4"}, "cut off"),
+        ("data/w.bin", {"length": "16"}, "cut off"),
+        ("data/w.bin", {"offset": "x"}, "no number"),
+    ],
+)
+def test_unsuitable_external_data(location: str, entries: dict[str, str], message: str, folder: Path) -> None:
+    """External data out of the folder, missing, or of another length is an error that names the tensor."""
+    model = format_.load(external(folder, location, **entries))
+    with pytest.raises(ModelError, match=message) as caught:
+        model.main.op("w").value()
+    assert "'w'" in str(caught.value)
+
+
+def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, model_of: Any) -> None:
+    """A folder that is not there is an error that names the path, without leftovers."""
+    model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    with pytest.raises(UsageError, match=r"missing/m.onnx cannot be written: No such file"):
+        format_.save(model, tmp_path / "missing/m.onnx")
+    (tmp_path / "m.onnx").mkdir()
+    with pytest.raises(UsageError, match=r"m.onnx cannot be written"):
+        format_.save(model, tmp_path / "m.onnx")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]

@@ -1,0 +1,90 @@
+"""Every model of onnx's backend test suite, the sample models and real ones load, hold together and come back equal."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import pytest
+
+from graphquant.formats import onnx as format_
+from graphquant.formats.onnx.read import index
+from graphquant.ir import check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[3]
+STORED = Path(onnx.__file__).parent / "backend/test/data"
+SAMPLES = sorted((ROOT / "sample_models").glob("*.onnx"))
+REAL = sorted((ROOT.parent / "shared/models").rglob("*.onnx"))
+
+
+def generated() -> Iterator[onnx.ModelProto]:
+    """Yield the models that onnx's case generator makes."""
+    with warnings.catch_warnings(action="ignore"):
+        from onnx.backend.test.case.node import collect_testcases
+
+        yield from (case.model for case in collect_testcases(None) if case.model is not None)
+
+
+def test_stored_backend_models_come_back_byte_identical(tmp_path: Path) -> None:
+    """Every stored model of the backend suite is saved as the very bytes it was read from."""
+    paths = sorted(STORED.rglob("*.onnx"))
+    assert len(paths) > 100
+    changed = []
+    for path in paths:
+        model = format_.load(path)
+        check(model, "load")
+        format_.save(model, tmp_path / "out.onnx")
+        if (tmp_path / "out.onnx").read_bytes() != path.read_bytes():
+            changed.append(path)
+    assert changed == []
+
+
+@pytest.mark.slow
+def test_generated_backend_models_come_back_equal() -> None:
+    """Every model of the case generator loads, holds together and is emitted as an equal message."""
+    count = 0
+    for message in generated():
+        model = index(message)
+        check(model, "load")
+        assert format_.emit(model) == message
+        count += 1
+    assert count > 1500
+
+
+@pytest.mark.parametrize("path", [*SAMPLES, *REAL], ids=lambda path: path.name)
+def test_real_models_come_back_byte_identical(path: Path, tmp_path: Path) -> None:
+    """Sample and real models are saved as the very bytes they were read from, from a copy as well."""
+    model = format_.load(path).copy()
+    check(model, "load")
+    assert format_.emit(model) == model.source.message
+    format_.save(model, tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".textproto", ".json"])
+def test_text_forms_come_back_equal(suffix: str, tmp_path: Path) -> None:
+    """A model written in a text form is read back as the same message."""
+    model = format_.load(ROOT / "sample_models/digits_rnn.onnx")
+    format_.save(model, tmp_path / f"model{suffix}")
+    again = format_.load(tmp_path / f"model{suffix}")
+    assert again.source.message == model.source.message
+    assert list(again.main.nx) == list(model.main.nx)
+
+
+def test_textual_form_holds_graph_and_weights(tmp_path: Path) -> None:
+    """onnx's own textual form is read back with the same ops and the same weights."""
+    model = format_.load(ROOT / "sample_models/digits_rnn.onnx")
+    format_.save(model, tmp_path / "model.onnxtxt")
+    again = format_.load(tmp_path / "model.onnxtxt")
+    assert list(again.main.nx) == list(model.main.nx)
+    for op in model.main.ops():
+        twin = again.main.op(op.name)
+        assert (twin.type, twin.kind, again.main.slots(op.name)) == (op.type, op.kind, model.main.slots(op.name))
+        if op.value is not None and twin.value is not None:
+            np.testing.assert_array_equal(twin.value(), op.value())
