@@ -283,7 +283,7 @@ def _variables(source: Source) -> Callable[[Any], Callable[[], Any] | None]:
 def _node_shapes(node: Any, producer: int) -> list[Shape | None]:
     """The static shapes of a node's outputs, as far as the node itself tells them."""
     attr = node.attr
-    if "_output_shapes" in attr and attr["_output_shapes"].list.shape:
+    if "_output_shapes" in attr and attr["_output_shapes"].list.shape and node.op != "VarHandleOp":
         return [decode_shape(shape) for shape in attr["_output_shapes"].list.shape]
     if node.op == "Const" and "value" in attr:
         return [decode_shape(attr["value"].tensor.tensor_shape)]

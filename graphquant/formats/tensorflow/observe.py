@@ -1,7 +1,8 @@
 """A copy of a model that keeps the values of tensors inside functions and TF1 frames in queues.
 
-Such a tensor cannot be fetched: a function's body has no tensors of the main graph, and one in a frame has no value or
-several. Each gets a queue of its own and an Identity that all its consumers read instead, which waits for the enqueuing:
+Such a tensor cannot be fetched: a function's body has no tensors of the main graph, and one in a frame has none or
+several values. Each gets a queue of its own and an Identity that all its consumers read instead, which waits until the
+value is in the queue:
 
     x -> Identity(^enqueue) -> consumers,    enqueue = QueueEnqueueV2(FIFOQueueV2(^x), x)
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import DataError, MissingDependencyError, ModelError, did_you_mean
@@ -192,7 +193,7 @@ class _Session:
         assets = {
             asset.tensor_info.name: str(source.folder / "assets" / asset.filename)
             for asset in meta.asset_file_def
-            if source.folder is not None and os.path.basename(asset.filename) == asset.filename
+            if source.folder is not None and Path(asset.filename).name == asset.filename
         }
         names = [meta.collection_def[key].node_list.value for key in INIT_COLLECTIONS if key in meta.collection_def]
         if INIT_SIGNATURE in meta.signature_def:

@@ -1,0 +1,180 @@
+"""A model that was not edited is written as it was read; edits change exactly the nodes that they are about."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphquant.formats.tensorflow import emit, load, proto
+from graphquant.formats.tensorflow.emit import RULE_ATTR
+from graphquant.ir import Model, Op, Output, TensorRef, Use, check
+from graphquant.numerics import IntType, Range, choose
+from graphquant.qdq import FAMILIES, Lowering
+
+ROOT = Path(__file__).parents[3]
+SAMPLES = ROOT / "sample_models"
+MODELS = ROOT.parent / "shared" / "models"
+ALL = sorted([*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")])
+REAL = [path for path in (MODELS / "mtcnn.pb", MODELS / "kws" / "saved_model") if path.exists()]
+all_models = pytest.mark.parametrize("path", [*ALL, *REAL], ids=lambda path: path.name)
+
+TEXT = """
+node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } device: "/cpu:0" }
+node { name: "y" op: "Relu" input: "x" attr { key: "T" value { type: DT_FLOAT } } device: "/cpu:1" }
+node { name: "z" op: "Add" input: "y" input: "y" input: "^x" attr { key: "T" value { type: DT_FLOAT } } }
+node { name: "u" op: "Neg" input: "y" attr { key: "T" value { type: DT_FLOAT } } }
+"""
+
+
+def insert(model: Model, use: Use, name: str = "", *, in_frame: bool = False) -> TensorRef:
+    """Quantizes what `use` reads to 8 bits over [-1, 3] for this use alone; returns the quantized tensor."""
+    graph = model.graphs[use.graph]
+    tensor = graph.producer(use)
+    assert tensor is not None
+    params = choose(Range(np.float64(-1), np.float64(3)), IntType(8, signed=True), symmetric=False)
+    site = Lowering(tensor=tensor, name=name or f"{tensor.op}/quant", params=params, rule="test", in_frame=in_frame)
+    quantized = FAMILIES["fake-quant"].lower(graph, site)
+    graph.reroute(tensor, [use], quantized)
+    return quantized
+
+
+def small(tmp_path: Path, text: str = TEXT) -> Model:
+    """A loaded copy of a GraphDef written as text."""
+    path = tmp_path / "small.pbtxt"
+    path.write_text(text)
+    return load(path).copy()
+
+
+def node(message: object, name: str) -> object:
+    """The node of that name."""
+    return next(node for node in message.node if node.name == name)
+
+
+@all_models
+def test_empty_plan(path: Path) -> None:
+    """Without edits the source comes out, and it stays as it was."""
+    model = load(path)
+    before = model.source.message.SerializeToString(deterministic=True)
+    assert emit(model.copy()) == model.source.message
+    assert model.source.message.SerializeToString(deterministic=True) == before
+
+
+def test_insert(tmp_path: Path) -> None:
+    """One use of a tensor is rerouted to a FakeQuant with its constants, rule and device; other nodes stay."""
+    model = small(tmp_path)
+    insert(model, Use("", "z", 1))
+    check(model, "edit")
+    message = emit(model)
+    source = model.source.message
+    assert [made.name for made in message.node] == ["x", "y", "z", "u", "y/quant/min", "y/quant/max", "y/quant"]
+    assert [node(message, name) == node(source, name) for name in "xyzu"] == [True, True, False, True]
+    assert list(node(message, "z").input) == ["y", "y/quant", "^x"]
+    quant = node(message, "y/quant")
+    assert list(quant.input) == ["y", "y/quant/min", "y/quant/max"]
+    assert (quant.op, quant.attr["num_bits"].i, quant.attr["narrow_range"].b) == ("FakeQuantWithMinMaxVars", 8, False)
+    assert quant.attr[RULE_ATTR].s == b"test"
+    assert [node(message, name).device for name in ("y/quant", "y/quant/min", "y/quant/max")] == ["/cpu:1"] * 3
+    high = node(message, "y/quant/max").attr["value"].tensor
+    assert high.dtype == proto.DataType["DT_FLOAT"]
+    assert len(high.tensor_content) == 4
+    assert np.frombuffer(high.tensor_content, "<f4")[0] == pytest.approx(3, abs=0.02)
+
+
+def test_in_frame(tmp_path: Path) -> None:
+    """In a frame the new constants wait for the tensor that is quantized."""
+    model = small(tmp_path)
+    insert(model, Use("", "z", 0), in_frame=True)
+    assert list(node(emit(model), "y/quant/min").input) == ["^y"]
+
+
+def test_replace_and_remove(tmp_path: Path) -> None:
+    """A replaced op keeps its place, a removed one takes the control edges from it along."""
+    model = small(tmp_path)
+    graph = model.main
+    graph.replace(replace(graph.op("u"), source=None, type="Identity", kind="identity", attrs={}))
+    graph.replace(replace(graph.op("y"), attrs={**graph.op("y").attrs, "alpha": 0.5, "shapes": [(1, None), None]}))
+    gate = graph.add(Op(name="gate", kind="other", type="NoOp"))
+    graph.wire("u", [], after=[gate.op])
+    message = emit(model)
+    assert [made.name for made in message.node] == ["x", "y", "z", "u", "gate"]
+    assert (node(message, "u").op, list(node(message, "u").input)) == ("Identity", ["y", "^gate"])
+    assert node(message, "u").attr["T"].type == proto.DataType["DT_FLOAT"]
+    assert node(message, "y").attr["alpha"].f == 0.5
+    shapes = node(message, "y").attr["shapes"].list.shape
+    assert [dim.size for dim in shapes[0].dim] == [1, -1]
+    assert shapes[1].unknown_rank
+    model = small(tmp_path, TEXT + 'node { name: "late" op: "NoOp" input: "^u" }')
+    model.main.remove("@z")
+    model.main.remove("u")
+    message = emit(model)
+    assert [made.name for made in message.node] == ["x", "y", "z", "late"]
+    assert list(node(message, "late").input) == []
+
+
+def test_new_constant_value(tmp_path: Path) -> None:
+    """A constant with another value keeps its node and all its other attributes."""
+    text = (
+        'node { name: "c" op: "Const" attr { key: "dtype" value { type: DT_INT32 } } attr { key: "_class" value { s: "k" } }'
+        ' attr { key: "value" value { tensor { dtype: DT_INT32 tensor_shape { } int_val: 3 } } } }'
+        ' node { name: "d" op: "Neg" input: "c" attr { key: "T" value { type: DT_INT32 } } }'
+    )
+    model = small(tmp_path, text)
+    value = np.arange(4, dtype=np.int32).reshape(2, 2)
+    model.main.replace(replace(model.main.op("c"), value=lambda: value))
+    made = node(emit(model), "c")
+    assert made.attr["_class"].s == b"k"
+    assert np.frombuffer(made.attr["value"].tensor.tensor_content, "<i4").tolist() == [0, 1, 2, 3]
+
+
+def test_function_results() -> None:
+    """In a function inputs name output arguments; a rerouted result is a changed `ret`."""
+    model = load(SAMPLES / "digits_cnn_saved_model").copy()
+    name = next(name for name in model.live() if "stem/batch_norm" in model.graphs[name])
+    graph = model.graphs[name]
+    insert(model, Use(name, "stem/batch_norm", 0))
+    insert(model, Use(name, graph.outputs[0], 0), "result/quant")
+    meta = emit(model).meta_graphs[0]
+    function = next(function for function in meta.graph_def.library.function if function.signature.name == name)
+    nodes = {made.name: made for made in function.node_def}
+    assert nodes["stem/batch_norm"].input[0] == "stem/conv/quant:outputs:0"
+    assert list(nodes["stem/conv/quant"].input) == [
+        *("stem/conv:output:0", "stem/conv/quant/min:output:0", "stem/conv/quant/max:output:0"),
+    ]
+    assert function.ret[graph.outputs[0][1:]] == "result/quant:outputs:0"
+    op_defs = {op_def.name: op_def for op_def in meta.meta_info_def.stripped_op_list.op}
+    added = op_defs["FakeQuantWithMinMaxVars"]
+    assert [arg.name for arg in added.input_arg] == ["inputs", "min", "max"]
+    assert [(attr.name, attr.type) for attr in added.attr] == [("narrow_range", "bool"), ("num_bits", "int")]
+
+
+def test_signature() -> None:
+    """A rerouted signature output changes every entry that named the tensor."""
+    model = load(SAMPLES / "digits_cnn_saved_model")
+    twin = model.source.message.meta_graphs[0].signature_def["twin"]
+    twin.CopyFrom(model.source.message.meta_graphs[0].signature_def["serving_default"])
+    model = model.copy()
+    insert(model, Use("", "@serving_default/probabilities", 0))
+    signatures = emit(model).meta_graphs[0].signature_def
+    assert signatures["serving_default"].outputs["probabilities"].name == "StatefulPartitionedCall/quant:0"
+    assert signatures["twin"].outputs["probabilities"].name == "StatefulPartitionedCall/quant:0"
+
+
+def test_unread_result_name(tmp_path: Path) -> None:
+    """A custom operation's outputs in a function keep the names that the file gives them."""
+    text = """
+      node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }
+      node { name: "call" op: "PartitionedCall" input: "x" attr { key: "f" value { func { name: "f" } } }
+             attr { key: "Tin" value { list { type: DT_FLOAT } } } attr { key: "Tout" value { list { type: DT_FLOAT } } } }
+      library { function { signature { name: "f" input_arg { name: "a" type: DT_FLOAT } output_arg { name: "b" type: DT_FLOAT } }
+        node_def { name: "own" op: "MyOwn" input: "a" }
+        node_def { name: "n" op: "Neg" input: "own:second:0" attr { key: "T" value { type: DT_FLOAT } } }
+        ret { key: "b" value: "own:first:0" } } }
+    """
+    model = small(tmp_path, text)
+    graph = model.graphs["f"]
+    assert graph.op("own").outputs == (Output("own:first:0"), Output("own:second:0"))
+    graph.reroute(TensorRef("f", "own", 0), [Use("f", "@b", 0)], TensorRef("f", "own", 1))
+    assert emit(model).library.function[0].ret["b"] == "own:second:0"

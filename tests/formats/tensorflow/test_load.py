@@ -1,0 +1,313 @@
+"""TensorFlow models become graphs of ops: names, kinds, shapes, parameters, functions, outputs and refusals."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow import emit, load, proto
+from graphquant.ir import Call, Model, Parameters, TensorRef, Use, check
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[3]
+SAMPLES = ROOT / "sample_models"
+MODELS = ROOT.parent / "shared" / "models"
+MTCNN, KWS = MODELS / "mtcnn.pb", MODELS / "kws" / "saved_model"
+needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the shared models are not here")
+sample_models = pytest.mark.parametrize(
+    "path",
+    sorted([*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")]),
+    ids=lambda p: p.name,
+)
+
+SMALL = """
+node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } }
+       attr { key: "shape" value { shape { dim { size: -1 } dim { size: 2 } } } } }
+node { name: "w" op: "Const" attr { key: "dtype" value { type: DT_FLOAT } } attr { key: "value" value { tensor {
+       dtype: DT_FLOAT tensor_shape { dim { size: 2 } dim { size: 3 } } float_val: 1 float_val: 2 } } } }
+node { name: "w/read" op: "Identity" input: "w" attr { key: "T" value { type: DT_FLOAT } } }
+node { name: "y" op: "MatMul" input: "x" input: "w/read" input: "^gate" attr { key: "T" value { type: DT_FLOAT } } }
+node { name: "gate" op: "NoOp" }
+node { name: "halves" op: "Split" input: "axis" input: "y" attr { key: "T" value { type: DT_FLOAT } }
+       attr { key: "num_split" value { i: 3 } } }
+node { name: "axis" op: "Const" attr { key: "dtype" value { type: DT_INT32 } } attr { key: "value" value { tensor {
+       dtype: DT_INT32 tensor_shape { } int_val: 1 } } } }
+node { name: "sum" op: "AddV2" input: "halves" input: "halves:2" attr { key: "T" value { type: DT_FLOAT } } }
+versions { producer: 1200 }
+"""
+
+
+def small(tmp_path: Path, text: str = SMALL) -> Model:
+    """Loads a GraphDef written as text."""
+    path = tmp_path / "small.pb"
+    path.write_text(text)
+    return load(path)
+
+
+def weighted(model: Model) -> Iterator[tuple[Use, TensorRef]]:
+    """The weight slots of all ops that running the model reaches, and what they read."""
+    for name in model.live():
+        graph = model.graphs[name]
+        for op in graph.ops():
+            if "weight" in op.roles and op.kind != "matmul":
+                slot = op.roles.index("weight")
+                tensor = graph.slots(op.name)[slot]
+                assert tensor is not None
+                yield Use(name, op.name, slot), tensor
+
+
+def test_small_graph(tmp_path: Path) -> None:
+    """A GraphDef becomes ops with kinds, roles, names, dtypes, shapes and control edges, in text under a .pb suffix."""
+    model = small(tmp_path)
+    check(model, "load")
+    main = model.main
+    assert [op.name for op in main.ops()] == ["x", "w", "w/read", "y", "gate", "halves", "axis", "sum", "@sum"]
+    assert [op.kind for op in main.ops()] == [
+        *("input", "constant", "identity", "matmul", "other", "split", "constant", "add", "output"),
+    ]
+    assert (main.inputs, main.outputs) == (["x"], ["@sum"])
+    y = main.op("y")
+    assert (y.roles, y.channel_axis, y.attrs["transpose_b"]) == (("input", "weight"), 1, False)
+    assert main.slots("y") == [TensorRef("", "x"), TensorRef("", "w/read")]
+    assert main.control_inputs("y") == ["gate"]
+    assert [output.name for output in main.op("halves").outputs] == ["halves:0", "halves:1", "halves:2"]
+    assert main.slots("sum") == [TensorRef("", "halves", 0), TensorRef("", "halves", 2)]
+    assert main.output(TensorRef("", "x")).shape == (None, 2)
+    assert main.output(TensorRef("", "w/read")).shape == (2, 3)
+    assert main.output(TensorRef("", "w/read")).dtype == "float32"
+
+
+def test_last_value_repeats(tmp_path: Path) -> None:
+    """A constant with fewer values than elements repeats the last one, and is a parameter through Identity."""
+    parameters = Parameters(small(tmp_path))
+    assert parameters.value(TensorRef("", "w/read")).tolist() == [[1, 2, 2], [2, 2, 2]]
+    assert not parameters.is_parameter(TensorRef("", "y"))
+
+
+def test_transposed_weight(tmp_path: Path) -> None:
+    """MatMul with transpose_b has its output channels on axis 0, ConcatV2 its axis in the last slot."""
+    text = SMALL.replace('input: "^gate" attr', 'input: "^gate" attr { key: "transpose_b" value { b: true } } attr') + (
+        'node { name: "join" op: "ConcatV2" input: "halves" input: "halves:1" input: "axis"'
+        ' attr { key: "N" value { i: 2 } } attr { key: "T" value { type: DT_FLOAT } } }'
+    )
+    model = small(tmp_path, text)
+    assert model.main.op("y").channel_axis == 0
+    assert model.main.op("join").roles == ("input", "input", "axis")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (SMALL.replace('input: "halves:2"', 'input: "halves:3"'), "node 'sum' reads 'halves:3'"),
+        (SMALL.replace('input: "w/read"', 'input: "gone"'), "node 'y' reads 'gone', which does not exist"),
+        (SMALL.replace('"^gate"', '"^gone"'), "node 'y' waits for 'gone'"),
+        (SMALL.replace('"gate" op', '"x" op'), "Two nodes of the graph are called 'x'"),
+        (SMALL.replace("num_split", "other"), "no usable attribute 'num_split'"),
+        ("what is this", "is not a tensorflow.GraphDef in text format"),
+    ],
+)
+def test_damaged(tmp_path: Path, text: str, message: str) -> None:
+    """A damaged graph is refused with the file and what is wrong."""
+    with pytest.raises(ModelError) as caught:
+        small(tmp_path, text)
+    assert message in str(caught.value)
+    assert "small.pb" in str(caught.value)
+
+
+def test_empty(tmp_path: Path) -> None:
+    """An empty file and a missing one are refused."""
+    path = tmp_path / "small.pb"
+    path.write_bytes(b"")
+    with pytest.raises(ModelError, match="is empty"):
+        load(path)
+    with pytest.raises(ModelError, match="cannot be read"):
+        load(tmp_path / "none.pb")
+
+
+def test_hostile_constant(tmp_path: Path) -> None:
+    """A tiny file that claims a constant of terabytes is refused when the value is asked for."""
+    claims = SMALL.replace(
+        "dim { size: 2 } dim { size: 3 } } float_val", "dim { size: 4000000 } dim { size: 900000 } } float_val"
+    )
+    with pytest.raises(ModelError, match="claims 3600000000000 elements"):
+        Parameters(small(tmp_path, claims)).value(TensorRef("", "w"))
+
+
+def test_unknown_operation(tmp_path: Path) -> None:
+    """A custom operation without a definition has as many outputs as are read."""
+    model = small(tmp_path, SMALL + 'node { name: "own" op: "MyOwn" input: "y" } node { name: "z" op: "Identity" '
+                  'input: "own:1" attr { key: "T" value { type: DT_FLOAT } } }')  # fmt: skip
+    assert [output.name for output in model.main.op("own").outputs] == ["own:0", "own:1"]
+    assert model.main.op("own").outputs[1].dtype is None
+
+
+@sample_models
+def test_samples(path: Path) -> None:
+    """Every sample model loads into sound graphs whose weights all have values of the shape that the op wants."""
+    model = load(path)
+    check(model, "load")
+    parameters = Parameters(model)
+    found = list(weighted(model))
+    assert len(found) == (7 if "cnn" in path.name else 0)
+    for use, tensor in found:
+        value = parameters.value(tensor)
+        assert value is not None, use
+        axis = model.graphs[use.graph].op(use.op).channel_axis
+        assert value.ndim == 4
+        assert value.shape[axis] in {8, 16}
+
+
+@sample_models
+def test_same_weights(path: Path) -> None:
+    """Text, binary and SavedModel hold the same weights under the same op names."""
+    other = SAMPLES / f"{'_'.join(path.stem.split('_')[:2])}.pb"
+    values = []
+    for model in (load(path), load(other)):
+        parameters = Parameters(model)
+        values.append({use.op: parameters.value(tensor) for use, tensor in weighted(model)})
+    assert values[0].keys() == values[1].keys()
+    for name, value in values[0].items():
+        np.testing.assert_array_equal(value, values[1][name])
+
+
+def test_loop_and_branches() -> None:
+    """While and If call functions; a weight that the loop body passes through is a parameter, its state is not."""
+    model = load(SAMPLES / "digits_rnn.pb")
+    loop, branch = model.main.op("recurrence"), model.main.op("brightness")
+    assert (loop.kind, branch.kind) == ("while", "if")
+    body = next(call for call in loop.calls if call.attr == "body")
+    assert body == Call("body", body.graph, 0, loop=True)
+    assert {(call.attr, call.offset) for call in branch.calls} == {("then_branch", 1), ("else_branch", 1)}
+    assert sorted(model.live()) == sorted(model.graphs)
+    parameters = Parameters(model)
+    products = [op for op in model.graphs[body.graph].ops() if op.kind == "matmul"]
+    shapes = [parameters.value(model.graphs[body.graph].slots(op.name)[1]).shape for op in products]
+    assert sorted(shapes) == [(8, 8), (8, 24), (24, 24), (32, 48)]
+    arguments = [TensorRef(body.graph, name) for name in model.graphs[body.graph].inputs[:6]]
+    # Counter, number of rounds, index, state, results, input rows: only the number of rounds is known.
+    assert [parameters.is_parameter(argument) for argument in arguments] == [False, True, False, False, False, False]
+    condition = next(call.graph for call in loop.calls if call.attr == "cond")
+    assert not any(parameters.is_parameter(TensorRef(condition, name)) for name in model.graphs[condition].inputs)
+
+
+@needs_models
+def test_mtcnn_weights() -> None:
+    """All 19 convolution weights of a frozen TF1 net are its constants, seen through Identity, Enter and Switch."""
+    model = load(MTCNN)
+    check(model, "load")
+    parameters = Parameters(model)
+    found = list(weighted(model))
+    assert len(found) == 19
+    kinds = set()
+    for _, tensor in found:
+        assert parameters.is_parameter(tensor)
+        kinds.add(model.op(tensor).kind)
+        constant = model.op(parameters.origin(tensor)).source.attr["value"].tensor
+        shape = [dim.size for dim in constant.tensor_shape.dim]
+        expected = np.frombuffer(constant.tensor_content, "<f4").reshape(shape)
+        np.testing.assert_array_equal(parameters.value(tensor), expected)
+        assert model.output(tensor).shape == expected.shape
+    assert kinds == {"enter", "switch"}
+    assert model.main.outputs == ["@prob", "@landmarks", "@box"]
+
+
+@needs_models
+def test_kws_weights() -> None:
+    """The convolutions that the serving signature reaches have variables of the checkpoint as weights."""
+    model = load(KWS)
+    check(model, "load")
+    assert len(model.graphs) == 198
+    assert model.main.outputs == ["@serving_default/dense"]
+    parameters = Parameters(model)
+    checkpoint, keys = model.source.checkpoint()
+    found = list(weighted(model))
+    assert len(found) == 9
+    for _, tensor in found:
+        handle = parameters.origin(tensor)
+        assert model.op(handle).type == "VarHandleOp"
+        value = parameters.value(tensor)
+        np.testing.assert_array_equal(value, checkpoint.read(keys[handle.op]))
+        assert value.shape == model.output(handle).shape
+        assert value.std() > 0.01
+
+
+def test_saved_model_file_or_folder() -> None:
+    """A SavedModel is given by its folder or by the file in it."""
+    folder = SAMPLES / "digits_cnn_saved_model"
+    assert load(folder).digest == load(folder / "saved_model.pb").digest
+
+
+def fuzzed(data: bytes, seed: int) -> bytes:
+    """A copy of `data` with some bytes changed, cut or doubled."""
+    chance = random.Random(seed)  # noqa: S311  # not for secrets
+    mutable = bytearray(data)
+    for _ in range(chance.choice([1, 1, 3, 20])):
+        at = chance.randrange(len(mutable))
+        action = chance.randrange(4)
+        if action == 0:
+            mutable[at] = chance.randrange(256)
+        elif action == 1:
+            del mutable[at : at + chance.randrange(1, 40)]
+        elif action == 2:
+            mutable[at:at] = mutable[at : at + chance.randrange(1, 40)]
+        else:
+            mutable[at] ^= 1 << chance.randrange(8)
+        if not mutable:
+            break
+    return bytes(mutable[: chance.randrange(len(mutable))] if seed % 10 == 0 else mutable)
+
+
+def read_all(model: Model) -> None:
+    """Reads all that is lazy in a model."""
+    parameters = Parameters(model)
+    for graph in model.graphs.values():
+        for op in graph.ops():
+            if op.value is not None:
+                refused(op.value)
+            for port in range(len(op.outputs)):
+                refused(
+                    lambda name=op.name, port=port, graph=graph: parameters.value(TensorRef(graph.name, name, port))
+                )
+            for name in op.attrs:
+                refused(lambda name=name, op=op: op.attrs[name])
+
+
+def refused(action: Any) -> None:
+    """Runs `action`, which may only fail with a ModelError."""
+    try:
+        action()
+    except ModelError as error:
+        assert str(error)
+
+
+@pytest.mark.parametrize(
+    "name", ["digits_rnn.pb", "digits_cnn.pbtxt", "digits_rnn_saved_model/saved_model.pb", "small"]
+)
+def test_fuzzed(tmp_path: Path, name: str) -> None:
+    """Damaged files load or are refused with a ModelError; nothing else is raised."""
+    data = SMALL.encode() if name == "small" else (SAMPLES / name).read_bytes()
+    if name.endswith("txt"):
+        data = data[:4000]
+    elif name == "small":
+        data = proto.to_binary(proto.parse_text(SMALL, proto.GraphDef()))
+    path = tmp_path / "model.pb"
+    loaded = 0
+    for seed in range(150):
+        path.write_bytes(fuzzed(data, seed))
+        try:
+            model = load(path)
+        except ModelError as error:
+            assert "model.pb" in str(error)
+            continue
+        loaded += 1
+        check(model, "load")
+        read_all(model)
+        assert emit(model) == model.source.message or b"nan" in proto.to_text(model.source.message).encode()
+    assert loaded < 150

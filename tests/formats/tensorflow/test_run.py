@@ -1,0 +1,349 @@
+"""Edited models run in TensorFlow and compute what they should; tensors are observed wherever they live."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from graphquant.errors import DataError, MissingDependencyError, ModelError
+from graphquant.formats.tensorflow import load, runner, save
+from graphquant.ir import Model, Parameters, TensorRef, Use, check
+from graphquant.numerics import IntType, Range, choose, dequantize, quantize
+from graphquant.qdq import FAMILIES, Lowering
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+SAMPLES = ROOT / "sample_models"
+MODELS = ROOT.parent / "shared" / "models"
+KWS, MTCNN = MODELS / "kws", MODELS / "mtcnn.pb"
+needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the shared models are not here")
+INT8 = IntType(8, signed=True)
+KERNEL = np.linspace(-1.01, 1.93, 12, dtype=np.float32).reshape(3, 4)  # no value lies between two steps
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def tf() -> Any:
+    """TensorFlow, imported as the runner imports it."""
+    pytest.importorskip("tensorflow")
+    runner(load(SAMPLES / "digits_cnn.pb"))
+    return sys.modules["tensorflow"]
+
+
+def images(name: str, count: int = 20) -> Array:
+    """Evaluation images of a sample model."""
+    return np.load(SAMPLES / f"{name}_eval.npz")["image"][:count]
+
+
+def faces() -> dict[str, Array]:
+    """Feeds of the face detector on which all three of its stages run."""
+    picture = np.load(MODELS / "ultraface" / "images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
+    return {
+        "input": picture,
+        "min_size": np.float32(20),
+        "thresholds": np.array([0.3, 0.3, 0.3], np.float32),
+        "factor": np.float32(0.709),
+    }
+
+
+def weights(model: Model, *, ops: str = "") -> list[tuple[Use, TensorRef, Array, int]]:
+    """Weight slots whose value is known, what they read, the value and its channel axis; of ops whose name holds `ops`."""
+    parameters = Parameters(model)
+    found = []
+    for name in model.live():
+        for op in model.graphs[name].ops():
+            if "weight" in op.roles and ops in op.name:
+                slot = op.roles.index("weight")
+                tensor = model.graphs[name].slots(op.name)[slot]
+                value = parameters.value(tensor)
+                if value is not None:
+                    found.append((Use(name, op.name, slot), tensor, value, op.channel_axis % value.ndim))
+    return found
+
+
+def insert(model: Model, use: Use, lowest: Array, highest: Array, *, axis: int | None = None, shape: Any = None) -> Any:
+    """Quantizes what `use` reads symmetrically to 8 bits; returns the quantized tensor and its params."""
+    graph = model.graphs[use.graph]
+    tensor = graph.producer(use)
+    params = choose(Range(lowest, highest), INT8, symmetric=True, axis=axis)
+    name = graph.fresh(f"{tensor.op}/quant")
+    site = Lowering(tensor=tensor, name=name, params=params, rule="test", shape=shape, in_frame=not use.graph)
+    quantized = FAMILIES["fake-quant"].lower(graph, site)
+    graph.reroute(tensor, [use], quantized)
+    return quantized, params
+
+
+def quantized_weights(path: Path) -> tuple[Model, list[tuple[TensorRef, Array, Any]]]:
+    """A copy of the model with all weights quantized per channel, and for each the tensor, its value and its params."""
+    model = load(path).copy()
+    made = []
+    for use, _, value, axis in weights(model):
+        others = tuple(i for i in range(value.ndim) if i != axis)
+        tensor, params = insert(model, use, value.min(others), value.max(others), axis=axis, shape=value.shape)
+        made.append((tensor, value, params))
+    check(model, "edit")
+    return model, made
+
+
+def observed(model: Model, tensors: list[TensorRef], feeds: Mapping[str, Array]) -> dict[TensorRef, list[Array]]:
+    """The values of `tensors` in one run."""
+    return next(iter(runner(model).observe(tensors, [feeds])))
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
+@pytest.mark.parametrize("suffix", [".pb", "_saved_model"])
+def test_runs_samples(tf: Any, name: str, suffix: str) -> None:
+    """The sample models reach the accuracy of their README in every form, fed by placeholder, tensor or signature key."""
+    model = load(SAMPLES / f"{name}{suffix}")
+    made = runner(model)
+    assert [(spec.dtype, spec.shape) for spec in made.inputs] == [
+        ("float32", (None, 8, 8, 1)[: 4 if "cnn" in name else 3])
+    ]
+    assert list(made.outputs) == ["probabilities"]
+    data = np.load(SAMPLES / f"{name}_eval.npz")
+    got = made.run({"image": data["image"]})["probabilities"]
+    wanted = 0.9867 if name == "digits_cnn" else 0.9833
+    assert np.mean(got.argmax(1) == data["labels"]) == pytest.approx(wanted, abs=1 / 300)
+    key = made.inputs[0].name
+    np.testing.assert_array_equal(made.run({f"{key}:0": data["image"]})["probabilities"], got)
+
+
+def test_feeds(tf: Any) -> None:
+    """Missing, unknown and misshapen inputs are refused with the input's name."""
+    made = runner(load(SAMPLES / "digits_cnn.pb"))
+    with pytest.raises(DataError, match="lacks the model's input 'image'"):
+        made.run({})
+    with pytest.raises(DataError, match="'imago', which is no input.*Did you mean 'image"):
+        made.run({"imago": images("digits_cnn")})
+    with pytest.raises(DataError, match=r"shape \(20, 8, 8\), and the model wants \[any, 8, 8, 1\]"):
+        made.run({"image": images("digits_cnn")[..., 0]})
+
+
+@pytest.mark.parametrize(
+    "path", [*sorted(SAMPLES.glob("*.pb")), *sorted(SAMPLES.glob("*_saved_model"))], ids=lambda p: p.name
+)
+def test_quantized_weights(tf: Any, path: Path) -> None:
+    """Per-channel FakeQuant on every weight, in functions, loops and branches, gives what TensorFlow's op gives."""
+    model, made = quantized_weights(path)
+    name = path.name.split("_")[1].split(".")[0]
+    feeds = {"image": images(f"digits_{name}")}
+    values = observed(model, [tensor for tensor, _, _ in made], feeds)
+    reached = 0
+    for tensor, value, params in made:
+        for got in values[tensor]:
+            reached += 1
+            expected = dequantize(quantize(value, params), params)
+            assert got.shape == value.shape
+            np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+    assert reached >= len(made) - 1  # one branch is not taken
+    exact, close = runner(load(path)).run(feeds), runner(model).run(feeds)
+    assert 0 < np.abs(exact["probabilities"] - close["probabilities"]).max() < 0.2
+
+
+@needs_models
+def test_mtcnn_frames(tf: Any) -> None:
+    """In TF1's loops and conds inserted per-channel FakeQuants equal constants that were quantized beforehand."""
+    feeds = faces()
+    model, made = quantized_weights(MTCNN)
+    assert len(made) >= 19
+    by_hand = load(MTCNN)
+    parameters = Parameters(by_hand)
+    for use, tensor, value, axis in weights(by_hand):
+        others = tuple(i for i in range(value.ndim) if i != axis)
+        params = choose(Range(value.min(others), value.max(others)), INT8, symmetric=True, axis=axis)
+        low, high = params.range.low.astype(np.float32), params.range.high.astype(np.float32)
+        with tf.device("CPU"):
+            fixed = tf.quantization.fake_quant_with_min_max_vars_per_channel(value, low, high).numpy()
+        constant = by_hand.op(parameters.origin(tensor)).source.attr["value"].tensor
+        constant.tensor_content = fixed.tobytes()
+        assert use.slot == 1
+    expected, got = runner(by_hand).run(feeds), runner(model).run(feeds)
+    assert len(expected["prob"]) > 0
+    for name, value in expected.items():
+        np.testing.assert_array_equal(got[name], value)
+    float_result = runner(load(MTCNN)).run(feeds)
+    assert float_result["prob"].shape != got["prob"].shape or not np.array_equal(float_result["prob"], got["prob"])
+
+
+@needs_models
+def test_mtcnn_activations(tf: Any) -> None:
+    """Activations inside TF1's frames are quantized in each round of the loop, and observed before and after."""
+    model = load(MTCNN).copy()
+    graph = model.main
+    uses = [Use("", op.name, 0) for op in graph.ops() if op.kind == "conv"]
+    before = [graph.producer(use) for use in uses]
+    after = [insert(model, use, np.float64(-2), np.float64(2))[0] for use in uses]
+    check(model, "edit")
+    values = observed(model, [*before, *after], faces())
+    rounds = set()
+    for source, made in zip(before, after, strict=True):
+        rounds.add(len(values[made]))
+        low, high = (np.float32(model.op(graph.slots(made.op)[slot]).value()) for slot in (1, 2))
+        for got in values[made]:
+            expected = [
+                tf.quantization.fake_quant_with_min_max_vars(value, low, high).numpy()
+                for value in values[source]
+                if value.shape == got.shape
+            ]
+            assert any(np.array_equal(got, one) for one in expected)
+    assert max(rounds) > 3
+
+
+def test_observe_loop(tf: Any) -> None:
+    """A loop's body gives one value for each round; the state that goes in is what came out the round before."""
+    model = load(SAMPLES / "digits_rnn.pb")
+    body = next(call.graph for call in model.main.op("recurrence").calls if call.attr == "body")
+    graph = model.graphs[body]
+    state = TensorRef(body, graph.inputs[3])
+    result = graph.producer(Use(body, graph.outputs[3], 0))
+    top, rows = TensorRef("", "probabilities"), TensorRef("", "transpose_1")
+    feeds = [{"image": images("digits_rnn", count)} for count in (3, 7)]
+    made = runner(model)
+    runs = list(made.observe([state, result, top, rows], feeds))
+    for run, feed in zip(runs, feeds, strict=True):
+        assert [len(run[tensor]) for tensor in (state, result, top)] == [8, 8, 1]
+        assert not run[state][0].any()
+        for k in range(7):
+            np.testing.assert_array_equal(run[result][k], run[state][k + 1])
+        np.testing.assert_array_equal(run[rows][0], np.stack(run[result], axis=1))
+        np.testing.assert_array_equal(run[top][0], made.run(feed)["probabilities"])
+
+
+def test_observe_branches(tf: Any) -> None:
+    """Only the branch that is taken gives values."""
+    model = load(SAMPLES / "digits_rnn.pb")
+    branches = [call.graph for call in model.main.op("brightness").calls]
+    tensors = [TensorRef(name, op.name) for name in branches for op in model.graphs[name].ops() if op.kind == "matmul"]
+    bright, dark = np.ones((2, 8, 8), np.float32), np.zeros((2, 8, 8), np.float32)
+    runs = list(runner(model).observe(tensors, [{"image": bright}, {"image": dark}]))
+    counts = [[len(run[tensor]) for tensor in tensors] for run in runs]
+    assert sorted(counts) == [[0, 1], [1, 0]]
+
+
+def test_observe_functions(tf: Any) -> None:
+    """Tensors in the functions of a SavedModel equal those of the same names in the frozen graph."""
+    frozen, saved = load(SAMPLES / "digits_cnn.pb"), load(SAMPLES / "digits_cnn_saved_model")
+    name = next(name for name in saved.live() if "stem/conv" in saved.graphs[name])
+    ops = [op.name for op in frozen.main.ops() if op.kind in {"conv", "depthwise_conv", "relu", "batchnorm", "concat"}]
+    feeds = {"image": images("digits_cnn")}
+    one = observed(frozen, [TensorRef("", op) for op in ops], feeds)
+    two = observed(saved, [TensorRef(name, op) for op in ops], feeds)
+    assert len(ops) > 15
+    for op in ops:
+        (wanted,), (got,) = one[TensorRef("", op)], two[TensorRef(name, op)]
+        np.testing.assert_array_equal(got, wanted)
+
+
+@needs_models
+def test_kws(tf: Any, tmp_path: Path) -> None:
+    """A SavedModel that tf.saved_model.load cannot read is edited, saved, loaded by the TF1 loader and gives the same."""
+    model, made = quantized_weights(KWS / "saved_model")
+    assert len(made) == 10
+    data = np.load(KWS / "eval.npz")
+    x = next(data[key] for key in data.files if data[key].ndim > 1)[:50].reshape(-1, 49, 10, 1).astype(np.float32)
+    got = runner(model).run({"input_1": x})["dense"]
+    save(model, tmp_path / "quant")
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        tf.compat.v1.saved_model.loader.load(session, ["serve"], str(tmp_path / "quant"))
+        loaded = session.run("StatefulPartitionedCall:0", {"serving_default_input_1:0": x})
+    np.testing.assert_allclose(loaded, got, rtol=1e-4, atol=1e-5)
+    exact = runner(load(KWS / "saved_model")).run({"input_1": x})["dense"]
+    assert np.mean(exact.argmax(1) == got.argmax(1)) > 0.9
+    assert np.abs(exact - got).max() > 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_saved_model_loads(tf: Any, tmp_path: Path) -> None:
+    """A written SavedModel loads with tf.saved_model.load, keeps its signature, and gives what the runner gives."""
+    model, _ = quantized_weights(SAMPLES / "digits_rnn_saved_model")
+    save(model, tmp_path / "quant")
+    x = images("digits_rnn")
+    loaded = tf.saved_model.load(str(tmp_path / "quant"))
+    got = loaded.signatures["serving_default"](image=tf.constant(x))["probabilities"].numpy()
+    np.testing.assert_allclose(got, runner(model).run({"image": x})["probabilities"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
+    """A `.meta` file and its checkpoint are loaded, edited, saved as a pair, and restored by TensorFlow's Saver."""
+    v1 = tf.compat.v1
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with tf.Graph().as_default(), v1.Session() as session:
+        fed = v1.placeholder(tf.float32, [None, 3], name="x")
+        kernel = v1.get_variable("w", initializer=KERNEL, use_resource=False)
+        offset = v1.get_variable("b", initializer=np.float32([1, 2, 3, 4]), use_resource=True)
+        v1.nn.relu(tf.matmul(fed, kernel) + offset, name="y")
+        session.run(v1.global_variables_initializer())
+        saver = v1.train.Saver()
+        prefix = saver.save(session, str(tmp_path / "old"), write_meta_graph=not text)
+        if text:
+            saver.export_meta_graph(str(tmp_path / "old.meta"), as_text=True)
+    model = load(tmp_path / "old.meta").copy()
+    assert (model.source.form, model.source.text) == ("MetaGraphDef", text)
+    parameters = Parameters(model)
+    np.testing.assert_array_equal(parameters.value(model.main.slots("MatMul")[1]), KERNEL)
+    np.testing.assert_array_equal(parameters.value(model.main.slots("add")[1]), [1, 2, 3, 4])
+    _, params = insert(model, Use("", "MatMul", 1), np.float64(-1), np.float64(2))
+    got = runner(model).run({"x": x})["y"]
+    expected = np.maximum(x @ dequantize(quantize(KERNEL, params), params) + np.float32([1, 2, 3, 4]), 0)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+    save(model, tmp_path / "new.meta")
+    assert load(tmp_path / "new.meta").source.text == text
+    with tf.Graph().as_default(), v1.Session() as session:
+        v1.train.import_meta_graph(str(tmp_path / "new.meta")).restore(session, str(tmp_path / "new"))
+        np.testing.assert_allclose(session.run("y:0", {"x:0": x}), got, rtol=1e-6)
+    assert prefix.endswith("old")
+
+
+def test_refused_graph(tf: Any, tmp_path: Path) -> None:
+    """What TensorFlow refuses becomes a ModelError with its reason."""
+    path = tmp_path / "bad.pbtxt"
+    path.write_text(
+        'node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }'
+        ' node { name: "y" op: "NoSuchOp" input: "x" }'
+    )
+    with pytest.raises(ModelError, match="NoSuchOp"):
+        runner(load(path))
+    path.write_text(
+        'node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }'
+        ' node { name: "y" op: "MatMul" input: "x" input: "x" attr { key: "T" value { type: DT_FLOAT } } }'
+    )
+    with pytest.raises(ModelError, match="TensorFlow cannot run the model"):
+        runner(load(path)).run({"x": np.ones((2, 3), np.float32)})
+
+
+def test_missing_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without tensorflow the message has the line that installs it."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorflow"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [])
+    model = load(SAMPLES / "digits_cnn.pb")
+    with pytest.raises(MissingDependencyError, match=r"pip install 'graphquant\[tensorflow\]'"):
+        runner(model)
+
+
+def test_quiet_and_late() -> None:
+    """Loading and saving do not import tensorflow; running a model writes nothing to stderr."""
+    code = f"""
+import sys
+from pathlib import Path
+import numpy as np
+from graphquant.formats import tensorflow
+model = tensorflow.load(Path({str(SAMPLES / "digits_rnn_saved_model")!r}))
+tensorflow.emit(model)
+assert "tensorflow" not in sys.modules
+result = tensorflow.runner(model).run({{"image": np.zeros((1, 8, 8), np.float32)}})
+print(result["probabilities"].shape)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 10)\n", "")

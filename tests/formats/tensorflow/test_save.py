@@ -1,0 +1,106 @@
+"""Models are written whole or not at all, in the form they had, with what belongs to them."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphquant.errors import UsageError
+from graphquant.formats.tensorflow import emit, load, save, source
+from graphquant.ir import Use, bulk
+
+ROOT = Path(__file__).parents[3]
+SAMPLES = ROOT / "sample_models"
+
+
+def edited(path: Path):
+    """A loaded model whose function or main graph has lost its last output's Identity."""
+    model = load(path).copy()
+    use = Use("", model.main.outputs[0], 0)
+    tensor = model.main.producer(use)
+    op = model.main.op(tensor.op)
+    with bulk():
+        same = model.main.add(
+            type(op)(name="same", kind="identity", type="Identity", outputs=(op.outputs[0],), rule="test"), [tensor]
+        )
+    model.main.connect(use, same)
+    return model
+
+
+@pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_cnn.pbtxt", "digits_rnn.pb"])
+def test_unchanged_bytes(tmp_path: Path, name: str) -> None:
+    """A file that was not edited is written with the same bytes."""
+    save(load(SAMPLES / name), tmp_path / name)
+    assert (tmp_path / name).read_bytes() == (SAMPLES / name).read_bytes()
+
+
+def test_text_and_binary(tmp_path: Path) -> None:
+    """The suffix of the output decides between text and binary, and both hold the same message."""
+    model = edited(SAMPLES / "digits_cnn.pb")
+    save(model, tmp_path / "one.pbtxt")
+    save(model, tmp_path / "two.pb")
+    one, two = load(tmp_path / "one.pbtxt"), load(tmp_path / "two.pb")
+    assert (one.source.text, two.source.text) == (True, False)
+    assert one.source.message == two.source.message == emit(model)
+    assert one.main.outputs == ["@same"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.pbtxt", "two.pb"]
+
+
+def test_saved_model(tmp_path: Path) -> None:
+    """A SavedModel's variables come along, its stale fingerprint does not; an unchanged one is the same in all files."""
+    folder = SAMPLES / "digits_cnn_saved_model"
+    out = tmp_path / "out"
+    save(load(folder), out)
+    files = {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
+    assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == files
+    assert all((out / name).read_bytes() == (folder / name).read_bytes() for name in files)
+    save(edited(folder), out)
+    assert {path.relative_to(out) for path in out.rglob("*") if path.is_file()} == files - {Path("fingerprint.pb")}
+    assert load(out).main.slots("@serving_default/probabilities")[0].op == "same"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_in_place(tmp_path: Path) -> None:
+    """A SavedModel may be written over itself."""
+    out = tmp_path / "model"
+    shutil.copytree(SAMPLES / "digits_rnn_saved_model", out)
+    save(edited(out), out)
+    assert load(out).main.slots("@serving_default/probabilities")[0].op == "same"
+    assert load(out).source.checkpoint() is not None
+
+
+def test_refused_targets(tmp_path: Path) -> None:
+    """A folder that is no SavedModel, a folder for a file and a missing folder are refused and left alone."""
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "note").write_text("mine")
+    with pytest.raises(UsageError, match="is no SavedModel"):
+        save(load(SAMPLES / "digits_cnn_saved_model"), tmp_path / "kept")
+    with pytest.raises(UsageError, match="is a folder"):
+        save(load(SAMPLES / "digits_cnn.pb"), tmp_path / "kept")
+    with pytest.raises(UsageError, match="cannot be written"):
+        save(load(SAMPLES / "digits_cnn.pb"), tmp_path / "none" / "model.pb")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "note"]
+
+
+def test_nothing_left_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a SavedModel cannot be completed, nothing of it stays."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    # The package's attribute of that name is the function.
+    monkeypatch.setattr(sys.modules["graphquant.formats.tensorflow.save"], "_write", refuse)
+    with pytest.raises(UsageError, match="No space left"):
+        save(edited(SAMPLES / "digits_cnn_saved_model"), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sources_are_told_by_content(tmp_path: Path) -> None:
+    """A SavedModel message in a file of another name is read as one, though its suffix says nothing."""
+    shutil.copy(SAMPLES / "digits_cnn_saved_model" / "saved_model.pb", tmp_path / "frozen.pb")
+    found = source.read(tmp_path / "frozen.pb")
+    assert (found.form, found.text, found.prefix()) == ("SavedModel", False, None)
+    assert load(tmp_path / "frozen.pb").main.op("Variable").value is None
