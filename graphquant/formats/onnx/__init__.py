@@ -74,3 +74,10 @@ def upgrade(model: Model, opset: int) -> Model:
 
 
 __all__ = ["DEFAULT_RULES", "FAMILY", "emit", "load", "runner", "save", "upgrade"]
+
+
+def skeleton(model: Model) -> str:
+    """The source message without the data of its weights, as text: what taking an upgrade back needs."""
+    from graphquant.formats.onnx.convert import skeleton as bare
+
+    return bare(model)

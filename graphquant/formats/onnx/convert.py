@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import math
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
@@ -60,6 +62,12 @@ def upgrade(model: Model, opset: int) -> Model:
     result = index(converted, path=model.path)
     _compare(model, result, opset)
     return result
+
+
+def skeleton(model: Model) -> str:
+    """The source message without its larger weights, compressed, in base64: an upgrade keeps the weights by name."""
+    light = _lightened(model.source.message)[0]
+    return base64.b64encode(zlib.compress(light.SerializeToString(deterministic=True), 9)).decode()
 
 
 def _lightened(source: Any) -> tuple[Any, dict[str, Any], set[str]]:
