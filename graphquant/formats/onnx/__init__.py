@@ -73,7 +73,7 @@ def upgrade(model: Model, opset: int) -> Model:
     return convert(model, opset)
 
 
-__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "load", "runner", "save", "upgrade"]
+__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "load", "runner", "save", "skeleton", "upgrade"]
 
 
 def skeleton(model: Model) -> str:

@@ -35,7 +35,9 @@ def model_of() -> Callable[[str], Model]:
 def identity_at() -> Callable[..., TensorRef]:
     """A function that puts an Identity behind a tensor, for all its readers or for some."""
 
-    def insert(model: Model, tensor: TensorRef, uses: list[Any] | None = None, *, place: str | None = None) -> TensorRef:
+    def insert(
+        model: Model, tensor: TensorRef, uses: list[Any] | None = None, *, place: str | None = None
+    ) -> TensorRef:
         home = model.graphs[tensor.graph if place is None else place]
         known = model.output(tensor)
         readers = model.graphs[tensor.graph].consumers(tensor) if uses is None else uses

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
-from graphquant.ir import Op, Output, TensorRef, Use
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from graphquant.formats.onnx.read import index
+from graphquant.ir import Op, Output, TensorRef, Use, check
 
 Array = np.ndarray[Any, Any]
+
+ROOT = Path(__file__).resolve().parents[3]
+MODELS = [
+    *sorted((ROOT / "sample_models").glob("*.onnx")),
+    *sorted((ROOT.parent / "shared/models").glob("silero*.onnx")),
+    *sorted((ROOT.parent / "shared/models").glob("*/*.onnx")),
+]
 
 CHAIN = """<ir_version: 10, opset_import: ["" : 21]>
 g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> {
@@ -271,7 +278,9 @@ def test_emit_is_linear(model_of: Any, identity_at: Any) -> None:
     graph = model.main
     for k in range(1, count):
         op = Op(name=f"q{k}", kind="identity", type="Identity", outputs=(Output(f"q{k}", "float32", (2,)),))
-        graph.reroute(TensorRef("", f"v{k}"), graph.consumers(TensorRef("", f"v{k}")), graph.add(op, [TensorRef("", f"v{k}")]))
+        graph.reroute(
+            TensorRef("", f"v{k}"), graph.consumers(TensorRef("", f"v{k}")), graph.add(op, [TensorRef("", f"v{k}")])
+        )
     # The new op's own reading of v{k} was rerouted to none: consumers were listed before it was added.
     types = [node.op_type for node in format_.emit(model).graph.node]
     assert types == ["Relu", "Identity"] * (count - 1) + ["Relu"]
@@ -286,3 +295,36 @@ def constant(name: str, value: Array) -> Op:
         outputs=(Output(name, str(value.dtype), value.shape),),
         value=lambda: value,
     )
+
+
+@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
+def test_identity_behind_every_float_tensor(path: Path, identity_at: Any) -> None:
+    """Real models with an Identity behind each float tensor, in bodies too, are valid and compute the same bits."""
+    model = format_.load(path)
+    before = format_.runner(model)
+    rng = np.random.default_rng(0)
+    feeds: dict[str, Array] = {"sr": np.array(16000, np.int64)} if "silero" in path.name else {}
+    for spec in before.inputs:
+        if spec.dtype == "float32":
+            sizes = [
+                size or (576 if path.name.startswith("silero") and k else 1) for k, size in enumerate(spec.shape or ())
+            ]
+            feeds[spec.name] = rng.standard_normal(sizes).astype(np.float32)
+    edited = model.copy()
+    count = 0
+    for graph in model.graphs.values():
+        for op in graph.ops():
+            for port, output in enumerate(op.outputs):
+                tensor = TensorRef(graph.name, op.name, port)
+                if output.dtype == "float32" and edited.graphs[graph.name].consumers(tensor):
+                    identity_at(edited, tensor)
+                    count += 1
+    message = format_.emit(edited)
+    onnx.checker.check_model(message)
+    again = index(message)
+    check(again, "emit")
+    added = sum(len(graph) for graph in again.graphs.values()) - sum(len(graph) for graph in model.graphs.values())
+    assert added == count > 40
+    after = format_.runner(edited).run(feeds)
+    for name, value in before.run(feeds).items():
+        np.testing.assert_allclose(after[name], value, rtol=1e-4, atol=1e-5)

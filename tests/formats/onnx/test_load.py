@@ -54,7 +54,9 @@ def test_names(model_of: Any) -> None:
     assert model.opset == 18
 
 
-KINDS = HEAD + """g (float[1,4,8,8] x, float[N,3] m, float[8,4,3,3] w, float[4,1,3,3] d, float[3,5] k, float[5,3] t)
+KINDS = (
+    HEAD
+    + """g (float[1,4,8,8] x, float[N,3] m, float[8,4,3,3] w, float[4,1,3,3] d, float[3,5] k, float[5,3] t)
 => (float[N,5] y) <float zero = {0}, float six = {6}> {
     conv = Conv(x, w)
     depth = Conv <group = 4> (x, d)
@@ -67,6 +69,7 @@ KINDS = HEAD + """g (float[1,4,8,8] x, float[N,3] m, float[8,4,3,3] w, float[4,1
     foreign = custom.Conv(x, w)
     y = Identity(mm)
 }"""
+)
 
 
 def test_kinds_roles_axes(model_of: Any) -> None:
@@ -140,14 +143,17 @@ def test_sparse_initializer() -> None:
 
 def test_bodies_and_captures(model_of: Any) -> None:
     """Bodies are graphs named after their op, what they read outside is a capture, and nested bodies nest their names."""
-    model = model_of(HEAD + """g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}> {
+    model = model_of(
+        HEAD
+        + """g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}> {
         y = If(c) <
             then_branch = t () => (float[2] p) {
                 p = If(c) <then_branch = u () => (float[2] s) { s = Add(x, w) }, else_branch = v () => (float[2] r) { r = Neg(x) }>
             },
             else_branch = e () => (float[2] q) { q = Abs(x) }
         >
-    }""")
+    }"""
+    )
     assert list(model.graphs) == [
         "",
         "y/then_branch",
@@ -165,13 +171,16 @@ def test_bodies_and_captures(model_of: Any) -> None:
 
 def test_loop_carried_values_are_no_parameters(model_of: Any) -> None:
     """A weight that a loop carries may change, so the body's input is no parameter; a captured one is."""
-    model = model_of(HEAD + """g (int64 n, bool c, float[2] x) => (float[2] y) <float[2] w = {1, 2}> {
+    model = model_of(
+        HEAD
+        + """g (int64 n, bool c, float[2] x) => (float[2] y) <float[2] w = {1, 2}> {
         y, z = Loop(n, c, x, w) <body = b (int64 i, bool k, float[2] s, float[2] v) => (bool k2, float[2] s2, float[2] v2) {
             k2 = Identity(k)
             s2 = Add(s, w)
             v2 = Add(v, s2)
         }>
-    }""")
+    }"""
+    )
     parameters = Parameters(model)
     assert not parameters.is_parameter(TensorRef("y/body", "v"))
     assert model.graphs["y/body"].producer(Use("y/body", "s2", 1)) == TensorRef("", "w")
@@ -190,24 +199,30 @@ def test_function_calls_pass_parameters(model_of: Any) -> None:
 
 def test_chain_of_constants_is_evaluated(model_of: Any) -> None:
     """A weight behind Slice, Transpose and Squeeze has its value."""
-    model = model_of(HEAD + """g (float[2] x) => (float[2] y)
+    model = model_of(
+        HEAD
+        + """g (float[2] x) => (float[2] y)
     <float[1,2,3] w = {1, 2, 3, 4, 5, 6}, int64[1] a = {1}, int64[1] b = {2}, int64[1] zero = {0}> {
         s = Slice(w, a, b, b)
         t = Transpose <perm = [0, 2, 1]> (s)
         v = Squeeze(t, zero)
         u = Squeeze(v, zero)
         y = Add(x, u)
-    }""")
+    }"""
+    )
     np.testing.assert_array_equal(Parameters(model).value(TensorRef("", "u")), [2, 5])
 
 
 def test_bomb_of_constants_is_refused(model_of: Any) -> None:
-    """A small constant that expands beyond memory is an error, not a crash."""
-    model = model_of(HEAD + """g (float[2] x) => (float[2] y)
-    <float[1] w = {1}, int64[2] big = {1000000, 1000000}> { e = Expand(w, big)  y = Neg(x) }""")
+    """A small constant that expands beyond memory has no value."""
+    model = model_of(
+        HEAD
+        + """g (float[2] x) => (float[2] y)
+    <float[1] w = {1}, int64[2] big = {1000000, 1000000}> { e = Expand(w, big)  y = Neg(x) }"""
+    )
     inputs = [np.ones(1, np.float32), np.array([1_000_000, 1_000_000])]
-    with pytest.raises(ModelError, match="1000000000000 elements"):
-        model.evaluate(model.main.op("e"), inputs)
+    assert model.evaluate(model.main.op("e"), inputs) is None
+    assert Parameters(model).value(TensorRef("", "e")) is None
 
 
 @pytest.mark.parametrize(
@@ -297,7 +312,9 @@ def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
 
 def test_deep_nesting_is_refused() -> None:
     """Bodies nested beyond what the binary form holds are an error."""
-    inner = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [], [helper.make_empty_tensor_value_info("y")])
+    inner = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["y"])], "g", [], [helper.make_empty_tensor_value_info("y")]
+    )
     for _ in range(32):
         node = helper.make_node("If", ["c"], ["y"], then_branch=inner)
         inner = helper.make_graph([node], "g", [], [helper.make_empty_tensor_value_info("y")])

@@ -78,7 +78,7 @@ def test_text_forms_come_back_equal(suffix: str, tmp_path: Path) -> None:
 
 
 def test_textual_form_holds_graph_and_weights(tmp_path: Path) -> None:
-    """onnx's own textual form is read back with the same ops and the same weights."""
+    """Onnx's own textual form is read back with the same ops and the same weights."""
     model = format_.load(ROOT / "sample_models/digits_rnn.onnx")
     format_.save(model, tmp_path / "model.onnxtxt")
     again = format_.load(tmp_path / "model.onnxtxt")
