@@ -1,0 +1,378 @@
+"""The edits of the IR on random graphs with bodies and captures: each keeps the invariants and does what it says."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from graphquant.errors import InternalError, UsageError
+from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef, Use, check
+
+DTYPES = ("float32", "int64", None)
+SHAPES = ((2, 3), (None, 3), (2,), None)
+PICK = st.integers(0, 10**6)
+
+
+def op(name: str, *outputs: Output, kind: str = "other", **more) -> Op:
+    """An op with outputs of any kind."""
+    return Op(name=name, kind=kind, type=kind, outputs=outputs or (Output(name, "float32", (2, 3)),), **more)
+
+
+def snapshot(model: Model) -> list:
+    """Everything that an edit can change, as plain data."""
+    return [
+        (
+            name,
+            [(node, data["op"], list(data["slots"])) for node, data in graph.nx.nodes(data=True)],
+            sorted(map(str, graph.nx.edges(keys=True, data="port"))),
+            list(graph.inputs),
+            list(graph.outputs),
+            sorted(graph.edited),
+            sorted(graph.removed),
+            sorted(graph.taken),
+        )
+        for name, graph in model.graphs.items()
+    ]
+
+
+def scan(model: Model, tensor: TensorRef) -> set[Use]:
+    """The consumers of a tensor by looking at each slot of each op."""
+    return {
+        Use(name, node, slot)
+        for name, graph in model.graphs.items()
+        for node, slots in graph.nx.nodes(data="slots")
+        for slot, read in enumerate(slots)
+        if read == tensor
+    }
+
+
+class Edits(RuleBasedStateMachine):
+    """Random edits; new ops read only older ones, so that the graphs stay acyclic."""
+
+    @initialize()
+    def start(self) -> None:
+        """A main graph with one body, in which lies another."""
+        self.model = Model(format="onnx")
+        self.age: dict[tuple[str, str], int] = {}
+        taken: set[str] = set()
+        for name, parent in (("", None), ("if/then", ("", "if")), ("if/then/loop/body", ("if/then", "loop"))):
+            self.model.graphs[name] = Graph(name, self.model.graphs, parent=parent, taken=taken)
+        for name, owner, body in (("", "if", "if/then"), ("if/then", "loop", "if/then/loop/body")):
+            graph = self.model.graphs[name]
+            self.put(graph, op(f"{owner}_in", kind="input"), [])
+            self.put(graph, op(owner, calls=(Call("body", body),)), [])
+        self.copies: list[tuple[Model, list]] = []
+
+    def put(self, graph: Graph, new: Op, inputs: list) -> TensorRef:
+        """Adds an op and remembers when."""
+        self.age[graph.name, new.name] = len(self.age)
+        return graph.add(new, inputs)
+
+    def tensors(self, graph: Graph, before: int = 10**9) -> list[TensorRef]:
+        """The tensors that an op of that age in `graph` may read without making a cycle."""
+        found: list[TensorRef] = []
+        here: Graph | None = graph
+        while here is not None:
+            for known in here.ops():
+                if self.age[here.name, known.name] < before:
+                    found += [TensorRef(here.name, known.name, port) for port in range(len(known.outputs))]
+            if here.parent is None:
+                break
+            before = min(before, self.age[here.parent])
+            here = self.model.graphs[here.parent[0]]
+        return found
+
+    def graph(self, pick: int) -> Graph:
+        """Any graph."""
+        return list(self.model.graphs.values())[pick % len(self.model.graphs)]
+
+    def uses(self) -> list[Use]:
+        """Every slot."""
+        return [
+            Use(name, node, slot)
+            for name, graph in self.model.graphs.items()
+            for node, slots in graph.nx.nodes(data="slots")
+            for slot in range(len(slots))
+        ]
+
+    @rule(
+        pick=PICK,
+        picks=st.lists(PICK, max_size=4),
+        dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2),
+        shape=st.sampled_from(SHAPES),
+        gap=st.booleans(),
+    )
+    def add(self, pick, picks, dtypes, shape, gap) -> None:
+        """A new op reads what it is told to and is read by nobody."""
+        graph = self.graph(pick)
+        known = self.tensors(graph)
+        inputs = [known[p % len(known)] for p in picks] if known else []
+        inputs += [None] if gap else []
+        name = graph.fresh("op")
+        assert name not in graph.taken
+        made = self.put(graph, op(name, *(Output(f"{name}_{i}", d, shape) for i, d in enumerate(dtypes))), inputs)
+        assert made == TensorRef(graph.name, name, 0)
+        assert graph.slots(name) == inputs
+        assert graph.consumers(made) == []
+
+    @precondition(lambda self: self.uses())
+    @rule(pick=PICK, to=PICK, some=st.integers(0, 255))
+    def reroute(self, pick, to, some) -> None:
+        """Exactly the named uses move, or nothing at all changes."""
+        use = self.uses()[pick % len(self.uses())]
+        tensor = self.model.graphs[use.graph].producer(use)
+        if tensor is None:
+            return
+        home = self.model.graphs[tensor.graph]
+        everyone = home.consumers(tensor)
+        uses = [one for i, one in enumerate(everyone) if some >> (i % 8) & 1]
+        every = [
+            TensorRef(g, o.name, p)
+            for g, h in self.model.graphs.items()
+            for o in h.ops()
+            for p in range(len(o.outputs))
+        ]
+        new = every[to % len(every)]
+        if any(
+            new not in self.tensors(self.model.graphs[u.graph], self.age[u[:2]])
+            and self.model.graphs[u.graph].sees(new.graph)
+            for u in uses
+        ):
+            return  # it would make a cycle
+        old, out = self.model.output(tensor), self.model.output(new)
+        fits = old.dtype is None or out.dtype is None or old.dtype == out.dtype
+        fits &= (
+            old.shape is None
+            or out.shape is None
+            or (
+                len(old.shape) == len(out.shape)
+                and all(None in pair or pair[0] == pair[1] for pair in zip(old.shape, out.shape, strict=True))
+            )
+        )
+        before, read_before = snapshot(self.model), scan(self.model, new)
+        if not fits or not all(self.model.graphs[u.graph].sees(new.graph) for u in uses):
+            with pytest.raises(UsageError):
+                home.reroute(tensor, uses, new)
+            assert snapshot(self.model) == before
+            return
+        assert home.reroute(tensor, uses * 2, new) == len(uses)
+        assert scan(self.model, new) == read_before | set(uses)
+        if new != tensor:
+            assert scan(self.model, tensor) == set(everyone) - set(uses)
+
+    @precondition(lambda self: self.uses())
+    @rule(pick=PICK, wrong=PICK)
+    def refuse_wrong_uses(self, pick, wrong) -> None:
+        """A use that reads something else, or is none, is refused, and the good ones beside it stay."""
+        uses = self.uses()
+        good, bad = uses[pick % len(uses)], uses[wrong % len(uses)]
+        tensor = self.model.graphs[good.graph].producer(good)
+        if tensor is None:
+            return
+        home, before = self.model.graphs[tensor.graph], snapshot(self.model)
+        others = [bad] if self.model.graphs[bad.graph].producer(bad) != tensor else []
+        for other in (
+            *others,
+            Use("", "no such op", 0),
+            Use("nowhere", "if", 0),
+            good._replace(slot=99),
+            good._replace(slot=-1),
+        ):
+            with pytest.raises(UsageError, match="does not read"):
+                home.reroute(tensor, [good, other], tensor)
+        for missing in (
+            TensorRef("", "none"),
+            TensorRef("nowhere", "if"),
+            tensor._replace(port=9),
+            tensor._replace(port=-1),
+        ):
+            with pytest.raises(UsageError, match="has no tensor"):
+                home.reroute(tensor, [good], missing)
+        assert snapshot(self.model) == before
+
+    @precondition(lambda self: self.uses())
+    @rule(pick=PICK, to=PICK, empty=st.booleans(), beyond=st.integers(0, 2))
+    def connect(self, pick, to, empty, beyond) -> None:
+        """One slot changes what it reads."""
+        use = self.uses()[pick % len(self.uses())]
+        graph = self.model.graphs[use.graph]
+        use = use._replace(slot=use.slot + beyond)
+        known = self.tensors(graph, self.age[use[:2]])
+        new = None if empty or not known else known[to % len(known)]
+        graph.connect(use, new)
+        assert graph.producer(use) == new
+        assert use in graph.edited
+
+    @rule(pick=PICK, which=PICK)
+    def remove(self, pick, which) -> None:
+        """An op that nobody reads goes, with its own edges; one that is read, or owns a body, stays."""
+        graph = self.graph(pick)
+        ops = list(graph.ops())
+        if not ops:
+            return
+        name, before = ops[which % len(ops)].name, snapshot(self.model)
+        if graph.op(name).calls or graph.readers(name):
+            with pytest.raises(InternalError, match="still"):
+                graph.remove(name)
+            assert snapshot(self.model) == before
+            return
+        graph.remove(name)
+        assert name not in graph
+        assert name in graph.removed
+        assert not any(use.op == name for use in graph.edited)
+
+    @rule(pick=PICK, which=PICK)
+    def replace(self, pick, which) -> None:
+        """Another op of the same name takes over, inputs and readers included."""
+        graph = self.graph(pick)
+        ops = [known for known in graph.ops() if not known.calls]
+        if not ops:
+            return
+        old = ops[which % len(ops)]
+        slots, readers = list(graph.slots(old.name)), graph.readers(old.name)
+        new = op(old.name, *old.outputs, kind="relu")
+        graph.replace(new)
+        assert graph.op(old.name) is new
+        assert (graph.slots(old.name), graph.readers(old.name)) == (slots, readers)
+
+    @rule()
+    def copy(self) -> None:
+        """Work goes on with a copy; what it was copied from must not change any more."""
+        before = snapshot(self.model)
+        self.copies.append((self.model, before))
+        self.model = self.model.copy()
+        assert snapshot(self.model) == before
+
+    @invariant()
+    def holds(self) -> None:
+        """Invariants hold, consumers are those of a full scan, and copies are untouched."""
+        if not hasattr(self, "model"):
+            return
+        check(self.model, "test")
+        for name, graph in self.model.graphs.items():
+            for known in graph.ops():
+                for port in range(len(known.outputs)):
+                    tensor = TensorRef(name, known.name, port)
+                    found = graph.consumers(tensor)
+                    assert len(found) == len(set(found))
+                    assert set(found) == scan(self.model, tensor)
+        for model, before in self.copies[-2:]:
+            assert snapshot(model) == before
+
+
+Edits.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+test_edits = Edits.TestCase
+
+
+def small() -> Model:
+    """A graph of x -> add(x, x) -> output."""
+    model = Model(format="onnx")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    x = graph.add(op("x", kind="input"))
+    total = graph.add(op("add"), [x, x])
+    graph.add(op("out", kind="output"), [total], after=["x"])
+    graph.inputs, graph.outputs = ["x"], ["out"]
+    return model
+
+
+def test_one_of_two_slots_moves() -> None:
+    """`Add(x, x)` has two edges, of which one can be rerouted."""
+    model = small()
+    graph = model.main
+    x = TensorRef("", "x")
+    fake = graph.add(op("x/quant"), [x])
+    assert graph.reroute(x, [Use("", "add", 1)], fake) == 1
+    assert graph.slots("add") == [x, fake]
+    assert graph.consumers(x) == [Use("", "add", 0), Use("", "x/quant", 0)]
+    assert graph.control_inputs("out") == ["x"]
+    assert graph.edited == {Use("", "add", 1)}
+
+
+def test_fresh_names() -> None:
+    """A taken name gets the smallest free number; a removed op's name stays taken."""
+    graph = small().main
+    assert graph.fresh("y") == "y"
+    assert graph.fresh("x") == "x_1"
+    graph.add(op("x_1"))
+    assert graph.fresh("x") == "x_2"
+    graph.remove("x_1")
+    assert graph.fresh("x") == "x_2"
+
+
+def test_impossible_edits_are_faults() -> None:
+    """What no caller may do is refused before anything is changed."""
+    model = small()
+    graph = model.main
+    with pytest.raises(InternalError, match="already in graph"):
+        graph.add(op("x"))
+    with pytest.raises(InternalError, match="to run after 'nothing'"):
+        graph.wire("x", [], after=["nothing"])
+    before = snapshot(model)
+    for tensor in (TensorRef("", "nothing"), TensorRef("elsewhere", "x")):
+        with pytest.raises(InternalError):
+            graph.connect(Use("", "add", 0), tensor)
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda g: g.nx.remove_edge("x", "add", key=1), "the edge for it is missing"),
+        (lambda g: g.nx.add_edge("x", "out", key=7, port=0), "1 data edges belong to no slot"),
+        (lambda g: g.nx.add_node("ghost", slots=[]), "'ghost' does not hold the op"),
+        (lambda g: g.outputs.append("add"), "'add' is listed as output but is none"),
+        (lambda g: g.inputs.append("gone"), "'gone' is listed as input but is none"),
+        (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", 3)), "that op has 1 outputs"),
+        (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", -1)), "that op has 1 outputs"),
+        (lambda g: g.slots("add").__setitem__(0, TensorRef("", "gone")), "does not exist or is out of sight"),
+        (lambda g: g.connect(Use("", "add", 0), TensorRef("", "add")), "the ops add form a cycle"),
+    ],
+)
+def test_check_finds_damage(damage, message: str) -> None:
+    """Each broken invariant is named, with the stage at fault."""
+    model = small()
+    check(model, "test")
+    damage(model.main)
+    with pytest.raises(InternalError, match=f"After test, the main graph is broken: .*{message}"):
+        check(model, "test")
+
+
+def nested() -> Model:
+    """A main graph whose op `if` owns a body that reads `x`."""
+    model = small()
+    model.main.add(op("if", calls=(Call("then_branch", "if/then"),)), [TensorRef("", "x")])
+    body = model.graphs["if/then"] = Graph("if/then", model.graphs, parent=("", "if"))
+    body.add(op("relu"), [TensorRef("", "x")])
+    return model
+
+
+def test_check_finds_damaged_captures() -> None:
+    """A capture without its edge, an edge without its capture, and a lost owner are found."""
+    key = ("capture", Use("if/then", "relu", 0))
+    model = nested()
+    assert model.main.consumers(TensorRef("", "x"))[-1] == key[1]
+    assert model.graphs["if/then"].consumers(TensorRef("", "x")) == model.main.consumers(TensorRef("", "x"))
+    check(model, "test")
+    model.main.nx.remove_edge("x", "if", key=key)
+    with pytest.raises(InternalError, match=r"graph 'if/then' is broken: .*the edge for it is missing"):
+        check(model, "test")
+    model = nested()
+    model.graphs["if/then"].nx.remove_node("relu")
+    with pytest.raises(InternalError, match="which reads elsewhere"):
+        check(model, "test")
+    model = nested()
+    model.main.nx.remove_node("if")
+    with pytest.raises(InternalError, match="its owner 'if' is gone"):
+        check(model, "test")
+
+
+def test_values_are_shared_by_copies() -> None:
+    """A copy's ops are the same objects; its graphs are not."""
+    model = small()
+    value = np.zeros(3)
+    model.main.add(op("c", kind="constant", value=lambda: value))
+    twin = model.copy()
+    assert twin.main.op("c") is model.main.op("c")
+    assert twin.main.nx is not model.main.nx
+    assert twin.main.graphs is twin.graphs
