@@ -193,7 +193,7 @@ def _external_value(tensor: Any, folder: Path | None) -> Array:
     name, shape, count = NAMES[tensor.data_type], tuple(tensor.dims), math.prod(tensor.dims)
     if name == "string":
         raise ModelError(
-            f"The tensor {tensor.name!r} holds text in an external file. ONNX has no such thing: export the model again."
+            f"The tensor {tensor.name!r} holds text in an external file. ONNX has no such thing: export it again."
         )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
     needed = (count * _SUB_BYTE.get(name, dtype.itemsize * 8) + 7) // 8

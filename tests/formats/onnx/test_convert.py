@@ -76,5 +76,5 @@ def test_valid_but_not_runnable() -> None:
     """What passes the checker but not onnxruntime is refused; the lower opset works."""
     model = format_.load(REAL / "qlstm_tract.onnx")
     assert format_.upgrade(model, 13).opset == 13
-    with pytest.raises(ModelError, match="onnxruntime does not take the result: .*output_dtype INT8"):
+    with pytest.raises(ModelError, match=r"onnxruntime does not take the result: .*output_dtype INT8"):
         format_.upgrade(model, 21)

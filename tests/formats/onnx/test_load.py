@@ -142,13 +142,14 @@ def test_sparse_initializer() -> None:
 
 
 def test_bodies_and_captures(model_of: Any) -> None:
-    """Bodies are graphs named after their op, what they read outside is a capture, and nested bodies nest their names."""
+    """Bodies are graphs named after their op, what they read outside is a capture, nested ones nest names."""
     model = model_of(
         HEAD
         + """g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}> {
         y = If(c) <
             then_branch = t () => (float[2] p) {
-                p = If(c) <then_branch = u () => (float[2] s) { s = Add(x, w) }, else_branch = v () => (float[2] r) { r = Neg(x) }>
+                p = If(c) <then_branch = u () => (float[2] s) { s = Add(x, w) },
+                    else_branch = v () => (float[2] r) { r = Neg(x) }>
             },
             else_branch = e () => (float[2] q) { q = Abs(x) }
         >
@@ -174,7 +175,8 @@ def test_loop_carried_values_are_no_parameters(model_of: Any) -> None:
     model = model_of(
         HEAD
         + """g (int64 n, bool c, float[2] x) => (float[2] y) <float[2] w = {1, 2}> {
-        y, z = Loop(n, c, x, w) <body = b (int64 i, bool k, float[2] s, float[2] v) => (bool k2, float[2] s2, float[2] v2) {
+        y, z = Loop(n, c, x, w) <body = b (int64 i, bool k, float[2] s, float[2] v)
+                => (bool k2, float[2] s2, float[2] v2) {
             k2 = Identity(k)
             s2 = Add(s, w)
             v2 = Add(v, s2)
@@ -306,7 +308,7 @@ def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
             assert "cut.onnx" in str(error)  # noqa: PT017 - whole fields may be missing without a trace
             refused += 1
     assert refused > len(data) - 10
-    with pytest.raises(ModelError, match="none.onnx cannot be read"):
+    with pytest.raises(ModelError, match=r"none\.onnx cannot be read"):
         format_.load(tmp_path / "none.onnx")
 
 

@@ -48,7 +48,7 @@ def test_run(model_of: Any) -> None:
 
 def test_failures_are_model_errors(model_of: Any) -> None:
     """A model that onnxruntime refuses, or a feed that does not fit, is an error with its first line and the shapes."""
-    with pytest.raises(ModelError, match="onnxruntime cannot take the model: .*Nonsense"):
+    with pytest.raises(ModelError, match=r"onnxruntime cannot take the model: .*Nonsense"):
         format_.runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Nonsense(x) }")).run({"x": X})
     runner = format_.runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }"))
     with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs x float32\[3\]: "):
@@ -66,7 +66,7 @@ def test_observe_main_graph(model_of: Any, identity_at: Any) -> None:
     runner = format_.runner(model)
     found = list(runner.observe([TensorRef("", "a")], [{"x": X}, {"x": -X}]))
     assert [feed[TensorRef("", "a")][0].tolist() for feed in found] == [[-2, 6], [4, -2]]
-    assert list(runner.observe([TensorRef("", "w")], [{"x": X}]))[0][TensorRef("", "w")][0].tolist() == [1, 2]
+    assert next(runner.observe([TensorRef("", "w")], [{"x": X}]))[TensorRef("", "w")][0].tolist() == [1, 2]
 
 
 NESTED = (
@@ -75,7 +75,8 @@ NESTED = (
     y = If(c) <
         then_branch = t () => (float[2] p) {
             a = Add(x, w)
-            p = If(d) <then_branch = u () => (float[2] s) { s = Mul(a, w) }, else_branch = v () => (float[2] r) { r = Abs(a) }>
+            p = If(d) <then_branch = u () => (float[2] s) { s = Mul(a, w) },
+                else_branch = v () => (float[2] r) { r = Abs(a) }>
         },
         else_branch = e () => (float[2] q) { q = Neg(x) }
     >
@@ -111,7 +112,8 @@ LOOP = (
         s2 = Concat <axis = 0> (s, d)
         zero = Constant <value = int64 {0}> ()
         even = Equal(zero, i)
-        p = If(even) <then_branch = u () => (float[L] f) { f = Neg(d) }, else_branch = v () => (float[L] h) { h = Abs(d) }>
+        p = If(even) <then_branch = u () => (float[L] f) { f = Neg(d) },
+            else_branch = v () => (float[L] h) { h = Abs(d) }>
         scan = ReduceMax <keepdims = 0> (p)
     }>
 }"""
@@ -143,7 +145,8 @@ def test_observe_loops_in_loops_and_branches(model_of: Any) -> None:
             first = Less(i, one)
             s2 = If(first) <
                 then_branch = u () => (float[1] t) {
-                    t, rows = Loop(n, yes, s) <body = w (int64 j, bool m, float[1] a) => (bool m2, float[1] a2, float[1] row) {
+                    t, rows = Loop(n, yes, s) <body = w (int64 j, bool m, float[1] a)
+                        => (bool m2, float[1] a2, float[1] row) {
                         m2 = Identity(m)
                         a2 = Add(a, a)
                         row = Neg(a2)
