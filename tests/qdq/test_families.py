@@ -1,0 +1,210 @@
+"""What each family of QDQ ops adds to a graph: ops, names, constants and reshapes, for both frameworks."""
+
+import numpy as np
+import pytest
+
+from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, check
+from graphquant.numerics import IntType, QParams, Range, choose, dequantize, quantize
+from graphquant.qdq import FAMILIES, Lowering
+from graphquant.qdq.base import Request
+
+INT8 = IntType(8, True)
+
+
+def graph_with(shape: tuple[int, ...], kind: str = "relu") -> tuple[Model, Graph, TensorRef]:
+    """A graph that holds one float32 tensor."""
+    model = Model(format="onnx")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    op = Op(name="t", kind=kind, type=kind, outputs=(Output("t", "float32", shape),))
+    return model, graph, graph.add(op)
+
+
+def lower(family: str, shape: tuple[int, ...], params: QParams, **more) -> tuple[Graph, TensorRef]:
+    """The graph after lowering one site, checked."""
+    model, graph, tensor = graph_with(shape)
+    site = Lowering(tensor=tensor, name="t/quant", params=params, rule="r", shape=shape, **more)
+    result = FAMILIES[family].lower(graph, site)
+    check(model, family)
+    assert all(op.rule == "r" for op in graph.ops() if op.name != "t")
+    return graph, result
+
+
+def wiring(graph: Graph) -> dict[str, tuple[str, list[str]]]:
+    """Each new op with its type and what it reads."""
+    return {op.name: (op.type, [str(slot) for slot in graph.slots(op.name)]) for op in graph.ops() if op.name != "t"}
+
+
+def value(graph: Graph, name: str) -> np.ndarray:
+    """The value of a constant, which its output describes."""
+    op = graph.op(name)
+    assert op.kind == "constant"
+    held = op.value()
+    assert (op.outputs[0].dtype, op.outputs[0].shape) == (str(held.dtype), held.shape)
+    return held
+
+
+def per_channel(channels: int, axis: int) -> QParams:
+    """Symmetric int8 scales, one per channel, all different."""
+    high = np.arange(1.0, channels + 1)
+    return choose(Range(-high, high), INT8, symmetric=True, narrow=True, axis=axis)
+
+
+def test_onnx_per_tensor() -> None:
+    """QuantizeLinear and DequantizeLinear share the constants of scale and zero point."""
+    params = choose(Range(np.array(-1.0), np.array(3.0)), IntType(8, False), symmetric=False)
+    graph, result = lower("onnx-qdq", (2, 3), params)
+    assert wiring(graph) == {
+        "t/quant/scale": ("Constant", []),
+        "t/quant/zero_point": ("Constant", []),
+        "t/quant": ("QuantizeLinear", ["t:0", "t/quant/scale:0", "t/quant/zero_point:0"]),
+        "t/quant/dequant": ("DequantizeLinear", ["t/quant:0", "t/quant/scale:0", "t/quant/zero_point:0"]),
+    }
+    assert result == TensorRef("", "t/quant/dequant")
+    assert graph.op("t/quant").outputs == (Output("t/quant", "uint8", (2, 3)),)
+    assert graph.output(result) == Output("t/quant/dequant", "float32", (2, 3))
+    scale, zero = value(graph, "t/quant/scale"), value(graph, "t/quant/zero_point")
+    assert (scale, scale.dtype, scale.shape) == (np.float32(4 / 255), np.float32, ())
+    assert (zero, zero.dtype, zero.shape) == (64, np.uint8, ())
+    assert [dict(graph.op(name).attrs) for name in ("t/quant", "t/quant/dequant")] == [{}, {}]
+    assert [graph.op(name).kind for name in ("t/quant", "t/quant/dequant")] == ["quantize", "dequantize"]
+
+
+def test_onnx_per_channel_weight_is_folded() -> None:
+    """A weight becomes an integer constant and one DequantizeLinear with its axis."""
+    weight = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
+    params = per_channel(3, 0)
+    graph, result = lower("onnx-qdq", (3, 4), params, value=weight)
+    assert wiring(graph) == {
+        "t/quant/scale": ("Constant", []),
+        "t/quant/zero_point": ("Constant", []),
+        "t/quant/int8": ("Constant", []),
+        "t/quant/dequant": ("DequantizeLinear", ["t/quant/int8:0", "t/quant/scale:0", "t/quant/zero_point:0"]),
+    }
+    assert graph.op(result.op).attrs == {"axis": 0}
+    folded = value(graph, "t/quant/int8")
+    assert folded.dtype == np.int8
+    np.testing.assert_array_equal(folded, quantize(weight, params))
+    assert value(graph, "t/quant/zero_point").tolist() == [0, 0, 0]
+    step = value(graph, "t/quant/scale")[:, None]
+    clipped = np.clip(weight, -127 * step, 127 * step)
+    assert (np.abs(dequantize(folded, params) - clipped) <= step * 0.5001).all()
+
+
+def test_odd_widths_live_in_the_next_container() -> None:
+    """Five bits are int8 values from -16 to 15."""
+    params = choose(Range(np.array(-1.0), np.array(1.0)), IntType(5, True), symmetric=True)
+    graph, _ = lower("onnx-qdq", (5,), params, value=np.array([-9.0, -1.0, 0.0, 1.0, 9.0], np.float32))
+    assert value(graph, "t/quant/int8").tolist() == [-16, -15, 0, 15, 15]
+
+
+def test_fake_quant_per_tensor() -> None:
+    """FakeQuantWithMinMaxVars has the range of the params, its bits and whether it is narrow."""
+    params = choose(Range(np.array(-8.0), np.array(127 / 16)), INT8, symmetric=True)
+    graph, result = lower("fake-quant", (2, 3), params)
+    assert wiring(graph) == {
+        "t/quant/min": ("Const", []),
+        "t/quant/max": ("Const", []),
+        "t/quant": ("FakeQuantWithMinMaxVars", ["t:0", "t/quant/min:0", "t/quant/max:0"]),
+    }
+    assert result == TensorRef("", "t/quant")
+    assert (value(graph, "t/quant/min"), value(graph, "t/quant/max")) == (np.float32(-8.0), np.float32(127 / 16))
+    assert value(graph, "t/quant/min").dtype == np.float32
+    assert graph.op("t/quant").attrs == {"num_bits": 8, "narrow_range": False}
+    assert graph.output(result) == Output("t/quant", "float32", (2, 3))
+
+
+def test_fake_quant_of_the_last_axis() -> None:
+    """Per channel of the last axis needs no reshape."""
+    graph, result = lower("fake-quant", (3, 3, 2, 4), per_channel(4, 3))
+    assert set(wiring(graph)) == {"t/quant", "t/quant/min", "t/quant/max"}
+    assert graph.op(result.op).type == "FakeQuantWithMinMaxVarsPerChannel"
+    np.testing.assert_allclose(value(graph, "t/quant/max"), [1.0, 2.0, 3.0, 4.0], rtol=1e-6)
+    assert graph.op(result.op).attrs == {"num_bits": 8, "narrow_range": True}
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis", "flat", "high"),
+    [
+        ((3, 3, 2, 4), 2, (3, 3, 8), [1.0] * 4 + [2.0] * 4),
+        ((3, 3, 5, 1), 2, (3, 3, 5), [1.0, 2.0, 3.0, 4.0, 5.0]),
+        ((2, 3, 2), 0, (12,), [1.0] * 6 + [2.0] * 6),
+    ],
+)
+def test_fake_quant_of_an_inner_axis(shape, axis: int, flat, high) -> None:
+    """The channel axis and what follows it become the last axis, each channel's range repeated, and back."""
+    graph, result = lower("fake-quant", shape, per_channel(shape[axis], axis))
+    assert wiring(graph) == {
+        "t/quant/flat/shape": ("Const", []),
+        "t/quant/flat": ("Reshape", ["t:0", "t/quant/flat/shape:0"]),
+        "t/quant/min": ("Const", []),
+        "t/quant/max": ("Const", []),
+        "t/quant": ("FakeQuantWithMinMaxVarsPerChannel", ["t/quant/flat:0", "t/quant/min:0", "t/quant/max:0"]),
+        "t/quant/shaped/shape": ("Const", []),
+        "t/quant/shaped": ("Reshape", ["t/quant:0", "t/quant/shaped/shape:0"]),
+    }
+    assert value(graph, "t/quant/flat/shape").tolist() == list(flat)
+    assert value(graph, "t/quant/shaped/shape").tolist() == list(shape)
+    np.testing.assert_allclose(value(graph, "t/quant/max"), high, rtol=1e-6)
+    np.testing.assert_allclose(value(graph, "t/quant/min"), np.negative(high), rtol=1e-6)
+    assert result == TensorRef("", "t/quant/shaped")
+    assert graph.output(result) == Output("t/quant/shaped", "float32", shape)
+    assert graph.output(TensorRef("", "t/quant/flat")).shape == flat
+
+
+@pytest.mark.parametrize("axis", [None, 2])
+def test_constants_in_frames_follow_the_tensor(axis: int | None) -> None:
+    """In a TF1 frame each new constant runs after the quantized op; elsewhere none does."""
+    params = (
+        choose(Range(np.array(-1.0), np.array(1.0)), INT8, symmetric=True) if axis is None else per_channel(2, axis)
+    )
+    for framed in (True, False):
+        graph, _ = lower("fake-quant", (3, 3, 2, 4), params, in_frame=framed)
+        for op in graph.ops():
+            if op.kind == "constant":
+                assert graph.control_inputs(op.name) == (["t"] if framed else [])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_taken_names(family: str) -> None:
+    """Where a name is taken, the new op gets the smallest free number and the wiring follows."""
+    model, graph, tensor = graph_with((2,))
+    for name in ("t/quant", "t/quant/min", "t/quant/scale"):
+        graph.add(Op(name=name, kind="other", type="other", outputs=(Output(name),)))
+    params = choose(Range(np.array(-1.0), np.array(1.0)), INT8, symmetric=True)
+    FAMILIES[family].lower(graph, Lowering(tensor=tensor, name="t/quant", params=params, rule="r"))
+    check(model, family)
+    held = "t/quant/scale_1" if family == "onnx-qdq" else "t/quant/min_1"
+    assert graph.slots("t/quant_1")[:2] == [tensor, TensorRef("", held)]
+
+
+@pytest.mark.parametrize(("family", "name"), [("onnx-qdq", "t/quant"), ("fake-quant", "t/quant")])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_what_is_lowered_is_read_back(family: str, name: str, symmetric: bool) -> None:
+    """A family reads from its own op the scale and range that it was made from."""
+    params = choose(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=symmetric)
+    model, graph, tensor = graph_with((2,))
+    FAMILIES[family].lower(graph, Lowering(tensor=tensor, name=name, params=params, rule="r"))
+    found = FAMILIES[family].read(graph, graph.op(name), Parameters(model))
+    assert found is not None
+    np.testing.assert_allclose(found.scale, params.scale, rtol=1e-6)
+    np.testing.assert_allclose([found.range.low, found.range.high], [params.range.low, params.range.high], rtol=1e-6)
+    assert found.zero_point == params.zero_point
+
+
+@pytest.mark.parametrize(
+    ("family", "asked", "reason"),
+    [
+        ("onnx-qdq", Request(type=INT8, axis=0, dtype="float32", shape=None), None),
+        ("onnx-qdq", Request(type=INT8, axis=None, dtype="float16", shape=None), "takes no float16"),
+        ("onnx-qdq", Request(type=IntType(16, True), axis=None, dtype="float32", shape=None), "int16"),
+        ("fake-quant", Request(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
+        ("fake-quant", Request(type=IntType(17, True), axis=None, dtype="float32", shape=None), "2 to 16 bits"),
+        ("fake-quant", Request(type=INT8, axis=None, dtype="float64", shape=None), "this tensor is float64"),
+        ("fake-quant", Request(type=INT8, axis=1, dtype="float32", shape=(None, 3)), "static shape"),
+        ("fake-quant", Request(type=INT8, axis=1, dtype="float32", shape=(2, 3)), None),
+    ],
+)
+def test_what_a_family_cannot_do(family: str, asked: Request, reason: str | None) -> None:
+    """A request that the runtime would refuse is refused with its reason."""
+    said = FAMILIES[family].why_not(asked)
+    assert said is None if reason is None else reason in said
