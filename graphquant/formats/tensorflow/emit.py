@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import InternalError
 from graphquant.formats.tensorflow import opdefs, proto
-from graphquant.formats.tensorflow.load import ARGUMENT, RESULT
+from graphquant.formats.tensorflow.load import ARGUMENT, RESULT, RULE_ATTR
 from graphquant.formats.tensorflow.values import Attrs, Stored, encode_attr, encode_tensor, type_number
 from graphquant.ir import Graph, Model, Op, TensorRef, Use
 
@@ -15,10 +15,7 @@ if TYPE_CHECKING:
 
     from graphquant.formats.tensorflow.source import Source
 
-__all__ = ["RULE_ATTR", "emit"]
-
-RULE_ATTR: Final = "_graphquant_rule"
-"""The attribute of a new node that names the rule it came from."""
+__all__ = ["emit"]
 
 _ATTR_TYPES: Final = {"s": "string", "i": "int", "f": "float", "b": "bool", "func": "func", "placeholder": "string"}
 _ENDS: Final = frozenset({ARGUMENT, RESULT})
@@ -210,25 +207,17 @@ def _patch_signatures(main: Graph, signatures: Any, before: Any) -> None:
     """Points the signatures' outputs at the tensors that the model's outputs read now."""
     moved = {}
     for label in main.outputs:
-        use = Use("", label, 0)
-        if use in main.edited:
-            tensor = main.producer(use)
+        if Use("", label, 0) in main.edited:
+            tensor = main.producer(Use("", label, 0))
             if tensor is None:
                 raise InternalError(f"the output {label!r} reads nothing.")
-            key, _, name = label[1:].partition("/")
-            while name not in before[key].outputs if key in before else True:  # a signature's key may hold slashes
-                head, _, name = name.partition("/")
-                key = f"{key}/{head}"
-            moved[_canonical(before[key].outputs[name].name)] = f"{tensor.op}:{tensor.port}"
-    for key in sorted(before):
+            moved[main.op(label).attrs.get("tensor")] = str(tensor)
+    for key in sorted(before) if moved else ():
         for name in sorted(before[key].outputs):
             old = before[key].outputs[name].name
-            if old and _canonical(old) in moved:
-                signatures[key].outputs[name].name = moved[_canonical(old)]
-
-
-def _canonical(tensor: str) -> str:
-    return tensor if ":" in tensor else f"{tensor}:0"
+            new = moved.get(old if ":" in old else f"{old}:0")
+            if new is not None:
+                signatures[key].outputs[name].name = new
 
 
 def _patch_results(patch: _Patch, function: Any) -> None:

@@ -12,22 +12,24 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
-from graphquant.formats.tensorflow import opdefs
+from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.evaluate import evaluate
 from graphquant.formats.tensorflow.ops import CALLS, describe
 from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.source import Source, read
 from graphquant.formats.tensorflow.values import Attrs, Stored, decode_shape
-from graphquant.ir import Call, Graph, Model, Op, Output, Shape, TensorRef, bulk
+from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, bulk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["ARGUMENT", "RESULT", "load"]
+__all__ = ["ARGUMENT", "RESULT", "RULE_ATTR", "load"]
 
 ARGUMENT: Final = "_Arg"
 RESULT: Final = "_Retval"
+RULE_ATTR: Final = "_graphquant_rule"
+"""The attribute of a node that graphquant made, which names the rule it came from."""
 
 Ports = list[tuple[str, int, str | None]]
 """Output argument, index in it and dtype of each port of a node."""
@@ -70,6 +72,9 @@ class _Loader:
         signatures = (function.signature for function in self._functions.values())
         self._table = opdefs.extend(brought).extend(signatures)
         self._builtin = opdefs.builtin_table()
+        # What saves and restores variables is no part of what the model computes.
+        saver = meta.saver_def if meta is not None else proto.SaverDef()
+        self._savers = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
         self._variables = _variables(source)
         self._model = Model(format="tensorflow", source=source, path=path, digest=source.digest, evaluate=evaluate)
 
@@ -127,6 +132,8 @@ class _Loader:
         info = describe(node.op, node.attr, inputs)
         calls = self._calls(node)
         kind = "call" if node.op in self._functions and node.op not in self._builtin else info.kind
+        if node.name in self._savers:
+            calls, kind = (), "stateful"
         return Op(
             name=node.name,
             kind=kind,
@@ -138,6 +145,7 @@ class _Loader:
             value=self._value(node, kind),
             calls=calls,
             source=node,
+            rule=node.attr[RULE_ATTR].s.decode(errors="replace") if RULE_ATTR in node.attr else "",
         )
 
     def _outputs(self, node: Any, names: Names) -> tuple[Output, ...]:
@@ -179,7 +187,7 @@ class _Loader:
                 tensor = _signature_tensor(main, signatures[key].outputs[label].name, f"{key}/{label}")
                 if tensor is not None and tensor not in seen:
                     seen.add(tensor)
-                    _add_result(main, f"@{key}/{label}", (tensor.op, tensor.port))
+                    _add_result(main, f"@{key}/{label}", (tensor.op, tensor.port), {"tensor": str(tensor)})
         return bool(seen)
 
 
@@ -350,10 +358,10 @@ def _signature_tensor(main: Graph, name: str, where: str) -> TensorRef | None:
     return TensorRef("", op, int(port or 0))
 
 
-def _add_result(graph: Graph, label: str, tensor: tuple[str, int]) -> None:
+def _add_result(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping[str, Any] = NO_ATTRS) -> None:
     if label in graph:
         raise ModelError(f"{label!r} is returned twice. The model file is damaged.")
-    graph.add(Op(name=label, kind="output", type=RESULT), [TensorRef(graph.name, *tensor)])
+    graph.add(Op(name=label, kind="output", type=RESULT, attrs=attrs), [TensorRef(graph.name, *tensor)])
     graph.outputs.append(label)
 
 

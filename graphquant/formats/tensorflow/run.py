@@ -90,12 +90,16 @@ class TensorFlowRunner:
         dtypes = [self._model.output(tensor).dtype or "float32" for tensor in queued]
         queues = session.queues(dtypes)
         fetches = [*(f"{tensor.op}:{tensor.port}" for tensor in direct), *_fetches(watched).values()]
-        for feed in feeds:
-            values = session.run(fetches, self._feed(feed))
-            seen: dict[TensorRef, list[npt.NDArray[Any]]] = {tensor: [] for tensor in wanted}
-            seen.update((tensor, [value]) for tensor, value in zip(direct, values, strict=False))
-            seen.update(zip(queued, session.drain(queues), strict=True))
-            yield seen
+        try:
+            for feed in feeds:
+                values = session.run(fetches, self._feed(feed))
+                seen: dict[TensorRef, list[npt.NDArray[Any]]] = {tensor: [] for tensor in wanted}
+                seen.update((tensor, [value]) for tensor, value in zip(direct, values, strict=False))
+                seen.update(zip(queued, session.drain(queues), strict=True))
+                yield seen
+        finally:
+            if session is not self._session:
+                session.session.close()
 
     def _feed(self, feeds: Feeds) -> dict[str, Any]:
         fed: dict[str, Any] = {}

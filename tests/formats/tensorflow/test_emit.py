@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphquant.formats.tensorflow import emit, load, proto
-from graphquant.formats.tensorflow.emit import RULE_ATTR
+from graphquant.formats.tensorflow import emit, load, proto, skeleton
+from graphquant.formats.tensorflow.load import RULE_ATTR
 from graphquant.ir import Model, Op, Output, TensorRef, Use, check
 from graphquant.numerics import IntType, Range, choose
 from graphquant.qdq import FAMILIES, Lowering
@@ -77,6 +77,9 @@ def test_insert(tmp_path: Path) -> None:
     assert (quant.op, quant.attr["num_bits"].i, quant.attr["narrow_range"].b) == ("FakeQuantWithMinMaxVars", 8, False)
     assert quant.attr[RULE_ATTR].s == b"test"
     assert [node(message, name).device for name in ("y/quant", "y/quant/min", "y/quant/max")] == ["/cpu:1"] * 3
+    (tmp_path / "again.pb").write_bytes(proto.to_binary(message))
+    again = load(tmp_path / "again.pb").main
+    assert [op.name for op in again.ops() if op.rule == "test"] == ["y/quant/min", "y/quant/max", "y/quant"]
     high = node(message, "y/quant/max").attr["value"].tensor
     assert high.dtype == proto.DataType["DT_FLOAT"]
     assert len(high.tensor_content) == 4
@@ -117,7 +120,8 @@ def test_replace_and_remove(tmp_path: Path) -> None:
 def test_new_constant_value(tmp_path: Path) -> None:
     """A constant with another value keeps its node and all its other attributes."""
     text = (
-        'node { name: "c" op: "Const" attr { key: "dtype" value { type: DT_INT32 } } attr { key: "_class" value { s: "k" } }'
+        'node { name: "c" op: "Const" attr { key: "dtype" value { type: DT_INT32 } }'
+        ' attr { key: "_class" value { s: "k" } }'
         ' attr { key: "value" value { tensor { dtype: DT_INT32 tensor_shape { } int_val: 3 } } } }'
         ' node { name: "d" op: "Neg" input: "c" attr { key: "T" value { type: DT_INT32 } } }'
     )
@@ -167,8 +171,10 @@ def test_unread_result_name(tmp_path: Path) -> None:
     text = """
       node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }
       node { name: "call" op: "PartitionedCall" input: "x" attr { key: "f" value { func { name: "f" } } }
-             attr { key: "Tin" value { list { type: DT_FLOAT } } } attr { key: "Tout" value { list { type: DT_FLOAT } } } }
-      library { function { signature { name: "f" input_arg { name: "a" type: DT_FLOAT } output_arg { name: "b" type: DT_FLOAT } }
+             attr { key: "Tin" value { list { type: DT_FLOAT } } }
+             attr { key: "Tout" value { list { type: DT_FLOAT } } } }
+      library { function { signature { name: "f"
+        input_arg { name: "a" type: DT_FLOAT } output_arg { name: "b" type: DT_FLOAT } }
         node_def { name: "own" op: "MyOwn" input: "a" }
         node_def { name: "n" op: "Neg" input: "own:second:0" attr { key: "T" value { type: DT_FLOAT } } }
         ret { key: "b" value: "own:first:0" } } }
@@ -178,3 +184,16 @@ def test_unread_result_name(tmp_path: Path) -> None:
     assert graph.op("own").outputs == (Output("own:first:0"), Output("own:second:0"))
     graph.reroute(TensorRef("f", "own", 0), [Use("f", "@b", 0)], TensorRef("f", "own", 1))
     assert emit(model).library.function[0].ret["b"] == "own:second:0"
+
+
+def test_skeleton(tmp_path: Path) -> None:
+    """The skeleton has every node and no constant's data."""
+    model = load(SAMPLES / "digits_cnn.pb")
+    text = skeleton(model)
+    (tmp_path / "bare.pbtxt").write_text(text)
+    bare = load(tmp_path / "bare.pbtxt")
+    assert [op.name for op in bare.main.ops()] == [op.name for op in model.main.ops()]
+    kernel = bare.main.op("stem/conv/ReadVariableOp/resource").value()
+    assert kernel.shape == (3, 3, 1, 8)
+    assert not kernel.any()
+    assert len(text) < 50_000

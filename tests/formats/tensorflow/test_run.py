@@ -56,13 +56,13 @@ def faces() -> dict[str, Array]:
     }
 
 
-def weights(model: Model, *, ops: str = "") -> list[tuple[Use, TensorRef, Array, int]]:
-    """Weight slots whose value is known, what they read, the value and its channel axis; of ops whose name holds `ops`."""
+def weights(model: Model) -> list[tuple[Use, TensorRef, Array, int]]:
+    """Weight slots whose value is known, what they read, the value and its channel axis."""
     parameters = Parameters(model)
     found = []
     for name in model.live():
         for op in model.graphs[name].ops():
-            if "weight" in op.roles and ops in op.name:
+            if "weight" in op.roles:
                 slot = op.roles.index("weight")
                 tensor = model.graphs[name].slots(op.name)[slot]
                 value = parameters.value(tensor)
@@ -103,7 +103,7 @@ def observed(model: Model, tensors: list[TensorRef], feeds: Mapping[str, Array])
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
 @pytest.mark.parametrize("suffix", [".pb", "_saved_model"])
 def test_runs_samples(tf: Any, name: str, suffix: str) -> None:
-    """The sample models reach the accuracy of their README in every form, fed by placeholder, tensor or signature key."""
+    """The sample models reach the accuracy of their README in every form, fed by placeholder, tensor or key."""
     model = load(SAMPLES / f"{name}{suffix}")
     made = runner(model)
     assert [(spec.dtype, spec.shape) for spec in made.inputs] == [
@@ -123,7 +123,7 @@ def test_feeds(tf: Any) -> None:
     made = runner(load(SAMPLES / "digits_cnn.pb"))
     with pytest.raises(DataError, match="lacks the model's input 'image'"):
         made.run({})
-    with pytest.raises(DataError, match="'imago', which is no input.*Did you mean 'image"):
+    with pytest.raises(DataError, match=r"'imago', which is no input.*Did you mean 'image"):
         made.run({"imago": images("digits_cnn")})
     with pytest.raises(DataError, match=r"shape \(20, 8, 8\), and the model wants \[any, 8, 8, 1\]"):
         made.run({"image": images("digits_cnn")[..., 0]})
@@ -246,7 +246,7 @@ def test_observe_functions(tf: Any) -> None:
 
 @needs_models
 def test_kws(tf: Any, tmp_path: Path) -> None:
-    """A SavedModel that tf.saved_model.load cannot read is edited, saved, loaded by the TF1 loader and gives the same."""
+    """A SavedModel that tf.saved_model.load cannot read is edited and saved; the TF1 loader makes the same of it."""
     model, made = quantized_weights(KWS / "saved_model")
     assert len(made) == 10
     data = np.load(KWS / "eval.npz")

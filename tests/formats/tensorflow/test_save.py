@@ -50,7 +50,7 @@ def test_text_and_binary(tmp_path: Path) -> None:
 
 
 def test_saved_model(tmp_path: Path) -> None:
-    """A SavedModel's variables come along, its stale fingerprint does not; an unchanged one is the same in all files."""
+    """A SavedModel's variables come along, its stale fingerprint does not; an unchanged one keeps all its files."""
     folder = SAMPLES / "digits_cnn_saved_model"
     out = tmp_path / "out"
     save(load(folder), out)
