@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -197,3 +200,26 @@ def test_skeleton(tmp_path: Path) -> None:
     assert kernel.shape == (3, 3, 1, 8)
     assert not kernel.any()
     assert len(text) < 50_000
+
+
+def test_same_bytes_every_time() -> None:
+    """The written bytes do not depend on the hash seed."""
+    code = f"""
+import hashlib, sys
+from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_emit import insert, load, emit, proto, Use
+model = load(Path({str(SAMPLES / "digits_rnn_saved_model")!r})).copy()
+for name in model.live():
+    for op in list(model.graphs[name].ops()):
+        if "weight" in op.roles:
+            insert(model, Use(name, op.name, 0))
+message = emit(model)
+print(hashlib.sha256(proto.to_binary(message) + proto.to_text(message).encode()).hexdigest())
+"""
+    digests = set()
+    for seed in ("0", "1", "2"):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+        digests.add(done.stdout)
+    assert len(digests) == 1

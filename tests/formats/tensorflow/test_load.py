@@ -313,3 +313,78 @@ def test_fuzzed(tmp_path: Path, name: str) -> None:
         read_all(model)
         assert proto.to_binary(emit(model)) == proto.to_binary(model.source.message)
     assert 0 < loaded < 150
+
+
+CALLED = """
+node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }
+node { name: "w" op: "Const" attr { key: "dtype" value { type: DT_FLOAT } } attr { key: "value" value { tensor {
+       dtype: DT_FLOAT tensor_shape { dim { size: 2 } dim { size: 2 } } float_val: 5 } } } }
+node { name: "call" op: "layer" input: "x" input: "w" }
+library {
+  function { signature { name: "layer" input_arg { name: "a" type: DT_FLOAT } input_arg { name: "b" type: DT_FLOAT }
+      output_arg { name: "y" type: DT_FLOAT } }
+    node_def { name: "read" op: "Identity" input: "b" attr { key: "T" value { type: DT_FLOAT } } }
+    node_def { name: "mm" op: "MatMul" input: "a" input: "read:output:0" attr { key: "T" value { type: DT_FLOAT } } }
+    ret { key: "y" value: "mm:product:0" } }
+  function { signature { name: "training"
+      input_arg { name: "p" type: DT_FLOAT } output_arg { name: "q" type: DT_FLOAT } }
+    node_def { name: "again" op: "layer" input: "p" input: "p" }
+    ret { key: "q" value: "again:y:0" } }
+}
+versions { producer: 1200 }
+"""
+
+
+def test_function_as_operation(tmp_path: Path) -> None:
+    """A node whose type is a function's name calls it; what only unreachable functions pass is no matter."""
+    model = small(tmp_path, CALLED)
+    check(model, "load")
+    assert model.main.op("call").kind == "call"
+    assert model.main.op("call").calls == (Call("", "layer", 0),)
+    assert model.live() == ["", "layer"]
+    assert model.graphs["training"].slots("@q") == [TensorRef("training", "again")]
+    value = Parameters(model).value(TensorRef("layer", "read"))
+    assert value is not None
+    assert value.tolist() == [[5, 5], [5, 5]]
+    assert model.graphs["layer"].op("mm").outputs[0].name == "mm:product:0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (CALLED.replace('"mm:product:0"', '"mm:output:0"'), "the result 'y' reads 'mm:output:0'"),
+        (CALLED.replace('key: "q"', 'key: "r"'), "does not say what it returns as 'q'"),
+        (CALLED.replace('name: "training"', 'name: "layer"'), "Two functions have the same name"),
+        (CALLED.replace('{ name: "b" type', '{ name: "a" type'), "has the argument 'a' twice"),
+        (CALLED.replace('name: "read" op', 'name: "a" op'), "Two nodes of function 'layer' are called 'a'"),
+        (CALLED.replace('op: "layer" input: "x"', 'op: "If" input: "x"'), "no usable attribute"),
+    ],
+)
+def test_damaged_function(tmp_path: Path, text: str, message: str) -> None:
+    """A damaged function is refused with its name."""
+    with pytest.raises(ModelError) as caught:
+        small(tmp_path, text)
+    assert message in str(caught.value)
+
+
+def test_missing_function(tmp_path: Path) -> None:
+    """A call of a function that the library lacks is refused."""
+    text = CALLED.replace(
+        'op: "layer" input: "x" input: "w"',
+        'op: "PartitionedCall" input: "x" attr { key: "f" value { func { name: "gone" } } }'
+        ' attr { key: "Tin" value { list { type: DT_FLOAT } } } attr { key: "Tout" value { list { type: DT_FLOAT } } }',
+        1,
+    )
+    with pytest.raises(ModelError, match="calls 'gone', which is not in the model"):
+        small(tmp_path, text)
+
+
+def test_endless_recursion(tmp_path: Path) -> None:
+    """Functions that call themselves load; what they pass to themselves is no parameter."""
+    text = CALLED.replace(
+        'op: "MatMul" input: "a" input: "read:output:0"', 'op: "layer" input: "a" input: "read:output:0"'
+    )
+    text = text.replace("mm:product:0", "mm:y:0")
+    model = small(tmp_path, text)
+    assert model.live() == ["", "layer"]
+    assert not Parameters(model).is_parameter(TensorRef("layer", "mm"))

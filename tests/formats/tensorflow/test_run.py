@@ -230,6 +230,29 @@ def test_observe_branches(tf: Any) -> None:
     assert sorted(counts) == [[0, 1], [1, 0]]
 
 
+def test_function_as_operation(tf: Any, tmp_path: Path) -> None:
+    """A function that a node calls by its type is edited and observed like any other."""
+    (tmp_path / "m.pbtxt").write_text("""
+      node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }
+      node { name: "c" op: "twice" input: "x" }
+      node { name: "d" op: "twice" input: "c" }
+      library { function { signature { name: "twice" input_arg { name: "a" type: DT_FLOAT }
+        output_arg { name: "b" type: DT_FLOAT } }
+        node_def { name: "sum" op: "AddV2" input: "a" input: "a" attr { key: "T" value { type: DT_FLOAT } } }
+        ret { key: "b" value: "sum:z:0" } } }
+      versions { producer: 1200 }
+    """)
+    model = load(tmp_path / "m.pbtxt").copy()
+    tensor, params = insert(model, Use("twice", "sum", 1), np.float64(-4), np.float64(4))
+    x = np.float32([0.3, -1.9])
+    first = x + dequantize(quantize(x, params), params)
+    second = first + dequantize(quantize(first, params), params)
+    run = observed(model, [tensor, TensorRef("twice", "sum"), TensorRef("", "d")], {"x": x})
+    np.testing.assert_allclose(run[TensorRef("", "d")][0], second, rtol=1e-6)
+    np.testing.assert_allclose(run[TensorRef("twice", "sum")], [first, second], rtol=1e-6)
+    assert len(run[tensor]) == 2
+
+
 def test_observe_functions(tf: Any) -> None:
     """Tensors in the functions of a SavedModel equal those of the same names in the frozen graph."""
     frozen, saved = load(SAMPLES / "digits_cnn.pb"), load(SAMPLES / "digits_cnn_saved_model")
