@@ -73,11 +73,11 @@ class _Scope:
             self.counters[last] = k + 1
             name = f"{last}_{k}"
         self.names.add(name)
-        return name
+        return _text(name)
 
     def define(self, value: str, tensor: TensorRef) -> None:
         """Lets `value` stand for `tensor`."""
-        if value in self.values:
+        if _text(value) in self.values:
             raise ModelError(
                 f"Two things make the value {value!r}. Names must be unique in a graph: export the model again."
             )
@@ -237,7 +237,7 @@ class Indexer:
             Op(
                 name=name,
                 kind=info.kind,
-                type=node.op_type,
+                type=_text(node.op_type),
                 domain=domain,
                 roles=info.roles,
                 channel_axis=info.channel_axis,
@@ -280,7 +280,7 @@ class Indexer:
             graph.wire(name, [self._read(scope, value_of(graph.op(name)), name)])
 
     def _read(self, scope: _Scope, value: str, reader: str) -> TensorRef:
-        tensor = scope.find(value)
+        tensor = scope.find(_text(value))
         if tensor is None:
             raise ModelError(
                 f"{reader!r} reads {value!r}, which nothing makes. The model is incomplete: export it again."
@@ -316,4 +316,11 @@ def _known(types: Any, is_function: bool) -> Known:
 
 
 def _domain(domain: str) -> str:
-    return "" if domain == "ai.onnx" else domain
+    return "" if domain == "ai.onnx" else _text(domain)
+
+
+def _text(name: str | bytes) -> str:
+    """`name`, which protocol buffers give as bytes if it is no UTF-8."""
+    if isinstance(name, bytes):
+        raise ModelError(f"The name {name!r} in the model is no UTF-8 text. The file is damaged: copy it again.")
+    return name

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from graphquant.ir import Shape
+
+T = TypeVar("T", float, float | None)
 
 RELU6_BOUNDS = (0.0, 6.0)
 
@@ -142,9 +144,15 @@ def classify(op_type: str, domain: str, facts: Facts) -> OpInfo:
     return special(DEFAULT_DOMAIN[op_type], facts) if special else DEFAULT_DOMAIN.get(op_type, OTHER)
 
 
+def _number(facts: Facts, name: str, default: T) -> float | T:
+    """A number among the attributes; a hostile model may hold anything there."""
+    value = facts.attrs.get(name)
+    return value if isinstance(value, int | float) else default
+
+
 def _conv(info: OpInfo, facts: Facts) -> OpInfo:
     weight = facts.shape(1)
-    depthwise = weight is not None and len(weight) > 1 and weight[1] == 1 and facts.attrs.get("group", 1) > 1
+    depthwise = weight is not None and len(weight) > 1 and weight[1] == 1 and _number(facts, "group", 1) > 1
     return info._replace(kind="depthwise_conv") if depthwise else info
 
 
@@ -154,11 +162,11 @@ def _matmul(info: OpInfo, facts: Facts) -> OpInfo:
 
 
 def _gemm(info: OpInfo, facts: Facts) -> OpInfo:
-    return info._replace(channel_axis=0 if facts.attrs.get("transB", 0) else 1)
+    return info._replace(channel_axis=0 if _number(facts, "transB", 0) else 1)
 
 
 def _clip(info: OpInfo, facts: Facts) -> OpInfo:
-    low, high = facts.attrs.get("min", facts.scalar(1)), facts.attrs.get("max", facts.scalar(2))
+    low, high = _number(facts, "min", facts.scalar(1)), _number(facts, "max", facts.scalar(2))
     return info._replace(kind="relu6") if (low, high) == RELU6_BOUNDS else info
 
 

@@ -97,11 +97,16 @@ def index(message: Any, *, path: Path | None = None, digest: str = "") -> Model:
     """
     if not message.HasField("graph"):
         raise ModelError("The model has no graph. Export or copy the model again.")
-    opsets = {entry.domain.removeprefix("ai.onnx") or "": entry.version for entry in message.opset_import}
+    opset = next((entry.version for entry in message.opset_import if entry.domain in {"", "ai.onnx"}), 0)
     source = Source(message=message, graphs={}, folder=path.parent if path else None)
-    model = Model(format="onnx", source=source, path=path, opset=opsets.get("", 0))
+    model = Model(format="onnx", source=source, path=path, opset=opset)
     model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
     model.evaluate = partial(evaluate, message.opset_import)
-    with bulk():
-        Indexer(model, source).run()
+    try:
+        with bulk():
+            Indexer(model, source).run()
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"A name in the model is no UTF-8 text ({error}). The file is damaged: copy it again."
+        ) from error
     return model

@@ -273,6 +273,21 @@ def test_wrong_length_when_read(shape: list[int]) -> None:
         model.main.op("w").value()
 
 
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    """A name with bytes that are no UTF-8 is an error, wherever it stands."""
+    graph = helper.make_graph(
+        [helper.make_node("NNNN", ["IIII"], ["OOOO"], name="MMMM", domain="DDDD")],
+        "GGGG",
+        [helper.make_tensor_value_info("IIII", 1, [2])],
+        [helper.make_tensor_value_info("OOOO", 1, [2])],
+    )
+    data = helper.make_model(graph).SerializeToString()
+    for letter in "NIOMDG":
+        (tmp_path / "m.onnx").write_bytes(data.replace(letter.encode() * 4, b"ab\xff\xfe"))
+        with pytest.raises(ModelError, match="no UTF-8 text"):
+            format_.load(tmp_path / "m.onnx")
+
+
 @pytest.mark.parametrize(
     ("name", "data"),
     [
