@@ -28,6 +28,8 @@ __all__ = ["TensorFlowRunner", "runner"]
 
 INIT_SIGNATURE: Final = "__saved_model_init_op"
 INIT_COLLECTIONS: Final = ("saved_model_main_op", "legacy_init_op")
+COMPILE_ATTR: Final = "_XlaMustCompile"
+HEADING: Final = "Graph execution error:"
 SERVING: Final = "serving_default"
 
 
@@ -144,7 +146,7 @@ class _Session:
         source: Source = model.source
         message = emit(model)
         v1 = tensorflow.compat.v1
-        graph_def = v1.GraphDef.FromString(proto.to_binary(source.graph_def(message)))
+        graph_def = v1.GraphDef.FromString(proto.to_binary(_uncompiled(source.graph_def(message))))
         graph = tensorflow.Graph()
         with graph.as_default(), _refusals(tensorflow):
             tensorflow.import_graph_def(graph_def, name="")
@@ -208,6 +210,16 @@ class _Session:
     def _operation(self, name: str) -> Any:
         with _refusals(self.tf):
             return self.graph.get_operation_by_name(name.partition(":")[0])
+
+
+def _uncompiled(graph_def: Any) -> Any:
+    """`graph_def` without the demand to compile functions with XLA, which has no queues and fuses what is observed."""
+    for function in graph_def.library.function:
+        function.attr.pop(COMPILE_ATTR, None)
+    for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
+        for node in nodes:
+            node.attr.pop(COMPILE_ATTR, None)
+    return graph_def
 
 
 def _signature(meta: Any) -> Any:
@@ -290,7 +302,8 @@ def _refusals(tensorflow: Any) -> Iterator[None]:
 
 
 def _first_line(text: str) -> str:
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
+    lines = (line.strip() for line in text.splitlines())
+    return next((line for line in lines if line not in {"", HEADING}), "no reason given")
 
 
 def _tensorflow() -> Any:

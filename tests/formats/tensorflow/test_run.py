@@ -328,6 +328,28 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
     assert prefix.endswith("old")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_observe_compiled(tf: Any, tmp_path: Path) -> None:
+    """Tensors inside a function that asks to be compiled by XLA are observed too."""
+
+    class Layer(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kernel = tf.Variable(KERNEL)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 3], tf.float32)], jit_compile=True)
+        def call(self, x: Any) -> Any:
+            return tf.nn.relu(tf.matmul(x, self.kernel, name="product"))
+
+    layer = Layer()
+    tf.saved_model.save(layer, str(tmp_path / "layer"), signatures=layer.call)
+    model = load(tmp_path / "layer")
+    name = next(name for name in model.live() if "product" in model.graphs[name])
+    x = np.float32([[1, 2, 3]])
+    run = observed(model, [TensorRef(name, "product")], {"x": x})
+    np.testing.assert_allclose(run[TensorRef(name, "product")], [x @ KERNEL], rtol=1e-6)
+
+
 def test_refused_graph(tf: Any, tmp_path: Path) -> None:
     """What TensorFlow refuses becomes a ModelError with its reason."""
     path = tmp_path / "bad.pbtxt"
