@@ -142,7 +142,7 @@ def plan(
     output: Path | None,
     force: bool,
 ) -> None:
-    """Show what insert would do to MODEL; --format json gives a plan that insert --plan applies."""
+    """Show what insert would do to MODEL. --format json gives a plan that insert --plan applies."""
     from graphquant import pipeline
 
     if output is not None:
@@ -163,7 +163,7 @@ def plan(
 @click.argument("what", metavar="TENSOR|OP")
 @click.option("--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins.")
 def explain(model: Path, what: str, rules: tuple[str, ...]) -> None:
-    """Tell for each use of TENSOR, or around OP, which rules were tried and why they did or did not apply."""
+    """Tell which rule took each use of TENSOR, or around OP. For the other rules it says why they did not."""
     from graphquant import pipeline
     from graphquant.view import text
 
@@ -176,7 +176,7 @@ def explain(model: Path, what: str, rules: tuple[str, ...]) -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def inspect(model: Path, form: str, output: Path | None, force: bool) -> None:
-    """Show what is in MODEL: quantization ops with scale, zero point, axis and range, and what stays float."""
+    """Show MODEL's quantization ops, and what stays float. Each with its dtype, scale, zero point and range."""
     from graphquant import pipeline
     from graphquant.survey import survey
 
@@ -287,7 +287,7 @@ def _print(view: Any, output: Path | None) -> None:
 
     from rich.console import Console
 
-    plain = Console(file=StringIO(), width=160, color_system=None)
+    plain = Console(file=StringIO(), width=text.UNFOLDED, color_system=None)
     plain.print(view)
     _write(output, plain.file.getvalue())  # type: ignore[attr-defined]  # a StringIO
 

@@ -22,13 +22,17 @@ if TYPE_CHECKING:
 SHOWN = 3
 """Consumers named in a cell; the rest are counted."""
 
+PARAMS = ("dtype", "scale", "zero", "range")
+"""The columns that `_params` fills."""
+
+UNFOLDED = 10_000
+"""Columns of an output that is no terminal: a line per site, for grep and diff."""
+
 
 def plan_view(plan: Plan) -> RenderableType:
-    """The plan as tables: preparations, sites, skips, unused rules."""
-    table = _table("tensor", "read by", "rule", "scheme")
-    for site in plan.sites:
-        table.add_row(str(site.tensor), _uses([str(use) for use in site.uses]), site.rule, _scheme(site))
-    parts: list[RenderableType] = [*_steps(plan), table, *_skips(plan.skips)]
+    """The plan: preparations, a table of sites for each rule, skips, unused rules."""
+    rows = [(site, (_uses([str(use) for use in site.uses]), _scheme(site))) for site in plan.sites]
+    parts: list[RenderableType] = [*_steps(plan), *_by_rule(rows, "read by", "scheme"), *_skips(plan.skips)]
     if plan.unused:
         parts.append(Text(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
     uses = sum(len(site.uses) for site in plan.sites)
@@ -39,18 +43,15 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def result_view(result: Result, output: Path | None) -> RenderableType:
-    """What `insert` did: a line per site with scale, zero point and range."""
-    table = _table("tensor", "rule", "dtype", "scale", "zero point", "range")
-    for done in result.inserted:
-        where = Text(str(done.site.tensor))
-        if done.folded:
-            where.append(" (stored as integers)", style="dim")
-        table.add_row(where, done.site.rule, *_params(done.params))
-    parts: list[RenderableType] = [*_steps(result.plan), table, *_skips(result.skips)]
+    """What `insert` did: for each rule a table, with scale, zero point and range of each site."""
+    rows = [(done.site, _params(done.params)) for done in result.inserted]
+    parts: list[RenderableType] = [*_steps(result.plan), *_by_rule(rows, *PARAMS), *_skips(result.skips)]
     if result.random:
         parts.append(Text("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
     uses = sum(len(done.site.uses) for done in result.inserted)
-    said = f"{len(result.inserted)} sites inserted, {uses} uses rerouted"
+    stored = sum(done.folded for done in result.inserted)
+    said = f"{len(result.inserted)} sites inserted" + (f", {stored} of them stored as integers" if stored else "")
+    said += f", {uses} uses rerouted"
     said += f", calibrated on {result.samples} samples" if result.samples else ""
     parts.append(
         Text(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
@@ -76,12 +77,13 @@ def survey_view(found: Survey) -> RenderableType:
         lines.append(
             Text(f"  {len(found.idle)} functions that nothing in the main graph reaches are not listed.", style="dim")
         )
-    if found.readings:
-        table = _table("tensor", "op", "dtype", "scale", "zero point", "range")
-        for reading in found.readings:
-            values = ("?", "at run time", "", "") if reading.params is None else _params(reading.params)
-            table.add_row(str(reading.tensor), reading.type, *values)
-        lines.append(table)
+    tables: dict[str, Table] = {}
+    for reading in found.readings:
+        table = tables.setdefault(reading.type, _table("tensor", *PARAMS))
+        values = ("?", "at run time", "", "") if reading.params is None else _params(reading.params)
+        table.add_row(str(reading.tensor), *values)
+    for kind, table in tables.items():
+        lines += [Text(f"{table.row_count} {kind}", style="bold"), table]
     lines += _coverage(found)
     return Group(*lines)
 
@@ -99,16 +101,31 @@ def explain_view(explanations: Sequence[Explanation]) -> RenderableType:
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that is wide enough for its tables where it is no terminal."""
-    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=160, color_system=None)
+    """A console that folds at a terminal's width, and nowhere else."""
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=UNFOLDED, color_system=None)
 
 
 def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=False)
+        table.add_column(column, overflow="fold", no_wrap=column in PARAMS)
     return table
+
+
+def _by_rule(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[RenderableType]:
+    """A table for each rule, under its name and reason, in the order in which the rules first appear."""
+    tables: dict[str, Table] = {}
+    reasons: dict[str, str] = {}
+    for site, cells in rows:
+        tables.setdefault(site.rule, _table("tensor", *columns)).add_row(str(site.tensor), *cells)
+        reasons.setdefault(site.rule, site.why)
+    parts: list[RenderableType] = []
+    for rule, table in tables.items():
+        head = Text(f"{table.row_count} by rule {rule}", style="bold")
+        head.append(f": {reasons[rule]}" if reasons[rule] else "", style="not bold")
+        parts += [head, table, ""]
+    return parts
 
 
 def _steps(plan: Plan) -> list[RenderableType]:
@@ -147,16 +164,16 @@ def _coverage(found: Survey) -> list[RenderableType]:
 
 def _scheme(site: Site) -> str:
     scheme = site.scheme
-    per = f"per channel, axis {site.axis}" if site.axis is not None else "per tensor"
-    how = f"shares with {_uses([str(use) for use in site.tie], 1)}" if site.tie else scheme.observe.name
-    return f"{scheme.type.name} {scheme.zero} {per}, {how}"
+    per = f", axis {site.axis}" if site.axis is not None else ""
+    how = f"scale of {_uses([str(use) for use in site.tie], 1)}" if site.tie else scheme.observe.name
+    return f"{scheme.type.name} {scheme.zero}{per}, {how}"
 
 
 def _params(params: QParams) -> tuple[str, str, str, str]:
     dtype = params.type.name + (f"[{params.scale.size}]" if params.axis is not None else "")
     zero = _span(params.zero_point, "d")
     low, high = float(params.range.low.min()), float(params.range.high.max())
-    return dtype, _span(params.scale, ".6g"), zero, f"[{low:.5g}, {high:.5g}]"
+    return dtype, _span(params.scale, ".4g"), zero, f"[{low:.4g}, {high:.4g}]"
 
 
 def _span(values: Array, form: str) -> str:
