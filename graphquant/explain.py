@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import TensorRef, Use
 from graphquant.match import Matcher, Miss, name_matches
-from graphquant.plans import Plan
+
+if TYPE_CHECKING:
+    from graphquant.ir import TensorRef, Use
+    from graphquant.plans import Plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +47,11 @@ def explain(matcher: Matcher, plan: Plan, what: str) -> tuple[Explanation, ...]:
         outcomes.update({(site.tensor, use): said for use in site.uses})
     found = []
     for tensor, uses in matcher.tensors():
-        output = matcher.model.output(tensor)
-        made = name_matches(_exact(what), tensor.op, output.name, f"{tensor.op}:{tensor.port}", str(tensor))
-        for use in uses:
-            if made or name_matches(_exact(what), use.op, str(use)):
-                found.append(_one(matcher, tensor, use, outcomes.get((tensor, use), "not quantized: no rule matches")))
+        made = _called(what, *matcher.labels(tensor))
+        asked = [use for use in uses if made or _called(what, use.op, str(use))]
+        for use in asked:
+            outcome = outcomes.get((tensor, use), "not quantized: no rule matches")
+            found.append(_one(matcher, tensor, use, outcome))
     if not found:
         labels = matcher.all_labels()
         more = " It makes and reads no float tensor." if what in labels else did_you_mean(what, labels)
@@ -67,6 +70,6 @@ def _one(matcher: Matcher, tensor: TensorRef, use: Use, outcome: str) -> Explana
     return Explanation(tensor=tensor, use=use, winner=winner, outcome=outcome, misses=tuple(misses))
 
 
-def _exact(what: str) -> str:
-    """`what` as a pattern; brackets in a plain name are no glob."""
-    return what if what.startswith("/") or "*" in what or "?" in what else what.replace("[", "[[]")
+def _called(what: str, *names: str) -> bool:
+    """Whether one of `names` is `what`, a plain name, a glob or a regex between slashes."""
+    return what in names or name_matches(what, *names)

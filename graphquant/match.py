@@ -1,7 +1,7 @@
 """Rules against a model: which uses each rule claims, and why the others do not match.
 
-Every condition of a selector looks at one op (a chain or pattern at a few neighbours), and each answer is remembered,
-so matching costs rules x ops, whatever the fan-out.
+A producer's conditions are tried once per tensor, a consumer's once per use, and each looks at one op and, for a chain
+or pattern, at a bounded number of neighbours: matching costs rules x (ops + edges), whatever the fan-out.
 """
 
 from __future__ import annotations
@@ -9,20 +9,30 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, Shape, TensorRef, Use
 from graphquant.ruleset import BoundRule, Link, PatternOp, RuleSet, Selector, parse_chain, parse_pattern
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
 COMMUTATIVE = frozenset({"add", "mul", "max", "min"})
 """Kinds whose operands a pattern tries in both orders."""
 
 PASSES = frozenset({"identity", "dropout"})
-"""Kinds that a chain looks through, since they compute nothing."""
+"""Kinds that a chain looks through unless it names them, since they compute nothing."""
+
+MAX_STEPS = 2000
+"""How many operands may be tried for one match of a pattern: commuted operands of a hostile model never end."""
+
+_links = lru_cache(maxsize=1024)(parse_chain)
+_parts = lru_cache(maxsize=1024)(parse_pattern)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,298 +65,371 @@ class Matcher:
         self.ruleset = ruleset
         self.parameters = Parameters(model)
         self._readers: dict[tuple[str, str], dict[int, list[Use]]] = {}
-        self._producers: dict[tuple[int, TensorRef], str] = {}
-        self._consumers: dict[tuple[int, str, str], str] = {}
-        self._patterns: dict[tuple[int, str], dict[str, set[tuple[str, str]]]] = {}
+        self._shapes: dict[TensorRef, Shape | None] = {}
+        self._mains: dict[tuple[str, str], TensorRef | None] = {}
+        self._ups: dict[TensorRef, TensorRef | None] = {}
+        self._downs: dict[tuple[str, str], str | None] = {}
+        self._patterns: dict[tuple[PatternOp, ...], dict[str, set[tuple[str, str]]]] = {}
         self._check_names()
 
     # -- the two questions -----------------------------------------------------------------------
 
     def matches(self) -> Iterator[Match]:
-        """For each use of a float tensor in a live graph the first rule that holds, in the order of the model."""
+        """For each use of a float tensor in a live graph the first rule that holds, in the order of the model.
+
+        Raises:
+            UsageError: A pattern can be read into the model in too many ways.
+        """
         for tensor, uses in self.tensors():
-            for use in uses:
-                for rule in self.ruleset.rules:
-                    if not self.miss(rule, tensor, use):
+            rules = [rule for rule in self.ruleset.rules if not self._producer_miss(rule, tensor)]
+            for use in uses if rules else ():
+                for rule in rules:
+                    if not self._consumer_miss(rule, tensor, use):
                         yield Match(tensor=tensor, use=use, rule=rule)
                         break
 
+    def miss(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
+        """Why `rule` does not hold for `use` reading `tensor`; "" if it holds."""
+        return self._producer_miss(rule, tensor) or self._consumer_miss(rule, tensor, use)
+
     def tensors(self) -> Iterator[tuple[TensorRef, list[Use]]]:
-        """Each float tensor of the live graphs with its consumers."""
+        """Each float tensor of the live graphs with its consumers; one of unknown dtype may be float."""
         for name in self.model.live():
             graph = self.model.graphs[name]
             for op in graph.ops():
-                readers = self.readers(graph, op.name)
+                readers = self._readers_of(graph, op.name)
                 for port, output in enumerate(op.outputs):
                     if port in readers and (output.dtype is None or output.dtype in FLOAT_TYPES):
                         yield TensorRef(name, op.name, port), readers[port]
 
-    def readers(self, graph: Graph, op: str) -> dict[int, list[Use]]:
-        """The consumers of each output of `op`, remembered."""
+    def shape(self, tensor: TensorRef) -> Shape | None:
+        """The static shape of `tensor`; a parameter's also from the variable or argument behind it."""
+        if tensor not in self._shapes:
+            shape: Shape | None = self.model.output(tensor).shape
+            if shape is None and self.parameters.is_parameter(tensor):
+                shape = self.model.output(self.parameters.origin(tensor)).shape
+            self._shapes[tensor] = shape
+        return self._shapes[tensor]
+
+    def labels(self, tensor: TensorRef) -> tuple[str, ...]:
+        """The names by which a producer's selector may call `tensor`."""
+        op = self.model.op(tensor)
+        names = (op.outputs[tensor.port].name, f"{op.name}:{tensor.port}", str(tensor))
+        return (*names, *_op_labels(tensor.graph, op.name)) if tensor.port == 0 else names
+
+    def all_labels(self) -> list[str]:
+        """Every name that a selector can match, in the live graphs."""
+        return list(dict.fromkeys((*self._producer_labels(), *self._consumer_labels())))
+
+    def _readers_of(self, graph: Graph, op: str) -> dict[int, list[Use]]:
         key = (graph.name, op)
         if key not in self._readers:
             self._readers[key] = graph.readers(op)
         return self._readers[key]
 
-    def miss(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
-        """Why `rule` does not hold for `use` reading `tensor`; "" if it holds."""
-        key = (id(rule), tensor)
-        if key not in self._producers:
-            self._producers[key] = self._producer_miss(rule, tensor)
-        return self._producers[key] or self._consumer_miss(rule, tensor, use)
+    def _uses(self, tensor: TensorRef) -> list[Use]:
+        return self._readers_of(self.model.graphs[tensor.graph], tensor.op).get(tensor.port, [])
 
     # -- selectors -------------------------------------------------------------------------------
 
     def _producer_miss(self, rule: BoundRule, tensor: TensorRef) -> str:
         selector, op = rule.rule.producer, self.model.op(tensor)
-        if selector.kind is not None:
-            reason = self._producer_kind_miss(selector.kind, tensor)
-            if reason:
-                return f"producer {reason}"
-        if selector.name is not None and not name_matches(selector.name, *self._labels(tensor, op)):
-            return f"producer {tensor} is not called {selector.name!r}"
-        if selector.pattern is not None and (tensor.graph, tensor.op) not in self._pattern(rule, selector.pattern):
-            return f"producer {op.name} is not {selector.pattern!r} of that pattern"
-        if selector.readers is not None and len(self._outer_readers(tensor)) != selector.readers:
-            return f"producer {tensor} has {len(self._outer_readers(tensor))} readers, not {selector.readers}"
-        reason = self._op_miss(selector, op) or self._size_miss(selector, tensor, None)
+        reason = ""
+        if selector.kind is not None and not self._chain_up(_links(selector.kind), tensor):
+            what = "a parameter" if self.parameters.is_parameter(tensor) else repr(op.kind)
+            reason = f"{op.name} is {what}, not {selector.kind!r}"
+        elif selector.name is not None and not name_matches(selector.name, *self.labels(tensor)):
+            reason = f"{tensor} is not called {selector.name!r}"
+        elif selector.pattern is not None and (tensor.graph, tensor.op) not in self._pattern(rule, selector.pattern):
+            reason = f"{op.name} is not {selector.pattern!r} of that pattern"
+        elif selector.readers is not None and len(self._uses(tensor)) != selector.readers:
+            reason = f"{tensor} has {len(self._uses(tensor))} readers, not {selector.readers}"
+        reason = reason or _op_miss(selector, op) or self._size_miss(selector, tensor, None)
         return f"producer {reason}" if reason else ""
 
     def _consumer_miss(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
-        selector = rule.rule.consumer
-        key = (id(rule), use.graph, use.op)
-        if key not in self._consumers:
-            self._consumers[key] = self._consumer_op_miss(rule, use)
-        if self._consumers[key]:
-            return self._consumers[key]
-        op = self.model.graphs[use.graph].op(use.op)
-        if selector.input is not None and op.role(use.slot) not in selector.input.split("|"):
-            return f"consumer {use} reads it as {op.role(use.slot)!r}, not as {selector.input!r}"
-        reason = self._size_miss(selector, tensor, op)
-        return f"consumer {reason}" if reason else ""
-
-    def _consumer_op_miss(self, rule: BoundRule, use: Use) -> str:
         selector, op = rule.rule.consumer, self.model.graphs[use.graph].op(use.op)
-        if selector.kind is not None and not self._chain_down(parse_chain(selector.kind), use.graph, use.op):
-            return f"consumer {op.name} is {op.kind!r}, not {selector.kind!r}"
-        if selector.name is not None and not name_matches(selector.name, op.name, str(use)):
-            return f"consumer {op.name} is not called {selector.name!r}"
-        if selector.pattern is not None and (use.graph, use.op) not in self._pattern(rule, selector.pattern):
-            return f"consumer {op.name} is not {selector.pattern!r} of that pattern"
-        reason = self._op_miss(selector, op)
+        reason = ""
+        if selector.kind is not None and not self._chain_down(_links(selector.kind), use):
+            reason = f"{op.name} is {op.kind!r}, not {selector.kind!r}"
+        elif selector.name is not None and not name_matches(selector.name, *_op_labels(use.graph, op.name)):
+            reason = f"{op.name} is not called {selector.name!r}"
+        elif selector.pattern is not None and (use.graph, use.op) not in self._pattern(rule, selector.pattern):
+            reason = f"{op.name} is not {selector.pattern!r} of that pattern"
+        elif selector.input is not None and op.role(use.slot) not in selector.input.split("|"):
+            reason = f"{use} reads it as {op.role(use.slot)!r}, not as {selector.input!r}"
+        reason = reason or _op_miss(selector, op) or self._size_miss(selector, tensor, use)
         return f"consumer {reason}" if reason else ""
 
-    @staticmethod
-    def _op_miss(selector: Selector, op: Op) -> str:
-        if selector.type is not None and op.type not in selector.type.split("|"):
-            return f"{op.name} is of type {op.type!r}, not {selector.type!r}"
-        for name, wanted in selector.attr.items():
-            given = _plain(op.attrs.get(name))
-            if given != wanted and not (isinstance(wanted, list) and given in wanted):
-                return f"{op.name} has {name} = {given!r}, not {wanted!r}"
-        return ""
-
-    def shape(self, tensor: TensorRef) -> Shape | None:
-        """The static shape of `tensor`; a parameter's also from the variable or argument behind it."""
-        shape: Shape | None = self.model.output(tensor).shape
-        if shape is None and self.parameters.is_parameter(tensor):
-            shape = self.model.output(self.parameters.origin(tensor)).shape
-        return shape
-
-    def _size_miss(self, selector: Selector, tensor: TensorRef, consumer: Op | None) -> str:
+    def _size_miss(self, selector: Selector, tensor: TensorRef, use: Use | None) -> str:
         """Which condition on sizes fails; one on a size that is not known does."""
-        shape = self.shape(tensor)
-        axis = None if consumer is None else consumer.channel_axis
-        sizes = {
-            "axes": None if shape is None else len(shape),
-            "elements": None if shape is None or None in shape else math.prod(side or 0 for side in shape),
-            "channels": shape[axis] if axis is not None and shape and -len(shape) <= axis < len(shape) else None,
-        }
         bounds = (
             ("axes", selector.min_rank, selector.max_rank),
             ("elements", selector.min_size, selector.max_size),
             ("channels", selector.min_channels, selector.max_channels),
         )
         for what, least, most in bounds:
-            size = sizes[what]
+            if least is None and most is None:
+                continue
+            size = self._size(what, tensor, use)
+            said = f"{tensor} has {'an unknown number of' if size is None else size} {what}"
             if least is not None and (size is None or size < least):
-                return f"{tensor} has {'an unknown number of' if size is None else size} {what}, not at least {least}"
+                return f"{said}, not at least {least}"
             if most is not None and (size is None or size > most):
-                return f"{tensor} has {'an unknown number of' if size is None else size} {what}, not at most {most}"
+                return f"{said}, not at most {most}"
         return ""
 
-    def _producer_kind_miss(self, kind: str, tensor: TensorRef) -> str:
-        links = parse_chain(kind)
-        op = self.model.op(tensor)
-        if len(links) == 1 and "parameter" in links[0].kinds and self.parameters.is_parameter(tensor):
-            return ""
-        if self._chain_up(links, tensor):
-            return ""
-        if self.parameters.is_parameter(tensor):
-            return f"{op.name} is a parameter, not {kind!r}"
-        return f"{op.name} is {op.kind!r}, not {kind!r}"
+    def _size(self, what: str, tensor: TensorRef, use: Use | None) -> int | None:
+        """A size of `tensor`; its channels are those of the weight that `use` reads. None if it is not known."""
+        shape = self.shape(tensor)
+        if shape is None:
+            return None
+        if what == "axes":
+            return len(shape)
+        if what == "elements":
+            known = [side for side in shape if side is not None]
+            return math.prod(known) if len(known) == len(shape) else None
+        reader = None if use is None else self.model.graphs[use.graph].op(use.op)
+        if reader is None or use is None or reader.channel_axis is None or reader.role(use.slot) != "weight":
+            return None
+        return shape[reader.channel_axis] if -len(shape) <= reader.channel_axis < len(shape) else None
 
     # -- chains ----------------------------------------------------------------------------------
 
     def _chain_up(self, links: tuple[Link, ...], tensor: TensorRef) -> bool:
         """Whether the ops that lead to `tensor` are the chain; every tensor inside it has one reader."""
+        if len(links) == 1:
+            return self.is_kind(links[0].kinds, tensor)
+        literal = _names_passes(links)
+        wanted = _after(links, len(links), -1)
         here: TensorRef | None = tensor
-        index = len(links) - 1
-        first = True
-        while here is not None and index >= 0:
-            if not first and len(self._outer_readers(here)) != 1:
-                break
-            op = self.model.op(here)
-            found = self._fit(links, index, op, here)
-            if found is None:
-                if op.kind in PASSES and not first:
-                    here = self._input(here)
-                    continue
-                break
-            index, first = found - 1, False
-            here = self._input(here) if index >= 0 else None
-        return index < 0 or (not first and all(link.optional for link in links[: index + 1]))
+        while here is not None and wanted and 0 not in wanted:
+            found = {index - 1 for index in wanted if self.is_kind(links[index - 1].kinds, here)}
+            wanted = frozenset().union(*(_after(links, index, -1) for index in found))
+            here = self._above(here, literal=literal)
+        return 0 in wanted
 
-    def _fit(self, links: tuple[Link, ...], index: int, op: Op, tensor: TensorRef | None) -> int | None:
-        """The link at or before `index` that `op` fits, passing over optional ones; None if none."""
-        while index >= 0:
-            if self._is_kind(links[index].kinds, op, tensor):
-                return index
-            if not links[index].optional:
-                return None
-            index -= 1
-        return None
+    def _chain_down(self, links: tuple[Link, ...], use: Use) -> bool:
+        """Whether the op of `use` and its sole readers are the chain."""
+        graph = self.model.graphs[use.graph]
+        literal = _names_passes(links)
+        wanted = _after(links, 0, 1)
+        here: str | None = use.op
+        while here is not None and wanted and len(links) not in wanted:
+            kind = graph.op(here).kind
+            found = {index + 1 for index in wanted if not links[index].kinds.isdisjoint((kind, "*"))}
+            wanted = frozenset().union(*(_after(links, index, 1) for index in found))
+            here = self._below(graph, here, literal=literal)
+        return len(links) in wanted
 
-    def _chain_down(self, links: tuple[Link, ...], graph: str, name: str) -> bool:
-        """Whether the op and its sole readers are the chain."""
-        index = 0
-        here: str | None = name
-        while index < len(links):
-            op = self.model.graphs[graph].op(here) if here is not None else None
-            if op is not None and self._is_kind(links[index].kinds, op, None):
-                here = self._sole_reader(graph, op.name)
-                index += 1
-            elif links[index].optional:
-                index += 1
-            else:
-                return False
-        return True
-
-    def _sole_reader(self, graph: str, name: str) -> str | None:
-        readers = self._outer_readers(TensorRef(graph, name, 0))
-        return readers[0].op if len(readers) == 1 and readers[0].graph == graph else None
-
-    def _is_kind(self, kinds: frozenset[str], op: Op, tensor: TensorRef | None) -> bool:
-        if op.kind in kinds or "*" in kinds:
+    def is_kind(self, kinds: frozenset[str], tensor: TensorRef) -> bool:
+        """Whether `kinds` name the op of `tensor`."""
+        if "*" in kinds or self.model.op(tensor).kind in kinds:
             return True
-        return "parameter" in kinds and tensor is not None and self.parameters.is_parameter(tensor)
+        return "parameter" in kinds and self.parameters.is_parameter(tensor)
 
-    def _outer_readers(self, tensor: TensorRef) -> list[Use]:
-        return self.readers(self.model.graphs[tensor.graph], tensor.op).get(tensor.port, [])
+    def _above(self, tensor: TensorRef, *, literal: bool) -> TensorRef | None:
+        """What the op of `tensor` computes on, if that has no other reader; beyond ops that pass it on."""
+        source = self._main(tensor)
+        if source is None or literal:
+            return source if source is not None and len(self._uses(source)) == 1 else None
+        path: list[TensorRef] = []
+        while source is not None and source not in self._ups:
+            self._ups[source] = None  # also ends a ring of identities
+            path.append(source)
+            if len(self._uses(source)) != 1:
+                source = None
+            elif self.model.op(source).kind not in PASSES:
+                break
+            else:
+                source = self._main(source)
+        found = source if path and source == path[-1] else None if source is None else self._ups[source]
+        self._ups.update(dict.fromkeys(path, found))
+        return found
 
-    def _input(self, tensor: TensorRef) -> TensorRef | None:
+    def _below(self, graph: Graph, name: str, *, literal: bool) -> str | None:
+        """The op of this graph that alone reads output 0 of op `name`; beyond ops that pass it on."""
+        if literal:
+            return self._sole_reader(graph, name)
+        path: list[str] = []
+        here: str | None = name
+        while here is not None and (graph.name, here) not in self._downs:
+            self._downs[graph.name, here] = None
+            path.append(here)
+            here = self._sole_reader(graph, here)
+            if here is not None and graph.op(here).kind not in PASSES:
+                break
+        else:
+            here = None if here is None else self._downs[graph.name, here]
+        self._downs.update({(graph.name, step): here for step in path})
+        return here
+
+    def _sole_reader(self, graph: Graph, name: str) -> str | None:
+        readers = self._uses(TensorRef(graph.name, name))
+        return readers[0].op if len(readers) == 1 and readers[0].graph == graph.name else None
+
+    def _main(self, tensor: TensorRef) -> TensorRef | None:
         """What the op of `tensor` computes on: its first input that is no parameter, else its first."""
-        slots = self.model.graphs[tensor.graph].slots(tensor.op)
-        filled = [slot for slot in slots if slot is not None]
-        return next((slot for slot in filled if not self.parameters.is_parameter(slot)), filled[0] if filled else None)
+        key = (tensor.graph, tensor.op)
+        if key not in self._mains:
+            filled = [slot for slot in self.model.graphs[tensor.graph].slots(tensor.op) if slot is not None]
+            computed = (slot for slot in filled if not self.parameters.is_parameter(slot))
+            self._mains[key] = next(computed, filled[0] if filled else None)
+        return self._mains[key]
 
     # -- patterns --------------------------------------------------------------------------------
 
     def _pattern(self, rule: BoundRule, text: str) -> set[tuple[str, str]]:
         """(graph, op) of every op that plays the named part in a match of the pattern."""
         name, _, part = text.partition(".")
-        key = (id(rule.patterns), name)
-        if key not in self._patterns:
-            self._patterns[key] = self._find_pattern(parse_pattern(rule.patterns[name].ops))
-        ops = parse_pattern(rule.patterns[name].ops)
-        return self._patterns[key][part or ops[-1].name]
+        parts = _parts(rule.patterns[name].ops)
+        if parts not in self._patterns:
+            self._patterns[parts] = self._find_pattern(name, parts)
+        return self._patterns[parts][part or parts[-1].name]
 
-    def _find_pattern(self, pattern: tuple[PatternOp, ...]) -> dict[str, set[tuple[str, str]]]:
-        found: dict[str, set[tuple[str, str]]] = {op.name: set() for op in pattern}
-        by_name = {op.name: op for op in pattern}
-        for graph_name in self.model.live():
-            graph = self.model.graphs[graph_name]
-            for op in graph.ops():
-                if op.kind in pattern[-1].kinds or "*" in pattern[-1].kinds:
-                    bound: dict[str, Any] = {}
-                    if self._bind(by_name, pattern[-1], TensorRef(graph_name, op.name), bound):
-                        for part in pattern:
-                            found[part.name].add((graph_name, bound[part.name].op))
+    def _find_pattern(self, name: str, parts: tuple[PatternOp, ...]) -> dict[str, set[tuple[str, str]]]:
+        """For each part the ops that play it; the first match found at each op counts."""
+        found: dict[str, set[tuple[str, str]]] = {part.name: set() for part in parts}
+        search = _Search(self, name, parts)
+        for graph in self.model.live():
+            for op in self.model.graphs[graph].ops():
+                bound = (search.bind(TensorRef(graph, op.name)) if op.outputs else None) or {}
+                for part in parts if bound else ():
+                    found[part.name].add((graph, bound[part.name].op))
         return found
-
-    def _bind(self, pattern: dict[str, PatternOp], part: PatternOp, tensor: TensorRef, bound: dict[str, Any]) -> bool:
-        """Tries to bind `part` to the op of `tensor`, and what it reads; `bound` grows only on success."""
-        if part.name in bound:
-            return bool(bound[part.name] == tensor)
-        op = self.model.op(tensor)
-        if not self._is_kind(part.kinds, op, tensor):
-            return False
-        slots = self.model.graphs[tensor.graph].slots(tensor.op)
-        operands = part.operands
-        if len([slot for slot in slots if slot is not None]) < len(operands):
-            return False
-        orders = [operands]
-        if op.kind in COMMUTATIVE and len(operands) == 2:  # noqa: PLR2004  # two operands can be swapped
-            orders.append(operands[::-1])
-        for order in orders:
-            trial = {**bound, part.name: tensor}
-            if all(self._bind_operand(pattern, name, slot, trial) for name, slot in zip(order, slots, strict=False)):
-                bound.update(trial)
-                return True
-        return False
-
-    def _bind_operand(self, pattern: dict[str, PatternOp], name: str, slot: TensorRef | None, bound: dict[str, Any]) -> bool:
-        if slot is None:
-            return False
-        if name in pattern:
-            return self._bind(pattern, pattern[name], slot, bound)
-        if name == "_":
-            return True
-        if name in bound:
-            return bool(bound[name] == slot)
-        bound[name] = slot
-        return True
 
     # -- names -----------------------------------------------------------------------------------
 
-    def _labels(self, tensor: TensorRef, op: Op) -> tuple[str, ...]:
-        output = op.outputs[tensor.port].name
-        return (output, f"{op.name}:{tensor.port}", str(tensor), *((op.name,) if tensor.port == 0 else ()))
-
     def _check_names(self) -> None:
-        selectors = [
-            (rule, side, selector.name)
-            for rule in self.ruleset.rules
-            if not rule.rule.optional
-            for side, selector in (("producer", rule.rule.producer), ("consumer", rule.rule.consumer))
-            if selector.name is not None
-        ]
-        if not selectors:
-            return
-        labels = self.all_labels()
-        for rule, side, pattern in selectors:
-            if not any(name_matches(pattern, label) for label in labels):
-                raise UsageError(
-                    f"{rule.file}:{rule.line}: rule {rule.rule.name!r}: the {side} name {pattern!r} matches nothing in the model."
-                    f"{did_you_mean(pattern, labels) or ' Names are listed by: graphquant inspect MODEL.'}"
-                    " If it may be absent, say optional = true."
-                )
+        sides = (("producer", self._producer_labels), ("consumer", self._consumer_labels))
+        for side, listed in sides:
+            selected = [(rule, getattr(rule.rule, side).name) for rule in self.ruleset.rules if not rule.rule.optional]
+            wanted = [(rule, pattern) for rule, pattern in selected if pattern is not None]
+            labels = list(dict.fromkeys(listed())) if wanted else []
+            for rule, pattern in wanted:
+                if not name_matches(pattern, *labels):
+                    raise UsageError(
+                        f"{rule.file}:{rule.line}: rule {rule.rule.name!r}: the {side} name {pattern!r} matches nothing"
+                        " in the model."
+                        f"{did_you_mean(pattern, labels) or ' Names are listed by: graphquant inspect MODEL.'}"
+                        " If it may be absent, say optional = true."
+                    )
 
-    def all_labels(self) -> list[str]:
-        """Every name that a selector can match, in the live graphs."""
-        labels: dict[str, None] = {}
+    def _producer_labels(self) -> Iterator[str]:
         for name in self.model.live():
             for op in self.model.graphs[name].ops():
-                labels[op.name] = None
-                for port, output in enumerate(op.outputs):
-                    labels.update({label: None for label in (output.name, f"{op.name}:{port}") if label})
-        return list(labels)
+                for port in range(len(op.outputs)):
+                    yield from (label for label in self.labels(TensorRef(name, op.name, port)) if label)
+
+    def _consumer_labels(self) -> Iterator[str]:
+        for name in self.model.live():
+            for op in self.model.graphs[name].ops():
+                yield from _op_labels(name, op.name)
+
+
+class _Search:
+    """Reads the pattern `parts` into the ops above one op."""
+
+    def __init__(self, matcher: Matcher, name: str, parts: tuple[PatternOp, ...]) -> None:
+        self._matcher = matcher
+        self._name = name
+        self._root = parts[-1]
+        self._parts = {part.name: part for part in parts}
+        self._fitting: dict[tuple[str, TensorRef], bool] = {}
+
+    def bind(self, root: TensorRef) -> dict[str, TensorRef] | None:
+        """What each name of the pattern stands for if its last op is that of `root`; None if it does not match.
+
+        Only what could fit by itself is tried, so that operands are tried again only where a name occurs twice.
+
+        Raises:
+            UsageError: There are more ways to try than `MAX_STEPS`.
+        """
+        stack: list[tuple[tuple[tuple[str, TensorRef], ...], dict[str, TensorRef]]] = [(((self._root.name, root),), {})]
+        steps = 0
+        while stack:
+            goals, bound = stack.pop()
+            steps += 1
+            if not goals:
+                return bound
+            if steps > MAX_STEPS:
+                raise UsageError(
+                    f"The pattern {self._name!r} can be read into the ops above {root} in too many ways. Give its"
+                    " operands distinct kinds, or leave out names that occur twice."
+                )
+            (name, tensor), rest = goals[0], goals[1:]
+            if name == "_" or bound.get(name) == tensor:
+                stack.append((rest, bound))
+            elif name not in bound and (name not in self._parts or self._fits(name, tensor)):
+                orders = self._orders(name, tensor) if name in self._parts else [()]
+                stack.extend(((*order, *rest), {**bound, name: tensor}) for order in reversed(orders))
+        return None
+
+    def _fits(self, name: str, tensor: TensorRef) -> bool:
+        """Whether the part could be the op of `tensor`, were all names in it distinct."""
+        key = (name, tensor)
+        if key not in self._fitting:
+            self._fitting[key] = self._matcher.is_kind(self._parts[name].kinds, tensor) and any(
+                all(operand not in self._parts or self._fits(operand, slot) for operand, slot in order)
+                for order in self._orders(name, tensor)
+            )
+        return self._fitting[key]
+
+    def _orders(self, name: str, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
+        """The ways to give the part's operands the inputs of the op of `tensor`."""
+        operands = self._parts[name].operands
+        model = self._matcher.model
+        slots = model.graphs[tensor.graph].slots(tensor.op)[: len(operands)]
+        filled = [slot for slot in slots if slot is not None]
+        if len(filled) < len(operands):
+            return []
+        ways: list[Sequence[str]] = [operands]
+        if model.op(tensor).kind in COMMUTATIVE and len(operands) == 2:  # noqa: PLR2004  # two operands can be swapped
+            ways.append(operands[::-1])
+        return [tuple(zip(way, filled, strict=True)) for way in ways]
 
 
 def name_matches(pattern: str, *names: str) -> bool:
     """Whether one of `names` matches a glob, or a regex between slashes anywhere in the name."""
     found = _compiled(pattern)
     return any(name and found.search(name) for name in names)
+
+
+def _op_labels(graph: str, op: str) -> tuple[str, ...]:
+    return (op, f"{graph}/{op}") if graph else (op,)
+
+
+def _names_passes(links: tuple[Link, ...]) -> bool:
+    return any(not link.kinds.isdisjoint(PASSES) for link in links)
+
+
+def _after(links: tuple[Link, ...], index: int, step: int) -> frozenset[int]:
+    """`index`, a place between links, and those that can be reached from it by leaving out optional links."""
+    found = {index}
+    while 0 <= (link := index if step > 0 else index - 1) < len(links) and links[link].optional:
+        index += step
+        found.add(index)
+    return frozenset(found)
+
+
+def _op_miss(selector: Selector, op: Op) -> str:
+    if selector.type is not None and op.type not in selector.type.split("|"):
+        return f"{op.name} is of type {op.type!r}, not {selector.type!r}"
+    for name, wanted in selector.attr.items():
+        given = _plain(op.attrs.get(name))
+        if not _same(given, wanted) and not (isinstance(wanted, list) and any(_same(given, one) for one in wanted)):
+            return f"{op.name} has {name} = {given!r}, not {wanted!r}"
+    return ""
+
+
+def _same(given: Any, wanted: Any) -> bool:
+    """Whether an attribute has the value that a rule names; files keep numbers with a fraction as float32."""
+    if isinstance(given, list) and isinstance(wanted, list):
+        return len(given) == len(wanted) and all(map(_same, given, wanted))
+    if isinstance(given, float) and isinstance(wanted, int | float):
+        with np.errstate(over="ignore"):
+            return bool(given == wanted or np.float32(given) == np.float32(wanted))
+    return bool(given == wanted)
 
 
 @lru_cache(maxsize=1024)
@@ -361,6 +444,4 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, bytes):
         value = value.decode("utf-8", "replace")
-    if isinstance(value, tuple):
-        value = list(value)
-    return value
+    return list(value) if isinstance(value, tuple) else value

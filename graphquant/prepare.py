@@ -5,14 +5,16 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, check
+from graphquant.ir import CONTROL, DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, check
 from graphquant.numerics import Array, along
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 FOLDABLE = frozenset({"conv", "depthwise_conv", "conv_transpose", "gemm"})
 """Kinds whose weight can take up a BatchNorm that reads them."""
@@ -36,16 +38,42 @@ class Step:
 
 
 def prepare(model: Model, wanted: Sequence[str]) -> tuple[Model, tuple[Step, ...]]:
-    """A copy of `model` after the steps named in `wanted`, and what they did; the model itself if they did nothing."""
-    changed, done = model.copy(), []
-    for name, step in STEPS.items():
-        if name in wanted:
-            done.extend(list(step(changed)))
-            check(changed, name)
+    """A copy of `model` after the steps named in `wanted`, and what they did; the model itself if they did nothing.
+
+    Raises:
+        ModelError: The value of a weight is in the model's files and cannot be read.
+    """
+    steps = [(name, step) for name, step in STEPS.items() if name in wanted]
+    changed = model.copy() if steps else model
+    done: list[Step] = []
+    for name, step in steps:
+        done.extend(step(changed))
+        check(changed, name)
     if not done:
         return model, ()
     changed.digest = prepared_digest(model.digest, done)
     return changed, tuple(done)
+
+
+def drop_unread(model: Model, tensors: Iterable[TensorRef], kinds: frozenset[str] | None = None) -> None:
+    """Takes out constants, and what was computed from them alone, that nothing reads or waits for any more.
+
+    Args:
+        model: The model, which is changed.
+        tensors: Parameters that may have lost their last reader.
+        kinds: If given, only ops of these kinds are taken out.
+    """
+    todo = list(dict.fromkeys(tensors))
+    while todo:
+        tensor = todo.pop()
+        graph = model.graphs[tensor.graph]
+        if tensor.op not in graph or graph.nx.adj[tensor.op]:
+            continue
+        op = graph.op(tensor.op)
+        if op.kind in {"input", "output"} or op.calls or (kinds is not None and op.kind not in kinds):
+            continue
+        todo.extend(read for read in graph.slots(tensor.op) if read is not None)
+        graph.remove(tensor.op)
 
 
 def prepared_digest(source: str, steps: Sequence[Step]) -> str:
@@ -74,87 +102,147 @@ def _initializer_inputs(model: Model) -> Iterator[Step]:
 
 
 def _fold_batchnorm(model: Model) -> Iterator[Step]:
-    """y = scale * (conv(x) - mean) / sqrt(variance + epsilon) + offset becomes one conv with other weights and bias.
+    """Y = scale * (conv(x) - mean) / sqrt(variance + epsilon) + offset becomes one conv with other weights and bias.
 
     Source of the formula: Ioffe and Szegedy 2015, "Batch Normalization", section 3.1.
     """
     parameters = Parameters(model)  # what is folded was no parameter before and is none after
-    for graph in model.graphs.values():
+    for name in model.live():
+        graph = model.graphs[name]
         for op in list(graph.ops()):
-            if op.kind == "batchnorm":
-                found = _foldable(graph, op, parameters)
-                if found is not None:
-                    yield _fold(graph, op, found, parameters)
+            place = _place(graph, op) if op.kind == "batchnorm" else None
+            fold = None if place is None else _fold(graph, place, parameters)
+            if place is not None and fold is not None:
+                yield _apply(model, place, fold)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A BatchNorm that may be folded, by the structure of the graph around it.
+
+    Attributes:
+        norm: The BatchNorm.
+        weighted: The conv or gemm before it.
+        bias_add: The bias_add between them, as TensorFlow has it.
+        weight: Where the weight is read.
+        bias: Where the bias is read, or would be; None if it needs an op of its own.
+    """
+
+    norm: Op
+    weighted: Op
+    bias_add: Op | None
+    weight: Use
+    bias: Use | None
 
 
 @dataclass(frozen=True, slots=True)
 class _Fold:
-    """A BatchNorm that can be folded: the weighted op, the bias_add between (TensorFlow), weight and statistics."""
+    """The values of one folding.
 
-    weighted: Op
-    bias_add: Op | None
-    weight_slot: int
+    Attributes:
+        statistics: scale, offset, mean and variance, each (C,).
+        weight: The weight before.
+        bias: The bias before, None if there was none.
+        new_weight: float32, of the same shape.
+        new_bias: float32 (C,).
+    """
+
+    statistics: list[Array]
     weight: Array
     bias: Array | None
-    factor: Array
-    mean: Array
-    offset: Array
+    new_weight: Array
+    new_bias: Array
 
 
-def _foldable(graph: Graph, norm: Op, parameters: Parameters) -> _Fold | None:
-    if norm.attrs.get("training_mode") or norm.attrs.get("is_training") or set(graph.readers(norm.name)) - {0}:
+def _place(graph: Graph, norm: Op) -> _Place | None:
+    """The ops that a folding would change; None if another op needs what lies between them, or they do not fit."""
+    training = norm.attrs.get("training_mode") or norm.attrs.get("is_training")
+    if training or set(graph.readers(norm.name)) - {0} or _ordered(graph, norm.name):
         return None
-    slots = graph.slots(norm.name)
-    statistics = [parameters.value(slot) if slot is not None else None for slot in slots[1:5]]
-    source = slots[0] if slots else None
-    if source is None or len(statistics) != 4 or any(value is None for value in statistics):  # noqa: PLR2004  # the four
+    source = _alone(graph, Use(graph.name, norm.name, 0))
+    bias_add = None
+    if source is not None and source.kind == "bias_add":
+        bias_add = source
+        source = _alone(graph, Use(graph.name, bias_add.name, 0))
+    if source is None or not _takes_up(source):
         return None
-    scale, offset, mean, variance = (np.asarray(value, np.float64) for value in statistics)
-    bias_add, bias = None, None
-    if source.graph == graph.name and graph.op(source.op).kind == "bias_add" and len(graph.consumers(source)) == 1:
-        bias_add = graph.op(source.op)
-        data, bias_ref = graph.slots(bias_add.name)[:2]
-        bias = None if bias_ref is None else parameters.value(bias_ref)
-        if data is None or bias is None:
-            return None
-        source = data
-    if source.graph != graph.name or len(graph.consumers(source)) != 1:
+    ops = [op for op in (norm, bias_add, source) if op is not None]
+    if len({str(_plain(op.attrs.get("data_format"))) for op in ops}) > 1:
         return None
-    weighted = graph.op(source.op)
-    if weighted.kind not in FOLDABLE or "weight" not in weighted.roles or weighted.channel_axis is None:
-        return None
-    if weighted.kind == "gemm" and (weighted.attrs.get("alpha", 1.0), weighted.attrs.get("beta", 1.0)) != (1.0, 1.0):
-        return None
-    weight_slot = weighted.roles.index("weight")
-    weight_ref = graph.slots(weighted.name)[weight_slot]
-    weight = parameters.value(weight_ref) if weight_ref is not None else None
-    if bias_add is None and _bias(graph, weighted) is not None:
-        bias = parameters.value(_bias(graph, weighted) or source)
-        if bias is None:
-            return None
-    if weight is None or variance.ndim != 1 or weight.dtype != np.float32:
-        return None
-    with np.errstate(invalid="ignore", divide="ignore"):
-        factor = scale / np.sqrt(variance + float(norm.attrs.get("epsilon", 1e-5)))
-    if not np.isfinite(factor).all() or _channels(weighted, weight) != factor.size:
-        return None
-    return _Fold(weighted, bias_add, weight_slot, weight, bias, factor, mean, offset)
+    bias: Use | None = None
+    if bias_add is not None:
+        bias = Use(graph.name, bias_add.name, 1)
+    elif "bias" in source.roles:
+        bias = Use(graph.name, source.name, source.roles.index("bias"))
+    return _Place(norm, source, bias_add, Use(graph.name, source.name, source.roles.index("weight")), bias)
 
 
-def _bias(graph: Graph, weighted: Op) -> TensorRef | None:
-    slots = graph.slots(weighted.name)
-    slot = weighted.roles.index("bias") if "bias" in weighted.roles else len(slots)
-    return slots[slot] if slot < len(slots) else None
+def _alone(graph: Graph, use: Use) -> Op | None:
+    """The op of this graph whose output 0 `use` alone reads."""
+    source = graph.producer(use)
+    if source is None or source.graph != graph.name or source.port or len(graph.consumers(source)) != 1:
+        return None
+    return graph.op(source.op)
+
+
+def _ordered(graph: Graph, name: str) -> bool:
+    """Whether other ops run before or after the op by control edges, which would be lost with it."""
+    return bool(graph.control_inputs(name)) or any(CONTROL in edges for edges in graph.nx.adj[name].values())
+
+
+def _takes_up(op: Op) -> bool:
+    """Whether the op is linear in a weight whose channels are known, with nothing fused behind it."""
+    if op.kind not in FOLDABLE or "weight" not in op.roles or op.channel_axis is None or op.type.startswith("_Fused"):
+        return False
+    return op.kind != "gemm" or (op.attrs.get("alpha", 1.0), op.attrs.get("beta", 1.0)) == (1.0, 1.0)
+
+
+def _fold(graph: Graph, place: _Place, parameters: Parameters) -> _Fold | None:
+    """The values of the folding; None if one of them is not constant, or they do not fit each other."""
+    uses = [Use(graph.name, place.norm.name, slot) for slot in range(1, 5)]
+    known = [_value(graph, use, parameters) for use in (*uses, place.weight)]
+    statistics, weight = [value for value in known[:4] if value is not None], known[4]
+    has_bias = place.bias is not None and graph.producer(place.bias) is not None
+    bias = _value(graph, place.bias, parameters) if place.bias is not None and has_bias else None
+    if len(statistics) != 4 or weight is None or (has_bias and bias is None):  # noqa: PLR2004  # as many as uses
+        return None
+    channels = _channels(place.weighted, weight)
+    if weight.dtype != np.float32 or any(value.shape != (channels,) for value in statistics):
+        return None
+    if bias is not None and (bias.size not in {1, channels} or bias.shape[-1:] not in {(), (bias.size,)}):
+        return None
+    scale, offset, mean, variance = (value.astype(np.float64) for value in statistics)
+    with np.errstate(all="ignore"):
+        factor = scale / np.sqrt(variance + float(place.norm.attrs.get("epsilon", 1e-5)))
+        before = 0.0 if bias is None else bias.astype(np.float64).reshape(-1)
+        new_bias = (offset + (before - mean) * factor).astype(np.float32)
+        new_weight = _scaled(place.weighted, weight, factor)
+    if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):
+        return None
+    return _Fold(statistics, weight, bias, new_weight, new_bias)
+
+
+def _value(graph: Graph, use: Use, parameters: Parameters) -> Array | None:
+    tensor = graph.producer(use)
+    return None if tensor is None else parameters.value(tensor)
 
 
 def _channels(weighted: Op, weight: Array) -> int:
-    """Number of output channels of the weighted op."""
+    """Number of output channels of the weighted op; 0 if the weight has no such axis."""
     axis = weighted.channel_axis or 0
+    if not -weight.ndim <= axis < weight.ndim:
+        return 0
     if weighted.kind == "conv_transpose":
-        return int(weight.shape[axis] * int(weighted.attrs.get("group", 1)))
-    if weighted.kind == "depthwise_conv" and axis == weight.ndim - 2:
+        group = int(weighted.attrs.get("group", 1))
+        return int(weight.shape[axis] * group) if group > 0 and weight.shape[0] % group == 0 else 0
+    if _has_multiplier(weighted, weight):
         return int(weight.shape[axis] * weight.shape[axis + 1])
     return int(weight.shape[axis])
+
+
+def _has_multiplier(weighted: Op, weight: Array) -> bool:
+    """Whether the weight is [h, w, c, m], whose output channels lie on two axes (TensorFlow's depthwise)."""
+    return weighted.kind == "depthwise_conv" and weighted.channel_axis == weight.ndim - 2
 
 
 def _scaled(weighted: Op, weight: Array, factor: Array) -> Array:
@@ -165,69 +253,72 @@ def _scaled(weighted: Op, weight: Array, factor: Array) -> Array:
         split = wide.reshape(group, wide.shape[0] // group, *wide.shape[1:])
         scaled = split * factor.reshape(group, 1, -1, *[1] * (wide.ndim - 2))
         return scaled.reshape(wide.shape).astype(np.float32)
-    if weighted.kind == "depthwise_conv" and axis == weight.ndim - 2:
+    if _has_multiplier(weighted, weight):
         return (wide * factor.reshape(wide.shape[axis:])).astype(np.float32)
     return (wide * along(factor, axis, wide.ndim)).astype(np.float32)
 
 
-def _fold(graph: Graph, norm: Op, found: _Fold, parameters: Parameters) -> Step:
-    weighted, before = found.weighted, graph.slots(found.weighted.name)[found.weight_slot]
-    bias = found.offset - found.mean * found.factor
-    if found.bias is not None:
-        bias = bias + found.bias.astype(np.float64).reshape(-1) * found.factor
+def _apply(model: Model, place: _Place, fold: _Fold) -> Step:
+    """Gives the weighted op new constants, which no other reader of the old ones sees, and takes the BatchNorm out."""
+    graph, norm, weighted = model.graphs[place.weight.graph], place.norm, place.weighted
+    old_bias = None if place.bias is None else graph.producer(place.bias)
+    stale = [graph.producer(place.weight), old_bias, *graph.slots(norm.name)[1:]]
     undo = {
         "batchnorm": _encode(norm),
-        "weight": None if before is None else str(parameters.origin(before)),
-        "weight_value": _array(found.weight),
-        "bias_value": None if found.bias is None else _array(found.bias),
+        "weighted": weighted.name,
+        "weight": str(stale[0]),
+        "weight_value": _array(fold.weight),
+        "bias": None if old_bias is None else str(old_bias),
+        "bias_value": None if fold.bias is None else _array(fold.bias),
+        "statistics": [_array(value) for value in fold.statistics],
     }
-    weight = _constant(graph, f"{weighted.name}/weight_folded", _scaled(weighted, found.weight, found.factor))
-    graph.connect(Use(graph.name, weighted.name, found.weight_slot), weight)
-    shift = _constant(graph, f"{weighted.name}/bias_folded", bias.astype(np.float32))
-    result = _attach_bias(graph, norm, found, shift)
+    graph.connect(place.weight, _constant(graph, f"{weighted.name}/weight_folded", fold.new_weight))
+    shift = _constant(graph, f"{weighted.name}/bias_folded", fold.new_bias)
+    result = TensorRef(graph.name, weighted.name if place.bias is None else place.bias.op)
+    if place.bias is not None:
+        graph.connect(place.bias, shift)
+    else:
+        result = _add_bias(graph, norm, result, shift)
     graph.reroute(TensorRef(graph.name, norm.name), graph.consumers(TensorRef(graph.name, norm.name)), result)
-    stale = [*graph.slots(norm.name)[1:], before]
     graph.remove(norm.name)
-    for tensor in stale:
-        if tensor is not None and tensor.graph == graph.name and tensor.op in graph and _unread_constant(graph, tensor.op):
-            graph.remove(tensor.op)
+    drop_unread(model, (tensor for tensor in stale if tensor is not None), frozenset({"constant", "identity"}))
     return Step(step="fold-batchnorm", target=norm.name, detail=f"folded into {weighted.name}", undo=undo)
 
 
-def _attach_bias(graph: Graph, norm: Op, found: _Fold, shift: TensorRef) -> TensorRef:
-    """Makes the weighted op, or the bias_add behind it, add `shift`; returns the sum."""
-    weighted = found.weighted
-    if found.bias_add is not None:
-        graph.connect(Use(graph.name, found.bias_add.name, 1), shift)
-        return TensorRef(graph.name, found.bias_add.name)
-    if "bias" in weighted.roles:
-        graph.connect(Use(graph.name, weighted.name, weighted.roles.index("bias")), shift)
-        return TensorRef(graph.name, weighted.name)
+def _add_bias(graph: Graph, norm: Op, data: TensorRef, shift: TensorRef) -> TensorRef:
+    """Adds a TensorFlow BiasAdd, which knows two names of layouts only; returns its sum."""
     label = graph.fresh(f"{norm.name}/bias_add")
     known = graph.output(TensorRef(graph.name, norm.name))
+    layout = str(_plain(norm.attrs.get("data_format", "NHWC")))
     op = Op(
         name=label,
         kind="bias_add",
         type="BiasAdd",
         roles=("input", "bias"),
         outputs=(Output(label, known.dtype, known.shape),),
-        attrs={"T": DataType("float32"), "data_format": norm.attrs.get("data_format", "NHWC")},
+        attrs={"T": DataType("float32"), "data_format": "NCHW" if layout.startswith("NC") else "NHWC"},
         rule="fold-batchnorm",
     )
-    return graph.add(op, [TensorRef(graph.name, weighted.name), shift])
+    return graph.add(op, [data, shift])
+
+
+def _plain(value: Any) -> Any:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 def _constant(graph: Graph, name: str, value: Array) -> TensorRef:
     label = graph.fresh(name)
     known = Output(label, str(value.dtype), value.shape)
     op = Op(
-        name=label, kind="constant", type="Const", roles=(), outputs=(known,), value=lambda: value, rule="fold-batchnorm"
+        name=label,
+        kind="constant",
+        type="Const",
+        roles=(),
+        outputs=(known,),
+        value=lambda: value,
+        rule="fold-batchnorm",
     )
     return graph.add(op)
-
-
-def _unread_constant(graph: Graph, name: str) -> bool:
-    return graph.op(name).kind == "constant" and not graph.readers(name)
 
 
 def _encode(op: Op) -> str | None:

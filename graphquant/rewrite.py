@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from graphquant.errors import UsageError
 from graphquant.ir import Graph, Model, Parameters, TensorRef, bulk, check
-from graphquant.numerics import Array, QParams
-from graphquant.plans import Plan, Site
+from graphquant.numerics import Array, IntType, QParams, quantize
+from graphquant.plans import Plan, Site, check_plan
+from graphquant.prepare import drop_unread
 from graphquant.qdq import FAMILIES, Lowering
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 FRAMES = frozenset({"enter", "switch"})
 """Kinds that only TF1 loop and cond frames have; a constant without inputs would sit outside them."""
+
+MAX_RUN_TIME_BITS = 16
+"""Widest type to which ops quantize while the model runs; wider ones are for constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +54,12 @@ def rewrite(
         float_weights: Keep weights as they are, with a whole QDQ pair, instead of storing integers.
 
     Raises:
-        UsageError: The plan names an op or a use that the model does not have.
+        UsageError: The plan does not fit the model.
     """
+    check_plan(model, plan)
     changed = model.copy()
-    _check_sites(changed, plan)
     parameters = Parameters(model)
-    names = _names(plan, params)
+    names = _Names(plan, params)
     framed = {name for name, graph in changed.graphs.items() if any(op.kind in FRAMES for op in graph.ops())}
     inserted = []
     with bulk():
@@ -58,63 +67,71 @@ def rewrite(
             if index not in params:
                 continue
             graph = changed.graphs[site.graph]
-            value = None if float_weights or not site.parameter else _foldable(parameters, site)
-            known = parameters.value(site.tensor) if site.axis is not None and value is None else value
-            lowering = Lowering(
-                tensor=site.tensor,
-                name=graph.fresh(names[index]),
-                params=params[index],
-                rule=site.rule,
-                value=value,
-                shape=None if known is None else known.shape,
-                in_frame=site.graph in framed,
+            lowering = _lowering(
+                model, parameters, site, params[index], names.take(graph, site), float_weights=float_weights
             )
+            lowering = replace(lowering, in_frame=site.graph in framed)
             output = FAMILIES[site.scheme.family or ""].lower(graph, lowering)
             changed.graphs[site.tensor.graph].reroute(site.tensor, site.uses, output)
-            inserted.append(Inserted(site=site, params=params[index], output=output, folded=value is not None))
-        _drop_unread(changed, (done.site.tensor for done in inserted if done.folded))
+            inserted.append(Inserted(site=site, params=params[index], output=output, folded=lowering.value is not None))
+        drop_unread(changed, (done.site.tensor for done in inserted if done.folded))
     check(changed, "rewrite")
     return changed, inserted
 
 
-def _drop_unread(model: Model, tensors: Iterable[TensorRef]) -> None:
-    """Takes out constants, and what was computed from them alone, that nobody reads any more."""
-    todo = list(dict.fromkeys(tensors))
-    while todo:
-        tensor = todo.pop()
-        graph = model.graphs[tensor.graph]
-        if tensor.op not in graph:
-            continue
-        op = graph.op(tensor.op)
-        if op.kind in {"input", "output"} or op.calls or graph.readers(tensor.op):
-            continue
-        todo.extend(read for read in graph.slots(tensor.op) if read is not None)
-        graph.remove(tensor.op)
+def _lowering(
+    model: Model, parameters: Parameters, site: Site, params: QParams, name: str, *, float_weights: bool
+) -> Lowering:
+    """What the site's family is to make. The weight's value is read here, once, and only if it is needed."""
+    shape = model.output(site.tensor).shape
+    folds = site.parameter and not float_weights and FAMILIES[site.scheme.family or ""].folds
+    unknown = site.axis is not None and (shape is None or None in shape)
+    value = parameters.value(site.tensor) if site.parameter and (folds or float_weights or unknown) else None
+    if value is not None:
+        shape = value.shape
+    if params.axis is not None and shape is not None and shape[params.axis : params.axis + 1] != params.scale.shape:
+        raise UsageError(
+            f"{site.tensor} of shape {shape} has not {params.scale.size} channels on axis {params.axis}, as the plan"
+            " says. Mend its site, or make the plan anew."
+        )
+    folded = value if folds else None
+    if folded is None and params.type.bits > MAX_RUN_TIME_BITS:
+        raise UsageError(
+            f"{site.tensor} would be quantized to {params.type.name} at run time, which no op does. Take its site out"
+            " of the plan."
+        )
+    clip = value is None or folded is not None or _overflows(value, params)
+    return Lowering(tensor=site.tensor, name=name, params=params, rule=site.rule, value=folded, clip=clip, shape=shape)
 
 
-def _foldable(parameters: Parameters, site: Site) -> Array | None:
-    """The weight's value, if its family can store it as integers."""
-    return parameters.value(site.tensor) if site.scheme.family == "onnx-qdq" else None
+def _overflows(value: Array, params: QParams) -> bool:
+    """Whether a value lies outside of what the type represents."""
+    wide = replace(params, type=IntType(MAX_RUN_TIME_BITS * 2, signed=True), narrow=False)
+    return not np.array_equal(quantize(value, params), quantize(value, wide))
 
 
-def _names(plan: Plan, params: Mapping[int, QParams]) -> dict[int, str]:
-    """`<op>/quant`, `_<port>` where the port is not 0, `/<rule>` where a tensor has several sites."""
-    sites = {index: plan.sites[index] for index in range(len(plan.sites)) if index in params}
-    count = Counter((site.tensor, site.graph) for site in sites.values())
-    names = {}
-    for index, site in sites.items():
+class _Names:
+    """Names of new ops: `<op>/quant`, `_<port>` where it is not 0, `/<rule>` where a tensor has several sites.
+
+    A name that is taken gets the smallest free `_k`, in the order of the plan.
+    """
+
+    def __init__(self, plan: Plan, params: Mapping[int, QParams]) -> None:
+        done = (site for index, site in enumerate(plan.sites) if index in params)
+        self._count = Counter((site.tensor, site.graph) for site in done)
+        self._next: dict[tuple[int, str], int] = {}
+
+    def take(self, graph: Graph, site: Site) -> str:
+        """A name for the ops of `site` in `graph`; graphs of one name space share what is taken."""
         name = f"{site.tensor.op}/quant" + (f"_{site.tensor.port}" if site.tensor.port else "")
-        names[index] = f"{name}/{site.rule}" if count[site.tensor, site.graph] > 1 else name
-    return names
-
-
-def _check_sites(model: Model, plan: Plan) -> None:
-    for site in plan.sites:
-        graph: Graph | None = model.graphs.get(site.tensor.graph)
-        if graph is None or site.tensor.op not in graph or site.tensor.port >= len(graph.op(site.tensor.op).outputs):
-            raise UsageError(f"The plan names the tensor {site.tensor}, which the model does not have. Make the plan anew for this model.")
-        if site.graph not in model.graphs:
-            raise UsageError(f"The plan names the graph {site.graph!r}, which the model does not have. Make the plan anew for this model.")
-        for use in site.uses:
-            if use.graph not in model.graphs or use.op not in model.graphs[use.graph]:
-                raise UsageError(f"The plan names the use {use}, which the model does not have. Make the plan anew for this model.")
+        if self._count[site.tensor, site.graph] > 1:
+            name = f"{name}/{site.rule}"
+        space = id(graph.taken)
+        k = self._next.get((space, name), 0)
+        label = f"{name}_{k}" if k else name
+        while (space, label) in self._next or label in graph.taken or label in graph:
+            k += 1
+            label = f"{name}_{k}"
+        self._next[space, name] = k + 1
+        self._next.setdefault((space, label), 1)
+        return label

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.errors import DataError, ModelError
+from graphquant.errors import DataError
 from graphquant.ir import Model, Parameters, TensorRef, Use, readable
-from graphquant.numerics import QParams, Range, along, choose, from_scale
-from graphquant.plans import Plan, Site, Skip
+from graphquant.numerics import SMALLEST_SCALE, QParams, Range, along, choose, from_scale
+from graphquant.plans import Plan, Site, Skip, check_plan
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,35 +39,40 @@ def solve(model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch]) -> Sol
     `sketches`. Sites that are tied get the union of their ranges, so that they share one scale and zero point.
 
     Raises:
-        ModelError: A weight holds NaN or infinity, or a site's scale does not fit its tensor.
+        ModelError: A weight holds NaN or infinity.
+        UsageError: The plan does not fit the model.
     """
+    check_plan(model, plan)
     parameters = Parameters(model)
     skips: dict[int, Skip] = {}
     notes: dict[int, str] = {}
     ranges: dict[int, Range] = {}
     params: dict[int, QParams] = {}
     feeding = {use: index for index, site in enumerate(plan.sites) for use in site.uses}
-    groups = _groups(plan, feeding)
     for index, site in enumerate(plan.sites):
         if site.scale is not None:
-            params[index] = _dictated(site)
-            continue
-        if site.scheme.observe.name == "bias" and site.range is None:
-            continue
-        try:
-            ranges[index] = _range(parameters, site, sketches, notes, index)
-        except DataError as error:
-            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=str(error))
-    for members in groups:
+            params[index] = _dictated(site, site.scale)
+        elif site.scheme.observe.name != "bias" or site.range is not None:
+            try:
+                ranges[index] = _range(model, parameters, site, sketches, notes, index)
+            except DataError as error:
+                skips[index] = _skip(site, str(error))
+    for members in _groups(plan, feeding):
         _settle(plan, members, ranges, params, notes)
-    _follow_skips(plan, groups, feeding, skips, params)
+    for index in params:
+        skips.pop(index, None)
+    _follow_skips(plan, feeding, skips, params)
     for index, site in enumerate(plan.sites):
-        if site.scheme.observe.name == "bias" and index not in params and index not in skips:
+        if index not in params and index not in skips:
             try:
                 params[index] = _bias(model, site, feeding, params, parameters)
             except DataError as error:
-                skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=str(error))
-    return Solution(params=params, skips=skips, notes=notes)
+                skips[index] = _skip(site, str(error))
+    return Solution(params=params, skips=skips, notes={index: notes[index] for index in notes if index in params})
+
+
+def _skip(site: Site, reason: str) -> Skip:
+    return Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=reason)
 
 
 def _groups(plan: Plan, feeding: Mapping[Use, int]) -> list[list[int]]:
@@ -90,22 +97,31 @@ def _groups(plan: Plan, feeding: Mapping[Use, int]) -> list[list[int]]:
 
 
 def _range(
-    parameters: Parameters, site: Site, sketches: Mapping[TensorRef, Sketch], notes: dict[int, str], index: int
+    model: Model,
+    parameters: Parameters,
+    site: Site,
+    sketches: Mapping[TensorRef, Sketch],
+    notes: dict[int, str],
+    index: int,
 ) -> Range:
+    """The range that the plan, the rule, the weight or the data gives the site: scalars, or (C,) with an axis."""
     if site.range is not None:
-        return Range(np.float64(site.range[0]), np.float64(site.range[1]))
-    observe = site.scheme.observe
-    observer = OBSERVERS[observe.name]
-    stats = EMPTY
-    if observer.needs_values:
-        stats = _statistics(parameters, site, sketches)
-        if stats.nan or stats.inf:
-            notes[index] = f"{stats.nan} NaN and {stats.inf} infinite values were left out of the range"
-    arguments = {name: float(getattr(observe, name)) for name in observer.arguments}
-    found = observer.pick(stats, site.scheme.type, site.scheme.narrow, arguments)
+        found = Range(np.asarray(site.range[0]), np.asarray(site.range[1]))
+    else:
+        observe = site.scheme.observe
+        observer = OBSERVERS[observe.name]
+        stats = EMPTY
+        if observer.needs_values:
+            stats = _statistics(parameters, site, sketches)
+            if stats.nan or stats.inf:
+                _note(notes, index, f"{stats.nan} NaN and {stats.inf} infinite values were left out of the range")
+        arguments = {name: float(getattr(observe, name)) for name in observer.arguments}
+        found = observer.pick(stats, site.scheme.type, site.scheme.narrow, arguments)
     if site.axis is not None and found.low.ndim == 0:
-        channels = _channels(parameters, site)
-        found = Range(np.full(channels, found.low), np.full(channels, found.high))
+        channels = _channels(model, parameters, site, site.axis)
+        return Range(np.full(channels, found.low), np.full(channels, found.high))
+    if site.axis is None and found.low.ndim:
+        return Range(found.low.min(), found.high.max())
     return found
 
 
@@ -116,27 +132,29 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
             raise DataError("its value is not in the model's files (no checkpoint, or ops that are not evaluated)")
         if value.size == 0:
             raise DataError("it has no elements")
+        if site.axis is not None and site.axis >= value.ndim:
+            raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
         return sketch(readable(value, site.tensor), site.axis)
-    if site.tensor not in sketches:
+    if site.tensor not in sketches or not sketches[site.tensor].count:
         raise DataError("no sample of the calibration data reached it")
     return sketches[site.tensor]
 
 
-def _channels(parameters: Parameters, site: Site) -> int:
+def _channels(model: Model, parameters: Parameters, site: Site, axis: int) -> int:
+    known = model.output(site.tensor).shape
+    if known is not None and known[axis] is not None:
+        return int(known[axis])
     value = parameters.value(site.tensor)
-    if value is None or site.axis is None:
+    if value is None or axis >= value.ndim:
         raise DataError("the number of its channels is not known")
-    return int(value.shape[site.axis])
+    return int(value.shape[axis])
 
 
-def _dictated(site: Site) -> QParams:
-    scale = np.asarray(site.scale, np.float32)
-    zero = np.asarray(site.zero_point if site.zero_point is not None else np.zeros(scale.shape), np.int32)
-    qmin, qmax = site.scheme.type.limits(narrow=site.scheme.narrow)
-    if scale.shape != zero.shape or (site.axis is None and scale.size != 1):
-        raise ModelError(f"{site.tensor}: the plan gives {scale.size} scales and {zero.size} zero points. Give one each, or one per channel.")
-    if not (np.isfinite(scale).all() and (scale > 0).all()) or (zero < qmin).any() or (zero > qmax).any():
-        raise ModelError(f"{site.tensor}: the plan's scale is not positive, or its zero point is not in [{qmin}, {qmax}]. Mend it in the plan.")
+def _dictated(site: Site, given: tuple[float, ...]) -> QParams:
+    """The scale and zero point that the plan gives; a symmetric scheme needs no zero point."""
+    scale = np.asarray(given, np.float32)
+    default = site.scheme.type.middle if site.scheme.zero == "symmetric" else 0
+    zero = np.asarray(site.zero_point if site.zero_point is not None else np.full(scale.shape, default), np.int32)
     if site.axis is None:
         scale, zero = scale.reshape(()), zero.reshape(())
     return from_scale(scale, zero, site.scheme.type, narrow=site.scheme.narrow, axis=site.axis)
@@ -145,13 +163,41 @@ def _dictated(site: Site) -> QParams:
 def _settle(
     plan: Plan, members: list[int], ranges: Mapping[int, Range], params: dict[int, QParams], notes: dict[int, str]
 ) -> None:
-    """Gives one group its scales: one member's dictated one, or that of all ranges together."""
+    """Gives one group its scales: per kind of scheme one member's dictated one, or that of all ranges together.
+
+    Members whose schemes cannot have one scale keep their own, since a tie overrides no rule, and say so.
+    """
+    kinds: dict[tuple[object, ...], list[int]] = {}
+    for index in members:
+        kinds.setdefault(_kind(plan.sites[index], index), []).append(index)
+    for alike in kinds.values():
+        _share(plan, alike, ranges, params, notes)
+        if len(kinds) > 1:
+            first = plan.sites[members[0]]
+            for index in alike if members[0] not in alike else ():
+                _note(notes, index, f"is tied to {first.tensor}, whose scheme differs, so each has its own scale")
+
+
+def _kind(site: Site, index: int) -> tuple[object, ...]:
+    """What sites must have in common to share scale and zero point; one per channel shares with none."""
+    alone = None if site.axis is None else index
+    return site.scheme.type, site.scheme.zero, site.scheme.narrow, site.scheme.scale, alone
+
+
+def _share(
+    plan: Plan, members: list[int], ranges: Mapping[int, Range], params: dict[int, QParams], notes: dict[int, str]
+) -> None:
+    """Gives sites of one kind of scheme the same scale and zero point."""
     dictated = [index for index in members if index in params]
     if dictated:
+        given = params[dictated[0]]
+        source = plan.sites[dictated[0]].tensor
         for index in members:
             if index not in params and (index in ranges or plan.sites[index].tie):
-                params[index] = params[dictated[0]]
-                notes[index] = f"shares the scale that the plan gives {plan.sites[dictated[0]].tensor}"
+                params[index] = given
+                _note(notes, index, f"shares the scale that the plan gives {source}")
+            elif index in params and _differ(params[index], given):
+                _note(notes, index, f"is tied to {source}, for which the plan gives another scale")
         return
     known = [index for index in members if index in ranges]
     if not known:
@@ -159,20 +205,28 @@ def _settle(
     shared = ranges[known[0]]
     for index in known[1:]:
         shared = shared.union(ranges[index])
-    first = plan.sites[members[0]]
-    for index in members:
-        if index in ranges:
-            scheme = plan.sites[index].scheme if len(members) == 1 else first.scheme
-            params[index] = choose(
-                shared,
-                scheme.type,
-                symmetric=scheme.zero == "symmetric",
-                narrow=scheme.narrow,
-                power_of_two=scheme.scale == "power-of-two",
-                axis=plan.sites[index].axis,
-            )
-            if len(members) > 1 and index != members[0]:
-                notes[index] = f"shares scale and zero point with {first.tensor}"
+    first = plan.sites[known[0]]
+    chosen = choose(
+        shared,
+        first.scheme.type,
+        symmetric=first.scheme.zero == "symmetric",
+        narrow=first.scheme.narrow,
+        power_of_two=first.scheme.scale == "power-of-two",
+        axis=first.axis,
+    )
+    for index in known:
+        params[index] = chosen
+        if index != known[0]:
+            _note(notes, index, f"shares scale and zero point with {first.tensor}")
+
+
+def _differ(one: QParams, other: QParams) -> bool:
+    same = np.array_equal(one.scale, other.scale) and np.array_equal(one.zero_point, other.zero_point)
+    return not same
+
+
+def _note(notes: dict[int, str], index: int, text: str) -> None:
+    notes[index] = f"{notes[index]}; {text}" if index in notes else text
 
 
 def _bias(
@@ -180,7 +234,7 @@ def _bias(
 ) -> QParams:
     """int32 with input scale times weight scale, per channel where the weight is.
 
-    Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html and TFLite's 8-bit specification.
+    Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html .
     """
     use = site.uses[0]
     graph = model.graphs[use.graph]
@@ -188,46 +242,49 @@ def _bias(
     scales = []
     for slot in range(len(graph.slots(use.op))):
         index = feeding.get(Use(use.graph, use.op, slot))
-        if reader.role(slot) in {"input", "weight"} and index in params:
+        if reader.role(slot) in {"input", "weight"} and index is not None and index in params:
             scales.append(params[index].scale.astype(np.float64))
     value = parameters.value(site.tensor)
     if len(scales) != 2 or value is None:  # noqa: PLR2004  # one input and one weight
         raise DataError("a bias has the scales of its consumer's input and weight, and those are not both quantized")
-    scale = np.asarray(scales[0] * scales[1])
+    readable(value, site.tensor)
+    with np.errstate(over="ignore", under="ignore"):
+        scale = np.asarray(scales[0] * scales[1]).astype(np.float32)
     axis = site.axis if scale.ndim else None
-    if scale.ndim and (site.axis is None or value.shape[site.axis] != scale.size):
+    if scale.ndim and (axis is None or axis >= value.ndim or value.shape[axis] != scale.size):
         raise DataError(f"a bias of shape {value.shape} does not go with {scale.size} weight scales")
-    largest = float(np.max(np.abs(value) / along(scale, axis, value.ndim), initial=0.0))
-    if largest > np.iinfo(np.int32).max:
-        raise DataError(f"its values are up to {largest:.3g} steps of input scale times weight scale, more than int32 holds")
-    return from_scale(scale.astype(np.float32), np.zeros(scale.shape, np.int32), site.scheme.type, axis=axis)
+    if not (np.isfinite(scale).all() and (scale >= SMALLEST_SCALE).all()):
+        raise DataError("its scale, input scale times weight scale, is no normal float32")
+    wide = along(scale.astype(np.float64), axis, value.ndim)
+    largest = float(np.max(np.abs(value) / wide, initial=0.0))
+    if largest > site.scheme.type.limits()[1]:
+        raise DataError(
+            f"its values are up to {largest:.3g} steps of input scale times weight scale, more than"
+            f" {site.scheme.type.name} holds"
+        )
+    return from_scale(scale, np.zeros(scale.shape, np.int32), site.scheme.type, axis=axis)
 
 
-def _follow_skips(
-    plan: Plan, groups: list[list[int]], feeding: Mapping[Use, int], skips: dict[int, Skip], params: dict[int, QParams]
-) -> None:
-    """A tied site whose whole source side was skipped is skipped too, however long the chain."""
-    for members in groups:
-        alive = [index for index in members if index in params]
-        waiting: dict[int, list[int]] = {}
-        left: dict[int, int] = {}
-        for index in alive:
-            sources = {feeding[use] for use in plan.sites[index].tie if use in feeding}
-            left[index] = len(sources)
-            for source in sources:
-                waiting.setdefault(source, []).append(index)
-        queue = [index for index in members if index in skips]
-        queue += [index for index in alive if plan.sites[index].tie and not left[index]]
-        for lost in queue:
-            if lost in params:
-                site = plan.sites[lost]
-                reason = "what it is tied to is not quantized"
-                skips[lost] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=reason)
-                del params[lost]
-            for index in waiting.get(lost, ()):
-                left[index] -= 1
-                if not left[index]:
-                    queue.append(index)
+def _follow_skips(plan: Plan, feeding: Mapping[Use, int], skips: dict[int, Skip], params: dict[int, QParams]) -> None:
+    """Tied sites that no living site leads to, however long the chain or ring of ties, are skipped."""
+    tied: dict[int, list[int]] = {}
+    queue: list[int] = []
+    for index in params:
+        site = plan.sites[index]
+        if not site.tie or site.scale is not None or site.range is not None:
+            queue.append(index)
+        for use in site.tie:
+            if use in feeding:
+                tied.setdefault(feeding[use], []).append(index)
+    alive = set(queue)
+    for source in queue:
+        for index in tied.pop(source, ()):
+            if index not in alive:
+                alive.add(index)
+                queue.append(index)
+    for index in [index for index in params if index not in alive]:
+        skips[index] = _skip(plan.sites[index], "what it is tied to is not quantized")
+        del params[index]
 
 
 def as_dict(params: QParams) -> dict[str, Any]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, TensorRef
-from graphquant.numerics import QParams
+from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.qdq import FAMILIES
+
+if TYPE_CHECKING:
+    from graphquant.numerics import QParams
 
 WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm", "lstm", "gru", "rnn", "einsum"})
 """Kinds in which a model spends its multiplications."""
@@ -90,24 +93,26 @@ def survey(model: Model) -> Survey:
                 reason = _float_input(graph, op)
                 coverage.append(Coverage(graph=name, op=op.name, kind=op.kind, quantized=not reason, reason=reason))
     ordered = dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))
-    idle = tuple(name for name in model.graphs if name not in set(live))
+    reached = set(live)
+    idle = tuple(name for name in model.graphs if name not in reached)
     return Survey(model=model, kinds=ordered, readings=tuple(readings), coverage=tuple(coverage), idle=idle)
 
 
 def _half(graph: Graph, op: Op) -> bool:
     """Whether `op` is a quantize whose dequantize tells the same."""
     readers = graph.consumers(TensorRef(graph.name, op.name))
-    return op.kind == "quantize" and bool(readers) and all(
-        graph.graphs[use.graph].op(use.op).kind == "dequantize" for use in readers
+    return (
+        op.kind == "quantize"
+        and bool(readers)
+        and all(graph.graphs[use.graph].op(use.op).kind == "dequantize" for use in readers)
     )
 
 
 def _reading(graph: Graph, op: Op, parameters: Parameters) -> Reading:
     family = next((family for family in FAMILIES.values() if op.type in family.types), None)
-    tensor = graph.slots(op.name)[0] or TensorRef(graph.name, op.name)
-    producer = graph.graphs[tensor.graph].op(tensor.op)
-    if op.kind == "dequantize" and producer.kind == "quantize":
-        tensor = graph.graphs[tensor.graph].slots(tensor.op)[0] or tensor
+    tensor = graph.producer(Use(graph.name, op.name, 0)) or TensorRef(graph.name, op.name)
+    if op.kind == "dequantize" and graph.graphs[tensor.graph].op(tensor.op).kind == "quantize":
+        tensor = graph.graphs[tensor.graph].producer(Use(tensor.graph, tensor.op, 0)) or tensor
     return Reading(
         graph=graph.name,
         op=op.name,
@@ -126,11 +131,18 @@ def _float_input(graph: Graph, op: Op) -> str:
             continue
         if graph.output(tensor).dtype not in FLOAT_TYPES | {None}:
             continue
-        here, steps = tensor, 0
-        source = graph.graphs[here.graph].op(here.op)
-        while source.kind in LOOK_THROUGH and steps < MAX_LOOK and graph.graphs[here.graph].slots(here.op)[0] is not None:
-            here = graph.graphs[here.graph].slots(here.op)[0] or here
-            source, steps = graph.graphs[here.graph].op(here.op), steps + 1
+        source = _behind(graph, tensor)
         if source.kind not in BARRIERS:
             return f"its {op.role(slot)} {tensor} is float"
     return ""
+
+
+def _behind(graph: Graph, tensor: TensorRef) -> Op:
+    """The op that makes `tensor`, or whose output it is but for a few ops that change no values."""
+    for _ in range(MAX_LOOK):
+        home = graph.graphs[tensor.graph]
+        read = home.producer(Use(tensor.graph, tensor.op, 0))
+        if home.op(tensor.op).kind not in LOOK_THROUGH or read is None:
+            break
+        tensor = read
+    return graph.graphs[tensor.graph].op(tensor.op)

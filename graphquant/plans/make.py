@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import Model, TensorRef, Use
 from graphquant.match import Match, Matcher, name_matches
 from graphquant.plans.types import Plan, Site, Skip
-from graphquant.prepare import Step
-from graphquant.qdq import FAMILIES, Request
-from graphquant.ruleset import RuleSet, Scheme
+from graphquant.qdq import FAMILIES, Family, Request
+from graphquant.ruleset import Scheme
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from graphquant.prepare import Step
+    from graphquant.ruleset import RuleSet
 
 QUANTIZED = frozenset({"quantize", "dequantize", "qdq"})
 """Kinds that are quantization already: what they make or read is not quantized again."""
@@ -59,10 +64,22 @@ def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence
         prepared=model.digest,
         rules=ruleset.files,
         steps=tuple(steps),
-        sites=tuple(draft.sites.values()),
-        skips=tuple(draft.skips.values()),
+        sites=draft.sites(),
+        skips=draft.skips(),
         unused=tuple(rule.rule.name for rule in ruleset.rules if (rule.file, rule.rule.name) not in used),
     )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Open:
+    """A site or skip while uses are added to it."""
+
+    first: Match
+    uses: list[Use]
+    scheme: Scheme = field(default_factory=Scheme)
+    axis: int | None = None
+    tie: tuple[Use, ...] = ()
+    reason: str = ""
 
 
 class _Draft:
@@ -71,9 +88,9 @@ class _Draft:
     def __init__(self, matcher: Matcher, choice: Choice) -> None:
         self.matcher = matcher
         self.choice = choice
-        self.sites: dict[tuple[object, ...], Site] = {}
-        self.skips: dict[tuple[object, ...], Skip] = {}
-        self._tied: list[tuple[Match, tuple[Use, ...]]] = []
+        self._sites: dict[tuple[object, ...], _Open] = {}
+        self._skips: dict[tuple[object, ...], _Open] = {}
+        self._tied: dict[tuple[str, str], list[Match]] = {}
         self._order: dict[TensorRef, int] = {}
 
     def take(self, match: Match) -> None:
@@ -82,82 +99,96 @@ class _Draft:
         reason = self._left_out(match)
         if reason:
             self._skip(match, reason)
-        elif match.rule.rule.quantize == "same-as-input":
-            ties = self._ties(match.tensor)
-            if ties:
-                self._tied.append((match, ties))
-            else:
-                self._skip(match, "the rule ties it to its input, and its producer has no float input")
         elif match.rule.scheme is not None:
             self._place(match, match.rule.scheme, ())
+        else:
+            self._tied.setdefault((match.tensor.graph, match.tensor.op), []).append(match)
 
     def follow_ties(self) -> None:
         """Gives each tied tensor the scheme of the site that feeds its producer, from there on outward."""
-        waiting: dict[Use, list[int]] = {}
-        for index, (_, ties) in enumerate(self._tied):
-            for use in ties:
-                waiting.setdefault(use, []).append(index)
-        done: set[int] = set()
-        queue = list(self.sites.values())
-        for site in queue:
-            for use in site.uses:
-                for index in waiting.pop(use, ()):
-                    if index not in done:
-                        done.add(index)
-                        match, ties = self._tied[index]
-                        added = self._place(match, replace(site.scheme, per="tensor"), ties)
-                        if added is not None:
-                            queue.append(added)
-        for index, (match, ties) in enumerate(self._tied):
-            if index not in done:
-                read = self.matcher.model.graphs[ties[0].graph].producer(ties[0])
-                self._skip(match, f"its input {read} is not quantized, and the rule ties it to that")
-        self.sites = dict(sorted(self.sites.items(), key=lambda item: self._order[item[1].tensor]))
-        self.skips = dict(sorted(self.skips.items(), key=lambda item: self._order[item[1].tensor]))
+        ties = {op: self._ties(*op) for op in self._tied}
+        by_use = {use: op for op, uses in ties.items() for use in uses}
+        queue = [(use, site.scheme) for site in self._sites.values() for use in site.uses]
+        for fed, scheme in queue:
+            op = by_use.get(fed)
+            for match in self._tied.pop(op, ()) if op is not None else ():
+                per_tensor = replace(scheme, per="tensor")
+                if self._place(match, per_tensor, ties[match.tensor.graph, match.tensor.op]):
+                    queue.append((match.use, per_tensor))
+        for op, matches in self._tied.items():
+            reason = "the rule ties it to its input, and its producer has no float input"
+            if ties[op]:
+                read = self.matcher.model.graphs[ties[op][0].graph].producer(ties[op][0])
+                reason = f"its input {read} is not quantized, and the rule ties it to that"
+            for match in matches:
+                self._skip(match, reason)
 
-    def _place(self, match: Match, scheme: Scheme, ties: tuple[Use, ...]) -> Site | None:
-        """Adds the use to the site that wants the same, or opens one; returns what that site now adds."""
-        model, rule = self.matcher.model, match.rule.rule
+    def sites(self) -> tuple[Site, ...]:
+        """The sites, in the order of the model."""
+        return tuple(
+            Site(
+                tensor=item.first.tensor,
+                uses=tuple(item.uses),
+                graph=self._graph(item.first),
+                scheme=item.scheme,
+                axis=item.axis,
+                rule=item.first.rule.rule.name,
+                why=item.first.rule.rule.why,
+                parameter=self.matcher.parameters.is_parameter(item.first.tensor),
+                tie=item.tie,
+            )
+            for item in self._sorted(self._sites)
+        )
+
+    def skips(self) -> tuple[Skip, ...]:
+        """The skips, in the order of the model."""
+        return tuple(
+            Skip(tensor=item.first.tensor, uses=tuple(item.uses), rule=item.first.rule.rule.name, reason=item.reason)
+            for item in self._sorted(self._skips)
+        )
+
+    def _sorted(self, items: dict[tuple[object, ...], _Open]) -> list[_Open]:
+        return sorted(items.values(), key=lambda item: self._order[item.first.tensor])
+
+    def _place(self, match: Match, scheme: Scheme, tie: tuple[Use, ...]) -> bool:
+        """Adds the use to the site that wants the same, or opens one; False if it is skipped instead."""
         family = FAMILIES[scheme.family or self.choice.family]
         scheme = replace(scheme, family=family.name)
-        output = model.output(match.tensor)
-        parameter = self.matcher.parameters.is_parameter(match.tensor)
-        axis = None
-        if scheme.per == "channel":
-            axis = self._axis(match)
-            if axis is None:
-                self._skip(match, f"scheme {scheme.name!r} is per channel, and {match.use} has no channel axis")
-                return None
-        if output.dtype is None:
-            reason: str | None = "its data type is not known without running the model"
-        elif family.format != model.format:
-            reason = f"family {family.name!r} is for {family.format} models"
-        else:
-            shape = self.matcher.shape(match.tensor)
-            asked = Request(type=scheme.type, axis=axis, dtype=output.dtype, shape=shape, parameter=parameter)
-            reason = family.why_not(asked)
+        axis = self._axis(match) if scheme.per == "channel" else None
+        reason = self._misfit(match, scheme, family, axis)
         if reason:
             self._skip(match, reason)
-            return None
-        graph = match.use.graph if rule.place == "body" else match.tensor.graph
+            return False
         # A bias has the scales of one consumer's input and weight, so consumers never share its site.
         alone = match.use if scheme.observe.name == "bias" else None
-        key = (match.tensor, graph, scheme, axis, ties, alone)
-        if key in self.sites:
-            self.sites[key] = replace(self.sites[key], uses=(*self.sites[key].uses, match.use))
-            return replace(self.sites[key], uses=(match.use,))
-        self.sites[key] = Site(
-            tensor=match.tensor,
-            uses=(match.use,),
-            graph=graph,
-            scheme=scheme,
+        key = (match.tensor, self._graph(match), scheme, axis, bool(tie), alone)
+        if key not in self._sites:
+            self._sites[key] = _Open(first=match, uses=[], scheme=scheme, axis=axis, tie=tie)
+        self._sites[key].uses.append(match.use)
+        return True
+
+    def _misfit(self, match: Match, scheme: Scheme, family: Family, axis: int | None) -> str:
+        """Why the use cannot be quantized by that scheme, "" if it can."""
+        model, output = self.matcher.model, self.matcher.model.output(match.tensor)
+        if scheme.per == "channel" and axis is None:
+            return f"scheme {scheme.name!r} is per channel, and {match.use} has no channel axis"
+        if output.dtype is None:
+            return "its data type is not known without running the model"
+        if family.format != model.format:
+            return f"family {family.name!r} is for {family.format} models"
+        asked = Request(
+            type=scheme.type,
             axis=axis,
-            rule=rule.name,
-            why=rule.why,
-            parameter=parameter,
-            tie=ties,
+            dtype=output.dtype,
+            shape=self.matcher.shape(match.tensor),
+            parameter=self.matcher.parameters.is_parameter(match.tensor),
         )
-        return self.sites[key]
+        return family.why_not(asked) or ""
+
+    @staticmethod
+    def _graph(match: Match) -> str:
+        """The graph that gets the new ops."""
+        return match.use.graph if match.rule.rule.place == "body" else match.tensor.graph
 
     def _left_out(self, match: Match) -> str:
         """Why this match will not be quantized, whatever the scheme; "" if it may be."""
@@ -167,19 +198,19 @@ class _Draft:
         consumer = model.graphs[match.use.graph].op(match.use.op)
         if model.op(match.tensor).kind in QUANTIZED or consumer.kind in QUANTIZED:
             return "it is quantized already"
-        labels = (match.use.op, model.output(match.tensor).name, f"{match.tensor.op}:{match.tensor.port}")
+        labels = (match.use.op, *self.matcher.labels(match.tensor))
         if self.choice.include and not any(name_matches(pattern, *labels) for pattern in self.choice.include):
             return "--include names neither it nor its consumer"
         excluded = next((pattern for pattern in self.choice.exclude if name_matches(pattern, *labels)), None)
         return f"--exclude {excluded!r}" if excluded is not None else ""
 
-    def _ties(self, tensor: TensorRef) -> tuple[Use, ...]:
-        """The uses by which the op of `tensor` reads the float data that it passes on."""
-        graph = self.matcher.model.graphs[tensor.graph]
-        op = graph.op(tensor.op)
+    def _ties(self, graph: str, name: str) -> tuple[Use, ...]:
+        """The uses by which an op reads the float data that it passes on."""
+        home = self.matcher.model.graphs[graph]
+        op = home.op(name)
         return tuple(
-            Use(tensor.graph, tensor.op, slot)
-            for slot, read in enumerate(graph.slots(tensor.op))
+            Use(graph, name, slot)
+            for slot, read in enumerate(home.slots(name))
             if read is not None and op.role(slot) == "input" and not self.matcher.parameters.is_parameter(read)
         )
 
@@ -196,8 +227,9 @@ class _Draft:
 
     def _skip(self, match: Match, reason: str) -> None:
         key = (match.tensor, match.rule.rule.name, reason)
-        before = self.skips[key].uses if key in self.skips else ()
-        self.skips[key] = Skip(tensor=match.tensor, uses=(*before, match.use), rule=match.rule.rule.name, reason=reason)
+        if key not in self._skips:
+            self._skips[key] = _Open(first=match, uses=[], reason=reason)
+        self._skips[key].uses.append(match.use)
 
 
 def _check_patterns(matcher: Matcher, choice: Choice) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
 from pydantic import ConfigDict
 
-from graphquant.ir import TensorRef, Use
-from graphquant.prepare import Step
-from graphquant.ruleset import Scheme
+# pydantic reads the annotations when it checks a plan's JSON.
+from graphquant.ir import TensorRef, Use  # noqa: TC001
+from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE
+from graphquant.prepare import Step  # noqa: TC001
+from graphquant.ruleset import Scheme  # noqa: TC001
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
@@ -44,6 +48,26 @@ class Site:
     range: tuple[float, float] | None = None
     scale: tuple[float, ...] | None = None
     zero_point: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks what an edited plan may get wrong by itself; what needs the model is `check_plan`'s."""
+        if (self.axis is not None) != (self.scheme.per == "channel"):
+            raise ValueError("'axis' goes with a scheme that is per channel, and only with that")
+        if self.range is not None and not (all(map(math.isfinite, self.range)) and self.range[0] <= self.range[1]):
+            raise ValueError("'range' is (low, high), finite and in that order")
+        if self.zero_point is not None and (self.scale is None or len(self.scale) != len(self.zero_point)):
+            raise ValueError("'zero_point' goes with as many numbers in 'scale'")
+        if self.scale is not None:
+            self._check_scale(self.scale)
+        qmin, qmax = self.scheme.type.limits(narrow=self.scheme.narrow)
+        if not all(qmin <= zero <= qmax for zero in self.zero_point or ()):
+            raise ValueError(f"'zero_point' is not in [{qmin}, {qmax}]")
+
+    def _check_scale(self, scale: tuple[float, ...]) -> None:
+        if not scale or (self.axis is None and len(scale) != 1):
+            raise ValueError("'scale' holds one number, or one per channel with an 'axis'")
+        if not all(SMALLEST_SCALE <= one <= LARGEST_VALUE for one in scale):
+            raise ValueError("'scale' is positive and a normal float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

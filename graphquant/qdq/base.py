@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
-from graphquant.numerics import Array, IntType, QParams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphquant.numerics import Array, IntType, QParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +23,7 @@ class Lowering:
         params: Scale, zero point and range.
         rule: Name of the rule, stamped on each op.
         value: The weight's value if it is to be folded into an integer constant, else None.
+        clip: Whether values may lie outside of what the type represents, so that its container must not take them.
         shape: The tensor's static shape where it is known, as it must be per channel.
         in_frame: Whether the tensor may live in a TF1 loop or cond frame.
     """
@@ -28,7 +33,8 @@ class Lowering:
     params: QParams
     rule: str
     value: Array | None = None
-    shape: tuple[int, ...] | None = None
+    clip: bool = True
+    shape: tuple[int | None, ...] | None = None
     in_frame: bool = False
 
 
@@ -62,6 +68,7 @@ class Family:
         why_not: What is asked to the reason why the runtime cannot do that, or None.
         opset: What is asked to the lowest opset that has the ops; 0 where there are no opsets.
         types: The op types it reads back.
+        folds: Whether it can store a weight as integers.
         read: What an op of those types does, from the values of its parameters; None where they are not known.
     """
 
@@ -71,6 +78,7 @@ class Family:
     why_not: Callable[[Request], str | None]
     opset: Callable[[Request], int]
     types: frozenset[str]
+    folds: bool
     read: Callable[[Graph, Op, Parameters], QParams | None]
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from graphquant.errors import InternalError
 from graphquant.ir import DataType, Graph, Op, Output, Parameters, TensorRef
-from graphquant.numerics import IntType, QParams, from_scale
+from graphquant.numerics import Array, IntType, QParams, from_scale
 from graphquant.qdq.base import Family, Lowering, Request, constant
 
 MIN_BITS, MAX_BITS = 2, 16
@@ -21,12 +21,13 @@ MIN_BITS, MAX_BITS = 2, 16
 def lower(graph: Graph, site: Lowering) -> TensorRef:
     """Adds the FakeQuant op with its two constants; per channel of an inner axis between two reshapes."""
     params = site.params
-    after = (site.tensor.op,) if site.in_frame else ()
+    after = (site.tensor.op,) if site.in_frame and site.tensor.graph == graph.name else ()
     known = graph.output(site.tensor)
     low, high = params.range.low.astype(np.float32), params.range.high.astype(np.float32)
-    tensor, shape, reshaped = site.tensor, site.shape, False
+    tensor, reshaped = site.tensor, False
+    shape = tuple(side for side in site.shape or () if side is not None)
     if params.axis is not None:
-        if shape is None:
+        if site.shape is None or len(shape) != len(site.shape):
             raise InternalError(f"FakeQuant per channel on {site.tensor} without its shape; why_not must refuse it.")
         trailing = math.prod(shape[params.axis + 1 :])
         if trailing != 1 or params.axis != len(shape) - 1:
@@ -41,13 +42,13 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
         type="FakeQuantWithMinMaxVars" if params.axis is None else "FakeQuantWithMinMaxVarsPerChannel",
         roles=("input", "min", "max"),
         outputs=(Output(label, known.dtype, known.shape),),
-        attrs={"num_bits": params.type.bits, "narrow_range": params.narrow},
+        attrs={"num_bits": params.type.bits, "narrow_range": params.narrow and params.type.signed},
         rule=site.rule,
     )
     minimum = constant(graph, f"{site.name}/min", low, type_="Const", rule=site.rule, after=after)
     maximum = constant(graph, f"{site.name}/max", high, type_="Const", rule=site.rule, after=after)
     result = graph.add(quant, [tensor, minimum, maximum])
-    if reshaped and shape is not None:
+    if reshaped:
         result = _reshape(graph, site, result, shape, "shaped", after)
     return result
 
@@ -55,7 +56,9 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
 def _reshape(
     graph: Graph, site: Lowering, tensor: TensorRef, shape: tuple[int, ...], suffix: str, after: tuple[str, ...]
 ) -> TensorRef:
-    sizes = constant(graph, f"{site.name}/{suffix}/shape", np.array(shape, np.int32), type_="Const", rule=site.rule, after=after)
+    sizes = constant(
+        graph, f"{site.name}/{suffix}/shape", np.array(shape, np.int32), type_="Const", rule=site.rule, after=after
+    )
     label = graph.fresh(f"{site.name}/{suffix}")
     op = Op(
         name=label,
@@ -90,23 +93,32 @@ def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
 
     The range is nudged as TensorFlow does it: the zero point is rounded to an integer and the ends follow.
     """
-    if op.type == "FakeQuantWithMinMaxArgs":
-        low, high = np.float64(op.attrs.get("min", -6.0)), np.float64(op.attrs.get("max", 6.0))
-    else:
-        values = [None if slot is None else parameters.value(slot) for slot in graph.slots(op.name)[1:3]]
-        if len(values) != 2 or values[0] is None or values[1] is None:  # noqa: PLR2004  # min and max
-            return None
-        low, high = values[0].astype(np.float64), values[1].astype(np.float64)
-    integer = IntType(int(op.attrs.get("num_bits", 8)), signed=True)
+    ends = _ends(graph, op, parameters)
+    bits = int(op.attrs.get("num_bits", 8))
+    if ends is None or not MIN_BITS <= bits <= MAX_BITS:
+        return None
+    low, high = ends
+    integer = IntType(bits, signed=True)
     narrow = bool(op.attrs.get("narrow_range", False))
     qmin, qmax = integer.limits(narrow=narrow)
-    scale = (high - low) / (qmax - qmin)
+    scale = np.asarray((high - low) / (qmax - qmin)).astype(np.float32)
     if not (np.isfinite(scale).all() and (scale > 0).all()):
         return None
-    zero = np.clip(np.floor(qmin - low / scale + 0.5), qmin, qmax).astype(np.int32)
+    zero = np.clip(np.floor(qmin - low / scale.astype(np.float64) + 0.5), qmin, qmax)
     shape = graph.output(TensorRef(graph.name, op.name)).shape
-    axis = None if low.ndim == 0 else (len(shape) - 1 if shape else 0)
-    return from_scale(scale.astype(np.float32), zero, integer, narrow=narrow, axis=axis)
+    axis = None if scale.ndim == 0 else (len(shape) - 1 if shape else 0)
+    return from_scale(scale, np.asarray(zero), integer, narrow=narrow, axis=axis)
+
+
+def _ends(graph: Graph, op: Op, parameters: Parameters) -> tuple[Array, Array] | None:
+    """The constant range of a FakeQuant op as float64, () or (C,); None where it is not constant or is damaged."""
+    if op.type == "FakeQuantWithMinMaxArgs":
+        return np.asarray(float(op.attrs.get("min", -6.0))), np.asarray(float(op.attrs.get("max", 6.0)))
+    values = [None if slot is None else parameters.value(slot) for slot in graph.slots(op.name)[1:3]]
+    if len(values) != 2 or values[0] is None or values[1] is None:  # noqa: PLR2004  # min and max
+        return None
+    low, high = values[0].astype(np.float64), values[1].astype(np.float64)
+    return (low, high) if low.shape == high.shape and low.ndim <= 1 else None
 
 
 FAKE_QUANT = Family(
@@ -116,5 +128,6 @@ FAKE_QUANT = Family(
     why_not=why_not,
     opset=opset,
     types=frozenset({"FakeQuantWithMinMaxArgs", "FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel"}),
+    folds=False,
     read=read,
 )

@@ -6,10 +6,16 @@ import ml_dtypes
 import numpy as np
 
 from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
-from graphquant.numerics import Array, IntType, QParams, from_scale, quantize
+from graphquant.numerics import Array, IntType, QParams, along, from_scale, quantize
 from graphquant.qdq.base import Family, Lowering, Request, constant
 
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
+
+_ROLES = ("input", "scale", "zero_point")
+_QUANTIZE = ("quantize", "QuantizeLinear", _ROLES)
+_DEQUANTIZE = ("dequantize", "DequantizeLinear", _ROLES)
+_MAX = ("max", "Max", ("input",))
+_MIN = ("min", "Min", ("input",))
 
 
 def _dtype(params: QParams) -> np.dtype[np.generic]:
@@ -18,39 +24,54 @@ def _dtype(params: QParams) -> np.dtype[np.generic]:
 
 
 def lower(graph: Graph, site: Lowering) -> TensorRef:
-    """Adds QuantizeLinear and DequantizeLinear, or an integer constant and DequantizeLinear if there is a value to fold."""
+    """Adds QuantizeLinear and DequantizeLinear; where there is a value to fold, an integer constant for the former."""
     params = site.params
     known = graph.output(site.tensor)
     integer = _dtype(params)
     axis = {"axis": params.axis} if params.axis is not None else {}
+    zeros = params.zero_point.astype(integer)
     scale = constant(graph, f"{site.name}/scale", params.scale, type_="Constant", rule=site.rule)
-    zero = constant(graph, f"{site.name}/zero_point", params.zero_point.astype(integer), type_="Constant", rule=site.rule)
+    zero = constant(graph, f"{site.name}/zero_point", zeros, type_="Constant", rule=site.rule)
     if site.value is not None:
         folded = quantize(site.value, params).astype(integer)
         source = constant(graph, f"{site.name}/{integer.name}", folded, type_="Constant", rule=site.rule)
     else:
-        label = graph.fresh(site.name)
-        quant = Op(
-            name=label,
-            kind="quantize",
-            type="QuantizeLinear",
-            roles=("input", "scale", "zero_point"),
-            outputs=(Output(label, integer.name, known.shape),),
-            attrs=axis,
-            rule=site.rule,
-        )
-        source = graph.add(quant, [site.tensor, scale, zero])
-    label = graph.fresh(f"{site.name}/dequant")
-    dequant = Op(
-        name=label,
-        kind="dequantize",
-        type="DequantizeLinear",
-        roles=("input", "scale", "zero_point"),
-        outputs=(Output(label, known.dtype, known.shape),),
-        attrs=axis,
-        rule=site.rule,
-    )
-    return graph.add(dequant, [source, scale, zero])
+        made = Output("", integer.name, known.shape)
+        data = _clipped(graph, site)
+        source = _add(graph, site, site.name, _QUANTIZE, made, axis, [data, scale, zero])
+    made = Output("", known.dtype, known.shape)
+    return _add(graph, site, f"{site.name}/dequant", _DEQUANTIZE, made, axis, [source, scale, zero])
+
+
+def _clipped(graph: Graph, site: Lowering) -> TensorRef:
+    """The tensor without what the type's container has and the type has not, by Max and Min, which broadcast."""
+    params, known = site.params, graph.output(site.tensor)
+    ends = params.type.limits(narrow=params.narrow)
+    container = IntType.parse(params.type.container).limits()
+    result = site.tensor
+    bounds = ((_MAX, "low", params.range.low), (_MIN, "high", params.range.high))
+    for place, (op, word, values) in enumerate(bounds):
+        if site.clip and ends[place] != container[place]:
+            shaped = along(values.astype(np.float32), params.axis, len(site.shape or ()))
+            bound = constant(graph, f"{site.name}/{word}", shaped, type_="Constant", rule=site.rule)
+            made = Output("", known.dtype, known.shape)
+            result = _add(graph, site, f"{site.name}/clip_{word}", op, made, {}, [result, bound])
+    return result
+
+
+def _add(
+    graph: Graph,
+    site: Lowering,
+    name: str,
+    kind: tuple[str, str, tuple[str, ...]],
+    made: Output,
+    attrs: dict[str, int],
+    inputs: list[TensorRef],
+) -> TensorRef:
+    label = graph.fresh(name)
+    known = Output(label, made.dtype, made.shape)
+    op = Op(name=label, kind=kind[0], type=kind[1], roles=kind[2], outputs=(known,), attrs=attrs, rule=site.rule)
+    return graph.add(op, inputs)
 
 
 def why_not(asked: Request) -> str | None:
@@ -61,6 +82,8 @@ def why_not(asked: Request) -> str | None:
         return None
     if asked.type.container not in {"int8", "uint8"}:
         return f"{asked.type.name} does not fit the 8-bit types that opset 10 has"
+    if asked.axis is not None and asked.shape is None:
+        return "QuantizeLinear per channel needs to know how many axes the tensor has"
     return None
 
 
@@ -77,12 +100,18 @@ def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
     if scale is None or (slots[2] is not None and zero is None):
         return None
     integer = _integer(graph, op, slots[0], zero)
-    if integer is None or scale.ndim > 1 or not (np.isfinite(scale).all() and (scale > 0).all()):
+    with np.errstate(over="ignore", under="ignore"):
+        wide = scale.astype(np.float32)
+    if integer is None or wide.ndim > 1 or not (np.isfinite(wide).all() and (wide > 0).all()):
         return None
-    zero_point = np.zeros(scale.shape, np.int32) if zero is None else zero.astype(np.int32)
-    if scale.size == 1:
-        return from_scale(scale.reshape(()), zero_point.reshape(()), integer)
-    return from_scale(scale, zero_point, integer, axis=int(op.attrs.get("axis", 1)))
+    if wide.size == 0 or (zero is not None and zero.size != wide.size):
+        return None
+    zero_point = np.zeros(wide.size, np.int32) if zero is None else zero.astype(np.int32).reshape(-1)
+    if wide.size == 1:
+        return from_scale(wide.reshape(()), zero_point.reshape(()), integer)
+    axis = int(op.attrs.get("axis", 1))
+    shape = graph.output(slots[0]).shape if slots[0] is not None else None
+    return from_scale(wide, zero_point, integer, axis=axis + len(shape) if axis < 0 and shape else axis)
 
 
 def _integer(graph: Graph, op: Op, data: TensorRef | None, zero: Array | None) -> IntType | None:
@@ -103,5 +132,6 @@ ONNX_QDQ = Family(
     why_not=why_not,
     opset=opset,
     types=frozenset({"QuantizeLinear", "DequantizeLinear"}),
+    folds=True,
     read=read,
 )
