@@ -113,8 +113,8 @@ def _range(
         stats = EMPTY
         if observer.needs_values:
             stats = _statistics(parameters, site, sketches)
-            if stats.nan or stats.inf:
-                _note(notes, index, f"{stats.nan} NaN and {stats.inf} infinite values were left out of the range")
+            if stats.nan:
+                _note(notes, index, f"{stats.nan} NaN values were left out of the range")
         arguments = {name: float(getattr(observe, name)) for name in observer.arguments}
         found = observer.pick(stats, site.scheme.type, site.scheme.narrow, arguments)
     if site.axis is not None and found.low.ndim == 0:
@@ -137,6 +137,8 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
         return sketch(readable(value, site.tensor), site.axis)
     if site.tensor not in sketches or not sketches[site.tensor].count:
         raise DataError("no sample of the calibration data reached it")
+    if sketches[site.tensor].inf:
+        raise DataError("it takes infinite values, as masks do, and integers stand for none")
     return sketches[site.tensor]
 
 
