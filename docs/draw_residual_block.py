@@ -16,7 +16,8 @@ NODE = re.compile(r'^  ("[^"]*") \[(.*)\];$')
 EDGE = re.compile(r'^  ("[^"]*") -> ("[^"]*")( \[.*\])?;$')
 STYLE = 'fontname="Helvetica,Arial,sans-serif", fontsize=10'
 HEAD = f"""digraph residual_block {{ nodesep=0.2; ranksep=0.25;
-  graph [{STYLE}]; edge [arrowsize=0.7]; node [{STYLE}, shape=box, style="rounded,filled", height=0.3, margin="0.1,0.04"];
+  graph [{STYLE}]; edge [arrowsize=0.7];
+  node [{STYLE}, shape=box, style="rounded,filled", height=0.3, margin="0.1,0.04"];
 """
 
 

@@ -235,7 +235,7 @@ def rules_check(files: tuple[str, ...]) -> None:
     from graphquant.ruleset import load_ruleset
 
     found = load_ruleset(list(files))
-    click.echo(f"{len(found.rules)} rules in {', '.join(files)}: no mistakes.")
+    click.echo(f"{', '.join(files)}: no mistakes in {len(found.rules)} rule{'' if len(found.rules) == 1 else 's'}.")
 
 
 @rules.command("schema")

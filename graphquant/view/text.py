@@ -37,7 +37,10 @@ def plan_view(plan: Plan) -> RenderableType:
         parts.append(Text(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
     uses = sum(len(site.uses) for site in plan.sites)
     parts.append(
-        Text(f"{len(plan.sites)} sites, {uses} uses rerouted, {len(plan.skips)} left with a reason.", style="bold")
+        Text(
+            f"{_count(len(plan.sites), 'site')}, {_count(uses, 'use')} rerouted, {len(plan.skips)} left with a reason.",
+            style="bold",
+        )
     )
     return Group(*parts)
 
@@ -50,9 +53,11 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         parts.append(Text("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
-    said = f"{len(result.inserted)} sites inserted" + (f", {stored} of them stored as integers" if stored else "")
-    said += f", {uses} uses rerouted"
-    said += f", calibrated on {result.samples} samples" if result.samples else ""
+    said = f"{_count(len(result.inserted), 'site')} inserted" + (
+        f", {stored} of them stored as integers" if stored else ""
+    )
+    said += f", {_count(uses, 'use')} rerouted"
+    said += f", calibrated on {_count(result.samples, 'sample')}" if result.samples else ""
     parts.append(
         Text(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
     )
@@ -65,9 +70,7 @@ def survey_view(found: Survey) -> RenderableType:
     head = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
     ops = sum(found.kinds.values())
     graphs = len(model.graphs) - len(found.idle)
-    lines: list[RenderableType] = [
-        Text(f"{head}, {ops} ops in {graphs} graph{'s' if graphs > 1 else ''}", style="bold")
-    ]
+    lines: list[RenderableType] = [Text(f"{head}, {_count(ops, 'op')} in {_count(graphs, 'graph')}", style="bold")]
     for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
         shown = [_signature(model, name, title.strip() == "outputs") for name in names]
         lines.append(Text(f"  {title} {_uses(shown, 6)}"))
@@ -75,7 +78,10 @@ def survey_view(found: Survey) -> RenderableType:
     lines.append(Text(f"  ops     {_uses([f'{count} {kind}' for kind, count in top], 12)}"))
     if found.idle:
         lines.append(
-            Text(f"  {len(found.idle)} functions that nothing in the main graph reaches are not listed.", style="dim")
+            Text(
+                f"  {_count(len(found.idle), 'function')} not listed: nothing in the main graph reaches them.",
+                style="dim",
+            )
         )
     tables: dict[str, Table] = {}
     for reading in found.readings:
@@ -179,6 +185,10 @@ def _params(params: QParams) -> tuple[str, str, str, str]:
 def _span(values: Array, form: str) -> str:
     low, high = np.min(values).item(), np.max(values).item()
     return format(low, form) if low == high else f"{low:{form}}..{high:{form}}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def _uses(names: Sequence[str], shown: int = SHOWN) -> str:
