@@ -83,8 +83,11 @@ def _misfits(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:
         return
     if site.parameter and not parameter:
         yield "it is no parameter, whose value is known; say 'parameter': false"
-    if site.axis is not None and (site.axis < 0 or (shape is not None and site.axis >= len(shape))):
-        yield f"it has no axis {site.axis}"
+    if (site.axis is not None) != (site.scheme.per == "channel"):
+        yield f"its scheme is per {site.scheme.per}, and its axis {site.axis}"
+        return
+    if site.axis is not None and (shape is None or not 0 <= site.axis < len(shape)):
+        yield f"it has no axis {site.axis}, or it is not known how many there are"
         return
     channels = None if site.axis is None or shape is None else shape[site.axis]
     if site.scale is not None and channels is not None and len(site.scale) != channels:

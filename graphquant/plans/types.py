@@ -51,8 +51,6 @@ class Site:
 
     def __post_init__(self) -> None:
         """Checks what an edited plan may get wrong by itself; what needs the model is `check_plan`'s."""
-        if (self.axis is not None) != (self.scheme.per == "channel"):
-            raise ValueError("'axis' goes with a scheme that is per channel, and only with that")
         if self.range is not None and not (all(map(math.isfinite, self.range)) and self.range[0] <= self.range[1]):
             raise ValueError("'range' is (low, high), finite and in that order")
         if self.zero_point is not None and (self.scale is None or len(self.scale) != len(self.zero_point)):

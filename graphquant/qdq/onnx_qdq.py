@@ -82,8 +82,6 @@ def why_not(asked: Request) -> str | None:
         return None
     if asked.type.container not in {"int8", "uint8"}:
         return f"{asked.type.name} does not fit the 8-bit types that opset 10 has"
-    if asked.axis is not None and asked.shape is None:
-        return "QuantizeLinear per channel needs to know how many axes the tensor has"
     return None
 
 

@@ -1,0 +1,451 @@
+"""Rules against models: each condition, chains, patterns, names, and the cost of matching."""
+
+import re
+import time
+
+import onnx
+import onnx.parser
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphquant.errors import UsageError
+from graphquant.formats.onnx import load
+from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
+from graphquant.match import MAX_STEPS, Matcher, name_matches
+from graphquant.ruleset import load_ruleset, parse_chain
+
+SCHEME = "[scheme.q]\nbits = 8\n"
+HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
+
+
+def model_of(tmp_path, text):
+    """The model written as text."""
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(HEAD + text), path)
+    return load(path)
+
+
+def rules_of(tmp_path, *texts):
+    """The rules of files with these texts, stacked."""
+    paths = []
+    for index, text in enumerate(texts):
+        paths.append(tmp_path / f"rules{index}.toml")
+        paths[-1].write_text(SCHEME + text)
+    return load_ruleset([str(path) for path in paths])
+
+
+def rule(name="r", producer="{}", consumer="{}", quantize="q", more=""):
+    """A rule as TOML."""
+    return f'[[rule]]\nname = "{name}"\nproducer = {producer}\nconsumer = {consumer}\nquantize = "{quantize}"\n{more}\n'
+
+
+def claimed(model, rules):
+    """What is claimed, as "tensor > use" with the rule's name."""
+    return [(f"{match.tensor} > {match.use}", match.rule.rule.name) for match in Matcher(model, rules).matches()]
+
+
+def tensors(model, rules):
+    """The tensors that are claimed, each once, in order."""
+    return list(dict.fromkeys(str(match.tensor) for match in Matcher(model, rules).matches()))
+
+
+SMALL = """
+g (float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] z)
+<float[4,3,1,1] w = {1,2,3,4,5,6,7,8,9,1,2,3}, float[4] b = {1,2,3,4}>
+{
+    c = Conv <auto_pad = "SAME_UPPER"> (x, w, b)
+    i = Identity (c)
+    r = Relu (i)
+    s = Sigmoid (r)
+    y = Mul (r, s)
+    z = LeakyRelu <alpha = 0.1> (x)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "expected"),
+    [
+        ('{ kind = "parameter" }', "{}", ["w:0 > c[1]", "b:0 > c[2]"]),
+        ('{ kind = "parameter" }', '{ input = "weight" }', ["w:0 > c[1]"]),
+        ("{}", '{ input = "weight|bias" }', ["w:0 > c[1]", "b:0 > c[2]"]),
+        ("{}", '{ kind = "conv", input = "input" }', ["x:0 > c[0]"]),
+        ('{ type = "Conv|Sigmoid" }', "{}", ["c:0 > i[0]", "s:0 > y[1]"]),
+        ('{ kind = "relu|sigmoid" }', '{ kind = "mul" }', ["r:0 > y[0]", "s:0 > y[1]"]),
+        ('{ kind = "*" }', '{ type = "Identity" }', ["c:0 > i[0]"]),
+        ('{ kind = "relu", readers = 2 }', "{}", ["r:0 > s[0]", "r:0 > y[0]"]),
+        ('{ kind = "relu", readers = 1 }', "{}", []),
+        ('{ kind = "*" }', '{ attr = { auto_pad = "SAME_UPPER" } }', ["x:0 > c[0]", "w:0 > c[1]", "b:0 > c[2]"]),
+        ('{ kind = "*" }', '{ attr = { auto_pad = ["VALID", "SAME_UPPER"] }, input = "bias" }', ["b:0 > c[2]"]),
+        ('{ kind = "*" }', "{ attr = { alpha = 0.1 } }", ["x:0 > z[0]"]),
+        ('{ kind = "*" }', "{ attr = { alpha = 0.2 } }", []),
+        ('{ kind = "parameter", min_rank = 2 }', "{}", ["w:0 > c[1]"]),
+        ('{ kind = "parameter", max_rank = 1 }', "{}", ["b:0 > c[2]"]),
+        ('{ kind = "parameter", min_size = 12 }', "{}", ["w:0 > c[1]"]),
+        ('{ kind = "parameter", max_size = 4 }', "{}", ["b:0 > c[2]"]),
+        ('{ kind = "parameter" }', "{ min_channels = 4 }", ["w:0 > c[1]"]),
+        ('{ kind = "parameter" }', "{ max_channels = 3 }", []),
+        ("{}", "{ max_channels = 100 }", ["w:0 > c[1]"]),
+        ('{ name = "s" }', "{}", ["s:0 > y[1]"]),
+        ('{ name = "s:0" }', "{}", ["s:0 > y[1]"]),
+        ('{ name = "/^[wb]$/" }', "{}", ["w:0 > c[1]", "b:0 > c[2]"]),
+        ("{}", '{ name = "[yz]" }', ["x:0 > z[0]", "r:0 > y[0]", "s:0 > y[1]"]),
+    ],
+)
+def test_each_condition(tmp_path, producer, consumer, expected):
+    """Each condition of a selector holds where it should and nowhere else."""
+    found = claimed(model_of(tmp_path, SMALL), rules_of(tmp_path, rule("r", producer, consumer)))
+    assert sorted(place for place, _ in found) == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("producer", "consumer", "reason"),
+    [
+        ('{ kind = "conv" }', "{}", "producer r is 'relu', not 'conv'"),
+        ('{ name = "s" }', "{}", "producer r:0 is not called 's'"),
+        ('{ kind = "relu", readers = 1 }', "{}", "producer r:0 has 2 readers, not 1"),
+        ('{ type = "Conv" }', "{}", "producer r is of type 'Relu', not 'Conv'"),
+        ("{ attr = { alpha = 1 } }", "{}", "producer r has alpha = None, not 1"),
+        ("{ min_rank = 5 }", "{}", "producer r:0 has 4 axes, not at least 5"),
+        ("{ max_size = 5 }", "{}", "producer r:0 has 256 elements, not at most 5"),
+        ("{}", '{ kind = "conv|relu" }', "consumer y is 'mul', not 'conv|relu'"),
+        ("{}", '{ name = "x" }', "consumer y is not called 'x'"),
+        ("{}", '{ input = "weight" }', "consumer y[0] reads it as 'input', not as 'weight'"),
+        ("{}", "{ min_channels = 1 }", "consumer r:0 has an unknown number of channels, not at least 1"),
+    ],
+)
+def test_the_first_condition_that_fails_is_named(tmp_path, producer, consumer, reason):
+    """A miss says which op fails which condition."""
+    rules = rules_of(tmp_path, rule("r", producer, consumer, more="optional = true"))
+    matcher = Matcher(model_of(tmp_path, SMALL), rules)
+    assert matcher.miss(rules.rules[0], TensorRef("", "r"), Use("", "y", 0)) == reason
+
+
+def test_sizes_that_are_not_known_satisfy_no_bound(tmp_path):
+    """A tensor without static sizes has no rank and no number of elements."""
+    model = model_of(
+        tmp_path,
+        "g (float x, float[N,3] p) => (float y, float[N,3] q) { y = Foo(x)\nq = Relu(p) }".replace("Foo", "Relu"),
+    )
+    model.main.replace(Op(name="x", kind="input", type="Input", roles=(), outputs=(Output("x", "float32", None),)))
+    assert tensors(model, rules_of(tmp_path, rule(producer="{ max_rank = 9 }"))) == ["p:0", "y:0", "q:0"]
+    assert tensors(model, rules_of(tmp_path, rule(producer="{ max_size = 9 }"))) == ["y:0"]
+
+
+@pytest.mark.parametrize(
+    ("chain", "expected"),
+    [
+        ("conv > relu", ["r:0"]),
+        ("conv > relu?", ["c:0", "r:0"]),
+        ("conv > batchnorm? > relu|relu6?", ["c:0", "r:0"]),
+        ("conv > relu > sigmoid", []),
+        ("relu > sigmoid", []),
+        ("* > relu", ["r:0"]),
+        ("conv > identity > relu", ["r:0"]),
+        ("conv > identity", ["i:0"]),
+        ("identity? > relu", ["r:0"]),
+    ],
+)
+def test_chains_above(tmp_path, chain, expected):
+    """A chain reads left to right up to the tensor, through identities; what lies inside has one reader."""
+    rules = rules_of(tmp_path, rule(producer=f'{{ kind = "{chain}" }}'))
+    assert tensors(model_of(tmp_path, SMALL), rules) == expected
+
+
+@pytest.mark.parametrize(
+    ("chain", "expected"),
+    [
+        ("conv > relu", ["x:0", "w:0", "b:0"]),
+        ("conv > relu?", ["x:0", "w:0", "b:0"]),
+        ("conv > tanh? > relu", ["x:0", "w:0", "b:0"]),
+        ("conv > tanh", []),
+        ("relu > sigmoid", []),
+        ("relu > sigmoid?", ["i:0"]),
+        ("sigmoid > mul", ["r:0"]),
+        ("identity > relu", ["c:0"]),
+    ],
+)
+def test_chains_below(tmp_path, chain, expected):
+    """A consumer's chain starts at the consumer and follows sole readers, through identities."""
+    rules = rules_of(tmp_path, rule(consumer=f'{{ kind = "{chain}" }}'))
+    assert sorted(tensors(model_of(tmp_path, SMALL), rules)) == sorted(expected)
+
+
+def test_optional_links_are_left_out_where_that_helps(tmp_path):
+    """An optional link does not take what a required one needs."""
+    model = model_of(tmp_path, "g (float[2] x) => (float[2] y) { a = Tanh(x)\nb = Relu(a)\ny = Relu(b) }")
+    assert tensors(model, rules_of(tmp_path, rule(producer='{ kind = "relu > relu? > relu?" }'))) == ["b:0", "y:0"]
+    assert tensors(model, rules_of(tmp_path, rule(producer='{ kind = "relu > relu|tanh? > relu" }'))) == ["y:0"]
+    assert tensors(model, rules_of(tmp_path, rule(consumer='{ kind = "relu > relu? > relu" }'))) == ["a:0"]
+
+
+@given(
+    st.lists(st.sampled_from("abi"), min_size=1, max_size=6),
+    st.lists(st.tuples(st.sampled_from("ab"), st.booleans()), min_size=1, max_size=5),
+)
+def test_chains_equal_a_regular_expression(ops, links):
+    """On a straight line of ops a chain of kinds is a regular expression over them."""
+    if all(optional for _, optional in links):
+        return
+    kinds = {"a": "relu", "b": "tanh", "i": "identity"}
+    model = line([kinds[letter] for letter in ops])
+    text = " > ".join(kinds[letter] + "?" * optional for letter, optional in links)
+    matcher = Matcher(model, load_ruleset(["fixed_point"]))
+    pattern = "i*".join(f"(?:{letter}{'?' if optional else ''})" for letter, optional in links)
+    inner, last = "".join(ops[:-1]), ops[-1]
+    # the tensor itself is made by a link, never by an identity
+    expected = last != "i" and any(re.fullmatch(pattern, (inner + last)[k:]) for k in range(len(ops)) if ops[k] != "i")
+    assert matcher._chain_up(parse_chain(text), TensorRef("", f"n{len(ops)}")) == expected
+    expected = ops[0] != "i" and any(
+        re.fullmatch(pattern, "".join(ops[:k])) for k in range(1, len(ops) + 1) if ops[k - 1] != "i"
+    )
+    assert matcher._chain_down(parse_chain(text), Use("", "n1", 0)) == expected
+
+
+def line(kinds):
+    """A model of ops in a row, n0 an input, n1, n2, ... of the kinds given, an output behind the last."""
+    model = Model(format="onnx")
+    graph = Graph("", model.graphs)
+    model.graphs[""] = graph
+    known = (Output("", "float32", (2,)),)
+    last = graph.add(Op(name="n0", kind="input", type="Input", roles=(), outputs=known))
+    graph.inputs.append("n0")
+    for index, kind in enumerate(kinds, 1):
+        last = graph.add(Op(name=f"n{index}", kind=kind, type=kind.title(), outputs=known), [last])
+    graph.add(Op(name="@out", kind="output", type="Output"), [last])
+    graph.outputs.append("@out")
+    return model
+
+
+GELU = """
+g (float[2] x) => (float[2] y, float[2] z)
+<float h = {0.5}>
+{
+    e = Erf (x)
+    a = Add (h, e)
+    m = Mul (x, a)
+    y = Mul (m, h)
+    t = Erf (y)
+    z = Mul (t, t)
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ops", "part", "expected"),
+    [
+        (["e = erf(x)", "a = add(e, _)", "y = mul(a, x)"], "", ["m:0"]),
+        (["e = erf(x)", "a = add(e, _)", "y = mul(a, x)"], ".a", ["a:0"]),
+        (["e = erf(x)", "a = add(e, _)", "y = mul(a, x)"], ".e", ["e:0"]),
+        (["e = erf(x)", "y = mul(e, e)"], "", ["z:0"]),
+        (["e = erf(x)", "y = mul(e, x)"], "", []),
+        (["y = mul(_, _)"], "", ["m:0", "y:0", "z:0"]),
+        (["y = mul(x, x)"], "", ["z:0"]),
+        (["p = parameter()", "y = mul|add(p, _)"], "", ["a:0", "y:0"]),
+        (["m = mul(_, _)", "y = mul(m, m)"], "", []),
+        (["y = erf(_, _)"], "", []),
+        (["y = *(x, x)"], "", ["z:0"]),
+    ],
+)
+def test_patterns(tmp_path, ops, part, expected):
+    """Patterns try both orders of commuted operands; a name stands for one tensor, `_` for any."""
+    text = f"[pattern.p]\nops = {ops}\n" + rule(producer=f'{{ kind = "*", pattern = "p{part}" }}')
+    assert tensors(model_of(tmp_path, GELU), rules_of(tmp_path, text)) == expected
+
+
+def test_patterns_on_consumers(tmp_path):
+    """A consumer's pattern selects the uses by the op that plays the part."""
+    text = '[pattern.p]\nops = ["e = erf(x)", "y = mul(e, e)"]\n' + rule(consumer='{ pattern = "p.e" }')
+    assert claimed(model_of(tmp_path, GELU), rules_of(tmp_path, text)) == [("y:0 > t[0]", "r")]
+
+
+def test_a_choice_of_order_is_taken_back_when_a_later_operand_needs_it(tmp_path):
+    """Which operand is which may show only further on."""
+    text = """
+g (float[2] x, float[2] w) => (float[2] y)
+{
+    a = Add (x, w)
+    b = Tanh (w)
+    y = Mul (a, b)
+}
+"""
+    ops = ["a = add(p, q)", "b = tanh(p)", "y = mul(a, b)"]
+    rules = rules_of(tmp_path, f"[pattern.p]\nops = {ops}\n" + rule(producer='{ pattern = "p" }'))
+    assert tensors(model_of(tmp_path, text), rules) == ["y:0"]
+
+
+def doubling(depth, bottom="relu"):
+    """x, relu(x), then each op adds the one before to itself."""
+    model = line([bottom, *["add"] * depth])
+    for index in range(2, depth + 2):
+        model.main.connect(Use("", f"n{index}", 1), TensorRef("", f"n{index - 1}"))
+    return model
+
+
+def test_hostile_patterns_end(tmp_path):
+    """Thirty commuted lines on a graph where all orders fail are refused at once, by their kinds alone."""
+    ops = ["a0 = tanh(x)", *(f"a{k} = add(a{k - 1}, a{k - 1})" for k in range(1, 31))]
+    rules = rules_of(tmp_path, f"[pattern.p]\nops = {ops}\n" + rule(producer='{ pattern = "p" }'))
+    start = time.perf_counter()
+    assert tensors(doubling(60), rules) == []
+    assert tensors(doubling(60, "tanh"), rules) == ["n31:0"]
+    assert time.perf_counter() - start < 5
+
+
+def test_patterns_with_too_many_readings_are_an_error(tmp_path):
+    """Names that occur twice can make the search blow up; it is ended with the pattern's name."""
+    ops = [*(f"a{k} = add({f'a{k - 1}' if k else 'x'}, i{k})" for k in range(25)), "y = max(a24, x)"]
+    rules = rules_of(tmp_path, f"[pattern.wild]\nops = {ops}\n" + rule(producer='{ pattern = "wild" }'))
+    model = doubling(40)
+    model.main.replace(Op(name="n41", kind="max", type="Max", outputs=(Output("", "float32", (2,)),)))
+    model.main.connect(Use("", "n41", 1), TensorRef("", "n0"))
+    with pytest.raises(UsageError, match=r"'wild' can be read into the ops above n41:0 in too many ways"):
+        tensors(model, rules)
+    assert MAX_STEPS < 10_000
+
+
+def test_the_first_rule_wins_across_files(tmp_path):
+    """Files are tried in the order given, rules in the order of the file, for each use by itself."""
+    one = rule("exception", '{ name = "r" }', '{ kind = "mul" }', "leave")
+    two = rule("relu", '{ kind = "relu" }') + rule("rest", '{ kind = "*" }')
+    found = dict(claimed(model_of(tmp_path, SMALL), rules_of(tmp_path, one, two)))
+    assert found["r:0 > y[0]"] == "exception"
+    assert found["r:0 > s[0]"] == "relu"
+    assert found["c:0 > i[0]"] == "rest"
+
+
+def test_order_is_that_of_the_model(tmp_path):
+    """Tensors come in the order of the ops, uses in the order of the edges."""
+    found = claimed(model_of(tmp_path, SMALL), rules_of(tmp_path, rule(producer='{ kind = "*" }')))
+    assert [place for place, _ in found] == [
+        "x:0 > c[0]", "x:0 > z[0]", "w:0 > c[1]", "b:0 > c[2]", "c:0 > i[0]", "i:0 > r[0]", "r:0 > s[0]", "r:0 > y[0]",
+        "s:0 > y[1]", "y:0 > @y[0]", "z:0 > @z[0]",
+    ]  # fmt: skip
+
+
+def test_integers_are_not_quantized(tmp_path):
+    """Only tensors that are float, or of unknown dtype, are offered to rules."""
+    text = "g (float[2,2] x) => (float[4] y) <int64[1] s = {-1}> { y = Reshape(x, s) }"
+    assert tensors(model_of(tmp_path, text), rules_of(tmp_path, rule(producer='{ kind = "*" }'))) == ["x:0", "y:0"]
+
+
+@pytest.mark.parametrize(("side", "close"), [("producer", "'r:0'|'r'"), ("consumer", "r")])
+def test_a_name_that_matches_nothing_is_an_error(tmp_path, side, close):
+    """The error has file, line, rule, side and the closest names."""
+    model = model_of(
+        tmp_path, SMALL.replace(" r ", " relu_one ").replace("(r)", "(relu_one)").replace("(r,", "(relu_one,")
+    )
+    selectors = {side: '{ name = "relu_onee" }'}
+    rules = rules_of(tmp_path, rule("mine", **selectors))
+    with pytest.raises(
+        UsageError, match=rf"rules0.toml:3: rule 'mine': the {side} name 'relu_onee' matches nothing"
+    ) as told:
+        Matcher(model, rules)
+    assert "Did you mean" in str(told.value)
+    assert "'relu_one'" in str(told.value)
+    Matcher(model, rules_of(tmp_path, rule("mine", **selectors, more="optional = true")))
+
+
+def test_a_consumers_name_is_that_of_an_op(tmp_path):
+    """A tensor's name as a consumer would never match, so it is an error too."""
+    with pytest.raises(UsageError, match="the consumer name 'c:0' matches nothing"):
+        Matcher(model_of(tmp_path, SMALL), rules_of(tmp_path, rule(consumer='{ name = "c:0" }')))
+
+
+BRANCH = """
+g (bool p, float[2] x) => (float[2] y)
+{
+    t = Tanh (x)
+    y = If (p) <
+        then_branch = th () => (float[2] a) { a = Relu (t) },
+        else_branch = el () => (float[2] b) { b = Neg (t) }
+    >
+}
+"""
+
+
+def test_uses_inside_of_bodies(tmp_path):
+    """A tensor that a body reads has that use, and names may be qualified by the graph."""
+    model = model_of(tmp_path, BRANCH)
+    rules = rules_of(tmp_path, rule(consumer='{ name = "*/then_branch/a" }'))
+    assert claimed(model, rules) == [("t:0 > y/then_branch/a[0]", "r")]
+    rules = rules_of(tmp_path, rule(producer='{ name = "y/else_branch/b:0" }'))
+    assert tensors(model, rules) == ["y/else_branch/b:0"]
+    assert tensors(model, rules_of(tmp_path, rule(producer='{ kind = "tanh", readers = 2 }'))) == ["t:0"]
+
+
+def test_names():
+    """Globs match the whole name, a regex between slashes any part of it; a name may have brackets and slashes."""
+    assert name_matches("conv*", "conv1")
+    assert not name_matches("conv", "conv1")
+    assert name_matches("/nv/", "conv1")
+    assert not name_matches("/^nv/", "conv1")
+    assert name_matches("/features/*", "/features/conv")
+    assert not name_matches("*", "")
+
+
+def fan_out(count):
+    """One constant that many ops read."""
+    model = line([])
+    known = (Output("", "float32", (2,)),)
+    shared = model.main.add(Op(name="w", kind="constant", type="Const", roles=(), outputs=known))
+    for k in range(count):
+        model.main.add(Op(name=f"a{k}", kind="add", type="Add", outputs=known), [TensorRef("", "n0"), shared])
+    return model
+
+
+RULES = (
+    '[pattern.p]\nops = ["s = identity(x)", "t = add(s, _)", "y = identity(t)"]\n'
+    + rule("a", '{ pattern = "p" }', '{ kind = "mul > identity" }')
+    + rule("b", '{ kind = "conv > identity? > *" }', '{ kind = "conv > add" }')
+    + rule("c", '{ kind = "conv > relu > identity|relu?", min_rank = 1 }')
+    + rule("d", '{ kind = "parameter", readers = 3 }')
+    + rule("e", "{}", '{ kind = "identity? > identity? > conv" }')
+    + rule("f", '{ kind = "parameter" }')
+)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [fan_out, lambda n: line(["identity"] * n), lambda n: line(["relu"] * n)],
+    ids=["fan-out", "identities", "chain"],
+)
+def test_matching_looks_at_each_edge_a_bounded_number_of_times(tmp_path, monkeypatch, make):
+    """Ten times the ops cost at most ten times the look-ups."""
+    rules = rules_of(tmp_path, RULES)
+    counts = []
+    for size in (200, 2000):
+        calls = [0]
+        for name in ("op", "slots", "readers"):
+            real = getattr(Graph, name)
+
+            def counted(self, op, real=real, calls=calls):
+                calls[0] += 1
+                return real(self, op)
+
+            monkeypatch.setattr(Graph, name, counted)
+        model = make(size)
+        calls[0] = 0
+        list(Matcher(model, rules).matches())
+        counts.append(calls[0])
+        monkeypatch.undo()
+    assert counts[1] < 11 * counts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "make",
+    [fan_out, lambda n: line(["identity"] * n), lambda n: line(["relu"] * n)],
+    ids=["fan-out", "identities", "chain"],
+)
+def test_matching_fifty_thousand_ops_takes_seconds(tmp_path, make):
+    """Ten times the ops take about ten times as long, generously measured."""
+    rules = rules_of(tmp_path, RULES)
+    times = []
+    for size in (5_000, 50_000):
+        model = make(size)
+        start = time.perf_counter()
+        list(Matcher(model, rules).matches())
+        times.append(time.perf_counter() - start)
+    assert times[1] < 40 * times[0] + 1
