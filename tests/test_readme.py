@@ -1,0 +1,62 @@
+"""README.md keeps its word; .ci/run runs its shell commands."""
+
+import re
+from pathlib import Path
+
+from graphquant.errors import GraphQuantError
+from graphquant.ruleset import load_ruleset, shipped
+
+ROOT = Path(__file__).parent.parent
+TEXT = ROOT.joinpath("README.md").read_text("utf-8")
+
+
+def blocks(language):
+    """The code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+
+
+def test_python_runs(tmp_path, monkeypatch, capsys):
+    """The Python example runs as it stands, and leaves what it excludes."""
+    tmp_path.joinpath("sample_models").symlink_to(ROOT / "sample_models")
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks("python")
+    exec(compile(code, "README.md", "exec"), {})  # noqa: S102  # README's own code
+    printed = capsys.readouterr().out
+    assert "residual/relu:0 joint-output" in printed
+    assert "logits" not in printed
+    assert tmp_path.joinpath("digits_cnn.quant.onnx").is_file()
+
+
+def test_rule_file_has_eight_lines(tmp_path):
+    """The rule file that README shows has eight lines and no mistakes."""
+    (text,) = re.findall(r"<<'END'\n(.*?)^END$", TEXT, re.DOTALL | re.MULTILINE)
+    assert len(text.splitlines()) == 8
+    file = tmp_path / "mine.toml"
+    file.write_text(text, "utf-8")
+    assert [rule.rule.name for rule in load_ruleset([str(file)]).rules] == ["block-input"]
+
+
+def test_targets_are_the_shipped_rules():
+    """The target table has a row for each rule file that ships."""
+    table = TEXT.partition("## Targets")[2].partition("## ")[0]
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(shipped())
+
+
+def test_exit_codes_are_all_listed():
+    """The table of exit codes has those of every error."""
+    table = TEXT.partition("## Exit codes")[2].partition("## ")[0]
+    listed = {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)}
+    assert listed == {kind.exit_code for kind in GraphQuantError.__subclasses__()} | {0, 130}
+
+
+def test_two_set_up_commands():
+    """There are exactly two set-up commands, a line each, before the heading "Commands"."""
+    before = TEXT.partition("\n## Commands\n")[0]
+    found = re.findall(r"^```bash\n(.*?)^```$", before, re.DOTALL | re.MULTILINE)
+    assert [block.count("\n") for block in found] == [1, 1]
+
+
+def test_links_lead_somewhere():
+    """Pictures and links to files name files that exist."""
+    targets = re.findall(r'(?:\]\(|src=")([^)"#]+)', TEXT)
+    assert [target for target in targets if "://" not in target and not ROOT.joinpath(target).exists()] == []
