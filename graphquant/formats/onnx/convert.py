@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
-from onnx import ModelProto, checker, helper, version_converter
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, checker, helper, shape_inference, version_converter
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.files import external_tensors
@@ -29,6 +30,17 @@ SMALL = 1 << 10
 MAX_FEED = 1 << 26
 """Elements of the largest input that is made up."""
 
+CONVERTER_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    DecodeError,
+    checker.ValidationError,
+    shape_inference.InferenceError,
+    version_converter.ConvertError,
+)
+"""What onnx's converter raises; its own kinds have no common base."""
+
 RELATIVE, ABSOLUTE = 1e-3, 1e-4
 """How far float outputs may differ; fusions of another opset round otherwise."""
 
@@ -47,7 +59,7 @@ def upgrade(model: Model, opset: int) -> Model:
         raise _failed(model, opset, "external data inside its bodies cannot be converted")
     try:
         converted = version_converter.convert_version(light, opset)
-    except (RuntimeError, ValueError, checker.ValidationError, version_converter.ConvertError) as error:
+    except CONVERTER_ERRORS as error:
         raise _failed(model, opset, f"onnx's converter says: {first_line(error)}") from error
     for field in ("functions", "training_info"):
         if not getattr(converted, field):
