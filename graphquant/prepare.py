@@ -6,9 +6,10 @@ import base64
 import hashlib
 import json
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+from pydantic import ConfigDict
 
 from graphquant.ir import CONTROL, DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, check
 from graphquant.numerics import Array, along
@@ -30,6 +31,8 @@ class Step:
         detail: What was done, for people.
         undo: What is needed to take it back, as JSON data.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     step: str
     target: str

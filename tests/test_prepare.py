@@ -1,0 +1,316 @@
+"""Preparations: BatchNorm folding against onnxruntime and by hand, initializers that are inputs, undo records."""
+
+import base64
+import json
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+
+from graphquant.formats import onnx as onnx_format
+from graphquant.formats.tensorflow import emit as tf_emit
+from graphquant.formats.tensorflow import load as tf_load
+from graphquant.formats.tensorflow import proto
+from graphquant.ir import Parameters, TensorRef
+from graphquant.prepare import prepare, prepared_digest
+
+HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
+RNG = np.random.default_rng(7)
+FOLD = ("fold-batchnorm",)
+
+
+def constants(**shapes):
+    """Float32 constants of these shapes with fixed random values; "v" is positive."""
+    made = {name: RNG.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    return {name: np.abs(value) + np.float32(0.1) if name == "v" else value for name, value in made.items()}
+
+
+def load(tmp_path, text, values):
+    """The model written as text, with initializers for `values`."""
+    message = onnx.parser.parse_model(HEAD + text)
+    message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    onnx.save(message, tmp_path / "model.onnx")
+    return onnx_format.load(tmp_path / "model.onnx")
+
+
+def run(message, feeds):
+    """The outputs of a model in onnxruntime without its own optimizations."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    onnx.checker.check_model(message)
+    session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+STATS = {"s": (4,), "o": (4,), "m": (4,), "v": (4,)}
+CASES = {
+    "conv": ("float[1,3,5,5]", "float[1,4,5,5]", "Conv (x, w)", {"w": (4, 3, 1, 1)}),
+    "conv with bias": ("float[1,3,5,5]", "float[1,4,5,5]", "Conv (x, w, b)", {"w": (4, 3, 1, 1), "b": (4,)}),
+    "grouped": ("float[1,6,5,5]", "float[1,4,5,5]", "Conv <group = 2> (x, w)", {"w": (4, 3, 1, 1)}),
+    "depthwise": ("float[1,4,5,5]", "float[1,4,3,3]", "Conv <group = 4> (x, w, b)", {"w": (4, 1, 3, 3), "b": (4,)}),
+    "multiplier": ("float[1,2,5,5]", "float[1,4,3,3]", "Conv <group = 2> (x, w)", {"w": (4, 1, 3, 3)}),
+    "one axis": ("float[1,3,5]", "float[1,4,4]", "Conv (x, w)", {"w": (4, 3, 2)}),
+    "transposed": ("float[1,3,5,5]", "float[1,4,7,7]", "ConvTranspose (x, w)", {"w": (3, 4, 3, 3)}),
+    "transposed grouped": (
+        "float[1,6,5,5]",
+        "float[1,4,7,7]",
+        "ConvTranspose <group = 2> (x, w, b)",
+        {"w": (6, 2, 3, 3), "b": (4,)},
+    ),
+    "gemm": ("float[2,3]", "float[2,4]", "Gemm (x, w)", {"w": (3, 4)}),
+    "gemm transB": ("float[2,3]", "float[2,4]", "Gemm <transB = 1> (x, w, b)", {"w": (4, 3), "b": (4,)}),
+    "gemm with a row": ("float[2,3]", "float[2,4]", "Gemm (x, w, b)", {"w": (3, 4), "b": (1, 4)}),
+    "gemm with one bias": ("float[2,3]", "float[2,4]", "Gemm (x, w, b)", {"w": (3, 4), "b": (1,)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_folding_keeps_what_the_model_computes(tmp_path, case):
+    """The folded model has no BatchNorm, no constants of it, and the same outputs."""
+    x, y, op, shapes = CASES[case]
+    text = (
+        f"g ({x} x) => ({y} y) {{ c = {op}\n n = BatchNormalization <epsilon = 0.01> (c, s, o, m, v)\n y = Relu (n) }}"
+    )
+    model = load(tmp_path, text, constants(**shapes, **STATS))
+    folded, steps = prepare(model, FOLD)
+    message = onnx_format.emit(folded)
+    assert [node.op_type for node in message.graph.node] == [op.split()[0], "Relu"]
+    assert sorted(item.name for item in message.graph.initializer) == ["c/bias_folded", "c/weight_folded"]
+    assert [(step.step, step.target, step.detail) for step in steps] == [("fold-batchnorm", "n", "folded into c")]
+    feeds = {"x": RNG.normal(size=[int(d) for d in x[6:-1].split(",")]).astype(np.float32)}
+    np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_formula(tmp_path):
+    """Weight and bias are those of the paper, rounded to float32 once."""
+    values = constants(w=(4, 3, 1, 1), b=(4,), **STATS)
+    model = load(
+        tmp_path,
+        "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }",
+        values,
+    )
+    folded, _ = prepare(model, FOLD)
+    parameters = Parameters(folded)
+    wide = {name: value.astype(np.float64) for name, value in values.items()}
+    epsilon = float(np.float32(1e-5))
+    factor = wide["s"] / np.sqrt(wide["v"] + epsilon)
+    weight = parameters.value(TensorRef("", "c/weight_folded"))
+    np.testing.assert_allclose(weight, (wide["w"] * factor.reshape(4, 1, 1, 1)), rtol=1e-7)
+    np.testing.assert_allclose(
+        parameters.value(TensorRef("", "c/bias_folded")), (wide["b"] - wide["m"]) * factor + wide["o"], rtol=1e-6
+    )
+    assert weight.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "g (float[1,3,5,5] x) => (float[1,4,5,5] y, float[1,4,5,5] c) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (float[1,3,5,5] x) => (float[1,4,5,5] y, float[1,4,5,5] z) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v)\n z = Relu (c) }",
+        "g (float[1,3,5,5] x, float[4] u) => (float[1,4,5,5] y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, u) }",
+        "g (float[1,3,5,5] x, float[4,3,1,1] u) => (float[1,4,5,5] y) { c = Conv (x, u)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (float[1,3,5,5] x, float[4] u) => (float[1,4,5,5] y) { c = Conv (x, w, u)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (float[1,4,5,5] x) => (float[1,4,5,5] y) { c = Relu (x)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, neg) }",
+    ],
+    ids=["output", "reader", "variance", "weight", "bias", "no conv", "negative variance"],
+)
+def test_what_is_not_folded(tmp_path, text):
+    """Another reader between them, or a value that is not constant or not finite: the model stays as it is."""
+    values = {**constants(w=(4, 3, 1, 1), **STATS), "neg": np.full(4, -1.0, np.float32)}
+    model = load(tmp_path, text, values)
+    assert prepare(model, FOLD) == (model, ())
+
+
+@pytest.mark.parametrize(
+    "node",
+    [
+        "y, a, b = BatchNormalization <training_mode = 1> (c, s, o, m, v)",
+        "y, a, b = BatchNormalization (c, s, o, m, v)",
+    ],
+)
+def test_training_mode_and_other_outputs_in_use(tmp_path, node):
+    """A BatchNorm that computes statistics, or whose other outputs are read, stays."""
+    text = f"g (float[1,3,5,5] x) => (float[1,4,5,5] y, float[4] k) {{ c = Conv (x, w)\n {node}\n k = Neg (a) }}"
+    message = onnx.parser.parse_model('<ir_version: 8, opset_import: ["": 14]>\n' + text)
+    values = constants(w=(4, 3, 1, 1), **STATS)
+    message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    onnx.save(message, tmp_path / "model.onnx")
+    model = onnx_format.load(tmp_path / "model.onnx")
+    assert prepare(model, FOLD) == (model, ())
+
+
+@pytest.mark.parametrize("attrs", ["alpha = 2.0", "beta = 0.5"])
+def test_a_scaled_gemm_is_not_folded(tmp_path, attrs):
+    """Alpha and beta would have to be folded too."""
+    text = f"g (float[2,3] x) => (float[2,4] y) {{ c = Gemm <{attrs}> (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }}"
+    model = load(tmp_path, text, constants(w=(3, 4), b=(4,), **STATS))
+    assert prepare(model, FOLD) == (model, ())
+
+
+def test_a_bias_per_row_is_not_folded(tmp_path):
+    """A Gemm's bias along the other axis has no channels."""
+    text = "g (float[4,3] x) => (float[4,4] y) { c = Gemm (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }"
+    model = load(tmp_path, text, constants(w=(3, 4), b=(4, 1), **STATS))
+    assert prepare(model, FOLD) == (model, ())
+
+
+def test_shared_weights_stay_for_their_other_reader(tmp_path):
+    """The folded conv has constants of its own; the other conv and its weight are not touched."""
+    text = """g (float[1,3,5,5] x) => (float[1,4,5,5] y, float[1,4,5,5] z) {
+        c = Conv (x, w, b)
+        y = BatchNormalization (c, s, o, m, v)
+        z = Conv (x, w, b)
+    }"""
+    values = constants(w=(4, 3, 1, 1), b=(4,), **STATS)
+    model = load(tmp_path, text, values)
+    folded, _ = prepare(model, FOLD)
+    assert [str(slot) for slot in folded.main.slots("c")] == ["x:0", "c/weight_folded:0", "c/bias_folded:0"]
+    assert [str(slot) for slot in folded.main.slots("z")] == ["x:0", "w:0", "b:0"]
+    assert np.array_equal(Parameters(folded).value(TensorRef("", "w")), values["w"])
+    feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32)}
+    before, after = run(onnx_format.emit(model), feeds), run(onnx_format.emit(folded), feeds)
+    np.testing.assert_allclose(after[0], before[0], rtol=1e-5, atol=1e-5)
+    assert np.array_equal(after[1], before[1])
+    assert [str(slot) for slot in model.main.slots("c")] == ["x:0", "w:0", "b:0"]
+
+
+def test_two_in_a_row(tmp_path):
+    """A second BatchNorm is folded into what the first left."""
+    text = "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, v)\n y = BatchNormalization (n, s, o, m, v) }"
+    model = load(tmp_path, text, constants(w=(4, 3, 1, 1), **STATS))
+    folded, steps = prepare(model, FOLD)
+    feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32)}
+    assert [step.target for step in steps] == ["n", "y"]
+    message = onnx_format.emit(folded)
+    assert len(message.graph.initializer) == 2
+    np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-4, atol=1e-5)
+
+
+def array(record):
+    """The array of an undo record."""
+    return np.frombuffer(base64.b64decode(record["data"]), record["dtype"]).reshape(record["shape"])
+
+
+def test_the_undo_record_restores_node_and_values(tmp_path):
+    """BatchNorm, weight, bias and statistics come back bit for bit from the record, even as JSON text."""
+    values = constants(w=(4, 3, 1, 1), b=(4,), **STATS)
+    model = load(
+        tmp_path,
+        "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }",
+        values,
+    )
+    _, (step,) = prepare(model, FOLD)
+    undo = json.loads(json.dumps(step.undo))
+    node = onnx.NodeProto.FromString(base64.b64decode(undo["batchnorm"]))
+    assert node == model.source.message.graph.node[1]
+    assert (undo["weighted"], undo["weight"], undo["bias"]) == ("c", "w:0", "b:0")
+    assert array(undo["weight_value"]).tobytes() == values["w"].tobytes()
+    assert array(undo["bias_value"]).tobytes() == values["b"].tobytes()
+    assert [array(item).tobytes() for item in undo["statistics"]] == [values[name].tobytes() for name in "somv"]
+
+
+def test_the_digest_is_the_same_each_time(tmp_path):
+    """It follows from the source and the steps, and differs from the source's own."""
+    text = "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v) }"
+    model = load(tmp_path, text, constants(w=(4, 3, 1, 1), **STATS))
+    (one, steps), (two, _) = prepare(model, FOLD), prepare(model, FOLD)
+    assert one.digest == two.digest == prepared_digest(model.digest, steps) != model.digest
+    assert prepared_digest(model.digest, ()) == model.digest
+    assert onnx_format.emit(one) == onnx_format.emit(two)
+
+
+def test_initializers_that_are_inputs(tmp_path):
+    """They become constants and stop being inputs; others stay where they are."""
+    text = """<ir_version: 3, opset_import: ["": 9]>
+g (float[2] a, float[2] w, float[2] b) => (float[2] y) <float[2] w = {1, 2}> { t = Add (a, w)\n y = Add (t, b) }"""
+    message = onnx.parser.parse_model(text.replace("<float[2] w = {1, 2}>", ""))
+    message.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1, 2], np.float32), "w"))
+    onnx.save(message, tmp_path / "model.onnx")
+    model = onnx_format.load(tmp_path / "model.onnx")
+    assert not Parameters(model).is_parameter(TensorRef("", "w"))
+    prepared, (step,) = prepare(model, ("initializer-inputs",))
+    assert (step.target, step.undo["position"]) == ("w", 1)
+    assert onnx.ValueInfoProto.FromString(base64.b64decode(step.undo["input"])) == message.graph.input[1]
+    assert prepared.main.inputs == ["a", "b"]
+    assert Parameters(prepared).is_parameter(TensorRef("", "w"))
+    feeds = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}
+    out = onnx_format.emit(prepared)
+    assert run(out, feeds)[0].tolist() == [3.0, 4.0]
+    assert prepare(prepared, ("initializer-inputs",)) == (prepared, ())
+
+
+TF = """
+node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } }
+       attr { key: "shape" value { shape { dim { size: 1 } dim { size: 2 } dim { size: 2 } dim { size: 1 } } } } }
+CONSTANTS
+node { name: "wi" op: "Identity" input: "w" attr { key: "T" value { type: DT_FLOAT } } }
+node { name: "c" op: "OP" input: "x" input: "wi" attr { key: "T" value { type: DT_FLOAT } }
+       attr { key: "padding" value { s: "SAME" } } attr { key: "strides" value { list { i: 1 i: 1 i: 1 i: 1 } } } }
+MIDDLE
+node { name: "n" op: "FusedBatchNormV3" input: "DATA" input: "s" input: "o" input: "m" input: "v"
+       attr { key: "T" value { type: DT_FLOAT } } attr { key: "U" value { type: DT_FLOAT } }
+       attr { key: "epsilon" value { f: 0.25 } } attr { key: "is_training" value { b: TRAIN } } LAYOUT }
+node { name: "y" op: "Relu" input: "n" attr { key: "T" value { type: DT_FLOAT } } CONTROL }
+versions { producer: 1000 }
+"""
+BIAS_ADD = 'node { name: "b" op: "BiasAdd" input: "c" input: "bias" attr { key: "T" value { type: DT_FLOAT } } }'
+
+
+def tensorflow(tmp_path, *, op="Conv2D", shape=(1, 1, 1, 2), bias=False, train="false", layout="", control=""):
+    """A conv, perhaps a BiasAdd, and a FusedBatchNorm with scale 3, offset 1, mean 2 and variance 0."""
+    two = {"s": 3.0, "o": 1.0, "m": 2.0, "v": 0.0, **({"bias": 5.0} if bias else {})}
+    made = [
+        f'node {{ name: "{name}" op: "Const" attr {{ key: "dtype" value {{ type: DT_FLOAT }} }} attr {{ key: "value" value {{'
+        f" tensor {{ dtype: DT_FLOAT tensor_shape {{ {' '.join(f'dim {{ size: {d} }}' for d in dims)} }} {' '.join(f'float_val: {v}' for v in values)} }} }} }} }}"
+        for name, dims, values in [
+            *((name, (2,), (value, 2 * value)) for name, value in two.items()),
+            ("w", shape, (1.0, 10.0)),
+        ]
+    ]
+    text = TF.replace("CONSTANTS", "\n".join(made)).replace("OP", op).replace("TRAIN", train).replace("LAYOUT", layout)
+    text = (
+        text.replace("MIDDLE", BIAS_ADD if bias else "")
+        .replace("DATA", "b" if bias else "c")
+        .replace("CONTROL", control)
+    )
+    (tmp_path / "model.pbtxt").write_text(text)
+    return tf_load(tmp_path / "model.pbtxt")
+
+
+@pytest.mark.parametrize(("op", "shape"), [("Conv2D", (1, 1, 1, 2)), ("DepthwiseConv2dNative", (1, 1, 1, 2))])
+@pytest.mark.parametrize("bias", [False, True])
+def test_tensorflow(tmp_path, op, shape, bias):
+    """NHWC convs are folded, into the BiasAdd between them or into one that is added."""
+    folded, (step,) = prepare(tensorflow(tmp_path, op=op, shape=shape, bias=bias), FOLD)
+    graph = folded.main
+    adder = "b" if bias else "n/bias_add"
+    # Factors 3 / sqrt(0 + 0.25) and 6 / sqrt(0 + 0.25); biases 1 + (bias - 2) * 6 and 2 + (bias - 4) * 12.
+    parameters = Parameters(folded)
+    assert parameters.value(TensorRef("", "c/weight_folded")).reshape(-1).tolist() == [6.0, 120.0]
+    assert parameters.value(TensorRef("", "c/bias_folded")).tolist() == ([19.0, 74.0] if bias else [-11.0, -46.0])
+    assert [str(slot) for slot in graph.slots("y")] == [f"{adder}:0"]
+    assert [str(slot) for slot in graph.slots(adder)] == ["c:0", "c/bias_folded:0"]
+    nodes = {node.name: node for node in tf_emit(folded).node}
+    assert sorted(nodes) == sorted(["x", "c", "c/weight_folded", "c/bias_folded", adder, "y"])
+    assert list(nodes[adder].input) == ["c", "c/bias_folded"]
+    assert proto.NodeDef.FromString(base64.b64decode(step.undo["batchnorm"])).name == "n"
+    assert step.undo["weight"] == "wi:0"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"train": "true"},
+        {"layout": 'attr { key: "data_format" value { s: "NCHW" } }'},
+        {"control": 'input: "^n"'},
+        {"op": "_FusedConv2D"},
+    ],
+    ids=["training", "layouts differ", "control edge", "fused"],
+)
+def test_tensorflow_that_is_not_folded(tmp_path, change):
+    """Training mode, different layouts, ops that wait for the BatchNorm, and fused convs are left."""
+    model = tensorflow(tmp_path, **change)
+    assert prepare(model, FOLD) == (model, ())
