@@ -188,11 +188,17 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     """Writes `model` to `path`, whole or not at all; returns the path.
 
     Raises:
-        UsageError: There is something at `path` and `force` is not given, or it cannot be written.
+        UsageError: There is something at `path` and `force` is not given, it cannot be written, or its suffix is another
+            format's.
         ModelError: The model has no such form.
     """
     where = Path(path)
     check_output(where, model.path, force=force)
+    told = formats.SUFFIXES.get(where.suffix, model.format)
+    if told != model.format:
+        raise UsageError(
+            f"{where} is named like a {told} model, and this is a {model.format} model. Give it another suffix."
+        )
     formats.module(model.format).save(model, where)
     return where
 
