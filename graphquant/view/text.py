@@ -179,12 +179,13 @@ def _params(params: QParams) -> tuple[str, str, str, str]:
     dtype = params.type.name + (f"[{params.scale.size}]" if params.axis is not None else "")
     zero = _span(params.zero_point, "d")
     low, high = float(params.range.low.min()), float(params.range.high.max())
-    return dtype, _span(params.scale, ".4g"), zero, f"[{low:.4g}, {high:.4g}]"
+    return dtype, _span(params.scale, ".6g", ".4g"), zero, f"[{low:.4g}, {high:.4g}]"
 
 
-def _span(values: Array, form: str) -> str:
+def _span(values: Array, one: str, two: str = "") -> str:
+    """The value, in the form `one`, or the lowest and highest, in the form `two` where that is shorter."""
     low, high = np.min(values).item(), np.max(values).item()
-    return format(low, form) if low == high else f"{low:{form}}..{high:{form}}"
+    return format(low, one) if low == high else f"{low:{two or one}}..{high:{two or one}}"
 
 
 def _count(number: int, what: str) -> str:
