@@ -188,8 +188,8 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     """Writes `model` to `path`, whole or not at all; returns the path.
 
     Raises:
-        UsageError: There is something at `path` and `force` is not given, it cannot be written, or its suffix is another
-            format's.
+        UsageError: There is something at `path` and `force` is not given, it cannot be written, or the suffix is
+            another format's.
         ModelError: The model has no such form.
     """
     where = Path(path)
