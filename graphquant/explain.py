@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.match import Matcher, Miss, name_matches
+from graphquant.plans import UNTIED
 
 if TYPE_CHECKING:
     from graphquant.ir import TensorRef, Use
@@ -38,20 +39,20 @@ def explain(matcher: Matcher, plan: Plan, what: str) -> tuple[Explanation, ...]:
     Raises:
         UsageError: Nothing float is called that.
     """
-    outcomes: dict[tuple[TensorRef, Use], str] = {}
+    outcomes: dict[tuple[TensorRef, Use], tuple[str, str]] = {}
     for skip in plan.skips:
-        outcomes.update({(skip.tensor, use): f"not quantized: {skip.reason}" for use in skip.uses})
+        outcomes.update({(skip.tensor, use): (skip.rule, f"not quantized: {skip.reason}") for use in skip.uses})
     for site in plan.sites:
         tied = f", with the scale of what {', '.join(map(str, site.tie))} reads" if site.tie else ""
         said = f"quantized to {site.scheme.type.name} {site.scheme.zero} per {site.scheme.per}{tied}"
-        outcomes.update({(site.tensor, use): said for use in site.uses})
+        outcomes.update({(site.tensor, use): (site.rule, said) for use in site.uses})
     found = []
     for tensor, uses in matcher.tensors():
         made = _called(what, *matcher.labels(tensor))
         asked = [use for use in uses if made or _called(what, use.op, str(use))]
         for use in asked:
-            outcome = outcomes.get((tensor, use), "not quantized: no rule matches")
-            found.append(_one(matcher, tensor, use, outcome))
+            winner, outcome = outcomes.get((tensor, use), ("", "not quantized: no rule matches"))
+            found.append(_one(matcher, tensor, use, winner, outcome))
     if not found:
         labels = matcher.all_labels()
         more = " It makes and reads no float tensor." if what in labels else did_you_mean(what, labels)
@@ -59,14 +60,15 @@ def explain(matcher: Matcher, plan: Plan, what: str) -> tuple[Explanation, ...]:
     return tuple(found)
 
 
-def _one(matcher: Matcher, tensor: TensorRef, use: Use, outcome: str) -> Explanation:
-    winner, misses = "", []
-    for rule in matcher.ruleset.rules:
-        reason = matcher.miss(rule, tensor, use)
-        if not reason and not winner:
-            winner = rule.rule.name
-        else:
-            misses.append(Miss(rule=rule, reason=reason))
+def _one(matcher: Matcher, tensor: TensorRef, use: Use, winner: str, outcome: str) -> Explanation:
+    holding = [(rule, matcher.miss(rule, tensor, use)) for rule in matcher.ruleset.rules]
+    first = next((rule for rule, reason in holding if rule.rule.name == winner and not reason), None)
+    misses, before = [], first is not None
+    for rule, reason in holding:
+        if rule is first:
+            before = False
+            continue
+        misses.append(Miss(rule=rule, reason=reason or (UNTIED if before else "")))
     return Explanation(tensor=tensor, use=use, winner=winner, outcome=outcome, misses=tuple(misses))
 
 

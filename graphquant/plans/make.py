@@ -53,9 +53,7 @@ def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence
     matcher = Matcher(model, ruleset)
     _check_patterns(matcher, choice)
     draft = _Draft(matcher, choice)
-    used: set[tuple[str, str]] = set()
     for match in matcher.matches():
-        used.add((match.rule.file, match.rule.rule.name))
         draft.take(match)
     draft.follow_ties()
     return Plan(
@@ -66,8 +64,16 @@ def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence
         steps=tuple(steps),
         sites=draft.sites(),
         skips=draft.skips(),
-        unused=tuple(rule.rule.name for rule in ruleset.rules if (rule.file, rule.rule.name) not in used),
+        unused=tuple(rule.rule.name for rule in ruleset.rules if id(rule) not in draft.used),
     )
+
+
+TIE = "same-as-input"
+
+INPUTLESS = "the rule ties it to its input, and its producer has none"
+
+UNTIED = "its input is not quantized, and the rule ties it to that"
+"""Why a tied tensor is skipped; the same words for each, so that many become one line."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -92,36 +98,69 @@ class _Draft:
         self._skips: dict[tuple[object, ...], _Open] = {}
         self._tied: dict[tuple[str, str], list[Match]] = {}
         self._order: dict[TensorRef, int] = {}
+        self.used: set[int] = set()
 
     def take(self, match: Match) -> None:
         """Adds one match as part of a site, a tie or a skip."""
         self._order.setdefault(match.tensor, len(self._order))
+        if match.rule.rule.quantize == TIE and not self._left_out(match):
+            self.used.add(id(match.rule))
+            self._tied.setdefault((match.tensor.graph, match.tensor.op), []).append(match)
+        else:
+            self._settle(match)
+
+    def follow_ties(self) -> None:
+        """Gives each tied tensor the scheme of the site that feeds its producer, from there on outward.
+
+        Where nothing feeds it, a tie says nothing: the use goes to the next rule that holds for it, if there is one.
+        """
+        ties = {op: self._ties(*op) for op in self._tied}
+        by_use = {use: op for op, uses in ties.items() for use in uses}
+        self._spread([(use, site.scheme) for site in self._sites.values() for use in site.uses], ties, by_use)
+        for op in list(self._tied):
+            for match in self._tied.pop(op, ()):
+                later = self._next(match)
+                if later is None:
+                    self._skip(
+                        match, UNTIED if ties[op] else "the rule ties it to its input, and its producer has none"
+                    )
+                    continue
+                scheme = self._settle(later)
+                if scheme is not None:
+                    self._spread([(later.use, scheme)], ties, by_use)
+
+    def _settle(self, match: Match) -> Scheme | None:
+        """Adds one match as part of a site, whose scheme is returned, or as a skip."""
+        self.used.add(id(match.rule))
         reason = self._left_out(match)
         if reason:
             self._skip(match, reason)
-        elif match.rule.scheme is not None:
-            self._place(match, match.rule.scheme, ())
-        else:
-            self._tied.setdefault((match.tensor.graph, match.tensor.op), []).append(match)
+        elif match.rule.scheme is not None and self._place(match, match.rule.scheme, ()):
+            return match.rule.scheme
+        return None
 
-    def follow_ties(self) -> None:
-        """Gives each tied tensor the scheme of the site that feeds its producer, from there on outward."""
-        ties = {op: self._ties(*op) for op in self._tied}
-        by_use = {use: op for op, uses in ties.items() for use in uses}
-        queue = [(use, site.scheme) for site in self._sites.values() for use in site.uses]
+    def _spread(
+        self,
+        queue: list[tuple[Use, Scheme]],
+        ties: dict[tuple[str, str], tuple[Use, ...]],
+        by_use: dict[Use, tuple[str, str]],
+    ) -> None:
+        """Places what is tied to the quantized uses in `queue`, and what is tied to that."""
         for fed, scheme in queue:
             op = by_use.get(fed)
             for match in self._tied.pop(op, ()) if op is not None else ():
                 per_tensor = replace(scheme, per="tensor")
                 if self._place(match, per_tensor, ties[match.tensor.graph, match.tensor.op]):
                     queue.append((match.use, per_tensor))
-        for op, matches in self._tied.items():
-            reason = "the rule ties it to its input, and its producer has no float input"
-            if ties[op]:
-                read = self.matcher.model.graphs[ties[op][0].graph].producer(ties[op][0])
-                reason = f"its input {read} is not quantized, and the rule ties it to that"
-            for match in matches:
-                self._skip(match, reason)
+
+    def _next(self, match: Match) -> Match | None:
+        """The next rule that holds for a use whose tie came to nothing; ties do not."""
+        rules = self.matcher.ruleset.rules
+        behind = next(index for index, rule in enumerate(rules) if rule is match.rule) + 1
+        for rule in rules[behind:]:
+            if rule.rule.quantize != TIE and not self.matcher.miss(rule, match.tensor, match.use):
+                return replace(match, rule=rule)
+        return None
 
     def sites(self) -> tuple[Site, ...]:
         """The sites, in the order of the model."""

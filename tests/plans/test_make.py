@@ -197,9 +197,21 @@ def test_a_tie_to_nothing_is_skipped(tmp_path):
     """Where nothing that feeds the chain is quantized, each link says so; so does one without float input."""
     plan = planned(tmp_path, TIED, PASS)
     assert told(plan) == []
-    assert reasons(plan)["c:0 -> d[0]"] == "its input b:0 is not quantized, and the rule ties it to that"
+    assert reasons(plan)["c:0 -> d[0]"] == "its input is not quantized, and the rule ties it to that"
     plan = planned(tmp_path, FAN, rule("x", "same-as-input", '{ name = "x" }'))
-    assert list(reasons(plan).values()) == ["the rule ties it to its input, and its producer has no float input"]
+    assert list(reasons(plan).values()) == ["the rule ties it to its input, and its producer has none"]
+
+
+def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
+    """Where nothing feeds a tie the next rule that holds has the use, and ties behind that follow it."""
+    plan = planned(tmp_path, TIED, PASS + rule("in", consumer='{ kind = "concat" }'))
+    assert told(plan) == ["y:0 q -> c[1]", "b:0 q -> c[0]", "c:0 q -> d[0] = c[0] c[1]", "d:0 q -> z[0] = d[0]"]
+    assert [site.rule for site in plan.sites] == ["in", "in", "pass", "pass"]
+    assert reasons(plan) == {"a:0 -> b[0]": "its input is not quantized, and the rule ties it to that"}
+    left = planned(tmp_path, TIED, PASS + rule("no", "leave", consumer='{ kind = "relu" }'))
+    assert reasons(left)["d:0 -> z[0]"] == "rule 'no' leaves it in float"
+    plan = planned(tmp_path, TIED, PASS + rule("out", consumer='{ kind = "relu" }'))
+    assert told(plan) == ["d:0 q -> z[0]"]
 
 
 def ring(fed):
