@@ -71,8 +71,10 @@ def main() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL's name with .quant in it.")
 @_selection
 @click.option("--data", metavar="SPEC", help="Calibration data: an .npz with an array per input; random:N for tests.")
-@click.option("--samples", type=click.IntRange(min=1), help="Use only the first N samples.")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Apply this plan instead of rules.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use only the first N samples.")
+@click.option(
+    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Apply this plan instead of rules."
+)
 @click.option("--float-weights", is_flag=True, help="Keep weights float, behind a whole QDQ pair.")
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")

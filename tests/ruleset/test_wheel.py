@@ -1,4 +1,4 @@
-"""The rules inside an installed wheel."""
+"""The rules and the other data files inside an installed wheel."""
 
 import os
 import subprocess
@@ -21,9 +21,12 @@ print(graphquant.__file__, find("onnxruntime"), load_ruleset(["onnxruntime"]).di
 """
 
 
+DATA = ["formats/tensorflow/opdefs.txt", "formats/tensorflow/schema.txt", "py.typed"]
+
+
 @pytest.mark.slow
 def test_rules_of_a_wheel(tmp_path):
-    """A wheel carries the shipped rules, and `find` resolves names inside it."""
+    """A wheel carries the shipped rules and all data files, and its program finds rules by name."""
     pytest.importorskip("hatchling")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")]
     subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
@@ -31,6 +34,7 @@ def test_rules_of_a_wheel(tmp_path):
     site = tmp_path / "site"
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
+    assert [name for name in DATA if not (site / "graphquant" / name).is_file()] == []
     environment = {**os.environ, "PYTHONPATH": str(site)}
     ran = subprocess.run(
         [sys.executable, "-c", CODE], cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
@@ -40,3 +44,12 @@ def test_rules_of_a_wheel(tmp_path):
     assert found == str(site / "graphquant" / "rules" / "onnxruntime.toml")
     assert len(digest) == 64
     assert names == list(shipped())
+    listed = subprocess.run(
+        [sys.executable, "-m", "graphquant", "rules", "list"],
+        cwd=tmp_path,
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["name", *shipped()]
