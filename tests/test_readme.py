@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+from click.testing import CliRunner
+
+from graphquant.cli import main
 from graphquant.errors import GraphQuantError
 from graphquant.ruleset import load_ruleset, shipped
 
@@ -25,6 +28,14 @@ def test_python_runs(tmp_path, monkeypatch, capsys):
     assert "residual/relu:0 joint-output" in printed
     assert "logits" not in printed
     assert tmp_path.joinpath("digits_cnn.quant.onnx").is_file()
+
+
+def test_first_command_ends_as_shown(tmp_path):
+    """The first set-up command prints the line that README shows."""
+    model, data = (str(ROOT / "sample_models" / name) for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"))
+    ran = CliRunner().invoke(main, ["insert", model, "--data", data, "-o", str(tmp_path / "out.onnx")])
+    (shown,) = re.findall(r"^ {4}(\d+ sites inserted.*?) Written to", TEXT, re.MULTILINE)
+    assert ran.stdout.splitlines()[-1].startswith(f"{shown} Written to")
 
 
 def test_rule_file_has_eight_lines(tmp_path):
