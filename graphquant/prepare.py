@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 from pydantic import ConfigDict
 
-from graphquant.ir import CONTROL, DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, check
+from graphquant.ir import CONTROL, DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, bulk, check
 from graphquant.numerics import Array, along
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Step:
     undo: dict[str, Any]
 
 
+@bulk()
 def prepare(model: Model, wanted: Sequence[str]) -> tuple[Model, tuple[Step, ...]]:
     """A copy of `model` after the steps named in `wanted`, and what they did; the model itself if they did nothing.
 

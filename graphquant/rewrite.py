@@ -42,6 +42,7 @@ class Inserted:
     folded: bool
 
 
+@bulk()
 def rewrite(
     model: Model, plan: Plan, params: Mapping[int, QParams], *, float_weights: bool = False
 ) -> tuple[Model, list[Inserted]]:
@@ -62,19 +63,17 @@ def rewrite(
     names = _Names(plan, params)
     framed = {name for name, graph in changed.graphs.items() if any(op.kind in FRAMES for op in graph.ops())}
     inserted = []
-    with bulk():
-        for index, site in enumerate(plan.sites):
-            if index not in params:
-                continue
-            graph = changed.graphs[site.graph]
-            lowering = _lowering(
-                model, parameters, site, params[index], names.take(graph, site), float_weights=float_weights
-            )
-            lowering = replace(lowering, in_frame=site.graph in framed)
-            output = FAMILIES[site.scheme.family or ""].lower(graph, lowering)
-            changed.graphs[site.tensor.graph].reroute(site.tensor, site.uses, output)
-            inserted.append(Inserted(site=site, params=params[index], output=output, folded=lowering.value is not None))
-        drop_unread(changed, (done.site.tensor for done in inserted if done.folded))
+    for index, site in enumerate(plan.sites):
+        if index not in params:
+            continue
+        graph = changed.graphs[site.graph]
+        name = names.take(graph, site)
+        lowering = _lowering(model, parameters, site, params[index], name, float_weights=float_weights)
+        lowering = replace(lowering, in_frame=site.graph in framed)
+        output = FAMILIES[site.scheme.family or ""].lower(graph, lowering)
+        changed.graphs[site.tensor.graph].reroute(site.tensor, site.uses, output)
+        inserted.append(Inserted(site=site, params=params[index], output=output, folded=lowering.value is not None))
+    drop_unread(changed, (done.site.tensor for done in inserted if done.folded))
     check(changed, "rewrite")
     return changed, inserted
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphquant.errors import DataError
-from graphquant.ir import Model, Parameters, TensorRef, Use, readable
+from graphquant.ir import Model, Parameters, TensorRef, Use, bulk, readable
 from graphquant.numerics import SMALLEST_SCALE, QParams, Range, along, choose, from_scale
 from graphquant.plans import Plan, Site, Skip, check_plan
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
@@ -32,6 +32,7 @@ class Solution:
     notes: Mapping[int, str]
 
 
+@bulk()
 def solve(model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch]) -> Solution:
     """Scale and zero point of every site.
 

@@ -28,7 +28,8 @@ def constants(**shapes):
 
 
 def load(tmp_path, text, values):
-    """The model written as text, with initializers for `values`."""
+    """The model written as text (X and Y are images of 3 and 4 channels), with initializers for `values`."""
+    text = text.replace("(X ", "(float[1,3,5,5] ").replace("Y ", "float[1,4,5,5] ")
     message = onnx.parser.parse_model(HEAD + text)
     message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
     onnx.save(message, tmp_path / "model.onnx")
@@ -88,7 +89,7 @@ def test_the_formula(tmp_path):
     values = constants(w=(4, 3, 1, 1), b=(4,), **STATS)
     model = load(
         tmp_path,
-        "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (X x) => (Y y) { c = Conv (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }",
         values,
     )
     folded, _ = prepare(model, FOLD)
@@ -107,13 +108,13 @@ def test_the_formula(tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        "g (float[1,3,5,5] x) => (float[1,4,5,5] y, float[1,4,5,5] c) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v) }",
-        "g (float[1,3,5,5] x) => (float[1,4,5,5] y, float[1,4,5,5] z) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v)\n z = Relu (c) }",
-        "g (float[1,3,5,5] x, float[4] u) => (float[1,4,5,5] y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, u) }",
-        "g (float[1,3,5,5] x, float[4,3,1,1] u) => (float[1,4,5,5] y) { c = Conv (x, u)\n y = BatchNormalization (c, s, o, m, v) }",
-        "g (float[1,3,5,5] x, float[4] u) => (float[1,4,5,5] y) { c = Conv (x, w, u)\n y = BatchNormalization (c, s, o, m, v) }",
-        "g (float[1,4,5,5] x) => (float[1,4,5,5] y) { c = Relu (x)\n y = BatchNormalization (c, s, o, m, v) }",
-        "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, neg) }",
+        "g (X x) => (Y y, Y c) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (X x) => (Y y, Y z) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v)\n z = Relu (c) }",
+        "g (X x, float[4] u) => (Y y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, u) }",
+        "g (X x, float[4,3,1,1] u) => (Y y) { c = Conv (x, u)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (X x, float[4] u) => (Y y) { c = Conv (x, w, u)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (Y x) => (Y y) { c = Relu (x)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (X x) => (Y y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, neg) }",
     ],
     ids=["output", "reader", "variance", "weight", "bias", "no conv", "negative variance"],
 )
@@ -145,7 +146,8 @@ def test_training_mode_and_other_outputs_in_use(tmp_path, node):
 @pytest.mark.parametrize("attrs", ["alpha = 2.0", "beta = 0.5"])
 def test_a_scaled_gemm_is_not_folded(tmp_path, attrs):
     """Alpha and beta would have to be folded too."""
-    text = f"g (float[2,3] x) => (float[2,4] y) {{ c = Gemm <{attrs}> (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }}"
+    gemm = f"c = Gemm <{attrs}> (x, w, b)"
+    text = f"g (float[2,3] x) => (float[2,4] y) {{ {gemm}\n y = BatchNormalization (c, s, o, m, v) }}"
     model = load(tmp_path, text, constants(w=(3, 4), b=(4,), **STATS))
     assert prepare(model, FOLD) == (model, ())
 
@@ -179,7 +181,8 @@ def test_shared_weights_stay_for_their_other_reader(tmp_path):
 
 def test_two_in_a_row(tmp_path):
     """A second BatchNorm is folded into what the first left."""
-    text = "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, v)\n y = BatchNormalization (n, s, o, m, v) }"
+    norms = "n = BatchNormalization (c, s, o, m, v)\n y = BatchNormalization (n, s, o, m, v)"
+    text = f"g (X x) => (Y y) {{ c = Conv (x, w)\n {norms} }}"
     model = load(tmp_path, text, constants(w=(4, 3, 1, 1), **STATS))
     folded, steps = prepare(model, FOLD)
     feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32)}
@@ -199,7 +202,7 @@ def test_the_undo_record_restores_node_and_values(tmp_path):
     values = constants(w=(4, 3, 1, 1), b=(4,), **STATS)
     model = load(
         tmp_path,
-        "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }",
+        "g (X x) => (Y y) { c = Conv (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }",
         values,
     )
     _, (step,) = prepare(model, FOLD)
@@ -214,7 +217,7 @@ def test_the_undo_record_restores_node_and_values(tmp_path):
 
 def test_the_digest_is_the_same_each_time(tmp_path):
     """It follows from the source and the steps, and differs from the source's own."""
-    text = "g (float[1,3,5,5] x) => (float[1,4,5,5] y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v) }"
+    text = "g (X x) => (Y y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v) }"
     model = load(tmp_path, text, constants(w=(4, 3, 1, 1), **STATS))
     (one, steps), (two, _) = prepare(model, FOLD), prepare(model, FOLD)
     assert one.digest == two.digest == prepared_digest(model.digest, steps) != model.digest
@@ -259,17 +262,20 @@ versions { producer: 1000 }
 BIAS_ADD = 'node { name: "b" op: "BiasAdd" input: "c" input: "bias" attr { key: "T" value { type: DT_FLOAT } } }'
 
 
+def const(name, shape, values):
+    """A Const node as text."""
+    sizes = " ".join(f"dim {{ size: {size} }}" for size in shape)
+    data = " ".join(f"float_val: {value}" for value in values)
+    tensor = f"tensor {{ dtype: DT_FLOAT tensor_shape {{ {sizes} }} {data} }}"
+    attrs = f'attr {{ key: "dtype" value {{ type: DT_FLOAT }} }} attr {{ key: "value" value {{ {tensor} }} }}'
+    return f'node {{ name: "{name}" op: "Const" {attrs} }}'
+
+
 def tensorflow(tmp_path, *, op="Conv2D", shape=(1, 1, 1, 2), bias=False, train="false", layout="", control=""):
     """A conv, perhaps a BiasAdd, and a FusedBatchNorm with scale 3, offset 1, mean 2 and variance 0."""
     two = {"s": 3.0, "o": 1.0, "m": 2.0, "v": 0.0, **({"bias": 5.0} if bias else {})}
-    made = [
-        f'node {{ name: "{name}" op: "Const" attr {{ key: "dtype" value {{ type: DT_FLOAT }} }} attr {{ key: "value" value {{'
-        f" tensor {{ dtype: DT_FLOAT tensor_shape {{ {' '.join(f'dim {{ size: {d} }}' for d in dims)} }} {' '.join(f'float_val: {v}' for v in values)} }} }} }} }}"
-        for name, dims, values in [
-            *((name, (2,), (value, 2 * value)) for name, value in two.items()),
-            ("w", shape, (1.0, 10.0)),
-        ]
-    ]
+    values = {name: ((2,), (value, 2 * value)) for name, value in two.items()} | {"w": (shape, (1.0, 10.0))}
+    made = [const(name, *value) for name, value in values.items()]
     text = TF.replace("CONSTANTS", "\n".join(made)).replace("OP", op).replace("TRAIN", train).replace("LAYOUT", layout)
     text = (
         text.replace("MIDDLE", BIAS_ADD if bias else "")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import Model, TensorRef, Use
+from graphquant.ir import Model, TensorRef, Use, bulk
 from graphquant.match import Match, Matcher, name_matches
 from graphquant.plans.types import Plan, Site, Skip
 from graphquant.qdq import FAMILIES, Family, Request
@@ -37,6 +37,7 @@ class Choice:
     exclude: tuple[str, ...] = ()
 
 
+@bulk()
 def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence[Step] = (), source: str = "") -> Plan:
     """The plan of `ruleset` for `model`.
 

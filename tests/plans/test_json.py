@@ -77,8 +77,14 @@ GOLDEN = """\
  "steps": [{"step": "fold-batchnorm", "target": "bn", "detail": "folded into conv", "undo": {"weight": "w:0"}}],
  "schemes": {
   "weight": {"dtype": "int8", "narrow": true, "per": "channel", "observe": "absmax", "family": "onnx-qdq"},
-  "unit": {"bits": 8, "signed": false, "zero": "asymmetric", "observe": {"name": "fixed", "low": 0.0, "high": 1.0}, "family": "onnx-qdq"},
-  "weight_2": {"name": "weight", "bits": 8, "signed": false, "zero": "asymmetric", "observe": {"name": "fixed", "low": 0.0, "high": 1.0}, "family": "onnx-qdq"}
+  "unit": {
+   "bits": 8, "signed": false, "zero": "asymmetric",
+   "observe": {"name": "fixed", "low": 0.0, "high": 1.0}, "family": "onnx-qdq"
+  },
+  "weight_2": {
+   "name": "weight", "bits": 8, "signed": false, "zero": "asymmetric",
+   "observe": {"name": "fixed", "low": 0.0, "high": 1.0}, "family": "onnx-qdq"
+  }
  },
  "sites": [
   {

@@ -1,0 +1,297 @@
+"""Ranges, ties and biases to scales and zero points."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphquant.errors import ModelError
+from graphquant.formats.onnx import load
+from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
+from graphquant.plans import Plan, Site
+from graphquant.ruleset import Scheme
+from graphquant.ruleset.types import Observe
+from graphquant.sketch import EMPTY, sketch
+from graphquant.solve import as_dict, solve
+
+UINT8 = Scheme(name="act", dtype="uint8", zero="asymmetric", family="onnx-qdq")
+INT8 = Scheme(name="w", dtype="int8", narrow=True, observe=Observe(name="absmax"), family="onnx-qdq")
+CHANNEL = replace(INT8, per="channel")
+BIAS = Scheme(name="bias", dtype="int32", observe=Observe(name="bias"), family="onnx-qdq")
+WEIGHT = np.array([[1.0, -2.0, 0.0], [127.0, 0.5, 0.0]], np.float32)
+
+
+def gemm(tmp_path, weight=WEIGHT, bias=(1.0, -0.25)):
+    """X (1, 3) times the transposed weight (2, 3) plus bias."""
+    bias = np.asarray(bias, np.float32)
+    text = (
+        '<ir_version: 8, opset_import: ["": 13]> g (float[1,3] x) => (float[1,2] y) { y = Gemm <transB = 1> (x, w, b) }'
+    )
+    message = onnx.parser.parse_model(text)
+    message.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    message.graph.initializer.append(onnx.numpy_helper.from_array(bias, "b"))
+    onnx.save(message, tmp_path / "model.onnx")
+    return load(tmp_path / "model.onnx")
+
+
+def site(name, slot=0, *, reader="y", **changes):
+    """A site of a tensor of the main graph for one use."""
+    made = {"tensor": TensorRef("", name), "uses": (Use("", reader, slot),), "graph": "", "scheme": UINT8}
+    return Site(**{**made, **changes})
+
+
+def plan(*sites):
+    """A plan of these sites."""
+    return Plan(format="onnx", model="", prepared="", rules=(), sites=sites)
+
+
+def numbers(params):
+    """Scale and zero point as plain numbers."""
+    return params.scale.tolist(), params.zero_point.tolist()
+
+
+X, W = site("x"), site("w", 1, scheme=CHANNEL, axis=0, parameter=True)
+
+
+def test_weights_have_the_range_of_their_values(tmp_path):
+    """Per channel and per tensor, the largest magnitude is 127 steps."""
+    model = gemm(tmp_path)
+    assert numbers(solve(model, plan(W), {}).params[0]) == ([pytest.approx(2 / 127), 1.0], [0, 0])
+    found = solve(model, plan(replace(W, scheme=INT8, axis=None)), {})
+    assert numbers(found.params[0]) == (1.0, 0)
+    assert (found.skips, found.notes) == ({}, {})
+
+
+def test_activations_have_the_range_of_their_sketch(tmp_path):
+    """Lowest and highest value, widened to hold 0."""
+    found = solve(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch(np.array([-1.0, 1.55]))})
+    assert numbers(found.params[0]) == (pytest.approx(0.01), 100)
+    found = solve(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch(np.array([1.0, 2.55]))})
+    assert numbers(found.params[0]) == (pytest.approx(0.01), 0)
+
+
+def test_what_no_sample_reached_is_skipped(tmp_path):
+    """No sketch, or an empty one, is a skip with its reason; only NaN another."""
+    model, reached = gemm(tmp_path), "no sample of the calibration data reached it"
+    assert solve(model, plan(X), {}).skips[0].reason == reached
+    assert solve(model, plan(X), {TensorRef("", "x"): EMPTY}).skips[0].reason == reached
+    nothing = solve(model, plan(X), {TensorRef("", "x"): sketch(np.array([np.nan]))})
+    assert nothing.skips[0].reason == "no finite value was ever seen"
+    assert (nothing.params, nothing.notes) == ({}, {})
+
+
+def test_nan_and_infinity_in_activations(tmp_path):
+    """NaN is left out of the range with a word on it; a tensor that takes infinite values stays float."""
+    found = solve(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch(np.array([np.nan, 2.55, 0.0]))})
+    assert numbers(found.params[0]) == (pytest.approx(0.01), 0)
+    assert found.notes == {0: "1 NaN values were left out of the range"}
+    found = solve(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch(np.array([np.nan, -np.inf, 2.55]))})
+    assert found.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
+    assert (found.params, found.notes) == ({}, {})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_with_nan(tmp_path, value):
+    """A weight or bias that holds NaN or infinity has no scale: an error that names it."""
+    with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
+        solve(gemm(tmp_path, np.full((2, 3), value, np.float32)), plan(W), {})
+    bias = site("b", 2, scheme=BIAS, parameter=True)
+    with pytest.raises(ModelError, match=r"The weight b:0 holds NaN or infinity"):
+        solve(gemm(tmp_path, bias=(value, 0.0)), plan(replace(X, range=(0.0, 1.0)), W, bias), {})
+
+
+def test_empty_weights(tmp_path):
+    """A weight without elements is skipped."""
+    found = solve(gemm(tmp_path, np.zeros((0, 3), np.float32)), plan(replace(W, scheme=INT8, axis=None)), {})
+    assert found.skips[0].reason == "it has no elements"
+
+
+def test_what_the_plan_dictates(tmp_path):
+    """A range wins over statistics, a scale over everything; per channel one range stands for all."""
+    model, seen = gemm(tmp_path), {TensorRef("", "x"): sketch(np.array([-9.0, 9.0]))}
+    assert numbers(solve(model, plan(replace(X, range=(0.0, 2.55))), seen).params[0]) == (pytest.approx(0.01), 0)
+    given_scale = replace(X, scale=(0.5,), zero_point=(7,), range=(0.0, 1.0))
+    assert numbers(solve(model, plan(given_scale), seen).params[0]) == (0.5, 7)
+    assert numbers(solve(model, plan(replace(W, range=(-127.0, 127.0))), {}).params[0]) == ([1.0, 1.0], [0, 0])
+    assert numbers(solve(model, plan(replace(W, scale=(0.5, 2.0))), {}).params[0]) == ([0.5, 2.0], [0, 0])
+    symmetric = replace(X, scheme=replace(UINT8, zero="symmetric"), scale=(0.5,))
+    assert numbers(solve(model, plan(symmetric), {}).params[0]) == (0.5, 128)
+
+
+def test_fixed_ranges_and_powers_of_two(tmp_path):
+    """A rule's own range needs no data; a power-of-two scale is one."""
+    fixed = replace(X, scheme=replace(UINT8, observe=Observe(name="fixed", low=0.0, high=2.55)))
+    assert numbers(solve(gemm(tmp_path), plan(fixed), {}).params[0]) == (pytest.approx(0.01), 0)
+    power = replace(fixed, scheme=replace(fixed.scheme, scale="power-of-two"))
+    assert numbers(solve(gemm(tmp_path), plan(power), {}).params[0]) == (2.0**-6, 0)
+    point = replace(W, scheme=replace(CHANNEL, observe=Observe(name="fixed-point", exponent=-4)))
+    assert numbers(solve(gemm(tmp_path), plan(point), {}).params[0]) == ([0.0625, 0.0625], [0, 0])
+
+
+def test_a_sketch_per_channel_serves_a_site_per_tensor_and_the_other_way_round(tmp_path):
+    """The union of the channels, or the same range for each."""
+    seen = {TensorRef("", "x"): sketch(np.array([[-1.0, 1.55, 0.0]]), 1)}
+    assert numbers(solve(gemm(tmp_path), plan(X), seen).params[0]) == (pytest.approx(0.01), 100)
+    channels = replace(X, scheme=replace(UINT8, per="channel"), axis=1)
+    seen = {TensorRef("", "x"): sketch(np.array([0.0, 2.55]))}
+    assert solve(gemm(tmp_path), plan(channels), seen).params[0].scale.tolist() == pytest.approx([0.01] * 3)
+
+
+def test_biases(tmp_path):
+    """The scale is input scale times weight scale, per channel or per tensor, with zero point 0."""
+    x, channel, tensor = (
+        replace(X, scale=(0.5,)),
+        replace(W, scale=(0.25, 2.0)),
+        replace(W, scheme=INT8, axis=None, scale=(0.25,)),
+    )
+    one = site("b", 2, scheme=BIAS, parameter=True)
+    many = replace(one, scheme=replace(BIAS, per="channel"), axis=0)
+    model = gemm(tmp_path)
+    assert numbers(solve(model, plan(many, x, channel), {}).params[0]) == ([0.125, 1.0], [0, 0])
+    assert numbers(solve(model, plan(x, tensor, one), {}).params[2]) == (0.125, 0)
+    assert numbers(solve(model, plan(x, tensor, many), {}).params[2]) == (0.125, 0)
+    assert (
+        solve(model, plan(x, channel, one), {}).skips[2].reason
+        == "a bias of shape (2,) does not go with 2 weight scales"
+    )
+    assert "not both quantized" in solve(model, plan(x, many), {}).skips[1].reason
+    assert solve(model, plan(X, channel, many), {}).skips.keys() == {0, 2}
+
+
+def test_biases_that_do_not_fit(tmp_path):
+    """More than int32 holds, or a scale that is no normal float32, keeps the bias float and says so."""
+    one = site("b", 2, scheme=BIAS, parameter=True)
+    tensor = replace(W, scheme=INT8, axis=None, scale=(1e-5,))
+    found = solve(gemm(tmp_path, bias=(1e9, 0.0)), plan(replace(X, scale=(1e-5,)), tensor, one), {})
+    assert (
+        found.skips[2].reason
+        == "its values are up to 1e+19 steps of input scale times weight scale, more than int32 holds"
+    )
+    found = solve(gemm(tmp_path), plan(replace(X, scale=(1e-30,)), replace(tensor, scale=(1e-30,)), one), {})
+    assert "no normal float32" in found.skips[2].reason
+
+
+def chain(count, ring=False):
+    """t0 -> t1 -> ... -> t<count>, float vectors; a ring feeds the last into slot 1 of t1."""
+    model = Model(format="onnx")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    known = (Output("", "float32", (2,)),)
+    last = graph.add(Op(name="t0", kind="input", type="Input", roles=(), outputs=known))
+    for k in range(1, count + 1):
+        last = graph.add(Op(name=f"t{k}", kind="merge", type="Merge", outputs=known), [last])
+    graph.add(Op(name="@y", kind="output", type="Output"), [last])
+    if ring:
+        graph.connect(Use("", "t1", 1), last)
+    return model
+
+
+def tied(count, ring=False):
+    """A site for each of t0 ... t<count>, each tied to the one before."""
+    sites = [site("t0", reader="t1", scheme=UINT8)]
+    for k in range(1, count + 1):
+        reader = f"t{k + 1}" if k < count else "@y"
+        sites.append(site(f"t{k}", reader=reader, tie=(Use("", f"t{k}", 0),)))
+    if ring:
+        sites[1] = replace(sites[1], tie=(*sites[1].tie, Use("", "t1", 1)))
+        sites[-1] = replace(sites[-1], uses=(*sites[-1].uses, Use("", "t1", 1)))
+    return plan(*sites)
+
+
+def seen(**ranges):
+    """A sketch of (low, high) for each tensor named."""
+    return {TensorRef("", name): sketch(np.array(ends)) for name, ends in ranges.items()}
+
+
+def test_ties_share_one_scale():
+    """All members get the union of the ranges, exactly one scale and zero point."""
+    found = solve(chain(2), tied(2), seen(t0=(0.0, 1.0), t1=(-1.0, 0.5), t2=(0.0, 1.55)))
+    assert [numbers(found.params[k]) for k in range(3)] == [(pytest.approx(0.01), 100)] * 3
+    assert found.params[0] is found.params[1] is found.params[2]
+    assert found.notes == {1: "shares scale and zero point with t0:0", 2: "shares scale and zero point with t0:0"}
+
+
+def test_skips_follow_ties():
+    """A chain whose first member was skipped is skipped to its end; a member in the middle ends it there."""
+    reason = "what it is tied to is not quantized"
+    found = solve(chain(3), tied(3), seen(t1=(0, 1), t2=(0, 1), t3=(0, 1)))
+    assert [found.skips[k].reason for k in (1, 2, 3)] == [reason] * 3
+    assert not found.params
+    assert not found.notes
+    found = solve(chain(3), tied(3), seen(t0=(0, 1), t1=(0, 1), t3=(0, 1)))
+    assert found.params.keys() == {0, 1}
+    assert found.skips[3].reason == reason
+
+
+def test_rings_of_ties():
+    """A ring lives by what enters it, not by itself."""
+    everywhere = seen(t0=(0, 1), t1=(0, 2), t2=(0, 1))
+    assert solve(chain(2, ring=True), tied(2, ring=True), everywhere).params.keys() == {0, 1, 2}
+    del everywhere[TensorRef("", "t0")]
+    assert solve(chain(2, ring=True), tied(2, ring=True), everywhere).params == {}
+
+
+def test_dictated_scales_reach_what_is_tied():
+    """One scale in an edited plan is that of the whole group, without any data; two of them say so."""
+    made = tied(2)
+    found = solve(chain(2), plan(replace(made.sites[0], scale=(0.5,), zero_point=(9,)), *made.sites[1:]), {})
+    assert [numbers(found.params[k]) for k in range(3)] == [(0.5, 9)] * 3
+    assert found.skips == {}
+    assert found.notes[1] == "shares the scale that the plan gives t0:0"
+    both = plan(replace(made.sites[0], scale=(0.5,)), replace(made.sites[1], scale=(0.25,)), made.sites[2])
+    found = solve(chain(2), both, {})
+    assert numbers(found.params[1]) == (0.25, 0)
+    assert found.notes[1] == "is tied to t0:0, for which the plan gives another scale"
+
+
+def test_ties_between_different_schemes():
+    """A tie overrides no rule: each keeps a scale of its own type, and a note says so."""
+    made = tied(1)
+    mixed = plan(made.sites[0], replace(made.sites[1], scheme=replace(INT8, observe=Observe(name="minmax"))))
+    found = solve(chain(1), mixed, seen(t0=(0.0, 2.55), t1=(-1.27, 1.0)))
+    assert [found.params[k].type.name for k in (0, 1)] == ["uint8", "int8"]
+    assert [numbers(found.params[k]) for k in (0, 1)] == [(pytest.approx(0.01), 0)] * 2
+    assert found.notes == {1: "is tied to t0:0, whose scheme differs, so each has its own scale"}
+
+
+@given(st.lists(st.none() | st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=8))
+def test_every_site_has_params_or_a_skip(ranges):
+    """Whatever was reached: each site has exactly one of both, and those with params share them."""
+    known = {TensorRef("", f"t{k}"): sketch(np.array(ends)) for k, ends in enumerate(ranges) if ends is not None}
+    count = len(ranges) - 1
+    made = tied(count) if count else plan(site("t0", reader="@y"))
+    found = solve(chain(count), made, known)
+    assert found.params.keys() | found.skips.keys() == set(range(len(ranges)))
+    assert not found.params.keys() & found.skips.keys()
+    assert len({id(params) for params in found.params.values()}) <= 1
+    alive = next((k for k, ends in enumerate(ranges) if ends is None), len(ranges))
+    assert found.params.keys() == set(range(alive))
+
+
+def test_each_weight_is_read_once(tmp_path, monkeypatch):
+    """Solving reads a weight's value once per site, one at a time."""
+    calls = []
+    real = Parameters.value
+    monkeypatch.setattr(Parameters, "value", lambda self, tensor: calls.append(tensor.op) or real(self, tensor))
+    solve(
+        gemm(tmp_path),
+        plan(replace(X, scale=(0.5,)), W, site("b", 2, scheme=replace(BIAS, per="channel"), axis=0, parameter=True)),
+        {},
+    )
+    assert sorted(calls) == ["b", "w"]
+
+
+def test_as_json(tmp_path):
+    """Params as JSON data hold plain numbers."""
+    params = solve(gemm(tmp_path), plan(replace(X, scale=(0.5,), zero_point=(8,))), {}).params[0]
+    assert as_dict(params) == {
+        "dtype": "uint8",
+        "scale": 0.5,
+        "zero_point": 8,
+        "axis": None,
+        "low": -4.0,
+        "high": 123.5,
+    }
