@@ -283,8 +283,12 @@ def _apply(model: Model, place: _Place, fold: _Fold) -> Step:
         graph.connect(place.bias, shift)
     else:
         result = _add_bias(graph, norm, result, shift)
-    graph.reroute(TensorRef(graph.name, norm.name), graph.consumers(TensorRef(graph.name, norm.name)), result)
+    readers = graph.consumers(TensorRef(graph.name, norm.name))
+    graph.reroute(TensorRef(graph.name, norm.name), readers, result)
     graph.remove(norm.name)
+    ends = [use for use in readers if graph.graphs[use.graph].op(use.op).kind == "output"]
+    if ends and model.format == "tensorflow" and not graph.name:
+        graph.reroute(result, ends, _namesake(graph, norm, result))
     drop_unread(model, (tensor for tensor in stale if tensor is not None), frozenset({"constant", "identity"}))
     return Step(step="fold-batchnorm", target=norm.name, detail=f"folded into {weighted.name}", undo=undo)
 
@@ -304,6 +308,19 @@ def _add_bias(graph: Graph, norm: Op, data: TensorRef, shift: TensorRef) -> Tens
         rule="fold-batchnorm",
     )
     return graph.add(op, [data, shift])
+
+
+def _namesake(graph: Graph, norm: Op, result: TensorRef) -> TensorRef:
+    """Adds an Identity called as the BatchNorm was: what ends a GraphDef is fetched by its op's name."""
+    op = Op(
+        name=norm.name,
+        kind="identity",
+        type="Identity",
+        outputs=norm.outputs[:1],
+        attrs={"T": DataType("float32")},
+        rule="fold-batchnorm",
+    )
+    return graph.add(op, [result])
 
 
 def _plain(value: Any) -> Any:

@@ -306,6 +306,15 @@ def test_tensorflow(tmp_path, op, shape, bias):
     assert step.undo["weight"] == "wi:0"
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_end_of_a_tensorflow_graph_keeps_its_name(tmp_path, monkeypatch, bias):
+    """What ends the graph is fetched by its name, so an Identity takes the BatchNorm's."""
+    monkeypatch.setitem(globals(), "TF", "\n".join(line for line in TF.splitlines() if '"Relu"' not in line))
+    folded, _ = prepare(tensorflow(tmp_path, bias=bias), FOLD)
+    nodes = {node.name: node for node in tf_emit(folded).node}
+    assert (nodes["n"].op, list(nodes["n"].input)) == ("Identity", ["b" if bias else "n/bias_add"])
+
+
 @pytest.mark.parametrize(
     "change",
     [
