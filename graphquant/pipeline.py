@@ -16,7 +16,7 @@ from graphquant.explain import Explanation
 from graphquant.explain import explain as _explain
 from graphquant.ir import Model, TensorRef, check
 from graphquant.match import Matcher
-from graphquant.plans import Choice, Plan, Skip, make_plan, read_plan
+from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
 from graphquant.prepare import Step, prepare
 from graphquant.qdq import FAMILIES, Request
 from graphquant.rewrite import Inserted, rewrite
@@ -278,10 +278,14 @@ def _prepared_for(model: Model, made: Plan) -> Model:
     start = model
     for step in made.steps:
         if step.step == "opset":
-            start = formats.module(model.format).upgrade(model, int(step.undo.get("to", 0)))
+            opset = step.undo.get("to")
+            if not isinstance(opset, int):
+                raise UsageError("The plan's step 'opset' does not say to which one. Make the plan anew.")
+            start = formats.module(model.format).upgrade(model, opset)
     prepared, _ = prepare(start, [step.step for step in made.steps])
     if prepared.digest != made.prepared:
         raise UsageError("The plan's preparation steps give another model now. Make the plan anew with this version.")
+    check_plan(prepared, made)
     return prepared
 
 
