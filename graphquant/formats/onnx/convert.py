@@ -39,7 +39,7 @@ CONVERTER_ERRORS: tuple[type[Exception], ...] = (
     shape_inference.InferenceError,
     version_converter.ConvertError,
 )
-"""What onnx's converter raises; its own kinds have no common base."""
+"""What onnx's converter and checker raise; their own kinds have no common base."""
 
 RELATIVE, ABSOLUTE = 1e-3, 1e-4
 """How far float outputs may differ; fusions of another opset round otherwise."""
@@ -68,7 +68,7 @@ def upgrade(model: Model, opset: int) -> Model:
     converted.ir_version = max(source.ir_version, least)
     try:
         checker.check_model(converted)
-    except checker.ValidationError as error:
+    except CONVERTER_ERRORS as error:
         raise _failed(model, opset, f"the result is not valid: {first_line(error)}") from error
     _restore(source, converted, weights, added)
     result = index(converted, path=model.path)

@@ -309,7 +309,7 @@ def _first_line(text: str) -> str:
 def _tensorflow() -> Any:
     """The tensorflow package, imported without a word on stderr."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if "tensorflow" in sys.modules:
+    if sys.modules.get("tensorflow") is not None:
         return sys.modules["tensorflow"]
     try:
         with _silence(), warnings.catch_warnings():

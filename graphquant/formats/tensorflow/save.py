@@ -116,7 +116,7 @@ def _save_folder(source: Source, message: Any, path: Path) -> None:
             path.replace(room / "old")
         try:
             new.replace(path)
-        except OSError:
+        except BaseException:
             if (room / "old").exists():
                 (room / "old").replace(path)
             raise
