@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -316,7 +317,7 @@ def _choice(model: Model, include: Iterable[str], exclude: Iterable[str], family
 
 
 def _data_lines(model: Model, wanting: Sequence[Any]) -> str:
-    where = model.path or "MODEL"
+    where = shlex.quote(str(model.path or "MODEL"))
     return (
         f"{len(wanting)} activations have no range yet, the first is {wanting[0].tensor}. Give calibration data, use"
         " fixed-point ranges, or quantize the weights alone:\n"

@@ -256,6 +256,7 @@ class Indexer:
         it takes them, and Scan passes slices; so no body input counts as a parameter. Weights are captured anyway.
         """
         calls: list[Call] = []
+        seen: set[str] = set()
         prefix = f"{scope.graph.name}/{name}" if scope.graph.name else name
         for attr, other in zip(node.attribute, twin.attribute, strict=True):
             if attr.type not in _GRAPHS or attr.ref_attr_name:
@@ -265,6 +266,9 @@ class Indexer:
                 (f"{attr.name}[{i}]", g, o) for i, (g, o) in enumerate(zip(attr.graphs, other.graphs, strict=True))
             ]
             for label, body, types in bodies:
+                if label in seen:
+                    raise ModelError(f"{name} has two graphs called {label!r}. Export the model again.")
+                seen.add(label)
                 parent = (scope.graph.name, name)
                 inner = self._open(
                     f"{prefix}/{label}", body, types, taken=scope.graph.taken, around=scope, parent=parent
