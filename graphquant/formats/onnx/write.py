@@ -13,7 +13,7 @@ from graphquant.errors import ModelError
 from graphquant.formats.onnx.nodes import constant_node, new_node, patch_node, stamp, tensor_of
 from graphquant.formats.onnx.rename import Ends, ends_of
 from graphquant.formats.onnx.tensors import CODES
-from graphquant.ir import Graph, Model, Op, TensorRef
+from graphquant.ir import Graph, Model, Op, TensorRef, bulk
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -50,6 +50,7 @@ class Emission:
         return name
 
 
+@bulk()
 def emit(model: Model) -> Emission:
     """The changed copy of the source message.
 

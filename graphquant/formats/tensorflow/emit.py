@@ -8,7 +8,7 @@ from graphquant.errors import InternalError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.load import ARGUMENT, RESULT, RULE_ATTR
 from graphquant.formats.tensorflow.values import Attrs, Stored, encode_attr, encode_tensor, type_number
-from graphquant.ir import Graph, Model, Op, TensorRef, Use
+from graphquant.ir import Graph, Model, Op, TensorRef, Use, bulk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -21,6 +21,7 @@ _ATTR_TYPES: Final = {"s": "string", "i": "int", "f": "float", "b": "bool", "fun
 _ENDS: Final = frozenset({ARGUMENT, RESULT})
 
 
+@bulk()
 def emit(model: Model) -> Any:
     """The source message with the model's changes: equal to the source if there are none.
 
