@@ -217,7 +217,7 @@ def _fold(graph: Graph, place: _Place, parameters: Parameters) -> _Fold | None:
         return None
     scale, offset, mean, variance = (value.astype(np.float64) for value in statistics)
     with np.errstate(all="ignore"):
-        factor = scale / np.sqrt(variance + float(place.norm.attrs.get("epsilon", 1e-5)))
+        factor = scale / np.sqrt(variance + place.norm.number("epsilon", 1e-5))
         before = 0.0 if bias is None else bias.astype(np.float64).reshape(-1)
         new_bias = (offset + (before - mean) * factor).astype(np.float32)
         new_weight = _scaled(place.weighted, weight, factor)
@@ -237,7 +237,7 @@ def _channels(weighted: Op, weight: Array) -> int:
     if not -weight.ndim <= axis < weight.ndim:
         return 0
     if weighted.kind == "conv_transpose":
-        group = int(weighted.attrs.get("group", 1))
+        group = int(weighted.number("group", 1))
         return int(weight.shape[axis] * group) if group > 0 and weight.shape[0] % group == 0 else 0
     if _has_multiplier(weighted, weight):
         return int(weight.shape[axis] * weight.shape[axis + 1])
@@ -252,7 +252,7 @@ def _has_multiplier(weighted: Op, weight: Array) -> bool:
 def _scaled(weighted: Op, weight: Array, factor: Array) -> Array:
     """`weight` with each output channel multiplied by its factor (C,), as float32."""
     wide, axis = weight.astype(np.float64), weighted.channel_axis or 0
-    group = int(weighted.attrs.get("group", 1)) if weighted.kind == "conv_transpose" else 1
+    group = int(weighted.number("group", 1)) if weighted.kind == "conv_transpose" else 1
     if group > 1:
         split = wide.reshape(group, wide.shape[0] // group, *wide.shape[1:])
         scaled = split * factor.reshape(group, 1, -1, *[1] * (wide.ndim - 2))

@@ -116,7 +116,8 @@ def test_report_says_what_inspect_reads_back(cli: Callable[..., Any], here: Path
     """Each site of the report is in the written model with the same scale, zero point, type and axis."""
     arguments = ["--data", "digits_cnn_calib.npz", "-o", "out.onnx", "--report", "report.json", *options]
     cli("insert", "digits_cnn.onnx", *arguments)
-    _compare(json.loads(Path("report.json").read_text()), json.loads(cli("inspect", "out.onnx", "--format=json").stdout))
+    inspected = cli("inspect", "out.onnx", "--format=json").stdout
+    _compare(json.loads(Path("report.json").read_text()), json.loads(inspected))
 
 
 @pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_cnn_saved_model", "digits_rnn.pb", "digits_rnn.onnx"])
@@ -139,7 +140,7 @@ def _compare(report: dict[str, Any], inspected: dict[str, Any]) -> None:
 
 
 def test_needs_data_gives_lines_to_paste(cli: Callable[..., Any], here: Path) -> None:
-    """Without data the exit code is 2, and each of the three lines really runs, with a blank in the model's path too."""
+    """Without data the exit code is 2, and the three lines really run, with a blank in the path too."""
     Path("digits_cnn.onnx").rename("my digits.onnx")
     Path("digits_cnn_calib.npz").rename("calibration.npz")
     result = cli("insert", "my digits.onnx", code=2)
@@ -235,9 +236,10 @@ def test_include_and_exclude_choose(cli: Callable[..., Any], here: Path) -> None
 def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Path) -> None:
     """A file named first takes its exceptions out of what the second one says."""
     Path("mine.toml").write_text(
-        '[[rule]]\nname = "keep"\nwhy = "it is small"\nconsumer = { name = "stem/conv", input = "input|weight" }\nquantize = "leave"\n'
+        '[[rule]]\nname = "keep"\nwhy = "it is small"\n'
+        'consumer = { name = "stem/conv", input = "input|weight" }\nquantize = "leave"\n'
     )
-    
+
     def planned(*names: str) -> Any:
         options = [f"--rules={name}" for name in names]
         return json.loads(cli("plan", "digits_cnn.onnx", "--format=json", *options).stdout)

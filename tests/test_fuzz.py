@@ -6,6 +6,7 @@ or a lack of memory is seen, with the seed that caused it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import json
@@ -18,6 +19,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -181,10 +183,25 @@ def mutated_message(rng: random.Random, path: Path, kind: Any) -> None:
         path.write_bytes(proto.to_text(message).encode() if text else message.SerializeToString())
 
 
+@cache
+def quantized(name: str) -> Path:
+    """The sample model with quantize-dequantize ops, in a folder of this process."""
+    folder = TemporaryDirectory()
+    atexit.register(folder.cleanup)
+    result = pipeline.insert(SAMPLES / name, rules=["fixed_point"], float_weights=name == "digits_rnn.onnx")
+    return result.save(Path(folder.name) / name)
+
+
 def mutated_model(rng: random.Random, folder: Path) -> Path:
     """A sample model, spoilt."""
     name = rng.choice((*ONNX, *ONNX, *GRAPHS, *FOLDERS))
     target = folder / name
+    if rng.random() < 0.15:  # models that are quantized already have more to read
+        name = rng.choice(("digits_cnn.onnx", "digits_rnn.onnx", "digits_cnn.pb"))
+        target = folder / name
+        shutil.copy(quantized(name), target)
+        mutated_message(rng, target, ModelProto if name in ONNX else proto.GraphDef)
+        return target
     if name in FOLDERS:
         shutil.copytree(SAMPLES / name, target)
         part = rng.choice(("saved_model.pb",) * 4 + ("variables/variables.index",) * 2)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -111,3 +115,14 @@ class Op:
     def role(self, slot: int) -> str:
         """The role of input `slot`."""
         return self.roles[min(slot, len(self.roles) - 1)] if self.roles else "input"
+
+    def number(self, attr: str, default: float) -> float:
+        """The attribute `attr` as a number, `default` if the op has none.
+
+        Raises:
+            ModelError: It is something else.
+        """
+        value = self.attrs.get(attr, default)
+        if isinstance(value, Real) and math.isfinite(value):
+            return float(value)
+        raise ModelError(f"{self.name} has {attr} = {str(value)[:60]!r}, which is no number. Export the model again.")

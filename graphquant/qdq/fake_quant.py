@@ -94,7 +94,7 @@ def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
     The range is nudged as TensorFlow does it: the zero point is rounded to an integer and the ends follow.
     """
     ends = _ends(graph, op, parameters)
-    bits = int(op.attrs.get("num_bits", 8))
+    bits = int(op.number("num_bits", 8))
     if ends is None or not MIN_BITS <= bits <= MAX_BITS:
         return None
     low, high = ends
@@ -113,7 +113,7 @@ def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
 def _ends(graph: Graph, op: Op, parameters: Parameters) -> tuple[Array, Array] | None:
     """The constant range of a FakeQuant op as float64, () or (C,); None where it is not constant or is damaged."""
     if op.type == "FakeQuantWithMinMaxArgs":
-        return np.asarray(float(op.attrs.get("min", -6.0))), np.asarray(float(op.attrs.get("max", 6.0)))
+        return np.asarray(op.number("min", -6.0)), np.asarray(op.number("max", 6.0))
     values = [None if slot is None else parameters.value(slot) for slot in graph.slots(op.name)[1:3]]
     if len(values) != 2 or values[0] is None or values[1] is None:  # noqa: PLR2004  # min and max
         return None

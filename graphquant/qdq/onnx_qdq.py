@@ -107,7 +107,7 @@ def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
     zero_point = np.zeros(wide.size, np.int32) if zero is None else zero.astype(np.int32).reshape(-1)
     if wide.size == 1:
         return from_scale(wide.reshape(()), zero_point.reshape(()), integer)
-    axis = int(op.attrs.get("axis", 1))
+    axis = int(op.number("axis", 1))
     shape = graph.output(slots[0]).shape if slots[0] is not None else None
     return from_scale(wide, zero_point, integer, axis=axis + len(shape) if axis < 0 and shape else axis)
 
