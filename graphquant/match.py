@@ -64,6 +64,7 @@ class Matcher:
         self.model = model
         self.ruleset = ruleset
         self.parameters = Parameters(model)
+        self._fitting: dict[tuple[str, bool], list[BoundRule]] = {}
         self._readers: dict[tuple[str, str], dict[int, list[Use]]] = {}
         self._shapes: dict[TensorRef, Shape | None] = {}
         self._mains: dict[tuple[str, str], TensorRef | None] = {}
@@ -81,12 +82,29 @@ class Matcher:
             UsageError: A pattern can be read into the model in too many ways.
         """
         for tensor, uses in self.tensors():
-            rules = [rule for rule in self.ruleset.rules if not self._producer_miss(rule, tensor)]
+            rules = [rule for rule in self._candidates(tensor) if not self._producer_miss(rule, tensor)]
             for use in uses if rules else ():
                 for rule in rules:
                     if not self._consumer_miss(rule, tensor, use):
                         yield Match(tensor=tensor, use=use, rule=rule)
                         break
+
+    def _candidates(self, tensor: TensorRef) -> list[BoundRule]:
+        """The rules whose producer may end in an op of that kind: most rules ask for a kind, and few kinds fit."""
+        key = (self.model.op(tensor).kind, self.parameters.is_parameter(tensor))
+        if key not in self._fitting:
+            self._fitting[key] = [
+                rule
+                for rule in self.ruleset.rules
+                if rule.rule.producer.kind is None
+                or any(
+                    self.is_kind(links[index - 1].kinds, tensor)
+                    for links in (_links(rule.rule.producer.kind),)
+                    for index in _after(links, len(links), -1)
+                    if index
+                )
+            ]
+        return self._fitting[key]
 
     def miss(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
         """Why `rule` does not hold for `use` reading `tensor`; "" if it holds."""

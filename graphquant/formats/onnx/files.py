@@ -17,6 +17,7 @@ from graphquant.errors import ModelError, UsageError
 from graphquant.formats.onnx.read import MAX_MESSAGE, parse
 from graphquant.formats.onnx.tensors import external_path, is_external, tensor_value
 from graphquant.formats.onnx.write import emit
+from graphquant.ir import bulk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 
+@bulk()
 def save(model: Model, path: Path) -> None:
     """Emits the model and writes it to `path` in the form that its suffix names.
 
@@ -139,4 +141,5 @@ def external_tensors(message: Any) -> Iterator[Any]:
             for attr in node.attribute:
                 todo += [attr.g] if attr.HasField("g") else []
                 todo += attr.graphs
-                yield from (tensor for tensor in (attr.t, *attr.tensors) if is_external(tensor))
+                held = [attr.t, *attr.tensors] if attr.HasField("t") else attr.tensors
+                yield from (tensor for tensor in held if is_external(tensor))
