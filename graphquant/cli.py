@@ -99,13 +99,15 @@ def insert(  # click passes what the user gave
         raise UsageError(
             "--plan applies a plan as it is; --rules, --include, --exclude and --family make one. Give either."
         )
-    from graphquant import pipeline
+    from graphquant import formats, pipeline
 
     target = output or pipeline.default_output(model)
     if not dry_run:
-        pipeline.check_output(target, model, force=force)
+        pipeline.check_model_output(target, model, formats.format_of(model), force=force)
     if report is not None:
         pipeline.check_output(report, model, force=True)
+        if report.resolve() == target.resolve():
+            raise UsageError(f"--report {report} is the output itself. Give the report another name.")
     with _progress() as progress:
         result = pipeline.insert(
             pipeline.load(model),
@@ -302,6 +304,7 @@ def _write(path: Path, what: Any) -> None:
         part.write_text(text, "utf-8")
         part.replace(path)
     except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
+    finally:
         with suppress(OSError):
             part.unlink()
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error

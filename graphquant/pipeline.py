@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import shlex
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
 
 from graphquant import formats
 from graphquant.calibration import Stats, needs_data
@@ -21,7 +23,7 @@ from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_pla
 from graphquant.prepare import Step, prepare
 from graphquant.qdq import FAMILIES, Request
 from graphquant.rewrite import Inserted, rewrite
-from graphquant.ruleset import RuleSet, load_ruleset
+from graphquant.ruleset import RuleSet, Selector, load_ruleset
 from graphquant.solve import solve
 
 if TYPE_CHECKING:
@@ -194,12 +196,7 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
         ModelError: The model has no such form.
     """
     where = Path(path)
-    check_output(where, model.path, force=force)
-    told = formats.SUFFIXES.get(where.suffix, model.format)
-    if told != model.format:
-        raise UsageError(
-            f"{where} is named like a {told} model, and this is a {model.format} model. Give it another suffix."
-        )
+    check_model_output(where, model.path, model.format, force=force)
     formats.module(model.format).save(model, where)
     return where
 
@@ -209,20 +206,58 @@ def default_output(path: Path) -> Path:
     return path.with_name(f"{path.name}.quant") if path.is_dir() else path.with_name(f"{path.stem}.quant{path.suffix}")
 
 
-def check_output(path: Path, source: Path | None = None, *, force: bool = False) -> None:
+def check_model_output(path: Path, source: Path | None, form: str, *, force: bool = False) -> None:
+    """Refuses an output that the model at `source`, of format `form`, cannot be written to, before any work is done.
+
+    Raises:
+        UsageError: The name is not one of that format's, or what `check_output` says.
+    """
+    check_output(path, source, force=force, folder=source is not None and source.is_dir())
+    suffixes = [suffix for suffix, name in formats.SUFFIXES.items() if name == form]
+    if source is not None and source.is_dir():
+        if path.suffix in formats.SUFFIXES:
+            raise UsageError(
+                f"{path} is named like a file, and a SavedModel is written as a folder."
+                f" Leave {path.suffix!r} out of the name."
+            )
+    elif path.suffix not in suffixes:
+        named = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
+        raise UsageError(
+            f"{path} has {named}, and the model is written in its own format. Give it one of {', '.join(suffixes)}."
+        )
+
+
+def check_output(path: Path, source: Path | None = None, *, force: bool = False, folder: bool = False) -> None:
     """Refuses an output that cannot or must not be written, before any work is done.
+
+    Args:
+        path: The output.
+        source: The model, which stays as it is.
+        force: Whether what is at `path` may be replaced.
+        folder: Whether a folder will be written.
 
     Raises:
         UsageError: The folder is missing or read-only, the source would be lost, or something is there already.
     """
     if source is not None and path.exists() and source.exists() and path.samefile(source):
         raise UsageError(f"{path} is the model itself. Give another output with -o; the source is never overwritten.")
+    if source is not None and source.is_dir() and source.resolve() in path.resolve().parents:
+        raise UsageError(
+            f"{path} is inside the model's own folder. Give an output elsewhere; the source is not changed."
+        )
+    if path.is_dir() and not folder:
+        raise UsageError(f"{path} is a folder, and a file is to be written. Give the path of a file.")
     if path.exists() and not force:
         raise UsageError(f"{path} exists already. Give another output with -o, or --force to replace it.")
     if not path.parent.is_dir():
         raise UsageError(f"There is no folder {path.parent}. Make it first, or give another output with -o.")
-    if not os.access(path.parent, os.W_OK):
-        raise UsageError(f"The folder {path.parent} cannot be written. Give another output with -o.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):  # permissions alone do not tell
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"The folder {path.parent} cannot be written: {error.strerror}. Give another output with -o."
+        ) from error
 
 
 def explain(model: Model, what: str, *, rules: Sequence[str] = ()) -> tuple[Explanation, ...]:
@@ -313,6 +348,13 @@ def _choice(model: Model, include: Iterable[str], exclude: Iterable[str], family
     if family is not None and (family not in FAMILIES or FAMILIES[family].format != model.format):
         known = ", ".join(name for name, made in FAMILIES.items() if made.format == model.format)
         raise UsageError(f"There is no family {family!r} for {model.format} models. Known are: {known}.")
+    for option, patterns in (("--include", include), ("--exclude", exclude)):
+        for pattern in patterns:
+            try:
+                Selector(name=pattern)
+            except ValidationError as error:
+                said = error.errors()[0]["msg"].removeprefix("Value error, ")
+                raise UsageError(f"{option} {pattern[:60]!r} cannot be read: {said}.") from error
     return Choice(family=family or formats.module(model.format).FAMILY, include=tuple(include), exclude=tuple(exclude))
 
 
