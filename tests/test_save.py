@@ -14,7 +14,7 @@ MODELS = Path(__file__).parent.parent / "sample_models"
 def test_suffix_of_another_format(tmp_path, source, target):
     """A model is not written under a suffix by which it would be read as something else."""
     with pytest.raises(
-        UsageError, match=r"is named like a \w+ model, and this is a \w+ model\. Give it another suffix"
+        UsageError, match=r"has the suffix '\.\w+', and the model is written in its own format\. Give it one of "
     ):
         gq.save(gq.load(MODELS / source), tmp_path / target)
     assert list(tmp_path.iterdir()) == []
