@@ -288,7 +288,7 @@ def test_existing_output_and_the_input_itself(refused: Callable[..., str], name:
     suffix = Path(name).suffix
     Path(f"there{suffix}").write_text("precious")
     assert "--force" in refused("insert", name, *WEIGHTS, "-o", f"there{suffix}", code=2)
-    for same in (name, f"./{name}", os.path.abspath(name)):
+    for same in (name, f"./{name}", Path(name).absolute()):
         for force in ([], ["--force"]):
             assert "is the model itself" in refused("insert", name, *WEIGHTS, "-o", same, *force, code=2)
     said = "inside the model's own folder" if Path(name).is_dir() else "is the model itself"
