@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, merge, sketch
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 class Observing(Protocol):
     """Runs a model and shows what its tensors hold."""
 
+    def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
+        """Those of `tensors` that cannot be observed, with the reason."""
+
     def observe(
         self, tensors: Sequence[TensorRef], feeds: Iterable[Mapping[str, Array]]
     ) -> Iterator[dict[TensorRef, list[Array]]]:
@@ -34,12 +37,14 @@ class Stats:
         samples: Number of samples that were run.
         data: Digest of the data.
         model: Digest of the prepared model, whose tensors these are.
+        unwatchable: Tensors that cannot be observed, with the reason.
     """
 
     sketches: Mapping[TensorRef, Sketch]
     samples: int
     data: str
     model: str
+    unwatchable: Mapping[TensorRef, str] = field(default_factory=dict)
 
 
 def needs_data(plan: Plan) -> tuple[Site, ...]:
@@ -64,6 +69,8 @@ def calibrate(plan: Plan, runner: Observing, batches: Batches, progress: Callabl
         progress: Called after each sample with the number of samples done.
     """
     axes = _axes(needs_data(plan))
+    unwatchable = runner.unwatchable(tuple(axes))
+    axes = {tensor: axis for tensor, axis in axes.items() if tensor not in unwatchable}
     sketches: dict[TensorRef, Sketch] = {}
     samples = 0
     if axes:
@@ -75,7 +82,7 @@ def calibrate(plan: Plan, runner: Observing, batches: Batches, progress: Callabl
             if progress is not None:
                 progress(samples)
     reached = {tensor: sketches[tensor] for tensor in axes if tensor in sketches and sketches[tensor].count}
-    return Stats(sketches=reached, samples=samples, data=batches.digest, model=plan.prepared)
+    return Stats(sketches=reached, samples=samples, data=batches.digest, model=plan.prepared, unwatchable=unwatchable)
 
 
 def _axes(sites: Iterable[Site]) -> dict[TensorRef, int | None]:

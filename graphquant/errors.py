@@ -40,6 +40,10 @@ class ModelError(GraphQuantError):
     exit_code: ClassVar[int] = 3
 
 
+class UnwatchableError(ModelError):
+    """A tensor is where its framework shows nobody its values."""
+
+
 class MissingDependencyError(GraphQuantError):
     """An optional package is not installed; the message has the line that installs it."""
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from graphquant import formats
 from graphquant.calibration import Stats, needs_data
 from graphquant.calibration import calibrate as _calibrate
-from graphquant.errors import NeedsDataError, UsageError
+from graphquant.errors import DataError, NeedsDataError, UsageError
 from graphquant.explain import Explanation
 from graphquant.explain import explain as _explain
 from graphquant.ir import Model, TensorRef, check
@@ -139,7 +139,7 @@ def insert(
         model: A model, or the path of one.
         rules: Names or paths of rule files, the first that matches wins; by default the format's own.
         data: A calibration data spec, the path of an .npz file; not needed where ranges come from rules or weights.
-        stats: Statistics from `calibrate`, instead of `data`.
+        stats: Statistics from `calibrate`; with them `data` is not read.
         plan: A plan, or the path of an edited one, instead of rules.
         samples: Use only that many samples.
         include: Globs or /regexes/; only what they name is quantized.
@@ -161,14 +161,14 @@ def insert(
     else:
         made = plan if isinstance(plan, Plan) else read_plan(Path(plan))
         prepared = _prepared_for(source, made)
-    sketches, batches = (stats.sketches if stats is not None else {}), None
-    wanting = needs_data(made)
+    if stats is not None and stats.model != made.prepared:
+        raise DataError("The statistics are of another model, or it was prepared otherwise. Calibrate this one.")
+    wanting, batches = needs_data(made), None
     if wanting and data is None and stats is None:
         raise NeedsDataError(_data_lines(source, wanting))
-    if wanting and data is not None:
-        gathered, batches = _observe(prepared, made, data, samples, progress)
-        sketches = gathered.sketches
-    solution = solve(prepared, made, sketches)
+    if wanting and data is not None and stats is None:
+        stats, batches = _observe(prepared, made, data, samples, progress)
+    solution = solve(prepared, made, stats.sketches, stats.unwatchable) if stats else solve(prepared, made, {})
     params, skips = dict(solution.params), dict(solution.skips)
     for index, site in enumerate(made.sites if float_weights else ()):
         if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time

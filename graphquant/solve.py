@@ -33,11 +33,14 @@ class Solution:
 
 
 @bulk()
-def solve(model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch]) -> Solution:
+def solve(
+    model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch], unwatchable: Mapping[TensorRef, str] | None = None
+) -> Solution:
     """Scale and zero point of every site.
 
     A site with a scale keeps it; one with a range gets that; a parameter's range comes from its value; all else from
-    `sketches`. Sites that are tied get the union of their ranges, so that they share one scale and zero point.
+    `sketches`; where one is missing, `unwatchable` may tell why. Sites that are tied get the union of their ranges, so
+    that they share one scale and zero point.
 
     Raises:
         ModelError: A weight holds NaN or infinity.
@@ -57,7 +60,7 @@ def solve(model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch]) -> Sol
             try:
                 ranges[index] = _range(model, parameters, site, sketches, notes, index)
             except DataError as error:
-                skips[index] = _skip(site, str(error))
+                skips[index] = _skip(site, (unwatchable or {}).get(site.tensor, str(error)))
     for members in _groups(plan, feeding):
         _settle(plan, members, ranges, params, notes)
     for index in params:

@@ -39,6 +39,10 @@ class Runner:
         self.tensors = tensors
         self.asked: list[tuple[TensorRef, ...]] = []
 
+    def unwatchable(self, tensors):
+        """None is."""
+        return {}
+
     def observe(self, tensors, feeds) -> Iterator[dict]:
         """The values of `tensors` for each feed."""
         self.asked.append(tuple(tensors))

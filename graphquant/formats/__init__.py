@@ -45,6 +45,9 @@ class Runner(Protocol):
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """The model's outputs by name, for one feed."""
 
+    def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
+        """Those of `tensors` that cannot be observed, with the reason."""
+
     def observe(
         self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]
     ) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:

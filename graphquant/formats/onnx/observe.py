@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from onnx import ModelProto, TensorProto, ValueInfoProto, helper
 
-from graphquant.errors import ModelError
+from graphquant.errors import UnwatchableError
 from graphquant.formats.onnx.tensors import CODES
 from graphquant.formats.onnx.write import bodies
 from graphquant.ir import TensorRef
@@ -102,7 +102,7 @@ class Instrument:
         """Makes `tensor` an output.
 
         Raises:
-            ModelError: It is where onnxruntime cannot watch it.
+            UnwatchableError: It is where onnxruntime cannot watch it.
         """
         op = self._model.op(tensor)
         if op.kind == "constant":
@@ -178,7 +178,7 @@ class Instrument:
             self._nodes[graph] = {name: node for node in self._protos[graph].node for name in node.output if name}
         port = next((k for k, output in enumerate(op.outputs) if output.name), None)
         if port is None:
-            raise ModelError(
+            raise UnwatchableError(
                 f"{op.type} {op.name!r} has no output, so nothing inside it can be watched. "
                 "Leave it out with --exclude."
             )
@@ -258,5 +258,5 @@ def _insert(repeated: Any, place: int, item: Any) -> None:
     repeated.extend(items)
 
 
-def _unwatchable(tensor: TensorRef, why: str, what: str) -> ModelError:
-    return ModelError(f"The tensor {tensor} cannot be watched: {why}. {what}.")
+def _unwatchable(tensor: TensorRef, why: str, what: str) -> UnwatchableError:
+    return UnwatchableError(f"The tensor {tensor} cannot be watched: {why}. {what}.")

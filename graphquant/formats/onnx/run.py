@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-from graphquant.errors import ModelError
+from graphquant.errors import ModelError, UnwatchableError
 from graphquant.formats import Feeds, InputSpec
 from graphquant.formats.onnx.files import binary, external_tensors
 from graphquant.formats.onnx.observe import Instrument
@@ -77,11 +77,25 @@ class OnnxRunner:
         self.start()
         return dict(zip(self.outputs, _run(self._session, self.outputs, feeds), strict=True))
 
+    def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
+        """Those of `tensors` that cannot be observed, with the reason."""
+        inside = [tensor for tensor in tensors if tensor.graph]
+        found: dict[TensorRef, str] = {}
+        if inside:
+            instrument = Instrument(self._model, self._emission)
+            for tensor in inside:
+                try:
+                    instrument.probe(tensor)
+                except UnwatchableError as error:
+                    found[tensor] = str(error)
+        return found
+
     def observe(self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]) -> Iterator[dict[TensorRef, list[Array]]]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
         Raises:
-            ModelError: A tensor cannot be watched, onnxruntime cannot take the model, or a run failed.
+            UnwatchableError: A tensor is one of the `unwatchable`.
+            ModelError: onnxruntime cannot take the model, or a run failed.
         """
         instrument = Instrument(self._model, self._emission)
         probes = {tensor: instrument.probe(tensor) for tensor in tensors}

@@ -74,6 +74,11 @@ class TensorFlowRunner:
         values = self._session.run(list(self._fetches.values()), self._feed(feeds))
         return dict(zip(self._fetches, values, strict=True))
 
+    @staticmethod
+    def unwatchable(_tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
+        """None: queues carry values out of every function and frame."""
+        return {}
+
     def observe(
         self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]
     ) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
