@@ -1,4 +1,4 @@
-"""Calibration data: `FILE.npz` or `random:N`, as one feed per sample.
+"""Calibration data in `.npz` files.
 
 An array of the file is read from its start to its end, a sample at a time, so memory does not grow with the number of
 samples (Fortran-ordered arrays are the exception: one is held whole). Nothing in the file is ever unpickled.
@@ -15,102 +15,24 @@ import zlib
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
 
+from graphquant.data.base import MAX_FEED_BYTES, Batches, kind_of, numpy_dtype, shape_text
 from graphquant.errors import DataError, did_you_mean
-from graphquant.numerics import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
-Feed = dict[str, Array]
-Shape = tuple[int | None, ...]
-
-MAX_FEED_BYTES = 1 << 31
-"""Largest size of one array of one feed; a file that claims more is taken for broken or hostile."""
+    from graphquant.data.base import Feed, Input, Shape
+    from graphquant.numerics import Array
 
 CHECKED_BYTES = 1 << 22
 """About how much of an array is looked at in one go before calibration starts."""
 
-MAX_DIGITS = 10
-
 STRINGS = frozenset({"string", "str", "object"})
-
-
-class Input(Protocol):
-    """What is to be known of an input: the key a runner takes, its dtype and shape, and other names for it."""
-
-    @property
-    def name(self) -> str:
-        """The key a runner takes."""
-
-    @property
-    def dtype(self) -> str:
-        """numpy-like dtype name."""
-
-    @property
-    def shape(self) -> Shape | None:
-        """Static shape, None if even the rank is unknown."""
-
-    @property
-    def aliases(self) -> tuple[str, ...]:
-        """Other names under which data may hold it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batches:
-    """Feeds for a model, one per sample; iterating again starts anew.
-
-    Attributes:
-        count: Number of samples.
-        digest: Hex SHA-256 over names, dtypes, shapes and values of what is fed.
-        ignored: Keys of the file that no input takes ("labels").
-        random: Whether the values are random, so that the output can say so.
-        feeds: Opens the data and gives the feeds.
-    """
-
-    count: int
-    digest: str
-    ignored: tuple[str, ...] = ()
-    random: bool = False
-    feeds: Callable[[], Iterator[Feed]]
-
-    def __iter__(self) -> Iterator[Feed]:
-        """One dict of input name to array for each sample."""
-        return self.feeds()
-
-    def __len__(self) -> int:
-        return self.count
-
-
-def open_data(spec: str, inputs: Sequence[Input], *, samples: int | None = None) -> Batches:
-    """The data that `spec` names, checked against the model's `inputs`.
-
-    Args:
-        spec: Path of an `.npz` file whose keys are input names, or `random:N` for N random samples.
-        inputs: What the model must be fed.
-        samples: Use only that many samples, the first ones.
-
-    Raises:
-        DataError: The file cannot be read, or does not fit the inputs.
-    """
-    if samples is not None and samples < 1:
-        raise DataError(f"{samples} samples are asked for. Ask for at least one.")
-    if spec.startswith("random:"):
-        return _random(spec, inputs, samples)
-    path = Path(spec)
-    if path.suffix != ".npz":
-        raise DataError(
-            f"{spec} is no calibration data that is known. Give an .npz file, or random:8 to try things out."
-        )
-    return _npz(path, inputs, samples)
-
-
-# -- .npz files ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +75,7 @@ class _Part:
         return self.shape[1:] if self.whole else (self.rows, *self.shape[1:])
 
 
-def _npz(path: Path, inputs: Sequence[Input], samples: int | None) -> Batches:
+def npz_batches(path: Path, inputs: Sequence[Input], samples: int | None) -> Batches:
     if not path.is_file():
         raise DataError(f"There is no file {path}. Give the path of an .npz file.")
     with _reading(path), zipfile.ZipFile(path) as archive:
@@ -221,7 +143,9 @@ def _part(path: Path, archive: zipfile.ZipFile, wanted: Input, key: str, member:
     if stored.hasobject:
         raise DataError(f"{where} holds Python objects, which are never loaded. Save it as numbers.")
     if any(axis < 0 for axis in shape) or math.prod(shape) * stored.itemsize != size:
-        raise DataError(f"{where} says that it is {stored} {_text(shape)}, but {size} bytes follow. Save it again.")
+        raise DataError(
+            f"{where} says that it is {stored} {shape_text(shape)}, but {size} bytes follow. Save it again."
+        )
     rows, whole = _layout(where, wanted, shape)
     part = _Part(
         input=wanted.name,
@@ -270,7 +194,7 @@ def _layout(where: str, wanted: Input, shape: tuple[int, ...]) -> tuple[int, boo
                 )
             return rows, False
     raise DataError(
-        f"{where} is {_text(shape)}, and input {wanted.name!r} takes {_text(static)}, samples stacked along the first"
+        f"{where} is {shape_text(shape)}, and input {wanted.name!r} takes {shape_text(static)}, samples stacked along the first"
         " axis."
         f" {_fix(shape, static)}"
     )
@@ -303,28 +227,14 @@ def _wanted(where: str, wanted: Input, given: np.dtype[Any]) -> np.dtype[Any]:
     """
     if wanted.dtype in STRINGS and given.kind in "SU":
         return np.dtype(object)  # what runners take for strings
-    dtype = _dtype(wanted.dtype)
-    kinds = (_kind(given), _kind(dtype))
+    dtype = numpy_dtype(wanted.dtype)
+    kinds = (kind_of(given), kind_of(dtype))
     if given == dtype or kinds in {("float", "float"), ("int", "int")}:
         return dtype
     clash = f"{where} is {given}, and input {wanted.name!r} takes {wanted.dtype}."
     if kinds == ("int", "float"):
         raise DataError(f"{clash} Convert it, and scale it as in training: (array / 255).astype('{wanted.dtype}').")
     raise DataError(f"{clash} Save the array as {wanted.dtype}.")
-
-
-def _dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype called `name`; that of Python objects for strings and whatever numpy does not have."""
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError:
-        return np.dtype(object)
-
-
-def _kind(dtype: np.dtype[Any]) -> str:
-    if dtype.kind in "iu":
-        return "int"
-    return "float" if dtype.kind == "f" or dtype == ml_dtypes.bfloat16 else dtype.name
 
 
 def _count(path: Path, parts: Sequence[_Part], samples: int | None) -> int:
@@ -382,7 +292,7 @@ def _scan(
     for block in _blocks(archive, part, feeds, count):
         values = np.ascontiguousarray(block, part.given)
         update(values.reshape(-1).view(np.uint8).data)
-        if _kind(part.given) == "float":
+        if kind_of(part.given) == "float":
             wrong = ~np.isfinite(values)
             if not bad and wrong.any():
                 first = seen + int(wrong.argmax())
@@ -402,7 +312,7 @@ def _check_convertible(path: Path, part: _Part, values: Array) -> None:
     if values.size == 0 or part.given == part.wanted or part.wanted.hasobject:
         return
     low, high = values.min(), values.max()
-    if _kind(part.given) == "int":
+    if kind_of(part.given) == "int":
         limits = np.iinfo(part.wanted)
         fits = limits.min <= int(low) and int(high) <= limits.max
     else:
@@ -431,50 +341,3 @@ def _values(archive: zipfile.ZipFile, part: _Part, count: int) -> Iterator[Array
             yield from itertools.repeat(values, count)
         else:
             yield values
-
-
-# -- random data -----------------------------------------------------------------------------------
-
-
-def _random(spec: str, inputs: Sequence[Input], samples: int | None) -> Batches:
-    text = spec.removeprefix("random:")
-    if not (text.isascii() and text.isdigit() and len(text) < MAX_DIGITS and int(text) > 0):
-        raise DataError(f"{spec!r} does not say how many samples. Write random:8.")
-    count = int(text) if samples is None else min(int(text), samples)
-    shapes = {wanted.name: _random_shape(wanted) for wanted in inputs}
-    dtypes = {wanted.name: wanted.dtype for wanted in inputs}
-    for name, dtype in dtypes.items():
-        if _kind(_dtype(dtype)) not in {"int", "float", "bool"}:
-            raise DataError(f"There is no random data for input {name!r} of {dtype}. Give an .npz file.")
-    digest = hashlib.sha256(f"random {count} {shapes} {dtypes}".encode()).hexdigest()
-    return Batches(count=count, digest=digest, random=True, feeds=partial(_random_feeds, shapes, dtypes, count))
-
-
-def _random_shape(wanted: Input) -> tuple[int, ...]:
-    if wanted.shape is None or None in wanted.shape[1:]:
-        known = "no known rank" if wanted.shape is None else f"the shape {_text(wanted.shape)}"
-        raise DataError(f"There is no random data for input {wanted.name!r}, which has {known}. Give an .npz file.")
-    shape = tuple(1 if size is None else size for size in wanted.shape)
-    if math.prod(shape) * 8 > MAX_FEED_BYTES:
-        raise DataError(f"Input {wanted.name!r} of {_text(shape)} is too large for random data. Give an .npz file.")
-    return shape
-
-
-def _random_feeds(shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], count: int) -> Iterator[Feed]:
-    """Normal floats, full-range 8-bit integers, other integers (often indices) 0 or 1; seeded by the input's name."""
-    makers = {name: np.random.default_rng(list(name.encode())) for name in shapes}
-    for _ in range(count):
-        feed = {}
-        for name, shape in shapes.items():
-            dtype = _dtype(dtypes[name])
-            if _kind(dtype) == "float":
-                feed[name] = makers[name].standard_normal(shape).astype(dtype)
-            else:
-                byte = _kind(dtype) == "int" and dtype.itemsize == 1
-                low, high = (np.iinfo(dtype).min, np.iinfo(dtype).max) if byte else (0, 1)
-                feed[name] = makers[name].integers(low, high, shape, np.int64, endpoint=True).astype(dtype)
-        yield feed
-
-
-def _text(shape: Shape) -> str:
-    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
