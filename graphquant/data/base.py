@@ -75,7 +75,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def kind_of(dtype: np.dtype[Any]) -> str:
-    """ "int", "float", or the dtype's own name."""
+    """What can be converted losslessly in kind: "int", "float", or the dtype's own name."""
     if dtype.kind in "iu":
         return "int"
     return "float" if dtype.kind == "f" or dtype == ml_dtypes.bfloat16 else dtype.name

@@ -23,7 +23,7 @@ from graphquant.data.base import MAX_FEED_BYTES, Batches, kind_of, numpy_dtype, 
 from graphquant.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from graphquant.data.base import Feed, Input, Shape
@@ -76,6 +76,11 @@ class _Part:
 
 
 def npz_batches(path: Path, inputs: Sequence[Input], samples: int | None) -> Batches:
+    """The feeds that the file at `path` holds, each value checked before the first is given.
+
+    Raises:
+        DataError: The file cannot be read, or does not fit the inputs.
+    """
     if not path.is_file():
         raise DataError(f"There is no file {path}. Give the path of an .npz file.")
     with _reading(path), zipfile.ZipFile(path) as archive:
@@ -194,8 +199,8 @@ def _layout(where: str, wanted: Input, shape: tuple[int, ...]) -> tuple[int, boo
                 )
             return rows, False
     raise DataError(
-        f"{where} is {shape_text(shape)}, and input {wanted.name!r} takes {shape_text(static)}, samples stacked along the first"
-        " axis."
+        f"{where} is {shape_text(shape)}, and input {wanted.name!r} takes {shape_text(static)}, samples stacked along"
+        " the first axis."
         f" {_fix(shape, static)}"
     )
 

@@ -21,6 +21,11 @@ MAX_DIGITS = 10
 
 
 def random_batches(spec: str, inputs: Sequence[Input], samples: int | None) -> Batches:
+    """As many random feeds as `spec` says, "random:8".
+
+    Raises:
+        DataError: `spec` has no number, or an input's shape or dtype leaves it open what to make.
+    """
     text = spec.removeprefix("random:")
     if not (text.isascii() and text.isdigit() and len(text) < MAX_DIGITS and int(text) > 0):
         raise DataError(f"{spec!r} does not say how many samples. Write random:8.")
