@@ -1,0 +1,227 @@
+"""The Python API: verbs, what they return, what they refuse, and how accurate the quantized sample models are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant import formats
+from graphquant.errors import DataError, ModelError, NeedsDataError, RuleError, UsageError
+from graphquant.ir import check
+from graphquant.survey import survey
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture
+def cnn(samples: Path) -> Path:
+    """The CNN as ONNX."""
+    return samples / "digits_cnn.onnx"
+
+
+@pytest.fixture
+def calib(samples: Path) -> str:
+    """Its calibration data."""
+    return str(samples / "digits_cnn_calib.npz")
+
+
+def probabilities(model: gq.Model, images: Array) -> Array:
+    """The classes' probabilities in the model's own framework, all images in one batch."""
+    runner = formats.module(model.format).runner(model)
+    found = runner.run({runner.inputs[0].name: images})
+    return next(value for value in found.values() if value.shape == (len(images), 10))
+
+
+# -- verbs -----------------------------------------------------------------------------------------
+
+
+def test_the_whole_story(cnn: Path, calib: str, tmp_path: Path) -> None:
+    """Load, insert and save give a model that holds together, runs and has the result's scales."""
+    model = gq.load(cnn)
+    result = gq.insert(model, data=calib)
+    assert isinstance(result, gq.Result)
+    assert (result.samples, result.random, result.source) == (100, False, model)
+    assert len(result.inserted) == len(result.plan.sites) - sum(
+        1 for skip in result.skips if skip not in result.plan.skips
+    )
+    assert result.save(tmp_path / "out.onnx") == tmp_path / "out.onnx"
+    again = gq.load(tmp_path / "out.onnx")
+    check(again, "the test")
+    read = {reading.op: reading.params for reading in survey(again).readings}
+    assert len(read) == len(result.inserted)
+    for done in result.inserted:
+        params = read[done.output.op]
+        assert params is not None
+        np.testing.assert_array_equal(params.scale, done.params.scale)
+        np.testing.assert_array_equal(params.zero_point, done.params.zero_point)
+
+
+def test_verbs_take_paths_and_models(cnn: Path) -> None:
+    """A path, its text and a loaded model make the same plan."""
+    plans = [gq.plan(given, rules=["weight_only"]) for given in (cnn, str(cnn), gq.load(cnn))]
+    assert plans[0] == plans[1] == plans[2]
+    assert [site.rule for site in plans[0].sites] == ["weight"] * 9
+
+
+def test_stats_can_be_kept(cnn: Path, calib: str, tmp_path: Path) -> None:
+    """Calibrate, then insert with its statistics, writes what insert with the data writes."""
+    plan = gq.plan(cnn)
+    stats = gq.calibrate(cnn, plan, calib)
+    assert (stats.samples, stats.model) == (100, plan.prepared)
+    assert len(stats.sketches) == len({site.tensor for site in plan.sites if not site.parameter})
+    gq.insert(cnn, plan=plan, stats=stats).save(tmp_path / "stats.onnx")
+    gq.insert(cnn, data=calib).save(tmp_path / "data.onnx")
+    assert (tmp_path / "stats.onnx").read_bytes() == (tmp_path / "data.onnx").read_bytes()
+
+
+def test_ranges_are_those_of_the_data(cnn: Path, calib: str) -> None:
+    """Min-max ranges are the smallest and largest value that onnxruntime computes on any sample, with 0 among them."""
+    plan = gq.plan(cnn)
+    stats = gq.calibrate(cnn, plan, calib)
+    feeds = [{"image": image[None]} for image in np.load(calib)["image"]]
+    seen = list(formats.module("onnx").runner(gq.load(cnn)).observe(list(stats.sketches), feeds))
+    result = gq.insert(cnn, plan=plan, stats=stats)
+    scales = {done.site.tensor: done.params.scale for done in result.inserted if not done.site.parameter}
+    ties = {tensor for site in plan.sites for use in site.tie for tensor in (site.tensor, _read(result.source, use))}
+    for tensor, sketch in stats.sketches.items():
+        values = np.concatenate([value.ravel() for one in seen for value in one[tensor]])
+        assert (sketch.low, sketch.high, sketch.count) == (values.min(), values.max(), values.size)
+        if tensor not in ties:
+            width = max(float(sketch.high), 0) - min(float(sketch.low), 0)
+            assert scales[tensor] == pytest.approx(width / 255, rel=1e-6)
+
+
+def _read(model: gq.Model, use: gq.Use) -> gq.TensorRef | None:
+    return model.graphs[use.graph].producer(use)
+
+
+def test_progress_is_told(cnn: Path, calib: str) -> None:
+    """The callback hears of each sample, in order."""
+    told: list[tuple[str, int, int]] = []
+    gq.insert(cnn, data=calib, samples=3, progress=lambda *what: told.append(what))
+    assert told == [("calibrating", 1, 3), ("calibrating", 2, 3), ("calibrating", 3, 3)]
+
+
+def test_nothing_to_insert_gives_the_source(cnn: Path, tmp_path: Path) -> None:
+    """Where no rule matches, what is saved is the source, byte for byte."""
+    rules = tmp_path / "none.toml"
+    rules.write_text('[[rule]]\nname = "r"\nconsumer = { kind = "lstm" }\nquantize = "leave"\n')
+    result = gq.insert(cnn, rules=[str(rules)])
+    assert (result.inserted, result.model) == ((), result.source)
+    result.save(tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx").read_bytes() == cnn.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["digits_cnn.onnx", "digits_cnn.pb", "digits_rnn.onnx", "digits_rnn_saved_model"])
+def test_the_source_is_not_changed(samples: Path, name: str, tmp_path: Path) -> None:
+    """Insert leaves the model that it was given as it is, so that it can be used again."""
+    model = gq.load(samples / name)
+    first = gq.insert(model, rules=["fixed_point"])
+    check(model, "the test")
+    gq.save(model, tmp_path / f"source{Path(name).suffix}")
+    source = samples / name
+    pairs = [(source, tmp_path / f"source{source.suffix}")]
+    if source.is_dir():
+        pairs = [(source / part, pairs[0][1] / part) for part in ("saved_model.pb", "variables/variables.index")]
+    for one, other in pairs:
+        assert other.read_bytes() == one.read_bytes()
+    second = gq.insert(model, rules=["fixed_point"])
+    assert [str(done.site.tensor) for done in first.inserted] == [str(done.site.tensor) for done in second.inserted]
+
+
+def test_inserting_twice_adds_nothing(cnn: Path, calib: str) -> None:
+    """What is quantized already is left, with that reason."""
+    once = gq.insert(cnn, data=calib)
+    twice = gq.insert(once.model, data=calib)
+    before = {reading.op for reading in survey(once.model).readings}
+    added = [reading for reading in survey(twice.model).readings if reading.op not in before]
+    assert [reading.tensor.op for reading in added] == []
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_errors_are_of_their_kind(cnn: Path, samples: Path, tmp_path: Path) -> None:
+    """Each mistake of a caller has its kind."""
+    with pytest.raises(ModelError, match="There is no file"):
+        gq.load(tmp_path / "missing.onnx")
+    with pytest.raises(NeedsDataError, match="activations have no range"):
+        gq.insert(cnn)
+    with pytest.raises(UsageError, match="Did you mean 'onnxruntime'"):
+        gq.plan(cnn, rules=["onnxruntim"])
+    (tmp_path / "bad.toml").write_text("[scheme.a]\nzerro = 1\n")
+    with pytest.raises(RuleError, match=r"bad\.toml:2: .*'zero'"):
+        gq.plan(cnn, rules=[str(tmp_path / "bad.toml")])
+    with pytest.raises(UsageError, match="--include 'nothing' matches no op"):
+        gq.plan(cnn, include=["nothing"])
+    with pytest.raises(UsageError, match="another model"):
+        gq.insert(samples / "digits_rnn.onnx", plan=gq.plan(cnn))
+    np.savez(tmp_path / "labels.npz", labels=np.zeros(3))
+    with pytest.raises(DataError, match=r"labels\.npz"):
+        gq.insert(cnn, data=str(tmp_path / "labels.npz"))
+
+
+def test_save_refuses_what_is_there(cnn: Path, tmp_path: Path) -> None:
+    """Without force nothing is replaced, and the source never."""
+    result = gq.insert(cnn, rules=["weight_only"])
+    result.save(tmp_path / "out.onnx")
+    with pytest.raises(UsageError, match="exists already"):
+        result.save(tmp_path / "out.onnx")
+    result.save(tmp_path / "out.onnx", force=True)
+    with pytest.raises(UsageError, match="is the model itself"):
+        result.save(cnn, force=True)
+
+
+def test_unknown_public_name() -> None:
+    """A name that graphquant does not have is an AttributeError that names it."""
+    with pytest.raises(AttributeError, match="quantise"):
+        _ = gq.quantise
+
+
+# -- accuracy --------------------------------------------------------------------------------------
+
+
+def compared(samples: Path, name: str, tmp_path: Path) -> tuple[float, float, float]:
+    """Accuracy of the float model and of the saved int8 one, and the share of images on which they agree."""
+    stem = name[:10]
+    data = np.load(samples / f"{stem}_eval.npz")
+    result = gq.insert(samples / name, data=str(samples / f"{stem}_calib.npz"))
+    again = gq.load(result.save(tmp_path / f"out{Path(name).suffix}"))
+    before = probabilities(result.source, data["image"]).argmax(1)
+    after = probabilities(again, data["image"]).argmax(1)
+    labels = data["labels"]
+    return float((before == labels).mean()), float((after == labels).mean()), float((before == after).mean())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "digits_cnn.onnx",
+        "digits_cnn_bn.onnx",
+        "digits_rnn.onnx",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "digits_cnn.pb",
+                "digits_cnn.pbtxt",
+                "digits_cnn_saved_model",
+                "digits_rnn.pb",
+                "digits_rnn_saved_model",
+            )
+        ),
+    ],
+)
+def test_int8_is_as_accurate_as_float(samples: Path, tmp_path: Path, name: str) -> None:
+    """On 300 test images int8 is within one point of float and agrees with it on 98%."""
+    if not name.endswith(".onnx"):
+        pytest.importorskip("tensorflow")
+    before, after, agreement = compared(samples, name, tmp_path)
+    sys.stdout.write(f"{name}: float {before:.4f}, int8 {after:.4f}, agreement {agreement:.4f}\n")
+    assert before > 0.98
+    assert abs(after - before) <= 0.01
+    assert agreement >= 0.98
