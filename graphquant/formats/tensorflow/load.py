@@ -75,6 +75,7 @@ class _Loader:
         # What saves and restores variables is no part of what the model computes.
         saver = meta.saver_def if meta is not None else proto.SaverDef()
         self._savers = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
+        self._saver_input = saver.filename_tensor_name.partition(":")[0]
         self._variables = _variables(source)
         self._model = Model(format="tensorflow", source=source, path=path, digest=source.digest, evaluate=evaluate)
 
@@ -82,7 +83,7 @@ class _Loader:
         """The model."""
         main = self._model.graphs[""] = Graph("", self._model.graphs)
         self._fill(main, self._graph_def.node, Names(self._graph_def.node, self._table, {}))
-        main.inputs = [op.name for op in main.ops() if op.kind == "input"]
+        main.inputs = [op.name for op in main.ops() if op.kind == "input" and op.name != self._saver_input]
         meta = self._source.meta_graph(self._source.message)
         if meta is None or not self._add_signatures(main, meta.signature_def):
             _add_sinks(main)
