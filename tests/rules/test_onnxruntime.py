@@ -1,0 +1,30 @@
+"""What onnxruntime makes of the models that its own rule file plans for."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+
+import graphquant as gq
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3), (1, 4, 3), (2, 3, 4, 3)])
+def test_stacked_weights_run(tmp_path, shape):
+    """A matrix product with a stack of weights gets one scale, without which onnxruntime's int8 kernels fail."""
+    lead = ",".join(map(str, shape[:-2]))
+    text = f'<ir_version: 8, opset_import: ["": 13]> g (float[{lead},5,4] x) => (float y) {{ y = MatMul(x, w) }}'
+    message = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    weight = rng.standard_normal(shape).astype(np.float32)
+    message.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    message.graph.output[0].type.tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension() for _ in shape])
+    onnx.save(message, tmp_path / "model.onnx")
+    x = rng.standard_normal((4, *shape[:-2], 5, 4)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x)
+    result = gq.insert(tmp_path / "model.onnx", data=str(tmp_path / "data.npz"))
+    result.save(tmp_path / "quant.onnx")
+    scales = {done.site.tensor.op: done.params.scale for done in result.inserted}
+    assert scales["w"] == np.float32(np.abs(weight).max() / 127)
+    session = onnxruntime.InferenceSession(tmp_path / "quant.onnx", providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(session.run(None, {"x": x[0]})[0], x[0] @ weight, atol=0.1)
