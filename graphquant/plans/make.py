@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import Model, TensorRef, Use, bulk
+from graphquant.ir import FORWARDING, Model, Op, TensorRef, Use, bulk
 from graphquant.match import Match, Matcher, name_matches
 from graphquant.plans.types import Plan, Site, Skip
 from graphquant.qdq import FAMILIES, Family, Request
@@ -71,6 +71,8 @@ def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence
 
 TIE = "same-as-input"
 
+WEIGHT_MADE = "its consumer makes a weight of weights alone, and that is quantized where it is used"
+
 INPUTLESS = "the rule ties it to its input, and its producer has none"
 
 UNTIED = "its input is not quantized, and the rule ties it to that"
@@ -122,9 +124,7 @@ class _Draft:
             for match in self._tied.pop(op, ()):
                 later = self._next(match)
                 if later is None:
-                    self._skip(
-                        match, UNTIED if ties[op] else "the rule ties it to its input, and its producer has none"
-                    )
+                    self._skip(match, UNTIED if ties[op] else INPUTLESS)
                     continue
                 scheme = self._settle(later)
                 if scheme is not None:
@@ -238,11 +238,18 @@ class _Draft:
         consumer = model.graphs[match.use.graph].op(match.use.op)
         if model.op(match.tensor).kind in QUANTIZED or consumer.kind in QUANTIZED:
             return "it is quantized already"
+        if not (rule.producer.name or rule.consumer.name) and self._makes_weights(match.use, consumer):
+            return WEIGHT_MADE
         labels = (match.use.op, *self.matcher.labels(match.tensor))
         if self.choice.include and not any(name_matches(pattern, *labels) for pattern in self.choice.include):
             return "--include names neither it nor its consumer"
         excluded = next((pattern for pattern in self.choice.exclude if name_matches(pattern, *labels)), None)
         return f"--exclude {excluded!r}" if excluded is not None else ""
+
+    def _makes_weights(self, use: Use, consumer: Op) -> bool:
+        """Whether `consumer`, the op of `use`, computes a weight from weights alone."""
+        made = TensorRef(use.graph, use.op)
+        return consumer.kind not in FORWARDING and self.matcher.parameters.is_parameter(made)
 
     def _ties(self, graph: str, name: str) -> tuple[Use, ...]:
         """The uses by which an op reads the float data that it passes on."""

@@ -193,6 +193,21 @@ def test_ties_follow_chains(tmp_path):
     )
 
 
+def test_arithmetic_of_weights_is_left(tmp_path):
+    """What makes a weight of weights reads them as they are, or the weight would be rounded twice; a name insists."""
+    text = (
+        "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1, 2, 3, 4}, float[2] s = {1, 2}>"
+        " { ws = Mul(w, s)\ny = MatMul(x, ws) }"
+    )
+    rules = rule("all", consumer='{ kind = "mul|matmul" }')
+    plan = planned(tmp_path, text, rules)
+    assert told(plan) == ["x:0 q -> y[0]", "ws:0 q -> y[1]"]
+    why = "its consumer makes a weight of weights alone, and that is quantized where it is used"
+    assert reasons(plan) == {"w:0 -> ws[0]": why, "s:0 -> ws[1]": why}
+    plan = planned(tmp_path, text, rule("named", producer='{ name = "w" }') + rules)
+    assert "w:0 q -> ws[0]" in told(plan)
+
+
 def test_a_tie_to_nothing_is_skipped(tmp_path):
     """Where nothing that feeds the chain is quantized, each link says so; so does one without float input."""
     plan = planned(tmp_path, TIED, PASS)
