@@ -96,7 +96,9 @@ class TensorFlowRunner:
         session = _Session.start(self._tf, watched) if queued else self._session
         dtypes = [self._model.output(tensor).dtype or "float32" for tensor in queued]
         queues = session.queues(dtypes)
-        fetches = [*(f"{tensor.op}:{tensor.port}" for tensor in direct), *_fetches(watched).values()]
+        # The outputs only have to run: one on the branch of a TF1 cond that is not taken has no value to fetch.
+        ends = [session.operation(name) for name in _fetches(watched).values()]
+        fetches = [*(f"{tensor.op}:{tensor.port}" for tensor in direct), *ends]
         try:
             for feed in feeds:
                 values = session.run(fetches, self._feed(feed))
@@ -198,9 +200,7 @@ class _Session:
         """Restores the variables and runs the model's own initialization, as TensorFlow's loader does."""
         prefix = source.prefix()
         if prefix is not None and meta.saver_def.restore_op_name:
-            self.run(
-                self._operation(meta.saver_def.restore_op_name), {meta.saver_def.filename_tensor_name: str(prefix)}
-            )
+            self.run(self.operation(meta.saver_def.restore_op_name), {meta.saver_def.filename_tensor_name: str(prefix)})
         assets = {
             asset.tensor_info.name: str(source.folder / "assets" / asset.filename)
             for asset in meta.asset_file_def
@@ -210,9 +210,10 @@ class _Session:
         if INIT_SIGNATURE in meta.signature_def:
             names.insert(0, [info.name for info in meta.signature_def[INIT_SIGNATURE].outputs.values()])
         for name in next((listed for listed in names if listed), ()):
-            self.run(self._operation(name), assets)
+            self.run(self.operation(name), assets)
 
-    def _operation(self, name: str) -> Any:
+    def operation(self, name: str) -> Any:
+        """The operation that makes the tensor `name`."""
         with _refusals(self.tf):
             return self.graph.get_operation_by_name(name.partition(":")[0])
 

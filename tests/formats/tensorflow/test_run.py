@@ -230,6 +230,23 @@ def test_observe_branches(tf: Any) -> None:
     assert sorted(counts) == [[0, 1], [1, 0]]
 
 
+def test_observe_beside_dead_ends(tf: Any, tmp_path: Path) -> None:
+    """An op that nothing reads may lie on a branch that is not taken, so that it has no value; the rest is observed."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, [2], name="x")
+        off, on = tf.raw_ops.Switch(data=x, pred=tf.reduce_sum(x) > 0.0)
+        tf.negative(off, name="off")
+        tf.abs(on, name="on")
+    (tmp_path / "model.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    model = load(tmp_path / "model.pb")
+    switch = next(op.name for op in model.main.ops() if op.kind == "switch")
+    tensors = [TensorRef("", switch, 0), TensorRef("", switch, 1), TensorRef("", "x")]
+    feeds = [{"x": np.array(values, np.float32)} for values in ([1, 2], [-1, -2])]
+    seen = [[len(run[tensor]) for tensor in tensors] for run in runner(model).observe(tensors, feeds)]
+    assert seen == [[0, 1, 1], [1, 0, 1]]
+
+
 def test_function_as_operation(tf: Any, tmp_path: Path) -> None:
     """A function that a node calls by its type is edited and observed like any other."""
     (tmp_path / "m.pbtxt").write_text("""
