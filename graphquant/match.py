@@ -408,9 +408,9 @@ class _Search:
 
 
 def name_matches(pattern: str, *names: str) -> bool:
-    """Whether one of `names` matches a glob, or a regex between slashes anywhere in the name."""
+    """Whether one of `names` is `pattern`, or matches it as a glob, or as a regex between slashes, found anywhere."""
     found = _compiled(pattern)
-    return any(name and found.search(name) for name in names)
+    return any(name and (name == pattern or found.search(name)) for name in names)
 
 
 def _op_labels(graph: str, op: str) -> tuple[str, ...]:

@@ -383,6 +383,7 @@ def test_names():
     assert not name_matches("/^nv/", "conv1")
     assert name_matches("/features/*", "/features/conv")
     assert not name_matches("*", "")
+    assert name_matches("conv[1]", "conv[1]")
 
 
 def fan_out(count):
