@@ -1,0 +1,206 @@
+"""Real models that are no part of the project: quantized, saved, run in their framework, and inspected."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant import formats
+from graphquant.ir import check
+from graphquant.survey import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Array = np.ndarray[Any, Any]
+
+
+def saved(result: gq.Result, path: Path) -> gq.Model:
+    """The result as it is read back, each of its sites with its very scale and zero point."""
+    again = gq.load(result.save(path))
+    check(again, "the test")
+    read = {(reading.graph, reading.op): reading.params for reading in survey(again).readings}
+    assert result.inserted
+    for done in result.inserted:
+        graph = again.graphs[done.output.graph]
+        op = done.output.op
+        if (graph.name, op) not in read:  # a reshape behind the quantization of a depthwise kernel
+            op = next(slot.op for slot in graph.slots(op) if slot is not None)
+        params = read[graph.name, op]
+        assert params is not None
+        np.testing.assert_array_equal(params.scale, done.params.scale)
+        np.testing.assert_array_equal(params.zero_point, done.params.zero_point)
+    return again
+
+
+def outputs(model: gq.Model, feeds: list[dict[str, Array]]) -> dict[str, Array]:
+    """The model's outputs in its own framework, those of all feeds one after the other."""
+    runner = formats.module(model.format).runner(model)
+    runs = [runner.run(feed) for feed in feeds]
+    return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
+
+
+def sqnr(before: Array, after: Array) -> float:
+    """Signal to quantization noise in dB."""
+    noise = np.square(after.astype(np.float64) - before).sum()
+    return float(10 * np.log10(np.square(before.astype(np.float64)).sum() / noise)) if noise else np.inf
+
+
+def report(text: str) -> None:
+    """Shows a measurement with `pytest -rP`."""
+    sys.stdout.write(f"{text}\n")
+
+
+# -- KWS -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
+    """Int8 top-1 is at most half a point below float on the labelled samples, and 98% of the answers are the same."""
+    pytest.importorskip("tensorflow")
+    data = np.load(shared / "kws/eval.npz")
+    result = gq.insert(shared / "kws/saved_model", data=str(shared / "kws/calib.npz"))
+    again = saved(result, tmp_path / "kws")
+    name = next(key for key in data if key != "label")
+    probabilities = []
+    for model in (result.source, again):
+        runner = formats.module(model.format).runner(model)
+        found = runner.run({runner.inputs[0].name: data[name]})
+        probabilities.append(next(iter(found.values())))
+    answers = [found.argmax(1) for found in probabilities]
+    before, after = ((one == data["label"]).mean() for one in answers)
+    agreement = (answers[0] == answers[1]).mean()
+    report(f"KWS: {len(result.inserted)} sites, float {before:.4f}, int8 {after:.4f}, agreement {agreement:.4f}")
+    assert 0 < np.abs(probabilities[0] - probabilities[1]).max() < 0.5  # another model, and no other answers
+    assert after >= before - 0.005
+    assert agreement >= 0.98
+    for part in ("variables/variables.index", "variables/variables.data-00000-of-00001"):
+        assert (tmp_path / "kws" / part).read_bytes() == (shared / "kws/saved_model" / part).read_bytes()
+
+
+def test_kws_without_tensorflow(shared: Path, tmp_path: Path) -> None:
+    """Weights and fixed-point ranges need no data: the SavedModel is read, rewritten and inspected."""
+    result = gq.insert(shared / "kws/saved_model", rules=["fixed_point"])
+    saved(result, tmp_path / "kws")
+    assert len(result.inserted) == 20
+    assert {float(scale) for done in result.inserted for scale in np.ravel(done.params.scale)} == {2**-4, 2**-6}
+
+
+# -- the face detector -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def photographs(shared: Path, tmp_path: Path) -> list[Array]:
+    """The detector's demo photographs as it wants them, [1, 3, 240, 320]; `images.npz` has the first ten."""
+    rgb = np.load(shared / "ultraface/images.npz")["rgb"]
+    images = ((rgb.astype(np.float32) - 127) / 128).transpose(0, 3, 1, 2)
+    np.savez(tmp_path / "images.npz", input=images[:10])
+    return [image[None] for image in images]
+
+
+def test_ultraface_of_opset_9(shared: Path, tmp_path: Path, photographs: list[Array], cli: Callable[..., Any]) -> None:
+    """The upgraded detector finds the same faces; `inspect` shows the scale of each site of the report."""
+    source, out = shared / "ultraface/version-RFB-320.onnx", tmp_path / "out.onnx"
+    cli("insert", source, "--data", tmp_path / "images.npz", "-o", out, "--report", tmp_path / "report.json")
+    told = json.loads((tmp_path / "report.json").read_text())["sites"]
+    read = json.loads(cli("inspect", out, "--format", "json").stdout)
+    scales = {one["op"]: one["scale"] for one in read["quantization"]}
+    assert {site["output"]["op"]: site["scale"] for site in told} == scales
+    assert read["opset"] == 13
+    feeds = [{"input": image} for image in photographs[10:]]
+    before, after = outputs(gq.load(source), feeds), outputs(gq.load(out), feeds)
+    for name in before:
+        assert np.isfinite(after[name]).all()
+        report(f"ultraface {name}: {sqnr(before[name], after[name]):.1f} dB, {len(told)} sites")
+        assert sqnr(before[name], after[name]) > 20
+    faces = [found["scores"][..., 1] > 0.7 for found in (before, after)]
+    both, either = (faces[0] & faces[1]).sum(), (faces[0] | faces[1]).sum()
+    report(f"ultraface: boxes above 0.7 {faces[0].sum()} float, {faces[1].sum()} int8, {both / either:.3f} in common")
+    assert both / either > 0.85
+
+
+# -- MTCNN -----------------------------------------------------------------------------------------
+
+
+def test_mtcnn_is_rewritten_without_data(shared: Path, tmp_path: Path) -> None:
+    """A frozen TF1 graph with loop frames: weights behind Enter and Switch, and fixed-point activations."""
+    result = gq.insert(shared / "mtcnn.pb", rules=["fixed_point"])
+    saved(result, tmp_path / "mtcnn.pb")
+    report(f"mtcnn: {len(result.inserted)} sites, {len(result.skips)} skips")
+    assert sum(done.site.parameter for done in result.inserted) >= 19
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", ["fixed_point", "weight_only"])
+def test_mtcnn_runs(shared: Path, tmp_path: Path, rules: str) -> None:
+    """The rewritten graph loads and runs in TensorFlow; weights alone still find the faces."""
+    pytest.importorskip("tensorflow")
+    again = saved(gq.insert(shared / "mtcnn.pb", rules=[rules]), tmp_path / "mtcnn.pb")
+    picture = np.load(shared / "ultraface/images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
+    feeds = {
+        "input": picture,
+        "min_size": np.float32(20),
+        "thresholds": np.array([0.6, 0.7, 0.7], np.float32),
+        "factor": np.float32(0.709),
+    }
+    counts = []
+    for model in (gq.load(shared / "mtcnn.pb"), again):
+        found = formats.module("tensorflow").runner(model).run(feeds)
+        assert all(np.isfinite(value).all() for value in found.values())
+        counts.append({name: value.shape for name, value in found.items()})
+    report(f"mtcnn {rules}: float {counts[0]}, int8 {counts[1]}")
+    assert counts[0].keys() == counts[1].keys()
+
+
+# -- voice activity, and a model that is quantized already -----------------------------------------
+
+
+def test_silero_vad_with_bodies(shared: Path, tmp_path: Path) -> None:
+    """24 subgraphs under If; weights and activations on its own speech, state fed along."""
+    source = shared / "silero_vad_16k_op15.onnx"
+    data = np.load(shared / "silero_vad.npz")
+    runner = formats.module("onnx").runner(gq.load(source))
+    assert {spec.name for spec in runner.inputs} <= set(data)
+    result = gq.insert(source, data=str(shared / "silero_vad.npz"))
+    again = saved(result, tmp_path / "vad.onnx")
+    feeds = _vad_feeds(data)
+    before, after = outputs(result.source, feeds), outputs(again, feeds)
+    speech = [found["output"].ravel() > 0.5 for found in (before, after)]
+    report(
+        f"silero: {len(result.inserted)} sites, {sqnr(before['output'], after['output']):.1f} dB,"
+        f" {speech[0].sum()} of {len(speech[0])} are speech, {(speech[0] == speech[1]).mean():.3f} agree"
+    )
+    assert np.isfinite(after["output"]).all()
+    assert (speech[0] == speech[1]).mean() > 0.9
+
+
+def _vad_feeds(data: Any, count: int = 100) -> list[dict[str, Array]]:
+    samples = len(data["input"])
+    feeds = []
+    for index in np.linspace(0, samples - 1, min(count, samples)).astype(int):
+        feed = {"sr": data["sr"], "input": data["input"][index], "state": data["state"][index]}
+        feeds.append(
+            {"sr": feed["sr"], "input": feed["input"].reshape(1, -1), "state": feed["state"].reshape(2, 1, 128)}
+        )
+    return feeds
+
+
+@pytest.mark.parametrize("rules", ["onnxruntime", "fixed_point", "weight_only"])
+def test_quantized_model_is_not_quantized_again(shared: Path, tmp_path: Path, rules: str) -> None:
+    """An LSTM that is full of QDQ ops keeps its own, and gets no second pair before or behind one."""
+    model = gq.load(shared / "qlstm_tract.onnx")
+    own = survey(model).readings
+    assert own
+    result = gq.insert(model, rules=[rules], data="random:2")
+    again = survey(result.model)
+    assert [reading.op for reading in again.readings if not reading.rule] == [reading.op for reading in own]
+    for done in result.inserted:
+        assert result.source.op(done.site.tensor).kind not in {"quantize", "dequantize", "qdq"}
+    gq.save(result.model, tmp_path / "out.onnx")
+    report(f"qlstm {rules}: {len(own)} own pairs, {len(result.inserted)} inserted, {len(result.skips)} left")
