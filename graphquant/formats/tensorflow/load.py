@@ -124,16 +124,17 @@ class _Loader:
             after = [names.node(text[1:], reader) for text in node.input if text.startswith("^")]
             wiring.append((node, tensors, after))
         for node, tensors, _ in wiring:
-            graph.add(self._op(node, len(tensors), names))
+            # The saver's names are those of the main graph; in a function they are just names.
+            graph.add(self._op(node, len(tensors), names, saves=not graph.name and node.name in self._savers))
         for node, tensors, after in wiring:
             graph.wire(node.name, tensors, after=dict.fromkeys(after))
         _spread_shapes(graph)
 
-    def _op(self, node: Any, inputs: int, names: Names) -> Op:
+    def _op(self, node: Any, inputs: int, names: Names, *, saves: bool) -> Op:
         info = describe(node.op, node.attr, inputs)
         calls = self._calls(node)
         kind = "call" if node.op in self._functions and node.op not in self._builtin else info.kind
-        if node.name in self._savers:
+        if saves:
             calls, kind = (), "stateful"
         return Op(
             name=node.name,

@@ -246,6 +246,23 @@ def test_savers_are_apart() -> None:
     assert [name.rpartition("_")[0] for name in apart] == ["__inference__traced_restore", "__inference__traced_save"]
 
 
+def test_a_saver_is_an_op_of_the_main_graph(tmp_path: Path) -> None:
+    """An op inside a function may be called as the main graph's saver is, and still is what it is."""
+    original = load(SAMPLES / "digits_rnn_saved_model")
+    inside = next(
+        (name, op.name)
+        for name in original.live()
+        for op in original.graphs[name].ops()
+        if name and op.name not in original.main and op.calls
+    )
+    saved = proto.SavedModel.FromString((SAMPLES / "digits_rnn_saved_model" / "saved_model.pb").read_bytes())
+    saved.meta_graphs[0].saver_def.save_tensor_name = f"{inside[1]}:0"
+    (tmp_path / "saved_model.pb").write_bytes(saved.SerializeToString())
+    model = load(tmp_path)
+    assert model.graphs[inside[0]].op(inside[1]).calls == original.graphs[inside[0]].op(inside[1]).calls
+    assert set(original.live()) <= set(model.live())
+
+
 def test_saved_model_file_or_folder() -> None:
     """A SavedModel is given by its folder or by the file in it."""
     folder = SAMPLES / "digits_cnn_saved_model"
