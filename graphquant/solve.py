@@ -133,7 +133,10 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
     if site.parameter:
         value = parameters.value(site.tensor)
         if value is None:
-            raise DataError("its value is not in the model's files (no checkpoint, or ops that are not evaluated)")
+            raise DataError(
+                "it has no one value in the model's files (no checkpoint, ops that are not evaluated, or calls of its"
+                " function that pass different weights)"
+            )
         if value.size == 0:
             raise DataError("it has no elements")
         if site.axis is not None and site.axis >= value.ndim:
