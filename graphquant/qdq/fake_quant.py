@@ -117,6 +117,8 @@ def _ends(graph: Graph, op: Op, parameters: Parameters) -> tuple[Array, Array] |
     values = [None if slot is None else parameters.value(slot) for slot in graph.slots(op.name)[1:3]]
     if len(values) != 2 or values[0] is None or values[1] is None:  # noqa: PLR2004  # min and max
         return None
+    if values[0].dtype != np.float32 or values[1].dtype != np.float32:
+        return None
     low, high = values[0].astype(np.float64), values[1].astype(np.float64)
     return (low, high) if low.shape == high.shape and low.ndim <= 1 else None
 

@@ -1,5 +1,7 @@
 """What each family of QDQ ops adds to a graph: ops, names, constants and reshapes, for both frameworks."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -189,6 +191,16 @@ def test_what_is_lowered_is_read_back(family: str, name: str, symmetric: bool) -
     np.testing.assert_allclose(found.scale, params.scale, rtol=1e-6)
     np.testing.assert_allclose([found.range.low, found.range.high], [params.range.low, params.range.high], rtol=1e-6)
     assert found.zero_point == params.zero_point
+
+
+def test_a_range_of_strings_is_not_read() -> None:
+    """A damaged FakeQuant whose range is no float is told as one that is not known, not as a crash."""
+    params = choose(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=True)
+    graph, _ = lower("fake-quant", (2,), params)
+    damaged = dataclasses.replace(graph.op("t/quant/max"), value=lambda: np.array(b"", object))
+    graph.replace(damaged)
+    model = Model(format="onnx", graphs={"": graph})
+    assert FAMILIES["fake-quant"].read(graph, graph.op("t/quant"), Parameters(model)) is None
 
 
 @pytest.mark.parametrize(
