@@ -12,12 +12,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from graphquant.errors import GraphQuantError, InternalError, UsageError
+from graphquant.errors import GraphQuantError, InternalError, UsageError, printable
 
 if TYPE_CHECKING:
     from graphquant.pipeline import Progress
 
 INTERRUPTED = 130
+
+LONGEST_LINE = 2_000
+"""Characters of an error's line that are shown: a name in a model may have millions."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,7 +32,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except GraphQuantError as error:
-            click.echo(f"Error: {error}", err=True)
+            click.echo(f"Error: {_told(error)}", err=True)
             raise click.exceptions.Exit(error.exit_code) from error
         except KeyboardInterrupt as error:
             click.echo("Interrupted.", err=True)
@@ -250,6 +253,13 @@ def rules_schema() -> None:
     click.echo(json.dumps(schema(), indent=2))
 
 
+def _told(error: GraphQuantError) -> str:
+    """What the error says, fit for a terminal."""
+    lines = [printable(line) for line in str(error).split("\n")]
+    more = [f" ... ({len(line) - LONGEST_LINE} more characters)" if len(line) > LONGEST_LINE else "" for line in lines]
+    return "\n".join(line[:LONGEST_LINE] + rest for line, rest in zip(lines, more, strict=True))
+
+
 @contextmanager
 def _progress() -> Iterator[Progress | None]:
     """A progress bar on stderr, if that is a terminal."""
@@ -289,11 +299,9 @@ def _print(view: Any, output: Path | None) -> None:
         return
     from io import StringIO
 
-    from rich.console import Console
-
-    plain = Console(file=StringIO(), width=text.UNFOLDED, color_system=None)
-    plain.print(view)
-    _write(output, plain.file.getvalue())  # type: ignore[attr-defined]  # a StringIO
+    lines = StringIO()
+    text.console(file=lines).print(view)
+    _write(output, lines.getvalue())
 
 
 def _write(path: Path, what: Any) -> None:

@@ -62,6 +62,11 @@ class InternalError(GraphQuantError):
     exit_code: ClassVar[int] = 3
 
 
+def printable(text: str) -> str:
+    """`text` with everything that a terminal would act on, line breaks too, spelled as Python does: names are data."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
 def did_you_mean(word: str, known: Iterable[str], *, limit: int = 3) -> str:
     """A sentence naming the known words closest to `word`, with a leading space, or nothing."""
     close = get_close_matches(word, list(known), n=limit, cutoff=0.5)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from onnx import helper, numpy_helper
 
 from graphquant import pipeline
 from graphquant.errors import (
@@ -427,3 +428,36 @@ def test_installed_command_is_the_module(here: Path) -> None:
 
     assert program("--version").stdout.strip().endswith(graphquant.__version__)
     assert program("--help").stdout.startswith("Usage: ")
+
+
+NAME = "a\x1b[31m[/]\x9b:x:\nb\u202e"
+"""A name that would colour a terminal, break a line, turn the reading direction or be markup."""
+
+
+@pytest.mark.parametrize("verb", [("inspect",), ("inspect", "--format", "dot"), ("plan",), ("insert",), ("explain",)])
+def test_names_cannot_act_on_the_terminal(cli: Callable[..., Any], tmp_path: Path, verb: tuple[str, ...]) -> None:
+    """Names in a model are spelled out, in results, in files and in errors alike."""
+    path, out = tmp_path / "named.onnx", tmp_path / "out.onnx"
+    weight = numpy_helper.from_array(np.ones((4, 3, 1, 1), np.float32), f"{NAME}w")
+    node = helper.make_node("Conv", ["x", f"{NAME}w"], [f"{NAME}y"], name=NAME)
+    inputs = [helper.make_tensor_value_info("x", 1, [1, 3, 4, 4])]
+    outputs = [helper.make_tensor_value_info(f"{NAME}y", 1, None)]
+    graph = helper.make_graph([node], "named", inputs, outputs, [weight])
+    path.write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
+    options = {"insert": ("-o", out, "--rules", "fixed_point"), "explain": (NAME,)}.get(verb[0], ())
+    shown = cli(verb[0], path, *options, *verb[1:]).stdout
+    assert r"a\x1b[31m[/]\x9b:x:".replace("\\", "\\\\" if "dot" in verb else "\\") in shown
+    assert all(char.isprintable() or char == "\n" for char in shown)
+    if verb[0] in {"inspect", "plan"}:
+        cli(*verb[:1], path, *verb[1:], "-o", tmp_path / "out.txt")
+        assert (tmp_path / "out.txt").read_text("utf-8") == shown
+
+
+def test_errors_are_fit_for_a_terminal(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """An error that quotes a file's content neither acts on the terminal nor fills it."""
+    path = tmp_path / "long.textproto"
+    path.write_text("a" * 100_000)
+    said = cli("inspect", path, code=3).stderr
+    assert len(said) < 3_000
+    assert "more characters)" in said
+    assert r"no\x1b[31m.onnx" in cli("inspect", tmp_path / "no\x1b[31m.onnx", code=3).stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import graphquant
-from graphquant.errors import RuleError, UsageError, did_you_mean
+from graphquant.errors import RuleError, UsageError, did_you_mean, printable
 from graphquant.ruleset.locate import KeyPath, NestingError, locate, nearest
 from graphquant.ruleset.mistakes import parse
 from graphquant.ruleset.types import BoundRule, RuleFile, RuleSet
@@ -154,11 +154,7 @@ def _error(path: Path, mistakes: Iterable[tuple[int, str]]) -> RuleError:
     if len(found) > MAX_MISTAKES:
         more = found[MAX_MISTAKES:]
         told.append(f"{path}:{more[0][0]}: from here on there are {len(more)} more mistakes. Mend the others first.")
-    return RuleError("\n".join(_printable(line) for line in told))
-
-
-def _printable(text: str) -> str:
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+    return RuleError("\n".join(printable(line) for line in told))
 
 
 def _hint(name: str) -> str:

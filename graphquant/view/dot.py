@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from graphquant.errors import printable
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
 from graphquant.qdq import FAMILIES
 
@@ -67,5 +68,5 @@ def _node(graph: str, op: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-    return f'"{escaped}"'
+    lines = [printable(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
+    return '"' + "\\n".join(lines) + '"'

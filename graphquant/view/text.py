@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from graphquant.errors import printable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,10 +37,10 @@ def plan_view(plan: Plan) -> RenderableType:
     rows = [(site, (_uses([str(use) for use in site.uses]), _scheme(site))) for site in plan.sites]
     parts: list[RenderableType] = [*_steps(plan), *_by_rule(rows, "read by", "scheme"), *_skips(plan.skips)]
     if plan.unused:
-        parts.append(Text(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
+        parts.append(_text(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
     uses = sum(len(site.uses) for site in plan.sites)
     parts.append(
-        Text(
+        _text(
             f"{_count(len(plan.sites), 'site')}, {_count(uses, 'use')} rerouted, {len(plan.skips)} left with a reason.",
             style="bold",
         )
@@ -50,7 +53,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     rows = [(done.site, _params(done.params)) for done in result.inserted]
     parts: list[RenderableType] = [*_steps(result.plan), *_by_rule(rows, *PARAMS), *_skips(result.skips)]
     if result.random:
-        parts.append(Text("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
+        parts.append(_text("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
     said = f"{_count(len(result.inserted), 'site')} inserted" + (
@@ -59,7 +62,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     said += f", {_count(uses, 'use')} rerouted"
     said += f", calibrated on {_count(result.samples, 'sample')}" if result.samples else ""
     parts.append(
-        Text(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
+        _text(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
     )
     return Group(*parts)
 
@@ -70,15 +73,15 @@ def survey_view(found: Survey) -> RenderableType:
     head = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
     ops = sum(found.kinds.values())
     graphs = len(model.graphs) - len(found.idle)
-    lines: list[RenderableType] = [Text(f"{head}, {_count(ops, 'op')} in {_count(graphs, 'graph')}", style="bold")]
+    lines: list[RenderableType] = [_text(f"{head}, {_count(ops, 'op')} in {_count(graphs, 'graph')}", style="bold")]
     for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
         shown = [_signature(model, name, title.strip() == "outputs") for name in names]
-        lines.append(Text(f"  {title} {_uses(shown, 6)}"))
+        lines.append(_text(f"  {title} {_uses(shown, 6)}"))
     top = list(found.kinds.items())
-    lines.append(Text(f"  ops     {_uses([f'{count} {kind}' for kind, count in top], 12)}"))
+    lines.append(_text(f"  ops     {_uses([f'{count} {kind}' for kind, count in top], 12)}"))
     if found.idle:
         lines.append(
-            Text(
+            _text(
                 f"  {_count(len(found.idle), 'function')} not listed: nothing in the main graph reaches them.",
                 style="dim",
             )
@@ -87,9 +90,9 @@ def survey_view(found: Survey) -> RenderableType:
     for reading in found.readings:
         table = tables.setdefault(reading.type, _table("tensor", *PARAMS))
         values = ("?", "at run time", "", "") if reading.params is None else _params(reading.params)
-        table.add_row(str(reading.tensor), *values)
+        table.add_row(printable(str(reading.tensor)), *values)
     for kind, table in tables.items():
-        lines += [Text(f"{table.row_count} {kind}", style="bold"), table]
+        lines += [_text(f"{table.row_count} {kind}", style="bold"), table]
     lines += _coverage(found)
     return Group(*lines)
 
@@ -98,18 +101,24 @@ def explain_view(explanations: Sequence[Explanation]) -> RenderableType:
     """Each use with the rules that were tried."""
     parts: list[RenderableType] = []
     for one in explanations:
-        parts.append(Text(f"{one.tensor} read by {one.use}", style="bold"))
-        parts.append(Text(f"  {one.outcome}" + (f" (rule {one.winner})" if one.winner else "")))
+        parts.append(_text(f"{one.tensor} read by {one.use}", style="bold"))
+        parts.append(_text(f"  {one.outcome}" + (f" (rule {one.winner})" if one.winner else "")))
         for miss in one.misses:
             reason = miss.reason or f"matches too, but {one.winner} came first"
-            parts.append(Text(f"  {miss.rule.rule.name}: {reason}", style="dim"))
+            parts.append(_text(f"  {miss.rule.rule.name}: {reason}", style="dim"))
     return Group(*parts)
 
 
-def console(*, stderr: bool = False) -> Console:
-    """A console that folds at a terminal's width, and nowhere else."""
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=UNFOLDED, color_system=None)
+def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
+    """A console that folds at a terminal's width, and nowhere else; names like [red] and :x: are shown as they are."""
+    make = partial(Console, stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
+    made = make()
+    return made if made.is_terminal and file is None else make(width=UNFOLDED, color_system=None)
+
+
+def _text(what: str, style: str = "") -> Text:
+    """A line; names out of a model or a rule file cannot act on the terminal."""
+    return Text(printable(what), style=style)
 
 
 def _table(*columns: str) -> Table:
@@ -124,12 +133,12 @@ def _by_rule(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[
     tables: dict[str, Table] = {}
     reasons: dict[str, str] = {}
     for site, cells in rows:
-        tables.setdefault(site.rule, _table("tensor", *columns)).add_row(str(site.tensor), *cells)
-        reasons.setdefault(site.rule, site.why)
+        tables.setdefault(site.rule, _table("tensor", *columns)).add_row(*map(printable, (str(site.tensor), *cells)))
+        reasons.setdefault(site.rule, " ".join(site.why.split()))
     parts: list[RenderableType] = []
     for rule, table in tables.items():
-        head = Text(f"{table.row_count} by rule {rule}", style="bold")
-        head.append(f": {reasons[rule]}" if reasons[rule] else "", style="not bold")
+        head = _text(f"{table.row_count} by rule {rule}", style="bold")
+        head.append(f": {printable(reasons[rule])}" if reasons[rule] else "", style="not bold")
         parts += [head, table, ""]
     return parts
 
@@ -138,7 +147,7 @@ def _steps(plan: Plan) -> list[RenderableType]:
     counted: dict[str, list[str]] = {}
     for step in plan.steps:
         counted.setdefault(step.step, []).append(step.detail if step.target == "model" else step.target)
-    return [Text(f"prepared: {name}: {_uses(targets)}") for name, targets in counted.items()]
+    return [_text(f"prepared: {name}: {_uses(targets)}") for name, targets in counted.items()]
 
 
 def _skips(skips: Sequence[Skip]) -> list[RenderableType]:
@@ -147,7 +156,7 @@ def _skips(skips: Sequence[Skip]) -> list[RenderableType]:
     for skip in skips:
         reasons.setdefault((skip.rule, skip.reason), []).append(str(skip.tensor))
     return [
-        Text(f"left: {_uses(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
+        _text(f"left: {_uses(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
         for (rule, reason), tensors in reasons.items()
     ]
 
@@ -157,11 +166,11 @@ def _coverage(found: Survey) -> list[RenderableType]:
         return []
     done = sum(one.quantized for one in found.coverage)
     lines: list[RenderableType] = [
-        Text(f"{done} of {len(found.coverage)} ops that multiply read quantized tensors only.", style="bold")
+        _text(f"{done} of {len(found.coverage)} ops that multiply read quantized tensors only.", style="bold")
     ]
     if done:
         lines += [
-            Text(f"  float: {one.graph + '/' if one.graph else ''}{one.op} ({one.kind}): {one.reason}", style="yellow")
+            _text(f"  float: {one.graph + '/' if one.graph else ''}{one.op} ({one.kind}): {one.reason}", style="yellow")
             for one in found.coverage
             if not one.quantized
         ]
