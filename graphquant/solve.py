@@ -141,7 +141,10 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
             raise DataError("it has no elements")
         if site.axis is not None and site.axis >= value.ndim:
             raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
-        return sketch(readable(value, site.tensor), site.axis)
+        largest = float(np.abs(readable(value, site.tensor)).max())
+        if 0 < largest < SMALLEST_SCALE:
+            raise DataError(f"its values, {largest:.3g} at most, are denormals, which kernels flush to zero")
+        return sketch(value, site.axis)
     if site.tensor not in sketches or not sketches[site.tensor].count:
         raise DataError("no sample of the calibration data reached it")
     if sketches[site.tensor].inf:

@@ -57,6 +57,13 @@ def numbers(params):
 X, W = site("x"), site("w", 1, scheme=CHANNEL, axis=0, parameter=True)
 
 
+def test_denormal_weights_are_left(tmp_path):
+    """A tensor of denormals would become zeros without a word; it is left, with that reason."""
+    found = solve(gemm(tmp_path, np.full((2, 3), 1e-42, np.float32)), plan(W), {})
+    assert found.params == {}
+    assert found.skips[0].reason == "its values, 1e-42 at most, are denormals, which kernels flush to zero"
+
+
 def test_weights_have_the_range_of_their_values(tmp_path):
     """Per channel and per tensor, the largest magnitude is 127 steps."""
     model = gemm(tmp_path)
