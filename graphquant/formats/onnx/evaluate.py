@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-MAX_RESULT = 1 << 28
-"""Largest number of elements that one op may make of constants: a hostile Expand or Tile must not fill memory."""
+MAX_RESULT = 1 << 24
+"""Elements that one op may make of smaller constants: a hostile Expand or Tile must not fill memory."""
 
 _SMALL = 1 << 10
 _FAILURES = (
@@ -47,7 +47,7 @@ def evaluate(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array] | No
     node.output.extend(f"o{k}" for k in range(len(op.source.output)))
     try:
         model = _model_of(node, inputs, opset_import)
-        if _is_too_large(model):
+        if _elements(model) > max(MAX_RESULT, sum(value.size for value in inputs)):
             return None
         results = ReferenceEvaluator(model).run(None, {f"i{k}": value for k, value in enumerate(inputs)})
         return [np.asarray(result) for result in results]
@@ -66,7 +66,8 @@ def _model_of(node: NodeProto, inputs: list[Array], opset_import: Any) -> Any:
     return helper.make_model(helper.make_graph([node], "one", infos, outputs, small), opset_imports=list(opset_import))
 
 
-def _is_too_large(model: Any) -> bool:
+def _elements(model: Any) -> int:
+    """Number of elements of the largest output, as far as shape inference tells."""
     outputs = shape_inference.infer_shapes(model, data_prop=True).graph.output
     counts = [math.prod(max(d.dim_value, 1) for d in output.type.tensor_type.shape.dim) for output in outputs]
-    return max(counts, default=0) > MAX_RESULT
+    return max(counts, default=0)

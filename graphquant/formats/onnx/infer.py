@@ -3,26 +3,133 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
+import networkx as nx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, ModelProto, TensorProto, checker, shape_inference
+from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, checker, shape_inference
+
+from graphquant.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ERRORS: tuple[type[Exception], ...] = (
+    shape_inference.InferenceError,
+    checker.ValidationError,
+    DecodeError,
+    RuntimeError,
+    ValueError,
+    IndexError,
+)
+"""What onnx's shape inference raises; its own kinds have no common base."""
 
 SMALL = 1 << 10
 """Elements up to which integer constants keep their data: they may be shapes, axes or slices."""
 
+LONGEST = 1 << 20
+"""Elements of all integer vectors of a graph up to which onnx may compute their values: it keeps an object for each."""
+
+MAX_CALLED = 1 << 18
+"""Nodes that a model may have once its functions are put in place of their calls, as onnx and onnxruntime do."""
+
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
+
+_GROWING = frozenset({"Concat", "ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"})
+"""Ops that make vectors of any length out of few numbers."""
 
 
 def inferred(message: Any) -> Any:
-    """A ModelProto with the nodes of `message` and all value types that could be found; weights have no data in it."""
+    """A ModelProto with the nodes of `message` and all value types that could be found; weights have no data in it.
+
+    Raises:
+        ModelError: A function calls itself, or the calls come to too many nodes.
+    """
+    _check_calls(message)
     light = ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, functions=message.functions)
     _graph(message.graph, light.graph)
     try:
-        return shape_inference.infer_shapes(light, data_prop=True)
-    except (shape_inference.InferenceError, checker.ValidationError, DecodeError, RuntimeError, ValueError, IndexError):
+        known = shape_inference.infer_shapes(light)
+    except ERRORS:
         # An op unknown to onnx, or a model that is wrong in some place: the types that the file states remain.
         return light
+    if not _tame(known):
+        return known
+    try:
+        return shape_inference.infer_shapes(known, data_prop=True)
+    except ERRORS:
+        return known
+
+
+def _check_calls(message: Any) -> None:
+    """Refuses functions that call themselves, or each other so often that putting them in place would fill memory."""
+    if not message.functions:
+        return
+    main = ("", "", "")
+    holders = {main: message.graph, **{(f.domain, f.name, f.overload): f for f in message.functions}}
+    calls: nx.DiGraph[Any] = nx.DiGraph()
+    sizes: dict[Any, Counter[Any]] = {}
+    for key, holder in holders.items():
+        sizes[key] = Counter((node.domain, node.op_type, node.overload) for node in _nodes(holder))
+        calls.add_node(key)
+        calls.add_edges_from((key, called) for called in sizes[key] if called in holders and called != main)
+    try:
+        order = list(nx.topological_sort(calls))
+    except nx.NetworkXUnfeasible as error:
+        raise ModelError(
+            "A function of the model calls itself, which ONNX does not allow. Export the model again."
+        ) from error
+    total: dict[Any, int] = {}
+    for key in reversed(order):
+        total[key] = sum(count * total.get(called, 1) for called, count in sizes[key].items())
+    if total[main] > MAX_CALLED:
+        raise ModelError(
+            f"With its functions put in place, the model has {total[main]} nodes. At most {MAX_CALLED} are read: export"
+            " the model without functions."
+        )
+
+
+def _tame(known: Any) -> bool:
+    """Whether vectors are small enough for onnx to compute their values; hides ops that could make longer ones."""
+    length = 0
+    for holder in [known.graph, *known.functions]:
+        for graph in _graphs(holder):
+            ends = [*graph.input, *graph.output] if isinstance(graph, GraphProto) else []
+            shapes = {info.name: _vector(info.type) for info in [*graph.value_info, *ends]}
+            length += sum(size or 0 for size in shapes.values())
+            for node in graph.node:
+                if node.op_type in _GROWING and shapes.get(next(iter(node.output), "")) is None:
+                    node.domain = "graphquant.hidden"
+    return length <= LONGEST
+
+
+def _vector(type_: Any) -> int | None:
+    """Elements of what may be a vector of integers; 0 if it is known to be none, None if that is not known."""
+    tensor = type_.tensor_type
+    if (tensor.elem_type and tensor.elem_type not in _INTEGERS) or len(tensor.shape.dim) > 1:
+        return 0
+    if not tensor.HasField("shape"):
+        return None
+    sizes = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
+    return sizes[0] if sizes else 1
+
+
+def _graphs(holder: Any) -> Iterator[Any]:
+    """The GraphProto or FunctionProto and all bodies in it."""
+    todo = [holder]
+    while todo:
+        graph = todo.pop()
+        yield graph
+        for node in graph.node:
+            for attr in node.attribute:
+                todo += [attr.g] if attr.HasField("g") else []
+                todo += attr.graphs
+
+
+def _nodes(holder: Any) -> Iterator[Any]:
+    """The nodes of a GraphProto or FunctionProto and of all bodies in it."""
+    return (node for graph in _graphs(holder) for node in graph.node)
 
 
 def _graph(source: Any, target: Any) -> None:

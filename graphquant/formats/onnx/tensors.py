@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-MAX_DENSE = 1 << 28
-"""Largest number of elements that a sparse tensor is written out to: its size says nothing about the file's."""
+MAX_DENSE = 1 << 24
+"""Number of elements that any sparse tensor is written out to: its size says nothing about the file's."""
+
+MAX_SPARSITY = 1 << 10
+"""Elements for each one that is stored, up to which a larger one is written out too."""
 
 NAMES: dict[int, str] = {
     code: "string" if code == TensorProto.STRING else np.dtype(helper.tensor_dtype_to_np_dtype(code)).name
@@ -103,11 +106,13 @@ def sparse_value(sparse: Any, folder: Path | None) -> Array:
     """
     name, shape = sparse.values.name, tuple(sparse.dims)
     count = math.prod(shape)
-    if any(size < 0 for size in shape) or count > MAX_DENSE:
-        raise ModelError(
-            f"The sparse tensor {name!r} has the shape {list(shape)}. At most {MAX_DENSE} elements can be written out."
-        )
     values, indices = tensor_value(sparse.values, folder), tensor_value(sparse.indices, folder)
+    most = max(MAX_DENSE, MAX_SPARSITY * values.size)
+    if any(size < 0 for size in shape) or count > most:
+        raise ModelError(
+            f"The sparse tensor {name!r} has the shape {list(shape)}. At most {most} elements can be written out."
+            " Store it dense."
+        )
     dense = np.zeros(shape, values.dtype)
     try:
         if indices.ndim > 1:
@@ -147,11 +152,15 @@ def external_path(tensor: Any, folder: Path | None) -> Path:
         raise ModelError(f"{where}, but the model has no folder. Load the model from its file.")
     leaves = pure.is_absolute() or ".." in pure.parts or "\0" in location or PureWindowsPath(location).drive
     path = folder / location
-    if leaves or not location or not path.resolve().is_relative_to(folder.resolve()):
-        raise ModelError(
-            f"{where}, out of the model's folder. Put the data beside the model, and its path relative to it."
-        )
-    if not path.is_file():
+    try:
+        if leaves or not location or not path.resolve().is_relative_to(folder.resolve()):
+            raise ModelError(
+                f"{where}, out of the model's folder. Put the data beside the model, and its path relative to it."
+            )
+        found = path.is_file()
+    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
+        raise ModelError(f"{where}, which is no path ({first_line(error)}). Export the model again.") from error
+    if not found:
         raise ModelError(f"{where}, but {folder} holds no such file. Put the data file beside the model.")
     return path
 

@@ -14,6 +14,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
+from graphquant.formats.onnx import tensors
 from graphquant.formats.onnx.read import index
 from graphquant.ir import Output, Parameters, TensorRef, Use
 
@@ -439,3 +440,105 @@ def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, model_of: Any)
     with pytest.raises(UsageError, match=r"m.onnx cannot be written"):
         format_.save(model, tmp_path / "m.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
+
+
+def function(name: str, *calls: str) -> Any:
+    """A function of one input and output that calls others, one after the other."""
+    names = ["a", *(f"t{index}" for index in range(len(calls) - 1)), "b"]
+    nodes = [
+        helper.make_node(call, [names[index]], [names[index + 1]], domain="" if call == "Relu" else "d")
+        for index, call in enumerate(calls)
+    ]
+    return helper.make_function("d", name, ["a"], ["b"], nodes, [helper.make_opsetid("", 17)])
+
+
+def calling(*functions: Any) -> Any:
+    """A ModelProto that calls F0."""
+    ends = [[helper.make_tensor_value_info(name, 1, [2])] for name in "xy"]
+    graph = helper.make_graph([helper.make_node("F0", ["x"], ["y"], domain="d")], "g", *ends)
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("d", 1)]
+    return helper.make_model(graph, functions=functions, opset_imports=imports)
+
+
+def test_functions_that_grow_or_run_in_circles() -> None:
+    """Functions that would be put in place without end, or 2**40 times, are refused before onnx does so."""
+    with pytest.raises(ModelError, match="calls itself"):
+        index(calling(function("F0", "F0")))
+    with pytest.raises(ModelError, match="calls itself"):
+        index(calling(function("F0", "F1"), function("F1", "F0")))
+    towers = [function(f"F{level}", *[f"F{level + 1}"] * 2) for level in range(40)]
+    with pytest.raises(ModelError, match="1099511627776 nodes"):
+        index(calling(*towers, function("F40", "Relu")))
+    model = index(calling(*towers[:8], function("F8", "Relu")))
+    assert len(model.graphs) == 10
+
+
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        ["w = Range(zero, n, one)", "y = Cast <to = 1> (w)"],
+        ["s = Shape(x)", "k = Slice(s, zero1, one1)", "t = Tile(k, n1)", "y = Cast <to = 1> (t)"],
+        ["a = Concat <axis = 0> (many, many)", *(["a = Concat <axis = 0> (a, a)"] * 14), "y = Cast <to = 1> (a)"],
+        ["y = Cast <to = 1> (i)"],
+    ],
+)
+def test_long_vectors_are_not_computed(nodes: list[str]) -> None:
+    """Vectors of 2**26 integers that a few bytes ask for are not held while types are found."""
+    lines = []
+    for number, line in enumerate(nodes):  # each value of one name is another
+        lines.append(line.replace("(a, a)", f"(a{number - 1}, a{number - 1})").replace("a =", f"a{number} =", 1))
+    lines[-1] = lines[-1].replace("(a)", f"(a{len(nodes) - 2})")
+    text = (
+        HEAD
+        + "g (float[67108864,3] x, int64[67108864] i) => (float[] y) <int64 zero = {0}, int64 one = {1}, int64 n = "
+        + "{67108864}, int64[1] zero1 = {0}, int64[1] one1 = {1}, int64[1] n1 = {67108864}, int64[1000] many = {"
+        + ", ".join(["1"] * 1000)
+        + "}> { "
+        + " ".join(f"{line};" for line in lines).replace(";", "").replace(") ", ")\n")
+        + " }"
+    )
+    code = f"""
+import resource, onnx
+from graphquant.formats.onnx import tensors
+from graphquant.formats.onnx.read import index
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+index(onnx.parser.parse_model({text!r}))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 200_000
+
+
+def test_values_of_a_shape_are_still_found(model_of: Any) -> None:
+    """A Reshape to a shape that ops compute keeps its static sizes."""
+    model = model_of(
+        HEAD
+        + "g (float[2,3,4] x) => (float[?,?] y) <int64 zero = {0}, int64[1] rest = {-1}, int64[1] ax = {0}> {"
+        + " s = Shape(x)\n b = Gather(s, zero)\n u = Unsqueeze(b, ax)\n c = Concat <axis = 0> (u, rest)\n"
+        + " r = Reshape(x, c)\n y = Relu(r) }"
+    )
+    assert model.main.op("r").outputs[0].shape == (2, 12)
+
+
+def test_sparse_values_are_written_out_in_bounds() -> None:
+    """A sparse tensor of 2**28 elements is refused if it stores one, as the size alone says nothing."""
+    sparse = onnx.SparseTensorProto(dims=[1 << 14, 1 << 14])
+    sparse.values.CopyFrom(numpy_helper.from_array(np.ones(1, np.float32), "w"))
+    sparse.indices.CopyFrom(numpy_helper.from_array(np.zeros(1, np.int64), "i"))
+    ends = [[helper.make_tensor_value_info(name, 1, [1 << 14, 1 << 14])] for name in "xy"]
+    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", *ends, sparse_initializer=[sparse])
+    value = index(helper.make_model(graph)).main.op("w").value
+    assert value is not None
+    with pytest.raises(ModelError, match="At most 16777216 elements"):
+        value()
+
+
+@pytest.mark.parametrize("location", ["loop", "n" * 300, "n" * 100_000])
+def test_external_data_at_no_path(tmp_path: Path, location: str) -> None:
+    """A link to itself and names too long for the file system are refused like other missing files."""
+    (tmp_path / "loop").symlink_to("loop")
+    tensor = TensorProto(name="w", data_type=1, dims=[1], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value=location)
+    with pytest.raises(ModelError, match="external data of tensor 'w'"):
+        tensors.tensor_value(tensor, tmp_path)
