@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from graphquant.errors import UsageError
+from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, Source
@@ -86,7 +86,13 @@ def _copy_checkpoint(source: Source, prefix: Path) -> None:
 
 
 def _link(source: str | Path, target: str | Path) -> str:
-    """A hard link where the file system allows one, else a copy."""
+    """A hard link where the file system allows one, else a copy.
+
+    Raises:
+        ModelError: `source` is a device or a pipe, which may have no end.
+    """
+    if Path(source).exists() and not Path(source).is_file():
+        raise ModelError(f"{source} is no regular file, so it cannot be copied. Take it out of the model.")
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
@@ -104,13 +110,16 @@ def _save_folder(source: Source, message: Any, path: Path) -> None:
         return
     data = _data(source, message, text=source.text)
     stale = set(SAVED_MODEL_FILES) if message == source.message else {*SAVED_MODEL_FILES, FINGERPRINT}
+    top, seen = str(source.folder), set[str]()
+
+    def left_out(folder: str, _names: list[str]) -> set[str]:
+        _check_folder(folder, top, seen)
+        return stale if folder == top else set()
+
     room = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
     try:
         new = room / "new"
-        top = str(source.folder)
-        shutil.copytree(
-            source.folder, new, copy_function=_link, ignore=lambda folder, _: stale if str(folder) == top else set()
-        )
+        shutil.copytree(top, new, copy_function=_link, ignore=left_out)
         _write(new / source.file.name, data)
         if path.exists():
             path.replace(room / "old")
@@ -121,9 +130,18 @@ def _save_folder(source: Source, message: Any, path: Path) -> None:
                 (room / "old").replace(path)
             raise
     except shutil.Error as error:
-        raise UsageError(f"{path} cannot be written: a file of {source.folder} cannot be copied. {error}") from error
+        name, _, why = error.args[0][0]
+        raise UsageError(f"{path} cannot be written: {name} cannot be copied: {why}. Choose another place.") from error
     finally:
         shutil.rmtree(room, ignore_errors=True)
+
+
+def _check_folder(folder: str, top: str, seen: set[str]) -> None:
+    """Refuses a folder that links lead to a second time, or that is out of the model's folder `top`."""
+    real = os.path.realpath(folder)
+    if real in seen or not Path(real).is_relative_to(os.path.realpath(top)):
+        raise ModelError(f"{folder} is a link to a folder outside of it, or in a circle. Copy the model without links.")
+    seen.add(real)
 
 
 def _is_saved_model(path: Path) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graphquant.errors import UsageError
+from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import emit, load, save, source
 from graphquant.ir import Use, bulk
 
@@ -104,3 +104,24 @@ def test_sources_are_told_by_content(tmp_path: Path) -> None:
     found = source.read(tmp_path / "frozen.pb")
     assert (found.form, found.text, found.prefix()) == ("SavedModel", False, None)
     assert load(tmp_path / "frozen.pb").main.op("Variable").value is None
+
+
+@pytest.mark.parametrize(
+    ("links", "said"),
+    [
+        ({"zero": "/dev/zero"}, "no regular file"),
+        ({"assets/one": "..", "assets/two": ".."}, "in a circle"),
+        ({"assets/out": "/"}, "outside of it"),
+        ({"gone": "/nowhere"}, "gone cannot be copied"),
+    ],
+)
+def test_links_in_a_saved_model(tmp_path: Path, links: dict[str, str], said: str) -> None:
+    """Devices, circles and folders elsewhere are refused, not copied without end; nothing is left behind."""
+    source_ = tmp_path / "model"
+    shutil.copytree(SAMPLES / "digits_cnn_saved_model", source_)
+    (source_ / "assets").mkdir(exist_ok=True)
+    for name, target in links.items():
+        (source_ / name).symlink_to(target)
+    with pytest.raises((UsageError, ModelError), match=said):
+        save(load(source_), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
