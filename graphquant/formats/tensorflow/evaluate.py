@@ -18,7 +18,7 @@ __all__ = ["evaluate"]
 Array = npt.NDArray[Any]
 Arrays = list[Array]
 
-MAX_ELEMENTS: Final = 1 << 28
+MAX_ELEMENTS: Final = 1 << 26
 """Largest result: broadcasting may make much out of little, and a hostile model must not fill memory."""
 
 

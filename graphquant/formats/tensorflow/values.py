@@ -32,7 +32,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 
-MAX_VALUE_BYTES: Final = 1 << 31
+MAX_VALUE_BYTES: Final = 1 << 26
 """Largest constant that may be made from fewer bytes than it takes: a small hostile file must not fill memory."""
 
 _MAX_RANK: Final = 64
@@ -187,17 +187,17 @@ def decode_tensor(message: Any, where: str) -> Array:
     if len(values) <= 1 or elements == 0:
         # One value stands for all: no memory is needed for its repetitions.
         filler = values[0] if len(values) else (b"" if name == "string" else dtype.type(0))
-        _check_size(elements, dtype, where)
+        _check_size(elements, len(values), dtype, where)
         return np.broadcast_to(np.array(filler, dtype), sizes)
-    _check_size(elements, dtype, where)
+    _check_size(elements, len(values), dtype, where)
     whole = np.empty(elements, dtype)
     whole[: len(values)] = values
     whole[len(values) :] = values[-1]
     return whole.reshape(sizes)
 
 
-def _check_size(elements: int, dtype: np.dtype[Any], where: str) -> None:
-    if elements * dtype.itemsize > MAX_VALUE_BYTES:
+def _check_size(elements: int, held: int, dtype: np.dtype[Any], where: str) -> None:
+    if elements > 2 * held and elements * dtype.itemsize > MAX_VALUE_BYTES:
         raise ModelError(
             f"{_upper(where)} claims {elements} elements and the file does not hold them. The model file is damaged."
         )
