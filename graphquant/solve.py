@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+INFINITE = "it takes infinite values, as masks do, and integers stand for none"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """What was found.
@@ -141,6 +144,8 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
             raise DataError("it has no elements")
         if site.axis is not None and site.axis >= value.ndim:
             raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
+        if np.isinf(value).any() and not np.isnan(value).any():
+            raise DataError(INFINITE)
         largest = float(np.abs(readable(value, site.tensor)).max())
         if 0 < largest < SMALLEST_SCALE:
             raise DataError(f"its values, {largest:.3g} at most, are denormals, which kernels flush to zero")
@@ -148,7 +153,7 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
     if site.tensor not in sketches or not sketches[site.tensor].count:
         raise DataError("no sample of the calibration data reached it")
     if sketches[site.tensor].inf:
-        raise DataError("it takes infinite values, as masks do, and integers stand for none")
+        raise DataError(INFINITE)
     return sketches[site.tensor]
 
 

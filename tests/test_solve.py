@@ -103,12 +103,19 @@ def test_nan_and_infinity_in_activations(tmp_path):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_weights_with_nan(tmp_path, value):
-    """A weight or bias that holds NaN or infinity has no scale: an error that names it."""
+    """A weight that holds NaN, or a bias that is not finite, has no scale: an error that names it."""
     with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
-        solve(gemm(tmp_path, np.full((2, 3), value, np.float32)), plan(W), {})
+        solve(gemm(tmp_path, np.array([[value, 0, 0], [np.nan, 1, 1]], np.float32)), plan(W), {})
     bias = site("b", 2, scheme=BIAS, parameter=True)
     with pytest.raises(ModelError, match=r"The weight b:0 holds NaN or infinity"):
         solve(gemm(tmp_path, bias=(value, 0.0)), plan(replace(X, range=(0.0, 1.0)), W, bias), {})
+
+
+def test_constants_with_infinity_are_left(tmp_path):
+    """A constant that holds infinity, as masks do, is left with that reason, as an activation would be."""
+    found = solve(gemm(tmp_path, np.full((2, 3), -np.inf, np.float32)), plan(W), {})
+    assert found.params == {}
+    assert found.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
 
 
 def test_empty_weights(tmp_path):
