@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -34,6 +36,10 @@ class _Group(click.Group):
         except GraphQuantError as error:
             click.echo(f"Error: {_told(error)}", err=True)
             raise click.exceptions.Exit(error.exit_code) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader has enough; click ends quietly
+                raise
+            raise _failed(error) from error
         except KeyboardInterrupt as error:
             click.echo("Interrupted.", err=True)
             raise click.exceptions.Exit(INTERRUPTED) from error
@@ -67,6 +73,9 @@ def main() -> None:
     Results go to stdout, progress to stderr. Exit codes: 0 done, 1 findings, 2 usage or rule-file error, 3 model cannot
     be read, 4 a package is missing, 130 interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a terminal's encoding may lack a name's letters
+            stream.reconfigure(errors="backslashreplace")
 
 
 @main.command()
@@ -251,6 +260,14 @@ def rules_schema() -> None:
     from graphquant.ruleset import schema
 
     click.echo(json.dumps(schema(), indent=2))
+
+
+def _failed(error: OSError) -> click.exceptions.Exit:
+    """Tells what the system refused where no file is read or written: a name too long, a full standard output."""
+    name = f"{error.filename} cannot be used" if error.filename else "The result cannot be written to standard output"
+    told = _told(UsageError(f"{name}: {error.strerror}. Give another path, or make room."))
+    click.echo(f"Error: {told}", err=True)
+    return click.exceptions.Exit(UsageError.exit_code)
 
 
 def _told(error: GraphQuantError) -> str:

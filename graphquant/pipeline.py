@@ -203,7 +203,10 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
 
 def default_output(path: Path) -> Path:
     """`model.onnx` to `model.quant.onnx`, the SavedModel `net/` to `net.quant/`."""
-    return path.with_name(f"{path.name}.quant") if path.is_dir() else path.with_name(f"{path.stem}.quant{path.suffix}")
+    if path.is_dir():
+        named = path if path.name not in {"", ".."} else path.resolve()
+        return named.parent / f"{named.name}.quant"
+    return path.with_name(f"{path.stem}.quant{path.suffix}")
 
 
 def check_model_output(path: Path, source: Path | None, form: str, *, force: bool = False) -> None:
@@ -245,6 +248,10 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
         raise UsageError(
             f"{path} is inside the model's own folder. Give an output elsewhere; the source is not changed."
         )
+    if path.is_symlink():  # it would be replaced, not what it leads to: /dev/stdout is one
+        raise UsageError(f"{path} is a link. Give the path that it leads to, or another output.")
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UsageError(f"{path} is a device or a pipe, which cannot be replaced. Give the path of a file.")
     if path.is_dir() and not folder:
         raise UsageError(f"{path} is a folder, and a file is to be written. Give the path of a file.")
     if path.exists() and not force:

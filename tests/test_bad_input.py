@@ -333,3 +333,45 @@ def test_report_and_output_are_two_files(refused: Callable[..., str]) -> None:
     """A report in the place of the model would replace it."""
     text = refused("insert", CNN, *WEIGHTS, "-o", "out.onnx", "--report", "./out.onnx", code=2)
     assert "--report" in text
+
+
+def test_outputs_that_are_no_files(refused: Callable[..., str]) -> None:
+    """A device, a pipe and a link are told apart from files and stay what they are, for models and reports."""
+    os.mkfifo("pipe.onnx")
+    Path("target").write_text("precious")
+    Path("link.onnx").symlink_to("target")
+    Path("loop.onnx").symlink_to("loop.onnx")
+    for name, said in (("pipe.onnx", "a pipe"), ("link.onnx", "is a link"), ("loop.onnx", "is a link")):
+        assert said in refused("insert", CNN, *WEIGHTS, "-o", name, "--force", code=2)
+        assert said in refused("insert", CNN, *WEIGHTS, "--report", name, code=2)
+        assert said in refused("plan", CNN, "-o", name, "--force", code=2)
+    assert Path("pipe.onnx").is_fifo()
+    assert Path("link.onnx").readlink() == Path("target")
+
+
+def test_names_too_long(refused: Callable[..., str]) -> None:
+    """What the file system cannot name is refused wherever a path is given."""
+    name = "x" * 300
+    for arguments in (
+        ("plan", f"{name}.onnx"),
+        ("insert", CNN, "--data", f"{name}.npz"),
+        ("insert", CNN, "-o", f"{name}.onnx", *WEIGHTS),
+        ("insert", CNN, "--plan", f"{name}.json"),
+        ("rules", "check", f"{name}.toml"),
+        ("rules", "show", name),
+    ):
+        assert "File name too long" in refused(*arguments, code=2)
+
+
+def test_plan_without_an_end(refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device has no size, and is read no further than any plan goes."""
+    monkeypatch.setattr("graphquant.plans.json.MAX_BYTES", 1 << 16)
+    assert "larger than any plan" in refused("insert", CNN, "--plan", "/dev/zero", code=2)
+
+
+def test_folder_without_a_name(refused: Callable[..., str], cli: Callable[..., Any], here: Path) -> None:
+    """An empty path is no model; a SavedModel may be the current folder, and its output lies beside it."""
+    assert "without saved_model.pb" in refused("insert", "", code=3)
+    os.chdir("digits_cnn_saved_model")
+    cli("insert", ".", *WEIGHTS)
+    assert (here / "digits_cnn_saved_model.quant" / "saved_model.pb").is_file()

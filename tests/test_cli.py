@@ -461,3 +461,30 @@ def test_errors_are_fit_for_a_terminal(cli: Callable[..., Any], tmp_path: Path) 
     assert len(said) < 3_000
     assert "more characters)" in said
     assert r"no\x1b[31m.onnx" in cli("inspect", tmp_path / "no\x1b[31m.onnx", code=3).stderr
+
+
+def test_standard_output_that_is_full(samples: Path) -> None:
+    """The end of a disk under stdout is told in a sentence."""
+    full = Path("/dev/full")
+    if not full.is_char_device():
+        pytest.skip("this system has no /dev/full")
+    for verb in (["plan"], ["inspect", "--format", "json"]):
+        command = [sys.executable, "-m", "graphquant", verb[0], str(samples / "digits_cnn.onnx"), *verb[1:]]
+        with full.open("w") as out:
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True, check=False)
+        assert done.returncode == 2
+        assert done.stderr.startswith("Error: The result cannot be written to standard output: No space left")
+        assert "Traceback" not in done.stderr
+
+
+def test_names_that_the_encoding_lacks(tmp_path: Path) -> None:
+    """Letters that the terminal's encoding lacks are spelled out."""
+    path = tmp_path / "named.onnx"
+    ends = [[helper.make_tensor_value_info(name, 1, [1])] for name in ("日本", "y")]
+    graph = helper.make_graph([helper.make_node("Relu", ["日本"], ["y"])], "named", *ends)
+    path.write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
+    command = [sys.executable, "-m", "graphquant", "inspect", str(path)]
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert r"\u65e5\u672c" in done.stdout

@@ -56,9 +56,11 @@ def read_plan(path: Path) -> Plan:
         UsageError: The file cannot be read or has mistakes; all of them are listed.
     """
     try:
-        if path.stat().st_size > MAX_BYTES:
+        with path.open("rb") as file:
+            text = file.read(MAX_BYTES + 1)  # a device has no size, and no end
+        if len(text) > MAX_BYTES:
             raise UsageError(f"{path} is larger than any plan. {_HINT}")
-        data = json.loads(path.read_text("utf-8"))
+        data = json.loads(text.decode("utf-8"))
     except OSError as error:
         raise UsageError(f"The plan {path} cannot be read: {error.strerror}. {_HINT}") from error
     except json.JSONDecodeError as error:
