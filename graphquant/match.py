@@ -17,7 +17,16 @@ import numpy as np
 
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, Shape, TensorRef, Use
-from graphquant.ruleset import BoundRule, Link, PatternOp, RuleSet, Selector, parse_chain, parse_pattern
+from graphquant.ruleset import (
+    BoundRule,
+    Link,
+    PatternOp,
+    RuleSet,
+    Selector,
+    compile_regex,
+    parse_chain,
+    parse_pattern,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -451,9 +460,9 @@ def _same(given: Any, wanted: Any) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def _compiled(pattern: str) -> re.Pattern[str]:
+def _compiled(pattern: str) -> Any:
     if len(pattern) > 1 and pattern[0] == pattern[-1] == "/":
-        return re.compile(pattern[1:-1])
+        return compile_regex(pattern[1:-1])
     return re.compile(rf"\A(?:{fnmatch.translate(pattern)})")
 
 

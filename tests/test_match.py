@@ -450,3 +450,9 @@ def test_matching_fifty_thousand_ops_takes_seconds(tmp_path, make):
         list(Matcher(model, rules).matches())
         times.append(time.perf_counter() - start)
     assert times[1] < 40 * times[0] + 1
+
+
+def test_regexes_take_linear_time():
+    """Nested quantifiers, which make a backtracking engine try 2**600 ways, are answered at once."""
+    assert not name_matches("/(([a-z_]+)*)*#/", "a_b" * 200)
+    assert name_matches("/(([a-z_]+)*)*#$/", "a_b" * 200 + "#")

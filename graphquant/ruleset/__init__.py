@@ -2,7 +2,7 @@
 
 from graphquant.ruleset.load import find, load_ruleset, shipped
 from graphquant.ruleset.schema import schema
-from graphquant.ruleset.syntax import Link, PatternOp, parse_chain, parse_pattern
+from graphquant.ruleset.syntax import Link, PatternOp, compile_regex, parse_chain, parse_pattern
 from graphquant.ruleset.types import BoundRule, Observe, Pattern, Rule, RuleFile, RuleSet, Scheme, Selector
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "RuleSet",
     "Scheme",
     "Selector",
+    "compile_regex",
     "find",
     "load_ruleset",
     "parse_chain",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -58,6 +58,24 @@ def parse_chain(text: str) -> tuple[Link, ...]:
     if all(link.optional for link in links):
         raise ValueError(f"every link of {text!r} is optional; at least one must be required")
     return tuple(links)
+
+
+@lru_cache(maxsize=1024)
+def compile_regex(text: str) -> Any:
+    """`text` as a regular expression whose search takes time linear in the name: RE2's, which never backtracks.
+
+    Raises:
+        ValueError: RE2 cannot read `text`; it has no look-around and no references back.
+    """
+    import re2
+
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(text, options)
+    except re2.error as error:
+        reason = error.args[0].decode("utf-8", "replace") if error.args else "it is too large"
+        raise ValueError(reason) from error
 
 
 def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import warnings
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, field_validator, model_validator
@@ -16,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from graphquant.errors import did_you_mean
 from graphquant.numerics import IntType
-from graphquant.ruleset.syntax import parse_chain, parse_pattern
+from graphquant.ruleset.syntax import compile_regex, parse_chain, parse_pattern
 from graphquant.sketch import OBSERVERS
 
 if TYPE_CHECKING:
@@ -215,10 +214,8 @@ class Selector:
         if value is None or not (len(value) > 1 and value[0] == value[-1] == "/"):
             return value
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")  # re warns of what it will read differently one day
-                re.compile(value[1:-1])
-        except (re.error, OverflowError, RecursionError, Warning) as error:
+            compile_regex(value[1:-1])
+        except ValueError as error:
             raise ValueError(
                 f"{value!r} is no regular expression ({error}); a name without slashes is a glob"
             ) from error

@@ -128,8 +128,7 @@ bad.toml:57: there is no pattern 'okk'. Did you mean 'ok'?
 bad.toml:62: 'optional' is 'true'; it must be true or false.
 bad.toml:64: '' in 'conv > > relu' is no kind; kinds read 'conv', 'conv|matmul' or 'conv > relu?'.
 bad.toml:65: the pattern 'ok' has no op 'z'. Its ops are s, y.
-bad.toml:66: '/a(/' is no regular expression (missing ), unterminated subpattern at position 1); a name without \\
-slashes is a glob.
+bad.toml:66: '/a(/' is no regular expression (missing ): a(); a name without slashes is a glob.
 bad.toml:68: 'kind' is 3; it must be a string.
 bad.toml:69: the attribute 'pads' is compared with something else than strings, numbers and booleans.
 bad.toml:74: 'place' is 'bdy'; it must be 'producer' or 'body'. Did you mean 'body'?
