@@ -155,6 +155,10 @@ def insert(
         RuleError: A rule file has mistakes.
         UsageError: A selector or the plan names what the model does not have.
     """
+    if data is not None:
+        from graphquant.data import check_spec
+
+        check_spec(data)
     source = _loaded(model)
     if plan is None:
         prepared, made = _planned(source, _ruleset(source, rules), _choice(source, include, exclude, family))

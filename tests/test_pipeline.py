@@ -225,3 +225,9 @@ def test_int8_is_as_accurate_as_float(samples: Path, tmp_path: Path, name: str) 
     assert before > 0.98
     assert abs(after - before) <= 0.01
     assert agreement >= 0.98
+
+
+def test_data_that_is_not_needed_must_exist(cnn: Path) -> None:
+    """A misspelt data file is an error also where the rules need no data."""
+    with pytest.raises(DataError, match=r"There is no file nope\.npz"):
+        gq.insert(cnn, rules=["weight_only"], data="nope.npz")

@@ -13,7 +13,9 @@ from graphquant.errors import DataError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Batches", "Feed", "Input", "open_data"]
+__all__ = ["Batches", "Feed", "Input", "check_spec", "open_data"]
+
+RANDOM = "random:"
 
 
 def open_data(spec: str, inputs: Sequence[Input], *, samples: int | None = None) -> Batches:
@@ -29,14 +31,24 @@ def open_data(spec: str, inputs: Sequence[Input], *, samples: int | None = None)
     """
     if samples is not None and samples < 1:
         raise DataError(f"{samples} samples are asked for. Ask for at least one.")
-    if spec.startswith("random:"):
+    check_spec(spec)
+    if spec.startswith(RANDOM):
         return random_batches(spec, inputs, samples)
+    return npz_batches(Path(spec), inputs, samples)
+
+
+def check_spec(spec: str) -> None:
+    """Refuses a spec that names nothing, also where the data will not be read.
+
+    Raises:
+        DataError: It is no kind of data that is known, or there is no such file.
+    """
+    if spec.startswith(RANDOM):
+        return
     path = Path(spec)
     if path.suffix != ".npz":
         raise DataError(
             f"{spec} is no calibration data that is known. Give an .npz file, or random:8 to try things out."
         )
-    return npz_batches(path, inputs, samples)
-
-
-# -- .npz files ------------------------------------------------------------------------------------
+    if not path.is_file():
+        raise DataError(f"There is no file {path}. Give the path of an .npz file.")

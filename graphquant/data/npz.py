@@ -81,8 +81,6 @@ def npz_batches(path: Path, inputs: Sequence[Input], samples: int | None) -> Bat
     Raises:
         DataError: The file cannot be read, or does not fit the inputs.
     """
-    if not path.is_file():
-        raise DataError(f"There is no file {path}. Give the path of an .npz file.")
     with _reading(path), zipfile.ZipFile(path) as archive:
         members = {name.removesuffix(".npy"): name for name in archive.namelist() if name.endswith(".npy")}
         keys = _keys(path, list(members), inputs)
