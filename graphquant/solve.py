@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -302,15 +302,3 @@ def _follow_skips(plan: Plan, feeding: Mapping[Use, int], skips: dict[int, Skip]
     for index in [index for index in params if index not in alive]:
         skips[index] = _skip(plan.sites[index], "what it is tied to is not quantized")
         del params[index]
-
-
-def as_dict(params: QParams) -> dict[str, Any]:
-    """`params` as JSON data."""
-    return {
-        "dtype": params.type.name,
-        "scale": params.scale.astype(float).tolist(),
-        "zero_point": params.zero_point.tolist(),
-        "axis": params.axis,
-        "low": params.range.low.tolist(),
-        "high": params.range.high.tolist(),
-    }

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
 WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm", "lstm", "gru", "rnn", "einsum"})
 """Kinds in which a model spends its multiplications."""
-
-BARRIERS = frozenset({"quantize", "dequantize", "qdq"})
 
 LOOK_THROUGH = frozenset({"reshape", "identity", "transpose"})
 """Kinds that may stand between a quantization op and its reader without changing values."""
@@ -87,7 +85,7 @@ def survey(model: Model) -> Survey:
         for op in graph.ops():
             if op.kind not in {"input", "output", "constant"}:
                 types[op.type] += 1
-            if op.kind in BARRIERS and not _half(graph, op):
+            if op.kind in QUANTIZATION_KINDS and not _half(graph, op):
                 readings.append(_reading(graph, op, parameters))
             if op.kind in WEIGHTED:
                 reason = _float_input(graph, op)
@@ -132,7 +130,7 @@ def _float_input(graph: Graph, op: Op) -> str:
         if graph.output(tensor).dtype not in FLOAT_TYPES | {None}:
             continue
         source = _behind(graph, tensor)
-        if source.kind not in BARRIERS:
+        if source.kind not in QUANTIZATION_KINDS:
             return f"its {op.role(slot)} {tensor} is float"
     return ""
 

@@ -16,7 +16,8 @@ from graphquant.plans import Plan, Site
 from graphquant.ruleset import Scheme
 from graphquant.ruleset.types import Observe
 from graphquant.sketch import EMPTY, sketch
-from graphquant.solve import as_dict, solve
+from graphquant.solve import solve
+from graphquant.view.data import params_json
 
 UINT8 = Scheme(name="act", dtype="uint8", zero="asymmetric", family="onnx-qdq")
 INT8 = Scheme(name="w", dtype="int8", narrow=True, observe=Observe(name="absmax"), family="onnx-qdq")
@@ -301,11 +302,12 @@ def test_each_weight_is_read_once(tmp_path, monkeypatch):
 def test_as_json(tmp_path):
     """Params as JSON data hold plain numbers."""
     params = solve(gemm(tmp_path), plan(replace(X, scale=(0.5,), zero_point=(8,))), {}).params[0]
-    assert as_dict(params) == {
+    assert params_json(params) == {
         "dtype": "uint8",
         "scale": 0.5,
         "zero_point": 8,
         "axis": None,
+        "narrow": False,
         "low": -4.0,
         "high": 123.5,
     }

@@ -3,13 +3,25 @@
 from graphquant.ir.check import check
 from graphquant.ir.graph import CONTROL, Graph, Model, bulk
 from graphquant.ir.parameter import FORWARDING, Parameters, readable
-from graphquant.ir.types import FLOAT_TYPES, NO_ATTRS, Call, DataType, Op, Output, Shape, TensorRef, Use
+from graphquant.ir.types import (
+    FLOAT_TYPES,
+    NO_ATTRS,
+    QUANTIZATION_KINDS,
+    Call,
+    DataType,
+    Op,
+    Output,
+    Shape,
+    TensorRef,
+    Use,
+)
 
 __all__ = [
     "CONTROL",
     "FLOAT_TYPES",
     "FORWARDING",
     "NO_ATTRS",
+    "QUANTIZATION_KINDS",
     "Call",
     "DataType",
     "Graph",

@@ -20,6 +20,9 @@ Shape = tuple[int | None, ...]
 
 FLOAT_TYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 
+QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
+"""Kinds that are quantization already: what they make or read is not quantized again."""
+
 NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
 
 

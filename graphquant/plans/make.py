@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FORWARDING, Model, Op, TensorRef, Use, bulk
+from graphquant.ir import FORWARDING, QUANTIZATION_KINDS, Model, Op, TensorRef, Use, bulk
 from graphquant.match import Match, Matcher, name_matches
 from graphquant.plans.types import Plan, Site, Skip
 from graphquant.qdq import FAMILIES, Family, Request
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from graphquant.prepare import Step
     from graphquant.ruleset import RuleSet
-
-QUANTIZED = frozenset({"quantize", "dequantize", "qdq"})
-"""Kinds that are quantization already: what they make or read is not quantized again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,7 +233,7 @@ class _Draft:
         if rule.quantize == "leave":
             return rule.why or f"rule {rule.name!r} leaves it in float"
         consumer = model.graphs[match.use.graph].op(match.use.op)
-        if model.op(match.tensor).kind in QUANTIZED or consumer.kind in QUANTIZED:
+        if model.op(match.tensor).kind in QUANTIZATION_KINDS or consumer.kind in QUANTIZATION_KINDS:
             return "it is quantized already"
         if not (rule.producer.name or rule.consumer.name) and self._makes_weights(match.use, consumer):
             return WEIGHT_MADE
