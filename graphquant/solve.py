@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.errors import DataError
-from graphquant.ir import Model, Parameters, TensorRef, Use, bulk, readable
+from graphquant.ir import FLOAT_TYPES, Model, Parameters, TensorRef, Use, bulk, readable
 from graphquant.numerics import SMALLEST_SCALE, QParams, Range, along, choose, from_scale
 from graphquant.plans import Plan, Site, Skip, check_plan
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
@@ -140,6 +140,8 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
                 "it has no one value in the model's files (no checkpoint, ops that are not evaluated, or calls of its"
                 " function that pass different weights)"
             )
+        if value.dtype.name not in FLOAT_TYPES:
+            raise DataError(f"its value is of {value.dtype.name}, not of a float type")
         if value.size == 0:
             raise DataError("it has no elements")
         if site.axis is not None and site.axis >= value.ndim:

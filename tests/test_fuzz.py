@@ -109,7 +109,8 @@ def fields(message: Any) -> Iterator[tuple[Any, Any, Any]]:
         for field, value in here.ListFields():
             if field.message_type is not None and field.message_type.GetOptions().map_entry:
                 yield here, field, None
-                todo += [part for part in value.values() if isinstance(part, Message)]
+                parts = (value[key] for key in sorted(value))  # a map's own order differs from run to run
+                todo += [part for part in parts if isinstance(part, Message)]
             elif field.message_type is not None:
                 yield here, field, None
                 todo += value if field.is_repeated else [value]
@@ -134,9 +135,7 @@ def change(rng: random.Random, holder: Any, field: Any, strings: list[str]) -> N
         elif action == 2:  # the third action
             parts = list(value)
             rng.shuffle(parts)
-            copies = [
-                type(part).FromString(part.SerializeToString()) if isinstance(part, Message) else part for part in parts
-            ]
+            copies = [type(part).FromString(wire(part)) if isinstance(part, Message) else part for part in parts]
             del value[:]
             value.extend(copies)
         elif field.message_type is None:
@@ -145,6 +144,11 @@ def change(rng: random.Random, holder: Any, field: Any, strings: list[str]) -> N
         holder.ClearField(field.name)
     else:
         setattr(holder, field.name, scalar(rng, value, strings))
+
+
+def wire(message: Any) -> bytes:
+    """The message's bytes, maps in the order of their keys."""
+    return bytes(message.SerializeToString(deterministic=True))
 
 
 def scalar(rng: random.Random, value: Any, strings: list[str]) -> Any:
@@ -180,7 +184,7 @@ def mutated_message(rng: random.Random, path: Path, kind: Any) -> None:
         message.ParseFromString(path.read_bytes())
     mutate(rng, message, rng.choice((1, 1, 1, 2, 4, 16)))
     with contextlib.suppress(ValueError):  # text that is no UTF-8 cannot be serialized; the file stays as it was
-        path.write_bytes(proto.to_text(message).encode() if text else message.SerializeToString())
+        path.write_bytes(proto.to_text(message).encode() if text else wire(message))
 
 
 @cache

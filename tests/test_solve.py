@@ -119,6 +119,14 @@ def test_constants_with_infinity_are_left(tmp_path):
     assert found.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
 
 
+def test_weights_whose_value_is_no_float(tmp_path, monkeypatch):
+    """A spoilt file may promise floats and hold strings."""
+    model = gemm(tmp_path)
+    monkeypatch.setattr(Parameters, "value", lambda *_: np.array(["a", "b"], object))
+    solution = solve(model, plan(replace(W, axis=None, scheme=INT8)), {})
+    assert solution.skips[0].reason == "its value is of object, not of a float type"
+
+
 def test_empty_weights(tmp_path):
     """A weight without elements is skipped."""
     found = solve(gemm(tmp_path, np.zeros((0, 3), np.float32)), plan(replace(W, scheme=INT8, axis=None)), {})
