@@ -42,11 +42,21 @@ class Runner(Protocol):
     inputs: Sequence[InputSpec]
     outputs: Sequence[str]
 
+    @property
+    def batchable(self) -> bool:
+        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample.
+
+        Known from the model alone; False where that cannot be shown.
+        """
+
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """The model's outputs by name, for one feed."""
 
     def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Those of `tensors` that cannot be observed, with the reason."""
+
+    def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
+        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached."""
 
     def observe(
         self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]

@@ -90,6 +90,21 @@ class OnnxRunner:
                     found[tensor] = str(error)
         return found
 
+    @property
+    def batchable(self) -> bool:
+        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
+        return False
+
+    def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
+        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached.
+
+        Raises:
+            UnwatchableError: A tensor is one of the `unwatchable`.
+            ModelError: onnxruntime cannot take the model, or the run failed.
+        """
+        (seen,) = self.observe(tensors, [feed])
+        return {tensor: sum(value.size for value in values) for tensor, values in seen.items()}
+
     def observe(self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]) -> Iterator[dict[TensorRef, list[Array]]]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 

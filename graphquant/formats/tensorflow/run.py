@@ -79,6 +79,21 @@ class TensorFlowRunner:
         """None: queues carry values out of every function and frame."""
         return {}
 
+    @property
+    def batchable(self) -> bool:
+        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
+        return False
+
+    def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
+        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached.
+
+        Raises:
+            DataError: An input is missing, unknown, or of another shape than the model wants.
+            ModelError: TensorFlow cannot run the model.
+        """
+        (seen,) = self.observe(tensors, [feed])
+        return {tensor: sum(value.size for value in values) for tensor, values in seen.items()}
+
     def observe(
         self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]
     ) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
