@@ -193,7 +193,7 @@ def quantized(case: Case, rules: str) -> Any:
     plan = pipeline.plan(model, rules=[rules])
     if not plan.sites:
         return None
-    batches = Batches(count=1, digest="", feeds=lambda: iter([case.feeds]))
+    batches = Batches(count=1, digest="", feeds=lambda start, stop: iter([case.feeds][start:stop]))
     stats = calibrate(plan, format_.runner(pipeline._prepared_for(model, plan)), batches)
     result = pipeline.insert(model, plan=plan, stats=stats)
     return format_.emit(result.model) if result.inserted else None

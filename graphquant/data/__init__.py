@@ -1,54 +1,47 @@
-"""Calibration data: `FILE.npz` or `random:N`, as one feed per sample."""
+"""Calibration data, whatever it lies in, as one feed per sample. docs/data.md says what a spec may be."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from graphquant.data.base import Batches, Feed, Input
-from graphquant.data.npz import npz_batches
-from graphquant.data.random import random_batches
+from graphquant.data.base import Batches, Feed, Input, Wanted
+from graphquant.data.spec import KINDS, parse
 from graphquant.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from graphquant.data.spec import Source
 
 __all__ = ["Batches", "Feed", "Input", "check_spec", "open_data"]
 
-RANDOM = "random:"
 
-
-def open_data(spec: str, inputs: Sequence[Input], *, samples: int | None = None) -> Batches:
+def open_data(spec: str, inputs: Sequence[Input], *, samples: int | None = None, finite: bool = True) -> Batches:
     """The data that `spec` names, checked against the model's `inputs`.
 
     Args:
-        spec: Path of an `.npz` file whose keys are input names, or `random:N` for N random samples.
+        spec: A data spec.
         inputs: What the model must be fed.
         samples: Use only that many samples, the first ones.
+        finite: Refuse NaN and infinite values.
 
     Raises:
-        DataError: The file cannot be read, or does not fit the inputs.
+        DataError: The data cannot be read, or does not fit the inputs.
+        MissingDependencyError: A package that this kind of data needs is not installed.
     """
     if samples is not None and samples < 1:
         raise DataError(f"{samples} samples are asked for. Ask for at least one.")
-    check_spec(spec)
-    if spec.startswith(RANDOM):
-        return random_batches(spec, inputs, samples)
-    return npz_batches(Path(spec), inputs, samples)
+    source = parse(spec)
+    opener: Callable[[Source, Wanted], Batches] = import_module(KINDS[source.kind].module).batches
+    return opener(source, Wanted(inputs=inputs, samples=samples, finite=finite, keys=source.inputs))
 
 
 def check_spec(spec: str) -> None:
     """Refuses a spec that names nothing, also where the data will not be read.
 
     Raises:
-        DataError: It is no kind of data that is known, or there is no such file.
+        DataError: It is no kind of data that is known, there is no such file, or a key is none of that kind's.
+        MissingDependencyError: fsspec is needed and not installed.
     """
-    if spec.startswith(RANDOM):
-        return
-    path = Path(spec)
-    if path.suffix != ".npz":
-        raise DataError(
-            f"{spec} is no calibration data that is known. Give an .npz file, or random:8 to try things out."
-        )
-    if not path.is_file():
-        raise DataError(f"There is no file {path}. Give the path of an .npz file.")
+    parse(spec)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import ml_dtypes
-import numpy as np
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
 
 from graphquant.numerics import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Feed = dict[str, Array]
 Shape = tuple[int | None, ...]
@@ -41,46 +38,51 @@ class Input(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is asked of the data.
+
+    Attributes:
+        inputs: What the model must be fed.
+        samples: Use only that many samples, the first ones.
+        finite: Refuse NaN and infinite values.
+        keys: For some inputs, by name, the key under which the data holds them.
+    """
+
+    inputs: Sequence[Input]
+    samples: int | None = None
+    finite: bool = True
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+    def limit(self, count: int) -> int:
+        """How many of `count` samples are used."""
+        return count if self.samples is None else min(count, self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batches:
     """Feeds for a model, one per sample; iterating again starts anew.
 
     Attributes:
         count: Number of samples.
-        digest: Hex SHA-256 over names, dtypes, shapes and values of what is fed.
-        ignored: Keys of the file that no input takes ("labels").
+        digest: Hex SHA-256 of what is fed; the same wherever the data is opened, whatever span is read.
+        ignored: Keys or files of the data that no input takes ("labels").
         random: Whether the values are random, so that the output can say so.
-        feeds: Opens the data and gives the feeds.
+        feeds: Opens the data and gives the feeds of the samples from one index up to another.
     """
 
     count: int
     digest: str
     ignored: tuple[str, ...] = ()
     random: bool = False
-    feeds: Callable[[], Iterator[Feed]]
+    feeds: Callable[[int, int], Iterator[Feed]]
+
+    def span(self, start: int, stop: int) -> Iterator[Feed]:
+        """The feeds of the samples `start` up to `stop`; the ones before are skipped as cheaply as the kind allows."""
+        return self.feeds(min(start, self.count), min(stop, self.count))
 
     def __iter__(self) -> Iterator[Feed]:
         """One dict of input name to array for each sample."""
-        return self.feeds()
+        return self.span(0, self.count)
 
     def __len__(self) -> int:
         return self.count
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype called `name`; that of Python objects for strings and whatever numpy does not have."""
-    try:
-        return np.dtype(getattr(ml_dtypes, name, name))
-    except TypeError:
-        return np.dtype(object)
-
-
-def kind_of(dtype: np.dtype[Any]) -> str:
-    """What can be converted losslessly in kind: "int", "float", or the dtype's own name."""
-    if dtype.kind in "iu":
-        return "int"
-    return "float" if dtype.kind == "f" or dtype == ml_dtypes.bfloat16 else dtype.name
-
-
-def shape_text(shape: Shape) -> str:
-    """`shape` for people, "?" for what is not known."""
-    return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"

@@ -120,7 +120,7 @@ def test_wrong_names(opened) -> None:
 
 def test_counts_must_agree(opened) -> None:
     """Two inputs with different numbers of samples are named with both counts."""
-    with pytest.raises(DataError, match="array 'x' has 4 samples and 'y' has 3"):
+    with pytest.raises(DataError, match="array 'x' has 4 samples and array 'y' has 3"):
         opened({"x": X, "y": X[:3]}, Spec(), Spec("y"))
 
 
@@ -227,6 +227,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     path.write_bytes(b"not a zip")
     with pytest.raises(DataError, match="cannot be read: File is not a zip file"):
         open_data(str(path), [Spec()])
+    (tmp_path / "data.csv").write_text("1,2,3")
     with pytest.raises(DataError, match="no calibration data that is known"):
         open_data(str(tmp_path / "data.csv"), [Spec()])
 
