@@ -24,6 +24,9 @@ _PUBLIC = {
     "Use": "graphquant.ir",
     "Plan": "graphquant.plans",
     "GraphQuantError": "graphquant.errors",
+    "graph_editor": "graphquant.graph_editor",
+    "FixedPoint": "graphquant.graph_editor",
+    "insert_quant_op": "graphquant.graph_editor",
 }
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604  # the keys are strings
@@ -33,4 +36,5 @@ def __getattr__(name: str) -> Any:
     """Public names are imported when they are first used, so that importing graphquant costs nothing."""
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    module = import_module(_PUBLIC[name])
+    return module if module.__name__.endswith(f".{name}") else getattr(module, name)
