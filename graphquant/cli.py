@@ -52,7 +52,10 @@ def _selection(command: F) -> F:
     """The options that choose what is quantized."""
     options = [
         click.option(
-            "--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins."
+            "--rules",
+            multiple=True,
+            metavar="NAME|FILE|RULE",
+            help="Rule file, or 'PRODUCER > CONSUMER: BITS, EXPONENT'; repeat it to stack, first match wins.",
         ),
         click.option(
             "--include", multiple=True, metavar="PATTERN", help="Quantize only what this glob or /regex/ names."

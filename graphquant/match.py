@@ -341,6 +341,21 @@ class Matcher:
                         f"{did_you_mean(pattern, labels) or ' Names are listed by: graphquant inspect MODEL.'}"
                         " If it may be absent, say optional = true."
                     )
+        for rule in self.ruleset.rules:
+            if rule.rule.producer.name and rule.rule.consumer.name and not rule.rule.optional:
+                self._check_reads(rule, rule.rule.producer.name, rule.rule.consumer.name)
+
+    def _check_reads(self, rule: BoundRule, producer: str, consumer: str) -> None:
+        """Refuses a rule whose two names match, but no op of the one name reads a tensor of the other."""
+        named = [(tensor, uses) for tensor, uses in self.tensors() if name_matches(producer, *self.labels(tensor))]
+        readers = dict.fromkeys(use for _, uses in named for use in uses)
+        if not any(name_matches(consumer, *_op_labels(use.graph, use.op)) for use in readers):
+            some = ", ".join(repr(use.op) for use in list(readers)[:5])
+            raise UsageError(
+                f"{rule.file}:{rule.line}: rule {rule.rule.name!r}: no op called {consumer!r} reads a float tensor"
+                f" called {producer!r}.{f' Those are read by {some}.' if some else ''} If that may be, say optional ="
+                " true."
+            )
 
     def _producer_labels(self) -> Iterator[str]:
         for name in self.model.live():

@@ -14,6 +14,7 @@ from graphquant.errors import UsageError, did_you_mean
 from graphquant.graph_editor.reroute import reroute_ts
 from graphquant.graph_editor.select import find
 from graphquant.graph_editor.views import Operation, Tensor
+from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.numerics import IntType, QParams, from_scale
 from graphquant.qdq import FAMILIES, Family, Lowering, Request
 from graphquant.rewrite import FRAMES
@@ -148,7 +149,8 @@ def make_quant_op(graph: Model, tensor: Tensor, name: str, quantizer: FixedPoint
 
 
 def _counts(op: Operation) -> bool:
-    return op.kind != "output" and not op.node.rule
+    """Whether it is an op of the model itself."""
+    return op.kind not in {"output", *QUANTIZATION_KINDS} and f"/{SCOPE}/" not in f"/{op.name}"
 
 
 def _check(model: Model, tensor: Tensor, name: str, quantizer: FixedPoint) -> Family:
@@ -182,7 +184,7 @@ def _no_consumer(found: list[Tensor], name: str) -> str:
     """No consumer of the producer is called so: who reads it."""
     reading = list(dict.fromkeys(op for tensor in found for op in tensor.consumers()))
     readers = list(dict.fromkeys(op.name for op in reading if _counts(op)))
-    inserted = next((op.name for op in reading if op.node.rule and name in op.name), None)
+    inserted = next((op.name for op in reading if name in op.name and op.kind != "output" and not _counts(op)), None)
     told = f" It is read by {', '.join(map(repr, readers[:MAX_SHOWN]))}" if readers else " No op of a layer reads it"
     more = ", ..." if len(readers) > MAX_SHOWN else ""
     before = f", and {inserted!r} was inserted before" if inserted else ""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import graphquant
 from graphquant.errors import RuleError, UsageError, did_you_mean, printable
+from graphquant.ruleset.inline import SIGN, read_inline
 from graphquant.ruleset.locate import KeyPath, NestingError, locate, nearest
 from graphquant.ruleset.mistakes import parse
 from graphquant.ruleset.types import BoundRule, RuleFile, RuleSet
@@ -53,13 +54,13 @@ def find(name_or_path: str) -> Path:
 
 
 def load_ruleset(names: Sequence[str]) -> RuleSet:
-    """The rules of all files, each a shipped name or a path, in the order given.
+    """The rules of all files, each a shipped name, a path or one rule as text, in the order given.
 
     Raises:
         UsageError: There is no such file.
         RuleError: Files have mistakes; the message has a line `path:line: what is wrong` for each of them.
     """
-    paths = [find(name) for name in names]
+    paths = [None if SIGN in name else find(name) for name in names]
     failures: dict[str, None] = {}
     prepare: dict[str, None] = {}
     rules: list[BoundRule] = []
@@ -67,8 +68,8 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     digest = hashlib.sha256()
     for name, path in zip(names, paths, strict=True):
         try:
-            content = _read(path)
-            file, lines = _parse(path, content)
+            content = name.encode(errors="replace") if path is None else _read(path)
+            file, lines = _one_line(name) if path is None else _parse(path, content)
         except RuleError as error:
             failures[str(error)] = None
             continue
@@ -131,6 +132,17 @@ def _parse(path: Path, content: bytes) -> tuple[RuleFile, dict[KeyPath, int]]:
     if file is None:
         raise _error(path, [(nearest(lines, key), sentence) for key, sentence in mistakes])
     return file, lines
+
+
+def _one_line(text: str) -> tuple[RuleFile, dict[KeyPath, int]]:
+    """The data of a rule that was given as text; a RuleError with all its mistakes."""
+    try:
+        file, mistakes = parse(read_inline(text))
+    except ValueError as error:
+        raise _error(Path(text), [(1, str(error))]) from error
+    if file is None:
+        raise _error(Path(text), [(1, sentence) for _, sentence in mistakes])
+    return file, {}
 
 
 def _toml(path: Path, text: str) -> dict[str, Any]:
