@@ -63,7 +63,7 @@ class Result:
 
 
 def load(path: str | Path) -> Model:
-    """The model at `path`: an ONNX file, a TensorFlow GraphDef, MetaGraphDef or SavedModel folder.
+    """The model at `path`: an ONNX file, a TensorFlow GraphDef, MetaGraphDef or SavedModel folder, or a TFLite file.
 
     Raises:
         ModelError: It cannot be read or is not supported.
@@ -352,6 +352,11 @@ def _loaded(model: Model | str | Path) -> Model:
 
 
 def _ruleset(model: Model, rules: Sequence[str]) -> RuleSet:
+    if model.format == "tflite":
+        raise UsageError(
+            f"{model.path or 'The model'} is a TFLite model, which can be read, not rewritten. Quantize the TensorFlow"
+            " model that it was made from and give -o NAME.tflite; --ranges uses this file's scales for that."
+        )
     return load_ruleset(list(rules) or [formats.module(model.format).DEFAULT_RULES])
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Graph, Model, Op, Output, Parameters, Stored, TensorRef, Use
 from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
@@ -45,6 +45,23 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a format that keeps scales in its tensors.
+
+    Attributes:
+        tensor: The tensor.
+        kind: The kind of the op that makes it.
+        output: Its name, dtype and shape.
+        stored: Its place in the file, its scale and zero point.
+    """
+
+    tensor: TensorRef
+    kind: str
+    output: Output
+    stored: Stored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Coverage:
     """One op that multiplies, and whether its float inputs are all quantized."""
 
@@ -64,6 +81,7 @@ class Survey:
         kinds: Number of ops per op type, most frequent first.
         readings: The quantization ops, in the order of the model.
         coverage: The ops that multiply.
+        tensors: Every tensor, by its place in the file, where scales are in tensors (TFLite); else empty.
         idle: Functions that nothing reaches from the main graph.
     """
 
@@ -71,6 +89,7 @@ class Survey:
     kinds: dict[str, int]
     readings: tuple[Reading, ...]
     coverage: tuple[Coverage, ...]
+    tensors: tuple[StoredTensor, ...]
     idle: tuple[str, ...]
 
 
@@ -79,13 +98,15 @@ def survey(model: Model) -> Survey:
     parameters = Parameters(model)
     live = model.live()
     types: Counter[str] = Counter()
-    readings, coverage = [], []
+    readings, coverage, tensors = [], [], []
     for name in live:
         graph = model.graphs[name]
         for op in graph.ops():
             if op.kind not in {"input", "output", "constant"}:
                 types[op.type] += 1
-            if op.kind in QUANTIZATION_KINDS and not _half(graph, op):
+            stored = _stored(graph, op)
+            tensors += stored
+            if op.kind in QUANTIZATION_KINDS and not stored and not _half(graph, op):
                 readings.append(_reading(graph, op, parameters))
             if op.kind in WEIGHTED:
                 reason = _float_input(graph, op)
@@ -93,7 +114,25 @@ def survey(model: Model) -> Survey:
     ordered = dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))
     reached = set(live)
     idle = tuple(name for name in model.graphs if name not in reached)
-    return Survey(model=model, kinds=ordered, readings=tuple(readings), coverage=tuple(coverage), idle=idle)
+    place = {name: number for number, name in enumerate(live)}
+    tensors.sort(key=lambda one: (place[one.tensor.graph], one.stored.index))
+    return Survey(
+        model=model,
+        kinds=ordered,
+        readings=tuple(readings),
+        coverage=tuple(coverage),
+        tensors=tuple(tensors),
+        idle=idle,
+    )
+
+
+def _stored(graph: Graph, op: Op) -> list[StoredTensor]:
+    """The outputs of `op` that keep their scales themselves."""
+    return [
+        StoredTensor(tensor=TensorRef(graph.name, op.name, port), kind=op.kind, output=output, stored=output.stored)
+        for port, output in enumerate(op.outputs)
+        if output.stored is not None
+    ]
 
 
 def _half(graph: Graph, op: Op) -> bool:

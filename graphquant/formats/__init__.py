@@ -92,6 +92,7 @@ class FormatModule(Protocol):
 FORMATS: dict[str, str] = {
     "onnx": "graphquant.formats.onnx",
     "tensorflow": "graphquant.formats.tensorflow",
+    "tflite": "graphquant.formats.tflite",
 }
 
 SUFFIXES: dict[str, str] = {
@@ -102,6 +103,7 @@ SUFFIXES: dict[str, str] = {
     ".pb": "tensorflow",
     ".pbtxt": "tensorflow",
     ".meta": "tensorflow",
+    ".tflite": "tflite",
 }
 
 

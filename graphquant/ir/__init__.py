@@ -12,6 +12,7 @@ from graphquant.ir.types import (
     Op,
     Output,
     Shape,
+    Stored,
     TensorRef,
     Use,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "Output",
     "Parameters",
     "Shape",
+    "Stored",
     "TensorRef",
     "Use",
     "bulk",

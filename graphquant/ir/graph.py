@@ -275,13 +275,14 @@ class Model:
     """A loaded model: its graphs, and the source message that emit patches a copy of.
 
     Attributes:
-        format: Key of the format table ("onnx", "tensorflow").
+        format: Key of the format table ("onnx", "tensorflow", "tflite").
         graphs: Graphs by name, the main one ("") first.
         source: What the format read; only the format knows its type.
         path: Where the model came from, None for one built in memory.
         digest: Hex SHA-256 of the source, external data and variables not included.
         evaluate: Gives the outputs of one pure op for input arrays, or None if it cannot; None where the format cannot.
-        opset: The ONNX default domain's opset; 0 for TensorFlow.
+        opset: The ONNX default domain's opset; 0 for the others.
+        entries: The graphs that a run may start with; a TFLite file has one for each signature.
         saver: Writes the model, set by whoever loaded it.
     """
 
@@ -292,6 +293,7 @@ class Model:
     digest: str = ""
     evaluate: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]] | None] | None = None
     opset: int = 0
+    entries: tuple[str, ...] = ("",)
     saver: Callable[[Model, Path, bool], Path] | None = None
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
@@ -328,8 +330,8 @@ class Model:
         return found
 
     def live(self) -> list[str]:
-        """Graphs that running the main graph can reach, the main one first."""
-        seen, queue = {""}, [""]
+        """Graphs that a run can reach, the main one first."""
+        seen, queue = set(self.entries), list(self.entries)
         for name in queue:
             for op in self.graphs[name].ops():
                 for call in op.calls:
@@ -360,6 +362,7 @@ class Model:
             digest=self.digest,
             evaluate=self.evaluate,
             opset=self.opset,
+            entries=self.entries,
             saver=self.saver,
         )
 

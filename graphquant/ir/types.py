@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
-
-    import numpy as np
 
 Shape = tuple[int | None, ...]
 """Static sizes, outermost first; None stands for a size known only when the model runs."""
@@ -54,16 +55,42 @@ class Use(NamedTuple):
         return f"{self.graph}/{self.op}[{self.slot}]" if self.graph else f"{self.op}[{self.slot}]"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Stored:
+    """What a file says of a tensor itself, where scales belong to tensors and not to ops beside them (TFLite).
+
+    Attributes:
+        index: Its position in the graph's list of tensors.
+        sizes: The sizes that are written for it; `Output.shape` has None where they may change.
+        scale: float32 (C,), real units per step; (0,) if the tensor is not quantized.
+        zero_point: int64 (C,), steps.
+        axis: The axis that the scales lie along, where there are several.
+        low: float32 (C,), the smallest value that training or calibration saw; mostly (0,).
+        high: float32 (C,), the largest.
+        details: The form of a quantization that is not one scale and zero point per tensor or channel, else "".
+    """
+
+    index: int
+    sizes: tuple[int, ...]
+    scale: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))
+    zero_point: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.int64))
+    axis: int = 0
+    low: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))
+    high: np.ndarray[Any, Any] = field(default_factory=partial(np.empty, 0, np.float32))
+    details: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class Output:
     """What is known of one output: its name in the file, numpy-like dtype name and static shape.
 
-    `name` is "" for an optional output that the op leaves out.
+    `name` is "" for an optional output that the op leaves out; `stored` is None where scales are in ops.
     """
 
     name: str
     dtype: str | None = None
     shape: Shape | None = None
+    stored: Stored | None = None
 
 
 @dataclass(frozen=True, slots=True)

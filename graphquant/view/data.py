@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from graphquant.numerics import QParams
     from graphquant.pipeline import Result
     from graphquant.plans import Skip
-    from graphquant.survey import Survey
+    from graphquant.survey import StoredTensor, Survey
 
 SCHEMA = 1
 
@@ -100,10 +100,32 @@ def survey_json(found: Survey) -> dict[str, Any]:
             }
             for reading in found.readings
         ],
+        "tensors": [stored_json(one) for one in found.tensors],
         "coverage": [
             {"graph": one.graph, "op": one.op, "kind": one.kind, "quantized": one.quantized, "reason": one.reason}
             for one in found.coverage
         ],
+    }
+
+
+def stored_json(one: StoredTensor) -> dict[str, Any]:
+    """A tensor that keeps its scale itself, in the words of TFLite's interpreter."""
+    stored = one.stored
+    scales, zeros = stored.scale.astype(float).tolist(), stored.zero_point.tolist()
+    signature = stored.sizes if one.output.shape is None else one.output.shape
+    return {
+        "graph": one.tensor.graph,
+        "index": stored.index,
+        "name": one.output.name,
+        "kind": one.kind,
+        "dtype": one.output.dtype,
+        "shape": list(stored.sizes),
+        "shape_signature": [-1 if size is None else size for size in signature],
+        "quantization": [scales[0], zeros[0]] if len(scales) == len(zeros) == 1 else [0.0, 0],
+        "quantization_parameters": {"scales": scales, "zero_points": zeros, "quantized_dimension": stored.axis},
+        "min": stored.low.astype(float).tolist(),
+        "max": stored.high.astype(float).tolist(),
+        "details": stored.details,
     }
 
 

@@ -11,6 +11,8 @@ from graphquant.qdq import FAMILIES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from graphquant.numerics import Array
+
 FILL = {"quantize": "#fde68a", "dequantize": "#bbf7d0", "qdq": "#bbf7d0", "input": "#dbeafe", "output": "#dbeafe"}
 
 
@@ -54,9 +56,15 @@ def _label(graph: Graph, op: Op, parameters: Parameters) -> str:
     family = next((family for family in FAMILIES.values() if op.type in family.types), None)
     params = None if family is None else family.read(graph, op, parameters)
     if params is not None:
-        scale = f"{params.scale.min():.4g}" + (f"..{params.scale.max():.4g}" if params.axis is not None else "")
-        text += f"\n{params.type.name} scale {scale} zp {params.zero_point.flat[0]}"
+        text += f"\n{params.type.name} scale {_span(params.scale)} zp {params.zero_point.flat[0]}"
+    for output in op.outputs:
+        if output.stored is not None and output.stored.scale.size and output.stored.zero_point.size:
+            text += f"\n{output.dtype} scale {_span(output.stored.scale)} zp {output.stored.zero_point[0]}"
     return _quoted(text)
+
+
+def _span(scale: Array) -> str:
+    return f"{scale.min():.4g}" + (f"..{scale.max():.4g}" if scale.size > 1 else "")
 
 
 def _fill(op: Op) -> str:

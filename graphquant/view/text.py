@@ -93,8 +93,33 @@ def survey_view(found: Survey) -> RenderableType:
         table.add_row(printable(str(reading.tensor)), *values)
     for kind, table in tables.items():
         lines += [_text(f"{table.row_count} {kind}", style="bold"), table]
+    lines += _stored(found)
     lines += _coverage(found)
     return Group(*lines)
+
+
+def _stored(found: Survey) -> list[RenderableType]:
+    """A table for each graph's tensors, which keep their scales themselves."""
+    tables: dict[str, Table] = {}
+    for one in found.tensors:
+        table = tables.setdefault(one.tensor.graph, _table("index", *PARAMS, "axis", "shape", "tensor"))
+        stored, output = one.stored, one.output
+        shape = stored.sizes if output.shape is None else output.shape
+        table.add_row(
+            str(stored.index),
+            (output.dtype or "?") + (f"[{stored.scale.size}]" if stored.scale.size > 1 else ""),
+            _span(stored.scale, ".6g", ".4g") if stored.scale.size else stored.details,
+            _span(stored.zero_point, "d") if stored.zero_point.size else "",
+            f"[{stored.low.min():.4g}, {stored.high.max():.4g}]" if stored.low.size and stored.high.size else "",
+            str(stored.axis) if stored.scale.size > 1 else "",
+            _sizes(shape),
+            printable(output.name),
+        )
+    lines: list[RenderableType] = []
+    for graph, table in tables.items():
+        where = f" in {graph}" if graph else ""
+        lines += [_text(f"{_count(table.row_count, 'tensor')}{where}", style="bold"), table]
+    return lines
 
 
 def explain_view(explanations: Sequence[Explanation]) -> RenderableType:
@@ -213,4 +238,8 @@ def _signature(model: object, name: str, is_output: bool) -> str:
     label = name.removeprefix("@")
     if known is None or known.shape is None:
         return label
-    return f"{label} {known.dtype}[{', '.join('?' if side is None else str(side) for side in known.shape)}]"
+    return f"{label} {known.dtype}{_sizes(known.shape)}"
+
+
+def _sizes(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('?' if side is None else str(side) for side in shape)}]"

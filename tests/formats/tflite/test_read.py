@@ -1,0 +1,218 @@
+"""TFLite files as models, read without TensorFlow; damaged ones are refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from contextlib import suppress
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.errors import ModelError
+from graphquant.formats.tflite import parse
+from graphquant.ir import TensorRef, Use, check
+from graphquant.survey import survey
+
+
+def places_far_data(data: bytes) -> bytes:
+    """`data` with the last buffer's bytes behind the FlatBuffer, where the offset that stands for them says."""
+    at = data.index(struct.pack("<Q", 1 << 40))
+    return data[:at] + struct.pack("<Q", len(data)) + data[at + 8 :] + np.array([1.5, -2], np.float32).tobytes()
+
+
+def test_a_model_is_read_whole(build, sample):
+    """Ops go by their first output; constants, variables, custom ops and other graphs are there."""
+    model = parse(places_far_data(build(sample)))
+    check(model, "the test")
+    main = model.main
+    kinds = [(op.name, op.kind, op.type) for op in main.ops()]
+    assert kinds == [
+        ("x", "input", "Input"),
+        ("w", "constant", "Constant"),
+        ("four", "constant", "Constant"),
+        ("state", "variable", "Variable"),
+        ("far", "constant", "Constant"),
+        ("y", "gemm", "FULLY_CONNECTED"),
+        ("y_1", "other", "My_Op"),
+        ("WHILE", "while", "WHILE"),
+        ("@y", "output", "Output"),
+    ]
+    assert main.slots("y") == [TensorRef("", "x"), TensorRef("", "w"), None]
+    assert main.producer(Use("", "@y", 0)) == TensorRef("", "y_1")
+    assert (main.op("y").role(2), main.op("y").channel_axis) == ("bias", 0)
+    assert [(call.attr, call.graph, call.offset, call.loop) for call in main.op("WHILE").calls] == [
+        ("cond", "body", None, True),
+        ("body", "body", 0, True),
+    ]
+    assert (list(model.graphs), model.live()) == (["", "body"], ["", "body"])
+    assert main.op("x").outputs[0].shape == (None, 2)
+
+
+def test_values_are_read_when_asked_for(build, sample):
+    """Int8, packed int4, and data that lies behind the FlatBuffer as in files over 2 GB."""
+    main = parse(places_far_data(build(sample))).main
+    values = {op.name: op.value for op in main.ops() if op.kind == "constant"}
+    np.testing.assert_array_equal(values["w"](), np.array([[1, 2], [3, -4]], np.int8))
+    assert values["four"]().astype(int).tolist() == [-1, 1, 7]
+    assert values["far"]().tolist() == [1.5, -2.0]
+    assert main.op("state").value is None
+
+
+def test_scales_belong_to_tensors(build, sample):
+    """The survey lists every tensor with its scale and zero point, in the order of the file."""
+    found = survey(parse(places_far_data(build(sample))))
+    assert [one.stored.index for one in found.tensors] == [0, 1, 2, 3, 4, 5, 6, 0]
+    x, w = found.tensors[:2]
+    assert (x.output.dtype, x.stored.scale.tolist(), x.stored.zero_point.tolist()) == (
+        "int8",
+        [float(np.float32(0.1))],
+        [-3],
+    )
+    assert (w.stored.scale.tolist(), w.stored.axis, w.stored.low.tolist(), w.stored.details) == (
+        [0.5, 0.25],
+        0,
+        [-1.0, -2.0],
+        "blockwise",
+    )
+    assert found.readings == ()
+    assert [(one.op, one.quantized) for one in found.coverage] == [("y", True)]
+
+
+def test_inspect_shows_the_tensors(build, sample, tmp_path, cli):
+    """Text, JSON and DOT hold scales and zero points; JSON speaks the interpreter's words."""
+    path = tmp_path / "model.tflite"
+    path.write_bytes(places_far_data(build(sample)))
+    text = cli("inspect", path).stdout
+    assert "7 tensors\n" in text
+    assert "1 tensor in body" in text
+    row = next(line for line in text.splitlines() if line.split()[-1:] == ["w"])
+    assert row.split() == ["1", "int8[2]", "0.25..0.5", "0", "[-2,", "2]", "0", "[2,", "2]", "w"]
+    tensors = json.loads(cli("inspect", path, "--format", "json").stdout)["tensors"]
+    assert tensors[1] == {
+        "graph": "",
+        "index": 1,
+        "name": "w",
+        "kind": "constant",
+        "dtype": "int8",
+        "shape": [2, 2],
+        "shape_signature": [2, 2],
+        "quantization": [0.0, 0],
+        "quantization_parameters": {"scales": [0.5, 0.25], "zero_points": [0, 0], "quantized_dimension": 0},
+        "min": [-1.0, -2.0],
+        "max": [1.0, 2.0],
+        "details": "blockwise",
+    }
+    assert tensors[0]["quantization"] == [0.10000000149011612, -3]
+    assert 'int8 scale 0.1 zp -3"' in cli("inspect", path, "--format", "dot").stdout
+
+
+def test_a_file_is_not_rewritten(build, sample, tmp_path, cli):
+    """Insert and plan say that TFLite files are read only, and what to do."""
+    path = tmp_path / "model.tflite"
+    path.write_bytes(places_far_data(build(sample)))
+    for command in (["insert", path, "-o", tmp_path / "out.tflite"], ["plan", path]):
+        assert "which can be read, not rewritten. Quantize the TensorFlow model" in cli(*command, code=2).stderr
+    assert not (tmp_path / "out.tflite").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: m["subgraphs"][0]["tensors"][0].update(type=("b", 77)), "Tensor 0 has the unknown type 77"),
+        (lambda m: m["subgraphs"][0]["tensors"][0].update(shape=np.array([-5], np.int32)), "has the shape [-5]"),
+        (lambda m: m["subgraphs"][0]["tensors"][1].update(buffer=("I", 9)), "in buffer 9 of 4"),
+        (lambda m: m["subgraphs"][0].update(inputs=np.array([9], np.int32)), "the inputs 9 to 9 are listed"),
+        (lambda m: m["subgraphs"][0].update(inputs=np.array([-1], np.int32)), "one of its inputs is no tensor"),
+        (lambda m: m["subgraphs"][0].update(inputs=np.array([0, 0], np.int32)), "tensor 0, 'x', is made twice"),
+        (lambda m: m["subgraphs"][0]["operators"][0].update(opcode_index=("I", 9)), "an op has the code 9 of 3"),
+        (
+            lambda m: m["subgraphs"][0]["operators"][2]["builtin_options"].update(body_subgraph_index=("i", 2)),
+            "WHILE runs graph 2 of 2",
+        ),
+        (lambda m: m["buffers"][3].update(size=("Q", 1 << 50)), "bytes at 1099511627776 is outside"),
+        (lambda m: m.update(subgraphs=[]), "The file holds no graph"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(build, sample, change, said):
+    """Each mistake has its sentence."""
+    change(sample)
+    with pytest.raises(ModelError, match=r"Export|does not read") as error:
+        parse(build(sample) if "1099511627776" in said else places_far_data(build(sample)))
+    assert said in str(error.value)
+
+
+def test_a_constant_of_the_wrong_size_is_refused_when_read(build, sample):
+    """The sizes in a file do not decide how much is read."""
+    sample["subgraphs"][0]["tensors"][1]["shape"] = np.array([1 << 30, 1 << 30], np.int32)
+    model = parse(places_far_data(build(sample)))
+    with pytest.raises(ModelError, match="has 4 bytes, not"):
+        model.main.op("w").value()
+
+
+def test_no_tflite_model(tmp_path):
+    """An empty file, another kind of file and a folder's name."""
+    for data, said in ((b"", "The file is empty"), (b"PK\3\4" * 99, "no TFLite model"), (b"ab", "no TFLite model")):
+        (tmp_path / "x.tflite").write_bytes(data)
+        with pytest.raises(ModelError, match=said):
+            gq.load(tmp_path / "x.tflite")
+
+
+def test_parts_that_are_shared_without_end(build, sample):
+    """A small file whose thousands of graphs are all the same large one is refused, not read for hours."""
+    body = sample["subgraphs"][1]
+    body["tensors"] = [{"name": f"tensor {number}"} for number in range(500)]
+    sample["subgraphs"] = [sample["subgraphs"][0], *[body] * 5000]
+    sample["buffers"][3] = {}
+    data = build(sample)
+    assert len(data) < 60_000
+    with pytest.raises(ModelError, match="refer to each other over and over"):
+        parse(data)
+
+
+def use(data: bytes) -> None:
+    """Does with a file what inspect does, and reads its constants; a ModelError is an answer too."""
+    with suppress(ModelError):
+        look(parse(data))
+
+
+def look(model: gq.Model) -> None:
+    """What `use` does with a model."""
+    check(model, "the test")
+    survey(model)
+    for graph in model.graphs.values():
+        for op in graph.ops():
+            if op.value is not None:
+                op.value()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_files_never_end_in_a_traceback(build, sample, seed):
+    """Truncated, with flipped bits, with numbers overwritten: a model or a ModelError."""
+    whole = places_far_data(build(sample))
+    dice = random.Random(seed)  # noqa: S311  # it only breaks files
+    for _ in range(800):
+        data = bytearray(whole)
+        for _ in range(dice.choice((1, 1, 1, 4))):
+            at = dice.randrange(len(data))
+            if dice.random() < 0.5:
+                data[at] ^= 1 << dice.randrange(8)
+            else:
+                data[at : at + 4] = dice.choice((b"\xff" * 4, b"\0" * 4, dice.randbytes(4), b"\xff\xff\xff\x7f"))
+        if dice.random() < 0.3:
+            del data[dice.randrange(len(data)) :]
+        use(bytes(data))
+
+
+def test_a_real_file_cut_or_flipped(shared):
+    """The same for a real model."""
+    whole = (shared / "kws/kws_int8.tflite").read_bytes()
+    dice = random.Random(7)  # noqa: S311  # it only breaks files
+    for _ in range(150):
+        data = bytearray(whole)
+        at = dice.choice((dice.randrange(400), dice.randrange(len(data))))
+        data[at] ^= 1 << dice.randrange(8)
+        cut = dice.randrange(len(data)) if dice.random() < 0.3 else len(data)
+        use(bytes(data[:cut]))
