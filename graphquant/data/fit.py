@@ -275,3 +275,21 @@ def _wanted(where: str, taker: Input, given: np.dtype[Any]) -> np.dtype[Any]:
     if kinds == ("int", "float"):
         raise DataError(f"{clash} Convert it, and scale it as in training: (array / 255).astype('{taker.dtype}').")
     raise DataError(f"{clash} Save the array as {taker.dtype}.")
+
+
+def as_feed(where: str, taker: Input, values: Array, *, finite: bool) -> Array:
+    """`values` as the feed of `taker`, whose shape they must have already.
+
+    Raises:
+        DataError: They have another shape, are of another kind, or are out of its range.
+    """
+    static = taker.shape
+    if static is not None and not _fits(values.shape, static):
+        raise DataError(
+            f"{where} is {shape_text(values.shape)}, and input {taker.name!r} takes {shape_text(static)}."
+            " Give each sample that shape."
+        )
+    given = values.dtype
+    one = Fit(input=taker.name, where=where, given=given, wanted=_wanted(where, taker, given), shape=values.shape)
+    check_values(one, values, finite=finite)
+    return one.feed(values)

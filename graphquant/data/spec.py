@@ -19,7 +19,7 @@ RANDOM = "random:"
 
 MAX_TOML_BYTES = 1 << 20
 
-PIXELS = ("preset", "size", "resize", "shorter", "filter", "fill", "layout", "order", "scale", "mean", "std")
+PIXELS = ("preset", "size", "resize", "crop_pct", "filter", "fill", "layout", "order", "scale", "mean", "std")
 """Keys that say how a picture becomes numbers."""
 
 
@@ -93,7 +93,7 @@ KINDS: dict[str, Kind] = {
     "random": Kind(explains="random:N, N made-up samples for tests", module="graphquant.data.random"),
 }
 
-_INLINE = re.compile(r"(?P<path>.*?)(?P<keys>(,[a-z]+(\.[^,=]+)?=[^,]*)*)", re.DOTALL)
+_INLINE = re.compile(r"(?P<path>.*?)(?P<keys>(,[a-z_]+(\.[^,=]+)?=[^,]*)*)", re.DOTALL)
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
