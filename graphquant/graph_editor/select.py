@@ -22,7 +22,8 @@ def select_ops(
 
     Args:
         args: Regular expressions, found anywhere in an op's name (`"^block1/"` is what stands under that scope), or
-            ops, iterables of ops, a graph. Tensors are ignored.
+            ops, iterables of ops, a graph. Tensors are ignored. A graph output is found only by an expression with `@`,
+            with which its name starts.
         graph: Where the expressions look: a graph, or a model with all graphs that run. An op of a nested graph is
             found by its own name and by `graph/op`.
         positive_filter: Keeps only the ops for which it is true.
@@ -34,7 +35,8 @@ def select_ops(
     for arg in args:
         if isinstance(arg, str | re.Pattern):
             wanted, where = _regex(arg), _where(graph)
-            found.update((op, None) for op in operations(where) if wanted.search(op.name) or wanted.search(str(op)))
+            ops = (op for op in operations(where) if op.kind != "output" or "@" in wanted.pattern)
+            found.update((op, None) for op in ops if wanted.search(op.name) or wanted.search(str(op)))
         else:
             found.update(dict.fromkeys(list_of_op(arg, ignore_ts=True)))
     return _kept(found, positive_filter)

@@ -1,0 +1,84 @@
+"""The pages under docs/ keep their word: their snippets run as they stand, in order."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PAGES = ["from-graph-editor.md"]
+
+
+def snippets(page):
+    """Each code block of a page: what is behind its fence, and its text."""
+    text = ROOT.joinpath("docs", page).read_text("utf-8")
+    return re.findall(r"^```(\S[^\n]*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder with the sample models, in which snippets run."""
+    tmp_path.joinpath("sample_models").symlink_to(ROOT / "sample_models")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run_page(page):
+    """Runs the snippets in order, Python in one namespace; gives what they printed, shell commands too."""
+    names = {}
+    printed = []
+    for language, text in snippets(page):
+        match language:
+            case "python":
+                code = (
+                    f"import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n{indented(text)}"
+                )
+                exec(compile(code, page, "exec"), names)  # noqa: S102  # our own page
+                printed.append(names["out"].getvalue())
+            case "bash":
+                printed.append(shell(text))
+            case "python tf1":
+                compile(text, page, "exec")  # what it calls is gone
+            case _:
+                pytest.fail(f"{page} has a block of {language!r}, which nothing runs")
+    return "".join(printed)
+
+
+def indented(text):
+    """Python as the body of a block."""
+    return "".join(f"    {line}" for line in text.splitlines(keepends=True))
+
+
+def shell(text):
+    """What bash prints for the commands, `graphquant` being this checkout's."""
+    command = f'graphquant() {{ "{sys.executable}" -m graphquant "$@"; }}\n{text}'
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command], capture_output=True, text=True, check=False, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_from_graph_editor(folder):
+    """Each snippet runs, the files it names appear, and what the page says it prints is printed."""
+    printed = run_page("from-graph-editor.md")
+    page = ROOT.joinpath("docs", "from-graph-editor.md").read_text("utf-8")
+    promised = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert len(promised) == 2
+    for line in promised:
+        assert f"{line}\n" in printed
+    assert "No op whose name contains 'residual_7' reads max_pool:0." in printed
+    written = {path.name for path in folder.iterdir()}
+    assert written >= {"recipe.pb", "recipe.onnx", "by_rules.pb", "by_line.pb", "by_line.onnx"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page):
+    """Links to files name files that exist."""
+    text = ROOT.joinpath("docs", page).read_text("utf-8")
+    targets = re.findall(r'(?:\]\(|src=")([^)"#]+)', text)
+    assert [one for one in targets if "://" not in one and not ROOT.joinpath("docs", one).exists()] == []
