@@ -709,3 +709,45 @@ def run(v1, message, fetches, feeds):
         v1.import_graph_def(message, name="")
     with v1.Session(graph=graph) as session:
         return session.run(fetches, feeds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8)])
+def test_a_loop_of_tensorflow_1_equals_one_made_by_hand(bits, exponent, shared, tmp_path):
+    """Inside the loop and the branches of mtcnn, the edited graph gives what one with ops written by hand gives."""
+    v1 = pytest.importorskip("tensorflow").compat.v1
+    quantizer = gq.FixedPoint(bits, exponent)
+    model = gq.load(shared / "mtcnn.pb")
+    by_hand = graph_def(v1, shared / "mtcnn.pb")
+    nodes = {node.name: node for node in by_hand.node}
+    for producer, consumer, slot in (
+        ("pnet/while/pool1/MaxPool", "pnet/while/conv2/Conv2D", 0),
+        ("pnet/while/conv2/Conv2D/Enter", "pnet/while/conv2/Conv2D", 1),
+        ("rnet/cond/pool1/MaxPool", "rnet/cond/conv2/Conv2D", 0),
+    ):
+        assert gq.insert_quant_op(model, producer, consumer, quantizer) == 1
+        made = by_hand.node.add(name=f"{producer}/by_hand", op="FakeQuantWithMinMaxArgs", input=[producer])
+        made.attr["min"].f, made.attr["max"].f = quantizer.min, quantizer.max
+        made.attr["num_bits"].i, made.attr["narrow_range"].b = bits, True
+        nodes[consumer].input[slot] = made.name
+    picture = np.load(shared / "ultraface/images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
+    feeds = {"input:0": picture, "min_size:0": 20.0, "thresholds:0": [0.6, 0.7, 0.7], "factor:0": 0.709}
+    edited = graph_def(v1, Path(model.save(tmp_path / "mtcnn.pb")))
+    results = [run(v1, message, ["box:0", "prob:0", "landmarks:0"], feeds) for message in (edited, by_hand)]
+    assert len(results[0][0]) > 0
+    assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+def test_a_saved_model_equals_the_frozen_graph(samples, tmp_path):
+    """The recipe inside a function gives what it gives in the frozen graph of the same network."""
+    tensorflow = pytest.importorskip("tensorflow")
+    model, frozen = gq.load(samples / "digits_cnn_saved_model"), gq.load(samples / "digits_cnn.pb")
+    for one in (model, frozen):
+        assert gq.insert_quant_op(one, "max_pool:0", BLOCK, gq.FixedPoint(8, -4)) == 1
+    image = np.load(samples / "digits_cnn_eval.npz")["image"][:32].astype(np.float32).reshape(-1, 8, 8, 1)
+    loaded = tensorflow.saved_model.load(str(model.save(tmp_path / "made")))
+    (found,) = loaded.signatures["serving_default"](tensorflow.constant(image)).values()
+    message = graph_def(tensorflow.compat.v1, Path(frozen.save(tmp_path / "made.pb")))
+    (expected,) = run(tensorflow.compat.v1, message, ["probabilities:0"], {"image:0": image})
+    assert np.allclose(found.numpy(), expected, rtol=0, atol=1e-6)
