@@ -79,6 +79,9 @@ class FormatModule(Protocol):
     def save(self, model: Model, path: Path) -> None:
         """Emits the model and writes it to `path`, whole or not at all."""
 
+    def inputs(self, model: Model) -> Sequence[InputSpec]:
+        """What a run of the model must be fed, told without starting its framework."""
+
     def runner(self, model: Model) -> Runner:
         """A runner for the model."""
 

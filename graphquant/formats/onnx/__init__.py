@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
-    from graphquant.formats import Runner
+    from graphquant.formats import InputSpec, Runner
     from graphquant.ir import Model
 
 DEFAULT_RULES = "onnxruntime"
@@ -49,6 +50,14 @@ def save(model: Model, path: Path) -> None:
     from graphquant.formats.onnx.files import save as write
 
     write(model, path)
+
+
+def inputs(model: Model) -> Sequence[InputSpec]:
+    """The graph's inputs without a default value."""
+    from graphquant.formats import InputSpec
+
+    needed = [op for op in map(model.main.op, model.main.inputs) if op.value is None]
+    return [InputSpec(name=op.name, dtype=op.outputs[0].dtype or "unknown", shape=op.outputs[0].shape) for op in needed]
 
 
 def runner(model: Model) -> Runner:

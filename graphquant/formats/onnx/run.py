@@ -10,7 +10,8 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.errors import ModelError, UnwatchableError
-from graphquant.formats import Feeds, InputSpec
+from graphquant.formats import Feeds
+from graphquant.formats.onnx import inputs
 from graphquant.formats.onnx.files import binary, external_tensors
 from graphquant.formats.onnx.observe import Instrument
 from graphquant.formats.onnx.tensors import first_line
@@ -52,10 +53,7 @@ class OnnxRunner:
         self._model = model
         self._emission = emit(model)
         self._session: Any = None
-        needed = [op for op in map(model.main.op, model.main.inputs) if op.value is None]
-        self.inputs: Sequence[InputSpec] = [
-            InputSpec(name=op.name, dtype=op.outputs[0].dtype or "unknown", shape=op.outputs[0].shape) for op in needed
-        ]
+        self.inputs = inputs(model)
         infos = self._emission.message.graph.output
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
 

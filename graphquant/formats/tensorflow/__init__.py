@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.load import load
-from graphquant.formats.tensorflow.run import runner
+from graphquant.formats.tensorflow.run import inputs, runner
 from graphquant.formats.tensorflow.save import save
 
 if TYPE_CHECKING:
@@ -40,4 +40,4 @@ def skeleton(model: Model) -> str:
     return proto.to_text(message)
 
 
-__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "load", "runner", "save", "skeleton", "upgrade"]
+__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "inputs", "load", "runner", "save", "skeleton", "upgrade"]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from graphquant.formats.tensorflow.source import Source
 
-__all__ = ["TensorFlowRunner", "runner"]
+__all__ = ["TensorFlowRunner", "inputs", "runner"]
 
 INIT_SIGNATURE: Final = "__saved_model_init_op"
 INIT_COLLECTIONS: Final = ("saved_model_main_op", "legacy_init_op")
@@ -43,6 +43,13 @@ def runner(model: Model) -> TensorFlowRunner:
     return TensorFlowRunner(model, _tensorflow())
 
 
+def inputs(model: Model) -> Sequence[InputSpec]:
+    """What a run of `model` must be fed: its signature's inputs or, without one, its placeholders."""
+    meta = model.source.meta_graph(emit(model))
+    signature = _signature(meta) if meta is not None else None
+    return _placeholders(model) if signature is None else _signature_inputs(model, signature)
+
+
 class TensorFlowRunner:
     """Runs one signature of a model, or what leads to all tensors that nobody reads.
 
@@ -54,11 +61,7 @@ class TensorFlowRunner:
     def __init__(self, model: Model, tensorflow: Any) -> None:
         self._tf = tensorflow
         self._model = model
-        meta = model.source.meta_graph(emit(model))
-        signature = _signature(meta) if meta is not None else None
-        self.inputs: Sequence[InputSpec] = (
-            _placeholders(model) if signature is None else _signature_inputs(model, signature)
-        )
+        self.inputs = inputs(model)
         self._fetches = _fetches(model)
         self.outputs: Sequence[str] = tuple(self._fetches)
         self._keys = {key: spec for spec in self.inputs for key in (*spec.aliases, spec.name)}
