@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from graphquant.errors import GraphQuantError, InternalError, UsageError, printable
+from graphquant.errors import FindingsError, GraphQuantError, InternalError, UsageError, printable
 
 if TYPE_CHECKING:
     from graphquant.pipeline import Progress
@@ -214,6 +214,31 @@ def inspect(model: Path, form: str, output: Path | None, force: bool) -> None:
         from graphquant.view import text
 
         _print(text.survey_view(survey(loaded)), output)
+
+
+@main.group()
+def data() -> None:
+    """Look at calibration data."""
+
+
+@data.command("check")
+@click.argument("model", type=click.Path(path_type=Path))
+@click.argument("spec")
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Look at the first N samples only.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def data_check(model: Path, spec: str, samples: int | None, form: str) -> None:
+    """Show what SPEC feeds each input of MODEL, and what is probably wrong with it. Exit code 1 if anything is."""
+    from graphquant import pipeline
+    from graphquant.view import data_check as view
+    from graphquant.view import text
+
+    report = pipeline.check_data(model, spec, samples=samples)
+    if form == "json":
+        _emit(view.report_json(report), None)
+    else:
+        text.console().print(view.report_view(report))
+    if report.findings:
+        raise click.exceptions.Exit(FindingsError.exit_code)
 
 
 @main.group()

@@ -28,6 +28,7 @@ from graphquant.solve import solve
 
 if TYPE_CHECKING:
     from graphquant.data import Batches
+    from graphquant.data.check import DataReport
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""
@@ -189,6 +190,25 @@ def insert(
         samples=batches.count if batches is not None else 0,
         random=bool(batches is not None and batches.random),
     )
+
+
+def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:
+    """The data that a spec names beside the model's inputs, and what is probably wrong with it; nothing is run.
+
+    Raises:
+        DataError: The data cannot be read, or does not fit the model.
+        MissingDependencyError: A package that this kind of data needs is not installed.
+        ModelError: The model cannot be read.
+        UsageError: It is a TFLite model.
+    """
+    from graphquant.data import open_data
+    from graphquant.data.check import check_data as _check_data
+
+    loaded = _loaded(model)
+    if loaded.format == "tflite":
+        raise UsageError(f"{loaded.path} is a TFLite model, which is not run. Give the model that it was made from.")
+    inputs = formats.module(loaded.format).inputs(loaded)
+    return _check_data(open_data(data, inputs, samples=samples, finite=False), inputs)
 
 
 def save(model: Model, path: str | Path, *, force: bool = False) -> Path:

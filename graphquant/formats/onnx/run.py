@@ -10,7 +10,6 @@ import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.errors import ModelError, UnwatchableError
-from graphquant.formats import Feeds
 from graphquant.formats.onnx import inputs
 from graphquant.formats.onnx.files import binary, external_tensors
 from graphquant.formats.onnx.observe import Instrument
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from graphquant.formats import Feeds, InputSpec
     from graphquant.ir import Model, TensorRef
 
 Array = np.ndarray[Any, Any]
@@ -53,7 +53,7 @@ class OnnxRunner:
         self._model = model
         self._emission = emit(model)
         self._session: Any = None
-        self.inputs = inputs(model)
+        self.inputs: Sequence[InputSpec] = inputs(model)
         infos = self._emission.message.graph.output
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
 

@@ -1,0 +1,74 @@
+"""Calibration data beside the inputs it feeds, as a table and as JSON data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from graphquant.errors import printable
+from graphquant.view.data import SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphquant.data.check import DataReport, InputSummary
+
+COLUMNS = ("input", "dtype", "in the model", "the data gives", "low", "high", "mean", "NaN, inf")
+
+IGNORED_SHOWN = 8
+
+
+def report_view(report: DataReport) -> RenderableType:
+    """The table of inputs, what no input takes, and the findings."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in COLUMNS:
+        table.add_column(column, overflow="fold")
+    for one in report.inputs:
+        table.add_row(*map(printable, _cells(one)))
+    parts: list[RenderableType] = [table]
+    if report.ignored:
+        more = len(report.ignored) - IGNORED_SHOWN
+        shown = ", ".join(report.ignored[:IGNORED_SHOWN]) + (f" and {more} more" if more > 0 else "")
+        parts.append(Text(printable(f"No input takes: {shown}"), style="dim"))
+    parts += [Text(printable(found.says), style="yellow") for found in report.findings]
+    samples = f"{report.samples} sample{'' if report.samples == 1 else 's'}"
+    found = f"{len(report.findings)} finding{'' if len(report.findings) == 1 else 's'}"
+    parts.append(Text(f"{samples}, {found if report.findings else 'nothing found'}.", style="bold"))
+    return Group(*parts)
+
+
+def report_json(report: DataReport) -> dict[str, Any]:
+    """The same as JSON data."""
+    return {
+        "schema": SCHEMA,
+        "samples": report.samples,
+        "digest": report.digest,
+        "inputs": [
+            {
+                "name": one.name,
+                "dtype": one.dtype,
+                "shape": None if one.shape is None else list(one.shape),
+                "given": None if one.given is None else list(one.given),
+                "low": one.low,
+                "high": one.high,
+                "mean": one.mean,
+                "nan": one.nan,
+                "inf": one.inf,
+            }
+            for one in report.inputs
+        ],
+        "ignored": list(report.ignored),
+        "findings": [{"kind": one.kind, "input": one.input, "says": one.says} for one in report.findings],
+    }
+
+
+def _cells(one: InputSummary) -> tuple[str, ...]:
+    values = ["" if value is None else f"{value:.4g}" for value in (one.low, one.high, one.mean)]
+    return (one.name, one.dtype, _shape(one.shape), _shape(one.given), *values, f"{one.nan}, {one.inf}")
+
+
+def _shape(shape: Sequence[int | None] | None) -> str:
+    return "any" if shape is None else "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
