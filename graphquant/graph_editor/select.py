@@ -107,14 +107,16 @@ def find(graph: Graph | Model, name: str) -> list[Tensor]:
     by_file, by_port, by_op = list[Tensor](), list[Tensor](), list[Tensor]()
     for home in homes(graph):
         for op in home.ops():
-            for port, output in enumerate(op.outputs):
-                ref = TensorRef(home.name, op.name, port)
-                if name == output.name:
-                    by_file.append(Tensor(home, ref))
-                elif name in {f"{op.name}:{port}", str(ref)}:
-                    by_port.append(Tensor(home, ref))
-                elif port == 0 and name in {op.name, f"{home.name}/{op.name}"}:
-                    by_op.append(Tensor(home, ref))
+            ports = (port for port, output in enumerate(op.outputs) if output.name == name)
+            by_file += [Tensor(home, TensorRef(home.name, op.name, port)) for port in ports]
+        for label in dict.fromkeys((name, name.removeprefix(f"{home.name}/"))):
+            op_name, _, number = label.rpartition(":")
+            made = home.op(op_name).outputs if op_name in home else ()
+            by_port += [
+                Tensor(home, TensorRef(home.name, op_name, port)) for port in range(len(made)) if str(port) == number
+            ]
+            if label in home and home.op(label).outputs:
+                by_op.append(Tensor(home, TensorRef(home.name, label)))
     found = by_file or by_port or by_op
     if not found:
         known = dict.fromkeys(label for one in tensors(graph) for label in _names(one))
