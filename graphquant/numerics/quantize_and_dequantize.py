@@ -262,7 +262,10 @@ def range_to_write(params: QParams) -> Range:
     qmin, qmax = params.type.limits(narrow=params.narrow)
     wanted = params.scale.astype(np.float64)
     low, high = (qmin * wanted).astype(np.float32), (qmax * wanted).astype(np.float32)
-    tried = [high, np.nextafter(high, np.float32(0)), np.nextafter(high, np.float32(np.inf))]
+    tried = [high]
+    while len(tried) <= 3:  # noqa: PLR2004  # places down from there the lower end decides the scale
+        tried.append(np.nextafter(tried[-1], np.float32(0)))
+    tried.append(np.nextafter(high, np.float32(np.inf)))
     ends = [(-end if qmin == -qmax else low, end) for end in tried]
     bits, signed = params.type.bits, params.type.signed
     found = [steps(*pair, num_bits=bits, signed=signed, narrow=params.narrow) for pair in ends]

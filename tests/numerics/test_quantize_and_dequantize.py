@@ -1,0 +1,222 @@
+"""QuantizeAndDequantize in numpy: worked values, those of TensorFlow's own tests, refusals, ranges to write."""
+
+import numpy as np
+import pytest
+
+from graphquant.errors import InternalError, UsageError
+from graphquant.numerics import IntType, QParams, from_scale
+from graphquant.numerics import quantize_and_dequantize as qad
+
+ONE = np.float32(1)
+SEVEN = [-1, -0.5, 0, 0.3, 0.8, 0.555, 0.50390625]
+EIGHT = [-0.8, -0.5, 0, 0.3, 0.8, 0.555, -2, 33]
+FOUR = [-0.5, 0, 0.3, 0.8]
+
+# What quantize_and_dequantize_op_test.cc and unary_ops_test.py expect of an
+# input, range or None, arguments, and the output as integers by a divisor.
+VECTORS = [
+    ([-3.5], None, {}, [-128], 128 / 3.5),
+    (SEVEN, None, {}, [-128, -64, 0, 38, 102, 71, 64], 128),
+    (SEVEN, None, {"round_mode": "HALF_UP"}, [-128, -64, 0, 38, 102, 71, 65], 128),
+    (SEVEN, None, {"round_mode": "HALF_UP", "narrow_range": True}, [-127, -63, 0, 38, 102, 70, 64], 127),
+    (SEVEN, None, {"narrow_range": True}, [-127, -64, 0, 38, 102, 70, 64], 127),
+    ([-1, -0.5, 0, 0.3125, 0.8, 0.555], None, {"num_bits": 4}, [-8, -4, 0, 2, 6, 4], 8),
+    ([-1, -0.5, 0, 0.3125, 0.8, 0.555], None, {"num_bits": 4, "round_mode": "HALF_UP"}, [-8, -4, 0, 3, 6, 4], 8),
+    (EIGHT, (-1, 1), {}, [-102, -64, 0, 38, 102, 70, -128, 127], 127),
+    (EIGHT, (-1, 1), {"round_mode": "HALF_UP"}, [-102, -63, 0, 38, 102, 70, -128, 127], 127),
+    (FOUR, (0, 1), {"signed_input": False}, [0, 0, 76, 204], 255),
+    (FOUR, (0, 1), {"signed_input": False, "round_mode": "HALF_UP"}, [0, 0, 77, 204], 255),
+    ([0, 0, 0, 0], None, {"signed_input": False}, [0, 0, 0, 0], 1),
+    ([-1, -0.5, 0, 0.3], None, {}, [-128, -64, 0, 38], 128),
+    ([-0.8, -0.4, 0, 0.3, 0.8, -2, 33], (-1, 1), {}, [-102, -51, 0, 38, 102, -128, 127], 127),
+]
+
+
+@pytest.mark.parametrize(("x", "ends", "arguments", "integers", "divisor"), VECTORS)
+def test_vectors_of_tensorflow(x, ends, arguments, integers, divisor) -> None:
+    """The values of TensorFlow's tests come out, in both types, from V2, from V4 and, where it can, from V1 and V3."""
+    for dtype in (np.float32, np.float64):
+        values, expected = np.array(x, dtype), np.array(integers) / divisor
+        given = {"range_given": ends is not None, **arguments}
+        low, high = ends or (0, 0)
+        found = [qad.v2(values, low, high, **given), qad.v4(values, low, high, **given)]
+        if "round_mode" not in arguments:
+            bits = given.pop("num_bits", 8)
+            found.append(qad.v3(values, low, high, bits, **given))
+            if "narrow_range" not in arguments:
+                found.append(qad.v1(values, num_bits=bits, input_min=low, input_max=high, **given))
+        for each in found:
+            assert each.dtype == dtype
+            np.testing.assert_allclose(each, expected, rtol=0, atol=1e-5)
+
+
+def sliced(values, axis: int) -> np.ndarray:
+    """A (2, 3, 4, 5) tensor of `values` over and over, times 1, 2, ... along `axis`."""
+    tensor = np.resize(np.array(values, np.float32), (2, 3, 4, 5))
+    if axis == -1:
+        return tensor
+    shape = [1] * 4
+    shape[axis] = -1
+    return tensor * np.arange(1, tensor.shape[axis] + 1, dtype=np.float32).reshape(shape)
+
+
+@pytest.mark.parametrize("axis", [-1, 0, 1, 2, 3])
+def test_vectors_of_tensorflow_along_an_axis(axis: int) -> None:
+    """The values of array_ops_test.py come out per channel, exactly; a given range gives the same in V3."""
+    x = sliced([-1, -0.5, 0, 0.3, 0.8, 0.555, 0.5], axis)
+    expected = sliced([-1, -0.5, 0, 38 / 128, 102 / 128, 71 / 128, 0.5], axis)
+    np.testing.assert_array_equal(qad.v4(x, round_mode="HALF_UP", axis=axis), expected)
+    rows = x.reshape(1, -1) if axis == -1 else np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
+    low, high = rows.min(axis=1), rows.max(axis=1)
+    ends = (low[0], high[0]) if axis == -1 else (low, high)
+    np.testing.assert_array_equal(qad.v3(x, *ends, 8, axis=axis), expected)
+
+
+@pytest.mark.parametrize("axis", [-1, 1, 3])
+def test_gradient_vector_of_tensorflow(axis: int) -> None:
+    """Gradients pass within the range of each channel; the range has none."""
+    upstream = sliced([1, -2, -3, 4, 5, 6, -7, -8, -9, -10, 11], axis)
+    x = sliced([-1, -0.5, 0, 0.3, 0.8, 0.55, 0.6], axis)
+    high = np.float32(0.8) + np.arange(1 if axis == -1 else x.shape[axis], dtype=np.float32) * np.float32(0.4)
+    high = high[0] if axis == -1 else high
+    passed, low_gradient, high_gradient = qad.v4_gradient(upstream, x, -high, high, axis=axis)
+    wide = high if axis == -1 else high.reshape([-1 if at == axis else 1 for at in range(4)])
+    np.testing.assert_array_equal(passed, np.where((x >= -wide) & (x <= wide), upstream, 0))
+    assert np.shape(low_gradient) == np.shape(high_gradient) == np.shape(high)
+    assert not np.any(low_gradient)
+    assert not np.any(high_gradient)
+
+
+def test_worked_ranges() -> None:
+    """The documented examples: [-10, 5] steps by 1 / 12.8 and ends at 9.921875, [-10, 10] starts at -10.07874."""
+    found = qad.steps(np.float64(-10), np.float64(5), num_bits=8, signed=True, narrow=False)
+    assert (found.per_unit, found.size, found.low, found.high) == (12.8, 10 / 128, -10, 9.921875)
+    found = qad.steps(np.float64(-10), np.float64(10), num_bits=8, signed=True, narrow=False)
+    assert (found.per_unit, found.high) == (12.7, 10)
+    assert found.low == pytest.approx(-10.07874, abs=1e-5)
+    narrow = qad.steps(ONE * -10, ONE * 10, num_bits=8, signed=True, narrow=True)
+    assert (narrow.low, narrow.high) == (-10, 10)
+
+
+def test_rounding_and_zero() -> None:
+    """Half a step goes up or to the even side, 0.0 stays 0.0 with its sign, and narrow means nothing unsigned."""
+    x = np.array([7.5, -7.5, 6.5, -0.0, 0.0], np.float32)
+    up = qad.v2(x, -128, 127, range_given=True, round_mode="HALF_UP")
+    even = qad.v2(x, -128, 127, range_given=True)
+    assert up.tolist() == [8, -7, 7, 0, 0]
+    assert even.tolist() == [8, -8, 6, 0, 0]
+    assert np.signbit(even).tolist() == [False, True, False, True, False]
+    unsigned = {"signed_input": False, "range_given": True}
+    np.testing.assert_array_equal(qad.v2(x, 0, 6, **unsigned), qad.v2(x, 0, 6, narrow_range=True, **unsigned))
+    assert qad.v2(x, 0, 0, range_given=True).tolist() == [0, 0, 0, 0, 0]
+
+
+def test_gradient_counts_the_given_range() -> None:
+    """The gradient's range is that which was given, not the wider one that results, both ends included."""
+    x = np.array([-10.05, -10, 3, 5, 7], np.float32)
+    passed, *_ = qad.v4_gradient(np.full(5, 2.0), x, -10.0, 5.0)
+    assert passed.tolist() == [0, 2, 2, 2, 0]
+    assert qad.straight_through_gradient([1.0, 2.0]).tolist() == [1, 2]
+
+
+def test_denormals_are_zeros() -> None:
+    """Denormal values, ranges and steps count as zeros, as processors make them in TensorFlow's threads."""
+    x = np.array([1e-39, -1e-39, 2.0], np.float32)
+    assert qad.v2(x, 0.0, 2.0, range_given=True).tolist() == [0, 0, 2]
+    assert qad.v2(x[:2]).tolist() == [0, 0]
+    assert np.signbit(qad.v2(x[:2])).tolist() == [True, False]  # the step is -0.0, the last of the two
+    assert not qad.v2(np.array([1e-37], np.float32), num_bits=16).any()  # a step would be 3e-42
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_nan_without_a_range(dtype: type) -> None:
+    """A NaN among the last values, those that fill no register of 32 bytes, spoils all; elsewhere only itself."""
+    for count, at, spoilt in [
+        (3, 2, True),
+        (8, 7, False),
+        (9, 8, True),
+        (9, 3, False),
+        (33, 32, True),
+        (64, 63, False),
+    ]:
+        x = np.linspace(-1, 1, count).astype(dtype)
+        x[at] = np.nan
+        lost = np.isnan(qad.v2(x))
+        assert lost.all() if spoilt else lost.sum() == 1, (count, at)
+    x = np.array([[-4, np.nan, 1], [8, 1, 2]], dtype)  # per channel, what came before the NaN is forgotten
+    assert qad.v2(x, axis=0)[0].tolist()[::2] == [-4, 1]
+    assert qad.v2(x, axis=0, num_bits=2, narrow_range=True)[0, 0] == -4
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
+def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
+    """A scalar and tensors without values keep their shape and type, with and without a range."""
+    x = np.full(shape, 0.5, np.float32)
+    for given in (True, False):
+        found = qad.v2(x, -1, 1, range_given=given)
+        assert found.shape == shape
+        assert found.dtype == np.float32
+    for axis in range(len(shape)):
+        assert qad.v2(x, axis=axis).shape == shape
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: qad.v2(np.ones(2, np.float16)), "no CPU kernel for float16"),
+        (lambda: qad.v2(np.ones(2), 1.0, 0.0, range_given=True), "range is 1.0 to 0.0"),
+        (lambda: qad.v2(np.ones(2), np.nan, 0.0, range_given=True), "no NaN"),
+        (lambda: qad.v1(np.ones(2), input_min=5.0, input_max=-10.0, range_given=True), "range is 5.0 to -10.0"),
+        (lambda: qad.v2(np.ones(2), num_bits=62), "1 to 61 bits for signed"),
+        (lambda: qad.v3(np.ones(2), 0, 1, 63, signed_input=False), "1 to 62 bits for unsigned"),
+        (lambda: qad.v2(np.ones(2), num_bits=0), "num_bits is 0"),
+        (lambda: qad.v2(np.ones(2), round_mode="HALF_DOWN"), "HALF_TO_EVEN or HALF_UP"),
+        (lambda: qad.v2(np.ones(2), axis=1), "axis is 1 for a tensor of 1 axes"),
+        (lambda: qad.v3(np.ones((2, 2)), 0, 1, 8, axis=-2), "Count from 0"),
+        (lambda: qad.v3(np.float32(1), 0, 1, 8), "takes no scalar"),
+        (lambda: qad.v2(np.ones((2, 3)), [0, 0], [1, 1], range_given=True, axis=1), r"both must be \(3,\)"),
+        (lambda: qad.v2(np.ones(2), [0], [1], range_given=True), r"both must be \(\)"),
+        (lambda: qad.v4_gradient(np.ones(3), np.ones(2), 0, 1), "Give both one shape"),
+    ],
+)
+def test_refusals(call, message: str) -> None:
+    """What the kernels refuse or die of is a UsageError that says what would do."""
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+def wanted(scale, bits: int, *, signed: bool = True, narrow: bool = False, zero: int = 0) -> QParams:
+    """Params with a scale, per channel if it is an array."""
+    scale = np.asarray(scale, np.float32)
+    axis = 0 if scale.ndim else None
+    return from_scale(scale, np.full(scale.shape, zero), IntType(bits, signed), narrow=narrow, axis=axis)
+
+
+def size_of(params: QParams) -> np.ndarray:
+    """The step that the op takes in the range to write for `params`."""
+    ends = qad.range_to_write(params)
+    low, high = ends.low.astype(np.float32), ends.high.astype(np.float32)
+    np.testing.assert_array_equal((low, high), (ends.low, ends.high))  # it is a range of float32 numbers
+    kind = params.type
+    return qad.steps(low, high, num_bits=kind.bits, signed=kind.signed, narrow=params.narrow).size
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8, 11, 16])
+def test_ranges_to_write_give_the_scale(bits: int) -> None:
+    """Any scale of signed integers and every power of two comes out exactly; other scales in all but the last place."""
+    rng = np.random.default_rng(bits)
+    scales = np.exp(rng.uniform(-60, 60, 2000)).astype(np.float32)
+    np.testing.assert_array_equal(size_of(wanted(scales, bits)), scales)
+    powers = np.float32(2) ** np.arange(-100, 100, dtype=np.float32)
+    for kind in ({"signed": True, "narrow": True}, {"signed": False}):
+        np.testing.assert_array_equal(size_of(wanted(powers, bits, **kind)), powers)
+        found = size_of(wanted(scales, bits, **kind))
+        assert (np.abs(found - scales) <= np.spacing(scales)).all()
+        assert (found == scales).mean() > 0.7
+    assert size_of(wanted(0.1, bits)) == np.float32(0.1)
+
+
+def test_ranges_to_write_need_zero_point_0() -> None:
+    """A zero point elsewhere cannot be had from this op, which its family refuses before."""
+    with pytest.raises(InternalError, match="asked for a zero point"):
+        qad.range_to_write(wanted(0.5, 8, zero=3))
