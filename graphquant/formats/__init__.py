@@ -59,9 +59,13 @@ class Runner(Protocol):
         """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached."""
 
     def observe(
-        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]
+        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], *, beside: Sequence[TensorRef] = ()
     ) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
-        """For each feed the values that each tensor took: none if it was not reached, several inside loops."""
+        """For each feed the values that each tensor took: none if it was not reached, several inside loops.
+
+        A feed is read only when its values are asked for. `beside` are tensors that other calls observe on the same
+        feeds, for want of memory: values must be the same bits however tensors are shared out among such calls.
+        """
 
 
 class FormatModule(Protocol):

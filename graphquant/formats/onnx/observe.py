@@ -1,27 +1,28 @@
-"""A message with further outputs, through which tensors anywhere in the model can be watched.
+"""A copy of a message with further outputs, through which tensors anywhere in the model, or their sizes, are watched.
 
-1. A tensor of the main graph becomes a graph output.
-2. One in a branch of If becomes an output of that branch; the other branch gives an empty tensor of shape [0].
-3. One in the body of Scan becomes a scan output.
-4. One in the body of Loop is collected in a sequence that the loop carries: scan outputs of Loop must not change
-   their shape. Branches around or inside that loop hand the sequence on; the one not taken adds an empty tensor.
+A tensor of the main graph becomes a graph output. Behind one in a body or function stands a node that is marked in its
+doc_string; functions are put in place of their calls, so that each call has a mark of its own, and each marked value is
+lifted out of the bodies around it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import ModelProto, TensorProto, ValueInfoProto, helper
+from onnx import ModelProto, TensorProto, helper, inliner
 
 from graphquant.errors import UnwatchableError
-from graphquant.formats.onnx.tensors import CODES
+from graphquant.formats.onnx.infer import ERRORS, inferred
+from graphquant.formats.onnx.lift import Lifter, Mark, Place, marks
+from graphquant.formats.onnx.tensors import CODES, first_line
 from graphquant.formats.onnx.write import bodies
 from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from graphquant.formats import Feeds
     from graphquant.formats.onnx.write import Emission
@@ -29,11 +30,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 
-OPSET_SEQUENCE = 11
-"""First opset with sequences."""
-
-OPSET_SCAN = 9
-"""First opset whose Scan has no batch axis."""
+MARK = "graphquant.seen "
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,222 +38,210 @@ class Probe:
     """Where the values of a watched tensor come from.
 
     Attributes:
-        output: The graph output to fetch, "" if there is none to fetch.
+        places: Where they come out of a run; a function gives one for each of its calls.
         fed: The graph input that it is, "" if it is none.
         value: Gives its value if it is constant or not fed.
-        lifted: Whether it comes out of a body, where shape [0] says "not reached".
-        stacked: How many leading axes count iterations.
     """
 
-    output: str = ""
+    places: tuple[Place, ...] = ()
     fed: str = ""
     value: Callable[[], Array] | None = None
-    lifted: bool = False
-    stacked: int = 0
 
     def values(self, found: Mapping[str, Any], feed: Feeds) -> list[Array]:
         """The values that the tensor took, given the fetched outputs and the feed."""
-        if not self.output:
-            return [feed[self.fed]] if self.fed in feed else [self.value()] if self.value is not None else []
-        result = found[self.output]
-        listed = result if isinstance(result, list) else [result]
-        if self.lifted:
-            listed = [value for value in listed if value.shape != (0,)]
-        for _ in range(self.stacked):
-            listed = [part for value in listed for part in value]
-        return [np.asarray(value) for value in listed]
+        if self.fed in feed:
+            return [feed[self.fed]]
+        if self.value is not None:
+            return [self.value()]
+        return [value for place in self.places for value in place.values(found)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Level:
-    """One step out of a body: the op that owns it, as IR and as message."""
+class Watched:
+    """A message that shows tensors.
 
-    body: Any
-    owner: Op
-    node: Any
+    Attributes:
+        message: The ModelProto.
+        probes: Where to find each tensor.
+        refused: The tensors that cannot be watched, with the reason.
+    """
+
+    message: Any
+    probes: Mapping[TensorRef, Probe]
+    refused: Mapping[TensorRef, UnwatchableError]
 
 
-class Instrument:
-    """A copy of an emitted model that gains an output for each probed tensor."""
+def fetches(probes: Iterable[Probe]) -> list[str]:
+    """The outputs to fetch for `probes`."""
+    return list(dict.fromkeys(name for probe in probes for place in probe.places for name in place.outputs))
 
-    def __init__(self, model: Model, emission: Emission) -> None:
+
+def watch(model: Model, emission: Emission, tensors: Iterable[TensorRef], *, sizes: bool = False) -> Watched:
+    """A copy of the emitted `model` that shows `tensors`, or with `sizes` the number of elements of each value."""
+    return _Watcher(model, emission, sizes=sizes).run(list(dict.fromkeys(tensors)))
+
+
+class _Watcher:
+    """Builds one copy."""
+
+    def __init__(self, model: Model, emission: Emission, *, sizes: bool) -> None:
         self._model = model
         self._emission = emission
+        self._sizes = sizes
+        self._numbers = count(1)
         self._message = ModelProto()
         self._message.CopyFrom(emission.message)
-        self._protos: dict[str, Any] = {"": self._message.graph}
+        functions = [name for name, graph in model.graphs.items() if name and graph.parent is None]
+        self._protos: dict[str, Any] = {
+            "": self._message.graph,
+            **dict(zip(functions, self._message.functions, strict=True)),
+        }
         self._nodes: dict[str, dict[str, Any]] = {}
-        self._outputs = {info.name for info in self._message.graph.output}
-        self._first: list[Any] = []
-        self._count = 0
+        self._refused: dict[TensorRef, UnwatchableError] = {}
 
-    def message(self) -> Any:
-        """The ModelProto with all probes."""
-        nodes = [*self._first, *self._message.graph.node]
-        self._first = []
-        del self._message.graph.node[:]
+    def run(self, tensors: Sequence[TensorRef]) -> Watched:
+        probes = {tensor: Probe() for tensor in tensors}
+        outputs: dict[TensorRef, str] = {}
+        for tensor in tensors:
+            op = self._model.op(tensor)
+            if op.kind == "constant":
+                probes[tensor] = Probe(value=op.value)
+            elif not tensor.graph and op.kind == "input":
+                probes[tensor] = Probe(fed=op.name, value=op.value)
+            elif not tensor.graph:
+                outputs[tensor] = self._output(tensor)
+        hidden = [tensor for tensor in tensors if tensor.graph and self._model.op(tensor).kind != "constant"]
+        found = self._found(hidden)
+        lifter = Lifter(self._message, self._model.opset, self._fresh)
+        for tensor, name in outputs.items():
+            lifter.publish(name)
+            probes[tensor] = Probe(places=(Place(outputs=(name,)),))
+        for tensor, places in self._places(lifter, found).items():
+            probes[tensor] = Probe(places=tuple(places))
+        shown = {tensor: probe for tensor, probe in probes.items() if tensor not in self._refused}
+        return Watched(message=self._message, probes=shown, refused=self._refused)
+
+    def _output(self, tensor: TensorRef) -> str:
+        """The value of the main graph that shows `tensor`."""
+        nodes = self._shown(tensor, "")
         self._message.graph.node.extend(nodes)
-        return self._message
+        return str(nodes[-1].output[0]) if nodes else self._emission.name(self._model, tensor)
 
-    def probe(self, tensor: TensorRef) -> Probe:
-        """Makes `tensor` an output.
+    def _shown(self, tensor: TensorRef, mark: str) -> list[Any]:
+        """Nodes of which the last gives what is to be seen of `tensor`; with a `mark` there is at least one."""
+        types = ["Size"] if self._sizes else ["Identity"] if mark else []
+        if self._model.output(tensor).dtype == "bfloat16":
+            types.insert(0, "Cast")
+        nodes, value = [], self._emission.name(self._model, tensor)
+        for type_ in types:
+            made = self._model.graphs[tensor.graph].fresh(f"graphquant/shown/{next(self._numbers)}")
+            nodes.append(_widened(value, made) if type_ == "Cast" else helper.make_node(type_, [value], [made]))
+            value = made
+        if mark:
+            nodes[-1].doc_string = mark
+        return nodes
 
-        Raises:
-            UnwatchableError: It is where onnxruntime cannot watch it.
-        """
-        op = self._model.op(tensor)
-        if op.kind == "constant":
-            return Probe(value=op.value)
-        if not tensor.graph:
-            if op.kind == "input":
-                return Probe(fed=op.name, value=op.value)
-            name = self._emission.name(self._model, tensor)
-            self._publish(ValueInfoProto(name=name))
-            return Probe(output=name)
-        return self._lift(tensor)
+    def _found(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, Mark]]:
+        """Marks `tensors`, which are in bodies and functions; one in a function has a mark for each call of it."""
+        for key, tensor in enumerate(tensors):
+            try:
+                proto = self._proto(tensor.graph)
+            except UnwatchableError as error:
+                self._refuse(tensor, str(error))
+                continue
+            proto.node.extend(self._shown(tensor, f"{MARK}{key}"))
+        if any(self._in_function(tensor) for tensor in tensors):
+            self._inline(inliner.inline_local_functions, tensors)
+        found = marks(self._message, self._message, MARK) if tensors else []
+        if any(level.type == "SequenceMap" for mark in found for level in mark.levels):
+            self._inline(_spell_out_sequence_map, tensors)
+        known = self._sizes or all(self._model.output(tensor).dtype for tensor in tensors)
+        typed = self._message if known else inferred(self._message)
+        found = marks(self._message, typed, MARK) if tensors else []
+        return [(tensors[int(mark.key)], mark) for mark in found]
 
-    # -- out of bodies ---------------------------------------------------------------------------
+    def _inline(self, inline: Callable[[Any], Any], tensors: Sequence[TensorRef]) -> None:
+        """Puts functions in place of their calls; refuses what remains inside one."""
+        with_functions = self._message
+        try:
+            self._message = inline(with_functions)
+        except ERRORS as error:
+            for tensor in filter(self._in_function, tensors):
+                self._refuse(tensor, f"its function cannot be put in place of the call: {first_line(error)}")
+            return
+        left = {function.name for function in self._message.functions}
+        for tensor in filter(self._in_function, tensors):
+            name = self._root(tensor.graph)
+            if name in left:
+                self._refuse(tensor, f"the function {name!r} is of another opset than the model")
 
-    def _lift(self, tensor: TensorRef) -> Probe:
-        levels = self._levels(tensor)
-        dtype = CODES.get(self._model.output(tensor).dtype or "")
-        if dtype is None:
-            raise _unwatchable(
-                tensor, "its type is not known before the model runs", "Add its type to the body's value_info"
-            )
-        value = self._fresh()
-        name = self._emission.name(self._model, tensor)
-        levels[0].body.node.append(helper.make_node("Identity", [name], [value]))
-        stacked = 0
-        while levels and levels[0].owner.kind == "scan" and self._model.opset >= OPSET_SCAN:
-            value = self._scan(levels.pop(0), value, dtype)
-            stacked += 1
-        strange = [level.owner for level in levels if level.owner.type not in {"If", "Loop"}]
-        if strange:
-            raise _unwatchable(
-                tensor, f"it is inside {strange[0].type} {strange[0].name!r}", "Leave it out with --exclude"
-            )
-        if any(level.owner.type == "Loop" for level in levels):
-            if self._model.opset < OPSET_SEQUENCE:
-                raise _unwatchable(
-                    tensor,
-                    f"it is inside a Loop of opset {self._model.opset}",
-                    f"Upgrade the model to opset {OPSET_SEQUENCE}",
-                )
-            value = self._carry(levels, value, dtype)
-            self._publish(helper.make_tensor_sequence_value_info(value, dtype, None))
-        else:
-            for level in levels:
-                value = self._branch(level, value, dtype)
-            self._publish(helper.make_tensor_value_info(value, dtype, None))
-        return Probe(output=value, lifted=True, stacked=stacked)
+    def _places(self, lifter: Lifter, found: Sequence[tuple[TensorRef, Mark]]) -> dict[TensorRef, list[Place]]:
+        """Lifts all marked values."""
+        places: dict[TensorRef, list[Place]] = {}
+        for lift in (False, True):  # what is around one tensor is made ready for all before any of them is lifted
+            for tensor, mark in found:
+                try:
+                    if lift:
+                        places.setdefault(tensor, []).append(lifter.lift(mark, self._dtype(tensor, mark)))
+                    else:
+                        lifter.loosen(mark.levels)
+                except UnwatchableError as error:
+                    self._refuse(tensor, str(error))
+        return places
 
-    def _levels(self, tensor: TensorRef) -> list[_Level]:
-        """The bodies around `tensor`, the innermost first."""
-        names = [tensor.graph]
-        while (parent := self._model.graphs[names[-1]].parent) is not None and parent[0]:
-            names.append(parent[0])
-        if parent is None:
-            raise _unwatchable(
-                tensor,
-                f"it is inside the function {names[-1]!r}",
-                "Inline the model's functions with onnx.inliner first",
-            )
-        levels = []
-        for name in reversed(names):
-            outer, owner = self._model.graphs[name].parent or ("", "")
+    def _dtype(self, tensor: TensorRef, mark: Mark) -> int:
+        """ONNX element type of what the mark's node gives."""
+        if self._sizes:
+            return int(TensorProto.INT64)
+        dtype = CODES.get(self._model.output(tensor).dtype or "", mark.dtype)
+        return int(TensorProto.FLOAT) if dtype == TensorProto.BFLOAT16 else dtype
+
+    def _proto(self, graph: str) -> Any:
+        """The copy of the GraphProto or FunctionProto of a graph."""
+        names = [graph]
+        while names[-1] not in self._protos:
+            names.append(self._parent(names[-1])[0])
+        for name in reversed(names[:-1]):
+            outer, owner = self._parent(name)
             op = self._model.graphs[outer].op(owner)
-            node = self._node(outer, op)
             attr = next(call.attr for call in op.calls if call.graph == name)
-            self._protos[name] = bodies(node)[attr]
-            levels.append(_Level(body=self._protos[name], owner=op, node=node))
-        return levels[::-1]
+            self._protos[name] = bodies(self._owner(outer, op))[attr]
+        return self._protos[graph]
 
-    def _node(self, graph: str, op: Op) -> Any:
+    def _owner(self, graph: str, op: Op) -> Any:
         """The node of `op` in the message; found by the name of its outputs as they were emitted."""
         if graph not in self._nodes:
             self._nodes[graph] = {name: node for node in self._protos[graph].node for name in node.output if name}
         port = next((k for k, output in enumerate(op.outputs) if output.name), None)
         if port is None:
-            raise UnwatchableError(
-                f"{op.type} {op.name!r} has no output, so nothing inside it can be watched. "
-                "Leave it out with --exclude."
-            )
+            raise UnwatchableError(f"{op.type} {op.name!r} around it has no output")
         return self._nodes[graph][self._emission.name(self._model, TensorRef(graph, op.name, port))]
 
-    def _scan(self, level: _Level, value: str, dtype: int) -> str:
-        """Case 3: makes `value` a scan output; returns the name of the stacked values outside."""
-        level.body.output.append(helper.make_tensor_value_info(value, dtype, None))
-        for attr in level.node.attribute:
-            if attr.name in {"scan_output_axes", "scan_output_directions"}:
-                attr.ints.append(0)
-        level.node.output.append(self._fresh())
-        return str(level.node.output[-1])
+    def _parent(self, graph: str) -> tuple[str, str]:
+        return self._model.graphs[graph].parent or ("", "")
 
-    def _branch(self, level: _Level, value: str, dtype: int) -> str:
-        """Case 2: makes `value` an output of its branch; returns its name outside."""
-        level.body.output.append(helper.make_tensor_value_info(value, dtype, None))
-        for other in self._others(level):
-            other.output.append(helper.make_tensor_value_info(self._empty(other, dtype), dtype, None))
-        level.node.output.append(self._fresh())
-        return str(level.node.output[-1])
+    def _root(self, graph: str) -> str:
+        """The main graph or the function around a graph."""
+        while (parent := self._model.graphs[graph].parent) is not None:
+            graph = parent[0]
+        return graph
 
-    def _carry(self, levels: list[_Level], value: str, dtype: int) -> str:
-        """Case 4: threads a sequence through the bodies that gains each `value`; returns its name at the end."""
-        start = sequence = self._fresh()
-        self._first.append(helper.make_node("SequenceEmpty", [], [start], dtype=dtype))
-        for level in reversed(levels):
-            if level.owner.type == "Loop":
-                inside = self._fresh()
-                level.node.input.extend([""] * (2 - len(level.node.input)))
-                level.node.input.append(sequence)
-                level.body.input.append(helper.make_tensor_sequence_value_info(inside, dtype, None))
-                sequence = inside
-            else:
-                for other in self._others(level):
-                    self._append(other, sequence, self._empty(other, dtype), dtype, len(other.output))
-        end = self._fresh()
-        levels[0].body.node.append(helper.make_node("SequenceInsert", [sequence, value], [end]))
-        for level in levels:
-            carried = len(level.body.input) - 2
-            place = carried if level.owner.type == "Loop" else len(level.body.output)
-            _insert(level.body.output, place, helper.make_tensor_sequence_value_info(end, dtype, None))
-            end = self._fresh()
-            outputs = list(level.node.output)
-            outputs.insert(carried - 1 if level.owner.type == "Loop" else len(outputs), end)
-            level.node.output[:] = outputs
-        return end
+    def _in_function(self, tensor: TensorRef) -> bool:
+        return bool(self._root(tensor.graph))
 
-    def _append(self, body: Any, sequence: str, value: str, dtype: int, place: int) -> None:
-        longer = self._fresh()
-        body.node.append(helper.make_node("SequenceInsert", [sequence, value], [longer]))
-        _insert(body.output, place, helper.make_tensor_sequence_value_info(longer, dtype, None))
-
-    def _empty(self, body: Any, dtype: int) -> str:
-        name = self._fresh()
-        value = TensorProto(data_type=dtype, dims=[0])
-        body.node.append(helper.make_node("Constant", [], [name], value=value))
-        return name
-
-    def _others(self, level: _Level) -> list[Any]:
-        return [body for body in bodies(level.node).values() if body is not level.body]
-
-    def _publish(self, info: Any) -> None:
-        if info.name not in self._outputs:
-            self._outputs.add(info.name)
-            self._message.graph.output.append(info)
+    def _refuse(self, tensor: TensorRef, why: str) -> None:
+        said = f"The tensor {tensor} cannot be watched: {why}. Leave it out with --exclude."
+        self._refused.setdefault(tensor, UnwatchableError(said))
 
     def _fresh(self) -> str:
-        self._count += 1
-        return self._model.main.fresh(f"graphquant/observed/{self._count}")
+        return self._model.main.fresh(f"graphquant/observed/{next(self._numbers)}")
 
 
-def _insert(repeated: Any, place: int, item: Any) -> None:
-    items = [*repeated]
-    items.insert(place, item)
-    del repeated[:]
-    repeated.extend(items)
+def _widened(value: str, name: str) -> Any:
+    """The node that makes `value` float32, which holds all of bfloat16; that onnxruntime hands out to nobody."""
+    return helper.make_node("Cast", [value], [name], to=TensorProto.FLOAT)
 
 
-def _unwatchable(tensor: TensorRef, why: str, what: str) -> UnwatchableError:
-    return UnwatchableError(f"The tensor {tensor} cannot be watched: {why}. {what}.")
+def _spell_out_sequence_map(message: Any) -> Any:
+    """`message` with each SequenceMap written as the Loop that it stands for."""
+    return inliner.inline_selected_functions(message, [("", "SequenceMap")], inline_schema_functions=True)

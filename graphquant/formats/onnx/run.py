@@ -9,15 +9,15 @@ import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
-from graphquant.errors import ModelError, UnwatchableError
+from graphquant.errors import ModelError
 from graphquant.formats.onnx import inputs
 from graphquant.formats.onnx.files import binary, external_tensors
-from graphquant.formats.onnx.observe import Instrument
+from graphquant.formats.onnx.observe import Probe, fetches, watch
 from graphquant.formats.onnx.tensors import first_line
 from graphquant.formats.onnx.write import emit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from graphquant.formats import Feeds, InputSpec
@@ -78,15 +78,8 @@ class OnnxRunner:
     def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Those of `tensors` that cannot be observed, with the reason."""
         inside = [tensor for tensor in tensors if tensor.graph]
-        found: dict[TensorRef, str] = {}
-        if inside:
-            instrument = Instrument(self._model, self._emission)
-            for tensor in inside:
-                try:
-                    instrument.probe(tensor)
-                except UnwatchableError as error:
-                    found[tensor] = str(error)
-        return found
+        refused = watch(self._model, self._emission, inside).refused if inside else {}
+        return {tensor: str(error) for tensor, error in refused.items()}
 
     @property
     def batchable(self) -> bool:
@@ -100,27 +93,55 @@ class OnnxRunner:
             UnwatchableError: A tensor is one of the `unwatchable`.
             ModelError: onnxruntime cannot take the model, or the run failed.
         """
-        (seen,) = self.observe(tensors, [feed])
-        return {tensor: sum(value.size for value in values) for tensor, values in seen.items()}
+        probes, names, started = self._watch(tensors, sizes=True)
+        found = _fetched(started, names, feed)
+        return {
+            tensor: sum(int(value) if probe.places else value.size for value in probe.values(found, feed))
+            for tensor, probe in probes.items()
+        }
 
-    def observe(self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]) -> Iterator[dict[TensorRef, list[Array]]]:
+    def observe(
+        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], *, beside: Sequence[TensorRef] = ()
+    ) -> Iterator[dict[TensorRef, list[Array]]]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
+
+        Nothing here keeps them: what is dropped before the next are asked for needs no memory during the next run.
+
+        Args:
+            tensors: What to observe.
+            feeds: What to run.
+            beside: What other calls observe on the same feeds. onnxruntime fuses ops between which nothing is watched,
+                so the model is made to show these too, but they are not fetched.
 
         Raises:
             UnwatchableError: A tensor is one of the `unwatchable`.
             ModelError: onnxruntime cannot take the model, or a run failed.
         """
-        instrument = Instrument(self._model, self._emission)
-        probes = {tensor: instrument.probe(tensor) for tensor in tensors}
-        names = list(dict.fromkeys(probe.output for probe in probes.values() if probe.output))
-        watched = session(instrument.message(), self._model.source.folder) if names else None
+        probes, names, started = self._watch(tensors, beside)
         for feed in feeds:
-            found = dict(zip(names, _run(watched, names, feed), strict=True)) if names else {}
-            yield {tensor: probe.values(found, feed) for tensor, probe in probes.items()}
+            yield _seen(probes, _fetched(started, names, feed), feed)  # no name here keeps the values alive
+
+    def _watch(
+        self, tensors: Sequence[TensorRef], beside: Sequence[TensorRef] = (), *, sizes: bool = False
+    ) -> tuple[Mapping[TensorRef, Probe], list[str], Any]:
+        """Where to find `tensors` or their sizes, what to fetch for it, and a session that has it."""
+        watched = watch(self._model, self._emission, sorted({*tensors, *beside}), sizes=sizes)
+        for error in watched.refused.values():
+            raise error
+        probes = {tensor: watched.probes[tensor] for tensor in tensors}
+        names = fetches(probes.values())
+        folder = self._model.source.folder
+        return probes, names, session(watched.message, folder, watched=True) if names else None
 
 
-def session(message: Any, folder: Path | None) -> Any:
+def session(message: Any, folder: Path | None, *, watched: bool = False) -> Any:
     """An onnxruntime session for a ModelProto whose external data is in `folder`.
+
+    Args:
+        message: The ModelProto.
+        folder: Where its external data is.
+        watched: Whether most of its values are outputs, which no plan of how values share memory can hold: making one
+            then costs time and memory for nothing.
 
     Raises:
         ModelError: onnxruntime cannot take the model.
@@ -129,6 +150,7 @@ def session(message: Any, folder: Path | None) -> Any:
     options.log_severity_level = _ONLY_FATAL
     options.intra_op_num_threads = THREADS
     options.inter_op_num_threads = 1
+    options.enable_mem_pattern = not watched
     if folder is not None and any(True for _ in external_tensors(message)):
         options.add_session_config_entry(_EXTERNAL_FOLDER, str(folder.resolve()))
     try:
@@ -137,6 +159,14 @@ def session(message: Any, folder: Path | None) -> Any:
         raise ModelError(
             f"onnxruntime cannot take the model: {first_line(error)}. Mend the model, or update onnxruntime."
         ) from error
+
+
+def _fetched(started: Any, names: Sequence[str], feeds: Feeds) -> dict[str, Any]:
+    return dict(zip(names, _run(started, names, feeds), strict=True)) if names else {}
+
+
+def _seen(probes: Mapping[TensorRef, Probe], found: Mapping[str, Any], feed: Feeds) -> dict[TensorRef, list[Array]]:
+    return {tensor: probe.values(found, feed) for tensor, probe in probes.items()}
 
 
 def _run(started: Any, names: Sequence[str], feeds: Feeds) -> list[Any]:

@@ -98,14 +98,20 @@ class TensorFlowRunner:
         return {tensor: sum(value.size for value in values) for tensor, values in seen.items()}
 
     def observe(
-        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds]
+        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], *, beside: Sequence[TensorRef] = ()
     ) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
+
+        Args:
+            tensors: What to observe.
+            feeds: What to run.
+            beside: What other calls observe on the same feeds; nothing depends on it, as no op is fused.
 
         Raises:
             DataError: An input is missing, unknown, or of another shape than the model wants.
             ModelError: TensorFlow cannot run the model.
         """
+        del beside
         live, hidden = set(self._model.live()), unfetchable(self._model.main)
         wanted = list(dict.fromkeys(tensors))
         queued = [tensor for tensor in wanted if tensor.graph in live and (tensor.graph or tensor.op in hidden)]

@@ -1,0 +1,312 @@
+"""Watching tensors anywhere in a model, and their sizes, against values computed by hand."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from graphquant.errors import ModelError
+from graphquant.formats import onnx as format_
+from graphquant.ir import TensorRef, Use
+
+if TYPE_CHECKING:
+    from graphquant.ir import Model
+
+Array = np.ndarray[Any, Any]
+
+HEAD = '<ir_version: 8, opset_import: ["" : 17]> '
+X = np.array([-3, 4], np.float32)
+
+
+def observed(model: Model, *tensors: tuple[str, str], **feeds: Any) -> list[list[list[float]]]:
+    """Return for each tensor (graph, op) the values it took, for one feed; the sizes must be those of the values."""
+    refs = [TensorRef(*tensor) for tensor in tensors]
+    feed = {name: np.asarray(value) for name, value in feeds.items()}
+    runner = format_.runner(model)
+    assert runner.unwatchable(refs) == {}
+    (found,) = runner.observe(refs, [feed])
+    assert runner.sizes(refs, feed) == {ref: sum(value.size for value in found[ref]) for ref in refs}
+    return [[value.tolist() for value in found[ref]] for ref in refs]
+
+
+def test_observe_main_graph(model_of: Any, identity_at: Any) -> None:
+    """Inputs, constants, inner values and outputs are observed, in an edited model as well, one entry a feed."""
+    model = model_of(HEAD + "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { a = Add(x, w)  y = Neg(a) }")
+    identity_at(model, TensorRef("", "y"), [Use("", "@y", 0)])
+    names = [("", "x"), ("", "w"), ("", "a"), ("", "y"), ("", "y/quant")]
+    assert observed(model, *names, x=X) == [[[-3, 4]], [[1, 2]], [[-2, 6]], [[2, -6]], [[2, -6]]]
+    runner = format_.runner(model)
+    found = list(runner.observe([TensorRef("", "a")], [{"x": X}, {"x": -X}]))
+    assert [feed[TensorRef("", "a")][0].tolist() for feed in found] == [[-2, 6], [4, -2]]
+    assert next(runner.observe([TensorRef("", "w")], [{"x": X}]))[TensorRef("", "w")][0].tolist() == [1, 2]
+
+
+NESTED = (
+    HEAD
+    + """g (float[2] x, bool c, bool d) => (float[2] y) <float[2] w = {1, 2}> {
+    y = If(c) <
+        then_branch = t () => (float[2] p) {
+            a = Add(x, w)
+            p = If(d) <then_branch = u () => (float[2] s) { s = Mul(a, w) },
+                else_branch = v () => (float[2] r) { r = Abs(a) }>
+        },
+        else_branch = e () => (float[2] q) { q = Neg(x) }
+    >
+}"""
+)
+
+
+@pytest.mark.parametrize(
+    ("c", "d", "expected"),
+    [
+        (True, True, [[[-2, 6]], [[-2, 12]], [], []]),
+        (True, False, [[[-2, 6]], [], [[2, 6]], []]),
+        (False, True, [[], [], [], [[3, -4]]]),
+    ],
+)
+def test_observe_branches(c: bool, d: bool, expected: list[Any], model_of: Any) -> None:
+    """Tensors of branches are seen when their branch is taken, in nested ones too, and not otherwise."""
+    names = [
+        ("y/then_branch", "a"),
+        ("y/then_branch/p/then_branch", "s"),
+        ("y/then_branch/p/else_branch", "r"),
+        ("y/else_branch", "q"),
+    ]
+    assert observed(model_of(NESTED), *names, x=X, c=c, d=d) == expected
+
+
+LOOP = (
+    HEAD
+    + """g (int64 n, bool c, float[1] x) => (float[N] y) {
+    y, all = Loop(n, c, x) <body = b (int64 i, bool k, float[N] s) => (bool k2, float[M] s2, float scan) {
+        k2 = Identity(k)
+        d = Add(s, s)
+        s2 = Concat <axis = 0> (s, d)
+        zero = Constant <value = int64 {0}> ()
+        even = Equal(zero, i)
+        p = If(even) <then_branch = u () => (float[L] f) { f = Neg(d) },
+            else_branch = v () => (float[L] h) { h = Abs(d) }>
+        scan = ReduceMax <keepdims = 0> (p)
+    }>
+}"""
+)
+
+
+def test_observe_loop(model_of: Any) -> None:
+    """Tensors in a loop are seen once an iteration, also if their shape changes; those in its branches when reached."""
+    names = [("y/body", "s"), ("y/body", "d"), ("y/body/p/then_branch", "f"), ("y/body/p/else_branch", "h"), ("", "y")]
+    values = observed(model_of(LOOP), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
+    assert values == [
+        [[1], [1, 2], [1, 2, 2, 4]],
+        [[2], [2, 4], [2, 4, 4, 8]],
+        [[-2]],
+        [[2, 4], [2, 4, 4, 8]],
+        [[1, 2, 2, 4, 2, 4, 4, 8]],
+    ]
+    nothing = observed(model_of(LOOP), *names[:4], n=np.int64(0), c=True, x=np.array([1], np.float32))
+    assert nothing == [[], [], [], []]
+
+
+def test_observe_loops_in_loops_and_branches(model_of: Any) -> None:
+    """A loop in a branch in a loop gives the values of all its iterations in order, and its scan outputs stay right."""
+    model = model_of(
+        HEAD
+        + """g (float[1] x) => (float[1] y) <int64 n = {2}, bool yes = {1}, int64 one = {1}> {
+        y = Loop(n, yes, x) <body = b (int64 i, bool k, float[1] s) => (bool k2, float[1] s2) {
+            k2 = Identity(k)
+            first = Less(i, one)
+            s2 = If(first) <
+                then_branch = u () => (float[1] t) {
+                    t, rows = Loop(n, yes, s) <body = w (int64 j, bool m, float[1] a)
+                        => (bool m2, float[1] a2, float[1] row) {
+                        m2 = Identity(m)
+                        a2 = Add(a, a)
+                        row = Neg(a2)
+                    }>
+                },
+                else_branch = v () => (float[1] e) { e = Abs(s) }
+            >
+        }>
+    }"""
+    )
+    names = [("y/body/s2/then_branch/t/body", "row"), ("y/body/s2/else_branch", "e"), ("y/body", "s2"), ("", "y")]
+    values = observed(model, *names, x=np.array([1], np.float32))
+    assert values == [[[-2], [-4]], [[4]], [[4], [4]], [[4]]]
+
+
+def test_observe_scan(model_of: Any) -> None:
+    """Tensors in a scan are seen once an iteration; its axes and directions of outputs grow with it."""
+    model = model_of(
+        HEAD
+        + """g (float[1] x, float[3,1] rows) => (float[1] y, float[1,3] all) {
+        y, all = Scan <num_scan_inputs = 1, scan_output_axes = [1],
+            body = b (float[1] s, float[1] r) => (float[1] s2, float[1] o) { s2 = Add(s, r)  o = Neg(s2) }> (x, rows)
+    }"""
+    )
+    values = observed(
+        model,
+        ("y/body", "r"),
+        ("y/body", "s2"),
+        x=np.array([1], np.float32),
+        rows=np.array([[1], [2], [3]], np.float32),
+    )
+    assert values == [[[1], [2], [3]], [[2], [4], [7]]]
+
+
+@pytest.mark.parametrize("opset", [8, 9, 11, 12, 13])
+def test_observe_loop_of_old_opsets(opset: int, model_of: Any) -> None:
+    """Before sequences could be carried, tensors in a loop are seen just so: of changing shape, and in its branches."""
+    old = LOOP.replace("17", str(opset))
+    if opset < 11:
+        # Equal took no integers yet.
+        old = old.replace(
+            "even = Equal(zero, i)", "a = Cast<to = 1>(zero) b = Cast<to = 1>(i) odd = Less(a, b) even = Not(odd)"
+        )
+    names = [("y/body", "s"), ("y/body/p/then_branch", "f"), ("y/body/p/else_branch", "h"), ("", "y")]
+    values = observed(model_of(old), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
+    assert values == [
+        [[1], [1, 2], [1, 2, 2, 4]],
+        [[-2]],
+        [[2, 4], [2, 4, 4, 8]],
+        [[1, 2, 2, 4, 2, 4, 4, 8]],
+    ]
+
+
+SCAN = (
+    HEAD
+    + """g (float[2,3] x, bool c) => (float[2,3] y) {
+    y = Scan <num_scan_inputs = 1, scan_input_axes = [1], scan_input_directions = [1],
+        scan_output_axes = [1], scan_output_directions = [1], body = b (float[2] e) => (float[2] f) {
+            m = Mul(e, e)
+            f = If (c) <
+                then_branch = t () => (float[2] o) { n = Neg(m)  o = Abs(n) },
+                else_branch = e () => (float[2] p) { p = Identity(m) }
+            >
+        }> (x)
+}"""
+)
+
+
+@pytest.mark.parametrize("opset", [10, 11, 17])
+def test_observe_branch_in_scan(opset: int, model_of: Any) -> None:
+    """A branch in a scan is seen at each iteration, and what the scan gives keeps its axis and direction."""
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    names = [("y/body", "m"), ("y/body/f/then_branch", "n"), ("y/body/f/else_branch", "p"), ("", "y")]
+    model = model_of(SCAN.replace("17", str(opset)))
+    rows = [[4, 25], [1, 16], [0, 9]]
+    assert observed(model, *names, x=x, c=True) == [rows, (-np.array(rows)).tolist(), [], [(x * x).tolist()]]
+    assert observed(model, *names, x=x, c=False) == [rows, [], rows, [(x * x).tolist()]]
+
+
+def test_observe_loop_in_scan(model_of: Any) -> None:
+    """A loop in a scan is seen at each iteration of both; the scan's state goes on."""
+    model = model_of(
+        HEAD
+        + """g (float[1] a, float[3,1] x) => (float[1] s, float[3,1] y) <int64 n = {2}, bool yes = {1}> {
+        s, y = Scan <num_scan_inputs = 1, body = b (float[1] t, float[1] e) => (float[1] t2, float[1] f) {
+            t2 = Loop(n, yes, t) <body = w (int64 i, bool k, float[1] q) => (bool k2, float[1] q2) {
+                k2 = Identity(k)
+                q2 = Add(q, e)
+            }>
+            f = Neg(t2)
+        }> (a, x)
+    }"""
+    )
+    names = [("s/body", "t2"), ("s/body/t2/body", "q2"), ("s/body", "e"), ("", "s")]
+    x = np.array([[1], [2], [3]], np.float32)
+    values = observed(model, *names, a=np.zeros(1, np.float32), x=x)
+    assert values == [[[2], [6], [12]], [[1], [2], [4], [6], [9], [12]], [[1], [2], [3]], [[12]]]
+
+
+def test_observe_sequence_map(model_of: Any) -> None:
+    """Tensors in the body of SequenceMap are seen once for each element, whatever its shape."""
+    model = model_of(
+        HEAD
+        + """g (float[2] a, float[3] b) => (float[5] y) {
+        s = SequenceConstruct(a, b)
+        t = SequenceMap <body = m (float[N] e) => (float[N] f) { f = Neg(e) }> (s)
+        y = ConcatFromSequence <axis = 0> (t)
+    }"""
+    )
+    values = observed(model, ("t/body", "e"), ("t/body", "f"), a=X, b=np.ones(3, np.float32))
+    assert values == [[[-3, 4], [1, 1, 1]], [[3, -4], [-1, -1, -1]]]
+
+
+def test_observe_functions(model_of: Any) -> None:
+    """A tensor in a function is seen once for each call: from the graph, from a branch, and from another function."""
+    model = model_of(
+        """<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
+        g (bool c, float[2] x) => (float[2] y, float[2] z) {
+            y = f.inner <k = 2.0> (x)
+            z = If(c) <then_branch = t () => (float[2] p) { q = f.inner <k = 3.0> (y)  p = f.outer(q) },
+                else_branch = e () => (float[2] r) { r = Neg(x) }>
+        }
+        <domain: "f", opset_import: ["" : 17]> inner <k: float> (a) => (b) {
+            w = Constant <value_float: float = @k> ()
+            d = Mul(a, w)
+            b = Neg(d)
+        }
+        <domain: "f", opset_import: ["" : 17, "f" : 1]> outer (a) => (b) { b = f.inner <k = 5.0> (a) }
+        <domain: "f", opset_import: ["" : 17]> never (a) => (b) { b = Neg(a) }"""
+    )
+    names = [("f:inner", "d"), ("f:outer", "b"), ("f:never", "b"), ("", "z")]
+    taken = observed(model, *names, c=True, x=X)
+    assert taken == [[[-6, 8], [18, -24], [-90, 120]], [[90, -120]], [], [[90, -120]]]
+    assert observed(model, *names, c=False, x=X) == [[[-6, 8]], [], [], [[3, -4]]]
+
+
+def test_observe_bfloat16(model_of: Any) -> None:
+    """bfloat16, which onnxruntime hands out to nobody, is seen as float32, in bodies too."""
+    model = model_of(
+        HEAD
+        + """g (bool c, float[2] x) => (float[2] y, float[2] z) {
+        h = Cast <to = 16> (x)
+        y = Cast <to = 1> (h)
+        z = If(c) <then_branch = t () => (float[2] p) { i = Cast <to = 16> (x)  p = Cast <to = 1> (i) },
+            else_branch = e () => (float[2] r) { r = Neg(x) }>
+    }"""
+    )
+    assert observed(model, ("", "h"), ("z/then_branch", "i"), c=True, x=X) == [[[-3, 4]], [[-3, 4]]]
+
+
+def test_unwatchable_tensors_are_named(model_of: Any) -> None:
+    """A tensor that cannot be carried out of its body is an error that names it, the reason and the way out."""
+    # What the body gives has no declared rank, so nothing says where its new axis goes.
+    model = model_of(SCAN.replace("(float[2] f)", "(float[] f)"))
+    tensor = TensorRef("y/body/f/then_branch", "n")
+    runner = format_.runner(model)
+    reason = "it is inside a Scan that collects along an axis of a tensor of unknown rank"
+    said = f"The tensor y/body/f/then_branch/n:0 cannot be watched: {reason}. Leave it out with --exclude."
+    assert runner.unwatchable([tensor, TensorRef("y/body", "m")]) == {tensor: said}
+    with pytest.raises(ModelError, match="unknown rank"):
+        next(runner.observe([tensor], [{}]))
+
+
+def test_values_do_not_depend_on_what_is_observed_beside(model_of: Any) -> None:
+    """Tensors shared out among calls have the bits of one call, though onnxruntime fuses what is not watched."""
+    rng = np.random.default_rng(3)
+    text = HEAD + "g (float[1,8,9,9] x, float[16,8,3,3] w, float[16] b) => (float[N,C,H,W] y) {"
+    model = model_of(text + " c = Conv(x, w, b)  r = Relu(c)  y = AveragePool <kernel_shape = [3, 3]> (r) }")
+    feed = {op.name: rng.normal(size=op.shape).astype(np.float32) for op in format_.runner(model).inputs}
+    refs = [TensorRef("", name) for name in ("c", "r", "y")]
+    runner = format_.runner(model)
+    (together,) = runner.observe(refs, [feed])
+    for ref in refs:
+        (alone,) = runner.observe([ref], [feed], beside=[other for other in refs if other != ref])
+        assert list(alone) == [ref]
+        np.testing.assert_array_equal(alone[ref][0], together[ref][0])
+
+
+def test_values_are_given_up(model_of: Any) -> None:
+    """What the caller drops is freed before the next run."""
+    model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
+    ref = TensorRef("", "y")
+    running = format_.runner(model).observe([ref], [{"x": X}, {"x": X}])
+    kept = weakref.ref(next(running)[ref][0])
+    gc.collect()
+    assert kept() is None
+    next(running)
