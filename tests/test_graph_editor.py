@@ -511,6 +511,8 @@ def test_what_the_ops_cannot_do(samples, tmp_path, branch):
             gq.insert_quant_op(model, "max_pool", name, gq.FixedPoint(8, -4))
     with pytest.raises(UsageError, match="t:0 is of another model"):
         gq.insert_quant_op(model, ge.get_tensor_by_name(branch, "t"), "b", gq.FixedPoint(8, -4))
+    with pytest.raises(UsageError, match="needs the model, and this is a Graph"):
+        gq.insert_quant_op(model.main, "max_pool", BLOCK, gq.FixedPoint(8, -4))
     old = onnx_message(CHAIN)
     old.opset_import[0].version = 9
     onnx.save(old, tmp_path / "old.onnx")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,13 +13,10 @@ from graphquant.errors import UsageError, did_you_mean
 from graphquant.graph_editor.reroute import reroute_ts
 from graphquant.graph_editor.select import find
 from graphquant.graph_editor.views import Operation, Tensor
-from graphquant.ir import QUANTIZATION_KINDS
+from graphquant.ir import QUANTIZATION_KINDS, Model
 from graphquant.numerics import IntType, QParams, from_scale
 from graphquant.qdq import FAMILIES, Family, Lowering, Request
 from graphquant.rewrite import FRAMES
-
-if TYPE_CHECKING:
-    from graphquant.ir import Model
 
 RULE = "insert_quant_op"
 """Stamped on each new op, as the name of a rule is."""
@@ -155,6 +151,8 @@ def _counts(op: Operation) -> bool:
 
 def _check(model: Model, tensor: Tensor, name: str, quantizer: FixedPoint) -> Family:
     """The family that quantizes the tensor; what it cannot do is refused before anything is changed."""
+    if not isinstance(model, Model):
+        raise UsageError(f"A quantizer needs the model, and this is a {type(model).__name__}. Give what gq.load gave.")
     if tensor.graph.graphs is not model.graphs:
         raise UsageError(f"{tensor} is of another model. Select it in the one that is edited.")
     scope = name.strip("/")
