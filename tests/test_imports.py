@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-HEAVY = {"numpy", "networkx", "onnx", "onnxruntime", "rich", "pydantic", "google", "tensorflow", "ml_dtypes"}
+HEAVY = {"numpy", "networkx", "onnx", "onnxruntime", "rich", "pydantic", "google", "tensorflow", "ml_dtypes", "numba"}
 
 
 def imported(*arguments: object) -> set[str]:
@@ -35,9 +35,10 @@ def verbs(model: Path, folder: Path) -> list[list[object]]:
 
 
 def test_no_tensorflow_for_saved_models(samples: Path, tmp_path: Path) -> None:
-    """Reading, planning and rewriting a SavedModel import neither tensorflow nor onnx."""
+    """Reading, planning and rewriting a SavedModel import neither tensorflow nor onnx, nor what data alone needs."""
+    unwanted = {"tensorflow", "keras", "onnx", "onnxruntime", "numba"}
     for arguments in verbs(samples / "digits_cnn_saved_model", tmp_path):
-        assert imported("-m", "graphquant", *arguments) & {"tensorflow", "keras", "onnx", "onnxruntime"} == set()
+        assert imported("-m", "graphquant", *arguments) & unwanted == set()
 
 
 def test_no_tensorflow_for_a_real_saved_model(shared: Path, tmp_path: Path) -> None:
@@ -47,9 +48,10 @@ def test_no_tensorflow_for_a_real_saved_model(shared: Path, tmp_path: Path) -> N
 
 
 def test_no_tensorflow_for_onnx(samples: Path, tmp_path: Path) -> None:
-    """An ONNX model is quantized on data without tensorflow."""
+    """An ONNX model is quantized on data without tensorflow, and a small one without a compiled kernel."""
     data = ["--data", samples / "digits_cnn_calib.npz", "-o", tmp_path / "out.onnx"]
-    assert "tensorflow" not in imported("-m", "graphquant", "insert", samples / "digits_cnn.onnx", *data)
+    seen = imported("-m", "graphquant", "insert", samples / "digits_cnn.onnx", *data)
+    assert seen & {"tensorflow", "numba"} == set()
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["insert", "--help"], ["--version"], ["rules", "--help"]])

@@ -1,65 +1,149 @@
 """Sketches: exact, mergeable statistics."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from graphquant.sketch import EMPTY, Sketch, merge, sketch
+from graphquant.errors import DataError, InternalError
+from graphquant.sketch import EMPTY, Sketch, coarsen, edges, means, merge, sketch
 
 arrays = npst.arrays(np.float32, st.just((4, 3)), elements=st.floats(width=32))
-
-
-def test_statistics_of_a_small_array() -> None:
-    """Extremes, counts, NaN and infinities are told apart."""
-    stats = sketch(np.array([[1.0, -2.0], [np.nan, np.inf], [-np.inf, 3.5]], np.float32))
-    assert (stats.low, stats.high, stats.count, stats.nan, stats.inf) == (-2.0, 3.5, 6, 1, 2)
-    assert not stats.empty
-
-
-def test_statistics_per_channel() -> None:
-    """Each channel of the axis has its own extremes; a negative axis counts from the end."""
-    values = np.array([[1.0, -2.0, 0.0], [4.0, np.inf, -1.0]])
-    stats = sketch(values, 1)
-    assert stats.low.tolist() == [1.0, -2.0, -1.0]
-    assert stats.high.tolist() == [4.0, -2.0, 0.0]
-    assert sketch(values, -1) == stats
-    assert sketch(values, 0).high.tolist() == [1.0, 4.0]
-
-
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, ml_dtypes.bfloat16])
-def test_every_float_type(dtype: type) -> None:
-    """The extremes are float64, whatever the tensor is."""
-    stats = sketch(np.array([0.5, -0.25], dtype))
-    assert (stats.low, stats.high) == (-0.25, 0.5)
-    assert stats.low.dtype == np.float64
-    assert sketch(np.array([0.5, np.nan], dtype)).nan == 1
-
-
-def test_nothing_seen() -> None:
-    """No values, or none that is finite, make an empty sketch."""
-    assert EMPTY.empty
-    assert sketch(np.zeros((0, 3)), 1) == Sketch(np.full(3, np.inf), np.full(3, -np.inf))
-    nothing = sketch(np.array([np.nan, np.inf]))
-    assert nothing.empty
-    assert (nothing.count, nothing.nan, nothing.inf) == (2, 1, 1)
+wide = npst.arrays(np.float64, st.integers(0, 6), elements=st.floats() | st.sampled_from([1.0, 1.001, 1.002, -1.0]))
+sketches = st.builds(lambda values, bits: sketch(values, bits=bits), wide, st.sampled_from([0, 7, 10]))
 
 
 @given(arrays, arrays, arrays, st.sampled_from([None, 0, 1]))
-def test_merging_is_exact_commutative_and_associative(one, two, three, axis) -> None:
+def test_merging_per_channel(one, two, three, axis) -> None:
     """However samples are split and ordered, the statistics are those of all of them together."""
     a, b, c = sketch(one, axis), sketch(two, axis), sketch(three, axis)
     assert merge(a, b) == merge(b, a)
     assert merge(merge(a, b), c) == merge(a, merge(b, c))
-    assert merge(a, EMPTY) == a
-    if axis != 0:
+    assert merge(a, EMPTY) == a == merge(EMPTY, a)
+    if axis == 1:
         assert merge(merge(a, b), c) == sketch(np.concatenate([one, two, three]), axis)
 
 
+@given(sketches, sketches, sketches)
+def test_merging_is_exact_commutative_and_associative(a, b, c) -> None:
+    """The same with histograms, also of different bits, and with sketches of nothing."""
+    assert merge(a, b) == merge(b, a)
+    assert merge(merge(a, b), c) == merge(a, merge(b, c))
+    assert merge(a, EMPTY) == a or not a.count
+    for name in ("low", "high"):
+        assert getattr(merge(a, b), name).tobytes() == getattr(merge(b, a), name).tobytes()
+
+
+@given(st.lists(wide, min_size=1, max_size=4), st.sampled_from([7, 10]), st.randoms())
+def test_merging_equals_one_sketch_of_all(reference, parts, bits, random) -> None:
+    """Sketches of parts, merged in any order, are that of the whole; each part with a finite value is a block."""
+    shuffled = parts.copy()
+    random.shuffle(shuffled)
+    found = EMPTY
+    for part in shuffled:
+        found = merge(sketch(part, bits=bits), found)
+    expected = reference(np.concatenate(parts), bits)
+    if expected.count:
+        expected.check(found)
+    blocks = [reference(part, bits) for part in parts if np.isfinite(part).any()]
+    assert found.blocks == len(blocks)
+    assert found.low_sum == sum(_units(block.low) for block in blocks)
+    assert found.high_sum == sum(_units(block.high) for block in blocks)
+
+
+def _units(value: float) -> int:
+    numerator, denominator = value.as_integer_ratio()
+    return numerator * (2**1074 // denominator)
+
+
+def test_block_sums_lose_nothing() -> None:
+    """The largest and the smallest float64 cancel and leave what is between."""
+    found = EMPTY
+    for low in (1.7e308, 5e-324, -1.7e308, 0.25):
+        found = merge(found, sketch(np.array([low, 1.7e308])))
+    assert found.blocks == 4
+    assert found.low_sum == 1 + 2**1072
+
+
+@given(wide)
+def test_coarsening_is_exact(values) -> None:
+    """A histogram of 10 bits made one of 7 is the one that 7 bits would have made."""
+    assert coarsen(sketch(values, bits=10), 7) == sketch(values, bits=7)
+    assert coarsen(sketch(values, bits=7), 0) == sketch(values)
+    assert coarsen(sketch(values, bits=7), 7) == sketch(values, bits=7)
+
+
+def test_no_finer_than_it_was() -> None:
+    """What was dropped does not come back."""
+    with pytest.raises(InternalError, match="7 mantissa bits was to be made one of 10"):
+        coarsen(sketch(np.ones(1), bits=7), 10)
+
+
+@given(
+    npst.arrays(np.float32, st.integers(1, 8), elements=st.floats(width=32, allow_nan=False)), st.sampled_from([7, 10])
+)
+def test_means_are_exact(reference, values, bits) -> None:
+    """Bin means are the true ones to one unit in the last place, inside the bin's edges."""
+    found = sketch(np.concatenate([values, values[:1], np.nextafter(values[:1], np.float32(0))]), bits=bits)
+    expected = reference(np.concatenate([values, values[:1], np.nextafter(values[:1], np.float32(0))]), bits)
+    low, high = edges(found)
+    for mean, exact, start, end in zip(means(found), expected.means, low, high, strict=True):
+        assert abs(mean - float(exact)) <= np.spacing(abs(float(exact)))
+        assert start <= mean <= end
+
+
+def test_edges_of_bins() -> None:
+    """A bin reaches from its first to its last float32, at both signs, at zero and at the largest."""
+    largest = float(np.finfo(np.float32).max)
+    found = sketch(np.array([0.0, -0.0, 1.0, -1.0, largest], np.float32), bits=7)
+    low, high = edges(found)
+    below = 2 - 2.0**-23
+    step = 2.0**-7 - 2.0**-23
+    denormal = 65535 * 2.0**-149
+    assert found.bins.tolist() == [0, 0x3F80, 0x7F7F, 0x8000, 0xBF80]
+    assert low.tolist() == [0, 1.0, (2 - 2.0**-7) * 2.0**127, -denormal, -1 - step]
+    assert high.tolist() == [denormal, 1 + step, below * 2.0**127, 0, -1.0]
+    assert means(found).tolist() == [0, 1, largest, 0, -1]
+
+
+def test_nothing_is_in_no_bin() -> None:
+    """Edges and means of no bins are none."""
+    assert means(EMPTY).shape == edges(EMPTY)[0].shape == (0,)
+    assert coarsen(sketch(np.zeros(0), bits=10), 7) == sketch(np.zeros(0), bits=7)
+
+
+def test_different_channels_do_not_merge() -> None:
+    """Ranges of 2 channels and of 3, or of a whole tensor, have nothing in common; of no values they have."""
+    two, three = sketch(np.ones((1, 2)), 1), sketch(np.ones((1, 3)), 1)
+    with pytest.raises(DataError, match=r"shapes \(2,\) and \(3,\). Give it one range in all"):
+        merge(two, three)
+    with pytest.raises(DataError, match=r"shapes \(2,\) and \(\)"):
+        merge(two, sketch(np.ones(1)))
+    assert merge(two, sketch(np.ones((0, 3)), 1)) == two
+
+
 def test_different_statistics_differ() -> None:
-    """Equality looks at the extremes and at each count."""
+    """Equality looks at the extremes, at each count and at the histogram."""
     assert sketch(np.ones(2)) != sketch(np.ones(3))
     assert sketch(np.ones(2)) != sketch(np.array([1.0, 2.0]))
+    assert sketch(np.ones(2)) != sketch(np.ones(2), bits=7)
+    assert sketch(np.array([1.0, 1.5, 2.0]), bits=7) != sketch(np.array([1.0, 1.6, 2.0]), bits=7)
+    assert sketch(np.array([1.0, 1.0001, 2.0]), bits=7) != sketch(np.array([1.0, 1.0002, 2.0]), bits=7)
     assert sketch(np.ones(2)) != 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"bits": 8}, "8 bits"),
+        ({"bits": 7}, "each finite value once"),
+        ({"bins": np.zeros(1, np.uint32)}, "differ in number"),
+        ({"high": np.ones(2)}, "of shapes"),
+        ({"low": np.ones(2), "high": np.ones(2), "bits": 7}, "ends of shape"),
+    ],
+)
+def test_a_sketch_checks_itself(changes, says) -> None:
+    """One that contradicts itself is not made."""
+    with pytest.raises(InternalError, match=says):
+        Sketch(**{"low": np.array(1.0), "high": np.array(1.0), "count": 2, **changes})

@@ -1,0 +1,65 @@
+"""A reference for sketches: slow, in Python's integers and fractions, value by value."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+FLOATS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+LARGEST = float(np.finfo(np.float32).max)
+
+
+def pattern(value: float) -> int:
+    """The bits of the nearest finite float32."""
+    return int(np.float32(min(max(value, -LARGEST), LARGEST)).view(np.uint32))
+
+
+class Reference:
+    """What a sketch of `values` must hold."""
+
+    def __init__(self, values: np.ndarray, bits: int) -> None:
+        """Goes through the values one by one."""
+        every = [float(value) for value in np.asarray(values).ravel()]
+        self.finite = [value for value in every if math.isfinite(value)]
+        self.low, self.high = min(self.finite, default=math.inf), max(self.finite, default=-math.inf)
+        self.count, self.bits = len(every), bits
+        self.nan = sum(map(math.isnan, every))
+        self.inf = sum(map(math.isinf, every))
+        patterns = [pattern(value) for value in self.finite] if bits else []
+        counted = Counter(one >> 23 - bits for one in patterns)
+        summed: Counter[int] = Counter()
+        exact: dict[int, Fraction] = {}
+        for one in patterns:
+            code = one >> 23 - bits
+            summed[code] += one & (1 << 23 - bits) - 1
+            exact[code] = exact.get(code, Fraction(0)) + Fraction(float(np.uint32(one).view(np.float32)))
+        self.bins = sorted(counted)
+        self.counts = [counted[code] for code in self.bins]
+        self.sums = [summed[code] for code in self.bins]
+        self.means = [exact[code] / counted[code] for code in self.bins]
+
+    def check(self, found) -> None:
+        """Compares the sketch field by field."""
+        assert (found.low, found.high) == (self.low, self.high)
+        assert (found.count, found.nan, found.inf, found.bits) == (self.count, self.nan, self.inf, self.bits)
+        assert found.bins.tolist() == self.bins
+        assert found.counts.tolist() == self.counts
+        assert found.sums.tolist() == self.sums
+        assert (found.bins.dtype, found.counts.dtype, found.sums.dtype) == (np.uint32, np.int64, np.uint64)
+
+
+@pytest.fixture(scope="session")
+def reference() -> type[Reference]:
+    """The class of references."""
+    return Reference
+
+
+@pytest.fixture(params=FLOATS, ids=lambda dtype: np.dtype(dtype).name)
+def dtype(request: pytest.FixtureRequest) -> type:
+    """Each float type."""
+    return request.param
