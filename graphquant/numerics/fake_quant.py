@@ -15,7 +15,7 @@ import numpy as np
 
 from graphquant.errors import UsageError
 from graphquant.numerics import eigen
-from graphquant.numerics.affine import Array, QParams, Range
+from graphquant.numerics.affine import Array, IntType, QParams, Range, from_scale
 
 MIN_BITS, MAX_BITS = 2, 16
 
@@ -231,6 +231,26 @@ def with_vars_per_channel_gradient(
         upstream.reshape(rows), values.reshape(rows), bottom, top, num_bits=num_bits, narrow_range=narrow_range
     )
     return passed.reshape(values.shape), below, above
+
+
+def params_of(given: Range, kind: IntType, *, narrow: bool = False, axis: int | None = None) -> QParams:
+    """How tensors are quantized by this op if its range is `given`.
+
+    Args:
+        given: What `min` and `max` are, as float32 once they are written.
+        kind: The integers, 2 to 16 bits; those of `kind` stand in the order of FakeQuant's own, which are unsigned.
+        narrow: Whether the most negative one is left out; means nothing for unsigned ones.
+        axis: The channel axis if the range is per channel.
+
+    Raises:
+        UsageError: Bits that the kernels refuse, or a range in which there is no step: (0, 0), say.
+    """
+    narrow = narrow and kind.signed
+    found = steps(given.low, given.high, num_bits=kind.bits, narrow_range=narrow)
+    if not (np.isfinite(found.size) & (found.size > 0)).all():
+        raise UsageError(f"FakeQuant has no step in the range {given.low} to {given.high}. Give one that holds more.")
+    qmin, _ = kind.limits(narrow=narrow)
+    return from_scale(found.size, found.zero_point - narrow + qmin, kind, narrow=narrow, axis=axis)
 
 
 def range_to_write(params: QParams) -> Range:

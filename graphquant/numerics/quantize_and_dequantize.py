@@ -18,7 +18,7 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.numerics import eigen
-from graphquant.numerics.affine import Array, IntType, QParams, Range, along
+from graphquant.numerics.affine import Array, IntType, QParams, Range, along, from_scale
 
 RoundMode = Literal["HALF_TO_EVEN", "HALF_UP"]
 ROUND_MODES = get_args(RoundMode)
@@ -246,6 +246,25 @@ def steps(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> 
             low=np.where(by_low, bottom, eigen.flush(qmin * size)),
             high=np.where(by_low, eigen.flush(qmax * size), top),
         )
+
+
+def params_of(given: Range, kind: IntType, *, narrow: bool = False, axis: int | None = None) -> QParams:
+    """How float32 tensors are quantized by this op if its range is `given`, whichever way it rounds.
+
+    Args:
+        given: What `input_min` and `input_max` are, as float32 once they are written.
+        kind: The integers, of 2 bits and more.
+        narrow: Whether the most negative one is left out.
+        axis: The channel axis if the range is per channel.
+
+    Raises:
+        UsageError: Bits that the kernels refuse, or a range in which there is no step: (0, 0), say.
+    """
+    low, high = (end.astype(np.float32) for end in (given.low, given.high))
+    size = steps(low, high, num_bits=kind.bits, signed=kind.signed, narrow=narrow).size
+    if not (np.isfinite(size) & (size > 0)).all():
+        raise UsageError(f"QuantizeAndDequantize has no step in the range {low} to {high}. Give one that holds more.")
+    return from_scale(size, np.zeros(size.shape), kind, narrow=narrow, axis=axis)
 
 
 def range_to_write(params: QParams) -> Range:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from graphquant.errors import UsageError
-from graphquant.numerics import IntType, QParams, fake_quant, from_scale, quantize_and_dequantize
+from graphquant.numerics import IntType, QParams, Range, fake_quant, from_scale, quantize_and_dequantize
 
 # What fake_quant_ops_test.cc expects: (num_bits, narrow_range, min, max, inputs, outputs).
 VECTORS = [
@@ -270,3 +270,16 @@ def test_ranges_to_write(bits: int, signed: bool, narrow: bool) -> None:
             np.testing.assert_array_equal(found.size, scale)
         assert (np.abs(found.size - scale) <= np.spacing(scale)).all()
         assert (found.size == scale).mean() > 0.7
+
+
+def test_params_of_a_range() -> None:
+    """A range gives the nudged scale and zero point, counted as the type counts; one without a step is refused."""
+    given = Range(np.array([-0.1275, -6]), np.array([63.6225, 1.5]))
+    found = fake_quant.params_of(given, IntType(8, signed=True), axis=0)
+    np.testing.assert_allclose(found.scale, [0.25, 7.5 / 255], rtol=1e-6)
+    assert found.zero_point.tolist() == [1 - 128, 204 - 128]
+    assert fake_quant.params_of(given, IntType(8, signed=False), axis=0).zero_point.tolist() == [1, 204]
+    narrow = fake_quant.params_of(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), narrow=True)
+    assert (narrow.zero_point, narrow.range.low) == (0, -127 * float(narrow.scale))
+    with pytest.raises(UsageError, match="no step in the range"):
+        fake_quant.params_of(Range(np.array(1.0), np.array(1.0)), IntType(8, signed=True))

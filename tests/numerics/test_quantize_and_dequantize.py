@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.numerics import IntType, QParams, from_scale
+from graphquant.numerics import IntType, QParams, Range, from_scale
 from graphquant.numerics import quantize_and_dequantize as qad
 
 ONE = np.float32(1)
@@ -220,3 +220,18 @@ def test_ranges_to_write_need_zero_point_0() -> None:
     """A zero point elsewhere cannot be had from this op, which its family refuses before."""
     with pytest.raises(InternalError, match="asked for a zero point"):
         qad.range_to_write(wanted(0.5, 8, zero=3))
+
+
+def test_params_of_a_range() -> None:
+    """A range gives the scale that the op steps by, in float32 and per channel; one without a step is refused."""
+    kind = IntType(8, signed=True)
+    found = qad.params_of(Range(np.array(-10.0), np.array(5.0)), kind)
+    assert (found.scale, found.zero_point, found.range.high) == (np.float32(0.078125), 0, 9.921875)
+    found = qad.params_of(Range(np.array([-0.1, -3]), np.array([0.1, 1])), kind, narrow=True, axis=1)
+    assert found.scale.tolist() == [np.float32(0.1) / np.float32(127), np.float32(3) / np.float32(127)]
+    written = qad.range_to_write(found)
+    assert qad.params_of(written, kind, narrow=True, axis=1).scale.tolist() == found.scale.tolist()
+    with pytest.raises(UsageError, match="no step in the range"):
+        qad.params_of(Range(np.array(0.0), np.array(0.0)), kind)
+    with pytest.raises(UsageError, match="no step in the range"):
+        qad.params_of(Range(np.array(-2.0), np.array(-1.0)), IntType(8, signed=False))
