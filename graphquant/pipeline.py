@@ -12,8 +12,20 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from graphquant import formats
-from graphquant.calibration import Stats, needs_data
+from graphquant.calibration import (
+    Stats,
+    finest,
+    kept,
+    load_of,
+    load_stats,
+    merge,
+    needs_data,
+    planned,
+    select,
+    with_method,
+)
 from graphquant.calibration import calibrate as _calibrate
+from graphquant.calibration import everything as _everything
 from graphquant.errors import DataError, NeedsDataError, UsageError
 from graphquant.explain import Explanation
 from graphquant.explain import explain as _explain
@@ -27,6 +39,7 @@ from graphquant.ruleset import RuleSet, Selector, load_ruleset
 from graphquant.solve import solve
 
 if TYPE_CHECKING:
+    from graphquant.calibration import Targets
     from graphquant.data import Batches
     from graphquant.data.check import DataReport
 
@@ -45,8 +58,8 @@ class Result:
         inserted: What was done, a site each.
         skips: What the plan or the solver left out, with the reason.
         notes: A word on some sites, by their tensor.
-        samples: Number of calibration samples.
-        random: Whether they were made up.
+        stats: What the ranges of activations come from, None where no data was needed.
+        statistics: The statistics file, None where they were made now.
     """
 
     model: Model
@@ -55,8 +68,18 @@ class Result:
     inserted: tuple[Inserted, ...]
     skips: tuple[Skip, ...]
     notes: Mapping[TensorRef, str] = field(default_factory=dict)
-    samples: int = 0
-    random: bool = False
+    stats: Stats | None = None
+    statistics: Path | None = None
+
+    @property
+    def samples(self) -> int:
+        """Number of calibration samples."""
+        return self.stats.samples if self.stats is not None else 0
+
+    @property
+    def random(self) -> bool:
+        """Whether any of them were made up."""
+        return self.stats is not None and self.stats.random
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the rewritten model; see `save`."""
@@ -83,6 +106,7 @@ def plan(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     family: str | None = None,
+    method: str | None = None,
 ) -> Plan:
     """What `insert` would do to `model`.
 
@@ -92,32 +116,75 @@ def plan(
         include: Globs or /regexes/; only what they name is quantized.
         exclude: Globs or /regexes/; what they name is left.
         family: The QDQ family for schemes that name none.
+        method: The observer of all activations whose range comes from data, instead of what the rules say.
 
     Raises:
         ModelError: The model cannot be read or prepared.
         RuleError: A rule file has mistakes.
-        UsageError: A selector matches nothing.
+        UsageError: A selector matches nothing, or there is no such method.
     """
     loaded = _loaded(model)
-    return _planned(loaded, _ruleset(loaded, rules), _choice(loaded, include, exclude, family))[1]
+    return with_method(_planned(loaded, _ruleset(loaded, rules), _choice(loaded, include, exclude, family))[1], method)
 
 
 def calibrate(
     model: Model | str | Path,
-    plan: Plan,
-    data: str,
+    plan: Plan | str | Path | None = None,
+    data: str | Batches | None = None,
     *,
+    rules: Sequence[str] = (),
+    everything: bool = False,
+    full: bool = True,
     samples: int | None = None,
+    shard: tuple[int, int] = (1, 1),
+    max_memory: int | None = None,
+    before: Stats | None = None,
+    stop: Callable[[], bool] | None = None,
     progress: Progress | None = None,
 ) -> Stats:
-    """Runs the model on the samples of `data` and keeps the statistics of each tensor that `plan` needs.
+    """Runs the model on samples and keeps the statistics of each tensor that a plan needs, or of every float tensor.
+
+    Args:
+        model: A model, or the path of one.
+        plan: The plan, or the path of one; by default the one that the rules make.
+        data: A calibration data spec, or opened data.
+        rules: Names or paths of rule files, where no plan is given; by default the format's own.
+        everything: Observe every float tensor of the model, so that the statistics serve other rules too.
+        full: Keep histograms also where no observer of the plan reads them, so that other methods can.
+        samples: Use only that many samples.
+        shard: Which of how many parts of the data to run, counted from 1.
+        max_memory: Bytes that observed values may take; by default half of what is free.
+        before: What an earlier call for the same found before it was stopped, to go on from.
+        stop: Asked after each block of samples whether to end with what there is.
+        progress: Is told how far the work is.
 
     Raises:
-        DataError: The data does not fit the model.
+        DataError: The data does not fit the model, or `before` is of something else.
         MissingDependencyError: The model's framework is not installed.
+        ModelError: The model cannot be read, prepared or run.
+        RuleError: A rule file has mistakes.
+        UsageError: The plan is of another model, or no data was named.
     """
-    prepared = _prepared_for(_loaded(model), plan)
-    return _observe(prepared, plan, data, samples, progress)[0]
+    if data is None:
+        raise UsageError("There is no data to calibrate with. Give an .npz file, or random:8 to try things out.")
+    source = _loaded(model)
+    prepared, made = _prepared(source, plan, rules, (), (), None)
+    if everything:
+        prepared, targets = source, _everything(source, finest(made))
+    else:
+        targets = planned(prepared, made, full=full, same=kept(source, prepared))
+    return _observe(
+        prepared,
+        targets,
+        data,
+        samples,
+        progress,
+        model=source.digest,
+        shard=shard,
+        max_memory=max_memory,
+        before=before,
+        stop=stop,
+    )
 
 
 def insert(
@@ -125,9 +192,11 @@ def insert(
     *,
     rules: Sequence[str] = (),
     data: str | None = None,
-    stats: Stats | None = None,
+    stats: Stats | str | Path | None = None,
     plan: Plan | str | Path | None = None,
+    method: str | None = None,
     samples: int | None = None,
+    max_memory: int | None = None,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     family: str | None = None,
@@ -140,9 +209,11 @@ def insert(
         model: A model, or the path of one.
         rules: Names or paths of rule files, the first that matches wins; by default the format's own.
         data: A calibration data spec, the path of an .npz file; not needed where ranges come from rules or weights.
-        stats: Statistics from `calibrate`; with them `data` is not read.
+        stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is not read.
         plan: A plan, or the path of an edited one, instead of rules.
+        method: The observer of all activations whose range comes from data, instead of what the rules say.
         samples: Use only that many samples.
+        max_memory: Bytes that observed values may take; by default half of what is free.
         include: Globs or /regexes/; only what they name is quantized.
         exclude: Globs or /regexes/; what they name is left.
         family: The QDQ family for schemes that name none.
@@ -161,19 +232,20 @@ def insert(
 
         check_spec(data)
     source = _loaded(model)
-    if plan is None:
-        prepared, made = _planned(source, _ruleset(source, rules), _choice(source, include, exclude, family))
-    else:
-        made = plan if isinstance(plan, Plan) else read_plan(Path(plan))
-        prepared = _prepared_for(source, made)
-    if stats is not None and stats.model != made.prepared:
-        raise DataError("The statistics are of another model, or it was prepared otherwise. Calibrate this one.")
-    wanting, batches = needs_data(made), None
-    if wanting and data is None and stats is None:
-        raise NeedsDataError(_data_lines(source, wanting))
-    if wanting and data is not None and stats is None:
-        stats, batches = _observe(prepared, made, data, samples, progress)
-    solution = solve(prepared, made, stats.sketches, stats.unwatchable) if stats else solve(prepared, made, {})
+    prepared, made = _prepared(source, plan, rules, include, exclude, family)
+    made = with_method(made, method)
+    statistics = Path(stats) if isinstance(stats, str | Path) else None
+    found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
+    wanting = needs_data(made)
+    if found is not None or wanting:
+        targets = planned(prepared, made, full=False, same=kept(source, prepared))
+        if found is not None:
+            found = select(found, targets, source.digest, _calibrate_line(source, made, plan))
+        elif data is not None:
+            found = _observe(prepared, targets, data, samples, progress, model=source.digest, max_memory=max_memory)
+        else:
+            raise NeedsDataError(_data_lines(source, wanting))
+    solution = solve(prepared, made, found.sketches, found.unwatchable) if found else solve(prepared, made, {})
     params, skips = dict(solution.params), dict(solution.skips)
     for index, site in enumerate(made.sites if float_weights else ()):
         if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time
@@ -187,9 +259,29 @@ def insert(
         inserted=tuple(inserted),
         skips=(*made.skips, *(skips[index] for index in sorted(skips))),
         notes={made.sites[index].tensor: note for index, note in sorted(solution.notes.items())},
-        samples=batches.count if batches is not None else 0,
-        random=bool(batches is not None and batches.random),
+        stats=found if wanting else None,
+        statistics=statistics if wanting else None,
     )
+
+
+def merge_stats(parts: Sequence[Stats | str | Path]) -> Stats:
+    """The statistics of all `parts`, or of the files at these paths, together.
+
+    Raises:
+        DataError: A file cannot be read, or they are of different models or tensors, or count samples twice.
+        UsageError: There are none.
+    """
+    whole: Stats | None = None
+    for part in parts:
+        here = part if isinstance(part, Stats) else load_stats(Path(part))
+        try:
+            whole = here if whole is None else merge([whole, here])
+        except DataError as error:
+            named = f"{part} does not go with those before it. " if isinstance(part, str | Path) else ""
+            raise DataError(f"{named}{error}") from error
+    if whole is None:
+        raise UsageError("There are no statistics to merge. Give two or more.")
+    return whole
 
 
 def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:
@@ -357,14 +449,43 @@ def _prepared_for(model: Model, made: Plan) -> Model:
 
 
 def _observe(
-    prepared: Model, made: Plan, data: str, samples: int | None, progress: Progress | None
-) -> tuple[Stats, Batches]:
+    prepared: Model,
+    targets: Targets,
+    data: str | Batches,
+    samples: int | None,
+    progress: Progress | None,
+    **options: Any,
+) -> Stats:
+    """Runs the data through the model; `options` are those of `graphquant.calibration.calibrate`."""
     from graphquant.data import open_data
 
     runner = formats.module(prepared.format).runner(prepared)
-    batches = open_data(data, runner.inputs, samples=samples)
-    told = (lambda done: progress("calibrating", done, batches.count)) if progress is not None else None
-    return _calibrate(made, runner, batches, told), batches
+    batches = open_data(data, runner.inputs, samples=samples) if isinstance(data, str) else data
+    told = (lambda done, total: progress("calibrating", done, total)) if progress is not None else None
+    load = load_of(prepared, batchable=runner.batchable)
+    return _calibrate(targets, runner, batches, load=load, progress=told, **options)
+
+
+def _prepared(
+    source: Model,
+    plan: Plan | str | Path | None,
+    rules: Sequence[str],
+    include: Sequence[str],
+    exclude: Sequence[str],
+    family: str | None,
+) -> tuple[Model, Plan]:
+    """The prepared model and its plan, the one given or the one that the rules make."""
+    if plan is None:
+        return _planned(source, _ruleset(source, rules), _choice(source, include, exclude, family))
+    made = plan if isinstance(plan, Plan) else read_plan(Path(plan))
+    return _prepared_for(source, made), made
+
+
+def _calibrate_line(source: Model, made: Plan, plan: object) -> str:
+    """The command whose statistics serve the plan `made`; any rules' may not serve one that was given."""
+    where = shlex.quote(str(source.path or "MODEL"))
+    rules = "".join(f" --rules {shlex.quote(name)}" for name in made.rules)
+    return f"graphquant calibrate {where} --data SPEC{rules}{' --all' if plan else ''} -o stats.gqs"
 
 
 def _loaded(model: Model | str | Path) -> Model:

@@ -18,7 +18,6 @@ import pytest
 from onnx import numpy_helper
 
 from graphquant import pipeline
-from graphquant.calibration import calibrate
 from graphquant.data import Batches
 from graphquant.errors import GraphQuantError
 from graphquant.formats import onnx as format_
@@ -194,7 +193,7 @@ def quantized(case: Case, rules: str) -> Any:
     if not plan.sites:
         return None
     batches = Batches(count=1, digest="", feeds=lambda start, stop: iter([case.feeds][start:stop]))
-    stats = calibrate(plan, format_.runner(pipeline._prepared_for(model, plan)), batches)
+    stats = pipeline.calibrate(model, plan, batches)
     result = pipeline.insert(model, plan=plan, stats=stats)
     return format_.emit(result.model) if result.inserted else None
 

@@ -170,7 +170,8 @@ def test_random_data_says_so(cli: Callable[..., Any], here: Path) -> None:
     """Made-up data is announced in the table and in the report."""
     result = cli("insert", "digits_cnn.onnx", "--data", "random:4", "--report", "report.json")
     assert "RANDOM data" in result.stdout
-    assert json.loads(Path("report.json").read_text())["data"] == {"samples": 4, "random": True}
+    data = json.loads(Path("report.json").read_text())["data"]
+    assert (data["samples"], data["random"], data["complete"], data["stats"]) == (4, True, True, None)
 
 
 # -- plans -----------------------------------------------------------------------------------------

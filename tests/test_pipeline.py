@@ -72,7 +72,7 @@ def test_stats_can_be_kept(cnn: Path, calib: str, tmp_path: Path) -> None:
     """Calibrate, then insert with its statistics, writes what insert with the data writes."""
     plan = gq.plan(cnn)
     stats = gq.calibrate(cnn, plan, calib)
-    assert (stats.samples, stats.model) == (100, plan.prepared)
+    assert (stats.samples, stats.model, stats.complete) == (100, plan.model, True)
     assert len(stats.sketches) == len({site.tensor for site in plan.sites if not site.parameter})
     gq.insert(cnn, plan=plan, stats=stats).save(tmp_path / "stats.onnx")
     gq.insert(cnn, data=calib).save(tmp_path / "data.onnx")
@@ -101,10 +101,12 @@ def _read(model: gq.Model, use: gq.Use) -> gq.TensorRef | None:
 
 
 def test_progress_is_told(cnn: Path, calib: str) -> None:
-    """The callback hears of each sample, in order."""
+    """The callback hears of each block of samples, in order."""
     told: list[tuple[str, int, int]] = []
-    gq.insert(cnn, data=calib, samples=3, progress=lambda *what: told.append(what))
-    assert told == [("calibrating", 1, 3), ("calibrating", 2, 3), ("calibrating", 3, 3)]
+    gq.insert(cnn, data=calib, samples=70, progress=lambda *what: told.append(what))
+    done = [one for _, one, _ in told]
+    assert done == [*range(done[0], 70, done[0]), 70]
+    assert {(what, total) for what, _, total in told} == {("calibrating", 70)}
 
 
 def test_nothing_to_insert_gives_the_source(cnn: Path, tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ def result_json(result: Result, output: str | None) -> dict[str, Any]:
         "model": result.plan.model,
         "rules": list(result.plan.rules),
         "steps": [{"step": step.step, "target": step.target, "detail": step.detail} for step in result.plan.steps],
-        "data": {"samples": result.samples, "random": result.random},
+        "data": _data(result),
         "sites": [
             {
                 "tensor": tensor_json(done.site.tensor),
@@ -64,6 +64,7 @@ def result_json(result: Result, output: str | None) -> dict[str, Any]:
                 "rule": done.site.rule,
                 "why": done.site.why,
                 "folded": done.folded,
+                "method": done.site.scheme.observe.name,
                 "note": result.notes.get(done.site.tensor, ""),
                 **params_json(done.params),
             }
@@ -71,6 +72,19 @@ def result_json(result: Result, output: str | None) -> dict[str, Any]:
         ],
         "skips": [skip_json(skip) for skip in result.skips],
         "unused": list(result.plan.unused),
+    }
+
+
+def _data(result: Result) -> dict[str, Any]:
+    """What the ranges of activations come from."""
+    stats = result.stats
+    return {
+        "samples": result.samples,
+        "random": result.random,
+        "blocks": stats.blocks if stats else 0,
+        "complete": stats.complete if stats else True,
+        "digests": [run.data for run in stats.runs] if stats else [],
+        "stats": str(result.statistics) if result.statistics else None,
     }
 
 

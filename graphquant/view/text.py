@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from graphquant.calibration import Stats
     from graphquant.explain import Explanation
     from graphquant.numerics import Array, QParams
     from graphquant.pipeline import Result
@@ -54,6 +55,8 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     parts: list[RenderableType] = [*_steps(result.plan), *_by_rule(rows, *PARAMS), *_skips(result.skips)]
     if result.random:
         parts.append(_text("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
+    if result.stats is not None:
+        parts += _incomplete(result.stats)
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
     said = f"{_count(len(result.inserted), 'site')} inserted" + (
@@ -61,10 +64,34 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     )
     said += f", {_count(uses, 'use')} rerouted"
     said += f", calibrated on {_count(result.samples, 'sample')}" if result.samples else ""
+    said += f" (statistics of {result.statistics})" if result.statistics else ""
     parts.append(
         _text(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
     )
     return Group(*parts)
+
+
+def stats_view(stats: Stats, output: Path) -> RenderableType:
+    """What `calibrate` gathered."""
+    parts: list[RenderableType] = []
+    reasons: dict[str, list[str]] = {}
+    for tensor in stats.targets:
+        reason = "" if tensor in stats.sketches else stats.unwatchable.get(tensor, "no sample of the data reached it")
+        reasons.setdefault(reason, []).append(str(tensor))
+    parts += [_text(f"left: {_uses(names)}: {why}", style="yellow") for why, names in reasons.items() if why]
+    if stats.random:
+        parts.append(_text("The data is RANDOM: use the statistics for tests only.", style="bold red"))
+    parts += _incomplete(stats)
+    of = f", of {_count(len(stats.runs), 'set')} of data" if len(stats.runs) > 1 else ""
+    said = f"{_count(len(stats.sketches), 'tensor')} observed on {_count(stats.samples, 'sample')}{of}"
+    parts.append(_text(f"{said} in {_count(stats.blocks, 'block')}. Written to {output}", style="bold"))
+    return Group(*parts)
+
+
+def _incomplete(stats: Stats) -> list[RenderableType]:
+    left = [run for run in stats.runs if not run.complete]
+    said = f"of {sum(run.samples for run in left)} samples, {sum(run.samples_done for run in left)} were run"
+    return [_text(f"The statistics are incomplete: {said}.", style="yellow")] if left else []
 
 
 def survey_view(found: Survey) -> RenderableType:

@@ -1,0 +1,213 @@
+"""Blocks, shards, passes and what is kept of each tensor."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from graphquant.calibration import Load, Stats, Target, merge
+from graphquant.calibration import calibrate as calibrate_
+from graphquant.data import Batches
+from graphquant.errors import DataError
+from graphquant.ir import TensorRef
+from graphquant.sketch import sketch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+A, B, C = (TensorRef("", name) for name in "abc")
+TARGETS = {tensor: Target(tensor.op * 32, None, 7) for tensor in (A, B, C)}
+LOAD = Load(block=4, elements=None)
+
+calibrate = partial(calibrate_, model="source", load=LOAD)
+
+
+def batches(count: int, shape: Callable[[int], int] = lambda _: 1) -> Batches:
+    """Samples that hold their own number."""
+
+    def feeds(start: int, stop: int) -> Iterator[dict]:
+        return ({"x": np.full((shape(i),), float(i))} for i in range(start, stop))
+
+    return Batches(count=count, digest=f"da7a{count}", feeds=feeds)
+
+
+class Runner:
+    """Computes tensors from the fed numbers with functions that give the values of one tensor; None: not reached."""
+
+    def __init__(self, *, batchable: bool = False, sizes: int = 1, **tensors) -> None:
+        """`sizes` is what each tensor is said to have."""
+        self.tensors, self.batchable, self.size = tensors, batchable, sizes
+        self.fed: list[list[float]] = []
+        self.asked: list[tuple[TensorRef, ...]] = []
+
+    def unwatchable(self, tensors):
+        """Those it has no function for."""
+        return {tensor: "it is hidden" for tensor in tensors if tensor.op not in self.tensors}
+
+    def sizes(self, tensors, feed):
+        """The same for each."""
+        return dict.fromkeys(tensors, self.size)
+
+    def observe(self, tensors, feeds, *, beside=()) -> Iterator[dict]:
+        """The values of `tensors` for each feed."""
+        assert set(tensors) | set(beside) == {TensorRef("", name) for name in self.tensors}
+        self.asked.append(tuple(tensors))
+        for feed in feeds:
+            self.fed.append(feed["x"].tolist())
+            yield {tensor: self.tensors[tensor.op](feed["x"]) for tensor in tensors}
+
+
+def everything(**options) -> Runner:
+    """A runner of three tensors."""
+    return Runner(
+        a=lambda x: [-x, 2 * x],
+        b=lambda x: [x, np.append(x + 10, np.nan)] if x[0] % 2 else [],
+        c=lambda x: [np.exp(x / 100).astype(np.float32)],
+        **options,
+    )
+
+
+def test_statistics_of_all_samples() -> None:
+    """Samples and passes of a loop are merged; NaN is counted; the ends of blocks are summed."""
+    found = calibrate(TARGETS, everything(), batches(10))
+    assert list(found.sketches) == [A, B, C]
+    a, b, _ = found.sketches.values()
+    assert (a.low, a.high, a.count, a.blocks) == (-9, 18, 20, 3)
+    assert (a.low_sum, a.high_sum) == (-(3 + 7 + 9) << 1074, 2 * (3 + 7 + 9) << 1074)
+    assert (b.low, b.high, b.count, b.nan) == (1, 19, 15, 5)
+    assert (found.samples, found.blocks, found.complete, found.model) == (10, 3, True, "source")
+
+
+def test_what_is_kept_follows_the_target() -> None:
+    """Each tensor has the bins and the channels its target says."""
+    runner = Runner(a=lambda x: [x], b=lambda x: [np.array([[1.0, -2.0], [x[0], 3.0]])], c=lambda x: [x])
+    targets = {A: Target("a", None, 0), B: Target("b", 1, 7), C: Target("c", None, 10)}
+    kept = calibrate(targets, runner, batches(5)).sketches
+    assert [one.bits for one in kept.values()] == [0, 0, 10]
+    assert (kept[B].low.tolist(), kept[B].high.tolist()) == ([0.0, -2.0], [4.0, 3.0])
+    assert kept[C] == calibrate({C: targets[C]}, Runner(c=lambda x: [x]), batches(5)).sketches[C]
+    assert kept[C].bins.tolist() == sketch(np.arange(5.0), bits=10).bins.tolist()
+
+
+def test_what_is_not_reached_is_absent() -> None:
+    """A tensor that only some samples reach has those; one without values has no sketch; one hidden has its reason."""
+    runner = Runner(a=lambda x: [x] if x[0] == 1 else [], b=lambda _: [np.zeros(0)])
+    found = calibrate(TARGETS, runner, batches(3))
+    assert (list(found.sketches), found.unwatchable) == ([A], {C: "it is hidden"})
+    assert found.sketches[A] == sketch(np.array([1.0]), bits=7)
+    assert (list(found.targets), found.samples) == ([A, B, C], 3)
+
+
+def test_nothing_wanted_runs_nothing() -> None:
+    """Without targets, or where all are hidden, the model does not run and all is done."""
+    for targets in ({}, TARGETS):
+        runner = Runner()
+        found = calibrate(targets, runner, batches(3))
+        assert (found.sketches, found.complete, runner.fed) == ({}, True, [])
+
+
+def test_a_block_is_one_batch_where_it_can_be() -> None:
+    """Blocks are joined along axis 0 if the model takes batches and the samples of the block are alike."""
+    runner = everything(batchable=True)
+    calibrate(TARGETS, runner, batches(6, lambda i: 2 if i == 5 else 1))
+    assert runner.fed == [[0, 1, 2, 3], [4], [5, 5]]
+    runner = everything()
+    calibrate(TARGETS, runner, batches(3))
+    assert runner.fed == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("batchable", [False, True])
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:
+    """Any number of shards, merged in any order, is what one call finds, and runs each block once."""
+    whole = calibrate(TARGETS, everything(batchable=batchable), batches(22))
+    runner = everything(batchable=batchable)
+    shards = [calibrate(TARGETS, runner, batches(22), shard=(part + 1, parts)) for part in range(parts)]
+    assert sorted(number for fed in runner.fed for number in fed) == list(range(22))
+    assert merge(shards) == merge(shards[::-1]) == merge([*shards[1::2], *shards[::2]]) == whole
+    assert whole.runs[0].done == ((0, 6),)
+
+
+@pytest.mark.parametrize(
+    ("room", "groups"), [(10**6, [(A, B, C)]), (800 * 8 * 2, [(A, B), (C,)]), (1, [(A,), (B,), (C,)])]
+)
+def test_groups_come_to_the_same(room: int, groups: list) -> None:
+    """What does not fit into memory is observed in several passes, and nothing changes."""
+    runner = everything(sizes=800)
+    found = calibrate(TARGETS, runner, batches(9), max_memory=room)
+    assert runner.asked == groups
+    assert found == calibrate(TARGETS, everything(), batches(9))
+    assert len(runner.fed) == 9 * len(groups)
+
+
+def test_known_sizes_need_no_measuring() -> None:
+    """Where static shapes say that all is small, no run is spent on sizes."""
+    runner = everything(sizes=1 << 60)
+    calibrate(TARGETS, runner, batches(5), load=Load(block=4, elements=100))
+    assert runner.asked == [(A, B, C)]
+
+
+@pytest.mark.parametrize("blocks", [1, 3, 5])
+def test_stopping_keeps_blocks_and_goes_on(blocks: int) -> None:
+    """What was gathered until a stop, continued, is what an uninterrupted call finds."""
+    left = iter([False] * (blocks - 1) + [True])
+    told: list[tuple[int, int]] = []
+    part = calibrate(TARGETS, everything(), batches(22), stop=lambda: next(left))
+    assert (part.samples, part.complete) == (4 * blocks, False)
+    rest = calibrate(TARGETS, everything(), batches(22), before=part, progress=lambda *what: told.append(what))
+    assert rest == calibrate(TARGETS, everything(), batches(22))
+    assert told == [(min(4 * done, 22), 22) for done in range(blocks + 1, 7)]
+
+
+def test_going_on_with_something_else_is_refused() -> None:
+    """Other tensors, data, models and shards, and what is complete already, are not continued."""
+    stop = partial(calibrate, TARGETS, everything(), stop=lambda: True)
+    again = partial(calibrate, TARGETS, everything())
+    for before, call, reason in (
+        (stop(batches(22)), partial(again, batches(21)), "of another model, other tensors or other data"),
+        (
+            stop(batches(22)),
+            partial(again, batches(22), model="other"),
+            "of another model, other tensors or other data",
+        ),
+        (stop(batches(22)), partial(again, batches(22), load=Load(block=2, elements=1)), "of another model"),
+        (stop(batches(22)), partial(again, batches(22), shard=(2, 2)), "of another shard"),
+        (again(batches(22)), partial(again, batches(22)), "complete"),
+    ):
+        with pytest.raises(DataError, match=f"There are statistics already, and they are {reason}"):
+            call(before=before)
+
+
+def test_memory_does_not_grow_with_samples() -> None:
+    """No values of a block outlive it."""
+    alive: list[np.ndarray] = []
+
+    def values(x: np.ndarray) -> list[np.ndarray]:
+        made = np.full(1000, x[0])
+        alive.append(made)
+        return [made]
+
+    import sys
+
+    calibrate({A: TARGETS[A]}, Runner(a=values), batches(40))
+    assert max(sys.getrefcount(one) for one in alive) <= 4  # the list, the loop and the call's argument
+
+
+def test_an_error_while_running_ends_it() -> None:
+    """What the runner raises is raised."""
+
+    def fail(x: np.ndarray) -> list[np.ndarray]:
+        raise DataError("it does not fit")
+
+    with pytest.raises(DataError, match="it does not fit"):
+        calibrate({A: TARGETS[A]}, Runner(a=fail), batches(4))
+
+
+def test_stats_is_plain_data() -> None:
+    """Its sums are those of its runs."""
+    found = calibrate(TARGETS, everything(), batches(22), shard=(2, 4))
+    assert isinstance(found, Stats)
+    assert (found.runs[0].done, found.samples, found.blocks, found.random) == (((1, 3),), 8, 2, False)

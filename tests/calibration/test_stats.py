@@ -1,0 +1,112 @@
+"""Merging statistics, and picking what a plan needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from graphquant.calibration import Run, Stats, Target, merge, select
+from graphquant.calibration.stats import spans
+from graphquant.errors import DataError
+from graphquant.ir import TensorRef
+from graphquant.sketch import sketch
+
+A, B = TensorRef("", "a"), TensorRef("", "b", 1)
+
+
+def run(*done: tuple[int, int], data="d1", **changes) -> Run:
+    """Ten samples in blocks of four."""
+    return Run(**{"data": data, "samples": 10, "block": 4, "done": done, **changes})
+
+
+def stats(*runs: Run, values=(1.0, 2.0), **changes) -> Stats:
+    """Of a tensor that was reached and one that was not."""
+    found = Stats(
+        model="m0",
+        targets={A: Target("aa", None, 7), B: Target("bb", None, 7)},
+        sketches={A: sketch(np.array(values), bits=7)},
+        runs=runs,
+    )
+    return replace(found, **changes)
+
+
+def test_counts() -> None:
+    """Blocks and samples are counted over ranges; the last block may be short."""
+    assert (run().blocks, run().samples_done, run().complete) == (3, 0, False)
+    one = run((0, 1), (2, 3))
+    assert (one.blocks_done, one.samples_done, one.complete) == (2, 6, False)
+    assert (run((0, 3)).samples_done, run((0, 3)).complete) == (10, True)
+    both = stats(run((0, 3)), run((1, 2), data="d2", random=True))
+    assert (both.samples, both.blocks, both.complete, both.random) == (14, 4, False, True)
+
+
+def test_merge_joins_blocks_and_values() -> None:
+    """Blocks of the same data join to ranges, sketches are merged, other data stands beside it."""
+    whole = merge([stats(run((2, 3))), stats(run((0, 1)), values=(-5.0,)), stats(run((1, 2)), values=(9.0,))])
+    assert whole.runs == (run((0, 3)),)
+    assert (whole.sketches[A].low, whole.sketches[A].high, whole.sketches[A].blocks) == (-5, 9, 3)
+    assert list(whole.sketches) == [A]
+    other = stats(run((0, 3), data="d0"), values=(70.0,))
+    assert merge([whole, other]) == merge([other, whole])
+    assert [one.data for one in merge([whole, other]).runs] == ["d0", "d1"]
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (stats(run((0, 1)), model="m1"), "They are of different models"),
+        (stats(run((1, 3))), "Both hold the samples 4 to 7 of the same data"),
+        (stats(run((1, 2), block=5)), "They cut the same data into other blocks"),
+        (stats(run((2, 3)), targets={A: Target("aa", None, 7)}), "do not hold the same tensors.*the first is b:1"),
+        (stats(run((2, 3)), targets={A: Target("aa", 1, 7), B: Target("bb", None, 7)}), "kept alike .the first is a:0"),
+        (stats(run((2, 3)), targets={A: Target("ac", None, 7), B: Target("bb", None, 7)}), "the first is a:0"),
+        (stats(run((2, 3)), unwatchable={B: "hidden"}), "some can be observed in one of them only"),
+    ],
+)
+def test_what_does_not_merge(other: Stats, reason: str) -> None:
+    """Other models, other tensors and blocks that count twice are refused with the reason."""
+    with pytest.raises(DataError, match=reason):
+        merge([stats(run((0, 2))), other])
+
+
+def test_select_goes_by_what_is_computed() -> None:
+    """A tensor of another name that is computed alike is the same; one that was not reached stays absent."""
+    renamed = TensorRef("", "renamed")
+    found = select(stats(run((0, 3))), {renamed: Target("aa", None, 0), B: Target("bb", None, 7)}, "m0", "do this")
+    assert list(found.sketches) == [renamed]
+    assert list(found.targets) == [renamed, B]
+    hidden = stats(run((0, 3)), unwatchable={B: "hidden"})
+    assert select(hidden, {B: Target("bb", None, 7)}, "m0", "do this").unwatchable == {B: "hidden"}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "model", "reason"),
+    [
+        ({A: Target("aa", None, 7)}, "m1", "The statistics are of another model, or it was changed since"),
+        ({TensorRef("", "c"): Target("cc", None, 7)}, "m0", "lack one tensor of the plan:\n  c:0: it was not observed"),
+        ({A: Target("xx", None, 7)}, "m0", "a:0: there it is computed otherwise"),
+        ({A: Target("aa", None, 10)}, "m0", "a:0: a histogram of 7 mantissa bits was kept, and one of 10 is wanted"),
+        ({A: Target("aa", 1, 7)}, "m0", "a:0: it was kept for all channels together"),
+        (
+            {TensorRef("", f"c{i}"): Target("cc") for i in range(7)},
+            "m0",
+            "lack 7 tensors of the plan:\n(  c.*\n){5}  and 2",
+        ),
+    ],
+)
+def test_what_is_lacking(wanted: dict, model: str, reason: str) -> None:
+    """The tensors, the reason and the command that helps are named."""
+    with pytest.raises(DataError, match=reason) as caught:
+        select(stats(run((0, 3))), wanted, model, "graphquant do this")
+    assert str(caught.value).endswith("\n  graphquant do this")
+
+
+def test_spans() -> None:
+    """What is left of a range between others."""
+    assert spans([], 2, 5) == [(2, 5)]
+    assert spans([(0, 2), (3, 4)], 1, 6) == [(2, 3), (4, 6)]
+    assert spans([(0, 9)], 2, 5) == []
+    assert spans([(6, 7)], 2, 5) == [(2, 5)]
+    assert spans([], 3, 3) == []

@@ -1,0 +1,121 @@
+"""What is observed, and what is kept of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+import graphquant as gq
+from graphquant.calibration import Target, everything, finest, needs_data, planned, with_method
+from graphquant.errors import UsageError
+from graphquant.ir import TensorRef, Use
+from graphquant.plans import Plan, Site
+from graphquant.ruleset import Scheme
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RELU = TensorRef("", "stem/relu")
+POOL = TensorRef("", "max_pool")
+
+
+def site(tensor: TensorRef = RELU, *, dtype="int8", observe="minmax", **changes) -> Site:
+    """A site with one use."""
+    scheme = Scheme(dtype=dtype, observe=observe)
+    return Site(tensor=tensor, graph="", uses=(Use("", "reader", 0),), scheme=scheme, **changes)
+
+
+def plan(*sites: Site) -> Plan:
+    """A plan of these sites."""
+    return Plan(format="onnx", model="source", prepared="prepared", rules=(), sites=sites)
+
+
+@pytest.fixture
+def cnn(samples: Path) -> gq.Model:
+    """The sample CNN."""
+    return gq.load(samples / "digits_cnn.onnx")
+
+
+@pytest.mark.parametrize(
+    ("changes", "needed"),
+    [
+        ({}, True),
+        ({"observe": "absmax"}, True),
+        ({"tie": (Use("", "b_reader", 0),)}, True),
+        ({"parameter": True}, False),
+        ({"range": (-1.0, 1.0)}, False),
+        ({"scale": (0.5,), "zero_point": (0,)}, False),
+        ({"observe": {"name": "fixed", "low": 0, "high": 6}}, False),
+        ({"observe": {"name": "fixed-point", "exponent": -4}}, False),
+    ],
+)
+def test_what_needs_data(changes, needed: bool) -> None:
+    """Weights, and what the plan or the scheme gives, need no data; all else does."""
+    one = site(**changes)
+    assert needs_data(plan(one)) == ((one,) if needed else ())
+
+
+def test_axis_is_what_all_sites_share(cnn: gq.Model) -> None:
+    """A tensor is kept per channel where all its sites want that axis, else as a whole."""
+    for axes, kept in (((1,), 1), ((1, 1), 1), ((1, None), None), ((1, 0, 1), None), ((None,), None)):
+        found = planned(cnn, plan(*(site(axis=axis) for axis in axes)), full=True)
+        assert found[RELU].axis == kept
+
+
+def test_bits_follow_schemes_and_observers(cnn: gq.Model) -> None:
+    """Seven bits up to int8, ten above, none where min and max are enough and the histogram is not asked for."""
+    sites = site(), site(dtype="int16"), site(POOL)
+    full = planned(cnn, plan(*sites), full=True)
+    assert {tensor: target.bits for tensor, target in full.items()} == {RELU: 10, POOL: 7}
+    bare = planned(cnn, plan(*sites), full=False)
+    assert {tensor: target.bits for tensor, target in bare.items()} == {RELU: 0, POOL: 0}
+    assert (finest(plan(*sites)), finest(plan(sites[2])), finest(plan())) == (10, 7, 7)
+
+
+def test_everything_is_all_float_activations(samples: Path) -> None:
+    """Inputs and what is computed from them, bodies too; no parameters, no outputs, no integers."""
+    for name in ("digits_cnn.onnx", "digits_rnn.onnx", "digits_cnn.pb", "digits_rnn_saved_model"):
+        model = gq.load(samples / name)
+        found = everything(model)
+        for rules in ("onnxruntime", "tflite", "tensorrt", "fixed_point"):
+            made = gq.plan(model, rules=[rules])
+            sites = {one.tensor for one in made.sites if not one.parameter and not made.steps}
+            assert sites <= set(found)
+        assert all(target.bits == 7 and target.axis is None for target in found.values())
+        assert all(model.output(tensor).dtype in {"float32", "float16"} for tensor in found)
+
+
+@pytest.mark.parametrize(
+    ("kept", "wanted", "reason"),
+    [
+        ((None, 7), (None, 7), ""),
+        ((None, 10), (None, 7), ""),
+        ((None, 7), (None, 0), ""),
+        ((1, 7), (1, 7), ""),
+        ((1, 7), (None, 0), ""),
+        ((None, 7), (1, 7), "it was kept for all channels together, and those of axis 1 are wanted"),
+        ((1, 7), (None, 7), "it was kept for the channels of axis 1, and all channels together are wanted"),
+        ((None, 7), (None, 10), "a histogram of 7 mantissa bits was kept, and one of 10 is wanted"),
+        ((None, 0), (None, 7), "no histogram was kept, and one of 7 is wanted"),
+    ],
+)
+def test_what_serves(kept: tuple, wanted: tuple, reason: str) -> None:
+    """Finer bins serve coarser ones, ends per channel serve the ends of all, and nothing serves more than it has."""
+    assert Target("", *kept).serves(Target("", *wanted)) == reason
+
+
+def test_method_replaces_observers() -> None:
+    """Sites that data gives a range get the method; all others stay."""
+    fixed = site(POOL, observe={"name": "fixed", "low": 0, "high": 6})
+    weight = site(TensorRef("", "w"), parameter=True)
+    made = with_method(plan(site(), fixed, weight), "absmax")
+    assert [one.scheme.observe.name for one in made.sites] == ["absmax", "fixed", "minmax"]
+    assert with_method(made, None) is made
+
+
+@pytest.mark.parametrize(("name", "near"), [("absmx", "'absmax'"), ("fixed", "Use "), ("bias", "Use ")])
+def test_methods_that_are_none(name: str, near: str) -> None:
+    """An unknown method names close ones; one that needs a rule's arguments is none."""
+    with pytest.raises(UsageError, match=f"There is no method '{name}'.*{near}"):
+        with_method(plan(site()), name)
