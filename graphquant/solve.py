@@ -9,12 +9,12 @@ import numpy as np
 
 from graphquant.errors import DataError
 from graphquant.ir import FLOAT_TYPES, Model, Parameters, TensorRef, Use, bulk, readable
-from graphquant.numerics import SMALLEST_SCALE, QParams, Range, along, choose, from_scale
+from graphquant.numerics import SMALLEST_SCALE, Array, QParams, Range, along, choose, from_scale
 from graphquant.plans import Plan, Site, Skip, check_plan
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 
 INFINITE = "it takes infinite values, as masks do, and integers stand for none"
@@ -115,15 +115,10 @@ def _range(
     if site.range is not None:
         found = Range(np.asarray(site.range[0]), np.asarray(site.range[1]))
     else:
-        observe = site.scheme.observe
-        observer = OBSERVERS[observe.name]
-        stats = EMPTY
-        if observer.needs_values:
-            stats = _statistics(parameters, site, sketches)
-            if stats.nan:
-                _note(notes, index, f"{stats.nan} NaN values were left out of the range")
-        arguments = {name: float(getattr(observe, name)) for name in observer.arguments}
-        found = observer.pick(stats, site.scheme.type, site.scheme.narrow, arguments)
+        stats = _statistics(parameters, site, sketches)
+        if any(one.nan for one in stats):
+            _note(notes, index, f"{sum(one.nan for one in stats)} NaN values were left out of the range")
+        found = _observed(site, stats)
     if site.axis is not None and found.low.ndim == 0:
         channels = _channels(model, parameters, site, site.axis)
         return Range(np.full(channels, found.low), np.full(channels, found.high))
@@ -132,31 +127,53 @@ def _range(
     return found
 
 
-def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef, Sketch]) -> Sketch:
+def _observed(site: Site, stats: Sequence[Sketch]) -> Range:
+    """What the scheme's observer makes of one sketch, or of one per channel."""
+    scheme = site.scheme
+    pick, arguments = OBSERVERS[scheme.observe.name].pick, scheme.observe.arguments
+    ranges = [pick(one, scheme.type, scheme.zero == "symmetric", scheme.narrow, arguments) for one in stats]
+    if len(ranges) == 1:
+        return ranges[0]
+    return Range(np.array([one.low for one in ranges]), np.array([one.high for one in ranges]))
+
+
+def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef, Sketch]) -> list[Sketch]:
+    """The sketch of the site's values; of a parameter one per channel where the observer needs a histogram of each."""
+    observer = OBSERVERS[site.scheme.observe.name]
+    if not observer.needs_values:
+        return [EMPTY]
     if site.parameter:
-        value = parameters.value(site.tensor)
-        if value is None:
-            raise DataError(
-                "it has no one value in the model's files (no checkpoint, ops that are not evaluated, or calls of its"
-                " function that pass different weights)"
-            )
-        if value.dtype.name not in FLOAT_TYPES:
-            raise DataError(f"its value is of {value.dtype.name}, not of a float type")
-        if value.size == 0:
-            raise DataError("it has no elements")
-        if site.axis is not None and site.axis >= value.ndim:
-            raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
-        if np.isinf(value).any() and not np.isnan(value).any():
-            raise DataError(INFINITE)
-        largest = float(np.abs(readable(value, site.tensor)).max())
-        if 0 < largest < SMALLEST_SCALE:
-            raise DataError(f"its values, {largest:.3g} at most, are denormals, which kernels flush to zero")
-        return sketch(value, site.axis)
+        value, bits = _weight(parameters, site), observer.bits(site.scheme.type)
+        if site.axis is None or not bits:
+            return [sketch(value, site.axis, bits=bits)]
+        return [sketch(channel, bits=bits) for channel in np.moveaxis(value, site.axis, 0)]
     if site.tensor not in sketches or not sketches[site.tensor].count:
         raise DataError("no sample of the calibration data reached it")
     if sketches[site.tensor].inf:
         raise DataError(INFINITE)
-    return sketches[site.tensor]
+    return [sketches[site.tensor]]
+
+
+def _weight(parameters: Parameters, site: Site) -> Array:
+    """The value of the parameter, if one can quantize it."""
+    value = parameters.value(site.tensor)
+    if value is None:
+        raise DataError(
+            "it has no one value in the model's files (no checkpoint, ops that are not evaluated, or calls of its"
+            " function that pass different weights)"
+        )
+    if value.dtype.name not in FLOAT_TYPES:
+        raise DataError(f"its value is of {value.dtype.name}, not of a float type")
+    if value.size == 0:
+        raise DataError("it has no elements")
+    if site.axis is not None and site.axis >= value.ndim:
+        raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
+    if np.isinf(value).any() and not np.isnan(value).any():
+        raise DataError(INFINITE)
+    largest = float(np.abs(readable(value, site.tensor)).max())
+    if 0 < largest < SMALLEST_SCALE:
+        raise DataError(f"its values, {largest:.3g} at most, are denormals, which kernels flush to zero")
+    return value
 
 
 def _channels(model: Model, parameters: Parameters, site: Site, axis: int) -> int:

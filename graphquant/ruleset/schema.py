@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
 from graphquant.ruleset.types import DTYPES, Observe, Pattern, Rule, RuleFile, Scheme, Selector
 from graphquant.sketch import OBSERVERS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 VERSION = 1
 """Raised when a rule file that was valid no longer is."""
@@ -81,7 +84,7 @@ def _narrow(tables: dict[str, Any]) -> None:
     }
     scheme["properties"]["family"]["enum"] = sorted(FAMILIES)
     scheme["not"] = {"anyOf": [{"required": ["dtype", other]} for other in ("bits", "signed")]}
-    alone = [name for name, observer in OBSERVERS.items() if not observer.arguments]
+    alone = [name for name, observer in OBSERVERS.items() if not observer.required]
     full = scheme["properties"]["observe"]
     scheme["properties"]["observe"] = {
         "description": full["description"],
@@ -91,7 +94,7 @@ def _narrow(tables: dict[str, Any]) -> None:
     observe["oneOf"] = [
         {
             "properties": {"name": {"const": name}, **dict.fromkeys(_others(observer.arguments), False)},
-            "required": sorted(observer.arguments),
+            "required": list(observer.required),
         }
         for name, observer in OBSERVERS.items()
     ]
@@ -112,5 +115,5 @@ def _narrow(tables: dict[str, Any]) -> None:
     sides["consumer"]["properties"] = {"readers": False}
 
 
-def _others(arguments: frozenset[str]) -> list[str]:
+def _others(arguments: Iterable[str]) -> list[str]:
     return [name for name in keys(Observe) if name != "name" and name not in arguments]

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from graphquant.errors import did_you_mean
 from graphquant.numerics import IntType
 from graphquant.ruleset.syntax import compile_regex, parse_chain, parse_pattern
-from graphquant.sketch import OBSERVERS
+from graphquant.sketch import OBSERVERS, Argument
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,20 +42,10 @@ def _listed(known: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
-class Observe:
-    """Which observer turns statistics into a range, with its arguments: `{ name = "fixed", low = 0, high = 1 }`.
-
-    Attributes:
-        name: An observer of `graphquant.sketch.OBSERVERS`.
-        low: Lower end of a "fixed" range, real units.
-        high: Upper end of a "fixed" range, real units.
-        exponent: The scale of "fixed-point" is exactly 2**exponent.
-    """
+class _Observe:
+    """What all observers have in common; `Observe` adds their arguments."""
 
     name: _Text
-    low: StrictFloat | None = None
-    high: StrictFloat | None = None
-    exponent: StrictInt | None = Field(default=None, ge=-126, le=126)
 
     @field_validator("name")
     @classmethod
@@ -64,19 +54,66 @@ class Observe:
         return value
 
     @model_validator(mode="after")
-    def _arguments(self) -> Observe:
+    def _fitting(self) -> _Observe:
         wanted = OBSERVERS[self.name].arguments
-        for argument in ("low", "high", "exponent"):
-            given = getattr(self, argument) is not None
-            if given and argument not in wanted:
+        given = self._given()
+        for argument in given:
+            if argument not in wanted:
                 takes = " and ".join(repr(name) for name in sorted(wanted)) or "no argument"
                 raise ValueError(f"the observer {self.name!r} has no {argument!r}; it takes {takes}")
-            if not given and argument in wanted:
+        for argument in OBSERVERS[self.name].required:
+            if argument not in given:
                 raise ValueError(f"the observer {self.name!r} needs {argument!r}; give it a number")
-        low, high = self.low, self.high
+        low, high = given.get("low"), given.get("high")
         if low is not None and high is not None and not (math.isfinite(low) and low <= high < math.inf):
             raise ValueError(f"a range from {low} to {high} is empty or not finite; 'low' must not be above 'high'")
         return self
+
+    def _given(self) -> dict[str, float]:
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "name"}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """The number of each argument that the observer takes, as given or by default."""
+        takes, given = OBSERVERS[self.name].arguments, self._given()
+        return {name: float(given.get(name, one.default or 0.0)) for name, one in takes.items()}
+
+
+_ARGUMENTS = {name: argument for observer in OBSERVERS.values() for name, argument in observer.arguments.items()}
+
+
+def _number(argument: Argument) -> Any:
+    """The type of an argument's field."""
+    kind = StrictInt if argument.whole else StrictFloat
+    return Annotated[kind, Field(ge=argument.least, le=argument.most)] | None
+
+
+if TYPE_CHECKING:
+
+    class Observe(_Observe):
+        """Which observer turns statistics into a range, with its arguments."""
+
+        def __init__(self, *, name: str, **arguments: float | None) -> None: ...
+
+else:
+    _fields = {name: _number(argument) for name, argument in _ARGUMENTS.items()}
+    Observe = dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)(
+        type("Observe", (_Observe,), {"__module__": __name__, "__annotations__": _fields, **dict.fromkeys(_fields)})
+    )
+    Observe.__doc__ = "\n".join(
+        [
+            'Which observer turns values into a range, with its arguments: `{ name = "fixed", low = 0, high = 1 }`.',
+            "",
+            "Attributes:",
+            "    name: An observer of `graphquant.sketch.OBSERVERS`.",
+            *(
+                f"    {name}: Of {' and '.join(repr(one) for one in OBSERVERS if name in OBSERVERS[one].arguments)}: "
+                f"{argument.explains}."
+                for name, argument in _ARGUMENTS.items()
+            ),
+        ]
+    )
 
 
 DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33))

@@ -107,7 +107,7 @@ bad.toml:14: 'bits' is 64; it must be at most 32.
 bad.toml:15: 'narrow' is 1; it must be true or false.
 bad.toml:18: 'itn8' is no integer type; int2 to int32 and uint2 to uint32 are. Did you mean 'int8' or 'uint8' or \\
 'int28'?
-bad.toml:19: there is no observer 'minmx'. Did you mean 'minmax'?
+bad.toml:19: there is no observer 'minmx'. Did you mean 'minmax' or 'mean-minmax'?
 bad.toml:20: there is no family 'fake-quants'. Did you mean 'fake-quant'?
 bad.toml:23: 'name' is no key of a scheme. Its header, [scheme.NAME], has it.
 bad.toml:24: the observer 'fixed' needs 'high'; give it a number.

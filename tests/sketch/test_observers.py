@@ -14,7 +14,7 @@ INT8, UINT8 = IntType(8, True), IntType(8, False)
 
 def pick(name: str, stats: Sketch, dtype: IntType = INT8, *, narrow: bool = False, **arguments: float) -> Range:
     """The range that an observer picks."""
-    return OBSERVERS[name].pick(stats, dtype, narrow, arguments)
+    return OBSERVERS[name].pick(stats, dtype, True, narrow, arguments)
 
 
 def test_nothing_seen_is_said() -> None:
