@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from graphquant.errors import DataError
-from graphquant.sketch import EMPTY, Accumulator, Sketch, merge, sketch
+from graphquant.sketch import EMPTY, Accumulator, Sketch, kernel, merge, sketch
 
 TINY, LARGEST = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 
@@ -80,8 +80,10 @@ def test_other_types(reference, dtype) -> None:
     reference(values, 7).check(sketch(values, bits=7))
 
 
-def test_how_values_lie_in_memory_does_not_matter(dtype: type) -> None:
-    """Slices, transposed, reversed, broadcast, read-only and unaligned arrays, and scalars."""
+@pytest.mark.parametrize("many", [kernel.MANY, 0], ids=["numpy", "compiled"])
+def test_how_values_lie_in_memory_does_not_matter(dtype: type, many: int, monkeypatch) -> None:
+    """Slices, transposed, reversed, broadcast, read-only and unaligned arrays, and scalars, in either kernel."""
+    monkeypatch.setattr(kernel, "MANY", many)
     values = np.random.default_rng(1).standard_normal((6, 8, 10)).astype(dtype)
     plain = sketch(values[::2, 1:5, ::-3].copy(), bits=7)
     assert sketch(values[::2, 1:5, ::-3], bits=7) == plain
