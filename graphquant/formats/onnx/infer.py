@@ -28,6 +28,9 @@ ERRORS: tuple[type[Exception], ...] = (
 SMALL = 1 << 10
 """Elements up to which integer constants keep their data: they may be shapes, axes or slices."""
 
+SCALES = 8
+"""Elements up to which float constants keep their data: they may be what Resize multiplies each axis by."""
+
 LONGEST = 1 << 20
 """Elements of all integer vectors of a graph up to which onnx may compute their values: it keeps an object for each."""
 
@@ -35,6 +38,8 @@ MAX_CALLED = 1 << 18
 """Nodes that a model may have once its functions are put in place of their calls, as onnx and onnxruntime do."""
 
 _INTEGERS = (TensorProto.INT32, TensorProto.INT64)
+
+_KEPT = {TensorProto.FLOAT: SCALES, **dict.fromkeys(_INTEGERS, SMALL)}
 
 _GROWING = frozenset({"Concat", "ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"})
 """Ops that make vectors of any length out of few numbers."""
@@ -166,7 +171,7 @@ def _node(source: Any, target: Any) -> None:
 
 
 def _tensor(source: Any, target: Any) -> None:
-    if source.data_type in _INTEGERS and math.prod(source.dims) <= SMALL:
+    if math.prod(source.dims) <= _KEPT.get(source.data_type, -1):
         target.CopyFrom(source)
     else:
         target.name, target.data_type = source.name, source.data_type

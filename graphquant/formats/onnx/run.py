@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx import inputs
+from graphquant.formats.onnx.batching import batchable
 from graphquant.formats.onnx.files import binary, external_tensors
 from graphquant.formats.onnx.observe import Probe, fetches, watch
 from graphquant.formats.onnx.tensors import first_line
@@ -81,10 +83,10 @@ class OnnxRunner:
         refused = watch(self._model, self._emission, inside).refused if inside else {}
         return {tensor: str(error) for tensor, error in refused.items()}
 
-    @property
+    @cached_property
     def batchable(self) -> bool:
         """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
-        return False
+        return batchable(self._model, self._emission, [spec.name for spec in self.inputs])
 
     def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
         """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached.
