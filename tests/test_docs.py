@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from graphquant.data.pixels import PRESETS
+from graphquant.data.spec import KINDS, PIXELS
+
 ROOT = Path(__file__).parent.parent
-PAGES = ["from-graph-editor.md"]
+PAGES = ["data.md", "from-graph-editor.md"]
 
 
 def snippets(page):
@@ -74,6 +77,27 @@ def test_from_graph_editor(folder):
     assert "No op whose name contains 'residual_7' reads max_pool:0." in printed
     written = {path.name for path in folder.iterdir()}
     assert written >= {"recipe.pb", "recipe.onnx", "by_rules.pb", "by_line.pb", "by_line.onnx"}
+
+
+def test_data(folder):
+    """Each snippet runs, what the page says it prints is printed, and the description makes a model."""
+    printed = run_page("data.md")
+    page = ROOT.joinpath("docs", "data.md").read_text("utf-8")
+    (promised,) = re.findall(r"^    input  dtype.*?found\.$", page, re.MULTILINE | re.DOTALL)
+    assert all(line.strip() in printed for line in promised.splitlines())
+    assert printed.count("100 samples, nothing found.") == 2
+    assert printed.count("40 samples, nothing found.") == 2
+    assert folder.joinpath("digits.onnx").is_file()
+
+
+def test_data_tables():
+    """The page has a row for each kind, key and preset, and presets set what it says."""
+    page = ROOT.joinpath("docs", "data.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `(\S+)` \| (.*) \|$", page, re.MULTILINE))
+    assert rows.keys() == {*KINDS, *PIXELS, *PRESETS}
+    for name, keys in PRESETS.items():
+        said = ",".join(f"{key}={value}" for key, value in keys.items())
+        assert rows[name].endswith(f"| `{said}`" if said else "| nothing")
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -215,7 +215,7 @@ def _of_all(batches: Batches) -> Iterable[Finding]:
     if batches.count < FEW:
         yield Finding(
             kind="few-samples",
-            says=f"There are {batches.count} samples, under {FEW}, so ranges depend on which they are. Give more.",
+            says=f"Samples are few ({batches.count}): under {FEW}, ranges depend on which they are. Give more.",
         )
     unused = [name for name in batches.ignored if name.lower() not in LABELS and not name.startswith("files with ")]
     if unused:

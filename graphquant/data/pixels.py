@@ -145,7 +145,8 @@ def pixels_for(where: str, taker: Input, keys: Mapping[str, str]) -> Pixels:
     channels = 1 if "c" not in layout else sizes["c"] or 3
     if channels not in MODES:
         raise DataError(
-            f"{where}: pictures have 1, 3 or 4 channels, and input {taker.name!r} takes {channels}. Give .npz."
+            f"{where}: pictures have 1, 3 or 4 channels, and input {taker.name!r} takes {channels}."
+            " Say layout= if it is another, or give an .npz file."
         )
     made = Pixels(
         layout=layout,
@@ -220,8 +221,8 @@ def _size(where: str, taker: Input, keys: Mapping[str, str], sizes: Mapping[str,
     """Width and height, as asked for or as the input has them."""
     own = sizes["w"], sizes["h"]
     if "size" in keys:
-        words = keys["size"].split("x")
-        width, height = (_whole(where, "size", word) for word in (words * 2 if len(words) == 1 else words[:2]))
+        width_text, _, height_text = keys["size"].partition("x")
+        width, height = (_whole(where, "size", word) for word in (width_text, height_text or width_text))
         for asked, fixed in zip((width, height), own, strict=True):
             if fixed not in {None, asked}:
                 raise DataError(
