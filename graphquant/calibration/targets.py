@@ -9,7 +9,7 @@ from graphquant.calibration.cones import cones
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import FLOAT_TYPES, Parameters, TensorRef
 from graphquant.ruleset import Observe
-from graphquant.sketch import OBSERVERS
+from graphquant.sketch import OBSERVERS, histogram_bits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,12 +18,9 @@ if TYPE_CHECKING:
     from graphquant.plans import Plan, Site
 
 COARSE, FINE = 7, 10
-"""Mantissa bits of a histogram: for schemes of up to 8 bits, and for those above."""
+"""Mantissa bits of a histogram: for schemes of up to 8 bits, and for those above; see `histogram_bits`."""
 
-BITS = 8
-"""Bits of a scheme up to which a coarse histogram is enough."""
-
-METHODS = tuple(name for name, one in OBSERVERS.items() if one.needs_values and not one.arguments)
+METHODS = tuple(name for name, one in OBSERVERS.items() if one.needs_values and not one.required)
 """Observers that any activation may have: they look at values, and need no argument."""
 
 PLUMBING = frozenset({"constant", "variable", "output", "enter", "next_iteration", "loop_cond"})
@@ -126,9 +123,8 @@ def finest(plan: Plan) -> int:
 
 
 def _bits(site: Site, *, full: bool) -> int:
-    if not full and site.scheme.observe.name in {"minmax", "absmax"}:
-        return 0
-    return COARSE if site.scheme.type.bits <= BITS else FINE
+    dtype = site.scheme.type
+    return histogram_bits(dtype) if full else OBSERVERS[site.scheme.observe.name].bits(dtype)
 
 
 def _floats(op: Op) -> list[int]:
