@@ -7,6 +7,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -217,6 +218,69 @@ def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 24 << 20
+
+
+def test_fortran_order_in_flat_memory(tmp_path: Path) -> None:
+    """An array in Fortran order is read through a file, a sample at a time, in .npz and .npy."""
+    values = np.asfortranarray(np.arange(4000 * 4096, dtype=np.float32).reshape(4000, 4096))  # 64 MiB
+    np.savez(tmp_path / "big.npz", x=values)
+    np.save(tmp_path / "big.npy", values)
+    for name in ("big.npz", "big.npy"):
+        tracemalloc.start()
+        batches = open_data(str(tmp_path / name), [Spec(shape=(None, 4096))])
+        seen = [feed["x"][0, 5] for feed in batches.span(3990, 4000)]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert seen == values[3990:, 5].tolist()
+        assert peak < 24 << 20
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    """What numpy saves of bfloat16 and other small types, nameless bytes, is read where the input has that type."""
+    values = X.astype(ml_dtypes.bfloat16)
+    np.savez(tmp_path / "data.npz", x=values)
+    for feed, row in zip(open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")]), values, strict=True):
+        same(feed, x=row[None])
+    np.save(tmp_path / "data.npy", X.astype(ml_dtypes.float8_e4m3fn))
+    (feed,) = open_data(str(tmp_path / "data.npy"), [Spec(dtype="float8_e4m3fn")], samples=1)
+    assert feed["x"].astype(np.float32).tolist() == [[0.0, 1.0, 2.0]]
+    with pytest.raises(DataError, match=r"array 'x' is .*V2.*, and input 'x' takes float32"):
+        open_data(str(tmp_path / "data.npz"), [Spec()])
+    values[1, 2] = np.nan
+    np.savez(tmp_path / "data.npz", x=values)
+    with pytest.raises(DataError, match=r"has 1 NaN or infinite values, the first at index \[1, 2\]"):
+        open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")])
+
+
+def test_npy_and_folders(tmp_path: Path) -> None:
+    """An .npy file feeds models with one input; a folder is read file by file, each fitted by itself."""
+    np.save(tmp_path / "a.npy", X)
+    with pytest.raises(DataError, match=r"holds one array, and the model takes 'x', 'y'. Save them under these names"):
+        open_data(str(tmp_path / "a.npy"), [Spec(), Spec("y")])
+    np.save(tmp_path / "b.npy", X[0])
+    np.save(tmp_path / "c.npy", np.zeros((0, 3), np.float32))
+    np.save(tmp_path / "d.npy", X[1:].astype(np.float64))
+    batches = open_data(str(tmp_path), [Spec()])
+    wanted = [*X.tolist(), *X[:1].tolist(), *X[1:].tolist()]
+    assert [feed["x"][0].tolist() for feed in batches] == wanted
+    assert [feed["x"][0].tolist() for feed in batches.span(3, 6)] == wanted[3:6]
+    assert open_data(str(tmp_path), [Spec()], samples=5).count == 5
+    np.save(tmp_path / "e.npy", X.reshape(3, 4))
+    with pytest.raises(DataError, match=r"e\.npy: array 'x' is \[3, 4\]"):
+        open_data(str(tmp_path), [Spec()])
+
+
+def test_nan_may_be_let_through(tmp_path: Path) -> None:
+    """Where only a look is taken, NaN is fed, and other values are still checked."""
+    bad = X.astype(np.float64)
+    bad[2, 1] = np.nan
+    np.savez(tmp_path / "data.npz", x=bad)
+    feeds = list(open_data(str(tmp_path / "data.npz"), [Spec()], finite=False))
+    assert np.isnan(feeds[2]["x"][0, 1])
+    bad[0, 0] = 1e300
+    np.savez(tmp_path / "data.npz", x=bad)
+    with pytest.raises(DataError, match="cannot hold"):
+        open_data(str(tmp_path / "data.npz"), [Spec()], finite=False)
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
