@@ -208,7 +208,7 @@ def insert(
     Args:
         model: A model, or the path of one.
         rules: Names or paths of rule files, the first that matches wins; by default the format's own.
-        data: A calibration data spec, the path of an .npz file; not needed where ranges come from rules or weights.
+        data: A calibration data spec, as in docs/data.md; not needed where ranges come from rules or weights.
         stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is not read.
         plan: A plan, or the path of an edited one, instead of rules.
         method: The observer of all activations whose range comes from data, instead of what the rules say.
