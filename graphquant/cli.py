@@ -96,7 +96,11 @@ def main() -> None:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL's name with .quant in it.")
 @_selection
-@click.option("--data", metavar="SPEC", help="Calibration data: .npz, a folder, photos,preset=imagenet, module:function (it is run); see docs/data.md.")
+@click.option(
+    "--data",
+    metavar="SPEC",
+    help="Calibration data: .npz, a folder, photos,preset=imagenet, module:function (it is run); see docs/data.md.",
+)
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use only the first N samples.")
 @click.option(
     "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Apply this plan instead of rules."
