@@ -156,7 +156,11 @@ def _holding(known: Distribution, left_out: float, *, symmetric: bool) -> Range:
 
 
 def _entropy(stats: Sketch, dtype: IntType, symmetric: bool, narrow: bool, _arguments: Arguments) -> Range:
-    """The range that loses the least information, in the sense of `information_lost`; so TensorRT calibrates."""
+    """The magnitude beyond which to clip that loses the least information, as in TensorRT; see `information_lost`.
+
+    Divergence does not see how far clipped values are moved, so both ends are cut at the same magnitude, as TensorRT
+    and onnxruntime do: one end alone could be drawn in until its values become zeros.
+    """
     known = _values(stats, dtype)
     if dtype.bits > NARROW_BITS:
         raise DataError(
@@ -164,7 +168,8 @@ def _entropy(stats: Sketch, dtype: IntType, symmetric: bool, narrow: bool, _argu
             " on any range; observe it with minmax"
         )
 
-    return cheapest(_seen(stats), partial(information_lost, known), dtype, symmetric=symmetric, narrow=narrow)
+    lost = partial(information_lost, known)
+    return cheapest(_seen(stats), lost, dtype, symmetric=symmetric, narrow=narrow, together=True)
 
 
 def _mse(stats: Sketch, dtype: IntType, symmetric: bool, narrow: bool, _arguments: Arguments) -> Range:

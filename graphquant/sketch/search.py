@@ -27,7 +27,9 @@ SUBDIVISIONS = 8
 """Into how many parts `information_lost` divides a step."""
 
 
-def cheapest(seen: Range, cost: Cost, dtype: IntType, *, symmetric: bool, narrow: bool) -> Range:
+def cheapest(
+    seen: Range, cost: Cost, dtype: IntType, *, symmetric: bool, narrow: bool, together: bool = False
+) -> Range:
     """The range within `seen` and around 0 whose scale and zero point have the least `cost`; of equal ones the widest.
 
     Both ends are drawn in together, then each by itself, from coarse steps to fine ones.
@@ -38,27 +40,30 @@ def cheapest(seen: Range, cost: Cost, dtype: IntType, *, symmetric: bool, narrow
         dtype: The integer type.
         symmetric: Whether the zero point is fixed.
         narrow: Whether the type's most negative value is left out.
+        together: Whether both ends are cut at the same magnitude, instead of each by itself.
     """
     ends = np.array([min(float(seen.low), 0.0), max(float(seen.high), 0.0)])
+    together = together or symmetric or not ends.all()
+    reach = np.abs(ends).max() * np.array([-1.0, 1.0]) if together else ends
     best, least = np.ones(2), np.inf
 
     def improve(shares: Array) -> None:
         nonlocal best, least
-        low, high = (np.minimum(shares, 1.0) * ends).T
+        shares = np.minimum(shares, 1.0)
+        low, high = np.clip(shares * reach, *ends).T
         costs = cost(choose(Range(low, high), dtype, symmetric=symmetric, narrow=narrow, axis=0))
         found = int(costs.argmin())
         if costs[found] < least:
-            best, least = np.minimum(shares[found], 1.0), costs[found]
+            best, least = shares[found], costs[found]
 
-    both = np.array([True, True])
-    alone = [both] if symmetric or not ends.all() else [np.array([True, False]), np.array([False, True])]
+    moves = [np.array([True, True])] if together else [np.array([True, False]), np.array([False, True])]
     improve(np.stack([COARSE, COARSE], axis=1))
-    for end in alone if len(alone) > 1 else ():
-        improve(np.where(end, COARSE[:, None], best))
+    for moved in moves if len(moves) > 1 else ():
+        improve(np.where(moved, COARSE[:, None], best))
     for steps in REFINEMENTS:
-        for end in alone:
-            improve(np.where(end, best * steps[:, None], best))
-    return Range(*(best * ends))
+        for moved in moves:
+            improve(np.where(moved, best * steps[:, None], best))
+    return Range(*np.clip(best * reach, *ends))
 
 
 def information_lost(known: Distribution, params: QParams) -> Array:
