@@ -215,9 +215,10 @@ def fetching(model: Path, data: Path) -> Callable[[], object]:
 def graphquant(model: Path, data: Path, method: str) -> Callable[[], object]:
     """Calibration by graphquant: min-max alone, or the whole sketch."""
     from graphquant import pipeline
+    from graphquant.calibration import with_method
 
     loaded = pipeline.load(model)
-    plan = pipeline.plan(loaded, method=method)
+    plan = with_method(pipeline.plan(loaded), method)
     return lambda: pipeline.calibrate(loaded, plan, str(data), full=method != "minmax")
 
 
