@@ -1,5 +1,7 @@
 """Observers turn sketches into ranges."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,14 +9,67 @@ from hypothesis import strategies as st
 
 from graphquant.errors import DataError
 from graphquant.numerics import IntType, Range, choose
-from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
+from graphquant.sketch import EMPTY, OBSERVERS, Accumulator, Sketch, sketch
 
 INT8, UINT8 = IntType(8, True), IntType(8, False)
 
 
-def pick(name: str, stats: Sketch, dtype: IntType = INT8, *, narrow: bool = False, **arguments: float) -> Range:
+def pick(
+    name: str,
+    stats: Sketch,
+    dtype: IntType = INT8,
+    *,
+    symmetric: bool = True,
+    narrow: bool = False,
+    **arguments: float,
+) -> Range:
     """The range that an observer picks."""
-    return OBSERVERS[name].pick(stats, dtype, True, narrow, arguments)
+    defaults = {key: one.default for key, one in OBSERVERS[name].arguments.items()}
+    return OBSERVERS[name].pick(stats, dtype, symmetric, narrow, defaults | arguments)
+
+
+def tensors() -> dict[str, np.ndarray]:
+    """Values of many shapes, float32 (20000,)."""
+    rng = np.random.default_rng(0)
+    made = {
+        "normal": rng.normal(size=20000),
+        "laplace": rng.laplace(size=20000),
+        "cauchy": rng.standard_cauchy(20000),
+        "lognormal": rng.lognormal(size=20000),
+        "relu": np.maximum(rng.normal(size=20000), 0),
+        "constant": np.full(20000, 3.3),
+        "tiny range": 5 + rng.uniform(-0.001, 0.001, 20000),
+        "pixels": rng.integers(0, 256, 20000) / 255,
+    }
+    return {name: values.astype(np.float32) for name, values in made.items()}
+
+
+TENSORS = tensors()
+SCHEMES = [
+    (UINT8, False),
+    (INT8, True),
+    (IntType(4, True), True),
+    (IntType(4, False), False),
+    (IntType(16, True), True),
+]
+
+
+def error(values: np.ndarray, seen: Range, dtype: IntType, *, symmetric: bool) -> float:
+    """The mean squared error on the values themselves, in float64."""
+    params = choose(seen, dtype, symmetric=symmetric)
+    low, high = (limit - int(params.zero_point) for limit in dtype.limits())
+    wide, scale = values.astype(np.float64), float(params.scale)
+    return float(np.mean((wide - np.clip(np.rint(wide / scale), low, high) * scale) ** 2))
+
+
+def least_error(values: np.ndarray, dtype: IntType, *, symmetric: bool) -> float:
+    """The least mean squared error over a grid of ranges, on the values themselves."""
+    low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
+    shares = np.concatenate([np.geomspace(1, 1 / 64, 40), np.linspace(0.9, 1, 40)])
+    pairs = [(a, a) for a in shares]
+    if not symmetric and low < 0 < high:
+        pairs += [(a, b) for a in shares[:30:2] for b in shares[:30:2]]
+    return min(error(values, Range(low * a, high * b), dtype, symmetric=symmetric) for a, b in pairs)
 
 
 def test_nothing_seen_is_said() -> None:
@@ -55,3 +110,132 @@ def test_fixed_point_beyond_float32_is_refused() -> None:
     for exponent in (122, 126):
         with pytest.raises(DataError, match=rf"int8 with a scale of 2\*\*{exponent} goes beyond float32"):
             pick("fixed-point", EMPTY, narrow=True, exponent=exponent)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
+def test_mse_on_the_values_themselves(name: str, dtype: IntType, symmetric: bool) -> None:
+    """The range from the sketch has at most 1.05 times the least error that a search over the raw values finds."""
+    values = TENSORS[name]
+    seen = pick("mse", sketch(values, bits=10), dtype, symmetric=symmetric)
+    found = error(values, seen, dtype, symmetric=symmetric)
+    assert found <= 1.05 * least_error(values, dtype, symmetric=symmetric) + 1e-14
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "bound"), [(UINT8, 2**-7), (IntType(16, False), 2**-10)])
+@pytest.mark.parametrize("percentile", [99.99, 99.0, 50.0])
+def test_percentiles_of_the_values_themselves(name: str, dtype: IntType, bound: float, percentile: float) -> None:
+    """Each end is within the bound of the value of that rank, relative to it; half is left out at each end."""
+    values = np.sort(TENSORS[name]).astype(np.float64)
+    out = int(values.size * (1 - percentile / 100) / 2 + 1e-6)
+    seen = pick("percentile", sketch(values, bits=10), dtype, symmetric=False, percentile=percentile)
+    for end, true in ((seen.low, values[out]), (seen.high, values[-1 - out])):
+        assert abs(end - true) <= bound * abs(true)
+    far = np.sort(np.abs(values))[-1 - int(values.size * (1 - percentile / 100) + 1e-6)]
+    both = pick("percentile", sketch(values, bits=10), dtype, percentile=percentile)
+    assert both.low == -both.high
+    assert abs(both.high - far) <= bound * far
+
+
+def test_all_values_are_inside_a_percentile_of_100() -> None:
+    """Nothing is left out: min-max, bit for bit where the ends are single values."""
+    values = TENSORS["cauchy"]
+    seen = pick("percentile", sketch(values, bits=7), UINT8, symmetric=False, percentile=100)
+    assert seen == Range(np.float64(values.min()), np.float64(values.max()))
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
+def test_auto_clips_few(name: str, dtype: IntType, symmetric: bool) -> None:
+    """No more than 1 of 4**(bits - 1) values is beyond the range; with 16 bits it is min-max."""
+    values = TENSORS[name]
+    stats = sketch(values, bits=10)
+    seen = pick("auto", stats, dtype, symmetric=symmetric)
+    clipped = np.count_nonzero((values < min(float(seen.low), 0.0) * (1 + 2**-7)) | (values > seen.high * (1 + 2**-7)))
+    assert clipped <= values.size * 4.0 ** (1 - dtype.bits)
+    if dtype.bits == 16:
+        assert seen == pick("minmax", stats)
+
+
+def test_an_outlier_is_clipped_as_far_as_it_pays() -> None:
+    """Of a million even values in [-1, 1] and one of 10, rounding and clipping weigh the same near 3.8."""
+    values = np.random.default_rng(1).uniform(-1, 1, 1_000_000).astype(np.float32)
+    values[0] = 10.0
+    stats = sketch(values, bits=7)
+    rounding, clipping = 1 / (6 * 255**2), 2e-6  # slopes of ((high + 1) / 255)**2 / 12 and of (10 - high)**2 / 10**6
+    best = (10 * clipping - rounding) / (clipping + rounding)
+    for name in ("auto", "mse"):
+        assert float(pick(name, stats, UINT8, symmetric=False).high) == pytest.approx(best, rel=0.02)
+    assert float(pick("percentile", stats, UINT8, symmetric=False).high) == pytest.approx(1, rel=2**-7)
+    for name in ("minmax", "mean-minmax"):
+        assert float(pick(name, stats, UINT8, symmetric=False).high) == 10.0
+
+
+def test_mean_of_blocks_is_exact() -> None:
+    """Sums that no float64 holds give the mean that fractions give."""
+    gathering = Accumulator(bits=7)
+    ends = [(-1e-30, 1e30), (-3.0, 1.0), (-0.1, 7.0)]
+    for low, high in ends:
+        gathering.add(np.array([low, high]))
+        gathering.close_block()
+    seen = pick("mean-minmax", gathering.sketch())
+    assert float(seen.low) == float(sum(Fraction(low) for low, _ in ends) / 3)
+    assert float(seen.high) == float(sum(Fraction(high) for _, high in ends) / 3)
+
+
+@pytest.mark.parametrize("name", ["normal", "laplace", "relu"])
+def test_entropy_beside_onnxruntime(name: str) -> None:
+    """The threshold is within a factor of 2 of onnxruntime's, whose bins are parts of the largest value."""
+    calibrate = pytest.importorskip("onnxruntime.quantization.calibrate")
+    values = TENSORS[name]
+    collector = calibrate.HistogramCollector("entropy", True, 2047, 128, 99.999, "same")
+    collector.collect({"x": [values]})
+    theirs = float(np.ravel(collector.compute_collection_result()["x"][1])[0])
+    ours = float(pick("entropy", sketch(values, bits=7)).high)
+    assert theirs / 2 < ours < theirs * 2
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "symmetric"), [(UINT8, False), (INT8, True), (IntType(2, False), False)])
+def test_entropy_does_not_depend_on_the_unit(name: str, dtype: IntType, symmetric: bool) -> None:
+    """A tensor in another unit, a power of two, has the same range in that unit, within what was seen."""
+    one, other = (sketch(values, bits=7) for values in (TENSORS[name], TENSORS[name] * np.float32(1024)))
+    seen, scaled = (pick("entropy", stats, dtype, symmetric=symmetric) for stats in (one, other))
+    assert Range(seen.low * 1024, seen.high * 1024) == scaled
+    assert min(float(one.low), 0.0) <= seen.low <= 0.0 <= seen.high <= max(float(one.high), 0.0)
+
+
+def test_entropy_takes_narrow_types_only() -> None:
+    """Above 8 bits nothing is lost that a divergence could see."""
+    with pytest.raises(DataError, match="up to 8 bits, as int16 loses next to no information"):
+        pick("entropy", sketch(TENSORS["normal"], bits=10), IntType(16, True))
+
+
+@pytest.mark.parametrize("name", [name for name, one in OBSERVERS.items() if one.needs_histogram])
+def test_statistics_without_a_histogram_are_refused(name: str) -> None:
+    """What is missing is said, and what to do."""
+    values = TENSORS["normal"].reshape(100, 200)
+    with pytest.raises(DataError, match=r"kept per channel, and this observer needs a histogram; observe it with minm"):
+        pick(name, sketch(values, 1, bits=7))
+    with pytest.raises(DataError, match=r"only the smallest and the largest value.*calibrate it anew"):
+        pick(name, sketch(values))
+    with pytest.raises(DataError, match=r"has 7 mantissa bits, from which errors of int16 cannot be estimated"):
+        pick(name, sketch(values, bits=7), IntType(16, True))
+    with pytest.raises(DataError, match="no finite value was ever seen"):
+        pick(name, sketch(np.array([np.nan]), bits=7))
+
+
+def test_a_finer_histogram_than_needed_changes_nothing() -> None:
+    """An 8-bit scheme has the same range from statistics that a 16-bit one shares."""
+    for name, values in TENSORS.items():
+        seven, ten = sketch(values, bits=7), sketch(values, bits=10)
+        assert pick("auto", seven, UINT8, symmetric=False) == pick("auto", ten, UINT8, symmetric=False), name
+
+
+def test_histograms_are_kept_for_those_who_need_them() -> None:
+    """0, 7 or 10 mantissa bits, by observer and type."""
+    assert [OBSERVERS["minmax"].bits(dtype) for dtype in (INT8, IntType(16, True))] == [0, 0]
+    assert [OBSERVERS["auto"].bits(dtype) for dtype in (IntType(4, True), INT8, IntType(9, True))] == [7, 7, 10]
+    assert OBSERVERS["fixed"].required == ("low", "high")
+    assert OBSERVERS["percentile"].required == ()
