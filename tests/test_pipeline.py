@@ -81,7 +81,7 @@ def test_stats_can_be_kept(cnn: Path, calib: str, tmp_path: Path) -> None:
 
 def test_ranges_are_those_of_the_data(cnn: Path, calib: str) -> None:
     """Min-max ranges are the smallest and largest value that onnxruntime computes on any sample, with 0 among them."""
-    plan = gq.plan(cnn)
+    plan = gq.plan(cnn, method="minmax")
     stats = gq.calibrate(cnn, plan, calib)
     feeds = [{"image": image[None]} for image in np.load(calib)["image"]]
     seen = list(formats.module("onnx").runner(gq.load(cnn)).observe(list(stats.sketches), feeds))

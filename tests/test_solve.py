@@ -74,6 +74,25 @@ def test_weights_have_the_range_of_their_values(tmp_path):
     assert (found.skips, found.notes) == ({}, {})
 
 
+def test_weights_have_the_range_of_least_error_in_each_channel(tmp_path):
+    """Observers that need a histogram make one of each channel, also of a single channel."""
+    values = np.random.default_rng(0).standard_normal((2, 500)).astype(np.float32)
+    scheme = replace(CHANNEL, observe=Observe(name="mse"))
+    for rows in (2, 1):
+        message = onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["": 13]> g (float[1,500] x) => (float[1,{rows}] y)'
+            " { y = Gemm <transB = 1> (x, w) }"
+        )
+        message.graph.initializer.append(onnx.numpy_helper.from_array(values[:rows], "w"))
+        onnx.save(message, tmp_path / "model.onnx")
+        found = solve(load(tmp_path / "model.onnx"), plan(replace(W, scheme=scheme)), {}).params[0]
+        for row, scale in zip(values[:rows], found.scale, strict=True):
+            shares = np.linspace(0.2, 1, 400)[:, None] * np.abs(row).max() / scheme.type.limits(narrow=scheme.narrow)[1]
+            errors = np.square(row - np.clip(np.rint(row / shares), -127, 127) * shares).sum(1)
+            error = np.square(row - np.clip(np.rint(row / scale), -127, 127) * scale).sum()
+            assert error <= 1.01 * errors.min()
+
+
 def test_activations_have_the_range_of_their_sketch(tmp_path):
     """Lowest and highest value, widened to hold 0."""
     found = solve(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch(np.array([-1.0, 1.55]))})
