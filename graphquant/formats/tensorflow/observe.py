@@ -42,30 +42,37 @@ def unfetchable(graph: Graph) -> set[str]:
     return found
 
 
-def instrument(model: Model, tensors: Iterable[TensorRef]) -> Model:
-    """A copy of `model` in which the value of the tensor at position i is put in queue i each time it is computed."""
+def instrument(model: Model, tensors: Iterable[TensorRef], *, sizes: bool = False) -> Model:
+    """A copy of `model` in which the value of the tensor at position i is put in queue i each time it is computed.
+
+    With `sizes` the number of its elements is put there instead, as int64.
+    """
     copy = model.copy()
     with bulk():
         for index, tensor in enumerate(tensors):
-            _observe(copy.graphs[tensor.graph], index, tensor)
+            _observe(copy.graphs[tensor.graph], index, tensor, sizes=sizes)
     return copy
 
 
-def _observe(graph: Graph, index: int, tensor: TensorRef) -> None:
+def _observe(graph: Graph, index: int, tensor: TensorRef, *, sizes: bool) -> None:
     known = graph.op(tensor.op).outputs[tensor.port]
     kind = graph.op(tensor.op).kind
     source = graph.slots(tensor.op)[0] if kind == "next_iteration" else None
     # Between NextIteration and Merge nothing may stand; its input has the same value.
     tensor = tensor if source is None else source
     uses = graph.consumers(tensor)
-    types = [DataType(known.dtype or "float32")]
-    name = f"{_PREFIX}/{index}"
+    type_ = DataType(known.dtype or "float32")
+    name, shown, types = f"{_PREFIX}/{index}", tensor, [type_]
+    if sizes:
+        types = [DataType("int64")]
+        counted = _op(graph, f"{name}/size", "Size", {"T": type_, "out_type": types[0]}, Output("", "int64", ()))
+        shown = graph.add(counted, [tensor])
     queue = graph.add(
         _op(graph, f"{name}/queue", "FIFOQueueV2", {"component_types": types, "shared_name": queue_name(index)}),
         after=[tensor.op],
     )
-    put = graph.add(_op(graph, f"{name}/enqueue", "QueueEnqueueV2", {"Tcomponents": types}), [queue, tensor])
-    same = _op(graph, f"{name}/value", "Identity", {"T": types[0]}, Output("", known.dtype, known.shape))
+    put = graph.add(_op(graph, f"{name}/enqueue", "QueueEnqueueV2", {"Tcomponents": types}), [queue, shown])
+    same = _op(graph, f"{name}/value", "Identity", {"T": type_}, Output("", known.dtype, known.shape))
     seen = graph.add(same, [tensor], after=[put.op])
     graph.reroute(tensor, uses, seen)
 

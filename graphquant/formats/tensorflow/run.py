@@ -1,20 +1,14 @@
-"""Runs a model in TensorFlow's sessions. The only module that imports tensorflow, and only when a runner is made."""
+"""Runs a model in TensorFlow, and shows its tensors."""
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from graphquant.errors import DataError, MissingDependencyError, ModelError, did_you_mean
+from graphquant.errors import DataError, ModelError, did_you_mean
 from graphquant.formats import Feeds, InputSpec
-from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.observe import instrument, queue_name, unfetchable
+from graphquant.formats.tensorflow.observe import instrument, unfetchable
+from graphquant.formats.tensorflow.session import INIT_SIGNATURE, Session, Watch, tensorflow
 from graphquant.ir import Model, TensorRef, Use
 
 if TYPE_CHECKING:
@@ -22,14 +16,8 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from graphquant.formats.tensorflow.source import Source
-
 __all__ = ["TensorFlowRunner", "inputs", "runner"]
 
-INIT_SIGNATURE: Final = "__saved_model_init_op"
-INIT_COLLECTIONS: Final = ("saved_model_main_op", "legacy_init_op")
-COMPILE_ATTR: Final = "_XlaMustCompile"
-HEADING: Final = "Graph execution error:"
 SERVING: Final = "serving_default"
 
 
@@ -40,7 +28,7 @@ def runner(model: Model) -> TensorFlowRunner:
         MissingDependencyError: tensorflow is not installed.
         ModelError: TensorFlow refuses the model.
     """
-    return TensorFlowRunner(model, _tensorflow())
+    return TensorFlowRunner(model, tensorflow())
 
 
 def inputs(model: Model) -> Sequence[InputSpec]:
@@ -58,24 +46,40 @@ class TensorFlowRunner:
         outputs: The signature's keys, or the names of the tensors.
     """
 
-    def __init__(self, model: Model, tensorflow: Any) -> None:
-        self._tf = tensorflow
+    def __init__(self, model: Model, module: Any) -> None:
+        self._tf = module
         self._model = model
         self.inputs = inputs(model)
         self._fetches = _fetches(model)
         self.outputs: Sequence[str] = tuple(self._fetches)
-        self._keys = {key: spec for spec in self.inputs for key in (*spec.aliases, spec.name)}
-        self._session = _Session.start(tensorflow, model)
+        known = {spec.name for spec in self.inputs}
+        optional = [_spec(model, name) for name in model.main.inputs if name not in known and model.main.slots(name)]
+        self._keys = {key: spec for spec in (*optional, *self.inputs) for key in (*spec.aliases, spec.name)}
+        self._hidden = unfetchable(model.main)
+        self._reached: Watch | None = None
+        self._session = Session.start(module, model)
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """The model's outputs by name, for one feed; inputs may go by name or alias.
+
+        An output on a branch that is not taken is left out; one inside a loop is that of the last round.
 
         Raises:
             DataError: An input is missing, unknown, or of another shape than the model wants.
             ModelError: TensorFlow cannot run the model.
         """
-        values = self._session.run(list(self._fetches.values()), self._feed(feeds))
-        return dict(zip(self._fetches, values, strict=True))
+        fed = self._feed(feeds)
+        tensors = {key: _tensor(name) for key, name in self._fetches.items()}
+        if self._reached is None:
+            try:
+                return dict(zip(tensors, self._session.run(list(self._fetches.values()), fed), strict=True))
+            except ModelError:
+                if not any(tensor.op in self._hidden for tensor in tensors.values()):
+                    raise
+            # Perhaps an output was not reached, which TensorFlow takes for an error; any other one comes up again.
+            self._reached = self._watch(list(dict.fromkeys(tensors.values())))
+        seen = self._reached.values(fed)
+        return {key: seen[tensor][-1] for key, tensor in tensors.items() if seen[tensor]}
 
     @staticmethod
     def unwatchable(_tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
@@ -94,8 +98,11 @@ class TensorFlowRunner:
             DataError: An input is missing, unknown, or of another shape than the model wants.
             ModelError: TensorFlow cannot run the model.
         """
-        (seen,) = self.observe(tensors, [feed])
-        return {tensor: sum(value.size for value in values) for tensor, values in seen.items()}
+        watch = self._watch(list(dict.fromkeys(tensors)), sizes=True)
+        try:
+            return {tensor: sum(map(int, values)) for tensor, values in watch.values(self._feed(feed)).items()}
+        finally:
+            self._close(watch)
 
     def observe(
         self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], *, beside: Sequence[TensorRef] = ()
@@ -112,27 +119,34 @@ class TensorFlowRunner:
             ModelError: TensorFlow cannot run the model.
         """
         del beside
-        live, hidden = set(self._model.live()), unfetchable(self._model.main)
-        wanted = list(dict.fromkeys(tensors))
-        queued = [tensor for tensor in wanted if tensor.graph in live and (tensor.graph or tensor.op in hidden)]
-        direct = [tensor for tensor in wanted if not tensor.graph and tensor.op not in hidden]
-        watched = instrument(self._model, queued) if queued else self._model
-        session = _Session.start(self._tf, watched) if queued else self._session
-        dtypes = [self._model.output(tensor).dtype or "float32" for tensor in queued]
-        queues = session.queues(dtypes)
-        # The outputs only have to run: one on the branch of a TF1 cond that is not taken has no value to fetch.
-        ends = [session.operation(name) for name in _fetches(watched).values()]
-        fetches = [*(f"{tensor.op}:{tensor.port}" for tensor in direct), *ends]
+        watch = self._watch(list(dict.fromkeys(tensors)))
         try:
             for feed in feeds:
-                values = session.run(fetches, self._feed(feed))
-                seen: dict[TensorRef, list[npt.NDArray[Any]]] = {tensor: [] for tensor in wanted}
-                seen.update((tensor, [value]) for tensor, value in zip(direct, values, strict=False))
-                seen.update(zip(queued, session.drain(queues), strict=True))
-                yield seen
+                yield watch.values(self._feed(feed))  # no name here keeps the values alive
         finally:
-            if session is not self._session:
-                session.session.close()
+            self._close(watch)
+
+    def _watch(self, tensors: Sequence[TensorRef], *, sizes: bool = False) -> Watch:
+        """A session that shows `tensors`, or with `sizes` the number of elements of each value."""
+        live = set(self._model.live())
+        queued = [tensor for tensor in tensors if tensor.graph in live and (tensor.graph or tensor.op in self._hidden)]
+        direct = [tensor for tensor in tensors if not tensor.graph and tensor.op not in self._hidden]
+        watched = instrument(self._model, queued, sizes=sizes) if queued else self._model
+        session = Session.start(self._tf, watched) if queued else self._session
+        dtypes = ["int64" if sizes else self._model.output(tensor).dtype or "float32" for tensor in queued]
+        names = [f"{tensor.op}:{tensor.port}" for tensor in direct]
+        return Watch(
+            session,
+            tensors,
+            dict(zip(direct, session.sizes(names) if sizes else names, strict=True)),
+            dict(zip(queued, session.queues(dtypes), strict=True)),
+            # The outputs only have to run: one on the branch of a TF1 cond that is not taken has no value to fetch.
+            [session.operation(name) for name in _fetches(watched).values()],
+        )
+
+    def _close(self, watch: Watch) -> None:
+        if watch.session is not self._session:
+            watch.session.session.close()
 
     def _feed(self, feeds: Feeds) -> dict[str, Any]:
         fed: dict[str, Any] = {}
@@ -153,103 +167,6 @@ class TensorFlowRunner:
         if missing:
             raise DataError(f"The data lacks the model's input {missing[0]!r}. It has {', '.join(feeds) or 'nothing'}.")
         return fed
-
-
-@dataclass(slots=True)
-class _Queue:
-    """A queue's size and the tensor that takes its first element."""
-
-    size: Any
-    take: Any
-
-
-@dataclass(slots=True)
-class _Session:
-    """A model in a TensorFlow session of its own."""
-
-    tf: Any
-    graph: Any
-    session: Any = field(repr=False)
-
-    @classmethod
-    def start(cls, tensorflow: Any, model: Model) -> _Session:
-        """Imports the model, restores its variables and initializes it."""
-        source: Source = model.source
-        message = emit(model)
-        v1 = tensorflow.compat.v1
-        graph_def = v1.GraphDef.FromString(proto.to_binary(_uncompiled(source.graph_def(message))))
-        graph = tensorflow.Graph()
-        with graph.as_default(), _refusals(tensorflow):
-            tensorflow.import_graph_def(graph_def, name="")
-        config = v1.ConfigProto(
-            device_count={"GPU": 0},
-            allow_soft_placement=True,
-            inter_op_parallelism_threads=1,
-            intra_op_parallelism_threads=os.cpu_count() or 1,
-        )
-        # What is rewritten for speed rounds differently, and what is observed must be what runs.
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-        made = cls(tensorflow, graph, v1.Session(graph=graph, config=config))
-        meta = source.meta_graph(message)
-        if meta is not None:
-            made._initialize(source, meta)
-        return made
-
-    def run(self, fetches: Any, feed: dict[str, Any]) -> Any:
-        """The values of `fetches`."""
-        with _refusals(self.tf):
-            return self.session.run(fetches, feed)
-
-    def queues(self, dtypes: Sequence[str]) -> list[_Queue]:
-        """The queues 0, 1, ... of these dtypes."""
-        raw, made = self.tf.raw_ops, []
-        with self.graph.as_default():
-            for index, dtype in enumerate(dtypes):
-                queue = raw.FIFOQueueV2(component_types=[dtype], shared_name=queue_name(index))
-                take = raw.QueueDequeueV2(handle=queue, component_types=[dtype])
-                made.append(_Queue(raw.QueueSizeV2(handle=queue), take[0]))
-        return made
-
-    def drain(self, queues: Sequence[_Queue]) -> list[list[Any]]:
-        """Takes out and returns all that each queue holds, in the order it was put in."""
-        sizes = self.run([queue.size for queue in queues], {}) if queues else []
-        found: list[list[Any]] = [[] for _ in queues]
-        for turn in range(max(sizes, default=0)):
-            left = [index for index, size in enumerate(sizes) if size > turn]
-            for index, value in zip(left, self.run([queues[index].take for index in left], {}), strict=True):
-                found[index].append(value)
-        return found
-
-    def _initialize(self, source: Source, meta: Any) -> None:
-        """Restores the variables and runs the model's own initialization, as TensorFlow's loader does."""
-        prefix = source.prefix()
-        if prefix is not None and meta.saver_def.restore_op_name:
-            self.run(self.operation(meta.saver_def.restore_op_name), {meta.saver_def.filename_tensor_name: str(prefix)})
-        assets = {
-            asset.tensor_info.name: str(source.folder / "assets" / asset.filename)
-            for asset in meta.asset_file_def
-            if source.folder is not None and Path(asset.filename).name == asset.filename
-        }
-        names = [meta.collection_def[key].node_list.value for key in INIT_COLLECTIONS if key in meta.collection_def]
-        if INIT_SIGNATURE in meta.signature_def:
-            names.insert(0, [info.name for info in meta.signature_def[INIT_SIGNATURE].outputs.values()])
-        for name in next((listed for listed in names if listed), ()):
-            self.run(self.operation(name), assets)
-
-    def operation(self, name: str) -> Any:
-        """The operation that makes the tensor `name`."""
-        with _refusals(self.tf):
-            return self.graph.get_operation_by_name(name.partition(":")[0])
-
-
-def _uncompiled(graph_def: Any) -> Any:
-    """`graph_def` without the demand to compile functions with XLA, which has no queues and fuses what is observed."""
-    for function in graph_def.library.function:
-        function.attr.pop(COMPILE_ATTR, None)
-    for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
-        for node in nodes:
-            node.attr.pop(COMPILE_ATTR, None)
-    return graph_def
 
 
 def _signature(meta: Any) -> Any:
@@ -299,6 +216,12 @@ def _signature_outputs(signature: Any) -> dict[str, str]:
     return {key: name if ":" in name else f"{name}:0" for key, name in names.items() if name}
 
 
+def _tensor(name: str) -> TensorRef:
+    """The tensor of the main graph called "op:port"."""
+    op, _, port = name.partition(":")
+    return TensorRef("", op, int(port or 0))
+
+
 def _sinks(model: Model) -> dict[str, str]:
     found = {}
     for label in model.main.outputs:
@@ -318,51 +241,3 @@ def _fits(spec: InputSpec, shape: tuple[int, ...]) -> bool:
 
 def _written(spec: InputSpec) -> str:
     return "[" + ", ".join("any" if size is None else str(size) for size in spec.shape or ()) + "]"
-
-
-@contextmanager
-def _refusals(tensorflow: Any) -> Iterator[None]:
-    """Turns TensorFlow's own errors into a ModelError with their first line."""
-    try:
-        yield
-    except tensorflow.errors.OpError as error:
-        raise ModelError(f"TensorFlow cannot run the model: {_first_line(error.message)}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"TensorFlow refuses the model: {_first_line(str(error))}") from error
-
-
-def _first_line(text: str) -> str:
-    lines = (line.strip() for line in text.splitlines())
-    return next((line for line in lines if line not in {"", HEADING}), "no reason given")
-
-
-def _tensorflow() -> Any:
-    """The tensorflow package, imported without a word on stderr."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    if sys.modules.get("tensorflow") is not None:
-        return sys.modules["tensorflow"]
-    try:
-        with _silence(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import tensorflow as tf
-    except ImportError as error:
-        raise MissingDependencyError(
-            "Running a TensorFlow model needs tensorflow, which is not installed."
-            " Install it with: pip install 'graphquant[tensorflow]'"
-        ) from error
-    tf.get_logger().setLevel("ERROR")
-    return tf
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Sends what libraries write to file descriptor 2 to nowhere."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)

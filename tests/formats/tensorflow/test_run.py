@@ -96,8 +96,11 @@ def quantized_weights(path: Path) -> tuple[Model, list[tuple[TensorRef, Array, A
 
 
 def observed(model: Model, tensors: list[TensorRef], feeds: Mapping[str, Array]) -> dict[TensorRef, list[Array]]:
-    """The values of `tensors` in one run."""
-    return next(iter(runner(model).observe(tensors, [feeds])))
+    """The values of `tensors` in one run; the sizes must be those of the values."""
+    made = runner(model)
+    (seen,) = made.observe(tensors, [feeds])
+    assert made.sizes(tensors, feeds) == {tensor: sum(value.size for value in seen[tensor]) for tensor in seen}
+    return seen
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
@@ -245,6 +248,47 @@ def test_observe_beside_dead_ends(tf: Any, tmp_path: Path) -> None:
     feeds = [{"x": np.array(values, np.float32)} for values in ([1, 2], [-1, -2])]
     seen = [[len(run[tensor]) for tensor in tensors] for run in runner(model).observe(tensors, feeds)]
     assert seen == [[0, 1, 1], [1, 0, 1]]
+    sizes = [[runner(model).sizes(tensors, feed)[tensor] for tensor in tensors] for feed in feeds]
+    assert sizes == [[0, 2, 2], [2, 0, 2]]
+
+
+def test_outputs_that_are_not_reached(tf: Any, tmp_path: Path) -> None:
+    """A run gives the outputs that were reached, the others not; an error of the model stays one."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, [None], name="x")
+        off, on = tf.raw_ops.Switch(data=x, pred=tf.reduce_sum(x) > 0.0)
+        tf.negative(off, name="off")
+        tf.reshape(on, [2], name="on")
+        tf.abs(x, name="always")
+    (tmp_path / "model.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    made = runner(load(tmp_path / "model.pb"))
+    for _ in range(2):
+        assert {key: value.tolist() for key, value in made.run({"x": np.array([1, 2], np.float32)}).items()} == {
+            "on": [1, 2],
+            "always": [1, 2],
+        }
+        assert {key: value.tolist() for key, value in made.run({"x": np.array([-1, -2], np.float32)}).items()} == {
+            "off": [1, 2],
+            "always": [1, 2],
+        }
+    with pytest.raises(ModelError, match="TensorFlow cannot run the model"):
+        made.run({"x": np.ones(3, np.float32)})
+
+
+def test_placeholder_with_default(tf: Any, tmp_path: Path) -> None:
+    """A placeholder with a default need not be fed, and may be."""
+    v1 = tf.compat.v1
+    with tf.Graph().as_default() as graph:
+        x = v1.placeholder(tf.float32, [2], name="x")
+        factor = v1.placeholder_with_default(tf.constant(3.0), [], name="factor")
+        tf.multiply(x, factor, name="y")
+    (tmp_path / "model.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    made = runner(load(tmp_path / "model.pb"))
+    assert [spec.name for spec in made.inputs] == ["x"]
+    x = np.array([1, 2], np.float32)
+    assert made.run({"x": x})["y"].tolist() == [3, 6]
+    assert made.run({"x": x, "factor": np.array(5, np.float32)})["y"].tolist() == [5, 10]
 
 
 def test_function_as_operation(tf: Any, tmp_path: Path) -> None:

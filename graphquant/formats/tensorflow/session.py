@@ -1,0 +1,214 @@
+"""TensorFlow's sessions: a model imported, its variables restored, and its tensors seen wherever they are.
+
+The only module that imports tensorflow, and only when a model is to be run.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from graphquant.errors import MissingDependencyError, ModelError
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.observe import queue_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphquant.formats.tensorflow.source import Source
+    from graphquant.ir import Model, TensorRef
+
+__all__ = ["INIT_SIGNATURE", "Session", "Watch", "tensorflow"]
+
+INIT_SIGNATURE: Final = "__saved_model_init_op"
+INIT_COLLECTIONS: Final = ("saved_model_main_op", "legacy_init_op")
+COMPILE_ATTR: Final = "_XlaMustCompile"
+HEADING: Final = "Graph execution error:"
+THREADS: Final = min(4, os.cpu_count() or 1)
+"""Threads within an op; pinned, so that a run does not depend on what else the process set."""
+
+
+@dataclass(slots=True)
+class _Queue:
+    """A queue's size and the tensor that takes its first element."""
+
+    size: Any
+    take: Any
+
+
+@dataclass(slots=True)
+class Session:
+    """A model in a TensorFlow session of its own."""
+
+    tf: Any
+    graph: Any
+    session: Any = field(repr=False)
+
+    @classmethod
+    def start(cls, tensorflow: Any, model: Model) -> Session:
+        """Imports the model, restores its variables and initializes it."""
+        source: Source = model.source
+        message = emit(model)
+        v1 = tensorflow.compat.v1
+        graph_def = v1.GraphDef.FromString(proto.to_binary(_uncompiled(source.graph_def(message))))
+        graph = tensorflow.Graph()
+        with graph.as_default(), _refusals(tensorflow):
+            tensorflow.import_graph_def(graph_def, name="")
+        config = v1.ConfigProto(
+            device_count={"GPU": 0},
+            allow_soft_placement=True,
+            inter_op_parallelism_threads=1,
+            intra_op_parallelism_threads=THREADS,
+        )
+        # What is rewritten for speed rounds differently, and what is observed must be what runs.
+        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        made = cls(tensorflow, graph, v1.Session(graph=graph, config=config))
+        meta = source.meta_graph(message)
+        if meta is not None:
+            made._initialize(source, meta)
+        return made
+
+    def sizes(self, names: Sequence[str]) -> list[Any]:
+        """Tensors that count the elements of the tensors `names`."""
+        with self.graph.as_default(), _refusals(self.tf):
+            return [
+                self.tf.raw_ops.Size(input=self.graph.get_tensor_by_name(name), out_type=self.tf.int64)
+                for name in names
+            ]
+
+    def run(self, fetches: Any, feed: dict[str, Any]) -> Any:
+        """The values of `fetches`."""
+        with _refusals(self.tf):
+            return self.session.run(fetches, feed)
+
+    def queues(self, dtypes: Sequence[str]) -> list[_Queue]:
+        """The queues 0, 1, ... of these dtypes."""
+        raw, made = self.tf.raw_ops, []
+        with self.graph.as_default():
+            for index, dtype in enumerate(dtypes):
+                queue = raw.FIFOQueueV2(component_types=[dtype], shared_name=queue_name(index))
+                take = raw.QueueDequeueV2(handle=queue, component_types=[dtype])
+                made.append(_Queue(raw.QueueSizeV2(handle=queue), take[0]))
+        return made
+
+    def drain(self, queues: Sequence[_Queue]) -> list[list[Any]]:
+        """Takes out and returns all that each queue holds, in the order it was put in."""
+        sizes = self.run([queue.size for queue in queues], {}) if queues else []
+        found: list[list[Any]] = [[] for _ in queues]
+        for turn in range(max(sizes, default=0)):
+            left = [index for index, size in enumerate(sizes) if size > turn]
+            for index, value in zip(left, self.run([queues[index].take for index in left], {}), strict=True):
+                found[index].append(value)
+        return found
+
+    def _initialize(self, source: Source, meta: Any) -> None:
+        """Restores the variables and runs the model's own initialization, as TensorFlow's loader does."""
+        prefix = source.prefix()
+        if prefix is not None and meta.saver_def.restore_op_name:
+            self.run(self.operation(meta.saver_def.restore_op_name), {meta.saver_def.filename_tensor_name: str(prefix)})
+        assets = {
+            asset.tensor_info.name: str(source.folder / "assets" / asset.filename)
+            for asset in meta.asset_file_def
+            if source.folder is not None and Path(asset.filename).name == asset.filename
+        }
+        names = [meta.collection_def[key].node_list.value for key in INIT_COLLECTIONS if key in meta.collection_def]
+        if INIT_SIGNATURE in meta.signature_def:
+            names.insert(0, [info.name for info in meta.signature_def[INIT_SIGNATURE].outputs.values()])
+        for name in next((listed for listed in names if listed), ()):
+            self.run(self.operation(name), assets)
+
+    def operation(self, name: str) -> Any:
+        """The operation that makes the tensor `name`."""
+        with _refusals(self.tf):
+            return self.graph.get_operation_by_name(name.partition(":")[0])
+
+
+@dataclass(slots=True)
+class Watch:
+    """A session in which tensors are seen.
+
+    Attributes:
+        session: The session.
+        tensors: What is seen, in that order.
+        direct: What to fetch for tensors that have one value in each run.
+        queued: The queues of tensors that have none or several.
+        ends: The operations that a run is for.
+    """
+
+    session: Session
+    tensors: Sequence[TensorRef]
+    direct: dict[TensorRef, Any]
+    queued: dict[TensorRef, _Queue]
+    ends: list[Any]
+
+    def values(self, fed: dict[str, Any]) -> dict[TensorRef, list[Any]]:
+        """The values that each tensor takes in one run."""
+        values = self.session.run([*self.direct.values(), *self.ends], fed)
+        seen: dict[TensorRef, list[Any]] = {tensor: [] for tensor in self.tensors}
+        seen.update((tensor, [value]) for tensor, value in zip(self.direct, values, strict=False))
+        seen.update(zip(self.queued, self.session.drain(list(self.queued.values())), strict=True))
+        return seen
+
+
+def _uncompiled(graph_def: Any) -> Any:
+    """`graph_def` without the demand to compile functions with XLA, which has no queues and fuses what is observed."""
+    for function in graph_def.library.function:
+        function.attr.pop(COMPILE_ATTR, None)
+    for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
+        for node in nodes:
+            node.attr.pop(COMPILE_ATTR, None)
+    return graph_def
+
+
+@contextmanager
+def _refusals(tensorflow: Any) -> Iterator[None]:
+    """Turns TensorFlow's own errors into a ModelError with their first line."""
+    try:
+        yield
+    except tensorflow.errors.OpError as error:
+        raise ModelError(f"TensorFlow cannot run the model: {_first_line(error.message)}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"TensorFlow refuses the model: {_first_line(str(error))}") from error
+
+
+def _first_line(text: str) -> str:
+    lines = (line.strip() for line in text.splitlines())
+    return next((line for line in lines if line not in {"", HEADING}), "no reason given")
+
+
+def tensorflow() -> Any:
+    """The tensorflow package, imported without a word on stderr."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    if sys.modules.get("tensorflow") is not None:
+        return sys.modules["tensorflow"]
+    try:
+        with _silence(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import tensorflow as tf
+    except ImportError as error:
+        raise MissingDependencyError(
+            "Running a TensorFlow model needs tensorflow, which is not installed."
+            " Install it with: pip install 'graphquant[tensorflow]'"
+        ) from error
+    tf.get_logger().setLevel("ERROR")
+    return tf
+
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Sends what libraries write to file descriptor 2 to nowhere."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
