@@ -101,7 +101,7 @@ def test_all_serves_any_rules(cli: Callable[..., Any], here: Path) -> None:
     for name in ("digits_cnn", "digits_cnn_bn"):
         cli("calibrate", f"{name}.onnx", "--data", "digits_cnn_calib.npz", "--all", "-o", f"{name}.gqs")
         for rules in ("onnxruntime", "tflite", "tensorrt"):
-            options = ["--rules", rules, "--force", "--report"]
+            options = ["--rules", rules, "--method", "minmax", "--force", "--report"]  # auto picks among steps
             cli("insert", f"{name}.onnx", "--stats", f"{name}.gqs", *options, "stats.json")
             cli("insert", f"{name}.onnx", "--data", "digits_cnn_calib.npz", *options, "data.json")
             one, other = (json.loads(Path(f"{source}.json").read_text())["sites"] for source in ("stats", "data"))
@@ -310,5 +310,8 @@ def test_tensorflow(cli: Callable[..., Any], samples: Path, here: Path) -> None:
         cli("insert", samples / name, "--stats", f"{name}.gqs", "--dry-run")
         cli("calibrate", *model, "--all", "-o", "all.gqs", "--force")
         for rules in ("tflite", "onnxruntime", "tensorrt"):
-            result = cli("insert", samples / name, "--stats", "all.gqs", "--rules", rules, "--dry-run")
-            assert "calibrated on 20 samples" in result.stdout
+            # onnxruntime's rules observe convolutions whose weights a BatchNorm was folded into, before their bias
+            folded = rules == "onnxruntime" and name == "digits_cnn_saved_model"
+            options = ("--stats", "all.gqs", "--rules", rules, "--dry-run")
+            result = cli("insert", samples / name, *options, code=2 if folded else 0)
+            assert ("it is computed otherwise" if folded else "calibrated on 20 samples") in result.output
