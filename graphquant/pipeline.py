@@ -33,7 +33,7 @@ from graphquant.ir import Model, TensorRef, check
 from graphquant.match import Matcher
 from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
 from graphquant.prepare import Step, prepare
-from graphquant.qdq import FAMILIES, Request
+from graphquant.qdq import FAMILIES
 from graphquant.rewrite import Inserted, rewrite
 from graphquant.ruleset import RuleSet, Selector, load_ruleset
 from graphquant.solve import solve
@@ -422,7 +422,7 @@ def _opset(made: Plan) -> int:
     """The lowest opset that has the ops of every site."""
     return max(
         FAMILIES[site.scheme.family or ""].opset(
-            Request(type=site.scheme.type, axis=site.axis, dtype="float32", shape=None, parameter=site.parameter)
+            site.scheme.request(axis=site.axis, dtype="float32", shape=None, parameter=site.parameter)
         )
         for site in made.sites
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from graphquant.errors import UsageError
 from graphquant.ir import Graph, Model, Parameters, TensorRef, bulk, check
-from graphquant.numerics import Array, IntType, QParams, quantize
+from graphquant.numerics import Array, Dynamic, IntType, QParams, quantize
 from graphquant.plans import Plan, Site, check_plan
 from graphquant.prepare import drop_unread
 from graphquant.qdq import FAMILIES, Lowering
@@ -31,20 +31,20 @@ class Inserted:
 
     Attributes:
         site: The site.
-        params: Its scale and zero point.
+        params: Its scale and zero point, or that its range is that of each run.
         output: The dequantized tensor that its uses read now.
         folded: Whether the weight was stored as integers.
     """
 
     site: Site
-    params: QParams
+    params: QParams | Dynamic
     output: TensorRef
     folded: bool
 
 
 @bulk()
 def rewrite(
-    model: Model, plan: Plan, params: Mapping[int, QParams], *, float_weights: bool = False
+    model: Model, plan: Plan, params: Mapping[int, QParams | Dynamic], *, float_weights: bool = False
 ) -> tuple[Model, list[Inserted]]:
     """A copy of `model` in which every site of `plan` that has params is quantized and dequantized.
 
@@ -79,7 +79,7 @@ def rewrite(
 
 
 def _lowering(
-    model: Model, parameters: Parameters, site: Site, params: QParams, name: str, *, float_weights: bool
+    model: Model, parameters: Parameters, site: Site, params: QParams | Dynamic, name: str, *, float_weights: bool
 ) -> Lowering:
     """What the site's family is to make. The weight's value is read here, once, and only if it is needed."""
     shape = model.output(site.tensor).shape
@@ -88,19 +88,34 @@ def _lowering(
     value = parameters.value(site.tensor) if site.parameter and (folds or float_weights or unknown) else None
     if value is not None:
         shape = value.shape
-    if params.axis is not None and shape is not None and shape[params.axis : params.axis + 1] != params.scale.shape:
+    if (
+        not isinstance(params, Dynamic)
+        and params.axis is not None
+        and shape is not None
+        and shape[params.axis : params.axis + 1] != params.scale.shape
+    ):
         raise UsageError(
             f"{site.tensor} of shape {shape} has not {params.scale.size} channels on axis {params.axis}, as the plan"
             " says. Mend its site, or make the plan anew."
         )
     folded = value if folds else None
-    if folded is None and params.type.bits > MAX_RUN_TIME_BITS:
+    if folded is None and FAMILIES[site.scheme.family or ""].folds and params.type.bits > MAX_RUN_TIME_BITS:
         raise UsageError(
             f"{site.tensor} would be quantized to {params.type.name} at run time, which no op does. Take its site out"
             " of the plan."
         )
-    clip = value is None or folded is not None or _overflows(value, params)
-    return Lowering(tensor=site.tensor, name=name, params=params, rule=site.rule, value=folded, clip=clip, shape=shape)
+    clip = value is None or folded is not None or isinstance(params, Dynamic) or _overflows(value, params)
+    return Lowering(
+        tensor=site.tensor,
+        name=name,
+        params=params,
+        rule=site.rule,
+        value=folded,
+        clip=clip,
+        shape=shape,
+        round=site.scheme.round,
+        args=site.scheme.args,
+    )
 
 
 def _overflows(value: Array, params: QParams) -> bool:
@@ -115,7 +130,7 @@ class _Names:
     A name that is taken gets the smallest free `_k`, in the order of the plan.
     """
 
-    def __init__(self, plan: Plan, params: Mapping[int, QParams]) -> None:
+    def __init__(self, plan: Plan, params: Mapping[int, QParams | Dynamic]) -> None:
         done = (site for index, site in enumerate(plan.sites) if index in params)
         self._count = Counter((site.tensor, site.graph) for site in done)
         self._next: dict[tuple[int, str], int] = {}

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.errors import DataError
+from graphquant.errors import DataError, UsageError
 from graphquant.ir import FLOAT_TYPES, Model, Parameters, TensorRef, Use, bulk, readable
-from graphquant.numerics import SMALLEST_SCALE, Array, QParams, Range, along, choose, from_scale
+from graphquant.numerics import SMALLEST_SCALE, Array, Dynamic, QParams, Range, along, choose, from_scale
 from graphquant.plans import Plan, Site, Skip, check_plan
+from graphquant.qdq import FAMILIES
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ class Solution:
         notes: Sites whose outcome needs a word, by position: tensors that share one scale, values that were left out.
     """
 
-    params: Mapping[int, QParams]
+    params: Mapping[int, QParams | Dynamic]
     skips: Mapping[int, Skip]
     notes: Mapping[int, str]
 
 
 @bulk()
-def solve(
+def solve(  # noqa: C901  # the story, step by step
     model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch], unwatchable: Mapping[TensorRef, str] | None = None
 ) -> Solution:
     """Scale and zero point of every site.
@@ -57,25 +58,60 @@ def solve(
     params: dict[int, QParams] = {}
     feeding = {use: index for index, site in enumerate(plan.sites) for use in site.uses}
     for index, site in enumerate(plan.sites):
+        if site.scheme.range == "dynamic":
+            continue
         if site.scale is not None:
             params[index] = _dictated(site, site.scale)
         elif site.scheme.observe.name != "bias" or site.range is not None:
             try:
                 ranges[index] = _range(model, parameters, site, sketches, notes, index)
+                _check_zero(site, ranges[index])
             except DataError as error:
                 skips[index] = _skip(site, (unwatchable or {}).get(site.tensor, str(error)))
     for members in _groups(plan, feeding):
         _settle(plan, members, ranges, params, notes)
     for index in params:
         skips.pop(index, None)
+    _as_written(plan, skips, params)
     _follow_skips(plan, feeding, skips, params)
     for index, site in enumerate(plan.sites):
-        if index not in params and index not in skips:
+        if index not in params and index not in skips and site.scheme.range != "dynamic":
             try:
                 params[index] = _bias(model, site, feeding, params, parameters)
             except DataError as error:
                 skips[index] = _skip(site, str(error))
-    return Solution(params=params, skips=skips, notes={index: notes[index] for index in notes if index in params})
+    dynamic = {index: _dynamic(site) for index, site in enumerate(plan.sites) if site.scheme.range == "dynamic"}
+    return Solution(
+        params={**params, **dynamic}, skips=skips, notes={index: notes[index] for index in notes if index in params}
+    )
+
+
+def _as_written(plan: Plan, skips: dict[int, Skip], params: dict[int, QParams]) -> None:
+    """Makes each scale that which the family's ops will have; skips sites for which they have none."""
+    for index in list(params):
+        try:
+            params[index] = FAMILIES[plan.sites[index].scheme.family or ""].settle(params[index])
+        except UsageError as error:
+            skips[index] = _skip(plan.sites[index], str(error))
+            del params[index]
+
+
+def _dynamic(site: Site) -> Dynamic:
+    return Dynamic(type=site.scheme.type, narrow=site.scheme.narrow, axis=site.axis)
+
+
+def _from_zero(site: Site) -> bool:
+    """Whether the ops count from 0.0 upward: unsigned integers without a zero point."""
+    return not FAMILIES[site.scheme.family or ""].zero_points and not site.scheme.type.signed
+
+
+def _check_zero(site: Site, found: Range) -> None:
+    """Refuses negative values where only a zero point could hold them and the scheme asks for one."""
+    if _from_zero(site) and site.scheme.zero == "asymmetric" and (found.low < 0).any():
+        raise DataError(
+            f"it has negative values, and {site.scheme.family} has no zero point; take signed integers with"
+            ' zero = "symmetric", or the family fake-quant'
+        )
 
 
 def _skip(site: Site, reason: str) -> Skip:
@@ -189,7 +225,7 @@ def _channels(model: Model, parameters: Parameters, site: Site, axis: int) -> in
 def _dictated(site: Site, given: tuple[float, ...]) -> QParams:
     """The scale and zero point that the plan gives; a symmetric scheme needs no zero point."""
     scale = np.asarray(given, np.float32)
-    default = site.scheme.type.middle if site.scheme.zero == "symmetric" else 0
+    default = site.scheme.type.middle if site.scheme.zero == "symmetric" and not _from_zero(site) else 0
     zero = np.asarray(site.zero_point if site.zero_point is not None else np.full(scale.shape, default), np.int32)
     if site.axis is None:
         scale, zero = scale.reshape(()), zero.reshape(())
@@ -217,7 +253,7 @@ def _settle(
 def _kind(site: Site, index: int) -> tuple[object, ...]:
     """What sites must have in common to share scale and zero point; one per channel shares with none."""
     alone = None if site.axis is None else index
-    return site.scheme.type, site.scheme.zero, site.scheme.narrow, site.scheme.scale, alone
+    return site.scheme.type, site.scheme.zero, site.scheme.narrow, site.scheme.scale, _from_zero(site), alone
 
 
 def _share(
@@ -242,10 +278,13 @@ def _share(
     for index in known[1:]:
         shared = shared.union(ranges[index])
     first = plan.sites[known[0]]
+    from_zero = _from_zero(first)
+    if from_zero:
+        shared = Range(np.zeros_like(shared.low), np.maximum(shared.high, 0.0))
     chosen = choose(
         shared,
         first.scheme.type,
-        symmetric=first.scheme.zero == "symmetric",
+        symmetric=first.scheme.zero == "symmetric" and not from_zero,
         narrow=first.scheme.narrow,
         power_of_two=first.scheme.scale == "power-of-two",
         axis=first.axis,

@@ -10,7 +10,7 @@ from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Graph, Model, Op, Out
 from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
-    from graphquant.numerics import QParams
+    from graphquant.numerics import Dynamic, QParams
 
 WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm", "lstm", "gru", "rnn", "einsum"})
 """Kinds in which a model spends its multiplications."""
@@ -33,6 +33,7 @@ class Reading:
         consumers: How many uses read the result.
         params: Scale and zero point; None where they are computed at run time.
         rule: The rule that inserted it, "" if graphquant did not.
+        round: How it rounds, "" if that is not known.
     """
 
     graph: str
@@ -40,8 +41,9 @@ class Reading:
     type: str
     tensor: TensorRef
     consumers: int
-    params: QParams | None
+    params: QParams | Dynamic | None
     rule: str
+    round: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +160,7 @@ def _reading(graph: Graph, op: Op, parameters: Parameters) -> Reading:
         consumers=len(graph.consumers(TensorRef(graph.name, op.name))),
         params=None if family is None else family.read(graph, op, parameters),
         rule=op.rule,
+        round="" if family is None else family.rounding(op),
     )
 
 

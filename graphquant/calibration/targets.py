@@ -61,6 +61,7 @@ def needs_data(plan: Plan) -> tuple[Site, ...]:
         if not site.parameter
         and site.range is None
         and site.scale is None
+        and site.scheme.range != "dynamic"
         and OBSERVERS[site.scheme.observe.name].needs_values
     )
 

@@ -125,6 +125,21 @@ class QParams:
             raise InternalError("QParams with a scale that is not positive and finite were made.")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dynamic:
+    """How a tensor is quantized whose range is that of the values in each run, so that there is no scale to tell.
+
+    Attributes:
+        type: The integer type.
+        narrow: Whether the most negative value is left out.
+        axis: The channel axis if each channel has its own range, else None.
+    """
+
+    type: IntType
+    narrow: bool = False
+    axis: int | None = None
+
+
 def choose(
     observed: Range,
     dtype: IntType,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError
 from graphquant.ir import Parameters, TensorRef, Use
-from graphquant.qdq import FAMILIES, Request
+from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -70,7 +70,7 @@ def _read(model: Model, use: Use) -> TensorRef | None:
     return graph.producer(use) if graph is not None and use.op in graph else None
 
 
-def _misfits(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:
+def _misfits(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:  # noqa: C901  # a flat list of checks
     """What the site wants and its tensor cannot have."""
     family = FAMILIES.get(site.scheme.family or "")
     known = model.output(site.tensor)
@@ -95,7 +95,9 @@ def _misfits(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:
     if known.dtype is None:
         yield "its data type is not known without running the model"
         return
-    asked = Request(type=site.scheme.type, axis=site.axis, dtype=known.dtype, shape=shape, parameter=parameter)
+    if not family.zero_points and any(site.zero_point or ()):
+        yield f"{family.name} has no zero point, and the plan gives one; give 0"
+    asked = site.scheme.request(axis=site.axis, dtype=known.dtype, shape=shape, parameter=parameter)
     reason = family.why_not(asked)
     if reason is not None:
         yield reason

@@ -226,6 +226,8 @@ def _scheme(scheme: Scheme, label: str) -> dict[str, Any]:
     default = {**asdict(Scheme()), "name": label}
     changed = {key: value for key, value in asdict(scheme).items() if value != default[key]}
     observe = {key: value for key, value in asdict(scheme.observe).items() if value is not None}
+    if "args" in changed:
+        changed["args"] = {key: value for key, value in changed["args"].items() if value is not None}
     return {**changed, "observe": observe["name"] if len(observe) == 1 else observe}
 
 

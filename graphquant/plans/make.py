@@ -9,7 +9,7 @@ from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import FORWARDING, QUANTIZATION_KINDS, Model, Op, TensorRef, Use, bulk
 from graphquant.match import Match, Matcher, name_matches
 from graphquant.plans.types import Plan, Site, Skip
-from graphquant.qdq import FAMILIES, Family, Request
+from graphquant.qdq import FAMILIES, Family
 from graphquant.ruleset import Scheme
 
 if TYPE_CHECKING:
@@ -193,6 +193,8 @@ class _Draft:
         scheme = replace(scheme, family=family.name)
         axis = self._axis(match) if scheme.per == "channel" else None
         reason = self._misfit(match, scheme, family, axis)
+        if tie and scheme.range == "dynamic":
+            reason = reason or "it is tied to a tensor with a dynamic range, which has no scale to share"
         if reason:
             self._skip(match, reason)
             return False
@@ -213,8 +215,7 @@ class _Draft:
             return "its data type is not known without running the model"
         if family.format != model.format:
             return f"family {family.name!r} is for {family.format} models"
-        asked = Request(
-            type=scheme.type,
+        asked = scheme.request(
             axis=axis,
             dtype=output.dtype,
             shape=self.matcher.shape(match.tensor),

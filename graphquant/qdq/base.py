@@ -2,15 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, Literal, get_args
 
+from pydantic import ConfigDict, StrictFloat
+
+from graphquant.errors import InternalError
 from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
+from graphquant.numerics import Dynamic
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphquant.numerics import Array, IntType, QParams
+
+Round = Literal["half-even", "half-up"]
+ROUNDS: tuple[Round, ...] = get_args(Round)
+"""How values halfway between two steps are rounded: to the even one, or up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """Arguments that the ops of one family have and those of others have not: `{ form = "args" }`.
+
+    Attributes:
+        form: Of "fake-quant": "vars" has the range in constants beside the op, "args" in its attributes.
+        input_min: Of "quantize-and-dequantize-v4" with a dynamic range: gradients pass from there; by default all do.
+        input_max: Likewise, up to there.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    form: Literal["vars", "args"] | None = None
+    input_min: StrictFloat | None = None
+    input_max: StrictFloat | None = None
+
+    def given(self) -> tuple[str, ...]:
+        """Names of the arguments that are not left to the family."""
+        return tuple(name for name in self.__slots__ if getattr(self, name) is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,22 +49,26 @@ class Lowering:
     Attributes:
         tensor: The tensor that is read.
         name: Name for the new ops; further ones append to it.
-        params: Scale, zero point and range.
+        params: Scale, zero point and range; or that the range is that of each run.
         rule: Name of the rule, stamped on each op.
         value: The weight's value if it is to be folded into an integer constant, else None.
         clip: Whether values may lie outside of what the type represents, so that its container must not take them.
         shape: The tensor's static shape where it is known, as it must be per channel.
         in_frame: Whether the tensor may live in a TF1 loop or cond frame.
+        round: How to round; None as the family does by itself.
+        args: The family's own arguments.
     """
 
     tensor: TensorRef
     name: str
-    params: QParams
+    params: QParams | Dynamic
     rule: str
     value: Array | None = None
     clip: bool = True
     shape: tuple[int | None, ...] | None = None
     in_frame: bool = False
+    round: Round | None = None
+    args: Arguments = field(default_factory=Arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +81,10 @@ class Request:
         dtype: The tensor's dtype.
         shape: The tensor's static shape, None if it is unknown.
         parameter: Whether the tensor is a weight, whose value can be stored as integers.
+        symmetric: Whether the zero point is fixed rather than chosen.
+        dynamic: Whether the range is that of the values in each run.
+        round: How to round; None as the family does by itself.
+        args: The family's own arguments.
     """
 
     type: IntType
@@ -55,6 +92,10 @@ class Request:
     dtype: str
     shape: tuple[int | None, ...] | None
     parameter: bool = False
+    symmetric: bool = True
+    dynamic: bool = False
+    round: Round | None = None
+    args: Arguments = field(default_factory=Arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +108,14 @@ class Family:
         lower: Adds the ops to a graph; returns the dequantized tensor.
         why_not: What is asked to the reason why the runtime cannot do that, or None.
         opset: What is asked to the lowest opset that has the ops; 0 where there are no opsets.
+        settle: A scale and zero point to those that the ops have when they are to have these; their range is float32,
+            so a scale may be off in its last place. A UsageError says why there are none.
         types: The op types it reads back.
         folds: Whether it can store a weight as integers.
+        zero_points: Whether 0.0 may be another integer than 0.
+        arguments: Which of `Arguments` its ops have.
         read: What an op of those types does, from the values of its parameters; None where they are not known.
+        rounding: How such an op rounds.
     """
 
     name: str
@@ -77,9 +123,13 @@ class Family:
     lower: Callable[[Graph, Lowering], TensorRef]
     why_not: Callable[[Request], str | None]
     opset: Callable[[Request], int]
+    settle: Callable[[QParams], QParams]
     types: frozenset[str]
     folds: bool
-    read: Callable[[Graph, Op, Parameters], QParams | None]
+    zero_points: bool
+    arguments: frozenset[str]
+    read: Callable[[Graph, Op, Parameters], QParams | Dynamic | None]
+    rounding: Callable[[Op], Round]
 
 
 def constant(graph: Graph, name: str, value: Array, *, type_: str, rule: str, after: tuple[str, ...] = ()) -> TensorRef:
@@ -88,3 +138,10 @@ def constant(graph: Graph, name: str, value: Array, *, type_: str, rule: str, af
     known = Output(label, str(value.dtype), value.shape)
     op = Op(name=label, kind="constant", type=type_, roles=(), outputs=(known,), value=lambda: value, rule=rule)
     return graph.add(op, after=after)
+
+
+def static_params(site: Lowering) -> QParams:
+    """The params of a site whose family needs a range before the model runs."""
+    if isinstance(site.params, Dynamic):
+        raise InternalError(f"A dynamic range was asked for on {site.tensor}; why_not must refuse it.")
+    return site.params

@@ -1,4 +1,4 @@
-"""TensorFlow's FakeQuantWithMinMaxVars and FakeQuantWithMinMaxVarsPerChannel.
+"""TensorFlow's FakeQuantWithMinMaxArgs, FakeQuantWithMinMaxVars and FakeQuantWithMinMaxVarsPerChannel.
 
 https://www.tensorflow.org/api_docs/python/tf/quantization/fake_quant_with_min_max_vars : affine, with a zero point that
 is nudged to an integer. The range written here is that of an integer zero point already, so nothing is nudged.
@@ -11,81 +11,82 @@ import math
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import DataType, Graph, Op, Output, Parameters, TensorRef
-from graphquant.numerics import Array, IntType, QParams, from_scale
-from graphquant.qdq.base import Family, Lowering, Request, constant
+from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
+from graphquant.numerics import Array, IntType, QParams, fake_quant, from_scale
+from graphquant.qdq.base import Family, Lowering, Request, Round, static_params
+from graphquant.qdq.nodes import const, reshape, static
 
-MIN_BITS, MAX_BITS = 2, 16
+MIN_BITS, MAX_BITS = fake_quant.MIN_BITS, fake_quant.MAX_BITS
 
 
 def lower(graph: Graph, site: Lowering) -> TensorRef:
     """Adds the FakeQuant op with its two constants; per channel of an inner axis between two reshapes."""
-    params = site.params
-    after = (site.tensor.op,) if site.in_frame and site.tensor.graph == graph.name else ()
-    known = graph.output(site.tensor)
-    low, high = params.range.low.astype(np.float32), params.range.high.astype(np.float32)
-    tensor, reshaped = site.tensor, False
-    shape = tuple(side for side in site.shape or () if side is not None)
+    params = static_params(site)
+    given = fake_quant.range_to_write(params)
+    low, high = given.low.astype(np.float32), given.high.astype(np.float32)
+    tensor, shape = site.tensor, static(site.shape)
+    flat = None
     if params.axis is not None:
-        if site.shape is None or len(shape) != len(site.shape):
+        if shape is None:
             raise InternalError(f"FakeQuant per channel on {site.tensor} without its shape; why_not must refuse it.")
         trailing = math.prod(shape[params.axis + 1 :])
-        if trailing != 1 or params.axis != len(shape) - 1:
-            reshaped = True
+        if params.axis != len(shape) - 1:
             low, high = np.repeat(low, trailing), np.repeat(high, trailing)
             flat = (*shape[: params.axis], shape[params.axis] * trailing)
-            tensor = _reshape(graph, site, tensor, flat, "flat", after)
-    label = graph.fresh(site.name)
-    quant = Op(
-        name=label,
-        kind="qdq",
-        type="FakeQuantWithMinMaxVars" if params.axis is None else "FakeQuantWithMinMaxVarsPerChannel",
-        roles=("input", "min", "max"),
-        outputs=(Output(label, known.dtype, known.shape),),
-        attrs={"num_bits": params.type.bits, "narrow_range": params.narrow and params.type.signed},
-        rule=site.rule,
-    )
-    minimum = constant(graph, f"{site.name}/min", low, type_="Const", rule=site.rule, after=after)
-    maximum = constant(graph, f"{site.name}/max", high, type_="Const", rule=site.rule, after=after)
-    result = graph.add(quant, [tensor, minimum, maximum])
-    if reshaped:
-        result = _reshape(graph, site, result, shape, "shaped", after)
+    if flat is not None:
+        tensor = reshape(graph, site, tensor, flat, "flat")
+    result = _quantized(graph, site, tensor, low, high)
+    if flat is not None and shape is not None:
+        result = reshape(graph, site, result, shape, "shaped")
     return result
 
 
-def _reshape(
-    graph: Graph, site: Lowering, tensor: TensorRef, shape: tuple[int, ...], suffix: str, after: tuple[str, ...]
-) -> TensorRef:
-    sizes = constant(
-        graph, f"{site.name}/{suffix}/shape", np.array(shape, np.int32), type_="Const", rule=site.rule, after=after
-    )
-    label = graph.fresh(f"{site.name}/{suffix}")
-    op = Op(
-        name=label,
-        kind="reshape",
-        type="Reshape",
-        roles=("input", "shape"),
-        outputs=(Output(label, "float32", shape),),
-        attrs={"T": DataType("float32"), "Tshape": DataType("int32")},
-        rule=site.rule,
-    )
-    return graph.add(op, [tensor, sizes])
+def _quantized(graph: Graph, site: Lowering, tensor: TensorRef, low: Array, high: Array) -> TensorRef:
+    """Adds the op itself, of the form that is asked for."""
+    params, known = site.params, graph.output(tensor)
+    attrs: dict[str, object] = {"num_bits": params.type.bits, "narrow_range": params.narrow and params.type.signed}
+    label = graph.fresh(site.name)
+    roles: tuple[str, ...] = ("input",)
+    inputs = [tensor]
+    if site.args.form == "args":
+        attrs |= {"min": float(low), "max": float(high)}
+        type_ = "FakeQuantWithMinMaxArgs"
+    else:
+        type_ = "FakeQuantWithMinMaxVars" if params.axis is None else "FakeQuantWithMinMaxVarsPerChannel"
+        roles = ("input", "min", "max")
+        inputs += [const(graph, site, "min", low), const(graph, site, "max", high)]
+    made = Output(label, known.dtype, known.shape)
+    op = Op(name=label, kind="qdq", type=type_, roles=roles, outputs=(made,), attrs=attrs, rule=site.rule)
+    return graph.add(op, inputs)
 
 
-def why_not(asked: Request) -> str | None:
+def why_not(asked: Request) -> str | None:  # noqa: PLR0911  # one for each thing it cannot do
     """The reason why TensorFlow cannot run these ops, or None."""
     if asked.dtype != "float32":
         return f"FakeQuant takes float32, and this tensor is {asked.dtype}"
     if not MIN_BITS <= asked.type.bits <= MAX_BITS:
         return f"FakeQuant has {MIN_BITS} to {MAX_BITS} bits, and the scheme wants {asked.type.bits}"
-    if asked.axis is not None and (asked.shape is None or None in asked.shape):
-        return "FakeQuant per channel needs the tensor's static shape"
+    if asked.dynamic:
+        return "FakeQuant needs a range; for a dynamic one take the family quantize-and-dequantize-v2, -v3 or -v4"
+    if asked.round == "half-even":
+        return "FakeQuant always rounds half up; leave 'round' out, or take the family quantize-and-dequantize-v2"
+    if asked.axis is not None:
+        if asked.args.form == "args":
+            return 'FakeQuantWithMinMaxArgs has one range for the whole tensor; take form = "vars" per channel'
+        if static(asked.shape) is None:
+            return "FakeQuant per channel needs the tensor's static shape"
     return None
 
 
 def opset(_asked: Request) -> int:
     """TensorFlow has no opsets."""
     return 0
+
+
+def settle(params: QParams) -> QParams:
+    """The scale that the op has when it is to have that of `params`: FakeQuant computes it from a float32 range."""
+    given = fake_quant.range_to_write(params)
+    return fake_quant.params_of(given, params.type, narrow=params.narrow, axis=params.axis)
 
 
 def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
@@ -97,17 +98,15 @@ def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
     bits = int(op.number("num_bits", 8))
     if ends is None or not MIN_BITS <= bits <= MAX_BITS:
         return None
-    low, high = ends
     integer = IntType(bits, signed=True)
     narrow = bool(op.attrs.get("narrow_range", False))
-    qmin, qmax = integer.limits(narrow=narrow)
-    scale = np.asarray((high - low) / (qmax - qmin)).astype(np.float32)
-    if not (np.isfinite(scale).all() and (scale > 0).all()):
+    found = fake_quant.steps(*ends, num_bits=bits, narrow_range=narrow)
+    if not (np.isfinite(found.size).all() and (found.size > 0).all()):
         return None
-    zero = np.clip(np.floor(qmin - low / scale.astype(np.float64) + 0.5), qmin, qmax)
+    qmin, _ = integer.limits(narrow=narrow)
     shape = graph.output(TensorRef(graph.name, op.name)).shape
-    axis = None if scale.ndim == 0 else (len(shape) - 1 if shape else 0)
-    return from_scale(scale, np.asarray(zero), integer, narrow=narrow, axis=axis)
+    axis = None if found.size.ndim == 0 else (len(shape) - 1 if shape else 0)
+    return from_scale(found.size, found.zero_point - narrow + qmin, integer, narrow=narrow, axis=axis)
 
 
 def _ends(graph: Graph, op: Op, parameters: Parameters) -> tuple[Array, Array] | None:
@@ -119,8 +118,13 @@ def _ends(graph: Graph, op: Op, parameters: Parameters) -> tuple[Array, Array] |
         return None
     if values[0].dtype != np.float32 or values[1].dtype != np.float32:
         return None
-    low, high = values[0].astype(np.float64), values[1].astype(np.float64)
+    low, high = values[0], values[1]
     return (low, high) if low.shape == high.shape and low.ndim <= 1 else None
+
+
+def rounding(_op: Op) -> Round:
+    """FakeQuant rounds half up."""
+    return "half-up"
 
 
 FAKE_QUANT = Family(
@@ -129,7 +133,11 @@ FAKE_QUANT = Family(
     lower=lower,
     why_not=why_not,
     opset=opset,
+    settle=settle,
     types=frozenset({"FakeQuantWithMinMaxArgs", "FakeQuantWithMinMaxVars", "FakeQuantWithMinMaxVarsPerChannel"}),
     folds=False,
+    zero_points=True,
+    arguments=frozenset({"form"}),
     read=read,
+    rounding=rounding,
 )

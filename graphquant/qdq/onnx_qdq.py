@@ -7,7 +7,7 @@ import numpy as np
 
 from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
 from graphquant.numerics import Array, IntType, QParams, along, from_scale, quantize
-from graphquant.qdq.base import Family, Lowering, Request, constant
+from graphquant.qdq.base import Family, Lowering, Request, Round, constant, static_params
 
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
 
@@ -25,7 +25,7 @@ def _dtype(params: QParams) -> np.dtype[np.generic]:
 
 def lower(graph: Graph, site: Lowering) -> TensorRef:
     """Adds QuantizeLinear and DequantizeLinear; where there is a value to fold, an integer constant for the former."""
-    params = site.params
+    params = static_params(site)
     known = graph.output(site.tensor)
     integer = _dtype(params)
     axis = {"axis": params.axis} if params.axis is not None else {}
@@ -45,7 +45,7 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
 
 def _clipped(graph: Graph, site: Lowering) -> TensorRef:
     """The tensor without what the type's container has and the type has not, by Max and Min, which broadcast."""
-    params, known = site.params, graph.output(site.tensor)
+    params, known = static_params(site), graph.output(site.tensor)
     ends = params.type.limits(narrow=params.narrow)
     container = IntType.parse(params.type.container).limits()
     result = site.tensor
@@ -78,6 +78,10 @@ def why_not(asked: Request) -> str | None:
     """The reason why onnxruntime cannot run these ops, or None."""
     if asked.dtype != "float32":
         return f"QuantizeLinear with a float32 scale takes no {asked.dtype} tensor"
+    if asked.dynamic:
+        return "QuantizeLinear needs a scale; leave 'range' out"
+    if asked.round == "half-up":
+        return "QuantizeLinear always rounds half to even; leave 'round' out"
     if asked.type.name == "int32" and asked.parameter:
         return None
     if asked.type.container not in {"int8", "uint8"}:
@@ -88,6 +92,16 @@ def why_not(asked: Request) -> str | None:
 def opset(asked: Request) -> int:
     """The lowest opset of the default domain that has these ops."""
     return OPSET_PER_TENSOR if asked.axis is None else OPSET_PER_CHANNEL
+
+
+def settle(params: QParams) -> QParams:
+    """What is asked for: scale and zero point are written as they are."""
+    return params
+
+
+def rounding(_op: Op) -> Round:
+    """QuantizeLinear rounds half to even."""
+    return "half-even"
 
 
 def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
@@ -129,7 +143,11 @@ ONNX_QDQ = Family(
     lower=lower,
     why_not=why_not,
     opset=opset,
+    settle=settle,
     types=frozenset({"QuantizeLinear", "DequantizeLinear"}),
     folds=True,
+    zero_points=True,
+    arguments=frozenset(),
     read=read,
+    rounding=rounding,
 )

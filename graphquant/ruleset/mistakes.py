@@ -110,6 +110,7 @@ def _where(path: KeyPath) -> str:
         "rule": "a rule",
         "scheme": "a scheme",
         "scheme.observe": "an observer",
+        "scheme.args": "the arguments of a family",
         "pattern": "a pattern",
         "rule.producer": "a producer",
         "rule.consumer": "a consumer",

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from graphquant.qdq import FAMILIES, Arguments
 from graphquant.ruleset.types import DTYPES, Observe, Pattern, Rule, RuleFile, Scheme, Selector
 from graphquant.sketch import OBSERVERS
 
@@ -22,6 +23,7 @@ TABLES: dict[str, type] = {
     "": RuleFile,
     "scheme": Scheme,
     "scheme.observe": Observe,
+    "scheme.args": Arguments,
     "pattern": Pattern,
     "rule": Rule,
     "rule.producer": Selector,
@@ -48,7 +50,7 @@ def schema() -> dict[str, Any]:
     It knows all but what the values say of one another: names of schemes and patterns, and rules called the same.
     """
     made = TypeAdapter(RuleFile).json_schema()
-    for table in (Scheme, Observe, Pattern, Rule, Selector):
+    for table in (Scheme, Observe, Arguments, Pattern, Rule, Selector):
         _describe(made["$defs"][table.__name__], table)
     _describe(made, RuleFile)
     _narrow(made["$defs"])
@@ -75,7 +77,6 @@ def _describe(node: dict[str, Any], table: type) -> None:
 def _narrow(tables: dict[str, Any]) -> None:
     """Adds what the validators check and pydantic's schema does not say."""
     from graphquant.ir.kinds import KINDS, ROLES
-    from graphquant.qdq import FAMILIES
 
     scheme, observe = tables["Scheme"], tables["Observe"]
     scheme["properties"]["dtype"] = {

@@ -15,11 +15,14 @@ from pydantic.dataclasses import dataclass
 
 from graphquant.errors import did_you_mean
 from graphquant.numerics import IntType
+from graphquant.qdq import FAMILIES, Arguments, Request, Round
 from graphquant.ruleset.syntax import compile_regex, parse_chain, parse_pattern
 from graphquant.sketch import OBSERVERS, Argument
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from graphquant.ir import Shape
 
 _FROZEN = ConfigDict(extra="forbid")
 
@@ -135,6 +138,9 @@ class Scheme:
         scale: "any" or "power-of-two".
         observe: The observer that picks the range.
         family: Which ops stand for the quantization; by default the format's own.
+        range: "observed" (or given), or "dynamic": that of the values in each run, which needs no data.
+        round: How values halfway between two steps are rounded; by default as the family does.
+        args: Arguments that only this family's ops have.
     """
 
     name: str = ""
@@ -147,6 +153,9 @@ class Scheme:
     scale: Literal["any", "power-of-two"] = "any"
     observe: Observe = Field(default_factory=lambda: Observe(name="minmax"))
     family: _Text | None = None
+    range: Literal["observed", "dynamic"] = "observed"
+    round: Round | None = None
+    args: Arguments = Field(default_factory=Arguments)
 
     @field_validator("observe", mode="before")
     @classmethod
@@ -164,8 +173,6 @@ class Scheme:
     @field_validator("family")
     @classmethod
     def _family(cls, value: str | None) -> str | None:
-        from graphquant.qdq import FAMILIES
-
         if value is not None:
             _known("family", [value], FAMILIES)
         return value
@@ -176,7 +183,44 @@ class Scheme:
             raise ValueError("'dtype' says what 'bits' and 'signed' say; give one or the other")
         if self.observe.name == "fixed-point" and self.zero != "symmetric":
             raise ValueError("the observer 'fixed-point' has zero point 0; the scheme must be symmetric")
+        self._fits_family()
         return self
+
+    def _fits_family(self) -> None:
+        """Raises a ValueError for what the ops of the named family cannot do, whatever the tensor."""
+        given = self.args.given()
+        if self.family is None:
+            if given:
+                raise ValueError(f"{given[0]!r} is an argument of one family's ops; name that with 'family'")
+            return
+        family = FAMILIES[self.family]
+        unknown = next((name for name in given if name not in family.arguments), None)
+        if unknown is not None:
+            takes = " and ".join(map(repr, sorted(family.arguments))) or "no arguments"
+            raise ValueError(f"the family {self.family!r} has no {unknown!r}; it takes {takes}")
+        low, high = self.args.input_min, self.args.input_max
+        if low is not None and high is not None and not low <= high:
+            raise ValueError(f"'input_min' {low} is above 'input_max' {high}")
+        if not given and self.range == "observed" and self.round is None and self.zero == "symmetric":
+            return  # what is left depends on the tensor too
+        axis = 0 if self.per == "channel" else None
+        reason = family.why_not(self.request(axis=axis, dtype="float32", shape=(1,), parameter=True))
+        if reason is not None:
+            raise ValueError(reason)
+
+    def request(self, *, axis: int | None, dtype: str, shape: Shape | None, parameter: bool) -> Request:
+        """What the scheme asks of a family for such a tensor."""
+        return Request(
+            type=self.type,
+            axis=axis,
+            dtype=dtype,
+            shape=shape,
+            parameter=parameter,
+            symmetric=self.zero == "symmetric",
+            dynamic=self.range == "dynamic",
+            round=self.round,
+            args=self.args,
+        )
 
     @property
     def type(self) -> IntType:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from graphquant.numerics import Dynamic
+
 if TYPE_CHECKING:
     from graphquant.ir import TensorRef, Use
     from graphquant.numerics import QParams
@@ -14,10 +16,12 @@ if TYPE_CHECKING:
 SCHEMA = 1
 
 
-def params_json(params: QParams | None) -> dict[str, Any]:
+def params_json(params: QParams | Dynamic | None) -> dict[str, Any]:
     """Scale, zero point and range; "dynamic" where they are computed at run time."""
     if params is None:
         return {"dynamic": True}
+    if isinstance(params, Dynamic):
+        return {"dynamic": True, "dtype": params.type.name, "axis": params.axis, "narrow": params.narrow}
     return {
         "dtype": params.type.name,
         "scale": params.scale.astype(float).tolist(),
@@ -110,6 +114,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
                 "tensor": tensor_json(reading.tensor),
                 "consumers": reading.consumers,
                 "rule": reading.rule,
+                "round": reading.round,
                 **params_json(reading.params),
             }
             for reading in found.readings

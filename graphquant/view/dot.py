@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.errors import printable
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
+from graphquant.numerics import Dynamic
 from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ def _label(graph: Graph, op: Op, parameters: Parameters) -> str:
     text = f"{op.name}\n{op.type}" if op.kind not in {"input", "output"} else op.name.removeprefix("@")
     family = next((family for family in FAMILIES.values() if op.type in family.types), None)
     params = None if family is None else family.read(graph, op, parameters)
-    if params is not None:
+    if isinstance(params, Dynamic):
+        text += f"\n{params.type.name} dynamic"
+    elif params is not None:
         text += f"\n{params.type.name} scale {_span(params.scale)} zp {params.zero_point.flat[0]}"
     for output in op.outputs:
         if output.stored is not None and output.stored.scale.size and output.stored.zero_point.size:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphquant.errors import printable
+from graphquant.numerics import Dynamic
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -232,11 +233,17 @@ def _coverage(found: Survey) -> list[RenderableType]:
 def _scheme(site: Site) -> str:
     scheme = site.scheme
     per = f", axis {site.axis}" if site.axis is not None else ""
-    how = f"scale of {_uses([str(use) for use in site.tie], 1)}" if site.tie else scheme.observe.name
+    how = (
+        f"scale of {_uses([str(use) for use in site.tie], 1)}"
+        if site.tie
+        else ("dynamic" if scheme.range == "dynamic" else scheme.observe.name)
+    )
     return f"{scheme.type.name} {scheme.zero}{per}, {how}"
 
 
-def _params(params: QParams) -> tuple[str, str, str, str]:
+def _params(params: QParams | Dynamic) -> tuple[str, str, str, str]:
+    if isinstance(params, Dynamic):
+        return params.type.name, "dynamic", "", ""
     dtype = params.type.name + (f"[{params.scale.size}]" if params.axis is not None else "")
     zero = _span(params.zero_point, "d")
     low, high = float(params.range.low.min()), float(params.range.high.max())

@@ -1,0 +1,46 @@
+"""The TensorFlow nodes that quantization ops need beside them: constants and reshapes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.ir import DataType, Graph, Op, Output, TensorRef
+from graphquant.qdq.base import Lowering, constant
+
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
+
+
+def after(graph: Graph, site: Lowering) -> tuple[str, ...]:
+    """What new constants must wait for: in a frame the op that makes the tensor, so that they run inside of it."""
+    return (site.tensor.op,) if site.in_frame and site.tensor.graph == graph.name else ()
+
+
+def const(graph: Graph, site: Lowering, word: str, value: Array) -> TensorRef:
+    """Adds a Const called after the site and `word`."""
+    return constant(graph, f"{site.name}/{word}", value, type_="Const", rule=site.rule, after=after(graph, site))
+
+
+def reshape(graph: Graph, site: Lowering, tensor: TensorRef, shape: tuple[int, ...], word: str) -> TensorRef:
+    """Adds a Reshape of `tensor`, called after the site and `word`."""
+    dtype = graph.output(site.tensor).dtype
+    sizes = const(graph, site, f"{word}/shape", np.array(shape, np.int32))
+    label = graph.fresh(f"{site.name}/{word}")
+    op = Op(
+        name=label,
+        kind="reshape",
+        type="Reshape",
+        roles=("input", "shape"),
+        outputs=(Output(label, dtype, shape),),
+        attrs={"T": DataType(dtype or "float32"), "Tshape": DataType("int32")},
+        rule=site.rule,
+    )
+    return graph.add(op, [tensor, sizes])
+
+
+def static(shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:
+    """`shape` if every size is known."""
+    known = tuple(side for side in shape or () if side is not None)
+    return known if shape is not None and len(known) == len(shape) else None

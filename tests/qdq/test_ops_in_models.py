@@ -1,0 +1,224 @@
+"""Each TensorFlow family in a model that TensorFlow runs: bit for bit what its numpy reference predicts."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphquant as gq
+from graphquant.errors import RuleError
+from graphquant.ir import Graph, Model, Op, Output, Parameters
+from graphquant.numerics import Dynamic, IntType, Range, choose, fake_quant
+from graphquant.numerics import quantize_and_dequantize as qad
+from graphquant.qdq import FAMILIES, Lowering, Request
+from graphquant.ruleset import load_ruleset
+from graphquant.survey import survey
+
+RULES = """
+[scheme.s]
+{scheme}
+
+[[rule]]
+name = "all"
+consumer = {{ kind = "conv|depthwise_conv|matmul", input = "{role}" }}
+quantize = "s"
+"""
+FIXED = 'observe = {name = "fixed", low = -1.5, high = 0.75}'
+WEIGHTS = {"conv": 3, "depthwise": 2, "product": 1}
+"""The ops of the model and the channel axis of their weights."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A frozen graph with a convolution, a depthwise one and a matrix product, and its weights."""
+    tf = pytest.importorskip("tensorflow").compat.v1
+    rng = np.random.default_rng(3)
+    sizes = {"conv": (3, 3, 3, 4), "depthwise": (3, 3, 4, 1), "product": (4, 5)}
+    weights = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    with tf.Graph().as_default() as graph:
+        x = tf.placeholder(tf.float32, [1, 6, 6, 3], name="x")
+        y = tf.nn.conv2d(x, tf.constant(weights["conv"], name="wc"), 1, "SAME", name="conv")
+        y = tf.nn.depthwise_conv2d_native(
+            y, tf.constant(weights["depthwise"], name="wd"), [1, 1, 1, 1], "SAME", name="depthwise"
+        )
+        y = tf.reshape(y, [36, 4])
+        tf.identity(tf.matmul(y, tf.constant(weights["product"], name="wp"), name="product"), name="out")
+    path = tmp_path_factory.mktemp("model") / "net.pb"
+    path.write_bytes(graph.as_graph_def().SerializeToString())
+    return path, weights
+
+
+def run(made, tmp_path, wanted):
+    """The values that TensorFlow gives the tensors in `wanted`, in the written model."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    made.save(tmp_path / "made.pb", force=True)
+    x = np.random.default_rng(4).normal(size=(1, 6, 6, 3)).astype(np.float32)
+    with v1.Graph().as_default() as graph:
+        v1.import_graph_def(v1.GraphDef.FromString((tmp_path / "made.pb").read_bytes()), name="")
+        with v1.Session(graph=graph) as session:
+            return session.run(wanted, {"x:0": x})
+
+
+def inserted(model, tmp_path, scheme, role):
+    """What `insert` makes with one rule."""
+    (tmp_path / "r.toml").write_text(RULES.format(scheme=scheme, role=role))
+    return gq.insert(model[0], rules=[str(tmp_path / "r.toml")])
+
+
+def predicted(family, before, params, *, rounding, form=None):
+    """What the numpy reference of the family gives."""
+    kind = params.type
+    if isinstance(params, Dynamic):
+        axis = -1 if params.axis is None else params.axis
+        more = {} if family.endswith("v3") else {"round_mode": qad_mode(rounding), "num_bits": kind.bits}
+        positional = (0.0, 0.0, kind.bits) if family.endswith("v3") else (0.0, 0.0)
+        call = qad.v3 if family.endswith("v3") else qad.v2
+        signed, narrow = kind.signed, params.narrow
+        return call(before, *positional, signed_input=signed, range_given=False, narrow_range=narrow, axis=axis, **more)
+    if family == "fake-quant":
+        ends = fake_quant.range_to_write(params)
+        more = {"num_bits": kind.bits, "narrow_range": params.narrow and kind.signed}
+        if form == "args":
+            return fake_quant.with_args(before, low=float(ends.low), high=float(ends.high), **more)
+        if params.axis is None:
+            return fake_quant.with_vars(before, ends.low, ends.high, **more)
+        last = np.moveaxis(before, params.axis, -1)
+        found = fake_quant.with_vars_per_channel(np.ascontiguousarray(last), ends.low, ends.high, **more)
+        return np.moveaxis(found, -1, params.axis)
+    ends = qad.range_to_write(params)
+    more = {"signed_input": kind.signed, "narrow_range": params.narrow, "range_given": True}
+    if family.endswith("v3"):
+        axis = -1 if params.axis is None else params.axis
+        return qad.v3(before, ends.low, ends.high, kind.bits, axis=axis, **more)
+    return qad.v2(before, ends.low, ends.high, num_bits=kind.bits, round_mode=qad_mode(rounding), **more)
+
+
+def qad_mode(rounding):
+    """The op's word for a rounding."""
+    return "HALF_UP" if rounding == "half-up" else "HALF_TO_EVEN"
+
+
+def cases():
+    """Every family with every combination of its arguments: family, scheme lines, rounding and form."""
+    for family in [name for name in FAMILIES if name != "onnx-qdq"]:
+        fake = family == "fake-quant"
+        rounds = {"fake-quant": ["half-up"], "quantize-and-dequantize-v3": ["half-even"]}
+        for bits in (2, 8, 16) if fake else (2, 8, 16, 24):
+            for signed in (True, False):
+                for narrow in (True, False):
+                    for rounding in rounds.get(family, ["half-even", "half-up"]):
+                        for extra in ["vars", "args"] if fake else ["observed", "dynamic"]:
+                            lines = f'family = "{family}"\nbits = {bits}\nsigned = {str(signed).lower()}\n'
+                            lines += f'narrow = {str(narrow).lower()}\nround = "{rounding}"\n'
+                            lines += f'args = {{form = "{extra}"}}' if fake else f'range = "{extra}"'
+                            yield pytest.param(family, lines, rounding, extra, id=lines.replace("\n", " "))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "scheme", "rounding", "extra"), list(cases()))
+def test_activations_and_weights(model, tmp_path, family, scheme, rounding, extra) -> None:
+    """Activations per tensor and weights per channel, where the family can, are what the reference predicts."""
+    channel = extra != "args" and (extra == "dynamic" or family in {"fake-quant", "quantize-and-dequantize-v3"})
+    for role, lines in (
+        ("input", f"{scheme}\n{FIXED}"),
+        ("weight", scheme + '\nobserve = "absmax"' + ('\nper = "channel"' if channel else "")),
+    ):
+        result = inserted(model, tmp_path, lines, role)
+        assert len(result.inserted) == 3, result.skips
+        names = [(str(done.site.tensor), str(done.output)) for done in result.inserted]
+        for done, (before, after) in zip(result.inserted, run(result, tmp_path, names), strict=True):
+            assert done.params.axis == (WEIGHTS[done.site.uses[0].op] if channel and role == "weight" else None)
+            form = extra if family == "fake-quant" else None
+            expected = predicted(family, before, done.params, rounding=rounding, form=form)
+            np.testing.assert_array_equal(np.asarray(after).view(np.int32), expected.view(np.int32))
+
+
+@pytest.mark.slow
+def test_what_inspect_reads_back(model, tmp_path) -> None:
+    """A dynamic site needs no data and is told as dynamic, with its axis and how it rounds."""
+    scheme = 'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nper = "channel"\nround = "half-up"'
+    result = inserted(model, tmp_path, scheme, "weight")
+    result.save(tmp_path / "made.pb")
+    found = survey(gq.load(tmp_path / "made.pb")).readings
+    assert [(one.params, one.round) for one in found] == [
+        (Dynamic(type=IntType(8, True), axis=axis), "half-up") for axis in WEIGHTS.values()
+    ]
+
+
+@given(
+    family=st.sampled_from([name for name in FAMILIES if name.startswith("quantize-and")]),
+    bits=st.integers(2, 30),
+    signed=st.booleans(),
+    narrow=st.booleans(),
+    high=st.floats(2.0**-60, 2.0**60),
+    dynamic=st.booleans(),
+    half_up=st.booleans(),
+)
+@settings(deadline=None)
+def test_lowering_is_read_back(family, bits, signed, narrow, high, dynamic, half_up) -> None:
+    """Scale, bits, sign, narrow range and rounding come back from the ops exactly."""
+    model = Model(format="tensorflow")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    tensor = graph.add(Op(name="t", kind="relu", type="Relu", outputs=(Output("t", "float32", (2,)),)))
+    kind, narrow = IntType(bits, signed), narrow and signed
+    rounding = "half-up" if half_up and not family.endswith("v3") else "half-even"
+    low = -high if signed else 0.0
+    params = choose(Range(low, high), kind, symmetric=signed, narrow=narrow)
+    wanted = Dynamic(type=kind, narrow=narrow) if dynamic else FAMILIES[family].settle(params)
+    site = Lowering(tensor=tensor, name="q", params=wanted, rule="r", shape=(2,), round=rounding)
+    made = FAMILIES[family].lower(graph, site)
+    found = FAMILIES[family].read(graph, graph.op(made.op), Parameters(model))
+    assert FAMILIES[family].rounding(graph.op(made.op)) == rounding
+    if dynamic:
+        assert found == wanted
+        return
+    assert (found.type, found.narrow, found.scale, found.zero_point) == (kind, narrow, wanted.scale, 0)
+    assert abs(float(found.scale) / float(params.scale) - 1) < 2.0**-22
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [
+        ('family = "fake-quant"\nround = "half-even"', "always rounds half up"),
+        ('family = "quantize-and-dequantize-v3"\nround = "half-up"', "always rounds half to even"),
+        ('family = "quantize-and-dequantize-v2"\nzero = "asymmetric"', "no zero point; take zero"),
+        ('family = "quantize-and-dequantize-v2"\nargs = {form = "args"}', "has no 'form'"),
+        ('family = "fake-quant"\nrange = "dynamic"', "needs a range"),
+        ('family = "fake-quant"\nargs = {form = "arg"}', "it must be 'vars' or 'args'"),
+        ('family = "fake-quant"\nargs = {from = "args"}', "'from' is no key of the arguments of a family"),
+        ('args = {form = "args"}', "name that with 'family'"),
+        (
+            'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nargs = {input_min = 2.0, input_max = 1.0}',
+            "'input_min' 2.0 is above",
+        ),
+    ],
+)
+def test_rules_that_no_op_can_follow(tmp_path, scheme: str, said: str) -> None:
+    """A scheme that its family cannot carry out is an error of the rule file, with its line and the way out."""
+    path = tmp_path / "r.toml"
+    path.write_text(RULES.format(scheme=scheme, role="weight"))
+    with pytest.raises(RuleError) as error:
+        load_ruleset([str(path)])
+    assert said in str(error.value)
+    assert f"{path}:" in str(error.value)
+
+
+@pytest.mark.parametrize("version", [2, 4])
+def test_a_range_per_channel_needs_v3(version: int) -> None:
+    """V2 and V4 have no kernel for a range per channel, and the way out is told; with a dynamic range they have."""
+    why_not = FAMILIES[f"quantize-and-dequantize-v{version}"].why_not
+    asked = {"type": IntType(8, True), "axis": 1, "dtype": "float32", "shape": (2, 3)}
+    assert "quantize-and-dequantize-v3 or fake-quant" in why_not(Request(**asked))
+    assert why_not(Request(**asked, dynamic=True)) is None
+
+
+def test_types_and_shapes_without_a_kernel() -> None:
+    """Half floats and scalars of V3 are refused, float64 is not."""
+    why_not = FAMILIES["quantize-and-dequantize-v3"].why_not
+    for dtype in ("float16", "bfloat16"):
+        reason = why_not(Request(type=IntType(8, True), axis=None, dtype=dtype, shape=(2,)))
+        assert f"no CPU kernel for {dtype}" in reason
+    assert "no scalar" in why_not(Request(type=IntType(8, True), axis=None, dtype="float32", shape=()))
+    assert why_not(Request(type=IntType(8, True), axis=None, dtype="float64", shape=(2,))) is None
