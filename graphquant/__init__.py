@@ -19,6 +19,8 @@ _PUBLIC = {
     "check_data": "graphquant.pipeline",
     "insert": "graphquant.pipeline",
     "save": "graphquant.pipeline",
+    "freeze": "graphquant.tflite",
+    "convert": "graphquant.tflite",
     "load_stats": "graphquant.calibration",
     "merge_stats": "graphquant.pipeline",
     "Result": "graphquant.pipeline",

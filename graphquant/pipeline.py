@@ -34,6 +34,7 @@ from graphquant.match import Matcher
 from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
 from graphquant.prepare import Step, prepare
 from graphquant.qdq import FAMILIES
+from graphquant.ranges import Ranges, give, read_map
 from graphquant.rewrite import Inserted, rewrite
 from graphquant.ruleset import RuleSet, Selector, load_ruleset
 from graphquant.solve import solve
@@ -60,6 +61,7 @@ class Result:
         notes: A word on some sites, by their tensor.
         stats: What the ranges of activations come from, None where no data was needed.
         statistics: The statistics file, None where they were made now.
+        ranges: What a TFLite file's scales were used for, None where none was given.
     """
 
     model: Model
@@ -70,6 +72,7 @@ class Result:
     notes: Mapping[TensorRef, str] = field(default_factory=dict)
     stats: Stats | None = None
     statistics: Path | None = None
+    ranges: Ranges | None = None
 
     @property
     def samples(self) -> int:
@@ -195,6 +198,8 @@ def insert(
     stats: Stats | str | Path | None = None,
     plan: Plan | str | Path | None = None,
     method: str | None = None,
+    ranges: Model | str | Path | None = None,
+    ranges_map: Mapping[str, str] | str | Path | None = None,
     samples: int | None = None,
     max_memory: int | None = None,
     include: Sequence[str] = (),
@@ -212,6 +217,8 @@ def insert(
         stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is not read.
         plan: A plan, or the path of an edited one, instead of rules.
         method: The observer of all activations whose range comes from data, instead of what the rules say.
+        ranges: A TFLite file, whose scales are used for the same-named activations.
+        ranges_map: Names of the model's tensors and of the file's that they get their scales from, or a TOML file.
         samples: Use only that many samples.
         max_memory: Bytes that observed values may take; by default half of what is free.
         include: Globs or /regexes/; only what they name is quantized.
@@ -234,6 +241,9 @@ def insert(
     source = _loaded(model)
     prepared, made = _prepared(source, plan, rules, include, exclude, family)
     made = with_method(made, method)
+    taken = None
+    if ranges is not None:
+        made, taken = _given(prepared, made, ranges, ranges_map)
     statistics = Path(stats) if isinstance(stats, str | Path) else None
     found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
     wanting = needs_data(made)
@@ -261,6 +271,7 @@ def insert(
         notes={made.sites[index].tensor: note for index, note in sorted(solution.notes.items())},
         stats=found if wanting else None,
         statistics=statistics if wanting else None,
+        ranges=taken,
     )
 
 
@@ -479,6 +490,16 @@ def _prepared(
         return _planned(source, _ruleset(source, rules), _choice(source, include, exclude, family))
     made = plan if isinstance(plan, Plan) else read_plan(Path(plan))
     return _prepared_for(source, made), made
+
+
+def _given(
+    prepared: Model, made: Plan, ranges: Model | str | Path, names: Mapping[str, str] | str | Path | None
+) -> tuple[Plan, Ranges]:
+    """The plan with the scales of a TFLite file."""
+    source = _loaded(ranges)
+    if source.format != "tflite":
+        raise UsageError(f"{source.path or 'The model'} is no TFLite file. Give one whose scales are to be used.")
+    return give(prepared, made, source, read_map(Path(names)) if isinstance(names, str | Path) else names or {})
 
 
 def _calibrate_line(source: Model, made: Plan, plan: object) -> str:

@@ -97,7 +97,7 @@ def give(model: Model, plan: Plan, source: Model, names: Mapping[str, str]) -> t
     entries = _entries(source)
     mapped = _mapped(plan, entries, names)
     activations = {name: one for name, (one, constant) in entries.items() if not constant}
-    known = places(model, activations)
+    known = places(model, activations, _names(source))
     callers = model.callers()
     sites, given, missing, taken = [], [], [], set()
     for site in plan.sites:
@@ -127,6 +127,10 @@ def _entries(source: Model) -> dict[str, tuple[Output, bool]]:
                 if output.name and (stored(output).scale.size or stored(output).low.size):
                     found.setdefault(output.name, (output, op.kind in {"constant", "variable"}))
     return found
+
+
+def _names(source: Model) -> set[str]:
+    return {output.name for graph in source.graphs.values() for op in graph.ops() for output in op.outputs}
 
 
 def _mapped(plan: Plan, entries: Mapping[str, object], names: Mapping[str, str]) -> dict[TensorRef, str]:

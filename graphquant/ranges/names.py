@@ -17,7 +17,7 @@ import numpy as np
 from graphquant.ir import CONTROL, FORWARDING, Model, Output, Shape, Stored, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from graphquant.ir import Call, Graph
 
@@ -31,8 +31,14 @@ WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gem
 """Kinds that a fused op starts with."""
 
 
-def places(model: Model, activations: Mapping[str, Output]) -> dict[TensorRef, str]:
-    """For the tensors of `model` that a TFLite file knows, their names there; those that two names claim are out."""
+def places(model: Model, activations: Mapping[str, Output], names: Collection[str]) -> dict[TensorRef, str]:
+    """For the tensors of `model` that a TFLite file knows, their names there; those that two names claim are out.
+
+    Args:
+        model: The model.
+        activations: The file's tensors that may be meant, by name.
+        names: The names of all of the file's tensors.
+    """
     known: dict[str, list[TensorRef]] = {}
     ranks: dict[TensorRef, int] = {}
     for name in model.live():
@@ -45,14 +51,21 @@ def places(model: Model, activations: Mapping[str, Output]) -> dict[TensorRef, s
                 for spelling in spellings:
                     known.setdefault(spelling, []).append(ref)
     claims: dict[TensorRef, list[str]] = {}
-    listed = Counter(part for name in activations for part in set(name.split(";")))
-    for name in activations:
-        parts = {part: listed[part] == 1 for part in name.split(";")}
-        for found in known.get(name) or _find(model, known, ranks, parts):
+    plain = {name: name if name in known else _without_count(name, names) for name in activations}
+    listed = Counter(part for name in set(plain.values()) for part in set(name.split(";")))
+    for name, spelled in plain.items():
+        parts = {part: listed[part] == 1 for part in spelled.split(";")}
+        for found in known.get(spelled) or _find(model, known, ranks, parts):
             ref = _inner(model, found)
             if _as_large(model.output(ref).shape, activations[name].shape):
                 claims.setdefault(ref, []).append(name)
-    return {ref: names[0] for ref, names in claims.items() if _agree([activations[name] for name in names])}
+    return {ref: same[0] for ref, same in claims.items() if _agree([activations[name] for name in same])}
+
+
+def _without_count(name: str, names: Collection[str]) -> str:
+    """`name` without the number that the converter puts behind it where another tensor has that name already."""
+    digits = len(name) - len(name.rstrip("0123456789"))
+    return next((name[:-cut] for cut in range(1, digits + 1) if name[:-cut] in names), name)
 
 
 def _as_large(one: Shape | None, other: Shape | None) -> bool:
@@ -84,7 +97,10 @@ def _find(
         bare = _bare(part)
         for ref in known.get(bare, known.get(bare.removesuffix("/quant"), [])):  # what this program inserted
             named.setdefault(ref.graph, ([], []))[not alone].append(ref)
-    found = (_last(model.graphs[graph], own, shared, ranks) for graph, (own, shared) in named.items() if own)
+    found = (
+        _last(model.graphs[graph], own or shared, shared if own else [], ranks)
+        for graph, (own, shared) in named.items()
+    )
     return [ref for ref in found if ref is not None]
 
 
@@ -104,7 +120,7 @@ def _last(
         return name
 
     for name in group:
-        for source in graph.nx.pred[name]:
+        for source in _behind(graph, name):
             if source in group:
                 group[find(source)] = find(name)
     sizes = Counter(find(name) for name in group)
@@ -112,10 +128,24 @@ def _last(
     if others and others[0][1] == size:
         return None
     for other in shared:
-        behind = any(source in group and find(source) == first for source in graph.nx.pred[other.op])
+        behind = any(source in group and find(source) == first for source in _behind(graph, other.op))
         if behind and graph.op(other.op).kind not in WEIGHTED:
             return None
     return max((ref for ref in refs if find(ref.op) == first), key=ranks.__getitem__)
+
+
+def _behind(graph: Graph, name: str) -> Iterator[str]:
+    """The ops that an op reads, and those behind ops that this program made, which the file knows nothing of."""
+    for source in graph.nx.pred[name]:
+        yield source
+        here: str | None = source
+        for _ in range(MAX_STEPS):
+            if here is None or not graph.op(here).rule:
+                break
+            read = graph.producer(Use(graph.name, here, 0)) if graph.slots(here) else None
+            here = read.op if read is not None and read.graph == graph.name else None
+            if here is not None:
+                yield here
 
 
 def _bare(name: str) -> str:
@@ -160,12 +190,12 @@ def _inner(model: Model, ref: TensorRef) -> TensorRef:
 
 
 def same(model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef) -> Iterator[TensorRef]:
-    """The tensor, and those that are handed on to it, out of its function too."""
+    """The tensor, and those that are handed on to it, quantized on the way or not, out of its function too."""
     for _ in range(MAX_STEPS):
         yield tensor
         op, graph = model.op(tensor), model.graphs[tensor.graph]
         source = None
-        if op.kind in FORWARDING:
+        if op.kind in FORWARDING | {"qdq"}:
             source = graph.producer(Use(tensor.graph, tensor.op, 0))
         elif op.kind == "input" and len(callers.get(tensor.graph, ())) == 1:
             use, call = callers[tensor.graph][0]

@@ -8,9 +8,11 @@ from graphquant.numerics import Dynamic
 
 if TYPE_CHECKING:
     from graphquant.ir import TensorRef, Use
-    from graphquant.numerics import QParams
+    from graphquant.numerics import Array, QParams
     from graphquant.pipeline import Result
     from graphquant.plans import Skip
+    from graphquant.ranges import Ranges
+    from graphquant.receipt import Receipt
     from graphquant.survey import StoredTensor, Survey
 
 SCHEMA = 1
@@ -49,8 +51,42 @@ def skip_json(skip: Skip) -> dict[str, Any]:
     return {"tensor": tensor_json(skip.tensor), "uses": uses, "rule": skip.rule, "reason": skip.reason}
 
 
-def result_json(result: Result, output: str | None) -> dict[str, Any]:
-    """The report of `insert`."""
+def ranges_json(ranges: Ranges) -> dict[str, Any]:
+    """What a TFLite file's scales were used for."""
+    return {
+        "path": str(ranges.path) if ranges.path else None,
+        "given": [{"tensor": tensor_json(one.tensor), "name": one.name, "exact": one.exact} for one in ranges.given],
+        "unused": list(ranges.unused),
+        "missing": [tensor_json(tensor) for tensor in ranges.missing],
+    }
+
+
+def receipt_json(receipt: Receipt) -> dict[str, Any]:
+    """Each planned tensor beside what TFLite's runtime has."""
+
+    def numbers(pair: tuple[Array, Array] | None) -> dict[str, Any] | None:
+        return None if pair is None else {"scale": pair[0].astype(float).tolist(), "zero_point": pair[1].tolist()}
+
+    return {
+        "agrees": receipt.agrees,
+        "tensors": [
+            {
+                "tensor": tensor_json(line.tensor),
+                "name": line.name,
+                "index": line.index,
+                "planned": numbers(line.planned),
+                "runtime": numbers(line.found),
+                "problem": line.problem,
+            }
+            for line in receipt.lines
+        ],
+        "ops": receipt.ops,
+        "float": [{"op": one.op, "type": one.type, "reason": one.reason} for one in receipt.floats],
+    }
+
+
+def result_json(result: Result, output: str | None, receipt: Receipt | None = None) -> dict[str, Any]:
+    """The report of `insert`, with the receipt of a conversion to TFLite."""
     return {
         "schema": SCHEMA,
         "input": str(result.source.path) if result.source.path else None,
@@ -76,6 +112,8 @@ def result_json(result: Result, output: str | None) -> dict[str, Any]:
         ],
         "skips": [skip_json(skip) for skip in result.skips],
         "unused": list(result.plan.unused),
+        "ranges": None if result.ranges is None else ranges_json(result.ranges),
+        "receipt": None if receipt is None else receipt_json(receipt),
     }
 
 

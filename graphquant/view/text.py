@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array, QParams
     from graphquant.pipeline import Result
     from graphquant.plans import Plan, Site, Skip
+    from graphquant.ranges import Ranges
+    from graphquant.receipt import Receipt
     from graphquant.survey import Survey
 
 SHOWN = 3
@@ -54,6 +56,8 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     """What `insert` did: for each rule a table, with scale, zero point and range of each site."""
     rows = [(done.site, _params(done.params)) for done in result.inserted]
     parts: list[RenderableType] = [*_steps(result.plan), *_by_rule(rows, *PARAMS), *_skips(result.skips)]
+    if result.ranges is not None:
+        parts += _ranges(result.ranges)
     if result.random:
         parts.append(_text("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
     if result.stats is not None:
@@ -93,6 +97,35 @@ def _incomplete(stats: Stats) -> list[RenderableType]:
     left = [run for run in stats.runs if not run.complete]
     said = f"of {sum(run.samples for run in left)} samples, {sum(run.samples_done for run in left)} were run"
     return [_text(f"The statistics are incomplete: {said}.", style="yellow")] if left else []
+
+
+def receipt_view(receipt: Receipt) -> RenderableType:
+    """Each planned tensor beside what TFLite's runtime has, and the ops that stayed float."""
+    table = _table("tensor", "index", "scale", "zero", "runtime", "verdict")
+    for line in receipt.lines:
+        planned, found = ("" if pair is None else _span(pair[0], ".6g", ".4g") for pair in (line.planned, line.found))
+        zeros = "" if line.planned is None else _span(line.planned[1], "d")
+        zeros += "" if line.found is None else f" ({_span(line.found[1], 'd')})"
+        index = "" if line.index is None else str(line.index)
+        table.add_row(printable(str(line.tensor)), index, planned, zeros, found, line.problem or "equal")
+    wrong = sum(bool(line.problem) for line in receipt.lines)
+    parts: list[RenderableType] = [_text("Receipt: the plan beside TFLite's runtime", style="bold"), table]
+    parts += [_text(f"float: {one.op} ({one.type}): {one.reason}", style="yellow") for one in receipt.floats]
+    said = f"{len(receipt.lines) - wrong} of {_count(len(receipt.lines), 'planned tensor')} are as planned"
+    parts.append(_text(f"{said}, {len(receipt.floats)} of {_count(receipt.ops, 'op')} stayed float.", style="bold"))
+    return Group(*parts)
+
+
+def _ranges(ranges: Ranges) -> list[RenderableType]:
+    """What a TFLite file's scales were used for."""
+    exact = sum(one.exact for one in ranges.given)
+    head = f"{_count(len(ranges.given), 'tensor')} got their range from {ranges.path or 'the TFLite model'}"
+    lines = [_text(f"{head}, {exact} of them its very scale and zero point.")]
+    if ranges.unused:
+        lines.append(_text(f"in that file alone: {_uses(ranges.unused)}", style="yellow"))
+    if ranges.missing:
+        lines.append(_text(f"not in that file: {_uses([str(one) for one in ranges.missing])}", style="yellow"))
+    return [*lines]
 
 
 def survey_view(found: Survey) -> RenderableType:

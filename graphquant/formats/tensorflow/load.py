@@ -48,7 +48,15 @@ def load(path: Path) -> Model:
     Raises:
         ModelError: There is no such model there, it is damaged, or it is not supported.
     """
-    source = read(path)
+    return build(read(path), path)
+
+
+def build(source: Source, path: Path) -> Model:
+    """The model of what was read, or made, for `path`.
+
+    Raises:
+        ModelError: It is damaged, or not supported.
+    """
     try:
         with bulk():
             return _Loader(source, path).model()

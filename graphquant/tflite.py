@@ -1,0 +1,106 @@
+"""A quantized TensorFlow model as a TFLite file, with the proof that the runtime has the scales that were planned."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphquant.errors import UsageError
+from graphquant.pipeline import check_output
+from graphquant.receipt import Receipt, prove
+
+if TYPE_CHECKING:
+    from graphquant.ir import Model
+    from graphquant.pipeline import Result
+    from graphquant.plans import Site
+
+SUFFIX = ".tflite"
+
+BITS = 8
+"""The converter gives other widths wrong int16 convolutions without a word, or fails."""
+
+
+def freeze(model: Model) -> Model:
+    """`model` as one graph of ops and constants, which is what can be converted.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: TensorFlow cannot freeze the model.
+        UsageError: It is no TensorFlow model.
+    """
+    if model.format != "tensorflow":
+        raise UsageError(
+            f"{model.path or 'The model'} is in the format {model.format}, and TensorFlow's converter makes TFLite"
+            " files of TensorFlow models alone. Start from the TensorFlow model, or write the model in its own format."
+        )
+    from graphquant.formats.tensorflow.freeze import freeze as made
+
+    return made(model)
+
+
+def convert(result: Result, path: str | Path | None, *, force: bool = False) -> Receipt:
+    """Converts a quantized frozen model, compares it with its plan, and writes it.
+
+    Args:
+        result: What `insert` made of a frozen model.
+        path: The file, which is written whole or not at all; None writes nothing.
+        force: Replace what is at `path`.
+
+    Returns:
+        Each planned tensor's scale and zero point beside the runtime's; the file is written also where they differ.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: The converter or the runtime refuses the model.
+        UsageError: The plan has what the converter cannot carry over, or `path` cannot be written.
+    """
+    if path is not None:
+        check_output(Path(path), result.source.path, force=force)
+    if result.model.format != "tensorflow" or len(result.model.graphs) > 1:
+        raise UsageError(
+            "Only a frozen TensorFlow graph can be converted. Quantize what graphquant.freeze(model) gives."
+        )
+    refused = [(done.site, reason) for done in result.inserted if (reason := _why_not(result.model, done.site))]
+    if refused:
+        (site, reason), count = refused[0], len(refused)
+        more = f" {count - 1} more sites are like that." if count > 1 else ""
+        raise UsageError(f"TFLite's converter cannot carry over {site.tensor}, because {reason}.{more}")
+    from graphquant.formats.tensorflow.convert import convert as run
+    from graphquant.formats.tensorflow.convert import details
+    from graphquant.formats.tflite import parse
+
+    data = run(result.model)
+    receipt = prove(result.model, result.inserted, parse(data), details(data))
+    if path is not None:
+        _write(Path(path), data)
+    return receipt
+
+
+def _why_not(model: Model, site: Site) -> str:
+    """Why the converter would make something else of a site, "" if it would not."""
+    scheme = site.scheme
+    if scheme.family != "fake-quant":
+        return f"it understands FakeQuant alone and not {scheme.family}; give --family fake-quant"
+    if scheme.type.bits != BITS:
+        return f"FakeQuants of {scheme.type.bits} bits become other numbers or none; use {BITS} bits"
+    kinds = {model.graphs[use.graph].op(use.op).kind for use in site.uses}
+    if site.axis is not None and "matmul" in kinds:
+        return "a MatMul's weight per channel breaks it; quantize that weight per tensor, as the rules tflite do"
+    return ""
+
+
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_bytes(data)
+        part.replace(path)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another output with -o.") from error
+    finally:
+        with suppress(OSError):
+            part.unlink()
+
+
+__all__ = ["SUFFIX", "Receipt", "convert", "freeze"]
