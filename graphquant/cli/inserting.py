@@ -1,0 +1,149 @@
+"""`insert`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphquant.cli.options import MAX_MEMORY, memory, selection
+from graphquant.cli.output import progress_bar, write
+from graphquant.errors import FindingsError, UsageError
+
+if TYPE_CHECKING:
+    from graphquant.pipeline import Result
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Default: MODEL's name with .quant in it.")
+@selection
+@click.option(
+    "--data",
+    metavar="SPEC",
+    help="Calibration data: .npz, a folder, photos,preset=imagenet, module:function (it is run); see docs/data.md.",
+)
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use only the first N samples.")
+@click.option(
+    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Apply this plan instead of rules."
+)
+@click.option(
+    "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Statistics from calibrate, in place of --data."
+)
+@click.option("--method", metavar="NAME", help="How ranges are picked from the data, whatever the rules say.")
+@MAX_MEMORY
+@click.option(
+    "--ranges",
+    type=click.Path(path_type=Path),
+    metavar="FILE.tflite",
+    help="Use this file's scales for the activations that have the same names.",
+)
+@click.option(
+    "--ranges-map",
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="Say which tensor of the model is which of that file's.",
+)
+@click.option("--float-weights", is_flag=True, help="Keep weights float, behind a whole QDQ pair.")
+@click.option("--dry-run", is_flag=True, help="Do everything but write.")
+@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+def insert(  # click passes what the user gave
+    model: Path,
+    output: Path | None,
+    rules: tuple[str, ...],
+    include: tuple[str, ...],
+    exclude: tuple[str, ...],
+    family: str | None,
+    data: str | None,
+    samples: int | None,
+    plan_file: Path | None,
+    stats: Path | None,
+    method: str | None,
+    max_memory: str | None,
+    ranges: Path | None,
+    ranges_map: Path | None,
+    float_weights: bool,
+    dry_run: bool,
+    report: Path | None,
+    force: bool,
+) -> None:
+    """Quantize MODEL: plan, calibrate, rewrite, write."""
+    if plan_file is not None and (rules or include or exclude or family):
+        raise UsageError(
+            "--plan applies a plan as it is; --rules, --include, --exclude and --family make one. Give either."
+        )
+    if stats is not None and (data is not None or samples is not None):
+        raise UsageError("--stats takes the place of --data and --samples. Give either.")
+    if ranges_map is not None and ranges is None:
+        raise UsageError("--ranges-map names tensors of the file that --ranges gives. Give that too.")
+    from graphquant import pipeline
+
+    target = output or pipeline.default_output(model)
+    to_tflite = _check_outputs(model, target, report, dry_run=dry_run, force=force)
+    loaded = pipeline.load(model)
+    if to_tflite:
+        from graphquant import tflite
+
+        loaded = tflite.freeze(loaded)
+    with progress_bar() as progress:
+        result = pipeline.insert(
+            loaded,
+            rules=rules,
+            data=data,
+            stats=stats,
+            plan=plan_file,
+            method=method,
+            samples=samples,
+            max_memory=memory(max_memory),
+            ranges=ranges,
+            ranges_map=ranges_map,
+            include=include,
+            exclude=exclude,
+            family=family,
+            float_weights=float_weights,
+            progress=progress,
+        )
+    _deliver(result, target, to_tflite=to_tflite, report=report, dry_run=dry_run, force=force)
+
+
+def _check_outputs(model: Path, target: Path, report: Path | None, *, dry_run: bool, force: bool) -> bool:
+    """Refuses outputs that cannot be written, before any work is done; tells whether a TFLite file is to be made."""
+    from graphquant import formats, pipeline
+
+    form = formats.format_of(model)
+    to_tflite = form == "tensorflow" and target.suffix == ".tflite"
+    if to_tflite and not dry_run:
+        pipeline.check_output(target, model, force=force)
+    elif not dry_run:
+        pipeline.check_model_output(target, model, form, force=force)
+    if report is not None:
+        pipeline.check_output(report, model, force=True)
+        if report.resolve() == target.resolve():
+            raise UsageError(f"--report {report} is the output itself. Give the report another name.")
+    return to_tflite
+
+
+def _deliver(result: Result, target: Path, *, to_tflite: bool, report: Path | None, dry_run: bool, force: bool) -> None:
+    """Writes what insert made, as a TFLite file with its receipt where asked, and tells what was done."""
+    from graphquant.view import data as view_data
+    from graphquant.view import text
+
+    receipt, written = None, None if dry_run else target
+    if to_tflite:
+        from graphquant import tflite
+
+        receipt = tflite.convert(result, written, force=force)
+    elif written is not None:
+        written = result.save(target, force=force)
+    if report is not None:
+        write(report, view_data.result_json(result, str(written) if written else None, receipt))
+    text.console().print(text.result_view(result, written))
+    if receipt is not None:
+        text.console().print(text.receipt_view(receipt))
+    if receipt is not None and not receipt.agrees:
+        raise FindingsError(
+            f"{target.name} does not have every scale that was planned; the table above has the runtime's beside"
+            " them. Leave those tensors with --exclude, or give them the runtime's ranges."
+        )

@@ -1,0 +1,44 @@
+"""Options that several commands have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def selection(command: F) -> F:
+    """The options that choose what is quantized."""
+    options = [
+        click.option(
+            "--rules",
+            multiple=True,
+            metavar="NAME|FILE|RULE",
+            help="Rule file, or 'PRODUCER > CONSUMER: BITS, EXPONENT'; repeat it to stack, first match wins.",
+        ),
+        click.option(
+            "--include", multiple=True, metavar="PATTERN", help="Quantize only what this glob or /regex/ names."
+        ),
+        click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave what this glob or /regex/ names."),
+        click.option("--family", metavar="NAME", help="QDQ ops for schemes that name none: onnx-qdq, fake-quant."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+MAX_MEMORY = click.option(
+    "--max-memory",
+    metavar="SIZE",
+    help="Bytes that observed values may take, 512MB or 2GB; by default half of what is free.",
+)
+
+
+def memory(given: str | None) -> int | None:
+    """The bytes that --max-memory says, None where it is not given."""
+    from graphquant.calibration import parse_size
+
+    return parse_size(given) if given is not None else None
