@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, Shape, TensorRef, Use
+from graphquant.ir import (
+    FLOAT_TYPES,
+    Graph,
+    Model,
+    Op,
+    Parameters,
+    Shape,
+    TensorRef,
+    Use,
+    channel_axis,
+    channel_view,
+)
 from graphquant.ruleset import (
     BoundRule,
     Link,
@@ -217,9 +228,10 @@ class Matcher:
             known = [side for side in shape if side is not None]
             return math.prod(known) if len(known) == len(shape) else None
         reader = None if use is None else self.model.graphs[use.graph].op(use.op)
-        if reader is None or use is None or reader.channel_axis is None or reader.role(use.slot) != "weight":
+        if reader is None or use is None or reader.role(use.slot) != "weight":
             return None
-        return shape[reader.channel_axis] if -len(shape) <= reader.channel_axis < len(shape) else None
+        axis = channel_axis(reader, shape)
+        return None if axis is None else (channel_view(reader, shape) or shape)[axis]
 
     # -- chains ----------------------------------------------------------------------------------
 

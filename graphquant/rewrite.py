@@ -88,14 +88,15 @@ def _lowering(
     value = parameters.value(site.tensor) if site.parameter and (folds or float_weights or unknown) else None
     if value is not None:
         shape = value.shape
+    seen = site.view or shape
     if (
         not isinstance(params, Dynamic)
         and params.axis is not None
-        and shape is not None
-        and shape[params.axis : params.axis + 1] != params.scale.shape
+        and seen is not None
+        and seen[params.axis : params.axis + 1] != params.scale.shape
     ):
         raise UsageError(
-            f"{site.tensor} of shape {shape} has not {params.scale.size} channels on axis {params.axis}, as the plan"
+            f"{site.tensor} of shape {seen} has not {params.scale.size} channels on axis {params.axis}, as the plan"
             " says. Mend its site, or make the plan anew."
         )
     folded = value if folds else None
@@ -104,7 +105,7 @@ def _lowering(
             f"{site.tensor} would be quantized to {params.type.name} at run time, which no op does. Take its site out"
             " of the plan."
         )
-    clip = value is None or folded is not None or isinstance(params, Dynamic) or _overflows(value, params)
+    clip = value is None or folded is not None or isinstance(params, Dynamic) or _overflows(value, params, site.view)
     return Lowering(
         tensor=site.tensor,
         name=name,
@@ -113,13 +114,16 @@ def _lowering(
         value=folded,
         clip=clip,
         shape=shape,
+        view=site.view,
         round=site.scheme.round,
         args=site.scheme.args,
     )
 
 
-def _overflows(value: Array, params: QParams) -> bool:
+def _overflows(value: Array, params: QParams, view: tuple[int, ...] | None) -> bool:
     """Whether a value lies outside of what the type represents."""
+    if view is not None:
+        value = np.resize(value, view)
     wide = replace(params, type=IntType(MAX_RUN_TIME_BITS * 2, signed=True), narrow=False)
     return not np.array_equal(quantize(value, params), quantize(value, wide))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -202,6 +203,10 @@ def _weight(parameters: Parameters, site: Site) -> Array:
         raise DataError(f"its value is of {value.dtype.name}, not of a float type")
     if value.size == 0:
         raise DataError("it has no elements")
+    if site.view is not None:
+        if value.size != math.prod(site.view):
+            raise DataError(f"its value has the shape {value.shape}, and the plan views it as {site.view}")
+        value = value.reshape(site.view)
     if site.axis is not None and site.axis >= value.ndim:
         raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
     if np.isinf(value).any() and not np.isnan(value).any():
@@ -213,7 +218,7 @@ def _weight(parameters: Parameters, site: Site) -> Array:
 
 
 def _channels(model: Model, parameters: Parameters, site: Site, axis: int) -> int:
-    known = model.output(site.tensor).shape
+    known = site.view or model.output(site.tensor).shape
     if known is not None and known[axis] is not None:
         return int(known[axis])
     value = parameters.value(site.tensor)

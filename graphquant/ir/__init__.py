@@ -1,5 +1,6 @@
 """The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
+from graphquant.ir.channels import channel_axis, channel_view
 from graphquant.ir.check import check
 from graphquant.ir.graph import CONTROL, Graph, Model, bulk
 from graphquant.ir.parameter import FORWARDING, Parameters, readable
@@ -35,6 +36,8 @@ __all__ = [
     "TensorRef",
     "Use",
     "bulk",
+    "channel_axis",
+    "channel_view",
     "check",
     "readable",
 ]

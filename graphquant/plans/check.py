@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError
-from graphquant.ir import Parameters, TensorRef, Use
+from graphquant.ir import Parameters, TensorRef, Use, channel_view
 from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
@@ -86,6 +86,12 @@ def _misfits(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:
     if (site.axis is not None) != (site.scheme.per == "channel"):
         yield f"its scheme is per {site.scheme.per}, and its axis {site.axis}"
         return
+    if site.view is not None:
+        readers = [model.graphs[use.graph].op(use.op) for use in site.uses]
+        if shape is None or any(channel_view(reader, shape) != site.view for reader in readers):
+            yield f"its consumers do not see channels in the view {list(site.view)}"
+            return
+        shape = site.view
     if site.axis is not None and (shape is None or not 0 <= site.axis < len(shape)):
         yield f"it has no axis {site.axis}, or it is not known how many there are"
         return

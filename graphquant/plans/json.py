@@ -210,6 +210,8 @@ def _site(site: Site, scheme: str) -> dict[str, Any]:
     data |= {"scheme": scheme, "rule": site.rule, "why": site.why, "parameter": site.parameter}
     if site.axis is not None:
         data["axis"] = site.axis
+    if site.view is not None:
+        data["view"] = list(site.view)
     if site.tie:
         data["tie"] = [_use(use) for use in site.tie]
     given = {"range": site.range, "scale": site.scale, "zero_point": site.zero_point}

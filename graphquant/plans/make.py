@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FORWARDING, QUANTIZATION_KINDS, Model, Op, TensorRef, Use, bulk
+from graphquant.ir import FORWARDING, QUANTIZATION_KINDS, Model, Op, TensorRef, Use, bulk, channel_axis, channel_view
 from graphquant.match import Match, Matcher, name_matches
 from graphquant.plans.types import Plan, Site, Skip
 from graphquant.qdq import FAMILIES, Family
@@ -15,6 +15,7 @@ from graphquant.ruleset import Scheme
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from graphquant.ir import Shape
     from graphquant.prepare import Step
     from graphquant.ruleset import RuleSet
 
@@ -84,6 +85,7 @@ class _Open:
     uses: list[Use]
     scheme: Scheme = field(default_factory=Scheme)
     axis: int | None = None
+    view: Shape | None = None
     tie: tuple[Use, ...] = ()
     reason: str = ""
 
@@ -169,6 +171,7 @@ class _Draft:
                 graph=self._graph(item.first),
                 scheme=item.scheme,
                 axis=item.axis,
+                view=None if item.view is None else tuple(size for size in item.view if size is not None),
                 rule=item.first.rule.rule.name,
                 why=item.first.rule.rule.why,
                 parameter=self.matcher.parameters.is_parameter(item.first.tensor),
@@ -192,7 +195,8 @@ class _Draft:
         family = FAMILIES[scheme.family or self.choice.family]
         scheme = replace(scheme, family=family.name)
         axis = self._axis(match) if scheme.per == "channel" else None
-        reason = self._misfit(match, scheme, family, axis)
+        view = self._view(match) if axis is not None else None
+        reason = self._misfit(match, scheme, family, axis, view)
         if tie and scheme.range == "dynamic":
             reason = reason or "it is tied to a tensor with a dynamic range, which has no scale to share"
         if reason:
@@ -200,17 +204,19 @@ class _Draft:
             return False
         # A bias has the scales of one consumer's input and weight, so consumers never share its site.
         alone = match.use if scheme.observe.name == "bias" else None
-        key = (match.tensor, self._graph(match), scheme, axis, bool(tie), alone)
+        key = (match.tensor, self._graph(match), scheme, axis, view, bool(tie), alone)
         if key not in self._sites:
-            self._sites[key] = _Open(first=match, uses=[], scheme=scheme, axis=axis, tie=tie)
+            self._sites[key] = _Open(first=match, uses=[], scheme=scheme, axis=axis, view=view, tie=tie)
         self._sites[key].uses.append(match.use)
         return True
 
-    def _misfit(self, match: Match, scheme: Scheme, family: Family, axis: int | None) -> str:
+    def _misfit(self, match: Match, scheme: Scheme, family: Family, axis: int | None, view: Shape | None) -> str:
         """Why the use cannot be quantized by that scheme, "" if it can."""
         model, output = self.matcher.model, self.matcher.model.output(match.tensor)
         if scheme.per == "channel" and axis is None:
             return f"scheme {scheme.name!r} is per channel, and {match.use} has no channel axis"
+        if view is not None and None in view:
+            return f"scheme {scheme.name!r} is per channel, and the sizes of the kernel are not known"
         if output.dtype is None:
             return "its data type is not known without running the model"
         if family.format != model.format:
@@ -218,7 +224,7 @@ class _Draft:
         asked = scheme.request(
             axis=axis,
             dtype=output.dtype,
-            shape=self.matcher.shape(match.tensor),
+            shape=view or self.matcher.shape(match.tensor),
             parameter=self.matcher.parameters.is_parameter(match.tensor),
         )
         return family.why_not(asked) or ""
@@ -265,10 +271,13 @@ class _Draft:
         shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
         if role == "bias":
             return 0 if shape is not None and len(shape) == 1 else None
-        axis = consumer.channel_axis
-        if axis is None or role != "weight" or shape is None or not -len(shape) <= axis < len(shape):
-            return None
-        return axis % len(shape)
+        return channel_axis(consumer, shape) if role == "weight" and shape is not None else None
+
+    def _view(self, match: Match) -> Shape | None:
+        """The shape in which that axis holds all channels, where it is not the tensor's own."""
+        consumer = self.matcher.model.graphs[match.use.graph].op(match.use.op)
+        shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
+        return channel_view(consumer, shape) if role == "weight" and shape is not None else None
 
     def _skip(self, match: Match, reason: str) -> None:
         key = (match.tensor, match.rule.rule.name, reason)

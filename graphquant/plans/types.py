@@ -25,6 +25,8 @@ class Site:
         graph: The graph that gets the new ops: the tensor's own, or the body that reads it.
         scheme: How it is quantized.
         axis: The channel axis of a per-channel scheme, else None.
+        view: The shape in which `axis` is the channel axis, where it is not the tensor's own: a depthwise kernel
+            [3, 3, 4, 2] has 8 channels as [3, 3, 8].
         rule: Name of the rule that claimed the uses.
         why: That rule's reason.
         parameter: Whether the tensor is a weight, so that its range comes from its value.
@@ -41,6 +43,7 @@ class Site:
     graph: str
     scheme: Scheme
     axis: int | None = None
+    view: tuple[int, ...] | None = None
     rule: str = ""
     why: str = ""
     parameter: bool = False

@@ -54,6 +54,7 @@ class Lowering:
         value: The weight's value if it is to be folded into an integer constant, else None.
         clip: Whether values may lie outside of what the type represents, so that its container must not take them.
         shape: The tensor's static shape where it is known, as it must be per channel.
+        view: That shape if the tensor is to be reshaped to it for its channels to be one axis, and back; else None.
         in_frame: Whether the tensor may live in a TF1 loop or cond frame.
         round: How to round; None as the family does by itself.
         args: The family's own arguments.
@@ -66,6 +67,7 @@ class Lowering:
     value: Array | None = None
     clip: bool = True
     shape: tuple[int | None, ...] | None = None
+    view: tuple[int, ...] | None = None
     in_frame: bool = False
     round: Round | None = None
     args: Arguments = field(default_factory=Arguments)

@@ -14,13 +14,17 @@ from graphquant.errors import InternalError
 from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
 from graphquant.numerics import Array, IntType, QParams, fake_quant, from_scale
 from graphquant.qdq.base import Family, Lowering, Request, Round, static_params
-from graphquant.qdq.nodes import const, reshape, static
+from graphquant.qdq.nodes import const, reshape, static, within
 
 MIN_BITS, MAX_BITS = fake_quant.MIN_BITS, fake_quant.MAX_BITS
 
 
 def lower(graph: Graph, site: Lowering) -> TensorRef:
     """Adds the FakeQuant op with its two constants; per channel of an inner axis between two reshapes."""
+    return within(graph, site, _lower)
+
+
+def _lower(graph: Graph, site: Lowering) -> TensorRef:
     params = static_params(site)
     given = fake_quant.range_to_write(params)
     low, high = given.low.astype(np.float32), given.high.astype(np.float32)

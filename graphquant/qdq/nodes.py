@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphquant.errors import InternalError
 from graphquant.ir import DataType, Graph, Op, Output, TensorRef
 from graphquant.qdq.base import Lowering, constant
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from graphquant.numerics import Array
 
 
@@ -38,6 +42,20 @@ def reshape(graph: Graph, site: Lowering, tensor: TensorRef, shape: tuple[int, .
         rule=site.rule,
     )
     return graph.add(op, [tensor, sizes])
+
+
+def within(graph: Graph, site: Lowering, lower: Callable[[Graph, Lowering], TensorRef]) -> TensorRef:
+    """What `lower` adds, between two reshapes where the site has a view of its tensor."""
+    shape = static(site.shape)
+    if site.view is None:
+        return lower(graph, site)
+    if shape is None:
+        raise InternalError(
+            f"A view of {site.tensor}, whose shape is not known, was asked for; the plan must refuse it."
+        )
+    viewed = reshape(graph, site, site.tensor, site.view, "flat")
+    made = lower(graph, replace(site, tensor=viewed, shape=site.view, view=None))
+    return reshape(graph, site, made, shape, "shaped")
 
 
 def static(shape: tuple[int | None, ...] | None) -> tuple[int, ...] | None:

@@ -16,7 +16,7 @@ from graphquant.ir import DataType, Graph, Op, Output, Parameters, TensorRef
 from graphquant.numerics import Array, Dynamic, IntType, QParams, Range
 from graphquant.numerics import quantize_and_dequantize as qad
 from graphquant.qdq.base import Family, Lowering, Request, Round
-from graphquant.qdq.nodes import const
+from graphquant.qdq.nodes import const, within
 
 ROUND_MODES: dict[Round, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
 
@@ -28,6 +28,10 @@ READABLE_BITS = 62
 
 def lower(graph: Graph, site: Lowering, *, version: int) -> TensorRef:
     """Adds the op with the constants of its range, and of V3's bits."""
+    return within(graph, site, partial(_lower, version=version))
+
+
+def _lower(graph: Graph, site: Lowering, *, version: int) -> TensorRef:
     params, known = site.params, graph.output(site.tensor)
     attrs: dict[str, Any] = {
         "signed_input": params.type.signed,

@@ -1,0 +1,28 @@
+"""The output channels of weights."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from graphquant.ir.types import Op, Shape
+
+
+def channel_axis(op: Op, shape: Shape) -> int | None:
+    """The output channel axis of a weight of `shape` that `op` reads, counted from 0; None if it has none."""
+    axis = op.channel_axis
+    return None if axis is None or not -len(shape) <= axis < len(shape) else axis % len(shape)
+
+
+def channel_view(op: Op, shape: Shape) -> Shape | None:
+    """The shape in which a weight's output channels are one axis, where they lie on two; else None.
+
+    They do in TensorFlow's depthwise kernels [h, w, channels, multiplier], seen as [h, w, channels * multiplier];
+    a multiplier of 1 needs no other view. Sizes that are not known stay so.
+    """
+    axis = channel_axis(op, shape)
+    if op.kind != "depthwise_conv" or axis is None or axis != len(shape) - 2 or shape[-1] == 1:
+        return None
+    both = [size for size in shape[axis:] if size is not None]
+    return (*shape[:axis], math.prod(both) if len(both) == len(shape) - axis else None)

@@ -1,0 +1,169 @@
+"""Depthwise kernels [h, w, channels, multiplier] have a scale per output channel."""
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.errors import UsageError
+from graphquant.ir import Op, channel_axis, channel_view
+from graphquant.numerics import Dynamic, fake_quant
+from graphquant.numerics import quantize_and_dequantize as qad
+from graphquant.plans import to_json
+from graphquant.plans.json import from_json
+
+RULES = """
+[scheme.s]
+{scheme}
+per = "channel"
+observe = "absmax"
+
+[[rule]]
+name = "kernel"
+consumer = {{ kind = "depthwise_conv", input = "weight", min_channels = {channels}, max_channels = {channels} }}
+quantize = "s"
+"""
+CHANNELS = 4
+
+
+def kernel(multiplier: int) -> np.ndarray:
+    """A kernel each of whose output channels has another magnitude."""
+    rng = np.random.default_rng(multiplier)
+    sizes = 2.0 ** rng.permutation(np.arange(CHANNELS * multiplier)).reshape(CHANNELS, multiplier)
+    return (rng.normal(size=(3, 3, CHANNELS, multiplier)) * sizes).astype(np.float32)
+
+
+def model(tmp_path, multiplier: int):
+    """A frozen graph of one depthwise convolution."""
+    tf = pytest.importorskip("tensorflow").compat.v1
+    with tf.Graph().as_default() as graph:
+        x = tf.placeholder(tf.float32, [1, 6, 6, CHANNELS], name="x")
+        weight = tf.constant(kernel(multiplier), name="w")
+        tf.identity(tf.nn.depthwise_conv2d_native(x, weight, [1, 1, 1, 1], "SAME", name="depthwise"), name="out")
+    path = tmp_path / "net.pb"
+    path.write_bytes(graph.as_graph_def().SerializeToString())
+    return path
+
+
+def inserted(tmp_path, multiplier: int, scheme: str, **more):
+    """What `insert` makes of that graph with one rule."""
+    rules = tmp_path / "r.toml"
+    rules.write_text(RULES.format(scheme=scheme, channels=CHANNELS * multiplier))
+    return gq.insert(model(tmp_path, multiplier), rules=[str(rules)], **more)
+
+
+def run(result, tmp_path, names: list[str]) -> list[np.ndarray]:
+    """What TensorFlow gives for tensors of the written model."""
+    import tensorflow as tf
+
+    v1 = tf.compat.v1
+    path = result.save(tmp_path / "made.pb", force=True)
+    with v1.Graph().as_default() as graph:
+        v1.import_graph_def(v1.GraphDef.FromString(path.read_bytes()), name="")
+        with v1.Session(graph=graph) as session:
+            return session.run(names, {"x:0": np.ones((1, 6, 6, CHANNELS), np.float32)})
+
+
+def expected(family: str, weight: np.ndarray, params) -> np.ndarray:
+    """What the family's reference makes of each output channel by itself."""
+    flat = weight.reshape(3, 3, -1)
+    if isinstance(params, Dynamic):
+        found = [qad.v2(flat[..., one], num_bits=8, narrow_range=params.narrow) for one in range(flat.shape[2])]
+    elif family == "fake-quant":
+        ends = fake_quant.range_to_write(params)
+        found = [
+            fake_quant.with_vars_per_channel(flat, ends.low, ends.high, narrow_range=True)[..., one]
+            for one in range(flat.shape[2])
+        ]
+    else:
+        ends = qad.range_to_write(params)
+        pairs = zip(ends.low, ends.high, strict=True)
+        found = [qad.v3(flat[..., one], *pair, 8, narrow_range=True) for one, pair in enumerate(pairs)]
+    return np.stack(found, axis=2).reshape(weight.shape)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multiplier", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("family", "range_"),
+    [
+        ("fake-quant", "observed"),
+        ("quantize-and-dequantize-v3", "observed"),
+        ("quantize-and-dequantize-v2", "dynamic"),
+        ("quantize-and-dequantize-v3", "dynamic"),
+        ("quantize-and-dequantize-v4", "dynamic"),
+    ],
+)
+def test_each_output_channel_has_its_scale(tmp_path, family: str, range_: str, multiplier: int) -> None:
+    """The scale of an output channel is that of its own values, and the op gives what the reference predicts."""
+    result = inserted(tmp_path, multiplier, f'family = "{family}"\nrange = "{range_}"\nnarrow = true')
+    (done,) = result.inserted
+    weight = kernel(multiplier)
+    assert done.params.axis == 2
+    assert done.site.view == (None if multiplier == 1 else (3, 3, CHANNELS * multiplier))
+    if range_ == "observed":
+        largest = np.abs(weight).reshape(9, -1).max(axis=0)
+        np.testing.assert_allclose(done.params.scale, largest / 127, rtol=2e-7)
+    (before, after) = run(result, tmp_path, [str(done.site.tensor), str(done.output)])
+    np.testing.assert_array_equal(before, weight)
+    np.testing.assert_array_equal(after.view(np.int32), expected(family, weight, done.params).view(np.int32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [2, 4])
+def test_v2_and_v4_refuse_a_range_per_channel(tmp_path, version: int) -> None:
+    """V2 and V4 have no kernel for a range per channel: nothing is written, and why is told."""
+    result = inserted(tmp_path, 2, f'family = "quantize-and-dequantize-v{version}"')
+    assert not result.inserted
+    (skip,) = result.skips
+    assert "quantize-and-dequantize-v3 or fake-quant" in skip.reason
+    assert result.model is result.source
+
+
+@pytest.mark.slow
+def test_the_plan_says_how_the_kernel_is_seen(tmp_path) -> None:
+    """A plan with a view survives JSON and is applied; another view or number of scales is refused."""
+    made = inserted(tmp_path, 2, 'family = "fake-quant"')
+    data = to_json(made.plan)
+    assert data["sites"][0]["view"] == [3, 3, 8]
+    again = gq.insert(made.source, plan=from_json(data))
+    np.testing.assert_array_equal(again.inserted[0].params.scale, made.inserted[0].params.scale)
+    data["sites"][0]["scale"] = [0.5] * 4
+    with pytest.raises(UsageError, match="it has 8 channels and the plan gives 4 scales"):
+        gq.insert(made.source, plan=from_json(data))
+    data["sites"][0]["view"] = [9, 2, 4]
+    with pytest.raises(UsageError, match=r"do not see channels in the view \[9, 2, 4\]"):
+        gq.insert(made.source, plan=from_json(data))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("multiplier", [1, 2, 3])
+def test_tflite_has_the_same_scales(tmp_path, multiplier: int) -> None:
+    """TFLite's converter takes over the scale of each output channel."""
+    rules = tmp_path / "all.toml"
+    rules.write_text(
+        RULES.format(scheme='family = "fake-quant"\nnarrow = true', channels=CHANNELS * multiplier)
+        + '[scheme.a]\nobserve = {name = "fixed", low = -4.0, high = 4.0}\nfamily = "fake-quant"\n'
+        '[[rule]]\nname = "x"\nconsumer = {kind = "depthwise_conv", input = "input"}\nquantize = "a"\n'
+        '[[rule]]\nname = "y"\nproducer = {kind = "depthwise_conv"}\nquantize = "a"\n'
+    )
+    result = gq.insert(model(tmp_path, multiplier), rules=[str(rules)])
+    from graphquant.tflite import convert
+
+    receipt = convert(result, None)
+    assert [line.problem for line in receipt.lines] == [""] * 3
+    kernels = [line for line in receipt.lines if line.tensor.op == "w"]
+    assert kernels[0].found is not None
+    assert kernels[0].found[0].size == CHANNELS * multiplier
+
+
+def test_views_of_other_kernels() -> None:
+    """Only a depthwise kernel with a multiplier is seen otherwise; sizes that are not known stay so."""
+    tensorflow = Op(name="d", kind="depthwise_conv", type="DepthwiseConv2dNative", outputs=(), channel_axis=2)
+    onnx = Op(name="d", kind="depthwise_conv", type="Conv", outputs=(), channel_axis=0)
+    transposed = Op(name="t", kind="conv_transpose", type="Conv2DBackpropInput", outputs=(), channel_axis=2)
+    assert channel_view(tensorflow, (3, 3, 4, 2)) == (3, 3, 8)
+    assert channel_view(tensorflow, (3, 3, None, 2)) == (3, 3, None)
+    assert channel_view(tensorflow, (3, 3, 4, 1)) is None
+    assert channel_view(onnx, (8, 1, 3, 3)) is None
+    assert channel_view(transposed, (3, 3, 8, 4)) is None
+    assert (channel_axis(onnx, (8, 1, 3, 3)), channel_axis(tensorflow, (3,))) == (0, None)
