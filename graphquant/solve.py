@@ -38,14 +38,14 @@ class Solution:
 
 
 @bulk()
-def solve(  # noqa: C901  # the story, step by step
+def solve(  # the story, step by step
     model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch], unwatchable: Mapping[TensorRef, str] | None = None
 ) -> Solution:
     """Scale and zero point of every site.
 
-    A site with a scale keeps it; one with a range gets that; a parameter's range comes from its value; all else from
-    `sketches`; where one is missing, `unwatchable` may tell why. Sites that are tied get the union of their ranges, so
-    that they share one scale and zero point.
+    A site with a scale keeps it; one with a range gets that; one with a twin has its twin's; a parameter's range comes
+    from its value; all else from `sketches`; where one is missing, `unwatchable` may tell why. Sites that are tied get
+    the union of their ranges, so that they share one scale and zero point.
 
     Raises:
         ModelError: A weight holds NaN or infinity.
@@ -63,7 +63,7 @@ def solve(  # noqa: C901  # the story, step by step
             continue
         if site.scale is not None:
             params[index] = _dictated(site, site.scale)
-        elif site.scheme.observe.name != "bias" or site.range is not None:
+        elif not _follows(site) and (site.scheme.observe.name != "bias" or site.range is not None):
             try:
                 ranges[index] = _range(model, parameters, site, sketches, notes, index)
                 _check_zero(site, ranges[index])
@@ -75,16 +75,29 @@ def solve(  # noqa: C901  # the story, step by step
         skips.pop(index, None)
     _as_written(plan, skips, params)
     _follow_skips(plan, feeding, skips, params)
-    for index, site in enumerate(plan.sites):
-        if index not in params and index not in skips and site.scheme.range != "dynamic":
-            try:
-                params[index] = _bias(model, site, feeding, params, parameters)
-            except DataError as error:
-                skips[index] = _skip(site, str(error))
+    _biases(model, plan, feeding, params, skips, parameters)
+    _follow_twins(plan, feeding, params, skips)
     dynamic = {index: _dynamic(site) for index, site in enumerate(plan.sites) if site.scheme.range == "dynamic"}
     return Solution(
         params={**params, **dynamic}, skips=skips, notes={index: notes[index] for index in notes if index in params}
     )
+
+
+def _biases(
+    model: Model,
+    plan: Plan,
+    feeding: Mapping[Use, int],
+    params: dict[int, QParams],
+    skips: dict[int, Skip],
+    parameters: Parameters,
+) -> None:
+    """Gives what is left its consumer's scales: biases."""
+    for index, site in enumerate(plan.sites):
+        if index not in params and index not in skips and not _follows(site) and site.scheme.range != "dynamic":
+            try:
+                params[index] = _bias(model, site, feeding, params, parameters)
+            except DataError as error:
+                skips[index] = _skip(site, str(error))
 
 
 def _as_written(plan: Plan, skips: dict[int, Skip], params: dict[int, QParams]) -> None:
@@ -113,6 +126,24 @@ def _check_zero(site: Site, found: Range) -> None:
             f"it has negative values, and {site.scheme.family} has no zero point; take signed integers with"
             ' zero = "symmetric", or the family fake-quant'
         )
+
+
+def _follow_twins(plan: Plan, feeding: Mapping[Use, int], params: dict[int, QParams], skips: dict[int, Skip]) -> None:
+    """Gives sites in copies the scales of their twins."""
+    for index, site in enumerate(plan.sites):
+        if not _follows(site) or site.twin is None:
+            continue
+        twin = feeding.get(site.twin)
+        if twin is not None and twin in params:
+            params[index] = params[twin]
+        else:
+            skips[index] = _skip(site, f"its twin {site.twin} is not quantized")
+
+
+def _follows(site: Site) -> bool:
+    """Whether the site has its twin's scale; one of its own wins."""
+    own = site.scale is not None or site.range is not None or site.scheme.range == "dynamic"
+    return site.twin is not None and not own
 
 
 def _skip(site: Site, reason: str) -> Skip:

@@ -6,10 +6,24 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Graph, Model, Op, Output, Parameters, Stored, TensorRef, Use
+from graphquant.ir import (
+    FLOAT_TYPES,
+    QUANTIZATION_KINDS,
+    Graph,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    Stored,
+    TensorRef,
+    Twins,
+    Use,
+)
 from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from graphquant.numerics import Dynamic, QParams
 
 WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm", "lstm", "gru", "rnn", "einsum"})
@@ -85,6 +99,7 @@ class Survey:
         coverage: The ops that multiply.
         tensors: Every tensor, by its place in the file, where scales are in tensors (TFLite); else empty.
         idle: Functions that nothing reaches from the main graph.
+        copies: Ops that multiply in saved functions and are left alone: rules see only what runs, and copies of that.
     """
 
     model: Model
@@ -93,6 +108,7 @@ class Survey:
     coverage: tuple[Coverage, ...]
     tensors: tuple[StoredTensor, ...]
     idle: tuple[str, ...]
+    copies: tuple[Coverage, ...]
 
 
 def survey(model: Model) -> Survey:
@@ -115,7 +131,8 @@ def survey(model: Model) -> Survey:
                 coverage.append(Coverage(graph=name, op=op.name, kind=op.kind, quantized=not reason, reason=reason))
     ordered = dict(sorted(types.items(), key=lambda item: (-item[1], item[0])))
     reached = set(live)
-    idle = tuple(name for name in model.graphs if name not in reached)
+    idle = tuple(name for name in model.graphs if name not in reached and name not in model.saved)
+    done = {(one.graph, one.op) for one in coverage if one.quantized}
     place = {name: number for number, name in enumerate(live)}
     tensors.sort(key=lambda one: (place[one.tensor.graph], one.stored.index))
     return Survey(
@@ -125,7 +142,25 @@ def survey(model: Model) -> Survey:
         coverage=tuple(coverage),
         tensors=tuple(tensors),
         idle=idle,
+        copies=tuple(_left_alone(model, parameters, done)),
     )
+
+
+def _left_alone(model: Model, parameters: Parameters, done: set[tuple[str, str]]) -> Iterator[Coverage]:
+    """The ops in copies that no scale is known for, or that are float where their twin is not."""
+    twins = Twins(model, parameters)
+    for name in twins.copies:
+        graph = model.graphs[name]
+        for op in graph.ops():
+            if op.kind not in WEIGHTED:
+                continue
+            twin, reason = twins.of(name, op.name), _float_input(graph, op)
+            if twin is None:
+                reason = "no op that runs computes the same on the same variables" if reason else ""
+            elif twin not in done:
+                reason = ""
+            if reason:
+                yield Coverage(graph=name, op=op.name, kind=op.kind, quantized=False, reason=reason)
 
 
 def _stored(graph: Graph, op: Op) -> list[StoredTensor]:

@@ -59,6 +59,7 @@ def needs_data(plan: Plan) -> tuple[Site, ...]:
         site
         for site in plan.sites
         if not site.parameter
+        and site.twin is None
         and site.range is None
         and site.scale is None
         and site.scheme.range != "dynamic"

@@ -4,6 +4,7 @@ from graphquant.ir.channels import channel_axis, channel_view
 from graphquant.ir.check import check
 from graphquant.ir.graph import CONTROL, Graph, Model, bulk
 from graphquant.ir.parameter import FORWARDING, Parameters, readable
+from graphquant.ir.twins import Twins
 from graphquant.ir.types import (
     FLOAT_TYPES,
     NO_ATTRS,
@@ -34,6 +35,7 @@ __all__ = [
     "Shape",
     "Stored",
     "TensorRef",
+    "Twins",
     "Use",
     "bulk",
     "channel_axis",

@@ -283,6 +283,8 @@ class Model:
         evaluate: Gives the outputs of one pure op for input arrays, or None if it cannot; None where the format cannot.
         opset: The ONNX default domain's opset; 0 for the others.
         entries: The graphs that a run may start with; a TFLite file has one for each signature.
+        saved: Graphs that no run starts with and that say what whoever loads the model may call, and with which
+            variables: the saved functions of a SavedModel.
         saver: Writes the model, set by whoever loaded it.
     """
 
@@ -294,6 +296,7 @@ class Model:
     evaluate: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]] | None] | None = None
     opset: int = 0
     entries: tuple[str, ...] = ("",)
+    saved: tuple[str, ...] = ()
     saver: Callable[[Model, Path, bool], Path] | None = None
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
@@ -331,7 +334,12 @@ class Model:
 
     def live(self) -> list[str]:
         """Graphs that a run can reach, the main one first."""
-        seen, queue = set(self.entries), list(self.entries)
+        return self.reached(self.entries)
+
+    def reached(self, starts: Iterable[str]) -> list[str]:
+        """The graphs `starts` and all that they call."""
+        queue = list(starts)
+        seen = set(queue)
         for name in queue:
             for op in self.graphs[name].ops():
                 for call in op.calls:
@@ -363,6 +371,7 @@ class Model:
             evaluate=self.evaluate,
             opset=self.opset,
             entries=self.entries,
+            saved=self.saved,
             saver=self.saver,
         )
 

@@ -38,14 +38,16 @@ class Parameters:
     def __init__(self, model: Model) -> None:
         """The model must not be edited while this is in use."""
         self._model = model
-        live = set(model.live())
+        live, saved = set(model.live()), set(model.reached(model.saved))
         self._callers = {
-            # What only unreachable graphs pass to a graph that runs never arrives there.
-            name: [(use, call) for use, call in calls if use.graph in live or name not in live]
+            # What only unreachable graphs pass to a graph that runs, or that can be called, never arrives there.
+            name: [(use, call) for use, call in calls if name not in known or use.graph in known]
             for name, calls in model.callers().items()
+            for known in (live if name in live else saved,)
         }
         self._roots: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
         self._positions: dict[str, dict[str, int]] = {}
+        self._origins: dict[TensorRef, TensorRef] = {}
 
     def is_parameter(self, tensor: TensorRef) -> bool:
         """Whether the value of `tensor` is known before the model runs."""
@@ -78,15 +80,31 @@ class Parameters:
         return values[tensor]
 
     def origin(self, tensor: TensorRef) -> TensorRef:
-        """The constant or variable behind a chain of forwarding ops, or the tensor where the chain ends."""
-        here = tensor
-        while self.is_parameter(here):
-            sources = self._roots[here] or ()
-            op = self._model.op(here)
-            if len(sources) != 1 or op.kind not in FORWARDING | {"input"}:
-                break
-            here = sources[0]
-        return here
+        """The constant or variable behind a chain of forwarding ops, or the tensor where the chain ends.
+
+        An argument for which all callers of its function pass the same constant or variable is that.
+        """
+        if not self.is_parameter(tensor):
+            return tensor
+        for here in self._topological(self._behind(tensor)) if tensor not in self._origins else ():
+            ends = {self._origins[source] for source in self._handed(here)}
+            self._origins[here] = ends.pop() if len(ends) == 1 else here
+        return self._origins[tensor]
+
+    def _handed(self, tensor: TensorRef) -> tuple[TensorRef, ...]:
+        """What a parameter may be, unchanged; nothing where it is computed."""
+        return self._roots[tensor] or () if self._model.op(tensor).kind in FORWARDING | {"input"} else ()
+
+    def _behind(self, tensor: TensorRef) -> list[TensorRef]:
+        """`tensor` and what it may be, unchanged."""
+        order, todo, seen = [], [tensor], set()
+        while todo:
+            here = todo.pop()
+            if here not in seen:
+                seen.add(here)
+                order.append(here)
+                todo.extend(self._handed(here))
+        return order
 
     def _topological(self, tensors: list[TensorRef]) -> list[TensorRef]:
         members = set(tensors)
@@ -110,8 +128,8 @@ class Parameters:
         if op.kind in {"constant", "variable"}:
             return op.value() if op.value is not None else None
         if op.kind in GIVEN:
-            found = [values[source] for source in sources]
-            return found[0] if len(found) == 1 else None
+            one = len(sources) == 1 or self.origin(tensor) != tensor
+            return values[sources[0]] if one else None
         inputs = [values[source] for source in sources]
         known = [value for value in inputs if value is not None]
         if self._model.evaluate is None or len(known) != len(inputs):

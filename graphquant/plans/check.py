@@ -30,9 +30,12 @@ def check_plan(model: Model, plan: Plan) -> None:
     """
     parameters = Parameters(model)
     claimed: set[Use] = set()
+    own = {use for site in plan.sites if site.twin is None for use in site.uses}
     mistakes: list[str] = []
     for site in plan.sites:
         found = next(_missing(model, site), "") or next(_misfits(model, parameters, site), "")
+        if not found and site.twin is not None and site.twin not in own:
+            found = f"its scale is that of {site.twin}, which has no site of its own"
         again = next((use for use in site.uses if use in claimed), None)
         if not found and again is not None:
             found = f"{again} has a site before it already"

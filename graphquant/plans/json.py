@@ -181,6 +181,8 @@ def _named(raw: Any) -> Any:
     filled = dict(raw)
     if isinstance(raw.get("tensor"), dict):
         filled["tensor"] = {"graph": "", **raw["tensor"]}
+    if isinstance(raw.get("twin"), dict):
+        filled["twin"] = {"graph": "", **raw["twin"]}
     for key in ("uses", "tie"):
         if isinstance(raw.get(key), list):
             filled[key] = [{"graph": "", **use} if isinstance(use, dict) else use for use in raw[key]]
@@ -214,6 +216,8 @@ def _site(site: Site, scheme: str) -> dict[str, Any]:
         data["view"] = list(site.view)
     if site.tie:
         data["tie"] = [_use(use) for use in site.tie]
+    if site.twin is not None:
+        data["twin"] = _use(site.twin)
     given = {"range": site.range, "scale": site.scale, "zero_point": site.zero_point}
     return data | {key: list(value) for key, value in given.items() if value is not None}
 

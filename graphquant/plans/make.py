@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import FORWARDING, QUANTIZATION_KINDS, Model, Op, TensorRef, Use, bulk, channel_axis, channel_view
 from graphquant.match import Match, Matcher, name_matches
+from graphquant.plans.copies import copied
 from graphquant.plans.types import Plan, Site, Skip
 from graphquant.qdq import FAMILIES, Family
 from graphquant.ruleset import Scheme
@@ -55,13 +56,14 @@ def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence
     for match in matcher.matches():
         draft.take(match)
     draft.follow_ties()
+    sites = draft.sites()
     return Plan(
         format=model.format,
         model=source or model.digest,
         prepared=model.digest,
         rules=ruleset.files,
         steps=tuple(steps),
-        sites=draft.sites(),
+        sites=(*sites, *copied(model, matcher.parameters, sites)),
         skips=draft.skips(),
         unused=tuple(rule.rule.name for rule in ruleset.rules if id(rule) not in draft.used),
     )

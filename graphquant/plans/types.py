@@ -31,6 +31,8 @@ class Site:
         why: That rule's reason.
         parameter: Whether the tensor is a weight, so that its range comes from its value.
         tie: Uses whose sites must have the same scale and zero point as this one ("same-as-input").
+        twin: A use whose site this one has the scale of: the same computation in the graphs that run, of which this is
+            a copy that no data reaches.
         range: (low, high) in real units, which wins over statistics.
         scale: One scale, or one per channel; with `zero_point` it wins over everything.
         zero_point: One zero point, or one per channel.
@@ -48,6 +50,7 @@ class Site:
     why: str = ""
     parameter: bool = False
     tie: tuple[Use, ...] = ()
+    twin: Use | None = None
     range: tuple[float, float] | None = None
     scale: tuple[float, ...] | None = None
     zero_point: tuple[int, ...] | None = None

@@ -102,14 +102,14 @@ def give(model: Model, plan: Plan, source: Model, names: Mapping[str, str]) -> t
     sites, given, missing, taken = [], [], [], set()
     for site in plan.sites:
         name = mapped.get(site.tensor)
-        if name is None and not site.parameter:
+        if name is None and not site.parameter and site.twin is None:
             name = next((known[ref] for ref in same(model, callers, site.tensor) if ref in known), None)
         changed = None if name is None else _changed(site, entries[name][0])
         sites.append(changed or site)
         if name is not None and changed is not None:
             taken.add(name)
             given.append(Given(tensor=site.tensor, name=name, exact=changed.scale is not None))
-        elif not site.parameter and not site.tie and site.range is None and site.scale is None:
+        elif not site.parameter and not site.tie and site.twin is None and site.range is None and site.scale is None:
             missing.append(site.tensor)
     if not given:
         raise UsageError(_nothing(source, plan, list(activations)))

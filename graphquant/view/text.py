@@ -133,7 +133,7 @@ def survey_view(found: Survey) -> RenderableType:
     model = found.model
     head = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
     ops = sum(found.kinds.values())
-    graphs = len(model.graphs) - len(found.idle)
+    graphs = len(model.graphs) - len(found.idle) - len(model.saved)
     lines: list[RenderableType] = [_text(f"{head}, {_count(ops, 'op')} in {_count(graphs, 'graph')}", style="bold")]
     for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
         shown = [_signature(model, name, title.strip() == "outputs") for name in names]
@@ -147,6 +147,10 @@ def survey_view(found: Survey) -> RenderableType:
                 style="dim",
             )
         )
+    if found.copies:
+        copies = list(dict.fromkeys(one.graph for one in found.copies))
+        lines.append(_text(f"  {_count(len(copies), 'saved function')} left alone: {_uses(copies)}", style="yellow"))
+        lines.append(_text(f"    {found.copies[0].op}: {found.copies[0].reason}", style="dim"))
     tables: dict[str, Table] = {}
     for reading in found.readings:
         table = tables.setdefault(reading.type, _table("tensor", *PARAMS))
@@ -266,11 +270,10 @@ def _coverage(found: Survey) -> list[RenderableType]:
 def _scheme(site: Site) -> str:
     scheme = site.scheme
     per = f", axis {site.axis}" if site.axis is not None else ""
-    how = (
-        f"scale of {_uses([str(use) for use in site.tie], 1)}"
-        if site.tie
-        else ("dynamic" if scheme.range == "dynamic" else scheme.observe.name)
-    )
+    same = (site.twin,) if site.twin is not None else site.tie
+    how = "dynamic" if scheme.range == "dynamic" else scheme.observe.name
+    if same:
+        how = f"scale of {_uses([str(use) for use in same], 1)}"
     return f"{scheme.type.name} {scheme.zero}{per}, {how}"
 
 

@@ -8,7 +8,6 @@ nobody reads is read by ops of kind "output" and type "_Retval", called "@" and 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
@@ -16,8 +15,10 @@ from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.evaluate import evaluate
 from graphquant.formats.tensorflow.ops import CALLS, describe
 from graphquant.formats.tensorflow.proto import dtype_name
+from graphquant.formats.tensorflow.saved import add_saved
 from graphquant.formats.tensorflow.source import Source, read
 from graphquant.formats.tensorflow.values import Attrs, Stored, decode_shape
+from graphquant.formats.tensorflow.variables import Variables
 from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, bulk
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class _Loader:
         saver = meta.saver_def if meta is not None else proto.SaverDef()
         self._savers = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
         self._saver_input = saver.filename_tensor_name.partition(":")[0]
-        self._variables = _variables(source)
+        self._variables = Variables.of(source.checkpoint())
         self._model = Model(format="tensorflow", source=source, path=path, digest=source.digest, evaluate=evaluate)
 
     def model(self) -> Model:
@@ -97,6 +98,8 @@ class _Loader:
             _add_sinks(main)
         for name, function in self._functions.items():
             self._add_function(name, function)
+        if meta is not None:
+            add_saved(self._model, meta.object_graph_def, self._variables)
         return self._model
 
     def _add_function(self, name: str, function: Any) -> None:
@@ -168,7 +171,7 @@ class _Loader:
     def _value(self, node: Any, kind: str) -> Callable[[], Any] | None:
         if kind == "constant":
             return Stored(node) if node.op == "Const" and "value" in node.attr else None
-        return self._variables(node) if kind == "variable" else None
+        return self._variables.reader(node) if kind == "variable" else None
 
     def _calls(self, node: Any) -> tuple[Call, ...]:
         """The functions that a node runs; attributes in alphabetical order."""
@@ -281,21 +284,6 @@ class Names:
         if not index and (arg, 1) in positions:
             return None  # the name of a list of tensors, which stands for all of them
         return positions.get(key)
-
-
-def _variables(source: Source) -> Callable[[Any], Callable[[], Any] | None]:
-    """A function from a variable's node to what reads its value, None where there is no value."""
-    found = source.checkpoint()
-    if found is None:
-        return lambda _node: None
-    checkpoint, keys = found
-
-    def reader(node: Any) -> Callable[[], Any] | None:
-        shared = node.attr["shared_name"].s.decode(errors="replace") if "shared_name" in node.attr else ""
-        key = keys.get(node.name) or keys.get(shared)
-        return partial(checkpoint.read, key) if key is not None else None
-
-    return reader
 
 
 def _node_shapes(node: Any, producer: int) -> list[Shape | None]:

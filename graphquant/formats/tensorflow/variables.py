@@ -2,19 +2,51 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from graphquant.formats.tensorflow.checkpoint import Checkpoint
 
-__all__ = ["resolve_variables"]
+__all__ = ["Variables", "resolve_variables"]
 
 _VALUE_ATTRIBUTE: Final = "VARIABLE_VALUE"
 _VARIABLE_OPS: Final = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _ASSIGN_OPS: Final = frozenset({"AssignVariableOp", "Assign"})
 _MAX_HOPS: Final = 16  # a graph may be a ring
+
+
+@dataclass(frozen=True, slots=True)
+class Variables:
+    """The values of a model's variables.
+
+    Attributes:
+        checkpoint: Where they are, None if there is no checkpoint.
+        keys: Keys of the checkpoint by node name or shared name of a variable.
+    """
+
+    checkpoint: Checkpoint | None
+    keys: Mapping[str, str]
+
+    @classmethod
+    def of(cls, found: tuple[Checkpoint, Mapping[str, str]] | None) -> Self:
+        """The variables of a checkpoint and its keys, if there is one."""
+        return cls(None, {}) if found is None else cls(*found)
+
+    def key(self, node: Any) -> str | None:
+        """The key of the variable that `node` makes, None if it has no value."""
+        return self.keys.get(node.name) or self.keys.get(_shared_name(node))
+
+    def reader(self, node: Any) -> Callable[[], Any] | None:
+        """What reads the value of the variable that `node` makes, None if it has none."""
+        return self.read(self.key(node))
+
+    def read(self, key: str | None) -> Callable[[], Any] | None:
+        """What reads the value under `key`, None if there is none."""
+        return None if self.checkpoint is None or key is None else partial(self.checkpoint.read, key)
 
 
 def resolve_variables(saved_model: Any, checkpoint: Checkpoint) -> dict[str, str]:

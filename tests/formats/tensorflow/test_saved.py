@@ -1,0 +1,195 @@
+"""SavedModels edited in every copy of what runs: loaded, called, trained, saved again, and used as a Keras layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.ir import Parameters, Twins
+from graphquant.plans import from_json, to_json
+from graphquant.survey import survey
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Array = np.ndarray[Any, Any]
+
+WEIGHTED = {"conv", "depthwise_conv", "matmul"}
+
+
+def copies(model: gq.Model) -> list[tuple[str, str]]:
+    """The ops that multiply in graphs that only saved functions reach."""
+    live = set(model.live())
+    reached = [name for name in model.reached(model.saved) if name not in live]
+    return [(name, op.name) for name in reached for op in model.graphs[name].ops() if op.kind in WEIGHTED]
+
+
+# -- KWS: what TensorFlow of today does not load ---------------------------------------------------
+
+
+def test_every_copy_of_kws_has_its_twins_sites(shared: Path) -> None:
+    """All 18 functions with weights that no signature reaches are planned, with the scale of the same variable."""
+    model = gq.load(shared / "kws/saved_model")
+    plan = gq.plan(model, rules=["weight_only"])
+    weights = [site for site in plan.sites if site.parameter]
+    by_use = {use: site for site in weights if site.twin is None for use in site.uses}
+    planned = {(use.graph, use.op) for site in weights for use in site.uses if site.twin is not None}
+    assert planned == set(copies(model))
+    assert len({graph for graph, _ in planned}) == 18
+    twins = Twins(model, Parameters(model))
+    for site in weights:
+        if site.twin is not None:
+            assert twins.variable(site.tensor) == twins.variable(by_use[site.twin].tensor)
+
+
+def test_a_plan_with_copies_is_written_and_read(shared: Path) -> None:
+    """A site's twin survives JSON, and a twin without a site of its own is a mistake."""
+    model = gq.load(shared / "kws/saved_model")
+    plan = gq.plan(model, rules=["weight_only"])
+    data = to_json(plan)
+    assert from_json(data) == plan
+    own = [index for index, site in enumerate(plan.sites) if site.twin is None]
+    del data["sites"][own[0]]
+    with pytest.raises(gq.GraphQuantError, match="which has no site of its own"):
+        gq.insert(model, plan=from_json(data))
+
+
+def test_scales_of_copies_are_those_of_their_twins(shared: Path, tmp_path: Path) -> None:
+    """Each inserted site in a copy has the very parameters of its twin, and none is left alone."""
+    result = gq.insert(shared / "kws/saved_model", rules=["weight_only"])
+    made = {use: done.params for done in result.inserted if done.site.twin is None for use in done.site.uses}
+    followers = [done for done in result.inserted if done.site.twin is not None]
+    assert len(followers) > len(made)
+    assert all(done.params is made[done.site.twin] for done in followers)
+    again = gq.load(result.save(tmp_path / "kws"))
+    assert survey(again).copies == ()
+
+
+# -- a module with copies --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SavedModel whose signature, calls of other shapes and calls for training are functions of their own."""
+    tf = pytest.importorskip("tensorflow")
+    random = np.random.default_rng(0)
+
+    class Net(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
+        def __init__(self) -> None:
+            super().__init__()
+            self.k = tf.Variable(random.normal(0, 0.3, (3, 3, 3, 4)).astype(np.float32), name="k")
+            self.w = tf.Variable(random.normal(0, 0.3, (4, 2)).astype(np.float32), name="w")
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def __call__(self, x: Any, training: bool = False) -> Any:
+            y = tf.nn.relu(tf.nn.conv2d(x, self.k, 1, "SAME"))
+            if training:
+                y = tf.nn.dropout(y, 0.1, seed=1)
+            return tf.reduce_mean(y, [1, 2]) @ self.w
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 5])])  # type: ignore[untyped-decorator]
+        def other(self, x: Any) -> Any:
+            return x @ tf.ones([5, 2])
+
+    net = Net()
+    net(tf.zeros([2, 8, 8, 3]))
+    net(tf.zeros([2, 8, 8, 3]), training=True)
+    path = tmp_path_factory.mktemp("net") / "net"
+    serve = net.__call__.get_concrete_function(tf.TensorSpec([None, 8, 8, 3]), training=False)
+    tf.saved_model.save(net, str(path), signatures=serve)
+    return path
+
+
+@pytest.fixture(scope="module")
+def result(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> gq.Result:
+    """The module quantized, and saved beside it as "quantized"."""
+    data = tmp_path_factory.mktemp("data") / "data.npz"
+    np.savez(data, x=samples(8))
+    made = gq.insert(folder, data=str(data))
+    made.save(folder.parent / "quantized")
+    return made
+
+
+def samples(count: int) -> Array:
+    """Inputs [count, 8, 8, 3]."""
+    return np.random.default_rng(1).normal(0, 1, (count, 8, 8, 3)).astype(np.float32)
+
+
+def by_hand(result: gq.Result, folder: Path, x: Array) -> Array:
+    """The module's answer with FakeQuant ops where the plan has sites, written by hand."""
+    import tensorflow as tf
+
+    net = tf.saved_model.load(str(folder))
+    ranges = {done.site.tensor.op: (done.params, done.site) for done in result.inserted if done.site.twin is None}
+
+    def quantized(value: Any, op: str) -> Any:
+        params, site = ranges[op]
+        low, high = params.range.low.astype(np.float32), params.range.high.astype(np.float32)
+        call = tf.quantization.fake_quant_with_min_max_vars
+        if site.axis is not None:
+            call = tf.quantization.fake_quant_with_min_max_vars_per_channel
+        return call(value, low, high, 8, narrow_range=params.narrow and params.type.signed)
+
+    y = tf.nn.conv2d(quantized(x, "x"), quantized(net.k, "Conv2D/ReadVariableOp"), 1, "SAME")
+    mean = tf.reduce_mean(quantized(tf.nn.relu(y), "Relu"), [1, 2])
+    product = quantized(mean, "Mean") @ quantized(net.w, "matmul/ReadVariableOp")
+    return np.asarray(quantized(product, "matmul"))
+
+
+@pytest.mark.slow
+def test_calls_and_signatures_give_what_is_written_by_hand(result: gq.Result, folder: Path) -> None:
+    """loaded(x) and loaded.signatures give the bits of a hand-written QDQ graph, which are not the float model's."""
+    tf = pytest.importorskip("tensorflow")
+    x = samples(2)
+    loaded = tf.saved_model.load(str(folder.parent / "quantized"))
+    wanted = by_hand(result, folder, x)
+    np.testing.assert_array_equal(loaded(x), wanted)
+    np.testing.assert_array_equal(loaded.signatures["serving_default"](tf.constant(x))["output_0"], wanted)
+    assert np.abs(tf.saved_model.load(str(folder))(x) - wanted).max() > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", [False, True])
+def test_five_steps_lower_the_loss(result: gq.Result, folder: Path, training: bool) -> None:
+    """Five SGD steps through `loaded(x, training)`, FakeQuant's gradients included, lower its loss."""
+    tf = pytest.importorskip("tensorflow")
+    assert result.inserted
+    loaded = tf.saved_model.load(str(folder.parent / "quantized"))
+    losses: list[float] = []
+    wanted = 0.5 * tf.saved_model.load(str(folder))(samples(2))  # within what the ranges let through
+    for _ in range(6):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((loaded(samples(2), training) - wanted) ** 2)
+        losses.append(float(loss))
+        variables = [loaded.k, loaded.w]
+        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
+            assert losses[1:] or np.abs(gradient).max() > 0
+            variable.assign_sub(0.02 * gradient)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.slow
+def test_what_is_loaded_is_saved_again_and_is_a_layer(result: gq.Result, folder: Path, tmp_path: Path) -> None:
+    """Saved again from the loaded object and loaded as a Keras TFSMLayer, it answers with the same bits."""
+    tf = pytest.importorskip("tensorflow")
+    assert result.inserted
+    path, x = folder.parent / "quantized", samples(2)
+    loaded = tf.saved_model.load(str(path))
+    tf.saved_model.save(loaded, str(tmp_path / "again"), signatures=loaded.signatures)
+    again = tf.saved_model.load(str(tmp_path / "again"))
+    np.testing.assert_array_equal(again(x), loaded(x))
+    layer = tf.keras.layers.TFSMLayer(str(path), call_endpoint="serving_default")
+    np.testing.assert_array_equal(layer(x)["output_0"], loaded(x))
+
+
+@pytest.mark.slow
+def test_a_function_that_is_no_copy_is_left_alone(result: gq.Result) -> None:
+    """A saved function with weights of its own is not touched, and inspect lists it."""
+    left = survey(result.model).copies
+    assert [(one.op, one.kind, one.reason) for one in left] == [
+        ("matmul", "matmul", "no op that runs computes the same on the same variables")
+    ]
+    assert not any("other" in use.graph for done in result.inserted for use in done.site.uses)
