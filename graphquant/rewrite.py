@@ -115,6 +115,7 @@ def _lowering(
         clip=clip,
         shape=shape,
         view=site.view,
+        learned=site.scheme.range == "learned",
         round=site.scheme.round,
         args=site.scheme.args,
     )

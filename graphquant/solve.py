@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 INFINITE = "it takes infinite values, as masks do, and integers stand for none"
+
+UNTAUGHT = "its range is in variables that no gradient reaches; FakeQuant alone has one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +79,9 @@ def solve(  # the story, step by step
     _follow_skips(plan, feeding, skips, params)
     _biases(model, plan, feeding, params, skips, parameters)
     _follow_twins(plan, feeding, params, skips)
+    for index in params:
+        if plan.sites[index].scheme.range == "learned" and not FAMILIES[plan.sites[index].scheme.family or ""].learns:
+            _note(notes, index, UNTAUGHT)
     dynamic = {index: _dynamic(site) for index, site in enumerate(plan.sites) if site.scheme.range == "dynamic"}
     return Solution(
         params={**params, **dynamic}, skips=skips, notes={index: notes[index] for index in notes if index in params}
@@ -289,7 +294,8 @@ def _settle(
 def _kind(site: Site, index: int) -> tuple[object, ...]:
     """What sites must have in common to share scale and zero point; one per channel shares with none."""
     alone = None if site.axis is None else index
-    return site.scheme.type, site.scheme.zero, site.scheme.narrow, site.scheme.scale, _from_zero(site), alone
+    scheme = site.scheme
+    return scheme.type, scheme.zero, scheme.narrow, scheme.scale, scheme.range, _from_zero(site), alone
 
 
 def _share(
@@ -313,7 +319,7 @@ def _share(
     shared = ranges[known[0]]
     for index in known[1:]:
         shared = shared.union(ranges[index])
-    first = plan.sites[known[0]]
+    first, told = plan.sites[known[0]], shared
     from_zero = _from_zero(first)
     if from_zero:
         shared = Range(np.zeros_like(shared.low), np.maximum(shared.high, 0.0))
@@ -325,6 +331,7 @@ def _share(
         power_of_two=first.scheme.scale == "power-of-two",
         axis=first.axis,
     )
+    chosen = replace(chosen, given=told if first.scheme.range == "given" else None)
     for index in known:
         params[index] = chosen
         if index != known[0]:

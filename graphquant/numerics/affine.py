@@ -107,6 +107,7 @@ class QParams:
         narrow: Whether the most negative value is left out.
         axis: The channel axis if `scale` is (C,), else None.
         range: The float64 range that `scale` and `zero_point` stand for: (low - zero_point) * scale and so on.
+        given: The range that an op is told as it stands, of which it makes `scale` and `zero_point` itself; else None.
     """
 
     scale: Array
@@ -115,6 +116,7 @@ class QParams:
     narrow: bool = False
     axis: int | None = None
     range: Range
+    given: Range | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", np.asarray(self.scale, np.float32))

@@ -201,6 +201,8 @@ class _Draft:
         reason = self._misfit(match, scheme, family, axis, view)
         if tie and scheme.range == "dynamic":
             reason = reason or "it is tied to a tensor with a dynamic range, which has no scale to share"
+        if tie and scheme.range == "learned":
+            reason = reason or "it is tied to a tensor with a learned range, which it could not follow"
         if reason:
             self._skip(match, reason)
             return False

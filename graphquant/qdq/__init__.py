@@ -1,6 +1,6 @@
 """The families of quantize-dequantize ops: each lowers `QParams` to ops of the IR, without any framework."""
 
-from graphquant.qdq.base import Arguments, Family, Lowering, Request, Round
+from graphquant.qdq.base import Arguments, Family, Lowering, RangeFrom, Request, Round
 from graphquant.qdq.fake_quant import FAKE_QUANT
 from graphquant.qdq.onnx_qdq import ONNX_QDQ
 from graphquant.qdq.quantize_and_dequantize import V2, V3, V4
@@ -13,4 +13,4 @@ FAMILIES: dict[str, Family] = {
     "quantize-and-dequantize-v4": V4,
 }
 
-__all__ = ["FAMILIES", "Arguments", "Family", "Lowering", "Request", "Round"]
+__all__ = ["FAMILIES", "Arguments", "Family", "Lowering", "RangeFrom", "Request", "Round"]

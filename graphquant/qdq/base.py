@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array, IntType, QParams
 
 Round = Literal["half-even", "half-up"]
+RangeFrom = Literal["observed", "given", "dynamic", "learned"]
 ROUNDS: tuple[Round, ...] = get_args(Round)
 """How values halfway between two steps are rounded: to the even one, or up."""
 
@@ -55,6 +56,7 @@ class Lowering:
         clip: Whether values may lie outside of what the type represents, so that its container must not take them.
         shape: The tensor's static shape where it is known, as it must be per channel.
         view: That shape if the tensor is to be reshaped to it for its channels to be one axis, and back; else None.
+        learned: Whether the range is in variables, which start with that of `params`.
         in_frame: Whether the tensor may live in a TF1 loop or cond frame.
         round: How to round; None as the family does by itself.
         args: The family's own arguments.
@@ -68,6 +70,7 @@ class Lowering:
     clip: bool = True
     shape: tuple[int | None, ...] | None = None
     view: tuple[int, ...] | None = None
+    learned: bool = False
     in_frame: bool = False
     round: Round | None = None
     args: Arguments = field(default_factory=Arguments)
@@ -84,7 +87,7 @@ class Request:
         shape: The tensor's static shape, None if it is unknown.
         parameter: Whether the tensor is a weight, whose value can be stored as integers.
         symmetric: Whether the zero point is fixed rather than chosen.
-        dynamic: Whether the range is that of the values in each run.
+        range: Where the range comes from, as a scheme says it.
         round: How to round; None as the family does by itself.
         args: The family's own arguments.
     """
@@ -95,9 +98,14 @@ class Request:
     shape: tuple[int | None, ...] | None
     parameter: bool = False
     symmetric: bool = True
-    dynamic: bool = False
+    range: RangeFrom = "observed"
     round: Round | None = None
     args: Arguments = field(default_factory=Arguments)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the range is that of the values in each run."""
+        return self.range == "dynamic"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +118,12 @@ class Family:
         lower: Adds the ops to a graph; returns the dequantized tensor.
         why_not: What is asked to the reason why the runtime cannot do that, or None.
         opset: What is asked to the lowest opset that has the ops; 0 where there are no opsets.
-        settle: A scale and zero point to those that the ops have when they are to have these; their range is float32,
-            so a scale may be off in its last place. A UsageError says why there are none.
+        settle: A scale and zero point to those that the ops have when they are to have these, or are told the `given`
+            range; theirs is float32, so a scale may be off in its last place. A UsageError says why there are none.
         types: The op types it reads back.
         folds: Whether it can store a weight as integers.
         zero_points: Whether 0.0 may be another integer than 0.
+        learns: Whether gradients reach the range, so that it can be learned.
         arguments: Which of `Arguments` its ops have.
         read: What an op of those types does, from the values of its parameters; None where they are not known.
         rounding: How such an op rounds.
@@ -132,6 +141,7 @@ class Family:
     arguments: frozenset[str]
     read: Callable[[Graph, Op, Parameters], QParams | Dynamic | None]
     rounding: Callable[[Op], Round]
+    learns: bool = False
 
 
 def constant(graph: Graph, name: str, value: Array, *, type_: str, rule: str, after: tuple[str, ...] = ()) -> TensorRef:

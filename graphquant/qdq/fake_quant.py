@@ -7,6 +7,7 @@ is nudged to an integer. The range written here is that of an integer zero point
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from graphquant.errors import InternalError
 from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
 from graphquant.numerics import Array, IntType, QParams, fake_quant, from_scale
 from graphquant.qdq.base import Family, Lowering, Request, Round, static_params
-from graphquant.qdq.nodes import const, reshape, static, within
+from graphquant.qdq.nodes import held, reshape, static, within
 
 MIN_BITS, MAX_BITS = fake_quant.MIN_BITS, fake_quant.MAX_BITS
 
@@ -26,7 +27,7 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
 
 def _lower(graph: Graph, site: Lowering) -> TensorRef:
     params = static_params(site)
-    given = fake_quant.range_to_write(params)
+    given = params.given or fake_quant.range_to_write(params)
     low, high = given.low.astype(np.float32), given.high.astype(np.float32)
     tensor, shape = site.tensor, static(site.shape)
     flat = None
@@ -58,7 +59,7 @@ def _quantized(graph: Graph, site: Lowering, tensor: TensorRef, low: Array, high
     else:
         type_ = "FakeQuantWithMinMaxVars" if params.axis is None else "FakeQuantWithMinMaxVarsPerChannel"
         roles = ("input", "min", "max")
-        inputs += [const(graph, site, "min", low), const(graph, site, "max", high)]
+        inputs += [held(graph, site, "min", low, trainable=True), held(graph, site, "max", high, trainable=True)]
     made = Output(label, known.dtype, known.shape)
     op = Op(name=label, kind="qdq", type=type_, roles=roles, outputs=(made,), attrs=attrs, rule=site.rule)
     return graph.add(op, inputs)
@@ -72,13 +73,23 @@ def why_not(asked: Request) -> str | None:  # noqa: PLR0911  # one for each thin
         return f"FakeQuant has {MIN_BITS} to {MAX_BITS} bits, and the scheme wants {asked.type.bits}"
     if asked.dynamic:
         return "FakeQuant needs a range; for a dynamic one take the family quantize-and-dequantize-v2, -v3 or -v4"
+    if asked.range == "given" and asked.symmetric:
+        return 'FakeQuant picks the zero point for a range that is given; take zero = "asymmetric"'
+    if asked.range == "learned" and asked.args.form == "args":
+        return 'FakeQuantWithMinMaxArgs has its range in attributes; take form = "vars" for one that is learned'
     if asked.round == "half-even":
         return "FakeQuant always rounds half up; leave 'round' out, or take the family quantize-and-dequantize-v2"
-    if asked.axis is not None:
-        if asked.args.form == "args":
-            return 'FakeQuantWithMinMaxArgs has one range for the whole tensor; take form = "vars" per channel'
-        if static(asked.shape) is None:
-            return "FakeQuant per channel needs the tensor's static shape"
+    return _why_not_per_channel(asked, asked.axis) if asked.axis is not None else None
+
+
+def _why_not_per_channel(asked: Request, axis: int) -> str | None:
+    shape = static(asked.shape)
+    if asked.args.form == "args":
+        return 'FakeQuantWithMinMaxArgs has one range for the whole tensor; take form = "vars" per channel'
+    if shape is None:
+        return "FakeQuant per channel needs the tensor's static shape"
+    if asked.range == "learned" and math.prod(shape[axis + 1 :]) != 1:
+        return 'FakeQuant learns ranges along the last axis, and the channels are on another; take per = "tensor"'
     return None
 
 
@@ -89,8 +100,9 @@ def opset(_asked: Request) -> int:
 
 def settle(params: QParams) -> QParams:
     """The scale that the op has when it is to have that of `params`: FakeQuant computes it from a float32 range."""
-    given = fake_quant.range_to_write(params)
-    return fake_quant.params_of(given, params.type, narrow=params.narrow, axis=params.axis)
+    told = params.given or fake_quant.range_to_write(params)
+    found = fake_quant.params_of(told, params.type, narrow=params.narrow, axis=params.axis)
+    return replace(found, given=params.given)
 
 
 def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
@@ -144,4 +156,5 @@ FAKE_QUANT = Family(
     arguments=frozenset({"form"}),
     read=read,
     rounding=rounding,
+    learns=True,
 )

@@ -1,4 +1,4 @@
-"""The TensorFlow nodes that quantization ops need beside them: constants and reshapes."""
+"""The TensorFlow nodes that quantization ops need beside them: constants, variables and reshapes."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 
+LEARNED = "_graphquant_learned"
+"""The attribute of the variables of learned ranges: whether gradients reach them."""
+
+
 def after(graph: Graph, site: Lowering) -> tuple[str, ...]:
     """What new constants must wait for: in a frame the op that makes the tensor, so that they run inside of it."""
     return (site.tensor.op,) if site.in_frame and site.tensor.graph == graph.name else ()
@@ -25,6 +29,39 @@ def after(graph: Graph, site: Lowering) -> tuple[str, ...]:
 def const(graph: Graph, site: Lowering, word: str, value: Array) -> TensorRef:
     """Adds a Const called after the site and `word`."""
     return constant(graph, f"{site.name}/{word}", value, type_="Const", rule=site.rule, after=after(graph, site))
+
+
+def held(graph: Graph, site: Lowering, word: str, value: Array, *, trainable: bool = False) -> TensorRef:
+    """Adds what holds an argument of the op: a constant, or a variable that starts with `value` if it is learned."""
+    if not site.learned:
+        return const(graph, site, word, value)
+    return _variable(graph, site, word, value, trainable=trainable)
+
+
+def _variable(graph: Graph, site: Lowering, word: str, value: Array, *, trainable: bool) -> TensorRef:
+    """Adds a variable called after the site and `word`, and what reads it; the format gives it its first value."""
+    label = graph.fresh(f"{site.name}/{word}")
+    shared = f"{graph.name}/{label}".lstrip("/")  # two functions may each have an op of that name
+    handle = Op(
+        name=label,
+        kind="variable",
+        type="VarHandleOp",
+        roles=(),
+        outputs=(Output(label, "resource", ()),),
+        attrs={"dtype": DataType(str(value.dtype)), "shape": value.shape, "shared_name": shared, LEARNED: trainable},
+        value=lambda: value,
+        rule=site.rule,
+    )
+    read = Op(
+        name=graph.fresh(f"{label}/Read"),
+        kind="read_variable",
+        type="ReadVariableOp",
+        roles=("input",),
+        outputs=(Output(f"{label}/Read", str(value.dtype), value.shape),),
+        attrs={"dtype": DataType(str(value.dtype))},
+        rule=site.rule,
+    )
+    return graph.add(read, [graph.add(handle, after=after(graph, site))])
 
 
 def reshape(graph: Graph, site: Lowering, tensor: TensorRef, shape: tuple[int, ...], word: str) -> TensorRef:

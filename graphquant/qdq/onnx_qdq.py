@@ -78,8 +78,8 @@ def why_not(asked: Request) -> str | None:
     """The reason why onnxruntime cannot run these ops, or None."""
     if asked.dtype != "float32":
         return f"QuantizeLinear with a float32 scale takes no {asked.dtype} tensor"
-    if asked.dynamic:
-        return "QuantizeLinear needs a scale; leave 'range' out"
+    if asked.range != "observed":
+        return "QuantizeLinear needs a scale that is known; leave 'range' out"
     if asked.round == "half-up":
         return "QuantizeLinear always rounds half to even; leave 'round' out"
     if asked.type.name == "int32" and asked.parameter:

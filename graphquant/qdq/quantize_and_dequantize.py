@@ -6,6 +6,7 @@ is no zero point. V2 and V3 pass gradients on as they come, V4 those inside the 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from graphquant.ir import DataType, Graph, Op, Output, Parameters, TensorRef
 from graphquant.numerics import Array, Dynamic, IntType, QParams, Range
 from graphquant.numerics import quantize_and_dequantize as qad
 from graphquant.qdq.base import Family, Lowering, Request, Round
-from graphquant.qdq.nodes import const, within
+from graphquant.qdq.nodes import held, within
 
 ROUND_MODES: dict[Round, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
 
@@ -44,10 +45,10 @@ def _lower(graph: Graph, site: Lowering, *, version: int) -> TensorRef:
         attrs |= {"num_bits": params.type.bits, "round_mode": ROUND_MODES[site.round or "half-even"]}
     low, high = (end.astype(known.dtype) for end in _ends(site, version, known.dtype))
     label = graph.fresh(site.name)
-    inputs = [site.tensor, const(graph, site, "min", low), const(graph, site, "max", high)]
+    inputs = [site.tensor, held(graph, site, "min", low), held(graph, site, "max", high)]
     roles: tuple[str, ...] = ("input", "min", "max")
     if version == 3:  # noqa: PLR2004  # its bits are a tensor
-        inputs.append(const(graph, site, "num_bits", np.array(params.type.bits, np.int32)))
+        inputs.append(held(graph, site, "num_bits", np.array(params.type.bits, np.int32)))
         roles = (*roles, "other")
     op = Op(
         name=label,
@@ -65,7 +66,7 @@ def _ends(site: Lowering, version: int, dtype: str | None) -> tuple[Array, Array
     """What `input_min` and `input_max` are, () or (C,); float64, to be written in the tensor's type."""
     params = site.params
     if isinstance(params, QParams):
-        given = params.range if dtype == "float64" else qad.range_to_write(params)
+        given = params.given or (params.range if dtype == "float64" else qad.range_to_write(params))
         return given.low, given.high
     # V4 alone looks at a range that is not given: its gradients pass inside of it.
     largest = float(np.finfo(np.float32).max) if version == 4 else 0.0  # noqa: PLR2004
@@ -127,8 +128,9 @@ def opset(_asked: Request) -> int:
 
 def settle(params: QParams) -> QParams:
     """The scale that the op has when it is to have that of `params`: it computes it from a float32 range."""
-    given = qad.range_to_write(params)
-    return qad.params_of(given, params.type, narrow=params.narrow, axis=params.axis)
+    told = params.given or qad.range_to_write(params)
+    found = qad.params_of(told, params.type, narrow=params.narrow, axis=params.axis)
+    return replace(found, given=params.given)
 
 
 def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | Dynamic | None:

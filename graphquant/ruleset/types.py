@@ -15,7 +15,7 @@ from pydantic.dataclasses import dataclass
 
 from graphquant.errors import did_you_mean
 from graphquant.numerics import IntType
-from graphquant.qdq import FAMILIES, Arguments, Request, Round
+from graphquant.qdq import FAMILIES, Arguments, RangeFrom, Request, Round
 from graphquant.ruleset.syntax import compile_regex, parse_chain, parse_pattern
 from graphquant.sketch import OBSERVERS, Argument
 
@@ -138,7 +138,9 @@ class Scheme:
         scale: "any" or "power-of-two".
         observe: The observer that picks the range.
         family: Which ops stand for the quantization; by default the format's own.
-        range: "observed" (or given), or "dynamic": that of the values in each run, which needs no data.
+        range: "observed", the one of which the scheme makes a scale and zero point; "given", told to the ops as it
+            stands; "dynamic", that of the values in each run, which needs no data; "learned", observed and then kept
+            in variables that training may change.
         round: How values halfway between two steps are rounded; by default as the family does.
         args: Arguments that only this family's ops have.
     """
@@ -153,7 +155,7 @@ class Scheme:
     scale: Literal["any", "power-of-two"] = "any"
     observe: Observe = Field(default_factory=lambda: Observe(name="minmax"))
     family: _Text | None = None
-    range: Literal["observed", "dynamic"] = "observed"
+    range: RangeFrom = "observed"
     round: Round | None = None
     args: Arguments = Field(default_factory=Arguments)
 
@@ -183,6 +185,8 @@ class Scheme:
             raise ValueError("'dtype' says what 'bits' and 'signed' say; give one or the other")
         if self.observe.name == "fixed-point" and self.zero != "symmetric":
             raise ValueError("the observer 'fixed-point' has zero point 0; the scheme must be symmetric")
+        if self.range == "given" and self.scale == "power-of-two":
+            raise ValueError("the ops make the scale of a range that is 'given'; a power of two needs range 'observed'")
         self._fits_family()
         return self
 
@@ -217,7 +221,7 @@ class Scheme:
             shape=shape,
             parameter=parameter,
             symmetric=self.zero == "symmetric",
-            dynamic=self.range == "dynamic",
+            range=self.range,
             round=self.round,
             args=self.args,
         )

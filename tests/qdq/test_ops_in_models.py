@@ -211,7 +211,7 @@ def test_a_range_per_channel_needs_v3(version: int) -> None:
     why_not = FAMILIES[f"quantize-and-dequantize-v{version}"].why_not
     asked = {"type": IntType(8, True), "axis": 1, "dtype": "float32", "shape": (2, 3)}
     assert "quantize-and-dequantize-v3 or fake-quant" in why_not(Request(**asked))
-    assert why_not(Request(**asked, dynamic=True)) is None
+    assert why_not(Request(**asked, range="dynamic")) is None
 
 
 def test_types_and_shapes_without_a_kernel() -> None:
