@@ -1,5 +1,8 @@
 """Each TensorFlow family in a model that TensorFlow runs: bit for bit what its numpy reference predicts."""
 
+from contextlib import contextmanager
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -29,45 +32,77 @@ WEIGHTS = {"conv": 3, "depthwise": 2, "product": 1}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A frozen graph with a convolution, a depthwise one and a matrix product, and its weights."""
+def models(tmp_path_factory):
+    """By dtype a frozen graph with a convolution, a depthwise one and a matrix product."""
+    return {dtype: frozen(tmp_path_factory.mktemp(dtype) / "net.pb", dtype) for dtype in ("float32", "float64")}
+
+
+def frozen(path, dtype):
+    """Writes such a graph."""
     tf = pytest.importorskip("tensorflow").compat.v1
     rng = np.random.default_rng(3)
     sizes = {"conv": (3, 3, 3, 4), "depthwise": (3, 3, 4, 1), "product": (4, 5)}
-    weights = {name: rng.normal(size=size).astype(np.float32) for name, size in sizes.items()}
+    weights = {name: rng.normal(size=size).astype(dtype) for name, size in sizes.items()}
     with tf.Graph().as_default() as graph:
-        x = tf.placeholder(tf.float32, [1, 6, 6, 3], name="x")
+        x = tf.placeholder(dtype, [1, 6, 6, 3], name="x")
         y = tf.nn.conv2d(x, tf.constant(weights["conv"], name="wc"), 1, "SAME", name="conv")
         y = tf.nn.depthwise_conv2d_native(
             y, tf.constant(weights["depthwise"], name="wd"), [1, 1, 1, 1], "SAME", name="depthwise"
         )
         y = tf.reshape(y, [36, 4])
         tf.identity(tf.matmul(y, tf.constant(weights["product"], name="wp"), name="product"), name="out")
-    path = tmp_path_factory.mktemp("model") / "net.pb"
     path.write_bytes(graph.as_graph_def().SerializeToString())
-    return path, weights
+    return path
 
 
-def run(made, tmp_path, wanted):
-    """The values that TensorFlow gives the tensors in `wanted`, in the written model."""
+@contextmanager
+def session(made, tmp_path):
+    """The written model in a session, its variables initialized."""
     import tensorflow as tf
 
     v1 = tf.compat.v1
     made.save(tmp_path / "made.pb", force=True)
-    x = np.random.default_rng(4).normal(size=(1, 6, 6, 3)).astype(np.float32)
     with v1.Graph().as_default() as graph:
         v1.import_graph_def(v1.GraphDef.FromString((tmp_path / "made.pb").read_bytes()), name="")
-        with v1.Session(graph=graph) as session:
-            return session.run(wanted, {"x:0": x})
+        with v1.Session(graph=graph) as opened:
+            if any(op.name == "init_learned_ranges" for op in graph.get_operations()):
+                opened.run("init_learned_ranges")
+            yield opened
 
 
-def inserted(model, tmp_path, scheme, role):
+def values(dtype="float32"):
+    """What the model's input is."""
+    return np.random.default_rng(4).normal(size=(1, 6, 6, 3)).astype(dtype)
+
+
+def run(made, tmp_path, wanted, dtype="float32"):
+    """The values that TensorFlow gives the tensors in `wanted`, in the written model."""
+    with session(made, tmp_path) as opened:
+        return opened.run(wanted, {"x:0": values(dtype)})
+
+
+def inserted(path, tmp_path, scheme, role):
     """What `insert` makes with one rule."""
     (tmp_path / "r.toml").write_text(RULES.format(scheme=scheme, role=role))
-    return gq.insert(model[0], rules=[str(tmp_path / "r.toml")])
+    return gq.insert(path, rules=[str(tmp_path / "r.toml")])
 
 
-def predicted(family, before, params, *, rounding, form=None):
+def bits_of(array):
+    """The array as integers, so that equal means every bit."""
+    array = np.ascontiguousarray(array)
+    return array.view(np.dtype(f"int{8 * array.itemsize}"))
+
+
+def ends_of(family, params, dtype):
+    """What the op is told its range is."""
+    if params.given is not None:
+        return params.given
+    if dtype == "float64":
+        return params.range
+    return fake_quant.range_to_write(params) if family == "fake-quant" else qad.range_to_write(params)
+
+
+def predicted(family, before, params, *, rounding, form):
     """What the numpy reference of the family gives."""
     kind = params.type
     if isinstance(params, Dynamic):
@@ -77,8 +112,8 @@ def predicted(family, before, params, *, rounding, form=None):
         call = qad.v3 if family.endswith("v3") else qad.v2
         signed, narrow = kind.signed, params.narrow
         return call(before, *positional, signed_input=signed, range_given=False, narrow_range=narrow, axis=axis, **more)
+    ends = ends_of(family, params, str(before.dtype))
     if family == "fake-quant":
-        ends = fake_quant.range_to_write(params)
         more = {"num_bits": kind.bits, "narrow_range": params.narrow and kind.signed}
         if form == "args":
             return fake_quant.with_args(before, low=float(ends.low), high=float(ends.high), **more)
@@ -87,7 +122,6 @@ def predicted(family, before, params, *, rounding, form=None):
         last = np.moveaxis(before, params.axis, -1)
         found = fake_quant.with_vars_per_channel(np.ascontiguousarray(last), ends.low, ends.high, **more)
         return np.moveaxis(found, -1, params.axis)
-    ends = qad.range_to_write(params)
     more = {"signed_input": kind.signed, "narrow_range": params.narrow, "range_given": True}
     if family.endswith("v3"):
         axis = -1 if params.axis is None else params.axis
@@ -100,46 +134,72 @@ def qad_mode(rounding):
     return "HALF_UP" if rounding == "half-up" else "HALF_TO_EVEN"
 
 
-def cases():
-    """Every family with every combination of its arguments: family, scheme lines, rounding and form."""
-    for family in [name for name in FAMILIES if name != "onnx-qdq"]:
+FAMILIES_HERE = ["fake-quant", "quantize-and-dequantize-v2", "quantize-and-dequantize-v3", "quantize-and-dequantize-v4"]
+ROUNDINGS = {"fake-quant": ["half-up"], "quantize-and-dequantize-v3": ["half-even"]}
+SOURCES = {"fake-quant": ["observed", "given", "learned"]}
+"""The roundings and sources of ranges that a family has; the others have all."""
+
+
+def table():
+    """Every family with every combination of its arguments' values."""
+    for family in FAMILIES_HERE:
         fake = family == "fake-quant"
-        rounds = {"fake-quant": ["half-up"], "quantize-and-dequantize-v3": ["half-even"]}
-        for bits in (2, 8, 16) if fake else (2, 8, 16, 24):
-            for signed in (True, False):
-                for narrow in (True, False):
-                    for rounding in rounds.get(family, ["half-even", "half-up"]):
-                        for extra in ["vars", "args"] if fake else ["observed", "dynamic"]:
-                            lines = f'family = "{family}"\nbits = {bits}\nsigned = {str(signed).lower()}\n'
-                            lines += f'narrow = {str(narrow).lower()}\nround = "{rounding}"\n'
-                            lines += f'args = {{form = "{extra}"}}' if fake else f'range = "{extra}"'
-                            yield pytest.param(family, lines, rounding, extra, id=lines.replace("\n", " "))
+        for bits, signed, narrow, rounding, source, form, dtype in product(
+            (2, 8, 16) if fake else (2, 8, 24),
+            (True, False),
+            (True, False),
+            ROUNDINGS.get(family, ["half-even", "half-up"]),
+            SOURCES.get(family, ["observed", "given", "dynamic", "learned"]),
+            ("vars", "args") if fake else (None,),
+            ("float32",) if fake else ("float32", "float64"),
+        ):
+            if (form, source) == ("args", "learned"):
+                continue  # refused
+            for zero in (
+                ("symmetric", "asymmetric") if fake and source != "given" else ("asymmetric",) if fake else (None,)
+            ):
+                yield family, bits, signed, narrow, rounding, source, form, zero, dtype
+
+
+def lines_of(family, bits, signed, narrow, rounding, source, form, zero):
+    """The lines of a scheme."""
+    lines = [f'family = "{family}"', f"bits = {bits}", f"signed = {str(signed).lower()}"]
+    lines += [f"narrow = {str(narrow).lower()}", f'round = "{rounding}"', f'range = "{source}"']
+    lines += [f'args = {{form = "{form}"}}'] if form else []
+    return "\n".join(lines + ([f'zero = "{zero}"'] if zero else []))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "scheme", "rounding", "extra"), list(cases()))
-def test_activations_and_weights(model, tmp_path, family, scheme, rounding, extra) -> None:
+@pytest.mark.parametrize(
+    ("family", "bits", "signed", "narrow", "rounding", "source", "form", "zero", "dtype"), list(table())
+)
+def test_every_argument_of_every_family(
+    models, tmp_path, family, bits, signed, narrow, rounding, source, form, zero, dtype
+) -> None:
     """Activations per tensor and weights per channel, where the family can, are what the reference predicts."""
-    channel = extra != "args" and (extra == "dynamic" or family in {"fake-quant", "quantize-and-dequantize-v3"})
+    scheme = lines_of(family, bits, signed, narrow, rounding, source, form, zero)
+    channel = form != "args" and (source == "dynamic" or family in {"fake-quant", "quantize-and-dequantize-v3"})
     for role, lines in (
         ("input", f"{scheme}\n{FIXED}"),
         ("weight", scheme + '\nobserve = "absmax"' + ('\nper = "channel"' if channel else "")),
     ):
-        result = inserted(model, tmp_path, lines, role)
+        result = inserted(models[dtype], tmp_path, lines, role)
         assert len(result.inserted) == 3, result.skips
         names = [(str(done.site.tensor), str(done.output)) for done in result.inserted]
-        for done, (before, after) in zip(result.inserted, run(result, tmp_path, names), strict=True):
+        for done, (before, after) in zip(result.inserted, run(result, tmp_path, names, dtype), strict=True):
+            assert before.dtype == dtype
             assert done.params.axis == (WEIGHTS[done.site.uses[0].op] if channel and role == "weight" else None)
-            form = extra if family == "fake-quant" else None
+            if source == "given" and role == "input":
+                assert (done.params.given.low, done.params.given.high) == (-1.5, 0.75)
             expected = predicted(family, before, done.params, rounding=rounding, form=form)
-            np.testing.assert_array_equal(np.asarray(after).view(np.int32), expected.view(np.int32))
+            np.testing.assert_array_equal(bits_of(after), bits_of(expected))
 
 
 @pytest.mark.slow
-def test_what_inspect_reads_back(model, tmp_path) -> None:
+def test_what_inspect_reads_back(models, tmp_path) -> None:
     """A dynamic site needs no data and is told as dynamic, with its axis and how it rounds."""
     scheme = 'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nper = "channel"\nround = "half-up"'
-    result = inserted(model, tmp_path, scheme, "weight")
+    result = inserted(models["float32"], tmp_path, scheme, "weight")
     result.save(tmp_path / "made.pb")
     found = survey(gq.load(tmp_path / "made.pb")).readings
     assert [(one.params, one.round) for one in found] == [

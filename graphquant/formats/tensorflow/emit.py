@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import InternalError
 from graphquant.formats.tensorflow import opdefs, proto
+from graphquant.formats.tensorflow.learned import add_initializers, learned
 from graphquant.formats.tensorflow.load import ARGUMENT, RESULT, RULE_ATTR
 from graphquant.formats.tensorflow.values import Attrs, Stored, encode_attr, encode_tensor, type_number
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, bulk
@@ -44,6 +45,8 @@ def emit(model: Model) -> Any:
         patch = _Patch(graph, table, in_function=True)
         written += patch.apply(function.node_def)
         _patch_results(patch, function)
+    if meta is None:
+        add_initializers(graph_def, learned(model))
     if meta is not None and meta.meta_info_def.stripped_op_list.op:
         _add_op_defs(meta.meta_info_def.stripped_op_list, written, table)
     return message

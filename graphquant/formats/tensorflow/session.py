@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.learned import INITIALIZER, learned
 from graphquant.formats.tensorflow.observe import queue_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from graphquant.formats.tensorflow.learned import Learned
     from graphquant.formats.tensorflow.source import Source
     from graphquant.ir import Model, TensorRef
 
@@ -72,6 +74,9 @@ class Session:
         meta = source.meta_graph(message)
         if meta is not None:
             made._initialize(source, meta)
+        elif any(node.name == INITIALIZER for node in graph_def.node):
+            made.run(made.operation(INITIALIZER), {})
+        made._assign(learned(model))
         return made
 
     def sizes(self, names: Sequence[str]) -> list[Any]:
@@ -122,6 +127,19 @@ class Session:
             names.insert(0, [info.name for info in meta.signature_def[INIT_SIGNATURE].outputs.values()])
         for name in next((listed for listed in names if listed), ()):
             self.run(self.operation(name), assets)
+
+    def _assign(self, variables: Sequence[Learned]) -> None:
+        """Gives the variables of learned ranges that the model got since it was read their first values."""
+        raw = self.tf.raw_ops
+        with self.graph.as_default(), _refusals(self.tf):
+            assigned = [
+                raw.AssignVariableOp(
+                    resource=raw.VarHandleOp(dtype=one.value.dtype, shape=one.value.shape, shared_name=one.shared),
+                    value=one.value,
+                )
+                for one in variables
+            ]
+        self.run(assigned, {})
 
     def operation(self, name: str) -> Any:
         """The operation that makes the tensor `name`."""

@@ -1,0 +1,106 @@
+"""The variables of learned ranges: their first values, in whatever holds a model's values.
+
+A frozen graph has no checkpoint: it gets operations that assign the values, and one that runs them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.values import encode_attr, encode_tensor
+from graphquant.ir import DataType
+
+if TYPE_CHECKING:
+    from graphquant.formats.tensorflow.values import Array
+    from graphquant.ir import Model
+
+__all__ = ["INITIALIZER", "MARK", "Learned", "add_initializers", "learned"]
+
+MARK: Final = "_graphquant_learned"
+"""The attribute of such a variable: whether gradients reach it."""
+
+INITIALIZER: Final = "init_learned_ranges"
+"""The operation of a frozen graph that assigns all first values."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Learned:
+    """One variable of a learned range.
+
+    Attributes:
+        graph: The graph that it is in, "" for the main one.
+        node: Its VarHandleOp there.
+        shared: The name by which sessions know it.
+        value: Its first value.
+        trainable: Whether gradients reach it.
+    """
+
+    graph: str
+    node: str
+    shared: str
+    value: Array
+    trainable: bool
+
+
+def learned(model: Model) -> list[Learned]:
+    """The variables of learned ranges that `model` got since it was read, graph by graph."""
+    return [
+        Learned(
+            graph=name,
+            node=op.name,
+            shared=str(op.attrs["shared_name"]),
+            value=op.value(),
+            trainable=bool(op.attrs[MARK]),
+        )
+        for name, graph in model.graphs.items()
+        for op in graph.ops()
+        if op.source is None and op.value is not None and op.type == "VarHandleOp" and MARK in op.attrs
+    ]
+
+
+def add_initializers(graph_def: Any, variables: list[Learned]) -> None:
+    """Adds to a GraphDef what assigns the first values, and `init_learned_ranges`, which runs all of that."""
+    taken = {node.name for node in graph_def.node}
+    done = []
+    for variable in variables:
+        handle = variable.node
+        if variable.graph:
+            handle = _fresh(taken, f"learned_ranges/{variable.shared}")
+            graph_def.node.append(_handle(handle, variable))
+        value = proto.NodeDef(name=_fresh(taken, f"{handle}/initial_value"), op="Const")
+        tensor = encode_tensor(variable.value)
+        value.attr["dtype"].type = tensor.dtype
+        value.attr["value"].tensor.CopyFrom(tensor)
+        assign = proto.NodeDef(name=_fresh(taken, f"{handle}/Assign"), op="AssignVariableOp")
+        assign.input.extend([handle, value.name])
+        assign.attr["dtype"].type = tensor.dtype
+        graph_def.node.extend([value, assign])
+        done.append(f"^{assign.name}")
+    if done:
+        graph_def.node.append(proto.NodeDef(name=_fresh(taken, INITIALIZER), op="NoOp", input=done))
+
+
+def _handle(name: str, variable: Learned) -> Any:
+    """A VarHandleOp for a variable that a function holds."""
+    node = proto.NodeDef(name=name, op="VarHandleOp")
+    attrs = {
+        "dtype": DataType(str(variable.value.dtype)),
+        "shape": variable.value.shape,
+        "shared_name": variable.shared,
+        MARK: variable.trainable,
+    }
+    for key, value in attrs.items():
+        node.attr[key].CopyFrom(encode_attr(value))
+    return node
+
+
+def _fresh(taken: set[str], name: str) -> str:
+    """`name`, or with the smallest free number if a node is called so."""
+    label, k = name, 0
+    while label in taken:
+        k += 1
+        label = f"{name}_{k}"
+    taken.add(label)
+    return label
