@@ -195,6 +195,53 @@ def test_every_argument_of_every_family(
             np.testing.assert_array_equal(bits_of(after), bits_of(expected))
 
 
+GRADIENTS = [
+    (family, source, form, dtype)
+    for family in FAMILIES_HERE
+    for source in SOURCES.get(family, ["observed", "given", "dynamic", "learned"])
+    for form in (("vars", "args") if family == "fake-quant" else (None,))
+    for dtype in (("float32",) if family == "fake-quant" else ("float32", "float64"))
+    if (form, source) != ("args", "learned")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "source", "form", "dtype"), GRADIENTS)
+def test_gradients_of_every_family(models, tmp_path, family, source, form, dtype) -> None:
+    """What flows back to the tensor, and to the range of FakeQuant, is what the reference predicts."""
+    import tensorflow as tf
+
+    scheme = f'family = "{family}"\nrange = "{source}"\n{FIXED}'
+    scheme += '\nzero = "asymmetric"' if family == "fake-quant" else ""
+    scheme += f'\nargs = {{form = "{form}"}}' if form else ""
+    if (family, source) == ("quantize-and-dequantize-v4", "dynamic"):
+        scheme += "\nargs = {input_min = -1.0, input_max = 0.5}"
+    result = inserted(models[dtype], tmp_path, scheme, "input")
+    done, x = result.inserted[0], values(dtype)
+    assert done.site.tensor.op == "x"
+    upstream = np.random.default_rng(5).normal(size=x.shape).astype(dtype)
+    with session(result, tmp_path) as opened:
+        graph = opened.graph
+        made = graph.get_operation_by_name(done.output.op)
+        wanted = [graph.get_tensor_by_name("x:0"), *(made.inputs[1:3])]
+        found = tf.compat.v1.gradients(made.outputs[0], wanted, grad_ys=tf.constant(upstream))
+        found = opened.run([each for each in found if each is not None], {"x:0": x})
+    if family == "fake-quant":
+        ends = ends_of(family, done.params, dtype)
+        if form == "args":
+            expected = [fake_quant.with_args_gradient(upstream, x, low=float(ends.low), high=float(ends.high))]
+        else:
+            expected = fake_quant.with_vars_gradient(upstream, x, ends.low, ends.high)
+    elif family.endswith("v4"):
+        told = None if source == "dynamic" else ends_of(family, done.params, dtype)
+        expected = qad.v4_gradient(upstream, x, *((told.low, told.high) if told else (-1.0, 0.5)))
+    else:
+        expected = [qad.straight_through_gradient(upstream)]
+    assert len(found) == len(expected)
+    for ours, theirs in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(bits_of(theirs), bits_of(ours))
+
+
 @pytest.mark.slow
 def test_what_inspect_reads_back(models, tmp_path) -> None:
     """A dynamic site needs no data and is told as dynamic, with its axis and how it rounds."""
