@@ -2,34 +2,40 @@
 
 from graphquant.numerics.affine import (
     LARGEST_VALUE,
-    MAX_BITS,
-    MIN_BITS,
     SMALLEST_SCALE,
-    Array,
     Dynamic,
-    IntType,
     QParams,
     Range,
     along,
     choose,
     dequantize,
     from_scale,
+    over,
     quantize,
 )
+from graphquant.numerics.blocks import blocks_of, in_blocks
+from graphquant.numerics.types import FLOAT8, MAX_BITS, MIN_BITS, Array, FloatType, IntType, QType, parse_type
 
 __all__ = [
+    "FLOAT8",
     "LARGEST_VALUE",
     "MAX_BITS",
     "MIN_BITS",
     "SMALLEST_SCALE",
     "Array",
     "Dynamic",
+    "FloatType",
     "IntType",
     "QParams",
+    "QType",
     "Range",
     "along",
+    "blocks_of",
     "choose",
     "dequantize",
     "from_scale",
+    "in_blocks",
+    "over",
+    "parse_type",
     "quantize",
 ]

@@ -4,21 +4,19 @@
 
 with round to nearest, ties to even, and x / scale in float32: the definition of ONNX QuantizeLinear (opset 13 and
 above) and of TFLite's quantized tensors (Jacob et al. 2018, "Quantization and Training of Neural Networks for
-Efficient Integer-Arithmetic-Only Inference", section 2.1).
+Efficient Integer-Arithmetic-Only Inference", section 2.1). With a float8 type there is no zero point, and rounding is to
+its values instead of whole numbers.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from graphquant.errors import InternalError
-
-Array = npt.NDArray[Any]
+from graphquant.numerics.blocks import spread
+from graphquant.numerics.types import Array, FloatType, IntType, QType
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 """Scales below the smallest normal float32 are flushed to zero by kernels, so none is ever chosen."""
@@ -26,51 +24,10 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_VALUE = float(np.finfo(np.float32).max)
 """No scale is chosen with which a quantized value would stand for more: kernels would make it infinite."""
 
-MIN_BITS, MAX_BITS = 2, 32
-
-
-@dataclass(frozen=True, slots=True)
-class IntType:
-    """An integer type of `bits` bits."""
-
-    bits: int
-    signed: bool
-
-    @property
-    def name(self) -> str:
-        """The numpy-like name, `int8`."""
-        return f"{'int' if self.signed else 'uint'}{self.bits}"
-
-    def limits(self, *, narrow: bool = False) -> tuple[int, int]:
-        """Smallest and largest quantized value; `narrow` leaves out the most negative one of a signed type."""
-        if self.signed:
-            return -(1 << (self.bits - 1)) + narrow, (1 << (self.bits - 1)) - 1
-        return 0, (1 << self.bits) - 1
-
-    @property
-    def middle(self) -> int:
-        """The zero point of a symmetric type: 0, or half way up an unsigned type."""
-        return 0 if self.signed else 1 << (self.bits - 1)
-
-    @property
-    def container(self) -> str:
-        """The smallest of the types with 4, 8, 16 or 32 bits that holds it."""
-        bits = next(size for size in (4, 8, 16, 32) if size >= self.bits)
-        return f"{'int' if self.signed else 'uint'}{bits}"
-
-    @classmethod
-    def parse(cls, name: str) -> IntType:
-        """The type called `name`; a ValueError says what is possible."""
-        found = re.fullmatch(r"(u?)int(\d+)", name)
-        most = MAX_BITS - 1 if found and found[1] else MAX_BITS  # quantized values are held as int32
-        if not found or not MIN_BITS <= int(found[2]) <= most:
-            raise ValueError(f"{name!r} is no integer type; int2 to int32 and uint2 to uint31 are")
-        return cls(int(found[2]), not found[1])
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
-    """Real numbers from `low` to `high`: float64 scalars, or arrays of shape (C,) for one range per channel."""
+    """Real numbers from `low` to `high`: float64 scalars, (C,) for one range per channel, or one per block."""
 
     low: Array
     high: Array
@@ -78,9 +35,8 @@ class Range:
     def __post_init__(self) -> None:
         object.__setattr__(self, "low", np.asarray(self.low, np.float64))
         object.__setattr__(self, "high", np.asarray(self.high, np.float64))
-        if self.low.shape != self.high.shape or self.low.ndim > 1:
-            shapes = f"{self.low.shape} and {self.high.shape}"
-            raise InternalError(f"a Range of shapes {shapes} was made; both must be () or (C,).")
+        if self.low.shape != self.high.shape:
+            raise InternalError(f"a Range of shapes {self.low.shape} and {self.high.shape} was made; they must agree.")
         if not (np.isfinite(self.low).all() and np.isfinite(self.high).all() and (self.low <= self.high).all()):
             raise InternalError("a Range with low > high or without finite ends was made; its maker must refuse it.")
 
@@ -101,28 +57,31 @@ class QParams:
     """How a tensor is quantized.
 
     Attributes:
-        scale: float32, () or (C,); positive.
+        scale: float32, () or (C,), or with `block` of the tensor's rank; positive.
         zero_point: int32, the shape of `scale`.
-        type: The integer type.
+        type: The type of the quantized values.
         narrow: Whether the most negative value is left out.
-        axis: The channel axis if `scale` is (C,), else None.
+        axis: The channel axis if `scale` is (C,), the axis of the blocks if there are any, else None.
+        block: How many elements along `axis` have one scale; None where there are no blocks.
         range: The float64 range that `scale` and `zero_point` stand for: (low - zero_point) * scale and so on.
         given: The range that an op is told as it stands, of which it makes `scale` and `zero_point` itself; else None.
     """
 
     scale: Array
     zero_point: Array
-    type: IntType
+    type: QType
     narrow: bool = False
     axis: int | None = None
+    block: int | None = None
     range: Range
     given: Range | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", np.asarray(self.scale, np.float32))
         object.__setattr__(self, "zero_point", np.asarray(self.zero_point, np.int32))
-        if self.scale.shape != self.zero_point.shape or (self.axis is None) != (self.scale.ndim == 0):
-            raise InternalError("QParams whose scale, zero point and axis do not fit each other were made.")
+        fits = self.axis is not None if self.scale.ndim else self.axis is None
+        if self.scale.shape != self.zero_point.shape or not fits or (self.scale.ndim > 1 and self.block is None):
+            raise InternalError("QParams whose scale, zero point, axis and block do not fit each other were made.")
         if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
             raise InternalError("QParams with a scale that is not positive and finite were made.")
 
@@ -144,23 +103,25 @@ class Dynamic:
 
 def choose(
     observed: Range,
-    dtype: IntType,
+    dtype: QType,
     *,
     symmetric: bool,
     narrow: bool = False,
     power_of_two: bool = False,
     axis: int | None = None,
+    block: int | None = None,
 ) -> QParams:
     """Scale and zero point for values in `observed`.
 
     The range is widened to hold 0, so that 0.0 is exact. A symmetric type has zero point 0 (signed) or the middle
     (unsigned) and covers the larger magnitude; an asymmetric one covers [low, high] up to the half step by which its
     zero point is rounded. The scale is computed in float64 and rounded to float32 once. A power-of-two scale is the
-    smallest that covers the range. Whatever the range, each quantized value stands for a finite float32.
+    smallest that covers the range. A float8 type is always symmetric. Whatever the range, each quantized value stands for a finite float32.
     """
     qmin, qmax = dtype.limits(narrow=narrow)
     low, high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
     middle = dtype.middle
+    symmetric = symmetric or isinstance(dtype, FloatType)
     if symmetric:
         scale = np.maximum(high / (qmax - middle), low / (qmin - middle))
     else:
@@ -169,7 +130,7 @@ def choose(
     zero_point = np.full(low.shape, middle) if symmetric else np.clip(np.rint(qmin - low / scale), qmin, qmax)
     farthest = np.maximum(zero_point - qmin, qmax - zero_point)
     scale = np.minimum(scale, _round(LARGEST_VALUE / farthest, power_of_two=power_of_two, down=True))
-    return from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis)
+    return from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis, block=block)
 
 
 def _round(scale: Array, *, power_of_two: bool, down: bool = False) -> Array:
@@ -183,14 +144,29 @@ def _round(scale: Array, *, power_of_two: bool, down: bool = False) -> Array:
 
 
 def from_scale(
-    scale: Array, zero_point: Array, dtype: IntType, *, narrow: bool = False, axis: int | None = None
+    scale: Array,
+    zero_point: Array,
+    dtype: QType,
+    *,
+    narrow: bool = False,
+    axis: int | None = None,
+    block: int | None = None,
 ) -> QParams:
     """QParams for a known scale and zero point; their range is what the type can then represent."""
     qmin, qmax = dtype.limits(narrow=narrow)
     wide = np.asarray(scale, np.float32).astype(np.float64)
     zero = np.asarray(zero_point, np.float64)
     represented = Range((qmin - zero) * wide, (qmax - zero) * wide)
-    return QParams(scale=scale, zero_point=zero_point, type=dtype, narrow=narrow, axis=axis, range=represented)
+    return QParams(
+        scale=scale, zero_point=zero_point, type=dtype, narrow=narrow, axis=axis, block=block, range=represented
+    )
+
+
+def over(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
+    """Scales, zero points or bounds of `params` shaped to broadcast over a tensor of `shape`."""
+    if params.block is not None and params.axis is not None:
+        return spread(values, params.axis, params.block, shape)
+    return along(values, params.axis, len(shape))
 
 
 def along(values: Array, axis: int | None, ndim: int) -> Array:
@@ -205,19 +181,23 @@ def along(values: Array, axis: int | None, ndim: int) -> Array:
 def quantize(x: Array, params: QParams) -> Array:
     """`x` (float, any shape) as integers, int32, of the same shape; what ONNX QuantizeLinear computes.
 
-    NaN becomes the smallest value, as onnxruntime makes it on x86.
+    NaN becomes the smallest value, as onnxruntime makes it on x86. With a float8 type the values are of that, held as
+    float32, and NaN stays.
     """
+    scale = over(params.scale, params, x.shape)
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        steps = np.asarray(x, np.float32) / scale
+    if isinstance(params.type, FloatType):
+        return params.type.round(steps)
     qmin, qmax = params.type.limits(narrow=params.narrow)
-    scale = along(params.scale, params.axis, x.ndim)
-    zero = along(params.zero_point, params.axis, x.ndim)
-    with np.errstate(over="ignore", under="ignore"):
-        steps = np.rint(np.asarray(x, np.float32) / scale)
-    integers = np.clip(steps.astype(np.float64) + zero, qmin, qmax)
+    integers = np.clip(np.rint(steps).astype(np.float64) + over(params.zero_point, params, x.shape), qmin, qmax)
     return np.where(np.isnan(integers), qmin, integers).astype(np.int32)
 
 
 def dequantize(q: Array, params: QParams) -> Array:
-    """Integers `q` as float32, of the same shape; what ONNX DequantizeLinear computes."""
-    scale = along(params.scale, params.axis, q.ndim)
-    zero = along(params.zero_point, params.axis, q.ndim)
-    return ((q.astype(np.int64) - zero).astype(np.float32) * scale).astype(np.float32)
+    """Integers or float8 values `q` as float32, of the same shape; what ONNX DequantizeLinear computes."""
+    scale = over(params.scale, params, q.shape)
+    if isinstance(params.type, FloatType):
+        return np.asarray(q, np.float32) * scale
+    steps = q.astype(np.int64) - over(params.zero_point, params, q.shape)
+    return (steps.astype(np.float32) * scale).astype(np.float32)

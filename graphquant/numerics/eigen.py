@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphquant.numerics.affine import Array
+    from graphquant.numerics.types import Array
 
     Two: TypeAlias = Callable[[Array, Array], Array]
 

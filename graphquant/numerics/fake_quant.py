@@ -15,7 +15,8 @@ import numpy as np
 
 from graphquant.errors import UsageError
 from graphquant.numerics import eigen
-from graphquant.numerics.affine import Array, IntType, QParams, Range, from_scale
+from graphquant.numerics.affine import QParams, Range, from_scale
+from graphquant.numerics.types import Array, IntType
 
 MIN_BITS, MAX_BITS = 2, 16
 

@@ -18,7 +18,8 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.numerics import eigen
-from graphquant.numerics.affine import Array, IntType, QParams, Range, along, from_scale
+from graphquant.numerics.affine import QParams, Range, along, from_scale
+from graphquant.numerics.types import Array, IntType
 
 RoundMode = Literal["HALF_TO_EVEN", "HALF_UP"]
 ROUND_MODES = get_args(RoundMode)
