@@ -118,6 +118,7 @@ def _lowering(
         learned=site.scheme.range == "learned",
         round=site.scheme.round,
         args=site.scheme.args,
+        opset=model.opset,
     )
 
 

@@ -140,6 +140,7 @@ def make_quant_op(graph: Model, tensor: Tensor, name: str, quantizer: FixedPoint
         rule=RULE,
         shape=known.shape,
         in_frame=any(op.kind in FRAMES for op in home.ops()),
+        opset=graph.opset,
     )
     return Tensor(home, family.lower(home, lowering))
 

@@ -4,8 +4,8 @@
 
 with round to nearest, ties to even, and x / scale in float32: the definition of ONNX QuantizeLinear (opset 13 and
 above) and of TFLite's quantized tensors (Jacob et al. 2018, "Quantization and Training of Neural Networks for
-Efficient Integer-Arithmetic-Only Inference", section 2.1). With a float8 type there is no zero point, and rounding is to
-its values instead of whole numbers.
+Efficient Integer-Arithmetic-Only Inference", section 2.1). With a float8 type there is no zero point, and rounding is
+to its values instead of whole numbers.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ def choose(
     The range is widened to hold 0, so that 0.0 is exact. A symmetric type has zero point 0 (signed) or the middle
     (unsigned) and covers the larger magnitude; an asymmetric one covers [low, high] up to the half step by which its
     zero point is rounded. The scale is computed in float64 and rounded to float32 once. A power-of-two scale is the
-    smallest that covers the range. A float8 type is always symmetric. Whatever the range, each quantized value stands for a finite float32.
+    smallest that covers the range. A float8 type is always symmetric. Whatever the range, each quantized value stands
+    for a finite float32.
     """
     qmin, qmax = dtype.limits(narrow=narrow)
     low, high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)

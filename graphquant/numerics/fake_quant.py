@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphquant.errors import UsageError
 from graphquant.numerics import eigen
 from graphquant.numerics.affine import QParams, Range, from_scale
-from graphquant.numerics.types import Array, IntType
+
+if TYPE_CHECKING:
+    from graphquant.numerics.types import Array, QType
 
 MIN_BITS, MAX_BITS = 2, 16
 
@@ -234,7 +236,7 @@ def with_vars_per_channel_gradient(
     return passed.reshape(values.shape), below, above
 
 
-def params_of(given: Range, kind: IntType, *, narrow: bool = False, axis: int | None = None) -> QParams:
+def params_of(given: Range, kind: QType, *, narrow: bool = False, axis: int | None = None) -> QParams:
     """How tensors are quantized by this op if its range is `given`.
 
     Args:

@@ -19,7 +19,7 @@ import numpy as np
 from graphquant.errors import InternalError, UsageError
 from graphquant.numerics import eigen
 from graphquant.numerics.affine import QParams, Range, along, from_scale
-from graphquant.numerics.types import Array, IntType
+from graphquant.numerics.types import Array, IntType, QType
 
 RoundMode = Literal["HALF_TO_EVEN", "HALF_UP"]
 ROUND_MODES = get_args(RoundMode)
@@ -249,7 +249,7 @@ def steps(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> 
         )
 
 
-def params_of(given: Range, kind: IntType, *, narrow: bool = False, axis: int | None = None) -> QParams:
+def params_of(given: Range, kind: QType, *, narrow: bool = False, axis: int | None = None) -> QParams:
     """How float32 tensors are quantized by this op if its range is `given`, whichever way it rounds.
 
     Args:

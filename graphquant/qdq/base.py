@@ -9,12 +9,12 @@ from pydantic import ConfigDict, StrictFloat
 
 from graphquant.errors import InternalError
 from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
-from graphquant.numerics import Dynamic
+from graphquant.numerics import Dynamic, IntType
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphquant.numerics import Array, IntType, QParams
+    from graphquant.numerics import Array, QParams, QType
 
 Round = Literal["half-even", "half-up"]
 RangeFrom = Literal["observed", "given", "dynamic", "learned"]
@@ -60,6 +60,7 @@ class Lowering:
         in_frame: Whether the tensor may live in a TF1 loop or cond frame.
         round: How to round; None as the family does by itself.
         args: The family's own arguments.
+        opset: The ONNX default domain's opset that the model has; 0 where there are no opsets.
     """
 
     tensor: TensorRef
@@ -74,6 +75,7 @@ class Lowering:
     in_frame: bool = False
     round: Round | None = None
     args: Arguments = field(default_factory=Arguments)
+    opset: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,8 @@ class Request:
     """What a family is asked for, known before any range is.
 
     Attributes:
-        type: The integer type.
-        axis: The channel axis, None per tensor.
+        type: The type of the quantized values.
+        axis: The channel axis, or that of the blocks; None per tensor.
         dtype: The tensor's dtype.
         shape: The tensor's static shape, None if it is unknown.
         parameter: Whether the tensor is a weight, whose value can be stored as integers.
@@ -90,9 +92,10 @@ class Request:
         range: Where the range comes from, as a scheme says it.
         round: How to round; None as the family does by itself.
         args: The family's own arguments.
+        block: How many elements along the axis have one scale; None where there are no blocks.
     """
 
-    type: IntType
+    type: QType
     axis: int | None
     dtype: str
     shape: tuple[int | None, ...] | None
@@ -101,6 +104,7 @@ class Request:
     range: RangeFrom = "observed"
     round: Round | None = None
     args: Arguments = field(default_factory=Arguments)
+    block: int | None = None
 
     @property
     def dynamic(self) -> bool:
@@ -157,3 +161,12 @@ def static_params(site: Lowering) -> QParams:
     if isinstance(site.params, Dynamic):
         raise InternalError(f"A dynamic range was asked for on {site.tensor}; why_not must refuse it.")
     return site.params
+
+
+def only_integers(asked: Request, ops: str) -> str | None:
+    """Why `ops`, which know integers with a scale per tensor or channel, cannot do what is asked; None if they can."""
+    if not isinstance(asked.type, IntType):
+        return f"{ops} has integer types only, and {asked.type.name} is for ONNX models; take int8"
+    if asked.block is not None:
+        return f'{ops} has no blocks, which are for ONNX models; take per = "channel"'
+    return None

@@ -14,7 +14,7 @@ import numpy as np
 from graphquant.errors import InternalError
 from graphquant.ir import Graph, Op, Output, Parameters, TensorRef
 from graphquant.numerics import Array, IntType, QParams, fake_quant, from_scale
-from graphquant.qdq.base import Family, Lowering, Request, Round, static_params
+from graphquant.qdq.base import Family, Lowering, Request, Round, only_integers, static_params
 from graphquant.qdq.nodes import held, reshape, static, within
 
 MIN_BITS, MAX_BITS = fake_quant.MIN_BITS, fake_quant.MAX_BITS
@@ -67,6 +67,8 @@ def _quantized(graph: Graph, site: Lowering, tensor: TensorRef, low: Array, high
 
 def why_not(asked: Request) -> str | None:  # noqa: PLR0911  # one for each thing it cannot do
     """The reason why TensorFlow cannot run these ops, or None."""
+    if (reason := only_integers(asked, "FakeQuant")) is not None:
+        return reason
     if asked.dtype != "float32":
         return f"FakeQuant takes float32, and this tensor is {asked.dtype}"
     if not MIN_BITS <= asked.type.bits <= MAX_BITS:

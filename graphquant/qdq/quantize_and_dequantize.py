@@ -16,7 +16,7 @@ from graphquant.errors import InternalError, UsageError
 from graphquant.ir import DataType, Graph, Op, Output, Parameters, TensorRef
 from graphquant.numerics import Array, Dynamic, IntType, QParams, Range
 from graphquant.numerics import quantize_and_dequantize as qad
-from graphquant.qdq.base import Family, Lowering, Request, Round
+from graphquant.qdq.base import Family, Lowering, Request, Round, only_integers
 from graphquant.qdq.nodes import held, within
 
 ROUND_MODES: dict[Round, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
@@ -85,6 +85,8 @@ def _ends(site: Lowering, version: int, dtype: str | None) -> tuple[Array, Array
 def why_not(asked: Request, *, version: int) -> str | None:
     """The reason why TensorFlow cannot run this version, or None."""
     ops, most = f"QuantizeAndDequantizeV{version}", qad.SIGNED_BITS if asked.type.signed else qad.UNSIGNED_BITS
+    if (reason := only_integers(asked, ops)) is not None:
+        return reason
     if asked.dtype not in FLOATS:
         return f"{ops} has no CPU kernel for {asked.dtype}; cast the tensor to float32"
     if not (2 if asked.type.signed else 1) <= asked.type.bits <= most:

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, check
-from graphquant.numerics import IntType, QParams, Range, choose, dequantize, quantize
+from graphquant.numerics import FloatType, IntType, QParams, Range, choose, dequantize, quantize
 from graphquant.qdq import FAMILIES, Lowering
 from graphquant.qdq.base import Request
 
 INT8 = IntType(8, True)
+E4M3 = FloatType("float8_e4m3fn")
 
 
 def graph_with(shape: tuple[int, ...], kind: str = "relu") -> tuple[Model, Graph, TensorRef]:
@@ -208,7 +209,16 @@ def test_a_range_of_strings_is_not_read() -> None:
     [
         ("onnx-qdq", Request(type=INT8, axis=0, dtype="float32", shape=None), None),
         ("onnx-qdq", Request(type=INT8, axis=None, dtype="float16", shape=None), "takes no float16"),
-        ("onnx-qdq", Request(type=IntType(16, True), axis=None, dtype="float32", shape=None), "int16"),
+        ("onnx-qdq", Request(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
+        ("onnx-qdq", Request(type=IntType(17, True), axis=None, dtype="float32", shape=None), "take 2 to 16 bits"),
+        ("onnx-qdq", Request(type=IntType(32, True), axis=None, dtype="float32", shape=None), "take 2 to 16 bits"),
+        ("onnx-qdq", Request(type=IntType(32, True), axis=0, dtype="float32", shape=(3,), parameter=True), None),
+        ("onnx-qdq", Request(type=E4M3, axis=1, dtype="float32", shape=None), None),
+        ("onnx-qdq", Request(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32), "blocks are for weights"),
+        ("onnx-qdq", Request(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32, parameter=True), None),
+        ("fake-quant", Request(type=E4M3, axis=None, dtype="float32", shape=None), "is for ONNX models"),
+        ("fake-quant", Request(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32), "has no blocks"),
+        ("quantize-and-dequantize-v2", Request(type=E4M3, axis=None, dtype="float32", shape=None), "for ONNX models"),
         ("fake-quant", Request(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
         ("fake-quant", Request(type=IntType(17, True), axis=None, dtype="float32", shape=None), "2 to 16 bits"),
         ("fake-quant", Request(type=INT8, axis=None, dtype="float64", shape=None), "this tensor is float64"),

@@ -28,6 +28,9 @@ IR_METADATA = 10
 IR_FREE_INITIALIZERS = 4
 """First IR version whose initializers need not be graph inputs."""
 
+IR_TYPES = {"float8_e4m3fn": 9, "float8_e5m2": 9, "int4": 10, "uint4": 10}
+"""First IR version of newer types that constants have."""
+
 DEFAULT_OPSET = 13
 """Opset of the default domain for a model that had no op of it."""
 
@@ -218,8 +221,9 @@ class _Emitter:
             if op.outputs[0].name != (name := self._name(TensorRef(graph.name, op.name))):
                 tensor.name = name
         target.initializer.extend(tensor_of(op, self._name(TensorRef(graph.name, op.name))) for op in added)
-        if added:
-            self._message.ir_version = max(self._message.ir_version, IR_FREE_INITIALIZERS)
+        for op in added:
+            least = IR_TYPES.get(op.outputs[0].dtype or "", IR_FREE_INITIALIZERS)
+            self._message.ir_version = max(self._message.ir_version, least)
 
     def _infos(self, graph: Graph, source: GraphSource, target: Any, fresh: list[Op]) -> None:
         """value_info: without what is gone or renamed, with what is known of new and renamed tensors."""
