@@ -67,7 +67,8 @@ def _agree(model: Model, parameters: Parameters, twins: Twins, site: Site, tenso
             return False
     elif not _compatible(known.shape, own.shape):
         return False
-    asked = site.scheme.request(axis=site.axis, dtype=known.dtype or "", shape=shape, parameter=site.parameter)
+    seen = site.view or shape
+    asked = site.scheme.request(axis=site.axis, dtype=known.dtype or "", shape=seen, parameter=site.parameter)
     return FAMILIES[site.scheme.family or ""].why_not(asked) is None
 
 

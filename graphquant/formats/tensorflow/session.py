@@ -77,6 +77,8 @@ class Session:
         elif any(node.name == INITIALIZER for node in graph_def.node):
             made.run(made.operation(INITIALIZER), {})
         made._assign(learned(model))
+        if meta is not None:
+            made._restore_rest(model)
         return made
 
     def sizes(self, names: Sequence[str]) -> list[Any]:
@@ -140,6 +142,19 @@ class Session:
                 for one in variables
             ]
         self.run(assigned, {})
+
+    def _restore_rest(self, model: Model) -> None:
+        """Gives variables that the saver left out their values: Keras' may have two nodes, of which it knows one."""
+        values = [(op.name, op.value) for op in model.main.ops() if op.type == "VarHandleOp" and op.value is not None]
+        raw, v1 = self.tf.raw_ops, self.tf.compat.v1
+        with self.graph.as_default():
+            handles = [self.graph.get_tensor_by_name(f"{name}:0") for name, _ in values]
+            restored = self.run([raw.VarIsInitializedOp(resource=handle) for handle in handles], {})
+            for (_, read), handle, done in zip(values, handles, restored, strict=True):
+                if not done:
+                    value = read()
+                    fed = v1.placeholder(value.dtype)
+                    self.run(raw.AssignVariableOp(resource=handle, value=fed), {fed: value})
 
     def operation(self, name: str) -> Any:
         """The operation that makes the tensor `name`."""

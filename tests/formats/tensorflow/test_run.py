@@ -13,7 +13,7 @@ import pytest
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import load, runner, save
 from graphquant.ir import Model, Parameters, TensorRef, Use, check
-from graphquant.numerics import IntType, Range, choose, dequantize, quantize
+from graphquant.numerics import IntType, Range, choose, dequantize, fake_quant, quantize
 from graphquant.qdq import FAMILIES, Lowering
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ def test_mtcnn_frames(tf: Any) -> None:
     for use, tensor, value, axis in weights(by_hand):
         others = tuple(i for i in range(value.ndim) if i != axis)
         params = choose(Range(value.min(others), value.max(others)), INT8, symmetric=True, axis=axis)
-        low, high = params.range.low.astype(np.float32), params.range.high.astype(np.float32)
+        given = fake_quant.range_to_write(params)
+        low, high = given.low.astype(np.float32), given.high.astype(np.float32)
         with tf.device("CPU"):
             fixed = tf.quantization.fake_quant_with_min_max_vars_per_channel(value, low, high).numpy()
         constant = by_hand.op(parameters.origin(tensor)).source.attr["value"].tensor
