@@ -5,6 +5,7 @@ A frozen graph has no checkpoint: it gets operations that assign the values, and
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,9 @@ INITIALIZER: Final = "init_learned_ranges"
 """The operation of a frozen graph that assigns all first values."""
 
 
+NO_NODE_NAME: Final = re.compile(r"[^A-Za-z0-9_./-]")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Learned:
     """One variable of a learned range.
@@ -32,6 +36,7 @@ class Learned:
     Attributes:
         graph: The graph that it is in, "" for the main one.
         node: Its VarHandleOp there.
+        outside: Whether that runs where a session can fetch it: not in a function, nor in a TF1 frame.
         shared: The name by which sessions know it.
         value: Its first value.
         trainable: Whether gradients reach it.
@@ -39,6 +44,7 @@ class Learned:
 
     graph: str
     node: str
+    outside: bool
     shared: str
     value: Array
     trainable: bool
@@ -50,6 +56,7 @@ def learned(model: Model) -> list[Learned]:
         Learned(
             graph=name,
             node=op.name,
+            outside=not name and not graph.control_inputs(op.name),
             shared=str(op.attrs["shared_name"]),
             value=op.value(),
             trainable=bool(op.attrs[MARK]),
@@ -66,8 +73,8 @@ def add_initializers(graph_def: Any, variables: list[Learned]) -> None:
     done = []
     for variable in variables:
         handle = variable.node
-        if variable.graph:
-            handle = _fresh(taken, f"learned_ranges/{variable.shared}")
+        if not variable.outside:
+            handle = _fresh(taken, f"learned_ranges/{NO_NODE_NAME.sub('_', variable.shared)}")
             graph_def.node.append(_handle(handle, variable))
         value = proto.NodeDef(name=_fresh(taken, f"{handle}/initial_value"), op="Const")
         tensor = encode_tensor(variable.value)
