@@ -1,4 +1,4 @@
-"""Reads the sorted key-value table (LevelDB's table format) that holds the index of a TensorFlow checkpoint.
+"""Reads and writes the sorted key-value table (LevelDB's format) that holds the index of a TensorFlow checkpoint.
 
 A table file is a row of blocks and a footer. The footer points at an index block, whose values point at the data
 blocks. Inside a block a key is stored as the length it shares with the key before it and the rest of its bytes.
@@ -15,9 +15,9 @@ import google_crc32c
 from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["read_table", "read_varint", "unmask_crc"]
+__all__ = ["mask_crc", "read_table", "read_varint", "unmask_crc", "varint", "write_table"]
 
 _MAGIC: Final = 0xDB4775248B80FB57.to_bytes(8, "little")
 _FOOTER_SIZE: Final = 48
@@ -31,12 +31,28 @@ _MAX_SNAPPY_RATIO: Final = 64
 # Keys share prefixes, so they may take more room than the file; real ones stay far below this.
 _MAX_KEY_RATIO: Final = 32
 _FREE_KEY_BYTES: Final = 1 << 24
+_BLOCK_SIZE: Final = 1 << 16  # a block is closed at that many bytes
+_RESTART: Final = 16  # entries between two restarts
 
 
 def unmask_crc(masked: int) -> int:
     """The CRC-32C behind a stored one; files hold them rotated and shifted, as they may checksum checksums."""
     rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
     return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
+
+
+def mask_crc(crc: int) -> int:
+    """A CRC-32C as it is stored."""
+    return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
+
+
+def varint(value: int) -> bytes:
+    """A number in base 128, the lowest digit first."""
+    digits = bytearray()
+    while value >= 0x80:  # noqa: PLR2004 - the continuation bit
+        digits.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*digits, value))
 
 
 def read_varint(data: bytes, at: int) -> tuple[int, int]:
@@ -72,6 +88,41 @@ def read_table(data: bytes, *, source: str) -> dict[bytes, bytes]:
         return _read_entries(data)
     except ModelError as error:
         raise ModelError(f"{source} is not a readable checkpoint index: {error}.") from error
+
+
+def write_table(entries: Mapping[bytes, bytes]) -> bytes:
+    """The file of a table with these keys and values, which `read_table` reads; nothing in it is compressed."""
+    data = bytearray()
+    handles: dict[bytes, bytes] = {}
+    block: dict[bytes, bytes] = {}
+    size = 0
+    for key in sorted(entries):
+        block[key] = entries[key]
+        size += len(key) + len(entries[key])
+        if size >= _BLOCK_SIZE:
+            handles[key] = _append(data, block)
+            block, size = {}, 0
+    if block:
+        handles[next(reversed(block))] = _append(data, block)
+    footer = _append(data, {}) + _append(data, handles)
+    return bytes(data + footer.ljust(_FOOTER_SIZE - len(_MAGIC), b"\0") + _MAGIC)
+
+
+def _append(data: bytearray, entries: Mapping[bytes, bytes]) -> bytes:
+    """Adds a block with its trailer; returns where it is."""
+    block = bytearray()
+    restarts = []
+    for number, (key, value) in enumerate(entries.items()):
+        if number % _RESTART == 0:
+            restarts.append(len(block))
+        block += varint(0) + varint(len(key)) + varint(len(value)) + key + value
+    for restart in restarts or [0]:
+        block += restart.to_bytes(4, "little")
+    block += len(restarts or [0]).to_bytes(4, "little")
+    handle = varint(len(data)) + varint(len(block))
+    trailer = mask_crc(google_crc32c.value(bytes((*block, _NO_COMPRESSION))))
+    data += block + bytes([_NO_COMPRESSION]) + trailer.to_bytes(4, "little")
+    return handle
 
 
 def _read_entries(data: bytes) -> dict[bytes, bytes]:
