@@ -10,13 +10,15 @@ import numpy as np
 
 from graphquant.errors import UsageError
 from graphquant.ir import Graph, Model, Parameters, TensorRef, bulk, check
-from graphquant.numerics import Array, Dynamic, IntType, QParams, quantize
+from graphquant.numerics import Array, Dynamic, FloatType, IntType, QParams, blocks_of, quantize
 from graphquant.plans import Plan, Site, check_plan
 from graphquant.prepare import drop_unread
 from graphquant.qdq import FAMILIES, Lowering
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from graphquant.ir import Shape
 
 FRAMES = frozenset({"enter", "switch"})
 """Kinds that only TF1 loop and cond frames have; a constant without inputs would sit outside them."""
@@ -93,10 +95,11 @@ def _lowering(
         not isinstance(params, Dynamic)
         and params.axis is not None
         and seen is not None
-        and seen[params.axis : params.axis + 1] != params.scale.shape
+        and not _covers(params, params.axis, seen)
     ):
+        cells = "channels" if params.block is None else f"blocks of {params.block}"
         raise UsageError(
-            f"{site.tensor} of shape {seen} has not {params.scale.size} channels on axis {params.axis}, as the plan"
+            f"{site.tensor} of shape {seen} has not {params.scale.size} {cells} on axis {params.axis}, as the plan"
             " says. Mend its site, or make the plan anew."
         )
     folded = value if folds else None
@@ -122,8 +125,18 @@ def _lowering(
     )
 
 
+def _covers(params: QParams, axis: int, shape: Shape) -> bool:
+    """Whether there is a scale for each channel or block of `shape`."""
+    if params.block is None:
+        return shape[axis : axis + 1] == params.scale.shape
+    known = tuple(size for size in shape if size is not None)
+    return len(known) == len(shape) and blocks_of(known, axis, params.block) == params.scale.shape
+
+
 def _overflows(value: Array, params: QParams, view: tuple[int, ...] | None) -> bool:
     """Whether a value lies outside of what the type represents."""
+    if isinstance(params.type, FloatType):
+        return False  # its container is the type itself
     if view is not None:
         value = np.resize(value, view)
     wide = replace(params, type=IntType(MAX_RUN_TIME_BITS * 2, signed=True), narrow=False)

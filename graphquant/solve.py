@@ -10,7 +10,18 @@ import numpy as np
 
 from graphquant.errors import DataError, UsageError
 from graphquant.ir import FLOAT_TYPES, Model, Parameters, TensorRef, Use, bulk, readable
-from graphquant.numerics import SMALLEST_SCALE, Array, Dynamic, QParams, Range, along, choose, from_scale
+from graphquant.numerics import (
+    SMALLEST_SCALE,
+    Array,
+    Dynamic,
+    QParams,
+    Range,
+    along,
+    blocks_of,
+    choose,
+    from_scale,
+    in_blocks,
+)
 from graphquant.plans import Plan, Site, Skip, check_plan
 from graphquant.qdq import FAMILIES
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
@@ -184,7 +195,7 @@ def _range(
     notes: dict[int, str],
     index: int,
 ) -> Range:
-    """The range that the plan, the rule, the weight or the data gives the site: scalars, or (C,) with an axis."""
+    """The range that the plan, the rule, the weight or the data gives the site: of the shape that its scales have."""
     if site.range is not None:
         found = Range(np.asarray(site.range[0]), np.asarray(site.range[1]))
     else:
@@ -192,9 +203,10 @@ def _range(
         if any(one.nan for one in stats):
             _note(notes, index, f"{sum(one.nan for one in stats)} NaN values were left out of the range")
         found = _observed(site, stats)
-    if site.axis is not None and found.low.ndim == 0:
-        channels = _channels(model, parameters, site, site.axis)
-        return Range(np.full(channels, found.low), np.full(channels, found.high))
+    if site.axis is not None and (found.low.ndim == 0 or site.scheme.block_size is not None):
+        shape = _scales(model, parameters, site, site.axis)
+        spread = np.broadcast_to if found.low.ndim == 0 else np.reshape
+        return Range(spread(found.low, shape), spread(found.high, shape))
     if site.axis is None and found.low.ndim:
         return Range(found.low.min(), found.high.max())
     return found
@@ -204,7 +216,7 @@ def _observed(site: Site, stats: Sequence[Sketch]) -> Range:
     """What the scheme's observer makes of one sketch, or of one per channel."""
     scheme = site.scheme
     pick, arguments = OBSERVERS[scheme.observe.name].pick, scheme.observe.arguments
-    ranges = [pick(one, scheme.type, scheme.zero == "symmetric", scheme.narrow, arguments) for one in stats]
+    ranges = [pick(one, scheme.grid, arguments) for one in stats]
     if len(ranges) == 1:
         return ranges[0]
     return Range(np.array([one.low for one in ranges]), np.array([one.high for one in ranges]))
@@ -217,6 +229,8 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
         return [EMPTY]
     if site.parameter:
         value, bits = _weight(parameters, site), observer.bits(site.scheme.type)
+        if site.axis is not None and site.scheme.block_size is not None:
+            return [sketch(in_blocks(value, site.axis, site.scheme.block_size), 0)]
         if site.axis is None or not bits:
             return [sketch(value, site.axis, bits=bits)]
         return [sketch(channel, bits=bits) for channel in np.moveaxis(value, site.axis, 0)]
@@ -253,14 +267,16 @@ def _weight(parameters: Parameters, site: Site) -> Array:
     return value
 
 
-def _channels(model: Model, parameters: Parameters, site: Site, axis: int) -> int:
-    known = site.view or model.output(site.tensor).shape
-    if known is not None and known[axis] is not None:
-        return int(known[axis])
-    value = parameters.value(site.tensor)
-    if value is None or axis >= value.ndim:
-        raise DataError("the number of its channels is not known")
-    return int(value.shape[axis])
+def _scales(model: Model, parameters: Parameters, site: Site, axis: int) -> tuple[int, ...]:
+    """The shape of the scales of a site with an axis: (C,), or that of its blocks."""
+    shape, block = site.view or model.output(site.tensor).shape, site.scheme.block_size
+    if shape is None or shape[axis] is None or (block is not None and None in shape):
+        value = parameters.value(site.tensor)
+        if value is None or axis >= value.ndim:
+            raise DataError("the number of its channels is not known")
+        shape = value.shape
+    sizes = tuple(size or 0 for size in shape)
+    return (sizes[axis],) if block is None else blocks_of(sizes, axis, block)
 
 
 def _dictated(site: Site, given: tuple[float, ...]) -> QParams:
@@ -330,6 +346,7 @@ def _share(
         narrow=first.scheme.narrow,
         power_of_two=first.scheme.scale == "power-of-two",
         axis=first.axis,
+        block=first.scheme.block_size,
     )
     chosen = replace(chosen, given=told if first.scheme.range == "given" else None)
     for index in known:

@@ -334,6 +334,7 @@ def test_as_json(tmp_path):
         "scale": 0.5,
         "zero_point": 8,
         "axis": None,
+        "block_size": None,
         "narrow": False,
         "low": -4.0,
         "high": 123.5,

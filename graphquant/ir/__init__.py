@@ -1,6 +1,6 @@
 """The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
-from graphquant.ir.channels import channel_axis, channel_view
+from graphquant.ir.channels import channel_axis, channel_view, summed_axis
 from graphquant.ir.check import check
 from graphquant.ir.graph import CONTROL, Graph, Model, bulk
 from graphquant.ir.parameter import FORWARDING, Parameters, readable
@@ -42,4 +42,5 @@ __all__ = [
     "channel_view",
     "check",
     "readable",
+    "summed_axis",
 ]

@@ -15,6 +15,22 @@ def channel_axis(op: Op, shape: Shape) -> int | None:
     return None if axis is None or not -len(shape) <= axis < len(shape) else axis % len(shape)
 
 
+def summed_axis(op: Op, role: str, shape: Shape) -> int | None:
+    """The axis along which blocks of a tensor of `shape` lie that `op` reads as `role`, counted from 0; None if none.
+
+    Of a weight it is the one that is summed over beside that of the output channels, its input channels; of a table
+    the last one, along which each row lies.
+    """
+    if op.kind == "gather" and role == "input":
+        return len(shape) - 1 if shape else None
+    axis = channel_axis(op, shape) if role == "weight" else None
+    if axis is None or len(shape) == 1:
+        return None
+    if op.kind == "conv_transpose":
+        return 0 if axis else 1
+    return axis + 1 if axis < len(shape) - 1 else axis - 1
+
+
 def channel_view(op: Op, shape: Shape) -> Shape | None:
     """The shape in which a weight's output channels are one axis, where they lie on two; else None.
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from graphquant.errors import InternalError
 from graphquant.numerics.blocks import spread
-from graphquant.numerics.types import Array, FloatType, IntType, QType
+from graphquant.numerics.types import Array, FloatType, QType
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 """Scales below the smallest normal float32 are flushed to zero by kernels, so none is ever chosen."""
@@ -91,12 +91,12 @@ class Dynamic:
     """How a tensor is quantized whose range is that of the values in each run, so that there is no scale to tell.
 
     Attributes:
-        type: The integer type.
+        type: The type of the quantized values.
         narrow: Whether the most negative value is left out.
         axis: The channel axis if each channel has its own range, else None.
     """
 
-    type: IntType
+    type: QType
     narrow: bool = False
     axis: int | None = None
 
@@ -132,6 +132,35 @@ def choose(
     farthest = np.maximum(zero_point - qmin, qmax - zero_point)
     scale = np.minimum(scale, _round(LARGEST_VALUE / farthest, power_of_two=power_of_two, down=True))
     return from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis, block=block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """What a scheme can represent, but for the scale: all that picking a range depends on.
+
+    Attributes:
+        type: The type of the quantized values.
+        symmetric: Whether the zero point is fixed.
+        narrow: Whether the type's most negative value is left out.
+        power_of_two: Whether scales are powers of two.
+    """
+
+    type: QType
+    symmetric: bool
+    narrow: bool = False
+    power_of_two: bool = False
+
+    def choose(self, observed: Range, *, axis: int | None = None, block: int | None = None) -> QParams:
+        """Scale and zero point for values in `observed`; see `choose`."""
+        return choose(
+            observed,
+            self.type,
+            symmetric=self.symmetric,
+            narrow=self.narrow,
+            power_of_two=self.power_of_two,
+            axis=axis,
+            block=block,
+        )
 
 
 def _round(scale: Array, *, power_of_two: bool, down: bool = False) -> Array:

@@ -86,7 +86,7 @@ def _misfits(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:
         return
     if site.parameter and not parameter:
         yield "it is no parameter, whose value is known; say 'parameter': false"
-    if (site.axis is not None) != (site.scheme.per == "channel"):
+    if (site.axis is not None) != (site.scheme.per != "tensor"):
         yield f"its scheme is per {site.scheme.per}, and its axis {site.axis}"
         return
     if site.view is not None:

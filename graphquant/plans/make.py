@@ -6,7 +6,18 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
-from graphquant.ir import FORWARDING, QUANTIZATION_KINDS, Model, Op, TensorRef, Use, bulk, channel_axis, channel_view
+from graphquant.ir import (
+    FORWARDING,
+    QUANTIZATION_KINDS,
+    Model,
+    Op,
+    TensorRef,
+    Use,
+    bulk,
+    channel_axis,
+    channel_view,
+    summed_axis,
+)
 from graphquant.match import Match, Matcher, name_matches
 from graphquant.plans.copies import copied
 from graphquant.plans.types import Plan, Site, Skip
@@ -151,7 +162,7 @@ class _Draft:
         for fed, scheme in queue:
             op = by_use.get(fed)
             for match in self._tied.pop(op, ()) if op is not None else ():
-                per_tensor = replace(scheme, per="tensor")
+                per_tensor = replace(scheme, per="tensor", axis=None, block_size=None)
                 if self._place(match, per_tensor, ties[match.tensor.graph, match.tensor.op]):
                     queue.append((match.use, per_tensor))
 
@@ -196,8 +207,8 @@ class _Draft:
         """Adds the use to the site that wants the same, or opens one; False if it is skipped instead."""
         family = FAMILIES[scheme.family or self.choice.family]
         scheme = replace(scheme, family=family.name)
-        axis = self._axis(match) if scheme.per == "channel" else None
-        view = self._view(match) if axis is not None else None
+        axis = self._axis(match, scheme)
+        view = self._view(match) if scheme.per == "channel" and axis is not None and scheme.axis is None else None
         reason = self._misfit(match, scheme, family, axis, view)
         if tie and scheme.range == "dynamic":
             reason = reason or "it is tied to a tensor with a dynamic range, which has no scale to share"
@@ -217,8 +228,8 @@ class _Draft:
     def _misfit(self, match: Match, scheme: Scheme, family: Family, axis: int | None, view: Shape | None) -> str:
         """Why the use cannot be quantized by that scheme, "" if it can."""
         model, output = self.matcher.model, self.matcher.model.output(match.tensor)
-        if scheme.per == "channel" and axis is None:
-            return f"scheme {scheme.name!r} is per channel, and {match.use} has no channel axis"
+        if scheme.per != "tensor" and axis is None:
+            return _no_axis(scheme, match.use)
         if view is not None and None in view:
             return f"scheme {scheme.name!r} is per channel, and the sizes of the kernel are not known"
         if output.dtype is None:
@@ -269,10 +280,16 @@ class _Draft:
             if read is not None and op.role(slot) == "input" and not self.matcher.parameters.is_parameter(read)
         )
 
-    def _axis(self, match: Match) -> int | None:
-        """The channel axis of the tensor where the use reads it."""
+    def _axis(self, match: Match, scheme: Scheme) -> int | None:
+        """The axis of the channels or blocks of the tensor where the use reads it; None per tensor."""
         consumer = self.matcher.model.graphs[match.use.graph].op(match.use.op)
         shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
+        if scheme.per == "tensor":
+            return None
+        if scheme.axis is not None:
+            return scheme.axis if shape is not None and scheme.axis < len(shape) else None
+        if scheme.per == "block":
+            return summed_axis(consumer, role, shape) if shape is not None else None
         if role == "bias":
             return 0 if shape is not None and len(shape) == 1 else None
         return channel_axis(consumer, shape) if role == "weight" and shape is not None else None
@@ -288,6 +305,15 @@ class _Draft:
         if key not in self._skips:
             self._skips[key] = _Open(first=match, uses=[], reason=reason)
         self._skips[key].uses.append(match.use)
+
+
+def _no_axis(scheme: Scheme, use: Use) -> str:
+    """Why there is no axis of channels or blocks."""
+    if scheme.axis is not None:
+        return f"scheme {scheme.name!r} is for axis {scheme.axis}, and the tensor is not known to have that many"
+    if scheme.per == "block":
+        return f"scheme {scheme.name!r} is per block, and {use} has no axis that is summed over; give 'axis'"
+    return f"scheme {scheme.name!r} is per channel, and {use} has no channel axis"
 
 
 def _check_patterns(matcher: Matcher, choice: Choice) -> None:

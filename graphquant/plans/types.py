@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 
 # pydantic reads the annotations when it checks a plan's JSON.
 from graphquant.ir import TensorRef, Use  # noqa: TC001
-from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE
+from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, FloatType
 from graphquant.prepare import Step  # noqa: TC001
 from graphquant.ruleset import Scheme  # noqa: TC001
 
@@ -24,7 +24,7 @@ class Site:
         uses: The consumers that are rerouted.
         graph: The graph that gets the new ops: the tensor's own, or the body that reads it.
         scheme: How it is quantized.
-        axis: The channel axis of a per-channel scheme, else None.
+        axis: The channel axis of a per-channel scheme, or that of the blocks; None per tensor.
         view: The shape in which `axis` is the channel axis, where it is not the tensor's own: a depthwise kernel
             [3, 3, 4, 2] has 8 channels as [3, 3, 8].
         rule: Name of the rule that claimed the uses.
@@ -64,10 +64,14 @@ class Site:
         if self.scale is not None:
             self._check_scale(self.scale)
         qmin, qmax = self.scheme.type.limits(narrow=self.scheme.narrow)
+        if isinstance(self.scheme.type, FloatType):
+            qmin = qmax = 0
         if not all(qmin <= zero <= qmax for zero in self.zero_point or ()):
             raise ValueError(f"'zero_point' is not in [{qmin}, {qmax}]")
 
     def _check_scale(self, scale: tuple[float, ...]) -> None:
+        if self.scheme.block_size is not None:
+            raise ValueError("'scale' cannot be given for each block; give 'range'")
         if not scale or (self.axis is None and len(scale) != 1):
             raise ValueError("'scale' holds one number, or one per channel with an 'axis'")
         if not all(SMALLEST_SCALE <= one <= LARGEST_VALUE for one in scale):

@@ -85,6 +85,11 @@ def _narrow(tables: dict[str, Any]) -> None:
     }
     scheme["properties"]["family"]["enum"] = sorted(FAMILIES)
     scheme["not"] = {"anyOf": [{"required": ["dtype", other]} for other in ("bits", "signed")]}
+    blocked = {"properties": {"per": {"const": "block"}}, "required": ["per"]}
+    scheme["oneOf"] = [
+        {**blocked, "required": ["per", "block_size"]},
+        {"not": blocked, "properties": {"block_size": False}},
+    ]
     alone = [name for name, observer in OBSERVERS.items() if not observer.required]
     full = scheme["properties"]["observe"]
     scheme["properties"]["observe"] = {

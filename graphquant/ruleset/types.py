@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, fiel
 from pydantic.dataclasses import dataclass
 
 from graphquant.errors import did_you_mean
-from graphquant.numerics import IntType
+from graphquant.numerics import FLOAT8, FloatType, Grid, IntType, QType, parse_type
 from graphquant.qdq import FAMILIES, Arguments, RangeFrom, Request, Round
 from graphquant.ruleset.syntax import compile_regex, parse_chain, parse_pattern
 from graphquant.sketch import OBSERVERS, Argument
@@ -119,8 +119,8 @@ else:
     )
 
 
-DTYPES = tuple(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33))
-"""The integer types a scheme may have."""
+DTYPES = (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33)), *FLOAT8)
+"""The types a scheme may have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
@@ -129,12 +129,14 @@ class Scheme:
 
     Attributes:
         name: The key of its `[scheme.NAME]` table.
-        dtype: Integer type, "int8"; or give `bits` and `signed`.
+        dtype: "int8" or another integer type, "float8_e4m3fn" or "float8_e5m2"; or give `bits` and `signed`.
         bits: Width in bits.
         signed: Whether negative values are represented without a zero point.
         zero: "symmetric" fixes the zero point to 0 (unsigned: the middle); "asymmetric" chooses it.
         narrow: Leaves out the most negative value, [-127, 127].
-        per: "tensor" (one scale) or "channel" (one per output channel).
+        per: "tensor" (one scale), "channel" (one per output channel), or "block" (one per `block_size` elements).
+        block_size: How many elements of a weight, along the axis that its consumer sums over, have one scale.
+        axis: Which axis the channels or blocks lie along, where it is another one.
         scale: "any" or "power-of-two".
         observe: The observer that picks the range.
         family: Which ops stand for the quantization; by default the format's own.
@@ -151,7 +153,9 @@ class Scheme:
     signed: StrictBool | None = None
     zero: Literal["symmetric", "asymmetric"] = "symmetric"
     narrow: StrictBool = False
-    per: Literal["tensor", "channel"] = "tensor"
+    per: Literal["tensor", "channel", "block"] = "tensor"
+    block_size: StrictInt | None = Field(default=None, ge=2, le=1 << 20)
+    axis: StrictInt | None = Field(default=None, ge=0, le=31)
     scale: Literal["any", "power-of-two"] = "any"
     observe: Observe = Field(default_factory=lambda: Observe(name="minmax"))
     family: _Text | None = None
@@ -169,7 +173,8 @@ class Scheme:
     def _type(cls, value: str | None) -> str | None:
         if value is not None and value not in DTYPES:
             close = did_you_mean(value, DTYPES)
-            raise ValueError(f"{value!r} is no integer type; int2 to int32 and uint2 to uint32 are.{close}")
+            known = f"int2 to int32, uint2 to uint32, {' and '.join(FLOAT8)}"
+            raise ValueError(f"{value!r} is no type; {known} are.{close}")
         return value
 
     @field_validator("family")
@@ -187,8 +192,28 @@ class Scheme:
             raise ValueError("the observer 'fixed-point' has zero point 0; the scheme must be symmetric")
         if self.range == "given" and self.scale == "power-of-two":
             raise ValueError("the ops make the scale of a range that is 'given'; a power of two needs range 'observed'")
+        self._check_type()
+        self._check_blocks()
         self._fits_family()
         return self
+
+    def _check_type(self) -> None:
+        """Raises a ValueError for what a float8 type does not have."""
+        if isinstance(self.type, FloatType):
+            if self.zero != "symmetric":
+                raise ValueError(f"{self.type.name} has no zero point; the scheme must be symmetric")
+            if self.narrow:
+                raise ValueError(f"{self.type.name} has as many values on both sides of 0; leave 'narrow' out")
+
+    def _check_blocks(self) -> None:
+        """Raises a ValueError for blocks without a size, or with a range that is not had from smallest and largest."""
+        if (self.per == "block") != (self.block_size is not None):
+            raise ValueError("'block_size' and per = \"block\" go together; give both, or neither")
+        if self.per == "tensor" and self.axis is not None:
+            raise ValueError("one scale for the whole tensor has no 'axis'; leave it out, or take per = \"channel\"")
+        observer = self.observe.name
+        if self.per == "block" and (OBSERVERS[observer].needs_histogram or observer in {"mean-minmax", "bias"}):
+            raise ValueError(f"the observer {observer!r} does not look at single blocks; take minmax or absmax")
 
     def _fits_family(self) -> None:
         """Raises a ValueError for what the ops of the named family cannot do, whatever the tensor."""
@@ -205,9 +230,10 @@ class Scheme:
         low, high = self.args.input_min, self.args.input_max
         if low is not None and high is not None and not low <= high:
             raise ValueError(f"'input_min' {low} is above 'input_max' {high}")
-        if not given and self.range == "observed" and self.round is None and self.zero == "symmetric":
+        plain = self.per != "block" and isinstance(self.type, IntType)
+        if plain and not given and self.range == "observed" and self.round is None and self.zero == "symmetric":
             return  # what is left depends on the tensor too
-        axis = 0 if self.per == "channel" else None
+        axis = None if self.per == "tensor" else 0
         reason = family.why_not(self.request(axis=axis, dtype="float32", shape=(1,), parameter=True))
         if reason is not None:
             raise ValueError(reason)
@@ -224,13 +250,24 @@ class Scheme:
             range=self.range,
             round=self.round,
             args=self.args,
+            block=self.block_size,
         )
 
     @property
-    def type(self) -> IntType:
-        """The integer type."""
+    def grid(self) -> Grid:
+        """What the scheme can represent, but for the scale."""
+        return Grid(
+            type=self.type,
+            symmetric=self.zero == "symmetric",
+            narrow=self.narrow,
+            power_of_two=self.scale == "power-of-two",
+        )
+
+    @property
+    def type(self) -> QType:
+        """The type of the quantized values."""
         if self.dtype:
-            return IntType.parse(self.dtype)
+            return parse_type(self.dtype)
         return IntType(self.bits or 8, True if self.signed is None else self.signed)
 
 

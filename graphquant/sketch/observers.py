@@ -10,14 +10,14 @@ from functools import partial
 import numpy as np
 
 from graphquant.errors import DataError
-from graphquant.numerics import LARGEST_VALUE, IntType, Range
+from graphquant.numerics import LARGEST_VALUE, FloatType, Grid, QType, Range
 from graphquant.sketch.accumulator import UNIT
 from graphquant.sketch.distribution import Distribution, distribution
 from graphquant.sketch.search import cheapest, information_lost
 from graphquant.sketch.types import Sketch, coarsen
 
 Arguments = Mapping[str, float]
-Pick = Callable[[Sketch, IntType, bool, bool, Arguments], Range]
+Pick = Callable[[Sketch, Grid, Arguments], Range]
 
 NARROW_BITS = 8
 """Types of up to that many bits are served by a histogram of 7 mantissa bits, wider ones by one of 10."""
@@ -48,7 +48,7 @@ class Observer:
 
     Attributes:
         explains: One sentence for people.
-        pick: (sketch, type, symmetric, narrow, arguments) to the range; raises a DataError that says why there is none.
+        pick: (sketch, grid of the scheme, arguments) to the range; raises a DataError that says why there is none.
         arguments: What a scheme can tell it.
         needs_values: Whether it looks at values at all; one that does not needs no data.
         needs_histogram: Whether the smallest and largest value are not enough.
@@ -65,12 +65,12 @@ class Observer:
         """The arguments that must be given."""
         return tuple(name for name, argument in self.arguments.items() if argument.default is None)
 
-    def bits(self, dtype: IntType) -> int:
+    def bits(self, dtype: QType) -> int:
         """How many mantissa bits the histogram needs for a type: 0 (none is needed), 7 or 10."""
         return histogram_bits(dtype) if self.needs_histogram else 0
 
 
-def histogram_bits(dtype: IntType) -> int:
+def histogram_bits(dtype: QType) -> int:
     """How many mantissa bits a histogram needs for a type: with 7, errors of 16 bits may be estimated 760 times off."""
     return 7 if dtype.bits <= NARROW_BITS else 10
 
@@ -84,19 +84,19 @@ def _seen(stats: Sketch) -> Range:
     return Range(stats.low, stats.high)
 
 
-def _minmax(stats: Sketch, _type: IntType, _symmetric: bool, _narrow: bool, _arguments: Arguments) -> Range:
+def _minmax(stats: Sketch, _grid: Grid, _arguments: Arguments) -> Range:
     """The smallest and the largest value: nothing is clipped (Jacob et al. 2018, section 3.1)."""
     return _seen(stats)
 
 
-def _absmax(stats: Sketch, _type: IntType, _symmetric: bool, _narrow: bool, _arguments: Arguments) -> Range:
+def _absmax(stats: Sketch, _grid: Grid, _arguments: Arguments) -> Range:
     """The same on both sides of zero (Krishnamoorthi 2018, "Quantizing deep convolutional networks", section 2.2)."""
     seen = _seen(stats)
     largest = np.maximum(np.abs(seen.low), np.abs(seen.high))
     return Range(-largest, largest)
 
 
-def _mean_minmax(stats: Sketch, _type: IntType, _symmetric: bool, _narrow: bool, _arguments: Arguments) -> Range:
+def _mean_minmax(stats: Sketch, _grid: Grid, _arguments: Arguments) -> Range:
     """The mean over blocks of samples of each block's smallest and of its largest value, correctly rounded.
 
     So NNCF's "mean_min_max" and onnxruntime's MinMax with a moving average do, with single samples for blocks.
@@ -113,7 +113,7 @@ def _mean_minmax(stats: Sketch, _type: IntType, _symmetric: bool, _narrow: bool,
 # -- from the histogram ----------------------------------------------------------------------------
 
 
-def _values(stats: Sketch, dtype: IntType) -> Distribution:
+def _values(stats: Sketch, dtype: QType) -> Distribution:
     """The distribution of the values, from a histogram that is fine enough for the type, and no finer."""
     _seen(stats)
     wanted = histogram_bits(dtype)
@@ -135,14 +135,23 @@ def _values(stats: Sketch, dtype: IntType) -> Distribution:
     return distribution(coarsen(stats, wanted))
 
 
-def _percentile(stats: Sketch, dtype: IntType, symmetric: bool, _narrow: bool, arguments: Arguments) -> Range:
+def _check_steps(grid: Grid) -> None:
+    """Refuses types whose steps differ in size, for observers that count in steps."""
+    if isinstance(grid.type, FloatType):
+        raise DataError(
+            f"the steps of {grid.type.name} differ in size, and this observer looks for the best one;"
+            " observe it with minmax, absmax or percentile"
+        )
+
+
+def _percentile(stats: Sketch, grid: Grid, arguments: Arguments) -> Range:
     """The ends that leave out 100 - `percentile` percent of the values, half of them at each end.
 
     A symmetric scheme leaves out the largest magnitudes. The default is onnxruntime's, of whose Percentile method this
     is the exact form: each end is within 2**-7 of the value that has this rank (2**-10 above 8 bits) and mostly far
     closer, however large the outliers are.
     """
-    return _holding(_values(stats, dtype), 1 - arguments["percentile"] / 100, symmetric=symmetric)
+    return _holding(_values(stats, grid.type), 1 - arguments["percentile"] / 100, symmetric=grid.symmetric)
 
 
 def _holding(known: Distribution, left_out: float, *, symmetric: bool) -> Range:
@@ -155,34 +164,35 @@ def _holding(known: Distribution, left_out: float, *, symmetric: bool) -> Range:
     return Range(np.array(known.ranked(1 + each)), np.array(known.ranked(known.count - each)))
 
 
-def _entropy(stats: Sketch, dtype: IntType, symmetric: bool, narrow: bool, _arguments: Arguments) -> Range:
+def _entropy(stats: Sketch, grid: Grid, _arguments: Arguments) -> Range:
     """The magnitude beyond which to clip that loses the least information, as in TensorRT; see `information_lost`.
 
     Divergence does not see how far clipped values are moved, so both ends are cut at the same magnitude, as TensorRT
     and onnxruntime do: one end alone could be drawn in until its values become zeros.
     """
-    known = _values(stats, dtype)
-    if dtype.bits > NARROW_BITS:
+    known = _values(stats, grid.type)
+    if grid.type.bits > NARROW_BITS:
         raise DataError(
-            f"entropy is for types of up to {NARROW_BITS} bits, as {dtype.name} loses next to no information"
+            f"entropy is for types of up to {NARROW_BITS} bits, as {grid.type.name} loses next to no information"
             " on any range; observe it with minmax"
         )
-
+    _check_steps(grid)
     lost = partial(information_lost, known)
-    return cheapest(_seen(stats), lost, dtype, symmetric=symmetric, narrow=narrow, together=True)
+    return cheapest(_seen(stats), lost, grid, together=True)
 
 
-def _mse(stats: Sketch, dtype: IntType, symmetric: bool, narrow: bool, _arguments: Arguments) -> Range:
+def _mse(stats: Sketch, grid: Grid, _arguments: Arguments) -> Range:
     """The range whose scale and zero point give the least squared error, clipped values included.
 
     Both ends of an asymmetric scheme are searched (as in Nagel et al. 2021, "A White Paper on Neural Network
     Quantization", section 3.1). On the values themselves the error is at most 1.05 times the least there is.
     """
-    known = _values(stats, dtype)
-    return cheapest(_seen(stats), known.squared_error, dtype, symmetric=symmetric, narrow=narrow)
+    known = _values(stats, grid.type)
+    _check_steps(grid)
+    return cheapest(_seen(stats), known.squared_error, grid)
 
 
-def _auto(stats: Sketch, dtype: IntType, symmetric: bool, narrow: bool, arguments: Arguments) -> Range:
+def _auto(stats: Sketch, grid: Grid, arguments: Arguments) -> Range:
     """The range of least squared error, but wide enough to leave out no more than 1 of 4**(bits - 1) values.
 
     Squared error takes each value for itself. Rounding errors come near to that: they differ from value to value, and
@@ -191,31 +201,33 @@ def _auto(stats: Sketch, dtype: IntType, symmetric: bool, narrow: bool, argument
     bit: 1 of 16,384 with 8 bits, 1 of 64 with 4 and none in practice with 16, where this is minmax.
     docs/decisions/0012-auto.md has the figures.
     """
-    known, rarest = _values(stats, dtype), 4.0 ** (1 - dtype.bits)
+    if isinstance(grid.type, FloatType):  # whose steps are fine where most values are, whatever the largest one is
+        return _seen(stats)
+    known, rarest = _values(stats, grid.type), 4.0 ** (1 - grid.type.bits)
     if known.count * rarest < 1:
         return _seen(stats)
-    return _mse(stats, dtype, symmetric, narrow, arguments).union(_holding(known, rarest, symmetric=symmetric))
+    return _mse(stats, grid, arguments).union(_holding(known, rarest, symmetric=grid.symmetric))
 
 
 # -- without values --------------------------------------------------------------------------------
 
 
-def _fixed(_stats: Sketch, _type: IntType, _symmetric: bool, _narrow: bool, arguments: Arguments) -> Range:
+def _fixed(_stats: Sketch, _grid: Grid, arguments: Arguments) -> Range:
     """What the rule file says."""
     return Range(np.array(arguments["low"]), np.array(arguments["high"]))
 
 
-def _fixed_point(_stats: Sketch, dtype: IntType, _symmetric: bool, narrow: bool, arguments: Arguments) -> Range:
+def _fixed_point(_stats: Sketch, grid: Grid, arguments: Arguments) -> Range:
     """All that the type holds with a scale of 2**exponent: the Q format of fixed-point arithmetic."""
-    qmin, qmax = dtype.limits(narrow=narrow)
+    qmin, qmax = grid.type.limits(narrow=grid.narrow)
     exponent = int(arguments["exponent"])
-    low, high = (math.ldexp(limit - dtype.middle, exponent) for limit in (qmin, qmax))
+    low, high = (math.ldexp(limit - grid.type.middle, exponent) for limit in (qmin, qmax))
     if max(-low, high) > LARGEST_VALUE:
-        raise DataError(f"{dtype.name} with a scale of 2**{exponent} goes beyond float32")
+        raise DataError(f"{grid.type.name} with a scale of 2**{exponent} goes beyond float32")
     return Range(np.array(low), np.array(high))
 
 
-def _bias(_stats: Sketch, _type: IntType, _symmetric: bool, _narrow: bool, _arguments: Arguments) -> Range:
+def _bias(_stats: Sketch, _grid: Grid, _arguments: Arguments) -> Range:
     """Never asked: the solver takes the scales of input and weight."""
     raise DataError("a bias has the scales of its consumer's input and weight, and those are not quantized")
 

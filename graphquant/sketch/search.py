@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.numerics import Range, choose
+from graphquant.numerics import Range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphquant.numerics import Array, IntType, QParams
+    from graphquant.numerics import Array, Grid, QParams
     from graphquant.sketch.distribution import Distribution
 
     Cost = Callable[[QParams], Array]
@@ -27,23 +27,20 @@ SUBDIVISIONS = 8
 """Into how many parts `information_lost` divides a step."""
 
 
-def cheapest(
-    seen: Range, cost: Cost, dtype: IntType, *, symmetric: bool, narrow: bool, together: bool = False
-) -> Range:
+def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False) -> Range:
     """The range within `seen` and around 0 whose scale and zero point have the least `cost`; of equal ones the widest.
 
-    Both ends are drawn in together, then each by itself, from coarse steps to fine ones.
+    Both ends are drawn in together, then each by itself, from coarse steps to fine ones. Where scales are powers of
+    two, so are those of all candidates: the coarse steps reach each of them, the fine ones other zero points.
 
     Args:
         seen: The smallest and the largest value.
         cost: Of scale and zero point of candidates, (C,), gives a number for each.
-        dtype: The integer type.
-        symmetric: Whether the zero point is fixed.
-        narrow: Whether the type's most negative value is left out.
+        grid: What the scheme can represent.
         together: Whether both ends are cut at the same magnitude, instead of each by itself.
     """
     ends = np.array([min(float(seen.low), 0.0), max(float(seen.high), 0.0)])
-    together = together or symmetric or not ends.all()
+    together = together or grid.symmetric or not ends.all()
     reach = np.abs(ends).max() * np.array([-1.0, 1.0]) if together else ends
     best, least = np.ones(2), np.inf
 
@@ -51,7 +48,7 @@ def cheapest(
         nonlocal best, least
         shares = np.minimum(shares, 1.0)
         low, high = np.clip(shares * reach, *ends).T
-        costs = cost(choose(Range(low, high), dtype, symmetric=symmetric, narrow=narrow, axis=0))
+        costs = cost(grid.choose(Range(low, high), axis=0))
         found = int(costs.argmin())
         if costs[found] < least:
             best, least = shares[found], costs[found]

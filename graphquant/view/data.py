@@ -29,6 +29,7 @@ def params_json(params: QParams | Dynamic | None) -> dict[str, Any]:
         "scale": params.scale.astype(float).tolist(),
         "zero_point": params.zero_point.tolist(),
         "axis": params.axis,
+        "block_size": params.block,
         "narrow": params.narrow,
         "low": params.range.low.tolist(),
         "high": params.range.high.tolist(),

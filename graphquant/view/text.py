@@ -270,6 +270,7 @@ def _coverage(found: Survey) -> list[RenderableType]:
 def _scheme(site: Site) -> str:
     scheme = site.scheme
     per = f", axis {site.axis}" if site.axis is not None else ""
+    per += f" in blocks of {scheme.block_size}" if scheme.block_size is not None else ""
     same = (site.twin,) if site.twin is not None else site.tie
     how = "dynamic" if scheme.range == "dynamic" else scheme.observe.name
     if same:

@@ -100,13 +100,13 @@ bad.toml:2: entry 2 of 'prepare' is 'fold-batchnrm'; it must be 'initializer-inp
 mean 'fold-batchnorm'?
 bad.toml:3: 'rules' is no key of a rule file. Did you mean 'rule'?
 bad.toml:5: 'dtype' says what 'bits' and 'signed' say; give one or the other.
-bad.toml:11: 'per' is 'chanel'; it must be 'tensor' or 'channel'. Did you mean 'channel'?
+bad.toml:11: 'per' is 'chanel'; it must be 'tensor', 'channel' or 'block'. Did you mean 'channel'?
 bad.toml:12: 'zero' is true; it must be 'symmetric' or 'asymmetric'.
 bad.toml:13: 'obsrve' is no key of a scheme. Did you mean 'observe'?
 bad.toml:14: 'bits' is 64; it must be at most 32.
 bad.toml:15: 'narrow' is 1; it must be true or false.
-bad.toml:18: 'itn8' is no integer type; int2 to int32 and uint2 to uint32 are. Did you mean 'int8' or 'uint8' or \\
-'int28'?
+bad.toml:18: 'itn8' is no type; int2 to int32, uint2 to uint32, float8_e4m3fn and float8_e5m2 are. Did you mean \\
+'int8' or 'uint8' or 'int28'?
 bad.toml:19: there is no observer 'minmx'. Did you mean 'minmax' or 'mean-minmax'?
 bad.toml:20: there is no family 'fake-quants'. Did you mean 'fake-quant'?
 bad.toml:23: 'name' is no key of a scheme. Its header, [scheme.NAME], has it.

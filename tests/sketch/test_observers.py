@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphquant.errors import DataError
-from graphquant.numerics import IntType, Range, choose
+from graphquant.numerics import Grid, IntType, Range, choose
 from graphquant.sketch import EMPTY, OBSERVERS, Accumulator, Sketch, sketch
 
 INT8, UINT8 = IntType(8, True), IntType(8, False)
@@ -21,11 +21,13 @@ def pick(
     *,
     symmetric: bool = True,
     narrow: bool = False,
+    power_of_two: bool = False,
     **arguments: float,
 ) -> Range:
     """The range that an observer picks."""
     defaults = {key: one.default for key, one in OBSERVERS[name].arguments.items()}
-    return OBSERVERS[name].pick(stats, dtype, symmetric, narrow, defaults | arguments)
+    grid = Grid(type=dtype, symmetric=symmetric, narrow=narrow, power_of_two=power_of_two)
+    return OBSERVERS[name].pick(stats, grid, defaults | arguments)
 
 
 def tensors() -> dict[str, np.ndarray]:
