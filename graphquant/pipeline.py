@@ -32,7 +32,7 @@ from graphquant.explain import explain as _explain
 from graphquant.ir import Model, TensorRef, check
 from graphquant.match import Matcher
 from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
-from graphquant.prepare import Step, prepare
+from graphquant.prepare import Step, left_alone, prepare
 from graphquant.qdq import FAMILIES
 from graphquant.ranges import Ranges, give, read_map
 from graphquant.rewrite import Inserted, rewrite
@@ -412,14 +412,21 @@ def _planned(model: Model, ruleset: RuleSet, choice: Choice) -> tuple[Model, Pla
     """The prepared model and the plan for it; the model itself, unprepared, where there is nothing to insert."""
     prepared, steps = prepare(model, ruleset.prepare)
     made = make_plan(prepared, ruleset, choice, steps=steps, source=model.digest)
-    if not made.sites:
-        return model, replace(made, steps=(), prepared=model.digest)
-    opset = _opset(made)
+    opset = _opset(made) if made.sites else 0
     if model.opset and model.opset < opset:
         upgraded, step = _upgraded(model, opset)
         prepared, steps = prepare(upgraded, ruleset.prepare)
         made = make_plan(prepared, ruleset, choice, steps=(step, *steps), source=model.digest)
-    return prepared, made
+    made = replace(made, skips=(*_unprepared(prepared, ruleset), *made.skips))
+    return (prepared, made) if made.sites else (model, replace(made, steps=(), prepared=model.digest))
+
+
+def _unprepared(prepared: Model, ruleset: RuleSet) -> tuple[Skip, ...]:
+    """What no preparation was made for, as plans hold it."""
+    return tuple(
+        Skip(tensor=left.tensor, uses=(), rule=left.step, reason=left.reason)
+        for left in left_alone(prepared, ruleset.prepare)
+    )
 
 
 def _upgraded(model: Model, opset: int) -> tuple[Model, Step]:

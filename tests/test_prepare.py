@@ -9,16 +9,18 @@ import onnx.parser
 import onnxruntime
 import pytest
 
+import graphquant as gq
 from graphquant.formats import onnx as onnx_format
 from graphquant.formats.tensorflow import emit as tf_emit
 from graphquant.formats.tensorflow import load as tf_load
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import Parameters, TensorRef
-from graphquant.prepare import prepare, prepared_digest
+from graphquant.prepare import left_alone, prepare, prepared_digest
 
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
 RNG = np.random.default_rng(7)
 FOLD = ("fold-batchnorm",)
+INFERENCE = ("inference-batchnorm",)
 
 
 def constants(**shapes):
@@ -271,10 +273,13 @@ def const(name, shape, values):
     return f'node {{ name: "{name}" op: "Const" {attrs} }}'
 
 
-def tensorflow(tmp_path, *, op="Conv2D", shape=(1, 1, 1, 2), bias=False, train="false", layout="", control=""):
-    """A conv, perhaps a BiasAdd, and a FusedBatchNorm with scale 3, offset 1, mean 2 and variance 0."""
+def tensorflow(
+    tmp_path, *, op="Conv2D", shape=(1, 1, 1, 2), bias=False, train="false", layout="", control="", moving=True
+):
+    """A conv, perhaps a BiasAdd, and a FusedBatchNorm with scale 3, offset 1, mean 2 and variance 0, if any."""
     two = {"s": 3.0, "o": 1.0, "m": 2.0, "v": 0.0, **({"bias": 5.0} if bias else {})}
     values = {name: ((2,), (value, 2 * value)) for name, value in two.items()} | {"w": (shape, (1.0, 10.0))}
+    values |= {} if moving else {"m": ((0,), ()), "v": ((0,), ())}
     made = [const(name, *value) for name, value in values.items()]
     text = TF.replace("CONSTANTS", "\n".join(made)).replace("OP", op).replace("TRAIN", train).replace("LAYOUT", layout)
     text = (
@@ -329,3 +334,48 @@ def test_tensorflow_that_is_not_folded(tmp_path, change):
     """Training mode, different layouts, ops that wait for the BatchNorm, and fused convs are left."""
     model = tensorflow(tmp_path, **change)
     assert prepare(model, FOLD) == (model, ())
+
+
+def test_training_mode_is_rewritten_on_request(tmp_path):
+    """BatchNorms in training mode are reported; the step that takes them out of it leaves them to be folded."""
+    model = tensorflow(tmp_path, train="true")
+    (left,) = left_alone(model, FOLD)
+    assert (left.step, str(left.tensor)) == ("inference-batchnorm", "n:0")
+    assert left.reason.startswith(
+        "it normalises by the mean and variance of each batch (is_training); a rule file with"
+    )
+    changed, (step,) = prepare(model, INFERENCE)
+    assert (step.target, step.detail) == ("n", "takes m:0 and v:0")
+    (before,) = [node for node in tf_emit(model).node if node.name == "n"]
+    (after,) = [node for node in tf_emit(changed).node if node.name == "n"]
+    assert proto.NodeDef.FromString(base64.b64decode(step.undo["batchnorm"])) == before
+    assert (before.attr["is_training"].b, after.attr["is_training"].b) == (True, False)
+    assert after.input == before.input
+    assert left_alone(changed, INFERENCE) == ()
+    folded, steps = prepare(model, FOLD + INFERENCE)
+    assert [step.step for step in steps] == ["inference-batchnorm", "fold-batchnorm"]
+    assert Parameters(folded).value(TensorRef("", "c/bias_folded")).tolist() == [-11.0, -46.0]
+
+
+def test_training_mode_without_moving_statistics_is_left(tmp_path):
+    """What has no moving mean and variance cannot be rewritten, and that is said."""
+    model = tensorflow(tmp_path, train="true", moving=False)
+    assert prepare(model, INFERENCE) == (model, ())
+    for wanted in ((), INFERENCE):
+        (left,) = left_alone(model, wanted)
+        assert left.reason.endswith(
+            "(is_training); its moving mean and variance are not in the graph, so it cannot be made to take them"
+        )
+
+
+def test_the_plan_says_what_was_not_prepared(tmp_path):
+    """A plan's skips name BatchNorms in training mode, and a rule file with the step has them rewritten."""
+    tensorflow(tmp_path, train="true")
+    made = gq.plan(tmp_path / "model.pbtxt", rules=["weight_only"])
+    assert [(str(skip.tensor), skip.rule) for skip in made.skips][:1] == [("n:0", "inference-batchnorm")]
+    rules = tmp_path / "rules.toml"
+    rules.write_text('prepare = ["inference-batchnorm"]\n')
+    result = gq.insert(tmp_path / "model.pbtxt", rules=[str(rules), "weight_only"])
+    assert [step.step for step in result.plan.steps] == ["inference-batchnorm"]
+    assert not result.model.main.op("n").attrs["is_training"]
+    assert "inference-batchnorm" not in {skip.rule for skip in result.skips}

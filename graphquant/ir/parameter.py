@@ -79,6 +79,16 @@ class Parameters:
             values[here] = None if made > MAX_CHAIN_VALUE else value
         return values[tensor]
 
+    def is_variable(self, tensor: TensorRef) -> bool:
+        """Whether `tensor` is a parameter whose value comes, as it is or computed, from a variable."""
+        todo, seen = [tensor] if self.is_parameter(tensor) else [], {tensor}
+        for here in todo:
+            if self._model.op(here).kind == "variable":
+                return True
+            todo.extend(source for source in self._roots[here] or () if source not in seen)
+            seen.update(todo)
+        return False
+
     def origin(self, tensor: TensorRef) -> TensorRef:
         """The constant or variable behind a chain of forwarding ops, or the tensor where the chain ends.
 

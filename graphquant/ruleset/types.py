@@ -432,7 +432,7 @@ class RuleFile:
     """
 
     description: str = ""
-    prepare: list[Literal["initializer-inputs", "fold-batchnorm"]] = Field(default_factory=list)
+    prepare: list[Literal["initializer-inputs", "inference-batchnorm", "fold-batchnorm"]] = Field(default_factory=list)
     scheme: dict[str, Scheme] = Field(default_factory=dict)
     pattern: dict[str, Pattern] = Field(default_factory=dict)
     rule: list[Rule] = Field(default_factory=list)

@@ -1,112 +1,33 @@
-"""The named steps before matching. Each does only what rules ask for, and leaves what is needed to take it back."""
+"""BatchNorms behind a convolution taken up into its weight and bias."""
 
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-from pydantic import ConfigDict
 
-from graphquant.ir import CONTROL, DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, bulk, check
+from graphquant.ir import CONTROL, DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use
 from graphquant.numerics import Array, along
+from graphquant.prepare.steps import Left, Step, drop_unread, encoded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterator
+
+NAME: Final = "fold-batchnorm"
+
+LIVES_ON: Final = "it is not folded: its values are variables, with which training goes on; freeze the model to fold it"
 
 FOLDABLE = frozenset({"conv", "depthwise_conv", "conv_transpose", "gemm"})
 """Kinds whose weight can take up a BatchNorm that reads them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """One preparation that was done before matching.
-
-    Attributes:
-        step: Its name, "fold-batchnorm".
-        target: The op, input or model it changed.
-        detail: What was done, for people.
-        undo: What is needed to take it back, as JSON data.
-    """
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
-
-    step: str
-    target: str
-    detail: str
-    undo: dict[str, Any]
-
-
-@bulk()
-def prepare(model: Model, wanted: Sequence[str]) -> tuple[Model, tuple[Step, ...]]:
-    """A copy of `model` after the steps named in `wanted`, and what they did; the model itself if they did nothing.
-
-    Raises:
-        ModelError: The value of a weight is in the model's files and cannot be read.
-    """
-    steps = [(name, step) for name, step in STEPS.items() if name in wanted]
-    changed = model.copy() if steps else model
-    done: list[Step] = []
-    for name, step in steps:
-        done.extend(step(changed))
-        check(changed, name)
-    if not done:
-        return model, ()
-    changed.digest = prepared_digest(model.digest, done)
-    return changed, tuple(done)
-
-
-def drop_unread(model: Model, tensors: Iterable[TensorRef], kinds: frozenset[str] | None = None) -> None:
-    """Takes out constants, and what was computed from them alone, that nothing reads or waits for any more.
-
-    Args:
-        model: The model, which is changed.
-        tensors: Parameters that may have lost their last reader.
-        kinds: If given, only ops of these kinds are taken out.
-    """
-    todo = list(dict.fromkeys(tensors))
-    while todo:
-        tensor = todo.pop()
-        graph = model.graphs[tensor.graph]
-        if tensor.op not in graph or graph.nx.adj[tensor.op]:
-            continue
-        op = graph.op(tensor.op)
-        if op.kind in {"input", "output"} or op.calls or (kinds is not None and op.kind not in kinds):
-            continue
-        todo.extend(read for read in graph.slots(tensor.op) if read is not None)
-        graph.remove(tensor.op)
-
-
-def prepared_digest(source: str, steps: Sequence[Step]) -> str:
-    """Hex SHA-256 that names the model `source` after `steps`."""
-    if not steps:
-        return source
-    said = json.dumps([source, [[step.step, step.target, step.detail] for step in steps]])
-    return hashlib.sha256(said.encode()).hexdigest()
-
-
-def _initializer_inputs(model: Model) -> Iterator[Step]:
-    """Initializers that are graph inputs too (IR version 3) become constants: nobody may override them any more."""
-    graph = model.main
-    for position, name in enumerate(graph.inputs):
-        op = graph.op(name)
-        if op.value is None:
-            continue
-        graph.replace(replace(op, kind="constant", roles=()))
-        yield Step(
-            step="initializer-inputs",
-            target=name,
-            detail="initializer is no graph input any more",
-            undo={"position": position, "input": _encode(op)},
-        )
-    graph.inputs = [name for name in graph.inputs if graph.op(name).kind == "input"]
-
-
-def _fold_batchnorm(model: Model) -> Iterator[Step]:
+def fold_batchnorm(model: Model) -> Iterator[Step]:
     """Y = scale * (conv(x) - mean) / sqrt(variance + epsilon) + offset becomes one conv with other weights and bias.
+
+    What is held in variables is left: constants in its place could not be trained any more, and would be apart from
+    what copies of the graph read.
 
     Source of the formula: Ioffe and Szegedy 2015, "Batch Normalization", section 3.1.
     """
@@ -115,9 +36,22 @@ def _fold_batchnorm(model: Model) -> Iterator[Step]:
         graph = model.graphs[name]
         for op in list(graph.ops()):
             place = _place(graph, op) if op.kind == "batchnorm" else None
-            fold = None if place is None else _fold(graph, place, parameters)
-            if place is not None and fold is not None:
+            if place is None or _is_variable(graph, place, parameters):
+                continue
+            fold = _fold(graph, place, parameters)
+            if fold is not None:
                 yield _apply(model, place, fold)
+
+
+def unfolded(model: Model) -> Iterator[Left]:
+    """The BatchNorms that could be folded were their values no variables."""
+    parameters = Parameters(model)
+    for name in model.live():
+        graph = model.graphs[name]
+        for op in graph.ops():
+            place = _place(graph, op) if op.kind == "batchnorm" else None
+            if place is not None and _is_variable(graph, place, parameters):
+                yield Left(step=NAME, tensor=TensorRef(name, op.name), reason=LIVES_ON)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +113,13 @@ def _place(graph: Graph, norm: Op) -> _Place | None:
     elif "bias" in source.roles:
         bias = Use(graph.name, source.name, source.roles.index("bias"))
     return _Place(norm, source, bias_add, Use(graph.name, source.name, source.roles.index("weight")), bias)
+
+
+def _is_variable(graph: Graph, place: _Place, parameters: Parameters) -> bool:
+    """Whether a value that a folding would replace comes from a variable."""
+    uses = [place.weight, *(Use(graph.name, place.norm.name, slot) for slot in range(1, 5))]
+    read = [graph.producer(use) for use in (*uses, *([place.bias] if place.bias is not None else []))]
+    return any(parameters.is_variable(tensor) for tensor in read if tensor is not None)
 
 
 def _alone(graph: Graph, use: Use) -> Op | None:
@@ -268,7 +209,7 @@ def _apply(model: Model, place: _Place, fold: _Fold) -> Step:
     old_bias = None if place.bias is None else graph.producer(place.bias)
     stale = [graph.producer(place.weight), old_bias, *graph.slots(norm.name)[1:]]
     undo = {
-        "batchnorm": _encode(norm),
+        "batchnorm": encoded(norm),
         "weighted": weighted.name,
         "weight": str(stale[0]),
         "weight_value": _array(fold.weight),
@@ -290,7 +231,7 @@ def _apply(model: Model, place: _Place, fold: _Fold) -> Step:
     if ends and model.format == "tensorflow" and not graph.name:
         graph.reroute(result, ends, _namesake(graph, norm, result))
     drop_unread(model, (tensor for tensor in stale if tensor is not None), frozenset({"constant", "identity"}))
-    return Step(step="fold-batchnorm", target=norm.name, detail=f"folded into {weighted.name}", undo=undo)
+    return Step(step=NAME, target=norm.name, detail=f"folded into {weighted.name}", undo=undo)
 
 
 def _add_bias(graph: Graph, norm: Op, data: TensorRef, shift: TensorRef) -> TensorRef:
@@ -305,7 +246,7 @@ def _add_bias(graph: Graph, norm: Op, data: TensorRef, shift: TensorRef) -> Tens
         roles=("input", "bias"),
         outputs=(Output(label, known.dtype, known.shape),),
         attrs={"T": DataType("float32"), "data_format": "NCHW" if layout.startswith("NC") else "NHWC"},
-        rule="fold-batchnorm",
+        rule=NAME,
     )
     return graph.add(op, [data, shift])
 
@@ -318,7 +259,7 @@ def _namesake(graph: Graph, norm: Op, result: TensorRef) -> TensorRef:
         type="Identity",
         outputs=norm.outputs[:1],
         attrs={"T": DataType("float32")},
-        rule="fold-batchnorm",
+        rule=NAME,
     )
     return graph.add(op, [result])
 
@@ -337,16 +278,9 @@ def _constant(graph: Graph, name: str, value: Array) -> TensorRef:
         roles=(),
         outputs=(known,),
         value=lambda: value,
-        rule="fold-batchnorm",
+        rule=NAME,
     )
     return graph.add(op)
-
-
-def _encode(op: Op) -> str | None:
-    """The source node of `op`, serialized, in base64."""
-    if op.source is None:
-        return None
-    return base64.b64encode(op.source.SerializeToString(deterministic=True)).decode()
 
 
 def _array(value: Array) -> dict[str, Any]:
@@ -355,9 +289,3 @@ def _array(value: Array) -> dict[str, Any]:
         "shape": list(value.shape),
         "data": base64.b64encode(np.ascontiguousarray(value).tobytes()).decode(),
     }
-
-
-STEPS: dict[str, Callable[[Model], Iterator[Step]]] = {
-    "initializer-inputs": _initializer_inputs,
-    "fold-batchnorm": _fold_batchnorm,
-}

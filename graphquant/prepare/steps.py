@@ -1,0 +1,76 @@
+"""What a preparation is made of: its record, and the edits that several of them make."""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import ConfigDict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from graphquant.ir import Model, Op, TensorRef
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """One preparation that was done before matching.
+
+    Attributes:
+        step: Its name, "fold-batchnorm".
+        target: The op, input or model it changed.
+        detail: What was done, for people.
+        undo: What is needed to take it back, as JSON data.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    step: str
+    target: str
+    detail: str
+    undo: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """An op that a preparation is for and that was left as it was.
+
+    Attributes:
+        step: The preparation's name.
+        tensor: What the op makes.
+        reason: Why it was left, and what else can be done.
+    """
+
+    step: str
+    tensor: TensorRef
+    reason: str
+
+
+def drop_unread(model: Model, tensors: Iterable[TensorRef], kinds: frozenset[str] | None = None) -> None:
+    """Takes out constants, and what was computed from them alone, that nothing reads or waits for any more.
+
+    Args:
+        model: The model, which is changed.
+        tensors: Parameters that may have lost their last reader.
+        kinds: If given, only ops of these kinds are taken out.
+    """
+    todo = list(dict.fromkeys(tensors))
+    while todo:
+        tensor = todo.pop()
+        graph = model.graphs[tensor.graph]
+        if tensor.op not in graph or graph.nx.adj[tensor.op]:
+            continue
+        op = graph.op(tensor.op)
+        if op.kind in {"input", "output"} or op.calls or (kinds is not None and op.kind not in kinds):
+            continue
+        todo.extend(read for read in graph.slots(tensor.op) if read is not None)
+        graph.remove(tensor.op)
+
+
+def encoded(op: Op) -> str | None:
+    """The source node of `op`, serialized, in base64."""
+    if op.source is None:
+        return None
+    return base64.b64encode(op.source.SerializeToString(deterministic=True)).decode()
