@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphquant.errors import DataError
 from graphquant.numerics import LARGEST_VALUE
-from graphquant.sketch.kernel import fill, new_table
-from graphquant.sketch.types import MANTISSA, Sketch, check_channels
+from graphquant.sketch.histogram import Histogram
+from graphquant.sketch.types import Sketch, check_channels
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -30,12 +29,13 @@ class Accumulator:
             bits: Mantissa bits of the histogram, one of `BITS`; there is none per channel.
         """
         self._axis = axis
+        self._histogram = Histogram(bits) if bits and axis is None else None
         self._bits = bits if axis is None else 0
         self._low, self._high = np.array(np.inf), np.array(-np.inf)
-        self._block_low, self._block_high = self._low, self._high
+        self._block_low: Any = np.inf
+        self._block_high: Any = -np.inf
         self._count = self._nan = self._inf = 0
         self._blocks = self._low_sum = self._high_sum = 0
-        self._table: Array | None = None
 
     def add(self, values: Array) -> None:
         """Counts the values of a float array of any shape; one without values counts as nothing.
@@ -46,21 +46,24 @@ class Accumulator:
         if not values.size:
             return
         over = self._others(values)
-        if values.dtype != np.float32:
-            values = _wide(values)
-        low, high = values.min(axis=over), values.max(axis=over)
+        values = _wide(values)
+        if self._histogram is not None and values.dtype == np.float32:
+            low, high, finite = self._histogram.add(values)
+        else:
+            low, high = values.min(axis=over), values.max(axis=over)
+            finite = bool(np.isfinite(low).all() and np.isfinite(high).all())
         self._count += values.size
-        if not (_finite(low) and _finite(high)):
-            finite = np.isfinite(values)
+        if not finite:
+            which = np.isfinite(values)
             nan = int(np.isnan(values).sum())
             self._nan += nan
-            self._inf += int(values.size - finite.sum()) - nan
-            low = values.min(axis=over, initial=np.inf, where=finite)
-            high = values.max(axis=over, initial=-np.inf, where=finite)
-            values = values[finite] if self._bits else values
+            self._inf += int(values.size - which.sum()) - nan
+            low = values.min(axis=over, initial=np.inf, where=which)
+            high = values.max(axis=over, initial=-np.inf, where=which)
+            values = values if self._histogram is None else values[which]
         self._widen(low, high)
-        if self._bits:
-            self._bin(values)
+        if self._histogram is not None and values.dtype != np.float32:
+            self._histogram.add(np.clip(values, -LARGEST_VALUE, LARGEST_VALUE).astype(np.float32))
 
     def _others(self, values: Array) -> tuple[int, ...] | None:
         """All axes but the channels'; None: all."""
@@ -73,20 +76,14 @@ class Accumulator:
             )
         return tuple(axis for axis in range(values.ndim) if axis != self._axis % values.ndim)
 
-    def _widen(self, low: Array, high: Array) -> None:
+    def _widen(self, low: Any, high: Any) -> None:
         """Takes the ends of new values into those of the open block."""
-        if low.ndim:
-            for known in (self._low, self._block_low):
-                check_channels(known if known.ndim else low, low)
+        if self._axis is None:  # on scalars, Python is ten times as fast
+            self._block_low, self._block_high = min(self._block_low, low), max(self._block_high, high)
+            return
+        for known in (self._low, self._block_low):
+            check_channels(known if np.ndim(known) else low, low)
         self._block_low, self._block_high = np.minimum(self._block_low, low), np.maximum(self._block_high, high)
-
-    def _bin(self, values: Array) -> None:
-        """Counts finite values in the histogram."""
-        if self._table is None:
-            self._table = new_table(self._bits)
-        if values.dtype != np.float32:
-            values = np.clip(values, -LARGEST_VALUE, LARGEST_VALUE).astype(np.float32)
-        fill(values.ravel(order="K").view(np.uint32), MANTISSA - self._bits, self._table)
 
     def close_block(self) -> None:
         """Ends a block of samples: its smallest and largest values enter the sums that their mean is taken of.
@@ -94,12 +91,12 @@ class Accumulator:
         A block without a finite value is none, and channels have no such sums.
         """
         low, high = self._block_low, self._block_high
-        if not low.ndim and low <= high:
+        if self._axis is None and low <= high:
             self._blocks += 1
             self._low_sum += _units(float(low))
             self._high_sum += _units(float(high))
         self._low, self._high = self._ends()
-        self._block_low, self._block_high = np.array(np.inf), np.array(-np.inf)
+        self._block_low, self._block_high = np.inf, -np.inf
 
     def _ends(self) -> tuple[Array, Array]:
         """The ends of all values so far; -0.0, which comes or not with the order of values, becomes 0.0."""
@@ -109,8 +106,7 @@ class Accumulator:
     def sketch(self) -> Sketch:
         """The statistics of all values so far; an open block is not among the blocks."""
         low, high = self._ends()
-        table = np.zeros((0, 2), np.uint64) if self._table is None else self._table
-        bins = np.flatnonzero(table[:, 0])
+        read = () if self._histogram is None else zip(("bins", "counts", "sums"), self._histogram.read(), strict=True)
         return Sketch(
             low=low,
             high=high,
@@ -118,24 +114,19 @@ class Accumulator:
             nan=self._nan,
             inf=self._inf,
             bits=self._bits,
-            bins=bins.astype(np.uint32),
-            counts=table[bins, 0].astype(np.int64),
-            sums=table[bins, 1],
             blocks=self._blocks,
             low_sum=self._low_sum,
             high_sum=self._high_sum,
+            **dict(read),
         )
 
 
 def _wide(values: Array) -> Array:
     """The same values as float32, or as float64 where float32 does not hold them all."""
+    if values.dtype == np.float32:
+        return values
     with np.errstate(invalid="ignore"):  # casts of NaN, which is counted later
         return values.astype(np.float32 if np.can_cast(values.dtype, np.float32) else np.float64, copy=False)
-
-
-def _finite(ends: Array) -> bool:
-    """Whether all ends are; those of a whole tensor are a scalar, for which math is ten times as fast."""
-    return bool(np.isfinite(ends).all()) if ends.ndim else math.isfinite(ends)
 
 
 def _units(value: float) -> int:

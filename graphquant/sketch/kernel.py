@@ -1,16 +1,17 @@
-"""Counts values in the bins of a histogram, in numpy or, when there are many, in machine code; both give the same.
+"""Counts values in the bins of a histogram: in C, or in numpy where that was not compiled. Both give the same.
 
-A table has a row for each bin there can be: how many values, and the sum of their dropped mantissa bits. The system
-commits a page of it when that is first written. Memory of a tensor is so 2 KiB with 7 mantissa bits, or 16 KiB with 10,
-for each factor of two between its smallest and largest magnitude, per sign: usually 60 to 120 KiB, or 0.5 to 1 MiB.
+A table has a row for each bin there can be and two columns, of which either may take a value. An entry is the number of
+its values, times 2**40, plus the sum of the mantissa bits that they dropped. The system commits a page of a table when
+it is first written. Memory of a tensor is so 2 KiB with 7 mantissa bits, or 16 KiB with 10, for each factor of two
+between its smallest and largest magnitude, per sign: usually 60 to 120 KiB, or 0.5 to 1 MiB.
 """
 
 from __future__ import annotations
 
 import mmap
-from functools import cache
-from threading import Lock
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,9 +20,11 @@ if TYPE_CHECKING:
 
     from graphquant.numerics import Array
 
-MANY = 1 << 25
-"""Values after which a process gets the compiled kernel, which takes up to a second to load and then a fifth of the
-time: numpy counts as many in 0.1 s, so small models never wait for it."""
+ROOM = (1 << 24) - 1
+"""Values after which a table must be emptied: 2**24 fill the count of an entry, and the sum of 16 bits of each."""
+
+ONE = np.uint64(1 << 40)
+"""What an entry grows by for each value, beside its dropped bits."""
 
 CHUNK = 1 << 16
 """Values that numpy counts at a time, few enough for its temporary arrays to stay in the cache."""
@@ -36,70 +39,34 @@ def new_table(bits: int) -> Array:
     return np.frombuffer(space, np.uint64).reshape(bins, 2)
 
 
-class Fill:
-    """Adds values to a table: in numpy until `MANY` came in this process, then compiled.
+def in_numpy(values: Array, shift: int, table: Array) -> tuple[float, float, bool]:
+    """Counts each value in its bin, as the compiled `fill` does.
 
-    Threads may call it at once, for different tables; the compiled kernel runs without Python's lock.
+    Args:
+        values: float32 (N,), aligned and without gaps; none is no value.
+        shift: How many of the low bits of their patterns the bins drop.
+        table: What `new_table` made, for 23 - shift bits, with room for them.
+
+    Returns:
+        The smallest and the largest value, and whether all are finite; if not, the two mean nothing, and the others
+        are in bins too.
     """
-
-    def __init__(self) -> None:
-        self._seen = 0
-        self._lock = Lock()
-
-    def __call__(self, pattern: Array, shift: int, table: Array) -> None:
-        """Counts each value in its bin.
-
-        Args:
-            pattern: The bit patterns of finite float32 values, uint32 (N,).
-            shift: How many of their low bits the bins drop.
-            table: What `new_table` made, for 23 - shift bits.
-        """
-        if self._seen < MANY:
-            self._seen += pattern.size
-            in_numpy(pattern, shift, table)
-        else:
-            with self._lock:  # the first to come compiles, the others wait
-                kernel = compiled()
-            kernel(pattern, shift, table)
-
-
-def in_numpy(pattern: Array, shift: int, table: Array) -> None:
-    """The kernel in numpy."""
-    counts, sums = table.T
-    one, dropped = np.uint64(1), np.uint32((1 << shift) - 1)
+    pattern, dropped = values.view(np.uint32), np.uint32((1 << shift) - 1)
     for start in range(0, pattern.size, CHUNK):
         part = pattern[start : start + CHUNK]
-        bins = (part >> shift).astype(np.intp)
-        np.add.at(counts, bins, one)
-        np.add.at(sums, bins, (part & dropped).astype(np.uint64))
+        np.add.at(table[:, 0], (part >> shift).astype(np.intp), (part & dropped) | ONE)
+    low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
+    return low, high, bool(np.isfinite(values).all())
 
 
-def in_machine_code(pattern: Array, shift: int, table: Array) -> None:
-    """The kernel as numba compiles it; in unsigned types, for signed indices would be tested for counting backwards."""
-    drop, dropped = np.uint32(shift), np.uint32((1 << shift) - 1)
-    for value in pattern:
-        place = np.uint64(value >> drop)
-        table[place, 0] += np.uint64(1)
-        table[place, 1] += np.uint64(value & dropped)
+fill: Callable[[Array, int, Array], tuple[float, float, bool]] = in_numpy
+with suppress(ImportError):  # there was no C compiler when graphquant was installed
+    fill = import_module("graphquant.sketch._fill").fill
 
 
-@cache
-def compiled() -> Callable[[Array, int, Array], Any]:
-    """The compiled kernel, kept on disk where a place for it is writable; the numpy one where numba does not load.
-
-    numba refuses to load beside a numpy that is newer than it knows.
-    """
-    try:
-        import numba
-    except ImportError:
-        return in_numpy
-    types = numba.types
-    pattern = types.Array(types.uint32, 1, "C", readonly=True)
-    signature = types.void(pattern, types.int64, types.Array(types.uint64, 2, "C"))
-    try:
-        return numba.njit(signature, nogil=True, cache=True)(in_machine_code)
-    except (OSError, RuntimeError):  # no folder for the cache, or none that can be written
-        return numba.njit(signature, nogil=True)(in_machine_code)
-
-
-fill = Fill()
+def unpacked(table: Array) -> tuple[Array, Array, Array]:
+    """The bins that hold values, uint32 (K,), how many, int64 (K,), and the sums of their dropped bits, uint64 (K,)."""
+    bins = np.flatnonzero(table[:, 0] | table[:, 1])
+    entries = table[bins]
+    counts, sums = (entries // ONE).sum(axis=1), (entries % ONE).sum(axis=1)
+    return bins.astype(np.uint32), counts.astype(np.int64), sums

@@ -115,7 +115,7 @@ def merge(one: Sketch, other: Sketch) -> Sketch:
     check_channels(one.low, other.low)
     bits = min(one.bits, other.bits)
     parts = [coarsen(each, bits) for each in (one, other)]
-    bins, counts, sums = _together(
+    bins, counts, sums = together(
         np.concatenate([part.bins for part in parts]),
         np.concatenate([part.counts for part in parts]),
         np.concatenate([part.sums for part in parts]),
@@ -161,11 +161,11 @@ def coarsen(sketch: Sketch, bits: int) -> Sketch:
     fewer = sketch.bits - bits
     lost = (sketch.bins & ((1 << fewer) - 1)).astype(np.uint64) << np.uint64(MANTISSA - sketch.bits)
     sums = sketch.sums + lost * sketch.counts.astype(np.uint64)
-    bins, counts, sums = _together(sketch.bins >> fewer, sketch.counts, sums)
+    bins, counts, sums = together(sketch.bins >> fewer, sketch.counts, sums)
     return replace(sketch, bits=bits, bins=bins, counts=counts, sums=sums)
 
 
-def _together(bins: Array, counts: Array, sums: Array) -> tuple[Array, Array, Array]:
+def together(bins: Array, counts: Array, sums: Array) -> tuple[Array, Array, Array]:
     """Each bin once, ascending, with all that was in it."""
     each, place = np.unique(bins, return_inverse=True)
     all_counts, all_sums = np.zeros(each.size, np.int64), np.zeros(each.size, np.uint64)

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import math
+import shutil
 from collections import Counter
 from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from graphquant.sketch import kernel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
 FLOATS = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 LARGEST = float(np.finfo(np.float32).max)
+ROOT = Path(__file__).parents[2]
 
 
 def pattern(value: float) -> int:
@@ -63,3 +75,38 @@ def reference() -> type[Reference]:
 def dtype(request: pytest.FixtureRequest) -> type:
     """Each float type."""
     return request.param
+
+
+@pytest.fixture(scope="session")
+def build() -> ModuleType:
+    """The script that compiles the kernel when graphquant is installed."""
+    pytest.importorskip("hatchling")
+    pytest.importorskip("setuptools")
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    return script
+
+
+@pytest.fixture(scope="session")
+def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """The kernel in C: the installed one, or, where none is, one that is compiled here."""
+    if kernel.fill is not kernel.in_numpy:
+        return kernel.fill
+    if not shutil.which("cc"):
+        pytest.skip("there is no C compiler")
+    script = request.getfixturevalue("build")
+    made = script.compiled(ROOT / script.SOURCE, tmp_path_factory.mktemp("kernel"))
+    assert made is not None
+    loader = importlib.machinery.ExtensionFileLoader(script.NAME, str(made))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(script.NAME, loader))
+    loader.exec_module(module)
+    return module.fill
+
+
+@pytest.fixture(params=["in_numpy", "compiled"])
+def fill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable:
+    """Each kernel, which is also the one that sketches use."""
+    chosen = kernel.in_numpy if request.param == "in_numpy" else request.getfixturevalue("compiled")
+    monkeypatch.setattr(kernel, "fill", chosen)
+    return chosen

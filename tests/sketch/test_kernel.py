@@ -1,104 +1,134 @@
-"""Both kernels count the same, and the compiled one comes when it pays."""
+"""Both kernels count the same, and graphquant works without the compiled one."""
 
 import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import zipfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from graphquant.sketch import kernel
-
-SCRIPT = """
-import json, sys
-import numpy as np
+import graphquant
 from graphquant.sketch import Accumulator, kernel
-kernel.MANY = int(sys.argv[1])
-gathering = Accumulator(bits=7)
-for _ in range(3):
-    gathering.add(np.linspace(-1, 1, 1000, dtype=np.float32))
-found = gathering.sketch()
-print(json.dumps(["numba" in sys.modules, found.bins.tolist(), found.counts.tolist(), found.sums.tolist()]))
-"""
 
-
-def count(many: int, **environment: str) -> list:
-    """What a process that compiles after `many` values counts, and whether it loaded numba."""
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(many)]
-    result = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
-    assert result.stderr == ""
-    return json.loads(result.stdout)
+ROOT = Path(graphquant.__file__).parents[1]
 
 
 @pytest.mark.parametrize("bits", [7, 10])
-def test_both_kernels_count_the_same(bits: int) -> None:
-    """Every finite pattern's bin is there, more than a chunk of them, and sums take the dropped bits."""
-    patterns = np.random.default_rng(0).integers(0, 1 << 32, 3 * kernel.CHUNK // 2, dtype=np.uint32)
+@pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 2047, 2048, 2049, 3 * kernel.CHUNK // 2 + 5])
+def test_both_kernels_count_the_same(compiled, bits: int, size: int) -> None:
+    """Tables, ends and whether all is finite are equal for any patterns of finite values, and are what they must be."""
+    patterns = np.random.default_rng(size).integers(0, 1 << 32, size, dtype=np.uint32)
     patterns[::3] = 0
-    tables = [kernel.new_table(bits) for _ in range(2)]
-    kernel.in_numpy(patterns, 23 - bits, tables[0])
-    kernel.compiled()(patterns, 23 - bits, tables[1])
-    assert kernel.compiled() is not kernel.in_numpy
-    np.testing.assert_array_equal(tables[0], tables[1])
-    assert tables[0][:, 0].sum() == patterns.size
-    assert tables[0][:, 1].sum() == (patterns & ((1 << 23 - bits) - 1)).sum()
+    patterns[patterns >> 23 & 0xFF == 0xFF] = 0x80000001
+    tables, shift = [kernel.new_table(bits) for _ in range(2)], 23 - bits
+    values = patterns.view(np.float32)
+    found = [kernel.in_numpy(values, shift, tables[0]), compiled(values, shift, tables[1])]
+    values = values.tolist()
+    assert found == [(min(values, default=np.inf), max(values, default=-np.inf), True)] * 2
+    for one, other in zip(*map(kernel.unpacked, tables), strict=True):
+        np.testing.assert_array_equal(one, other)
+    bins, counts, sums = kernel.unpacked(tables[1])
+    expected, place, numbers = np.unique(patterns >> shift, return_inverse=True, return_counts=True)
+    assert (bins.tolist(), counts.tolist()) == (expected.tolist(), numbers.tolist())
+    assert sums.tolist() == np.bincount(place, weights=patterns & ((1 << shift) - 1)).tolist()
+
+
+@pytest.mark.parametrize("place", [0, 1, 15, 16, 40])
+@pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_said(fill, place: int, odd: float) -> None:
+    """Wherever it is among the values."""
+    values = np.linspace(-1, 1, 41, dtype=np.float32)
+    assert fill(values, 16, kernel.new_table(7)) == (-1.0, 1.0, True)
+    values[place] = odd
+    assert fill(values, 16, kernel.new_table(7))[2] is False
+
+
+def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) -> None:
+    """Whether many small arrays or one large one come: nothing is lost or counted twice, and a look in between is."""
+    monkeypatch.setattr(kernel, "ROOM", 100)
+    values = np.random.default_rng(0).standard_normal(1005).astype(np.float32)
+    whole, pieces = Accumulator(bits=7), Accumulator(bits=7)
+    whole.add(values)
+    for start in range(0, values.size, 37):
+        pieces.add(values[start : start + 37])
+        pieces.sketch()
+    reference(values, 7).check(whole.sketch())
+    reference(values, 7).check(pieces.sketch())
 
 
 @pytest.mark.slow
-def test_counts_beyond_24_bits() -> None:
-    """A bin of more than 2**24 values, and sums of more than 2**40, are exact in both kernels."""
-    patterns = np.full(1 << 20, 0x3F80FFFF, np.uint32)
-    for fill in (kernel.in_numpy, kernel.compiled()):
-        table = kernel.new_table(7)
-        for _ in range(17):
-            fill(patterns, 16, table)
-        assert table[0x3F80].tolist() == [17 << 20, (17 << 20) * 0xFFFF]
+def test_a_full_table(fill) -> None:
+    """As many values as a table takes, all in one bin, with the largest sum: one column may hold them all."""
+    table, one = kernel.new_table(7), np.array([0x3F80FFFF], np.uint32).view(np.float32)
+    half = np.repeat(one, (kernel.ROOM - 1) // 2)
+    for part in (half, half, one):
+        fill(part, 16, table)
+    bins, counts, sums = kernel.unpacked(table)
+    assert (bins.tolist(), counts.tolist(), sums.tolist()) == ([0x3F80], [kernel.ROOM], [kernel.ROOM * 0xFFFF])
+    table[0x3F80] = 0
+    table[0x3F80, 0] = kernel.ONE * np.uint64(kernel.ROOM) + np.uint64(kernel.ROOM * 0xFFFF)
+    assert kernel.unpacked(table)[1:] == ([kernel.ROOM], [kernel.ROOM * 0xFFFF])
 
 
-def test_the_compiled_kernel_comes_after_many_values() -> None:
-    """A small model never loads numba; a large one does; the result is the same."""
-    few, many = count(kernel.MANY), count(1500)
-    assert few[0] is False
-    assert many[0] is True
-    assert few[1:] == many[1:]
+def test_the_compiled_kernel_refuses_what_does_not_fit(compiled) -> None:
+    """Another table, a shift that is none, a read-only table, gaps, and values that are no float32."""
+    values, table = np.ones(8, np.float32), kernel.new_table(7)
+    for arguments in [(values, 13, table), (values, 0, table), (values, 40, table), (values, -1, table)]:
+        with pytest.raises(ValueError, match="table"):
+            compiled(*arguments)
+    for wrong in (np.ones(3, np.uint8), np.frombuffer(bytes(9), np.uint8)[1:]):
+        with pytest.raises(ValueError, match="aligned float32"):
+            compiled(wrong, 16, table)
+    with pytest.raises(ValueError, match="contiguous"):
+        compiled(values[::2], 16, table)
+    frozen = kernel.new_table(7)
+    frozen.flags.writeable = False
+    with pytest.raises((TypeError, BufferError, ValueError)):
+        compiled(values, 16, frozen)
+    assert not table.any()
 
 
-def test_it_compiles_where_nothing_can_be_written() -> None:
-    """Without a writable folder for its cache the kernel is compiled anew, without a word."""
-    environment = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "NUMBA_CACHE_DIR": ""}
-    script = (
-        "import numba; numba.njit(cache=True)(__import__('graphquant.sketch.kernel').sketch.kernel.in_machine_code)"
-    )
-    refused = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, env={**os.environ, **environment}
-    )
-    assert "cannot cache function" in refused.stderr
-    found = count(0, **environment)
-    assert found[0] is True
-    assert found[1:] == count(kernel.MANY)[1:]
+SCRIPT = """
+import json, sys
+sys.modules["graphquant.sketch._fill"] = None
+import numpy as np
+from graphquant.sketch import kernel, sketch
+found = sketch(np.linspace(-1, 1, 1000, dtype=np.float32), bits=7)
+print(json.dumps([kernel.fill is kernel.in_numpy, found.bins.tolist(), found.counts.tolist(), found.sums.tolist()]))
+"""
 
 
-def test_numpy_goes_on_where_numba_does_not_load(monkeypatch) -> None:
-    """A numba that refuses to be imported, as beside a numpy newer than it knows, costs speed and nothing else."""
-    monkeypatch.setitem(sys.modules, "numba", None)
-    assert kernel.compiled.__wrapped__() is kernel.in_numpy
+def test_numpy_counts_where_nothing_was_compiled(reference) -> None:
+    """Without the compiled kernel, graphquant is slower and nothing else."""
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", SCRIPT], capture_output=True, text=True, check=True)
+    expected = reference(np.linspace(-1, 1, 1000, dtype=np.float32), 7)
+    assert json.loads(ran.stdout) == [True, expected.bins, expected.counts, expected.sums]
 
 
-def test_threads_wait_for_the_first_to_compile() -> None:
-    """Threads that cross the threshold together all count right."""
-    fill, patterns = kernel.Fill(), np.arange(1 << 16, dtype=np.uint32) << 16
-    fill._seen = kernel.MANY - 1000
-    tables = [kernel.new_table(7) for _ in range(8)]
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda table: [fill(patterns, 16, table) for _ in range(4)], tables))
-    for table in tables:
-        assert table[:, 0].tolist() == [4] * (1 << 16)
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [True, False], ids=["with a compiler", "without a compiler"])
+def test_the_kernel_is_in_a_wheel(compiler: bool, compiled, build, tmp_path) -> None:
+    """With a compiler a wheel is one for this system and holds the kernel; without, it is one for all and says why."""
+    assert compiled is not kernel.in_numpy
+    assert build.NAME == "graphquant.sketch._fill"
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    environment = os.environ if compiler else {**os.environ, "CC": "no-such-compiler"}
+    ran = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        kernels = [
+            name for name in archive.namelist() if name.startswith("graphquant/sketch/_fill.") and ".py" not in name
+        ]
+    assert len([name for name in kernels if not name.endswith(".c")]) == compiler
+    assert ("cp311-abi3" in wheel.name, "py3-none-any" in wheel.name) == (compiler, not compiler)
+    assert ("No C compiler that works" in ran.stdout + ran.stderr) == (not compiler)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_table_takes_only_the_memory_that_is_written() -> None:
+def test_a_table_takes_only_the_memory_that_is_written(fill) -> None:
     """64 tables of 8 MiB each, with values in a few bins, take less than a tenth of that."""
 
     def resident() -> int:
@@ -108,6 +138,6 @@ def test_a_table_takes_only_the_memory_that_is_written() -> None:
     before = resident()
     tables = [kernel.new_table(10) for _ in range(64)]
     for table in tables:
-        kernel.in_numpy(np.array([1.0, -1.0, 0.0], np.float32).view(np.uint32), 13, table)
-        assert np.count_nonzero(table[:, 0]) == 3
+        fill(np.array([1.0, -1.0, 0.0], np.float32), 13, table)
+        assert len(kernel.unpacked(table)[0]) == 3
     assert resident() - before < 64 * tables[0].nbytes / 10
