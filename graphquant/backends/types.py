@@ -1,0 +1,108 @@
+"""What a check tells: a verdict for each op, and findings with codes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["low", "absorbed", "float"]
+"""Runs on integers; runs not at all, since another op does its work; runs in float."""
+
+Level = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Broken:
+    """The rule of a backend that keeps an op in float.
+
+    Attributes:
+        rule: A short name, "no-quantized-output".
+        says: What is the matter with this op.
+        fix: What to do about it.
+    """
+
+    rule: str
+    says: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """How a backend will run one op.
+
+    Attributes:
+        graph: The op's graph, "" for the main one.
+        op: Its name.
+        type: Its type.
+        status: Whether it runs in low precision.
+        runs_as: The op that does its work, "QLinearConv"; the op's own type where it stays float.
+        broken: The first rule that it breaks, None unless it stays float.
+    """
+
+    graph: str
+    op: str
+    type: str
+    status: Status
+    runs_as: str
+    broken: Broken | None = None
+
+    @property
+    def where(self) -> str:
+        """Graph and name."""
+        return f"{self.graph}/{self.op}" if self.graph else self.op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """Something in a quantized model that is probably not meant.
+
+    Attributes:
+        code: Key of `CODES`.
+        graph: Graph of the op.
+        op: The op it is about.
+        says: What is the matter.
+        fix: What to do about it.
+    """
+
+    code: str
+    graph: str
+    op: str
+    says: str
+    fix: str
+
+    @property
+    def where(self) -> str:
+        """Graph and name."""
+        return f"{self.graph}/{self.op}" if self.graph else self.op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What `check` found in one model.
+
+    Attributes:
+        path: The model's path, "" for one in memory.
+        backend: The backend that was asked for, "" where only the lint ran.
+        pairs: Number of quantization ops in the model.
+        verdicts: One for each op that computes on floats, in the order of the model; none without a backend.
+        findings: In the order of their codes, then of the model.
+    """
+
+    path: str
+    backend: str
+    pairs: int
+    verdicts: tuple[Verdict, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many ops have each status."""
+        found = Counter(verdict.status for verdict in self.verdicts)
+        return {status: found[status] for status in ("low", "absorbed", "float")}
+
+    @property
+    def runs_as(self) -> dict[str, int]:
+        """How many ops run as what, of those in low precision, by name."""
+        found = Counter(verdict.runs_as for verdict in self.verdicts if verdict.status == "low")
+        return dict(sorted(found.items()))

@@ -1,0 +1,127 @@
+"""What onnxruntime's optimizer makes of a model, op by op: the truth that predictions are held to."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import onnxruntime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+INTEGERS = {2: "uint8", 3: "int8", 4: "uint16", 5: "int16"}
+"""Names of those element types whose ops count as low precision."""
+
+INTEGER_OPS = {"QGemm", "MatMulIntegerToFloat", "MatMulNBits", "ConvInteger", "MatMulInteger", "DynamicQuantizeMatMul"}
+
+ZERO_POINTS = {
+    "QuantizeLinear": 2,
+    "QLinearConcat": 1,
+    "QGemm": 8,
+    "QLinearWhere": 8,
+    **dict.fromkeys(("QLinearConv", "QLinearMatMul", "QLinearAdd", "QLinearMul"), 7),
+}
+"""The slot of the zero point of the output; 4 for the other QLinear ops, that of the data itself for all else."""
+
+FUSED = "/MatMulAddFusion"
+"""What the name of a Gemm made of MatMul and Add ends in."""
+
+
+def name_ops(message: Any) -> None:
+    """Gives every op of the model, in bodies too, a name that no other has."""
+    for number, node in enumerate(nodes(message.graph)):
+        node.name = f"{node.name or node.output[0]}@{number}"
+
+
+def nodes(graph: Any) -> Iterator[Any]:
+    """All ops of a graph and of the bodies in it."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for body in [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]:
+                yield from nodes(body)
+
+
+def optimized(path: Path, *, level: str = "ORT_ENABLE_EXTENDED", config: dict[str, str] | None = None) -> Any:
+    """The model at `path` as onnxruntime runs it on a CPU; quantization ops only, layouts are left."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    options.log_severity_level = 4
+    for key, value in (config or {}).items():
+        options.add_session_config_entry(key, value)
+    with TemporaryDirectory() as folder:
+        written = Path(folder) / "optimized.onnx"
+        options.optimized_model_filepath = str(written)
+        onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        return onnx.load(written)
+
+
+def runs_as(message: Any) -> dict[str, str]:
+    """For each op of an optimized model, by the name it was given before, what it runs as."""
+    found: dict[str, str] = {}
+    _walk(message.graph, {}, found)
+    return found
+
+
+def _walk(graph: Any, outer: dict[str, int], found: dict[str, str]) -> None:
+    types = dict(outer)
+    for value in [*graph.input, *graph.output, *graph.value_info]:
+        types[value.name] = value.type.tensor_type.elem_type
+    for value in graph.initializer:
+        types[value.name] = value.data_type
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                _walk(attribute.g, types, found)
+        if node.op_type not in {"QuantizeLinear", "DequantizeLinear", "If", "Loop", "Scan"}:
+            found[node.name.removesuffix(FUSED)] = _type(node, types)
+        for name in node.output:
+            types.setdefault(name, _made(node, types))
+
+
+def _made(node: Any, types: dict[str, int]) -> int:
+    """The element type of an op's outputs, where it matters here; 0 for others."""
+    place = ZERO_POINTS.get(node.op_type, 4 if node.op_type.startswith("QLinear") else 0)
+    if node.op_type in {"DequantizeLinear", "MatMulIntegerToFloat", "MatMulNBits"}:
+        return 1
+    if node.op_type in {"ArgMax", "Shape", "Cast"} or len(node.input) <= place:
+        return 0
+    return types.get(node.input[place], 0)
+
+
+def _type(node: Any, types: dict[str, int]) -> str:
+    if node.op_type.startswith("QLinear") or node.op_type in INTEGER_OPS:
+        return str(node.op_type)
+    first = types.get(node.input[0], 0) if node.input else 0
+    return f"{node.op_type} on {INTEGERS[first]}" if first in INTEGERS else str(node.op_type)
+
+
+def is_low(kind: str) -> bool:
+    """Whether an op that runs as `kind` computes on integers."""
+    return " on " in kind or kind.startswith("QLinear") or kind in INTEGER_OPS
+
+
+def differences(verdicts: Iterable[Any], actual: dict[str, str]) -> list[str]:
+    """For each verdict that is wrong a line that says how, and for each integer op that no verdict foretold."""
+    wrong, low = [], set()
+    for verdict in verdicts:
+        seen = actual.get(verdict.op, "gone")
+        low.add(verdict.op)
+        told = verdict.runs_as if verdict.status == "low" else verdict.status
+        right = {
+            "low": seen == verdict.runs_as,
+            "absorbed": seen == "gone",
+            "float": not is_low(seen),
+        }[verdict.status]
+        if not right:
+            wrong.append(f"{verdict.where} ({verdict.type}): {told} was told, {seen} came")
+    return wrong + [f"{name}: {kind} came untold" for name, kind in actual.items() if is_low(kind) and name not in low]
+
+
+def counts(kinds: Iterable[str]) -> dict[str, int]:
+    """How many integer ops of each kind there are."""
+    return dict(sorted(Counter(kind for kind in kinds if is_low(kind)).items()))

@@ -1,0 +1,542 @@
+"""What `check --for onnxruntime` foretells is what onnxruntime's own optimizer does: small graphs, both verdicts."""
+
+import importlib.util
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnxruntime.capi import onnxruntime_pybind11_state as errors
+
+import graphquant as gq
+from graphquant.backends.onnxruntime import predict
+
+SPEC = importlib.util.spec_from_file_location("run_onnxruntime", Path(__file__).with_name("run_onnxruntime.py"))
+truth = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(truth)
+
+CONSTANTS = {
+    "s": np.float32(0.1),
+    "s2": np.float32(0.2),
+    "s6": np.float32(6 / 255),
+    "tiny": np.float32(1 / 255),
+    "neg": np.float32(-0.1),
+    "vec": np.full(4, 0.1, np.float32),
+    "one": np.full(1, 0.1, np.float32),
+    "z": np.uint8(128),
+    "z0": np.uint8(0),
+    "i0": np.int8(0),
+    "imin": np.int8(-128),
+    "ivec": np.zeros(4, np.int8),
+    "h0": np.int16(0),
+    "u16": np.uint16(32768),
+    "n0": np.int32(0),
+    "sb": np.float32(0.1) * np.float32(0.1),
+    "w": np.arange(-8, 8, dtype=np.int8).reshape(4, 4, 1, 1),
+    "wbig": np.arange(-120, 120, 15, dtype=np.int8).reshape(4, 4, 1, 1),
+    "wu": np.arange(120, 136, dtype=np.uint8).reshape(4, 4, 1, 1),
+    "wh": np.arange(-8, 8, dtype=np.int16).reshape(4, 4, 1, 1),
+    "wf": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4, 1, 1),
+    "m": np.arange(-8, 8, dtype=np.int8).reshape(4, 4),
+    "mf": np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4),
+    "m3": np.arange(-16, 16, dtype=np.int8).reshape(2, 4, 4),
+    "bf": np.linspace(-1, 1, 4, dtype=np.float32),
+    "b2": np.ones((2, 4), np.float32),
+    "bi": np.arange(4, dtype=np.int32),
+    "b8": np.arange(4, dtype=np.int8),
+    "kf": np.full((1, 4, 1, 1), 0.5, np.float32),
+    "k8": np.full((1, 4, 1, 1), 5, np.int8),
+    "ku": np.full((1, 4, 1, 1), 133, np.uint8),
+    "c0": np.float32(0),
+    "c6": np.float32(6),
+    "cn": np.float32(-3),
+    "emb": np.arange(40, dtype=np.uint8).reshape(10, 4),
+    "ids": np.array([1, 3], np.int64),
+    "flat": np.array([1, 64], np.int64),
+    "lead": np.array([0], np.int64),
+    "ends": np.array([2], np.int64),
+    "half": np.array([1], np.int64),
+    "tiles": np.array([1, 1, 2, 1], np.int64),
+    "grow": np.array([2, 4, 4, 4], np.int64),
+    "sizes": np.array([1, 1, 2, 2], np.float32),
+    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64),
+}
+
+IMAGE = "float[1,4,4,4] x"
+ROWS = "float[3,4] x"
+
+
+def pair(source, made, scale="s", zero="z"):
+    """The text of a QuantizeLinear and a DequantizeLinear."""
+    return (
+        f"{made}_q = QuantizeLinear({source}, {scale}, {zero}) {made} = DequantizeLinear({made}_q, {scale}, {zero})\n"
+    )
+
+
+def op(call, *, scale="s", zero="z", given="x", more=""):
+    """An op between a pair on its input `a` and a pair on its output `r`."""
+    return f"{pair(given, 'a')} {more} r = {call} {pair('r', 'y', scale, zero)}"
+
+
+A, W = pair("x", "a"), "v = DequantizeLinear(w, s, i0) "
+M, B = "v = DequantizeLinear(m, s, i0) ", "b = DequantizeLinear(bi, sb, n0) "
+MC = "v = DequantizeLinear<axis = 1>(m, vec, ivec) "
+Y = pair("r", "y")
+ALONE = "v = DequantizeLinear<axis = 1>(q8, sv) y = MatMul(x, v) "
+
+CASES = {
+    # Conv
+    "conv": (A + W + "r = Conv(a, v)" + Y, "QLinearConv"),
+    "conv per channel": (A + "v = DequantizeLinear<axis = 0>(w, vec, ivec) r = Conv(a, v)" + Y, "QLinearConv"),
+    "conv int32 bias": (A + W + B + "r = Conv(a, v, b)" + Y, "QLinearConv"),
+    "conv bias of another scale": (A + W + "b = DequantizeLinear(bi, s, n0) r = Conv(a, v, b)" + Y, "bias-scale"),
+    "gemm bias of another scale": (A + M + "b = DequantizeLinear(bi, s, n0) r = Gemm(a, v, b)" + Y, "QGemm"),
+    "conv float bias": (A + W + "r = Conv(a, v, bf)" + Y, "QLinearConv"),
+    "conv int8 bias": (A + W + "b = DequantizeLinear(b8, s, i0) r = Conv(a, v, b)" + Y, "bias-type"),
+    "conv float weight": (A + "r = Conv(a, wf)" + Y, "QLinearConv"),
+    "conv float weight and bias": (A + "r = Conv(a, wf, bf)" + Y, "QLinearConv"),
+    "conv uint8 weight": (A + "v = DequantizeLinear(wu, s, z) r = Conv(a, v)" + Y, "QLinearConv"),
+    "conv int8 activation": (
+        pair("x", "a", zero="i0") + W + "r = Conv(a, v)" + pair("r", "y", zero="i0"),
+        "QLinearConv",
+    ),
+    "conv int8 activation, wide weight": (
+        pair("x", "a", zero="i0") + "v = DequantizeLinear(wbig, s, i0) r = Conv(a, v)" + pair("r", "y", zero="i0"),
+        "QLinearConv",
+    ),
+    "conv without Q": (A + W + "y = Conv(a, v)", "no-quantized-output", "y"),
+    "conv without Q, bias": (A + W + "y = Conv(a, v, bf)", "float-bias", "y"),
+    "conv read by Q and float": (A + W + "r = Conv(a, v)" + Y + "u = Sqrt(r)", "float-reader"),
+    "conv is an output too": (A + W + "r = Conv(a, v)" + Y, "graph-output", "r", "r"),
+    "conv float input": (W + "r = Conv(x, v)" + Y, "float-input"),
+    "conv 16-bit activation": (
+        pair("x", "a", zero="h0") + W + "r = Conv(a, v)" + pair("r", "y", zero="h0"),
+        "type",
+    ),
+    "conv 16-bit weight": (A + "v = DequantizeLinear(wh, s, h0) r = Conv(a, v)" + Y, "type"),
+    "conv mixed types": (A + W + "r = Conv(a, v)" + pair("r", "y", zero="h0"), "mixed-types"),
+    "conv int8 shared by two": (
+        pair("x", "a", zero="i0")
+        + W
+        + "r = Conv(a, v)"
+        + pair("r", "y", zero="i0")
+        + "t = Conv(a, wf)"
+        + pair("t", "u", zero="i0"),
+        "int8-activation",
+    ),
+    "conv uint8 shared by two": (A + W + "r = Conv(a, v)" + Y + "t = Conv(a, wf)" + pair("t", "u"), "QLinearConv"),
+    "conv transpose": (A + W + "r = ConvTranspose(a, v)" + Y, "no-kernel"),
+    "conv scale of one element": (pair("x", "a", "one", "z") + W + "r = Conv(a, v)" + Y, "QLinearConv"),
+    # Conv and what is absorbed
+    "conv relu": (A + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="z0"), "QLinearConv"),
+    "conv relu int8": (
+        pair("x", "a", zero="i0") + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="imin"),
+        "QLinearConv",
+    ),
+    "conv relu symmetric": (A + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y"), "relu-zero-point"),
+    "conv relu symmetric int8": (
+        pair("x", "a", zero="i0") + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="i0"),
+        "relu-zero-point",
+    ),
+    "conv relu without Q": (A + W + "r = Conv(a, v) y = Relu(r)", "no-quantized-output"),
+    "conv relu float": (A + W + "r = Conv(a, v) t = Relu(r) y = Sqrt(t)", "no-quantized-output"),
+    "conv read twice, relu": (
+        A + W + "r = Conv(a, v) t = Relu(r) u = Sqrt(r)" + pair("t", "y", zero="z0"),
+        "float-reader",
+    ),
+    "the relu behind a conv": (A + W + "t = Conv(a, v) r = Relu(t)" + pair("r", "y", zero="z0"), "absorbed"),
+    "conv clip inside": (
+        A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + pair("t", "y", "s6", "z0"),
+        "QLinearConv",
+    ),
+    "conv clip wider": (A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + pair("t", "y", "s", "z0"), "clip-range"),
+    "conv clip narrower": (
+        A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + pair("t", "y", "tiny", "z0"),
+        "QLinearConv",
+    ),
+    "conv clip signed": (A + W + "r = Conv(a, v) t = Clip(r, cn, c6)" + pair("t", "y", "tiny", "z"), "QLinearConv"),
+    "the clip behind a conv": (
+        A + W + "t = Conv(a, v) r = Clip(t, c0, c6)" + pair("r", "y", "s6", "z0"),
+        "absorbed",
+    ),
+    "conv batchnorm": (A + W + "t = Conv(a, v) r = BatchNormalization(t, bf, bf, bf, vec)" + Y, "no-kernel"),
+    "conv before batchnorm": (
+        A + W + "r = Conv(a, v) t = BatchNormalization(r, bf, bf, bf, vec)" + pair("t", "y"),
+        "no-quantized-output",
+    ),
+    # MatMul and Gemm
+    "matmul": (A + M + "r = MatMul(a, v)" + Y, "QLinearMatMul"),
+    "matmul per channel": (A + MC + "r = MatMul(a, v)" + Y, "QLinearMatMul"),
+    "matmul without Q": (A + M + "y = MatMul(a, v)", "MatMulIntegerToFloat", "y"),
+    "matmul read by Q and float": (A + M + "r = MatMul(a, v)" + Y + "u = Sqrt(r)", "float-reader"),
+    "matmul of activations": (A + pair("x2", "v") + "r = MatMul(a, v)" + Y, "QLinearMatMul"),
+    "matmul float weight": (A + "r = MatMul(a, mf)" + Y, "float-input"),
+    "matmul 16 bit": (
+        pair("x", "a", zero="h0") + M + "r = MatMul(a, v)" + pair("r", "y", zero="h0"),
+        "type",
+    ),
+    "matmul relu without Q": (A + M + "r = MatMul(a, v) y = Relu(r)", "MatMulIntegerToFloat"),
+    "matmul relu, float behind": (A + M + "r = MatMul(a, v) t = Relu(r) y = Sqrt(t)", "no-quantized-output"),
+    "matmul relu Q": (A + M + "r = MatMul(a, v) t = Relu(r)" + pair("t", "y", zero="z0"), "QLinearMatMul"),
+    "matmul add Q": (A + M + "r = MatMul(a, v) t = Add(r, bf)" + pair("t", "y"), "QGemm"),
+    "the add of a matmul": (A + M + "t = MatMul(a, v) r = Add(t, bf)" + Y, "absorbed"),
+    "add matmul, bias first": (A + M + "r = MatMul(a, v) t = Add(bf, r)" + pair("t", "y"), "QGemm"),
+    "matmul add without Q": (A + M + "r = MatMul(a, v) y = Add(r, bf)", "float-bias"),
+    "the add of a float gemm": (A + M + "t = MatMul(a, v) y = Add(t, bf)", "float-bias", "y"),
+    "matmul add relu": (A + M + "r = MatMul(a, v) t = Add(r, bf) p = Relu(t)" + pair("p", "y", zero="z0"), "QGemm"),
+    "matmul add of a wrong shape": (A + M + "r = MatMul(a, v) t = Add(r, kf)" + pair("t", "y"), "MatMulIntegerToFloat"),
+    "matmul Q add": (
+        A + M + "r = MatMul(a, v)" + pair("r", "e") + "t = Add(e, bf)" + pair("t", "y"),
+        "QLinearMatMul",
+    ),
+    "gemm": (A + M + "r = Gemm(a, v)" + Y, "QGemm"),
+    "gemm without Q": (A + M + "y = Gemm(a, v)", "QGemm", "y"),
+    "gemm int32 bias": (A + M + B + "r = Gemm(a, v, b)" + Y, "QGemm"),
+    "gemm int32 bias, no Q": (A + M + B + "y = Gemm(a, v, b)", "QGemm", "y"),
+    "gemm float bias": (A + M + "r = Gemm(a, v, bf)" + Y, "QGemm"),
+    "gemm float bias, no Q": (A + M + "y = Gemm(a, v, bf)", "float-bias", "y"),
+    "gemm beta": (A + M + B + "r = Gemm<beta = 0.5>(a, v, b)" + Y, "beta"),
+    "gemm transB": (A + "v = DequantizeLinear<axis = 0>(m, vec, ivec) r = Gemm<transB = 1>(a, v, bf)" + Y, "QGemm"),
+    "gemm int8 bias": (A + M + "b = DequantizeLinear(b8, s, i0) r = Gemm(a, v, b)" + Y, "bias-type"),
+    "gemm 16 bit": (pair("x", "a", zero="h0") + M + "r = Gemm(a, v)" + pair("r", "y", zero="h0"), "type"),
+    # weights of few bits, float activations
+    "blocks of 16": ("v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = MatMul(x, v)", "MatMulNBits", "y"),
+    "blocks with zero points": (
+        "v = DequantizeLinear<axis = 0, block_size = 16>(qu4, sq, zq) y = MatMul(x, v)",
+        "MatMulNBits",
+        "y",
+    ),
+    "blocks and a bias": (
+        "v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) r = MatMul(x, v) y = Add(r, bq)",
+        "MatMulNBits",
+    ),
+    "blocks, Gemm": ("v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = Gemm(x, v, bq)", "MatMulNBits", "y"),
+    "blocks, Gemm with alpha": (
+        "v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = Gemm<alpha = 2.0>(x, v, bq)",
+        "float-input",
+        "y",
+    ),
+    "blocks along axis 1": (
+        "v = DequantizeLinear<axis = 1, block_size = 16>(q4, sr) y = MatMul(x, v)",
+        "weight-axis",
+        "y",
+    ),
+    "blocks of 8": ("v = DequantizeLinear<axis = 0, block_size = 8>(q4, se) y = MatMul(x, v)", "block-size", "y"),
+    "blocks before Q": ("v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) r = MatMul(x, v)" + Y, "float-input"),
+    "blocks read twice": (
+        "v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = MatMul(x, v) u = Sqrt(v)",
+        "shared-weight",
+        "y",
+    ),
+    "blocks, equal scales": (
+        ALONE + "p = DequantizeLinear<axis = 1>(q82, sv2) u = MatMul(x, p)",
+        "shared-weight",
+        "y",
+    ),
+    "blocks, other scales": (
+        ALONE + "p = DequantizeLinear<axis = 1>(q82, sv3) u = MatMul(x, p)",
+        "MatMulNBits",
+        "y",
+    ),
+    "blocks of 8 bits": (
+        "v = DequantizeLinear<axis = 0, block_size = 16>(q8, sq) y = MatMul(x, v)",
+        "MatMulNBits",
+        "y",
+    ),
+    "weight alone": ("v = DequantizeLinear(q8, s, i0) y = MatMul(x, v)", "MatMulNBits", "y"),
+    "weight alone per channel": (
+        "v = DequantizeLinear<axis = 1>(q8, sv, iv) y = MatMul(x, v)",
+        "MatMulNBits",
+        "y",
+    ),
+    "weight alone per row": (
+        "v = DequantizeLinear<axis = 0>(q8, sw, iw) y = MatMul(x, v)",
+        "weight-axis",
+        "y",
+    ),
+    # joints
+    "add": (A + pair("x2", "b", "s2") + "r = Add(a, b)" + Y, "QLinearAdd"),
+    "add to itself": (A + "r = Add(a, a)" + Y, "QLinearAdd"),
+    "add, one float": (A + "r = Add(a, x2)" + Y, "float-input"),
+    "add without Q": (A + pair("x2", "b") + "y = Add(a, b)", "no-quantized-output", "y"),
+    "add of a constant": (A + "b = DequantizeLinear(ku, s, z) r = Add(a, b)" + Y, "QLinearAdd"),
+    "add of an int8 constant": (A + "b = DequantizeLinear(k8, s, i0) r = Add(a, b)" + Y, "mixed-types"),
+    "add 16 bit": (
+        pair("x", "a", zero="h0") + pair("x2", "b", zero="h0") + "r = Add(a, b)" + pair("r", "y", zero="h0"),
+        "type",
+    ),
+    "add relu": (A + pair("x2", "b") + "r = Add(a, b) t = Relu(r)" + pair("t", "y", zero="z0"), "QLinearAdd"),
+    "mul": (A + pair("x2", "b") + "r = Mul(a, b)" + Y, "QLinearMul"),
+    "mul by a float constant": (A + "r = Mul(a, kf)" + Y, "float-input"),
+    "mul without Q": (A + pair("x2", "b") + "y = Mul(a, b)", "no-quantized-output", "y"),
+    "concat, other scales": (A + pair("x2", "b", "s2") + "r = Concat<axis = 1>(a, b)" + Y, "QLinearConcat"),
+    "concat, one float": (A + "r = Concat<axis = 1>(a, x2)" + Y, "float-input"),
+    "concat, other types": (
+        A + pair("x2", "b", zero="h0") + "r = Concat<axis = 1>(a, b)" + Y,
+        "mixed-types",
+    ),
+    "concat without Q": (A + pair("x2", "b") + "y = Concat<axis = 1>(a, b)", "no-quantized-output", "y"),
+    "where": (A + pair("x2", "b") + "r = Where(flag, a, b)" + Y, "QLinearWhere"),
+    "where a scalar": (A + "r = Where(flag, a, c0)" + Y, "QLinearWhere"),
+    "where a float tensor": (A + "r = Where(flag, a, x2)" + Y, "float-input"),
+    # one input
+    "sigmoid": (op("Sigmoid(a)", scale="tiny", zero="z0"), "QLinearSigmoid"),
+    "sigmoid without Q": (A + "y = Sigmoid(a)", "no-quantized-output", "y"),
+    "sigmoid float": ("r = Sigmoid(x)" + Y, "float-input"),
+    "sigmoid 16 bit": (pair("x", "a", zero="u16") + "r = Sigmoid(a)" + pair("r", "y", zero="u16"), "type"),
+    "softmax": (op("Softmax(a)", scale="tiny", zero="z0"), "QLinearSoftmax"),
+    "softmax without Q": (A + "y = Softmax(a)", "no-quantized-output", "y"),
+    "leaky relu": (op("LeakyRelu<alpha = 0.1>(a)"), "QLinearLeakyRelu"),
+    "leaky relu without Q": (A + "y = LeakyRelu(a)", "no-quantized-output", "y"),
+    "average pool": (op("AveragePool<kernel_shape = [2, 2]>(a)"), "QLinearAveragePool"),
+    "average pool without Q": (A + "y = AveragePool<kernel_shape = [2, 2]>(a)", "no-quantized-output", "y"),
+    "global average pool": (op("GlobalAveragePool(a)"), "QLinearGlobalAveragePool"),
+    "global average pool without Q": (A + "y = GlobalAveragePool(a)", "no-quantized-output", "y"),
+    # same scale on both sides
+    "max pool": (op("MaxPool<kernel_shape = [2, 2]>(a)"), "MaxPool on uint8"),
+    "max pool, other scale": (op("MaxPool<kernel_shape = [2, 2]>(a)", scale="s2"), "tie"),
+    "max pool, only Q": ("r = MaxPool<kernel_shape = [2, 2]>(x)" + Y, "MaxPool on uint8"),
+    "max pool, only DQ": (A + "y = MaxPool<kernel_shape = [2, 2]>(a)", "MaxPool on uint8", "y"),
+    "max pool opset 11": (op("MaxPool<kernel_shape = [2, 2]>(a)"), "opset", "r", "", 11),
+    "max pool 16 bit": (
+        pair("x", "a", zero="h0") + "r = MaxPool<kernel_shape = [2, 2]>(a)" + pair("r", "y", zero="h0"),
+        "type",
+    ),
+    "reshape": (op("Reshape(a, flat)"), "Reshape on uint8"),
+    "reshape, other scale": (op("Reshape(a, flat)", scale="s2"), "tie"),
+    "reshape, only DQ": (A + "r = Reshape(a, flat) y = Sqrt(r)", "Reshape on uint8"),
+    "reshape, only Q": ("r = Reshape(x, flat)" + Y, "Reshape on uint8"),
+    "reshape float": ("r = Reshape(x, flat) y = Sqrt(r)", "float-input"),
+    "reshape 16 bit": (
+        pair("x", "a", zero="h0") + "r = Reshape(a, flat)" + pair("r", "y", zero="h0"),
+        "Reshape on int16",
+    ),
+    "transpose": (op("Transpose<perm = [0, 2, 3, 1]>(a)"), "Transpose on uint8"),
+    "transpose, other zero point": (op("Transpose<perm = [0, 2, 3, 1]>(a)", zero="z0"), "tie"),
+    "flatten": (op("Flatten(a)"), "Flatten on uint8"),
+    "flatten, other scale": (op("Flatten(a)", scale="s2"), "tie"),
+    "flatten, only DQ": (A + "r = Flatten(a) y = Sqrt(r)", "no-quantized-output"),
+    "squeeze": (op("Squeeze(a, lead)"), "Squeeze on uint8"),
+    "squeeze, other scale": (op("Squeeze(a, lead)", scale="s2"), "tie"),
+    "unsqueeze": (op("Unsqueeze(a, lead)"), "Unsqueeze on uint8"),
+    "unsqueeze, other scale": (op("Unsqueeze(a, lead)", scale="s2"), "tie"),
+    "slice": (op("Slice(a, half, ends, half)"), "Slice on uint8"),
+    "slice, other scale": (op("Slice(a, half, ends, half)", scale="s2"), "tie"),
+    "resize": (op('Resize<mode = "nearest">(a, , sizes)'), "Resize on uint8"),
+    "resize, other scale": (op('Resize<mode = "nearest">(a, , sizes)', scale="s2"), "tie"),
+    "resize 16 bit": (
+        pair("x", "a", zero="h0") + 'r = Resize<mode = "nearest">(a, , sizes)' + pair("r", "y", zero="h0"),
+        "type",
+    ),
+    "expand": (op("Expand(a, grow)"), "Expand on uint8"),
+    "expand, other scale": (op("Expand(a, grow)", scale="s2"), "tie"),
+    "gather": (op("Gather<axis = 1>(a, ids)"), "Gather on uint8"),
+    "gather, other scale": (op("Gather<axis = 1>(a, ids)", scale="s2"), "tie"),
+    "depth to space": (op("DepthToSpace<blocksize = 2>(a)"), "DepthToSpace on uint8"),
+    "depth to space, other scale": (op("DepthToSpace<blocksize = 2>(a)", scale="s2"), "tie"),
+    "space to depth": (op("SpaceToDepth<blocksize = 2>(a)"), "no-kernel"),
+    "tile": (op("Tile(a, tiles)"), "Tile on uint8"),
+    "tile, other scale": (op("Tile(a, tiles)", scale="s2"), "tie"),
+    "reduce max": (op("ReduceMax(a)"), "ReduceMax on uint8"),
+    "reduce max, other scale": (op("ReduceMax(a)", scale="s2"), "tie"),
+    "reduce min": (op("ReduceMin(a)"), "ReduceMin on uint8"),
+    "split": (
+        A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + pair("t", "u"),
+        "Split on uint8",
+    ),
+    "split, one float": (A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + "u = Sqrt(t)", "float-reader"),
+    "split, other scale": (
+        A + "r, t = Split<axis = 1, num_outputs = 2>(a)" + Y + pair("t", "u", "s2"),
+        "tie",
+    ),
+    "arg max": (A + "y = ArgMax(a)", "ArgMax on uint8", "y"),
+    "arg max float": ("y = ArgMax(x)", "float-input", "y"),
+    "embedding": ("v = DequantizeLinear(emb, s, z) r = Gather(v, ids)" + Y, "Gather on uint8"),
+    "embedding, other scale": ("v = DequantizeLinear(emb, s, z) r = Gather(v, ids)" + pair("r", "y", "s2"), "tie"),
+    "embedding without Q": ("v = DequantizeLinear(emb, s, z) y = Gather(v, ids)", "no-quantized-output", "y"),
+    # SiLU
+    "silu": (
+        A
+        + W
+        + "c = Conv(a, v)"
+        + pair("c", "d")
+        + "g = Sigmoid(d)"
+        + pair("g", "h", "tiny", "z0")
+        + "r = Mul(d, h)"
+        + Y,
+        "QLinearMul",
+    ),
+    "silu without the inner ones": (
+        A + W + "r = Conv(a, v) g = Sigmoid(r) t = Mul(r, g)" + pair("t", "y"),
+        "no-quantized-output",
+    ),
+    # always float
+    "sub": (A + pair("x2", "b") + "r = Sub(a, b)" + Y, "no-kernel"),
+    "div": (A + pair("x2", "b") + "r = Div(a, b)" + Y, "no-kernel"),
+    "max": (A + pair("x2", "b") + "r = Max(a, b)" + Y, "no-kernel"),
+    "min": (A + pair("x2", "b") + "r = Min(a, b)" + Y, "no-kernel"),
+    "pad": (op("Pad(a, pads)"), "no-kernel"),
+    "tanh": (op("Tanh(a)"), "no-kernel"),
+    "gelu": (op("Gelu(a)"), "no-kernel"),
+    "hard swish": (op("HardSwish(a)"), "no-kernel"),
+    "hard sigmoid": (op("HardSigmoid(a)"), "no-kernel"),
+    "reduce mean": (op("ReduceMean(a)"), "no-kernel"),
+    "reduce sum": (op("ReduceSum(a)"), "no-kernel"),
+    "layer norm": (op("LayerNormalization<axis = -1>(a, bf, bf)"), "no-kernel"),
+    "instance norm": (op("InstanceNormalization(a, bf, bf)"), "no-kernel"),
+    "prelu": (op("PRelu(a, kf)"), "no-kernel"),
+    "elu": (op("Elu(a)"), "no-kernel"),
+    "relu": (op("Relu(a)"), "no-kernel"),
+    "relu, zero point at the end": (op("Relu(a)", zero="z0"), "absorbed"),
+    "clip": (op("Clip(a, c0, c6)"), "no-kernel"),
+    "clip, range inside": (op("Clip(a, c0, c6)", scale="s6", zero="z0"), "absorbed"),
+    # pairs
+    "two pairs in a row": (
+        A + "p = DequantizeLinear(a_q, s, z)" + pair("p", "q2", "s2", "z0") + "r = Sigmoid(q2)" + Y,
+        "QLinearSigmoid",
+    ),
+    "two equal Qs": (A + "r = Sigmoid(a)" + Y + pair("r", "u"), "QLinearSigmoid"),
+    "two other Qs": (A + "r = Sigmoid(a)" + Y + pair("r", "u", "s2"), "several-scales"),
+    "identity between": (A + "i = Identity(a) r = Sigmoid(i)" + Y, "QLinearSigmoid"),
+    "dropout behind": (A + "r = Sigmoid(a) d = Dropout(r)" + pair("d", "y"), "QLinearSigmoid"),
+    "dequantized output": (A + "r = Sigmoid(a)" + Y + "u = Sqrt(a)", "QLinearSigmoid", "r", "a"),
+}
+
+FEW = {
+    "q4": np.arange(-8, 8).repeat(16).reshape(32, 8).astype(ml_dtypes.int4),
+    "qu4": np.arange(16).repeat(16).reshape(32, 8).astype(ml_dtypes.uint4),
+    "q8": np.arange(-128, 128).reshape(32, 8).astype(np.int8),
+    "sq": np.full((2, 8), 0.1, np.float32),
+    "sr": np.full((32, 1), 0.1, np.float32),
+    "se": np.full((4, 8), 0.1, np.float32),
+    "sv": np.full(8, 0.1, np.float32),
+    "q82": np.arange(127, -129, -1).reshape(32, 8).astype(np.int8),
+    "sv2": np.full(8, 0.1, np.float32),
+    "sv3": np.full(8, 0.2, np.float32),
+    "sw": np.full(32, 0.1, np.float32),
+    "iv": np.zeros(8, np.int8),
+    "iw": np.zeros(32, np.int8),
+    "zq": np.full((2, 8), 8).astype(ml_dtypes.uint4),
+    "bq": np.linspace(-1, 1, 8, dtype=np.float32),
+}
+"""Constants of the products with weights of few bits."""
+
+RANK2 = ("matmul", "gemm", "the add", "add matmul")
+
+
+def inputs(name):
+    """The graph's inputs: rows for matrix products, an image for all else."""
+    if name.startswith(("blocks", "weight alone")):
+        return "float[3,32] x"
+    if name.startswith(RANK2):
+        return "float[3,4] x, float[4,4] x2"
+    return "float[1,4,4,4] x, float[1,4,4,4] x2, bool[1,4,4,4] flag"
+
+
+def build(name):
+    """The model of a case, the op that it is about and what is expected of that."""
+    text, expected, *rest = CASES[name]
+    about, also, opset = (rest + ["r", "", 21][len(rest) :])[:3]
+    outs = ["y", *(["u"] if " u = " in f" {text}" or "u = Deq" in text else []), *([also] if also else [])]
+    header = f'<ir_version: 8, opset_import: ["": {opset}]>'
+    kinds = ", ".join(f"{'int64' if 'y = ArgMax' in text and out == 'y' else 'float'}[] {out}" for out in outs)
+    message = onnx.parser.parse_model(f"{header} g ({inputs(name)}) => ({kinds}) {{ {text} }}")
+    used = {read for node in message.graph.node for read in node.input}
+    for key, value in (CONSTANTS | FEW).items():
+        if key in used:
+            message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), key))
+    for output in message.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    known = {value.name for value in message.graph.input}
+    for extra in [value for value in message.graph.input if value.name not in used]:
+        message.graph.input.remove(extra)
+        known.discard(extra.name)
+    truth.name_ops(message)
+    return message, about, expected
+
+
+def inside_if(message, own=()):
+    """The same ops inside both branches of an If, which read inputs and constants, but those called `own`, outside."""
+    inner = message.graph
+    outside = [value for value in inner.initializer if value.name not in own]
+    outer = onnx.GraphProto(name="outer", input=inner.input, initializer=outside)
+    outer.input.append(onnx.helper.make_tensor_value_info("branch", onnx.TensorProto.BOOL, ()))
+    branches = []
+    for mark in ("then", "else"):
+        body = onnx.GraphProto(name=mark, node=inner.node)
+        made = {name for node in inner.node for name in node.output} | set(own)
+        body.initializer.extend(value for value in inner.initializer if value.name in own)
+        for value in body.initializer:
+            value.name = f"{mark}_{value.name}"
+        for node in body.node:
+            node.name = f"{mark}/{node.name}"
+            node.input[:] = [f"{mark}_{name}" if name in made else name for name in node.input]
+            node.output[:] = [f"{mark}_{name}" if name else "" for name in node.output]
+        for output in inner.output:
+            body.output.append(output)
+            body.output[-1].name = f"{mark}_{output.name}"
+        branches.append(body)
+    names = [output.name for output in inner.output]
+    node = onnx.helper.make_node("If", ["branch"], names, name="if", then_branch=branches[0], else_branch=branches[1])
+    outer.node.append(node)
+    outer.output.extend(inner.output)
+    return onnx.ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, graph=outer)
+
+
+def compare(message, tmp_path):
+    """The verdicts, what really came, and how the two differ."""
+    path = tmp_path / "model.onnx"
+    onnx.save(message, path)
+    verdicts = predict(gq.load(path))
+    actual = truth.runs_as(truth.optimized(path))
+    return verdicts, actual
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_small_graphs(name, tmp_path):
+    """The op gets the verdict that is expected, and onnxruntime does with every op what was told."""
+    message, about, expected = build(name)
+    verdicts, actual = compare(message, tmp_path)
+    assert truth.differences(verdicts, actual) == []
+    found = next(verdict for verdict in verdicts if verdict.op.split("@")[0] == about)
+    told = found.broken.rule if found.broken else (found.runs_as if found.status == "low" else found.status)
+    assert told == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_inside_an_if_branch(name, tmp_path):
+    """In a branch of an If the same holds."""
+    verdicts, actual = compare(
+        inside_if(build(name)[0], own=[*FEW, *(["s", "i0"] if name.startswith("weight") else [])]), tmp_path
+    )
+    assert truth.differences(verdicts, actual) == []
+    assert len(verdicts) % 2 == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        ("v = DequantizeLinear<axis = 0, block_size = 16>(q4, sq) y = MatMul(x, v)", "in a branch"),
+        (op("AveragePool<kernel_shape = [2, 2], dilations = [1, 1]>(a)"), ""),
+        ("f = Cast<to = 17>(c0)" + pair("x", "a", zero="f") + "r = Sigmoid(a)" + pair("r", "y", zero="f"), ""),
+    ],
+)
+def test_refused_models(text, given, tmp_path, monkeypatch):
+    """Where onnxruntime loads no such model at all, the verdict says that it refuses it."""
+    name = "blocks of 16" if given else "conv"
+    monkeypatch.setitem(CASES, name, (text, "refused"))
+    message = build(name)[0]
+    onnx.save(inside_if(message) if given else message, tmp_path / "model.onnx")
+    told = [verdict.broken.rule for verdict in predict(gq.load(tmp_path / "model.onnx")) if verdict.broken]
+    assert "refused" in told
+    with pytest.raises((errors.Fail, errors.InvalidGraph)):
+        truth.optimized(tmp_path / "model.onnx")
+
+
+def test_both_verdicts():
+    """There are enough cases of either verdict."""
+    low = [name for name, case in CASES.items() if truth.is_low(case[1]) or case[1] == "absorbed"]
+    assert len(low) >= 60
+    assert len(CASES) - len(low) >= 60
