@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.errors import UsageError
-from graphquant.ir import Graph, Model, Parameters, TensorRef, bulk, check
+from graphquant.ir import Graph, Model, Parameters, TensorRef, Use, bulk, check
 from graphquant.numerics import Array, Dynamic, FloatType, IntType, QParams, blocks_of, quantize
 from graphquant.plans import Plan, Site, check_plan
 from graphquant.prepare import drop_unread
@@ -64,6 +64,7 @@ def rewrite(
     parameters = Parameters(model)
     names = _Names(plan, params)
     framed = {name for name, graph in changed.graphs.items() if any(op.kind in FRAMES for op in graph.ops())}
+    variables = _Variables(changed)
     inserted = []
     for index, site in enumerate(plan.sites):
         if index not in params:
@@ -71,7 +72,8 @@ def rewrite(
         graph = changed.graphs[site.graph]
         name = names.take(graph, site)
         lowering = _lowering(model, parameters, site, params[index], name, float_weights=float_weights)
-        lowering = replace(lowering, in_frame=site.graph in framed)
+        learned = variables.take(site, name) if site.scheme.range == "learned" else ""
+        lowering = replace(lowering, in_frame=site.graph in framed, learned=learned)
         output = FAMILIES[site.scheme.family or ""].lower(graph, lowering)
         changed.graphs[site.tensor.graph].reroute(site.tensor, site.uses, output)
         inserted.append(Inserted(site=site, params=params[index], output=output, folded=lowering.value is not None))
@@ -118,7 +120,6 @@ def _lowering(
         clip=clip,
         shape=shape,
         view=site.view,
-        learned=site.scheme.range == "learned",
         round=site.scheme.round,
         args=site.scheme.args,
         opset=model.opset,
@@ -141,6 +142,26 @@ def _overflows(value: Array, params: QParams, view: tuple[int, ...] | None) -> b
         value = np.resize(value, view)
     wide = replace(params, type=IntType(MAX_RUN_TIME_BITS * 2, signed=True), narrow=False)
     return not np.array_equal(quantize(value, params), quantize(value, wide))
+
+
+class _Variables:
+    """Names that the variables of learned ranges have in common, one for a site and its copies."""
+
+    def __init__(self, model: Model) -> None:
+        ops = (op for graph in model.graphs.values() for op in graph.ops() if op.kind == "variable")
+        self._taken = {str(op.attrs.get("shared_name") or op.name).rpartition("/")[0] for op in ops}
+        self._names: dict[Use, str] = {}
+
+    def take(self, site: Site, name: str) -> str:
+        """The name of its twin's variables, or a new one made of the name of the site's ops."""
+        known = None if site.twin is None else self._names.get(site.twin)
+        label, k = name, 0
+        while known is None and label in self._taken:
+            k += 1
+            label = f"{name}_{k}"
+        self._taken.add(known or label)
+        self._names.update(dict.fromkeys(site.uses, known or label))
+        return known or label
 
 
 class _Names:

@@ -56,7 +56,8 @@ class Lowering:
         clip: Whether values may lie outside of what the type represents, so that its container must not take them.
         shape: The tensor's static shape where it is known, as it must be per channel.
         view: That shape if the tensor is to be reshaped to it for its channels to be one axis, and back; else None.
-        learned: Whether the range is in variables, which start with that of `params`.
+        learned: Where the range is in variables, which start with that of `params`: the name that is common to theirs,
+            "" where it is not.
         in_frame: Whether the tensor may live in a TF1 loop or cond frame.
         round: How to round; None as the family does by itself.
         args: The family's own arguments.
@@ -71,7 +72,7 @@ class Lowering:
     clip: bool = True
     shape: tuple[int | None, ...] | None = None
     view: tuple[int, ...] | None = None
-    learned: bool = False
+    learned: str = ""
     in_frame: bool = False
     round: Round | None = None
     args: Arguments = field(default_factory=Arguments)

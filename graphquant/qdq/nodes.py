@@ -41,7 +41,7 @@ def held(graph: Graph, site: Lowering, word: str, value: Array, *, trainable: bo
 def _variable(graph: Graph, site: Lowering, word: str, value: Array, *, trainable: bool) -> TensorRef:
     """Adds a variable called after the site and `word`, and what reads it; the format gives it its first value."""
     label = graph.fresh(f"{site.name}/{word}")
-    shared = f"{graph.name}/{label}".lstrip("/")  # two functions may each have an op of that name
+    shared = f"{site.learned}/{word}"  # by which copies of a site know one variable
     handle = Op(
         name=label,
         kind="variable",

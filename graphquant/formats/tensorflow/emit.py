@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from graphquant.errors import InternalError, UsageError
+from graphquant.errors import InternalError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned import add_initializers, learned
 from graphquant.formats.tensorflow.load import ARGUMENT, RESULT, RULE_ATTR
@@ -45,14 +45,8 @@ def emit(model: Model) -> Any:
         patch = _Patch(graph, table, in_function=True)
         written += patch.apply(function.node_def)
         _patch_results(patch, function)
-    variables = learned(model)
-    if variables and meta is not None:
-        raise UsageError(
-            f"The range of {variables[0].node} is to be learned, and only frozen graphs have that. Freeze the model, or"
-            ' take range = "observed".'
-        )
     if meta is None:
-        add_initializers(graph_def, variables)
+        add_initializers(graph_def, learned(model))
     if meta is not None and meta.meta_info_def.stripped_op_list.op:
         _add_op_defs(meta.meta_info_def.stripped_op_list, written, table)
     return message

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.formats.tensorflow import proto
@@ -14,10 +15,22 @@ from graphquant.formats.tensorflow.values import encode_attr, encode_tensor
 from graphquant.ir import DataType
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
 
-__all__ = ["INITIALIZER", "MARK", "Learned", "add_initializers", "learned"]
+__all__ = [
+    "INITIALIZER",
+    "MARK",
+    "NO_NODE_NAME",
+    "Learned",
+    "add_initializers",
+    "by_name",
+    "fresh",
+    "handle_node",
+    "learned",
+]
 
 MARK: Final = "_graphquant_learned"
 """The attribute of such a variable: whether gradients reach it."""
@@ -51,7 +64,7 @@ class Learned:
 
 
 def learned(model: Model) -> list[Learned]:
-    """The variables of learned ranges that `model` got since it was read, graph by graph."""
+    """The variables of learned ranges that `model` got since it was read, graph by graph; copies share some."""
     return [
         Learned(
             graph=name,
@@ -67,29 +80,45 @@ def learned(model: Model) -> list[Learned]:
     ]
 
 
-def add_initializers(graph_def: Any, variables: list[Learned]) -> None:
-    """Adds to a GraphDef what assigns the first values, and `init_learned_ranges`, which runs all of that."""
+def by_name(variables: Iterable[Learned]) -> dict[str, Learned]:
+    """The variables by the name that copies share, each as it was found first."""
+    found: dict[str, Learned] = {}
+    for one in variables:
+        found.setdefault(one.shared, one)
+    return found
+
+
+def add_initializers(
+    graph_def: Any, variables: Iterable[Learned], handles: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Adds to a GraphDef what assigns the first values, and `init_learned_ranges`, which runs all of that.
+
+    Args:
+        graph_def: The GraphDef, which is changed.
+        variables: The variables.
+        handles: Nodes of the main graph that make them, by shared name.
+    """
     taken = {node.name for node in graph_def.node}
     done = []
-    for variable in variables:
-        handle = variable.node
-        if not variable.outside:
-            handle = _fresh(taken, f"learned_ranges/{NO_NODE_NAME.sub('_', variable.shared)}")
-            graph_def.node.append(_handle(handle, variable))
-        value = proto.NodeDef(name=_fresh(taken, f"{handle}/initial_value"), op="Const")
+    for variable in by_name(variables).values():
+        handle = handles.get(variable.shared, variable.node)
+        if not variable.outside and variable.shared not in handles:
+            handle = fresh(taken, f"learned_ranges/{NO_NODE_NAME.sub('_', variable.shared)}")
+            graph_def.node.append(handle_node(handle, variable))
+        value = proto.NodeDef(name=fresh(taken, f"{handle}/initial_value"), op="Const")
         tensor = encode_tensor(variable.value)
         value.attr["dtype"].type = tensor.dtype
         value.attr["value"].tensor.CopyFrom(tensor)
-        assign = proto.NodeDef(name=_fresh(taken, f"{handle}/Assign"), op="AssignVariableOp")
+        assign = proto.NodeDef(name=fresh(taken, f"{handle}/Assign"), op="AssignVariableOp")
         assign.input.extend([handle, value.name])
         assign.attr["dtype"].type = tensor.dtype
         graph_def.node.extend([value, assign])
         done.append(f"^{assign.name}")
     if done:
-        graph_def.node.append(proto.NodeDef(name=_fresh(taken, INITIALIZER), op="NoOp", input=done))
+        graph_def.node.append(proto.NodeDef(name=fresh(taken, INITIALIZER), op="NoOp", input=done))
 
 
-def _handle(name: str, variable: Learned) -> Any:
+def handle_node(name: str, variable: Learned) -> Any:
     """A VarHandleOp for a variable that a function holds."""
     node = proto.NodeDef(name=name, op="VarHandleOp")
     attrs = {
@@ -103,7 +132,7 @@ def _handle(name: str, variable: Learned) -> Any:
     return node
 
 
-def _fresh(taken: set[str], name: str) -> str:
+def fresh(taken: set[str], name: str) -> str:
     """`name`, or with the smallest free number if a node is called so."""
     label, k = name, 0
     while label in taken:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.keep import Kept, keep
+from graphquant.formats.tensorflow.learned import learned
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, Source
 
 if TYPE_CHECKING:
@@ -33,15 +35,18 @@ def save(model: Model, path: Path) -> None:
     """
     source: Source = model.source
     message = emit(model)
+    kept = keep(source, message, learned(model)) if source.form != "GraphDef" else None
     try:
         if source.folder is not None:
-            _save_folder(source, message, path)
+            _save_folder(source, message, path, kept)
             return
         if path.is_dir():
             raise UsageError(f"{path} is a folder, and the model is a single file. Give the path of a file.")
         data = _data(source, message, text=source.text if path.suffix == ".meta" else path.suffix == ".pbtxt")
         if source.form == "MetaGraphDef":
             _copy_checkpoint(source, path.with_suffix(""))
+        if kept is not None:
+            kept.add_to(path.with_suffix(""))
         _write(path, data)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}. Choose another place.") from error
@@ -100,7 +105,7 @@ def _link(source: str | Path, target: str | Path) -> str:
     return str(target)
 
 
-def _save_folder(source: Source, message: Any, path: Path) -> None:
+def _save_folder(source: Source, message: Any, path: Path, kept: Kept | None) -> None:
     """Writes a SavedModel beside its place and moves it there; files that did not change are linked or copied."""
     if path.exists() and not _is_saved_model(path):
         raise UsageError(
@@ -121,6 +126,8 @@ def _save_folder(source: Source, message: Any, path: Path) -> None:
         new = room / "new"
         shutil.copytree(top, new, copy_function=_link, ignore=left_out)
         _write(new / source.file.name, data)
+        if kept is not None:
+            kept.add_to(new / "variables" / "variables")
         if path.exists():
             path.replace(room / "old")
         try:
