@@ -1,0 +1,223 @@
+"""Each data type and granularity in written ONNX models: checked, run by onnxruntime bit for bit, and read back."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from graphquant import pipeline
+from graphquant.errors import ModelError
+from graphquant.numerics import FLOAT8, FloatType, IntType, QParams, dequantize, parse_type, quantize
+from graphquant.survey import survey
+
+INTEGERS = tuple(f"{sign}int{bits}" for bits, sign in itertools.product((2, 3, 4, 5, 6, 7, 8, 12, 16), ("", "u")))
+QUICK = ("int4", "uint16", "float8_e4m3fn")
+TYPES = [pytest.param(dtype, marks=() if dtype in QUICK else pytest.mark.slow) for dtype in (*INTEGERS, *FLOAT8)]
+"""All of them, most when there is time."""
+
+PER = ("tensor", "channel", "block")
+SHAPE = (7, 70)
+"""Odd, so that 4 bits are padded, and no whole number of blocks."""
+
+LEVELS = (
+    onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL,
+    onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL,
+)
+
+RULES = """
+description = "one tensor"
+[scheme.one]
+dtype = "{dtype}"
+per = "{per}"
+{more}
+[[rule]]
+name = "one"
+{where}
+quantize = "one"
+"""
+
+WEIGHT = 'producer = { kind = "parameter" }\nconsumer = { kind = "add" }'
+ACTIVATION = 'consumer = { name = "out" }'
+
+
+def values(seed: int = 0) -> np.ndarray:
+    """Noise whose rows and columns differ in size, with ties, zeros of both signs and some denormals; float32."""
+    rng = np.random.default_rng(seed)
+    made = rng.normal(size=SHAPE) * np.exp(rng.normal(size=(1, SHAPE[1]))) * np.exp(rng.normal(size=(SHAPE[0], 1)))
+    made[0, :8] = [0.0, -0.0, 1e-40, -1e-40, 0.5, -0.5, 1.5, 2.5]
+    made[:, 9] = 0.0
+    return made.astype(np.float32)
+
+
+def save(folder: Path, opset: int) -> Path:
+    """A model out = Identity(x + weight)."""
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "weight"], ["sum"]), helper.make_node("Identity", ["sum"], ["y"], name="out")],
+        "one",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, SHAPE)],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, SHAPE)],
+        [numpy_helper.from_array(values(), "weight")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", opset)])
+    model.ir_version = helper.find_min_ir_version_for([helper.make_opsetid("", opset)])
+    path = folder / f"model_{opset}.onnx"
+    onnx.save(model, path)
+    return path
+
+
+def rules(folder: Path, dtype: str, per: str, where: str, more: str = "") -> list[str]:
+    """A rule file with one scheme."""
+    more += "\naxis = 1" if per != "tensor" else ""
+    more += "\nblock_size = 16" if per == "block" else ""
+    path = folder / "rules.toml"
+    path.write_text(RULES.format(dtype=dtype, per=per, more=more, where=where))
+    return [str(path)]
+
+
+def run(path: Path, x: np.ndarray) -> list[np.ndarray]:
+    """The output, at each level of optimization; the file is checked before."""
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    found = []
+    for level in LEVELS:
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = level
+        options.intra_op_num_threads = 1
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        found.append(session.run(None, {"x": x})[0])
+    return found
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """The bit patterns of float32, so that -0.0 is not 0.0."""
+    return np.asarray(array, np.float32).view(np.int32)
+
+
+def forms(dtype: str) -> list[str]:
+    """What a scheme of that type may say beside it."""
+    both = ["", 'scale = "power-of-two"']
+    return both if dtype in FLOAT8 else [*both, 'zero = "asymmetric"', "narrow = true"]
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
+    """A weight as integers, or float with a whole QDQ pair, is in onnxruntime what numpy says, and is read back."""
+    x = np.full(SHAPE, -0.0, np.float32)  # which leaves the weight as it is when it is added
+    for opset, more, float_weights in itertools.product((13, 21), forms(dtype), (False, True)):
+        result = pipeline.insert(
+            save(tmp_path, opset), rules=rules(tmp_path, dtype, per, WEIGHT, more), float_weights=float_weights
+        )
+        (done,) = result.inserted
+        assert isinstance(done.params, QParams)
+        assert (done.folded, done.params.type) == (not float_weights, parse_type(dtype))
+        path = result.save(tmp_path / "made.onnx", force=True)
+        expected = dequantize(quantize(values(), done.params), done.params)
+        for found in run(path, x):
+            np.testing.assert_array_equal(bits(found), bits(expected), err_msg=f"{opset} {more} {float_weights}")
+        _is_read_back(path, done.params)
+        _has_form(onnx.load(path), done.params, opset, folded=not float_weights)
+
+
+@pytest.mark.parametrize("per", ["tensor", "channel"])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
+    """What is quantized while the model runs is what numpy says, also where values are far beyond the range."""
+    np.savez(tmp_path / "data.npz", x=values(1)[None])
+    x = values(2) * 3
+    x[1, :6] = [3e38, -3e38, np.inf, -np.inf, 1e10, -1e10]
+    for opset, more in itertools.product((13, 21), forms(dtype)):
+        data = str(tmp_path / "data.npz")
+        result = pipeline.insert(save(tmp_path, opset), rules=rules(tmp_path, dtype, per, ACTIVATION, more), data=data)
+        (done,) = result.inserted
+        assert isinstance(done.params, QParams)
+        path = result.save(tmp_path / "made.onnx", force=True)
+        expected = dequantize(quantize(x + values(), done.params), done.params)
+        for found in run(path, x):
+            np.testing.assert_array_equal(bits(found), bits(expected), err_msg=f"{opset} {more}")
+        _is_read_back(path, done.params)
+        _has_form(onnx.load(path), done.params, opset, folded=False)
+
+
+def _is_read_back(path: Path, params: QParams) -> None:
+    """`inspect` finds the one site, with its scale; odd widths as the type that holds them."""
+    model = pipeline.load(path)
+    (reading,) = survey(model).readings
+    found = reading.params
+    assert isinstance(found, QParams)
+    assert found.type.name == params.type.container
+    np.testing.assert_array_equal(found.scale, params.scale)
+    np.testing.assert_array_equal(found.zero_point, params.zero_point)
+    assert (found.axis, found.block) == (params.axis, params.block)
+    plan = pipeline.plan(model, rules=["weight_only"])
+    assert not plan.sites
+
+
+def _has_form(model: onnx.ModelProto, params: QParams, opset: int, *, folded: bool) -> None:
+    """The opset is raised no further than it must be, 4 and 16 bits are in the right domain, constants in their type."""
+    kind, now = params.type, {item.domain: item.version for item in model.opset_import}
+    other = isinstance(kind, IntType) and kind.container not in {"int8", "uint8"}
+    needed = 21 if params.block is not None else 19 if isinstance(kind, FloatType) else 13
+    assert now == {"": max(opset, needed), **({"com.microsoft": 1} if other and max(opset, needed) < 21 else {})}
+    ops = [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
+    assert [node.op_type for node in ops] == ["DequantizeLinear"] if folded else ["QuantizeLinear", "DequantizeLinear"]
+    assert all(node.domain == ("com.microsoft" if "com.microsoft" in now else "") for node in ops)
+    code = helper.np_dtype_to_tensor_dtype(numpy_helper.to_array(_initializer(model, ops[0].input[2])).dtype)
+    assert TensorProto.DataType.Name(code).lower() == kind.container.replace("_", "") or isinstance(kind, IntType)
+    if folded:
+        held = _initializer(model, ops[0].input[0])
+        count = int(np.prod(SHAPE))
+        width = 4 if kind.container in {"int4", "uint4"} else 16 if "16" in kind.container else 8
+        assert (held.data_type, len(held.raw_data)) == (code, (count * width + 7) // 8)
+
+
+def _initializer(model: onnx.ModelProto, name: str) -> TensorProto:
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def test_opset_8_is_kept(tmp_path: Path) -> None:
+    """16 bits go into onnxruntime's domain of any model whose Max and Min broadcast, without an upgrade."""
+    result = pipeline.insert(save(tmp_path, 8), rules=rules(tmp_path, "int12", "channel", WEIGHT))
+    path = result.save(tmp_path / "made.onnx")
+    assert {item.domain: item.version for item in onnx.load(path).opset_import} == {"": 8, "com.microsoft": 1}
+    expected = dequantize(quantize(values(), result.inserted[0].params), result.inserted[0].params)
+    for found in run(path, np.full(SHAPE, -0.0, np.float32)):
+        np.testing.assert_array_equal(bits(found), bits(expected))
+
+
+def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
+    """No statistics are kept per block, and the plan says what to take instead."""
+    plan = pipeline.plan(save(tmp_path, 21), rules=rules(tmp_path, "int8", "block", ACTIVATION))
+    assert not plan.sites
+    assert "blocks are for weights" in plan.skips[0].reason
+    assert 'take per = "tensor"' in plan.skips[0].reason
+
+
+def test_a_given_range_spreads_over_blocks(tmp_path: Path) -> None:
+    """A fixed range is that of each block."""
+    where = rules(tmp_path, "int4", "block", WEIGHT, 'observe = { name = "fixed", low = -2.0, high = 2.0 }')
+    (done,) = pipeline.insert(save(tmp_path, 21), rules=where).inserted
+    assert done.params.scale.shape == (7, 5)
+    assert (done.params.scale == np.float32(2 / 7)).all()
+
+
+def test_a_damaged_block_size_is_not_read(tmp_path: Path) -> None:
+    """Scales that do not go with rank or axis are told as unknown, not as a crash."""
+    path = pipeline.insert(save(tmp_path, 21), rules=rules(tmp_path, "int4", "block", WEIGHT)).save(
+        tmp_path / "made.onnx"
+    )
+    good = onnx.load(path)
+    for name, value in (("axis", 9), ("axis", -9), ("block_size", -3), ("block_size", 0)):
+        model = onnx.ModelProto()
+        model.CopyFrom(good)
+        node = next(node for node in model.graph.node if node.op_type == "DequantizeLinear")
+        next(attr for attr in node.attribute if attr.name == name).i = value
+        onnx.save(model, tmp_path / "bad.onnx")
+        try:
+            (reading,) = survey(pipeline.load(tmp_path / "bad.onnx")).readings
+        except ModelError:
+            continue
+        assert reading.params is None, (name, value)
