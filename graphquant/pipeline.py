@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from graphquant import formats
+from graphquant import formats, picked
 from graphquant.calibration import (
     Stats,
     finest,
@@ -38,11 +38,13 @@ from graphquant.ranges import Ranges, give, read_map
 from graphquant.rewrite import Inserted, rewrite
 from graphquant.ruleset import RuleSet, Selector, load_ruleset
 from graphquant.solve import solve
+from graphquant.survey import survey
 
 if TYPE_CHECKING:
     from graphquant.calibration import Targets
     from graphquant.data import Batches
     from graphquant.data.check import DataReport
+    from graphquant.picked import Picks
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""
@@ -293,6 +295,46 @@ def merge_stats(parts: Sequence[Stats | str | Path]) -> Stats:
     if whole is None:
         raise UsageError("There are no statistics to merge. Give two or more.")
     return whole
+
+
+def inspect_stats(
+    stats: Stats | str | Path,
+    model: Model | str | Path | None = None,
+    *,
+    rules: Sequence[str] = (),
+    others: bool = False,
+) -> Picks:
+    """What statistics hold, and which range the tensors of `model` get from them, at what cost.
+
+    Args:
+        stats: Statistics, or the path of their file.
+        model: The model that they are of, or one that insert made from it, which is taken as it is.
+        rules: Names or paths of rule files, which plan for the model; by default the format's own.
+        others: Find out what other methods would pick, which takes some 50 ms a tensor.
+
+    Raises:
+        DataError: The file cannot be read, is of another model, or lacks tensors of the plan.
+        ModelError: The model cannot be read or prepared.
+        RuleError: A rule file has mistakes.
+        UsageError: It is a TFLite model.
+    """
+    path = None if isinstance(stats, Stats) else Path(stats)
+    found = stats if isinstance(stats, Stats) else load_stats(Path(stats))
+    if model is None:
+        return picked.seen(found, path)
+    source = _loaded(model)
+    if source.format != "tflite" and not rules:
+        there = survey(source)
+        if any(reading.rule or source.digest != found.model for reading in there.readings):
+            return picked.by_name(there, found, path, others=others)
+    ruleset = _ruleset(source, rules)
+    prepared, made = _planned(source, ruleset, _choice(source, (), (), None))
+    same = kept(source, prepared)
+    targets = planned(prepared, made, full=False, same=same)
+    needed = select(found, targets, source.digest, _calibrate_line(source, made, None))
+    solution = solve(prepared, made, needed.sketches, needed.unwatchable)
+    sketches = {**picked.held(found, prepared, made, same), **needed.sketches}
+    return picked.by_plan(made, solution, sketches, found, path, str(source.path or "the model"), others=others)
 
 
 def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:

@@ -5,9 +5,19 @@ from graphquant.calibration.file import load_stats, save_stats
 from graphquant.calibration.memory import parse_size
 from graphquant.calibration.run import Load, Observing, calibrate, load_of
 from graphquant.calibration.stats import Run, Stats, merge, select
-from graphquant.calibration.targets import Target, Targets, everything, finest, needs_data, planned, with_method
+from graphquant.calibration.targets import (
+    METHODS,
+    Target,
+    Targets,
+    everything,
+    finest,
+    needs_data,
+    planned,
+    with_method,
+)
 
 __all__ = [
+    "METHODS",
     "Load",
     "Observing",
     "Run",

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from graphquant.cli.options import selection
-from graphquant.cli.output import emit, print_view
-from graphquant.errors import FindingsError
+from graphquant.cli.output import emit, print_view, write
+from graphquant.errors import FindingsError, UsageError, printable
 
 
 @click.command()
@@ -57,16 +57,40 @@ def explain(model: Path, what: str, rules: tuple[str, ...]) -> None:
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
+@click.option(
+    "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Show these statistics, and what quantizing loses."
+)
+@click.option("--rules", multiple=True, metavar="NAME|FILE", help="With --stats: the rules that pick the ranges.")
 @click.option("--format", "form", type=click.Choice(["text", "json", "dot"]), default="text", show_default=True)
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the statistics as a page.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
-def inspect(model: Path, form: str, output: Path | None, force: bool) -> None:
-    """Show MODEL's quantization ops, and what stays float. Each with its dtype, scale, zero point and range."""
+def inspect(
+    model: Path,
+    stats: Path | None,
+    rules: tuple[str, ...],
+    form: str,
+    html: Path | None,
+    output: Path | None,
+    force: bool,
+) -> None:
+    """Show MODEL's quantization ops, and what stays float. Each with its dtype, scale, zero point and range.
+
+    With --stats, or a statistics file (.gqs) as MODEL, show a histogram of each tensor that was calibrated instead,
+    with the range that insert would give it, what that clips and loses, the worst first.
+    """
     from graphquant import pipeline
     from graphquant.survey import survey
 
-    if output is not None:
-        pipeline.check_output(output, model, force=force)
+    for path in (output, html):
+        if path is not None:
+            pipeline.check_output(path, model, force=force)
+            pipeline.check_output(path, stats, force=force)
+    if stats is not None or model.suffix == ".gqs":
+        _inspect_stats(model, stats, rules, form, html, output)
+        return
+    if rules or html is not None:
+        raise UsageError("--rules and --html are about statistics. Give --stats FILE too, which calibrate writes.")
     loaded = pipeline.load(model)
     if form == "dot":
         from graphquant.view.dot import dot
@@ -80,6 +104,32 @@ def inspect(model: Path, form: str, output: Path | None, force: bool) -> None:
         from graphquant.view import text
 
         print_view(text.survey_view(survey(loaded)), output)
+
+
+def _inspect_stats(
+    model: Path, stats: Path | None, rules: tuple[str, ...], form: str, html: Path | None, output: Path | None
+) -> None:
+    """Shows a statistics file, beside a model where `stats` names the file and `model` is one."""
+    from graphquant import pipeline
+    from graphquant.view.stats_data import picks_json
+    from graphquant.view.stats_html import page
+    from graphquant.view.stats_text import picks_view
+
+    if form == "dot":
+        raise UsageError("--format dot draws a model, not statistics. Take text, json or --html FILE.")
+    if stats is None and rules:
+        raise UsageError(f"--rules needs the model: graphquant inspect MODEL --stats {model}")
+    if html is not None and (output is not None or form != "text"):
+        raise UsageError("--html writes a page, and nothing else is written then. Leave -o and --format out.")
+    others = html is not None or form == "json"
+    picks = pipeline.inspect_stats(stats or model, None if stats is None else model, rules=rules, others=others)
+    if html is not None:
+        write(html, page(picks))
+        click.echo(f"Written to {printable(str(html))}")
+    elif form == "json":
+        emit(picks_json(picks), output)
+    else:
+        print_view(picks_view(picks), output)
 
 
 @click.group()

@@ -1,6 +1,8 @@
 """What calibration keeps of a tensor, and the observers that turn it into a range."""
 
 from graphquant.sketch.accumulator import Accumulator, sketch
+from graphquant.sketch.distribution import Distribution, distribution
+from graphquant.sketch.estimate import Cost, estimate
 from graphquant.sketch.observers import OBSERVERS, Argument, Observer, histogram_bits
 from graphquant.sketch.types import BITS, EMPTY, Sketch, coarsen, edges, means, merge
 
@@ -10,10 +12,14 @@ __all__ = [
     "OBSERVERS",
     "Accumulator",
     "Argument",
+    "Cost",
+    "Distribution",
     "Observer",
     "Sketch",
     "coarsen",
+    "distribution",
     "edges",
+    "estimate",
     "histogram_bits",
     "means",
     "merge",

@@ -46,6 +46,12 @@ class Distribution:
         """The number of values."""
         return float(self.before[-1])
 
+    @property
+    def power(self) -> float:
+        """The mean square of the values, in the tensor's unit squared."""
+        center = self.left + self.width / 2
+        return float((self.weight * (np.square(center) + np.square(self.width) / 12)).sum() / self.count)
+
     def below(self, x: Array) -> Array:
         """How many values are below each of `x`, of the shape of `x`; of the piece around it, the part below."""
         piece = np.searchsorted(self.left, x) - 1

@@ -38,14 +38,15 @@ UNFOLDED = 10_000
 
 def plan_view(plan: Plan) -> RenderableType:
     """The plan: preparations, a table of sites for each rule, skips, unused rules."""
-    rows = [(site, (_uses([str(use) for use in site.uses]), _scheme(site))) for site in plan.sites]
+    rows = [(site, (listed([str(use) for use in site.uses]), _scheme(site))) for site in plan.sites]
     parts: list[RenderableType] = [*_steps(plan), *_by_rule(rows, "read by", "scheme"), *_skips(plan.skips)]
     if plan.unused:
-        parts.append(_text(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
+        parts.append(plain(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
     uses = sum(len(site.uses) for site in plan.sites)
     parts.append(
-        _text(
-            f"{_count(len(plan.sites), 'site')}, {_count(uses, 'use')} rerouted, {len(plan.skips)} left with a reason.",
+        plain(
+            f"{counted(len(plan.sites), 'site')}, {counted(uses, 'use')} rerouted,"
+            f" {len(plan.skips)} left with a reason.",
             style="bold",
         )
     )
@@ -59,19 +60,19 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     if result.ranges is not None:
         parts += _ranges(result.ranges)
     if result.random:
-        parts.append(_text("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
+        parts.append(plain("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
     if result.stats is not None:
-        parts += _incomplete(result.stats)
+        parts += incomplete(result.stats)
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
-    said = f"{_count(len(result.inserted), 'site')} inserted" + (
+    said = f"{counted(len(result.inserted), 'site')} inserted" + (
         f", {stored} of them stored as integers" if stored else ""
     )
-    said += f", {_count(uses, 'use')} rerouted"
-    said += f", calibrated on {_count(result.samples, 'sample')}" if result.samples else ""
+    said += f", {counted(uses, 'use')} rerouted"
+    said += f", calibrated on {counted(result.samples, 'sample')}" if result.samples else ""
     said += f" (statistics of {result.statistics})" if result.statistics else ""
     parts.append(
-        _text(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
+        plain(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
     )
     return Group(*parts)
 
@@ -83,20 +84,21 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
     for tensor in stats.targets:
         reason = "" if tensor in stats.sketches else stats.unwatchable.get(tensor, "no sample of the data reached it")
         reasons.setdefault(reason, []).append(str(tensor))
-    parts += [_text(f"left: {_uses(names)}: {why}", style="yellow") for why, names in reasons.items() if why]
+    parts += [plain(f"left: {listed(names)}: {why}", style="yellow") for why, names in reasons.items() if why]
     if stats.random:
-        parts.append(_text("The data is RANDOM: use the statistics for tests only.", style="bold red"))
-    parts += _incomplete(stats)
-    of = f", of {_count(len(stats.runs), 'set')} of data" if len(stats.runs) > 1 else ""
-    said = f"{_count(len(stats.sketches), 'tensor')} observed on {_count(stats.samples, 'sample')}{of}"
-    parts.append(_text(f"{said} in {_count(stats.blocks, 'block')}. Written to {output}", style="bold"))
+        parts.append(plain("The data is RANDOM: use the statistics for tests only.", style="bold red"))
+    parts += incomplete(stats)
+    of = f", of {counted(len(stats.runs), 'set')} of data" if len(stats.runs) > 1 else ""
+    said = f"{counted(len(stats.sketches), 'tensor')} observed on {counted(stats.samples, 'sample')}{of}"
+    parts.append(plain(f"{said} in {counted(stats.blocks, 'block')}. Written to {output}", style="bold"))
     return Group(*parts)
 
 
-def _incomplete(stats: Stats) -> list[RenderableType]:
+def incomplete(stats: Stats) -> list[RenderableType]:
+    """A line where not all samples were run."""
     left = [run for run in stats.runs if not run.complete]
     said = f"of {sum(run.samples for run in left)} samples, {sum(run.samples_done for run in left)} were run"
-    return [_text(f"The statistics are incomplete: {said}.", style="yellow")] if left else []
+    return [plain(f"The statistics are incomplete: {said}.", style="yellow")] if left else []
 
 
 def receipt_view(receipt: Receipt) -> RenderableType:
@@ -109,22 +111,22 @@ def receipt_view(receipt: Receipt) -> RenderableType:
         index = "" if line.index is None else str(line.index)
         table.add_row(printable(str(line.tensor)), index, planned, zeros, found, line.problem or "equal")
     wrong = sum(bool(line.problem) for line in receipt.lines)
-    parts: list[RenderableType] = [_text("Receipt: the plan beside TFLite's runtime", style="bold"), table]
-    parts += [_text(f"float: {one.op} ({one.type}): {one.reason}", style="yellow") for one in receipt.floats]
-    said = f"{len(receipt.lines) - wrong} of {_count(len(receipt.lines), 'planned tensor')} are as planned"
-    parts.append(_text(f"{said}, {len(receipt.floats)} of {_count(receipt.ops, 'op')} stayed float.", style="bold"))
+    parts: list[RenderableType] = [plain("Receipt: the plan beside TFLite's runtime", style="bold"), table]
+    parts += [plain(f"float: {one.op} ({one.type}): {one.reason}", style="yellow") for one in receipt.floats]
+    said = f"{len(receipt.lines) - wrong} of {counted(len(receipt.lines), 'planned tensor')} are as planned"
+    parts.append(plain(f"{said}, {len(receipt.floats)} of {counted(receipt.ops, 'op')} stayed float.", style="bold"))
     return Group(*parts)
 
 
 def _ranges(ranges: Ranges) -> list[RenderableType]:
     """What a TFLite file's scales were used for."""
     exact = sum(one.exact for one in ranges.given)
-    head = f"{_count(len(ranges.given), 'tensor')} got their range from {ranges.path or 'the TFLite model'}"
-    lines = [_text(f"{head}, {exact} of them its very scale and zero point.")]
+    head = f"{counted(len(ranges.given), 'tensor')} got their range from {ranges.path or 'the TFLite model'}"
+    lines = [plain(f"{head}, {exact} of them its very scale and zero point.")]
     if ranges.unused:
-        lines.append(_text(f"in that file alone: {_uses(ranges.unused)}", style="yellow"))
+        lines.append(plain(f"in that file alone: {listed(ranges.unused)}", style="yellow"))
     if ranges.missing:
-        lines.append(_text(f"not in that file: {_uses([str(one) for one in ranges.missing])}", style="yellow"))
+        lines.append(plain(f"not in that file: {listed([str(one) for one in ranges.missing])}", style="yellow"))
     return [*lines]
 
 
@@ -134,30 +136,30 @@ def survey_view(found: Survey) -> RenderableType:
     head = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
     ops = sum(found.kinds.values())
     graphs = len(model.graphs) - len(found.idle) - len(model.saved)
-    lines: list[RenderableType] = [_text(f"{head}, {_count(ops, 'op')} in {_count(graphs, 'graph')}", style="bold")]
+    lines: list[RenderableType] = [plain(f"{head}, {counted(ops, 'op')} in {counted(graphs, 'graph')}", style="bold")]
     for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
         shown = [_signature(model, name, title.strip() == "outputs") for name in names]
-        lines.append(_text(f"  {title} {_uses(shown, 6)}"))
+        lines.append(plain(f"  {title} {listed(shown, 6)}"))
     top = list(found.kinds.items())
-    lines.append(_text(f"  ops     {_uses([f'{count} {kind}' for kind, count in top], 12)}"))
+    lines.append(plain(f"  ops     {listed([f'{count} {kind}' for kind, count in top], 12)}"))
     if found.idle:
         lines.append(
-            _text(
-                f"  {_count(len(found.idle), 'function')} not listed: nothing in the main graph reaches them.",
+            plain(
+                f"  {counted(len(found.idle), 'function')} not listed: nothing in the main graph reaches them.",
                 style="dim",
             )
         )
     if found.copies:
         copies = list(dict.fromkeys(one.graph for one in found.copies))
-        lines.append(_text(f"  {_count(len(copies), 'saved function')} left alone: {_uses(copies)}", style="yellow"))
-        lines.append(_text(f"    {found.copies[0].op}: {found.copies[0].reason}", style="dim"))
+        lines.append(plain(f"  {counted(len(copies), 'saved function')} left alone: {listed(copies)}", style="yellow"))
+        lines.append(plain(f"    {found.copies[0].op}: {found.copies[0].reason}", style="dim"))
     tables: dict[str, Table] = {}
     for reading in found.readings:
         table = tables.setdefault(reading.type, _table("tensor", *PARAMS))
         values = ("?", "at run time", "", "") if reading.params is None else _params(reading.params)
         table.add_row(printable(str(reading.tensor)), *values)
     for kind, table in tables.items():
-        lines += [_text(f"{table.row_count} {kind}", style="bold"), table]
+        lines += [plain(f"{table.row_count} {kind}", style="bold"), table]
     lines += _stored(found)
     lines += _coverage(found)
     return Group(*lines)
@@ -183,7 +185,7 @@ def _stored(found: Survey) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for graph, table in tables.items():
         where = f" in {graph}" if graph else ""
-        lines += [_text(f"{_count(table.row_count, 'tensor')}{where}", style="bold"), table]
+        lines += [plain(f"{counted(table.row_count, 'tensor')}{where}", style="bold"), table]
     return lines
 
 
@@ -191,11 +193,11 @@ def explain_view(explanations: Sequence[Explanation]) -> RenderableType:
     """Each use with the rules that were tried."""
     parts: list[RenderableType] = []
     for one in explanations:
-        parts.append(_text(f"{one.tensor} read by {one.use}", style="bold"))
-        parts.append(_text(f"  {one.outcome}" + (f" (rule {one.winner})" if one.winner else "")))
+        parts.append(plain(f"{one.tensor} read by {one.use}", style="bold"))
+        parts.append(plain(f"  {one.outcome}" + (f" (rule {one.winner})" if one.winner else "")))
         for miss in one.misses:
             reason = miss.reason or f"matches too, but {one.winner} came first"
-            parts.append(_text(f"  {miss.rule.rule.name}: {reason}", style="dim"))
+            parts.append(plain(f"  {miss.rule.rule.name}: {reason}", style="dim"))
     return Group(*parts)
 
 
@@ -206,7 +208,7 @@ def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
     return made if made.is_terminal and file is None else make(width=UNFOLDED, color_system=None)
 
 
-def _text(what: str, style: str = "") -> Text:
+def plain(what: str, style: str = "") -> Text:
     """A line; names out of a model or a rule file cannot act on the terminal."""
     return Text(printable(what), style=style)
 
@@ -227,7 +229,7 @@ def _by_rule(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[
         reasons.setdefault(site.rule, " ".join(site.why.split()))
     parts: list[RenderableType] = []
     for rule, table in tables.items():
-        head = _text(f"{table.row_count} by rule {rule}", style="bold")
+        head = plain(f"{table.row_count} by rule {rule}", style="bold")
         head.append(f": {printable(reasons[rule])}" if reasons[rule] else "", style="not bold")
         parts += [head, table, ""]
     return parts
@@ -237,7 +239,7 @@ def _steps(plan: Plan) -> list[RenderableType]:
     counted: dict[str, list[str]] = {}
     for step in plan.steps:
         counted.setdefault(step.step, []).append(step.detail if step.target == "model" else step.target)
-    return [_text(f"prepared: {name}: {_uses(targets)}") for name, targets in counted.items()]
+    return [plain(f"prepared: {name}: {listed(targets)}") for name, targets in counted.items()]
 
 
 def _skips(skips: Sequence[Skip]) -> list[RenderableType]:
@@ -246,7 +248,7 @@ def _skips(skips: Sequence[Skip]) -> list[RenderableType]:
     for skip in skips:
         reasons.setdefault((skip.rule, skip.reason), []).append(str(skip.tensor))
     return [
-        _text(f"left: {_uses(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
+        plain(f"left: {listed(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
         for (rule, reason), tensors in reasons.items()
     ]
 
@@ -256,11 +258,11 @@ def _coverage(found: Survey) -> list[RenderableType]:
         return []
     done = sum(one.quantized for one in found.coverage)
     lines: list[RenderableType] = [
-        _text(f"{done} of {len(found.coverage)} ops that multiply read quantized tensors only.", style="bold")
+        plain(f"{done} of {len(found.coverage)} ops that multiply read quantized tensors only.", style="bold")
     ]
     if done:
         lines += [
-            _text(f"  float: {one.graph + '/' if one.graph else ''}{one.op} ({one.kind}): {one.reason}", style="yellow")
+            plain(f"  float: {one.graph + '/' if one.graph else ''}{one.op} ({one.kind}): {one.reason}", style="yellow")
             for one in found.coverage
             if not one.quantized
         ]
@@ -274,7 +276,7 @@ def _scheme(site: Site) -> str:
     same = (site.twin,) if site.twin is not None else site.tie
     how = "dynamic" if scheme.range == "dynamic" else scheme.observe.name
     if same:
-        how = f"scale of {_uses([str(use) for use in same], 1)}"
+        how = f"scale of {listed([str(use) for use in same], 1)}"
     return f"{scheme.type.name} {scheme.zero}{per}, {how}"
 
 
@@ -293,11 +295,13 @@ def _span(values: Array, one: str, two: str = "") -> str:
     return format(low, one) if low == high else f"{low:{two or one}}..{high:{two or one}}"
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """`2 ops`, `1 op`."""
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _uses(names: Sequence[str], shown: int = SHOWN) -> str:
+def listed(names: Sequence[str], shown: int = SHOWN) -> str:
+    """The first names; the rest are counted."""
     more = f", {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(names[:shown]) + more
 

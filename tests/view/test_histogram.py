@@ -1,0 +1,90 @@
+"""Axes, bars and lines of text that show a histogram."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphquant.numerics import IntType, QParams, Range, choose
+from graphquant.sketch import distribution, sketch
+from graphquant.view.histogram import Axis, axis_of, bars, heights, line, marks
+
+ENDS = st.floats(1e-30, 1e30)
+
+
+def _params(low: float, high: float) -> QParams:
+    return choose(Range(np.array(low), np.array(high)), IntType(8, signed=False), symmetric=False)
+
+
+@given(ENDS, ENDS, ENDS)
+def test_places_and_values_are_inverse(low: float, high: float, knee: float) -> None:
+    """What stands at a place is drawn there, the ends at 0 and 1, and places keep the order of values."""
+    axis = Axis(-low, high, knee)
+    places = np.linspace(0, 1, 101)
+    values = axis.value(places)
+    assert np.allclose(axis.place(values), places, atol=1e-6)
+    assert (np.diff(values) >= 0).all()
+    assert axis.place(np.array([-low, high])) == pytest.approx([0, 1])
+
+
+def test_the_axis_is_linear_up_to_the_knee_and_then_by_decades() -> None:
+    """Zero to the knee takes as much as the next two powers of ten together, and so does each of them alone half."""
+    axis = Axis(0.0, 100.0, 1.0)
+    assert axis.place(np.array([0.0, 0.5, 1.0, 10.0, 100.0])) == pytest.approx([0, 0.25, 0.5, 0.75, 1])
+    assert axis.ticks() == [0.0, 0.5, 1.0, 10.0, 100.0]
+
+
+@given(ENDS, ENDS, ENDS)
+def test_ticks_are_on_the_axis_and_apart(low: float, high: float, knee: float) -> None:
+    """Each label is between the ends, zero is one of them, and no two are nearer than asked for."""
+    axis = Axis(-low, high, knee)
+    places = axis.place(np.array(axis.ticks(0.1)))
+    assert 0.0 in axis.ticks(0.1)
+    assert ((places >= 0) & (places <= 1)).all()
+    assert (np.diff(places) >= 0.1 - 1e-9).all()
+
+
+@pytest.mark.parametrize("values", [[0.0], [3.0], [-2.0, 5.0], [1e-40, 1e38], [-1e-3, -1e-3, -7.0]], ids=str)
+def test_every_value_is_under_a_bar(values: list[float]) -> None:
+    """Bars hold as many values as there are, those at the very ends too, with a range and without."""
+    seen = sketch(np.array(values, np.float32), bits=7)
+    for params in (None, _params(-1, 1), _params(0, 100)):
+        assert bars(distribution(seen), axis_of(seen, params), 30).sum() == pytest.approx(len(values))
+
+
+def test_one_of_a_million_is_seen() -> None:
+    """Heights are logarithmic: a single value is drawn beside a million others, and nothing is not."""
+    shown = heights(np.array([1e6, 1.0, 0.0]))
+    assert shown[0] == 1
+    assert shown[2] == 0
+    assert shown[1] == pytest.approx(np.log(2) / np.log(1e6 + 1))
+
+
+def test_a_line_marks_the_range() -> None:
+    """The range stands in brackets, which are inside of the width; outside of them is what it clips."""
+    values = np.concatenate([np.linspace(-0.9, 0.9, 1000), np.full(3, 50.0)]).astype(np.float32)
+    left, middle, right = line(sketch(values, bits=7), _params(-1, 1), 32)
+    assert (left, len(left + middle + right)) == ("", 32)
+    assert middle.startswith("[")
+    assert middle.endswith("]")
+    assert set(middle[1:-1]) <= set(" ▆▇█")
+    assert right.strip() == right[-1] == "▃"
+
+
+def test_a_line_without_a_range() -> None:
+    """Without a range there are no brackets; in ASCII bars are signs; without a histogram there is nothing."""
+    seen = sketch(np.linspace(0, 1, 1000, dtype=np.float32), bits=7)
+    assert line(seen, None, 10)[1] == "█" * 10
+    assert line(seen, None, 10, ascii_only=True) == ("", "@" * 10, "")
+    assert line(sketch(np.ones(3)), None, 10) == ("", "", "")
+
+
+def test_a_range_narrower_than_a_bar_has_one() -> None:
+    """The brackets never cross or coincide, however small or far off the range is."""
+    seen = sketch(np.array([-1e9, 1e9], np.float32), bits=7)
+    for low, high in ((0, 1e-9), (-1e9, 0), (1e8, 1e9), (-1e-30, 1e-30)):
+        params = _params(low, high)
+        first, last = marks(axis_of(seen, params), params, 20)
+        assert 0 <= first < last <= 20

@@ -1,0 +1,214 @@
+"""Statistics as a table in the terminal, as a page and as JSON data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from html.parser import HTMLParser
+from io import BytesIO, TextIOWrapper
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from graphquant.calibration import Run, Stats, Target
+from graphquant.ir import TensorRef
+from graphquant.numerics import IntType, QParams, Range, choose
+from graphquant.picked import Other, Pick, Picks
+from graphquant.sketch import Sketch, estimate, sketch
+from graphquant.view.stats_data import picks_json
+from graphquant.view.stats_html import page
+from graphquant.view.stats_text import picks_view, share
+
+HOSTILE = '</script><script>alert("1")</script><img src=x onerror=alert(1)>\x1b[31m&amp;'
+UINT8 = IntType(8, signed=False)
+
+
+def _params(low: float, high: float, dtype: IntType = UINT8) -> QParams:
+    return choose(Range(np.array(low), np.array(high)), dtype, symmetric=False)
+
+
+def _pick(name: str, values: np.ndarray, params: QParams, **more: object) -> Pick:
+    seen = sketch(values.astype(np.float32), bits=7)
+    cost = estimate(seen, params)
+    others = (Other(method="mse", params=params, cost=cost), Other(method="minmax", params=_params(-9, 9), cost=cost))
+    found = Pick(tensor=TensorRef("", name), sketch=seen, params=params, cost=cost, others=others, rule="some-rule")
+    return replace(found, **more)
+
+
+@pytest.fixture
+def picks() -> Picks:
+    """Four tensors: one that is clipped, one called hostilely, one per channel, one that was not reached."""
+    random = np.random.default_rng(3)
+    values = np.concatenate([random.normal(size=5000), [1000.0, np.nan, np.nan]])
+    channels = sketch(random.normal(size=(50, 6)).astype(np.float32), axis=1)
+    each = choose(Range(-np.ones(6), np.ones(6)), UINT8, symmetric=False, axis=1)
+    found = (
+        _pick("block_1/a_long_name/of/an/activation/relu", values, _params(-3, 3), method="auto", like="mse"),
+        _pick(HOSTILE, np.abs(values[:50]), _params(0, 5), method="percentile 99.9", rule=HOSTILE, note=HOSTILE),
+        Pick(tensor=TensorRef("body", "each"), sketch=channels, params=each, method="minmax", rule="r"),
+        Pick(tensor=TensorRef("", "left"), sketch=None, note="no sample of the data reached it"),
+    )
+    run = Run(data="ab", samples=9, block=4, done=((0, 2),), random=True)
+    sketches = {one.tensor: one.sketch for one in found if one.sketch}
+    targets = {one.tensor: Target("cd", None, 7) for one in found}
+    return Picks(stats=Stats(model="ef", targets=targets, sketches=sketches, runs=(run,)), model="m.onnx", picks=found)
+
+
+def _printed(picks: Picks, width: int, encoding: str = "utf-8") -> list[str]:
+    raw = BytesIO()
+    stream = TextIOWrapper(raw, encoding)
+    Console(file=stream, width=width, color_system=None, markup=False, highlight=False).print(picks_view(picks))
+    stream.flush()
+    return raw.getvalue().decode(encoding).splitlines()
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_the_table_fits(picks: Picks, width: int) -> None:
+    """No line is longer than the terminal is wide; what has no room is named, and with more room more is shown."""
+    lines = _printed(picks, width)
+    assert max(map(len, lines)) <= width
+    shown = next(line for line in lines if line.startswith("tensor"))
+    assert ("SQNR" in shown, "range" in shown, "method" in shown) == (True, width > 60, width > 80)
+    told = [line for line in lines if line.startswith("For more columns")]
+    assert len(told) == 1
+    assert ("range" in told[0]) == (width <= 60)
+
+
+def test_the_table_has_everything_where_there_is_room(picks: Picks) -> None:
+    """A line holds cost, clipped shares, range, method, what was seen, type and rule; the histogram marks the range."""
+    lines = _printed(picks, 300)
+    first = next(line for line in lines if line.startswith("block_1"))
+    for cell in ("auto: mse", "[-2.988, 3.012]", "uint8", "some-rule", "1000]"):
+        assert cell in first
+    cost = picks.picks[0].cost
+    assert cost is not None
+    assert f"{cost.sqnr:.1f}" in first
+    drawn = first.partition("[")[2].partition("]")
+    assert drawn[0].count("█") > 3
+    assert drawn[2].lstrip().startswith("▂")
+    assert any("samples" in line and "RANDOM" not in line for line in lines)
+    assert "The data is RANDOM: what it shows is for tests only." in lines
+    assert "The statistics are incomplete: of 9 samples, 8 were run." in lines
+    assert "left:0: no sample of the data reached it" in lines
+
+
+def test_ascii_terminals(picks: Picks) -> None:
+    """Where the terminal's encoding has no blocks, bars are signs; names act on no terminal."""
+    lines = _printed(replace(picks, picks=picks.picks[:1]), 100, "ascii")
+    assert any("[" in line and "@" in line for line in lines)
+    assert not any("\x1b" in line for line in _printed(picks, 100))
+
+
+def test_statistics_alone(picks: Picks) -> None:
+    """Without a model there are the ends, how many values were seen, and how many NaN."""
+    alone = tuple(Pick(tensor=one.tensor, sketch=one.sketch, note=one.note) for one in picks.picks)
+    lines = _printed(replace(picks, model="", picks=alone), 100)
+    assert lines[0].endswith("4 tensors on 8 samples in 2 blocks")
+    assert next(line for line in lines if "5,003" in line).split()[-2:] == ["5,003", "2"]
+    assert "body/each:0" in "".join(lines)
+
+
+class _Reader(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_whole_and_alone(picks: Picks) -> None:
+    """Tags are closed, nothing is fetched or run, hostile names are text, and the same bytes come out each time."""
+    made = page(picks)
+    assert made == page(picks)
+    reader = _Reader()
+    reader.feed(made)
+    assert reader.open == []
+    assert not {"script", "img", "link", "iframe", "object"} & set(reader.tags)
+    for name, value in reader.attributes:
+        assert not name.startswith("on")
+        assert name not in {"src", "srcset", "style"}
+        assert name != "href" or (value or "").startswith("#t")
+    assert "url(" not in made
+    assert "@import" not in made
+    assert '</script><script>alert("1")</script>' in reader.text
+    assert "\x1b" not in made
+    assert "default-src 'none'" in made
+
+
+def test_the_page_shows_ranges_and_methods(picks: Picks) -> None:
+    """Each tensor has a picture: the range's ends in numbers, methods, channels; the table links to it."""
+    made = page(picks)
+    for part in ("-2.988", "3.012", ">mse<", ">minmax<", "channels 0 to 5", "log beyond ±3.01", "RANDOM", "2 NaN"):
+        assert part in made
+    assert [f'id="t{number}"' in made and f'href="#t{number}"' in made for number in range(4)] == [True] * 4
+    assert ">chosen<" in made  # its method's own pick is not among the others
+    assert "no sample of the data reached it" in made
+
+
+def test_the_page_of_statistics_alone(picks: Picks) -> None:
+    """Without a model nothing is marked as the range."""
+    alone = tuple(Pick(tensor=one.tensor, sketch=one.sketch) for one in picks.picks)
+    made = page(replace(picks, model="", picks=alone))
+    assert 'class="range"' not in made
+    assert "5,003" in made
+
+
+def test_the_data(picks: Picks) -> None:
+    """JSON is strict, and has what was seen, the range, its cost and what others would pick."""
+    data = json.loads(json.dumps(picks_json(picks), allow_nan=False))
+    first = data["tensors"][0]
+    assert (first["seen"]["count"], first["seen"]["nan"], first["seen"]["inf"]) == (5003, 2, 0)
+    assert sum(first["seen"]["histogram"]["counts"]) == pytest.approx(5001)
+    assert len(first["seen"]["histogram"]["edges"]) == len(first["seen"]["histogram"]["counts"]) + 1
+    assert first["cost"]["above"] == pytest.approx(np.mean(np.sort(_values()) > 3), abs=1e-3)
+    assert [other["method"] for other in first["others"]] == ["mse", "minmax"]
+    assert (data["samples"], data["random"], data["complete"], data["schema"]) == (8, True, False, 1)
+    assert data["tensors"][2]["seen"]["histogram"] is None
+    assert len(data["tensors"][2]["seen"]["low"]) == 6
+    assert data["tensors"][3]["seen"] is None
+    assert data["tensors"][3]["note"] == "no sample of the data reached it"
+
+
+def _values() -> np.ndarray:
+    return np.random.default_rng(3).normal(size=5000)
+
+
+def test_values_that_are_not_finite() -> None:
+    """A tensor of NaN alone is drawn nowhere and breaks nothing."""
+    seen = sketch(np.full(3, np.nan, np.float32), bits=7)
+    found = (Pick(tensor=TensorRef("", "a"), sketch=seen), Pick(tensor=TensorRef("", "b"), sketch=_infinite()))
+    picks = Picks(stats=Stats(model="ef", targets={}, sketches={}), picks=found)
+    assert json.loads(json.dumps(picks_json(picks), allow_nan=False))["tensors"][0]["seen"]["low"] is None
+    assert "3 NaN" in page(picks)
+    assert "2 infinite" in page(picks)
+    assert any("b:0" in line for line in _printed(picks, 80))
+
+
+def _infinite() -> Sketch:
+    return sketch(np.array([np.inf, -np.inf, 1.0], np.float32), bits=7)
+
+
+@pytest.mark.parametrize(
+    ("part", "said"), [(0, "0"), (1e-9, "<0.001%"), (1e-5, "0.001%"), (0.0123, "1.2%"), (0.257, "25.7%"), (1, "100%")]
+)
+def test_shares(part: float, said: str) -> None:
+    """Shares are percent with two digits, and none that is above zero reads as zero."""
+    assert share(part) == said
