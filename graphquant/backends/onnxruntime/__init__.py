@@ -32,6 +32,9 @@ INTEGER_OPS = frozenset(
 )
 """Op types that compute on integers by themselves, beside those called QLinear..."""
 
+INTEGERS = frozenset({"int8", "uint8", "int16", "uint16"})
+"""Types whose ops count as low precision; longer ones are indices and shapes."""
+
 NO_KERNEL = "no-kernel"
 
 
@@ -71,9 +74,11 @@ def _outcomes(work: Work, gone: Gone, *, int8: bool) -> dict[Key, str | Broken]:
 
 
 def _outcome(work: Work, gone: Gone, graph: Graph, op: Op, *, int8: bool) -> str | Broken:
+    if _is_integer(op):
+        return op.type
+    if dtype := _on_integers(graph, op):
+        return f"{op.type} on {dtype}"
     if op.domain or op.type not in SELECTORS:
-        if op.type.startswith("QLinear") or op.type in INTEGER_OPS:
-            return op.type
         says = f"onnxruntime has no {op.type} on integers"
         return Broken(rule=NO_KERNEL, says=says, fix="leave it float, or quantize what is around it only")
     here = around(work, graph, op, int8=int8)
@@ -85,11 +90,22 @@ def _outcome(work: Work, gone: Gone, graph: Graph, op: Op, *, int8: bool) -> str
     return outcome
 
 
+def _is_integer(op: Op) -> bool:
+    return op.type.startswith("QLinear") or op.type in INTEGER_OPS
+
+
+def _on_integers(graph: Graph, op: Op) -> str:
+    """The integer type of few bits that an op of the model itself reads; "" if it reads something else."""
+    tensor = next(iter(graph.slots(op.name)), None)
+    dtype = None if tensor is None else graph.output(tensor).dtype
+    return dtype if dtype in INTEGERS else ""
+
+
 def _asked(work: Work, graph: Graph, op: Op) -> bool:
     """Whether an op gets a verdict: it is no quantization, and floats go in or out, or it is an integer op."""
     if op.kind in SILENT:
         return False
-    if op.type.startswith("QLinear") or op.type in INTEGER_OPS:
+    if _is_integer(op) or _on_integers(graph, op):
         return True
     tensors = [tensor for tensor in graph.slots(op.name) if tensor is not None]
     dtypes = {graph.output(tensor).dtype for tensor in tensors} | {output.dtype for output in op.outputs}

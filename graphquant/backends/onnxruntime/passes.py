@@ -188,6 +188,23 @@ def _to_gemm(work: Work, graph: Graph, name: str, add: str, bias: TensorRef) -> 
         work.model.graphs[use.graph].connect(use, after)
 
 
+def _reshapes(work: Work, graph: Graph, gone: Gone) -> bool:
+    """Of two Reshapes in a row the first goes, if the shape behind the second is known."""
+    changed = False
+    for name in names(graph, lambda op: op.type == "Reshape" and not op.domain):
+        if name not in graph:
+            continue
+        before = work.producer(graph, name, 0)
+        shape = graph.op(name).outputs[0].shape
+        if before is None or before.type != "Reshape" or shape is None or None in shape:
+            continue
+        if work.only(graph, before.name) is not None:
+            gone.into[graph.name, before.name] = name
+            work.bypass(graph, before.name)
+            changed = True
+    return changed
+
+
 def _propagates(work: Work, op: Op) -> bool:
     known = op.type in PROPAGATES and not op.domain
     return known and work.model.opset >= FIRST_OPSET.get(op.type, 0)
@@ -271,6 +288,7 @@ _STEPS: tuple[Callable[[Work, Graph, Gone], bool], ...] = (
     _double_pairs,
     _common,
     _matmul_add,
+    _reshapes,
     _forward,
     _backward,
     quantize_bias,
