@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array, QParams
     from graphquant.sketch import Distribution, Sketch
 
-DECADE = 0.5
-"""How much of the linear part's length, from zero to the knee, each power of ten beyond the knee takes."""
+BEND = 0.5 / math.log(10)
+"""How soon the axis bends: far beyond the knee each power of ten takes half the length from zero to the knee."""
 
 BULK = 0.999
 """Share of the magnitudes that is drawn on the linear part where no range says how far that goes."""
@@ -26,7 +26,7 @@ ASCII_STEPS = " .:-=+*#@"
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """Where real numbers are drawn: evenly up to `knee` on both sides of zero, by their logarithm beyond it.
+    """Where real numbers are drawn: evenly up to `knee` on both sides of zero, soon by their logarithm beyond it.
 
     Attributes:
         low: What stands at the left end.
@@ -47,10 +47,10 @@ class Axis:
         """What stands at each place."""
         left, right = _bent(np.array([self.low, self.high]), self.knee)
         bent = left + place * (right - left)
-        beyond = np.maximum(np.abs(bent) - 1, 0) / DECADE + math.log10(self.knee)
         with np.errstate(over="ignore"):
-            far = np.sign(bent) * np.power(10.0, beyond)
-        return np.asarray(np.clip(np.where(np.abs(bent) <= 1, bent * self.knee, far), self.low, self.high))
+            far = np.sign(bent) * (1 + BEND * np.expm1(np.maximum(np.abs(bent) - 1, 0) / BEND))
+            found = np.where(np.abs(bent) <= 1, bent, far) * self.knee
+        return np.asarray(np.clip(found, self.low, self.high))
 
     def ticks(self, apart: float = 0.08) -> list[float]:
         """Round values to label, `apart` or more: zero, some of the linear part, powers of ten beyond it."""
@@ -127,11 +127,10 @@ def line(sketch: Sketch, params: QParams | None, width: int, *, ascii_only: bool
 
 
 def _bent(x: Array, knee: float) -> Array:
-    """`x` in units of `knee`, and beyond it 1 plus `DECADE` for each power of ten."""
-    size = np.abs(x)
-    with np.errstate(divide="ignore"):
-        beyond = 1 + DECADE * (np.log10(np.maximum(size, knee)) - math.log10(knee))
-    return np.asarray(np.where(size <= knee, x / knee, np.sign(x) * beyond))
+    """`x` in units of `knee`, and beyond that ever nearer to its logarithm, without a kink."""
+    size = np.abs(x) / knee
+    beyond = 1 + BEND * np.log1p(np.maximum(size - 1, 0) / BEND)
+    return np.asarray(np.where(size <= 1, x / knee, np.sign(x) * beyond))
 
 
 def _round(step: float) -> float:

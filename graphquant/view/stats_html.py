@@ -22,6 +22,8 @@ STYLE = """
 --bar:#7ba7e8;--cut:#fb8a4c;--warn:#e0b050}}
 @media print{:root{color-scheme:light;--ink:#000;--soft:#444;--line:#ccc;--back:#fff;--band:#e3ecfa;--bar:#3667b0;
 --cut:#c2410c;--warn:#8a5a00}section,tr{break-inside:avoid}
+.scroll{overflow:visible!important}table{font-size:9px!important}th,td{white-space:normal!important;
+padding-right:.4rem!important}td.name{min-width:0!important}svg.small{width:80px!important}
 *{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
 body{margin:2rem auto;max-width:70rem;padding:0 1rem;font:14px/1.45 system-ui,sans-serif;color:var(--ink);
 background:var(--back)}

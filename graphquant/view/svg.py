@@ -34,7 +34,7 @@ STYLE = """
 svg text{font:11px system-ui,sans-serif;fill:var(--soft)}
 .in{fill:var(--bar)}.out{fill:var(--cut)}.range{fill:var(--band)}.end{stroke:var(--ink);stroke-width:1.2}
 .grid{stroke:var(--line);stroke-width:1}.row{stroke:var(--soft);stroke-width:2}.row.own{stroke:var(--bar);stroke-width:5}
-text.own{fill:var(--ink);font-weight:600}text.mark{fill:var(--ink)}.span{stroke:var(--bar);stroke-width:1}
+text.own{fill:var(--ink);font-weight:600}text.mark{fill:var(--ink)}.cap{stroke:var(--cut);stroke-width:2}
 """
 """Colours are variables: --ink text, --soft its lesser kind, --line, --band of the range, --bar, --cut."""
 
@@ -82,12 +82,13 @@ def small(sketch: Sketch, params: QParams | None) -> str:
 
 
 def channels(sketch: Sketch, params: QParams | None) -> str:
-    """From the smallest to the largest value of each channel, one line each; dots where the range of `params` ends."""
+    """From the smallest to the largest value of each channel, one bar each; lines where the range of `params` ends."""
     low, high = sketch.low.reshape(-1), sketch.high.reshape(-1)
     ends = [low, high] if params is None else [low, high, params.range.low.reshape(-1), params.range.high.reshape(-1)]
     least = min(0.0, *(float(one[abs(one) < float("inf")].min(initial=0.0)) for one in ends))
     most = max(0.0, *(float(one[abs(one) < float("inf")].max(initial=0.0)) for one in ends)) or 1.0
     step = (WIDTH - LEFT - RIGHT) / low.size
+    wide = min(step * 0.9, 24)
 
     def up(value: float) -> float:
         return TOP + PLOT * (most - value) / (most - least)
@@ -99,9 +100,12 @@ def channels(sketch: Sketch, params: QParams | None) -> str:
     for channel in range(low.size):
         x = LEFT + step * (channel + 0.5)
         if low[channel] <= high[channel]:
-            parts.append(f'<path class="span" d="M{x:.1f} {up(low[channel]):.1f}V{up(high[channel]):.1f}"/>')
+            y, tall = up(high[channel]), up(low[channel]) - up(high[channel])
+            parts.append(
+                f'<path class="in" d="M{x - wide / 4:.2f} {y:.1f}h{wide / 2:.2f}v{tall:.1f}h{-wide / 2:.2f}z"/>'
+            )
         marked = [up(end[min(channel, end.size - 1)]) for end in ends[2:]]
-        parts += [f'<circle class="out" cx="{x:.1f}" cy="{y:.1f}" r="1"/>' for y in marked]
+        parts += [f'<path class="cap" d="M{x - wide / 2:.2f} {y:.1f}h{wide:.2f}"/>' for y in marked]
     parts.append(
         f'<text x="{LEFT}" y="{TOP + PLOT + 18}">channels 0 to {low.size - 1}, values in the tensor\'s unit</text>'
     )
@@ -146,9 +150,9 @@ def _axis(axis: Axis, bottom: int) -> Iterator[str]:
         x = _across(axis, value)
         yield f'<path class="grid" d="M{x:.1f} {bottom}v5"/>'
         yield f'<text x="{x:.1f}" y="{bottom + 17}" text-anchor="middle">{value:g}</text>'
-    yield f'<text x="{WIDTH - RIGHT + 10}" y="{bottom + 4}">value, in its own unit</text>'
+    yield f'<text x="{WIDTH - RIGHT + 24}" y="{bottom + 4}">value, in its own unit</text>'
     if max(-axis.low, axis.high) > axis.knee * 1.001:
-        yield f'<text x="{WIDTH - RIGHT + 10}" y="{bottom + 18}">log beyond ±{axis.knee:.3g}</text>'
+        yield f'<text x="{WIDTH - RIGHT + 24}" y="{bottom + 18}">log beyond ±{axis.knee:.3g}</text>'
 
 
 def _ends(axis: Axis, params: QParams, bottom: int) -> Iterator[str]:

@@ -29,11 +29,14 @@ def test_places_and_values_are_inverse(low: float, high: float, knee: float) -> 
     assert axis.place(np.array([-low, high])) == pytest.approx([0, 1])
 
 
-def test_the_axis_is_linear_up_to_the_knee_and_then_by_decades() -> None:
-    """Zero to the knee takes as much as the next two powers of ten together, and so does each of them alone half."""
-    axis = Axis(0.0, 100.0, 1.0)
-    assert axis.place(np.array([0.0, 0.5, 1.0, 10.0, 100.0])) == pytest.approx([0, 0.25, 0.5, 0.75, 1])
-    assert axis.ticks() == [0.0, 0.5, 1.0, 10.0, 100.0]
+def test_the_axis_is_linear_up_to_the_knee_and_then_bends() -> None:
+    """Up to the knee places are in proportion; beyond it as steeply, but far out a power of ten takes half."""
+    axis = Axis(0.0, 1e6, 1.0)
+    zero, half, knee, next_, far, farther = axis.place(np.array([0.0, 0.5, 1.0, 1.001, 1e5, 1e6]))
+    assert (zero, half) == (0, pytest.approx(knee / 2))
+    assert (next_ - knee) / 0.001 == pytest.approx(knee, rel=0.01)
+    assert farther - far == pytest.approx(knee / 2, rel=1e-4)
+    assert axis.ticks(0.05) == [0.0, 0.5, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6]
 
 
 @given(ENDS, ENDS, ENDS)
@@ -69,7 +72,7 @@ def test_a_line_marks_the_range() -> None:
     assert (left, len(left + middle + right)) == ("", 32)
     assert middle.startswith("[")
     assert middle.endswith("]")
-    assert set(middle[1:-1]) <= set(" ▆▇█")
+    assert set(middle[1:-1]) <= set(" ▄▅▆▇█")
     assert right.strip() == right[-1] == "▃"
 
 
