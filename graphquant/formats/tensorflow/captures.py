@@ -34,6 +34,8 @@ _STATEFUL: Final = {
 
 _TYPES: Final = ("Tin", "T")
 _SHAPES: Final = ("output_shapes", "_output_shapes")
+_OUTPUTS: Final = "_num_original_outputs"
+"""How many outputs of a loop are its own and not those that a gradient was given; gradients are made of these."""
 
 
 def hand_over(graph_def: Any, variables: Iterable[Learned]) -> dict[str, list[str]]:
@@ -55,18 +57,19 @@ def hand_over(graph_def: Any, variables: Iterable[Learned]) -> dict[str, list[st
     direct: dict[str, set[str]] = {name: set() for name in bodies}
     for one in found:
         direct.get(one.graph, set()).add(one.shared)
-    place = {shared: at for at, shared in enumerate(by_name(found))}
+    named = by_name(found)
+    place = {shared: at for at, shared in enumerate(named)}
     spread = calls.spread(direct)
     needed = {name: sorted(some, key=place.__getitem__) for name, some in spread.items() if some}
     own_nodes = {(one.graph, one.node): one.shared for one in found}
-    arguments = {name: _add_arguments(bodies[name], needed[name], own_nodes) for name in needed}
+    arguments = {name: _add_arguments(bodies[name], needed[name], own_nodes, named) for name in needed}
     arguments[""] = _main_handles(graph_def, found, {shared for some in needed.values() for shared in some})
     for name, some in needed.items():
         for holder, node in calls.of[name]:
             if calls.first(node, name):
                 _hand_on(node, [arguments[holder][shared] for shared in some])
         if any(node.op in _LOOPS and node.attr["body"].func.name == name for _, node in calls.of[name]):
-            _return(bodies[name], [arguments[name][shared] for shared in some])
+            _return(bodies[name], {arguments[name][shared]: named[shared] for shared in some})
     return needed
 
 
@@ -121,14 +124,16 @@ def _check(node: Any, function: str) -> None:
         )
 
 
-def _add_arguments(body: Any, shared: list[str], own_nodes: Mapping[tuple[str, str], str]) -> dict[str, str]:
+def _add_arguments(
+    body: Any, shared: list[str], own_nodes: Mapping[tuple[str, str], str], named: Mapping[str, Learned]
+) -> dict[str, str]:
     """Adds an argument to a function for each variable, in place of the nodes that made them; their names."""
     name = body.signature.name
     taken = {arg.name for arg in body.signature.input_arg} | {node.name for node in body.node_def}
     arguments = {}
     for one in shared:
         arguments[one] = fresh(taken, "learned_range")
-        body.signature.input_arg.add(name=arguments[one], type=type_number("resource"))
+        _argument(body.signature.input_arg, arguments[one], named[one])
         if "_input_shapes" in body.attr:
             body.attr["_input_shapes"].list.shape.add()
     body.signature.is_stateful = True
@@ -173,15 +178,26 @@ def _hand_on(node: Any, names: list[str]) -> None:
         if key in node.attr and node.attr[key].list.shape:
             for _ in names:
                 node.attr[key].list.shape.add()
+    if node.op in _LOOPS and _OUTPUTS in node.attr:
+        node.attr[_OUTPUTS].i += len(names)
     node.op = _STATEFUL.get(node.op, node.op)
 
 
-def _return(body: Any, names: list[str]) -> None:
-    """Makes the body of a loop return what it is given."""
+def _argument(args: Any, name: str, one: Learned) -> None:
+    """Adds an argument that is the handle of a variable."""
+    made = args.add(name=name, type=type_number("resource"))
+    known = made.handle_data.add(dtype=type_number(one.value.dtype.name))
+    known.shape.SetInParent()
+    for size in one.value.shape:
+        known.shape.dim.add(size=size)
+
+
+def _return(body: Any, variables: Mapping[str, Learned]) -> None:
+    """Makes the body of a loop return the variables that it is given, by the names of its arguments."""
     taken = {arg.name for arg in body.signature.output_arg}
-    for name in names:
+    for name, one in variables.items():
         label = fresh(taken, name)
-        body.signature.output_arg.add(name=label, type=type_number("resource"))
+        _argument(body.signature.output_arg, label, one)
         body.ret[label] = name
 
 
