@@ -12,12 +12,19 @@ from typing import TYPE_CHECKING
 from graphquant.errors import UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from graphquant.ir import TensorRef
 
 ELEMENT = 8
-"""Bytes that an observed element takes: itself, and what is made of it on the way into its sketch."""
+"""Bytes that an element takes while a group of tensors is observed: itself, and what its sketch is made with."""
+
+AT_ONCE = 16
+"""Bytes that an element takes where all tensors are observed at once: onnxruntime keeps them to the end of a run, some
+also in the layout that its convolutions prefer."""
+
+TABLES = {0: 0, 7: 128 << 10, 10: 1 << 20}
+"""Bytes that a histogram of so many mantissa bits usually takes, to the end of the calibration."""
 
 UNKNOWN = 1 << 30
 """Bytes that are taken to be free where the system does not say."""
@@ -53,21 +60,39 @@ def free() -> int:
     return max(min(known), 0)
 
 
-def grouped(sizes: Mapping[TensorRef, int], budget: int) -> list[tuple[TensorRef, ...]]:
-    """The tensors in groups whose values fit `budget` bytes together; one that does not fit alone is a group.
+def room(budget: int | None, bits: Iterable[int]) -> int:
+    """Bytes for the values of one run.
+
+    Args:
+        budget: Bytes for all, None for half of what is free.
+        bits: Mantissa bits of the histograms that are to be filled.
+    """
+    return max((free() // 2 if budget is None else budget) - sum(TABLES[each] for each in bits), 1)
+
+
+def fits(elements: int, space: int) -> bool:
+    """Whether so many elements can be observed at once in `space` bytes."""
+    return elements * AT_ONCE <= space
+
+
+def grouped(sizes: Mapping[TensorRef, int], space: int) -> list[tuple[TensorRef, ...]]:
+    """The tensors in groups whose values fit `space` bytes together; one that does not fit alone is a group.
 
     Args:
         sizes: Elements that each tensor has in one run.
-        budget: Bytes.
+        space: Bytes.
     """
-    room = max(budget, 1)
-    needed = math.ceil(sum(sizes.values()) * ELEMENT / room)
-    fair = sum(sizes.values()) * ELEMENT / max(needed, 1)  # groups of about one size are no more, and peak lower
+    total = sum(sizes.values())
+    if fits(total, space):
+        return [tuple(sizes)]
+    # One is at work, in both layouts, while a group is held. Groups of about one size are no more, and peak lower.
+    space = max(space - max(sizes.values()) * ELEMENT, 1)
+    fair = total * ELEMENT / max(math.ceil(total * ELEMENT / space), 2)
     groups: list[list[TensorRef]] = []
     held = 0
     for tensor, size in sizes.items():
         here = size * ELEMENT
-        if not groups or (here and held >= fair) or held + here > room:
+        if not groups or (here and (held >= fair or held + here > space)):
             groups.append([])
             held = 0
         groups[-1].append(tensor)

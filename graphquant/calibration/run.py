@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 
-from graphquant.calibration.memory import ELEMENT, free, grouped
+from graphquant.calibration.memory import fits, grouped, room
 from graphquant.calibration.stats import Run, Stats, merge, spans
 from graphquant.errors import DataError
 from graphquant.sketch import Accumulator
@@ -126,8 +126,9 @@ def calibrate(
         model: Digest of the source model.
         load: What running the model takes.
         shard: Which of how many parts of the data to run, counted from 1. A part is whole blocks.
-        max_memory: Bytes that the observed values of one run may take, by default half of what is free. Where they
-            would take more, tensors are observed in several passes.
+        max_memory: Bytes that calibration may take beside the plain runs, by default half of what is free. Where the
+            observed values of one run would take more, tensors are observed in several passes. What no pass can do
+            without is taken all the same: the largest tensor, and a histogram for each.
         before: What an earlier, interrupted call for the same found; its blocks are not run again.
         stop: Asked after each block whether to end with what there is.
         progress: Called after each block with the samples of the shard that are done, and how many it has.
@@ -145,10 +146,11 @@ def calibrate(
         found = before
     total = replace(run, done=((first, last),)).samples_done
     watched = {tensor: target for tensor, target in targets.items() if tensor not in unwatchable}
+    space = room(max_memory, [0 if target.axis is not None else target.bits for target in watched.values()])
     kept = {tensor: Accumulator(target.axis, target.bits) for tensor, target in watched.items()}
     done: list[tuple[int, int]] = []
     already = found.samples
-    with ThreadPoolExecutor(THREADS) as pool, _Passes(runner, tuple(watched), load, max_memory) as passes:
+    with ThreadPoolExecutor(THREADS) as pool, _Passes(runner, tuple(watched), load, space) as passes:
         for index, feeds in _blocks(batches, todo, load.block) if watched else ():
             for seen in passes.observe(feeds):
                 for _ in pool.map(lambda item: _add(kept[item[0]], item[1]), seen.items()):
@@ -204,11 +206,11 @@ def _add(accumulator: Accumulator, values: Iterable[Array]) -> None:
 class _Passes:
     """The passes over each block: all tensors in one if their values fit into memory, else a group in each."""
 
-    def __init__(self, runner: Observing, tensors: Sequence[TensorRef], load: Load, max_memory: int | None) -> None:
+    def __init__(self, runner: Observing, tensors: Sequence[TensorRef], load: Load, space: int) -> None:
         self._runner = runner
         self._tensors = tensors
         self._load = load
-        self._budget = free() // 2 if max_memory is None else max_memory
+        self._space = space
         self._passes: list[tuple[deque[Feeds], Generator[Seen, None, None]]] = []
 
     def __enter__(self) -> Self:
@@ -241,9 +243,9 @@ class _Passes:
 
     def _groups(self, feed: Feeds) -> list[tuple[TensorRef, ...]]:
         elements = self._load.elements
-        if elements is not None and 4 * elements * self._load.block * ELEMENT <= self._budget:
+        if elements is not None and fits(2 * elements * self._load.block, self._space):
             return [tuple(self._tensors)]
-        return grouped(self._runner.sizes(self._tensors, feed), self._budget)
+        return grouped(self._runner.sizes(self._tensors, feed), self._space)
 
 
 def _joined(block: Sequence[Feeds]) -> Feeds | None:

@@ -33,7 +33,7 @@ def selection(command: F) -> F:
 MAX_MEMORY = click.option(
     "--max-memory",
     metavar="SIZE",
-    help="Bytes that observed values may take, 512MB or 2GB; by default half of what is free.",
+    help="Memory for calibration beside the plain runs, 512MB or 2GB; by default half of what is free.",
 )
 
 

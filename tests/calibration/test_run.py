@@ -132,7 +132,15 @@ def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("room", "groups"), [(10**6, [(A, B, C)]), (800 * 8 * 2, [(A, B), (C,)]), (1, [(A,), (B,), (C,)])]
+    ("room", "groups"),
+    [
+        (1 << 20, [(A, B, C)]),
+        ((3 << 17) + 800 * 16 * 3, [(A, B, C)]),  # a histogram takes 128 KiB, an element 16 bytes, or 8 in a group
+        ((3 << 17) + 800 * 16 * 3 - 1, [(A, B), (C,)]),
+        ((3 << 17) + 800 * 8 * 3, [(A, B), (C,)]),  # beside another that is at work
+        ((3 << 17) + 800 * 8 * 3 - 1, [(A,), (B,), (C,)]),
+        (1, [(A,), (B,), (C,)]),
+    ],
 )
 def test_groups_come_to_the_same(room: int, groups: list) -> None:
     """What does not fit into memory is observed in several passes, and nothing changes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from graphquant.formats import Feeds, InputSpec
+    from graphquant.formats.onnx.observe import Showing
     from graphquant.ir import Model, TensorRef
 
 Array = np.ndarray[Any, Any]
@@ -55,6 +57,7 @@ class OnnxRunner:
         self._model = model
         self._emission = emit(model)
         self._session: Any = None
+        self._by_flag: _Watch | None = None
         self.inputs: Sequence[InputSpec] = inputs(model)
         infos = self._emission.message.graph.output
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
@@ -66,7 +69,8 @@ class OnnxRunner:
             ModelError: onnxruntime cannot take the model.
         """
         if self._session is None:
-            self._session = session(self._emission.message, self._model.source.folder)
+            data, external = _contents(self._emission.message)
+            self._session = session(data, self._model.source.folder if external else None)
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """The model's outputs by name, for one feed.
@@ -95,11 +99,11 @@ class OnnxRunner:
             UnwatchableError: A tensor is one of the `unwatchable`.
             ModelError: onnxruntime cannot take the model, or the run failed.
         """
-        probes, names, started = self._watch(tensors, sizes=True)
-        found = _fetched(started, names, feed)
+        watch = self._watch(tensors, "sizes")
+        found = watch.run(tensors, feed)
         return {
             tensor: sum(int(value) if probe.places else value.size for value in probe.values(found, feed))
-            for tensor, probe in probes.items()
+            for tensor, probe in watch.probes.items()
         }
 
     def observe(
@@ -112,36 +116,74 @@ class OnnxRunner:
         Args:
             tensors: What to observe.
             feeds: What to run.
-            beside: What other calls observe on the same feeds. onnxruntime fuses ops between which nothing is watched,
-                so the model is made to show these too, but they are not fetched.
+            beside: What other calls observe on the same feeds, for want of memory. They share a session, which shows
+                what it is asked for; onnxruntime fuses ops between which nothing is watched, so it must know all.
 
         Raises:
             UnwatchableError: A tensor is one of the `unwatchable`.
             ModelError: onnxruntime cannot take the model, or a run failed.
         """
-        probes, names, started = self._watch(tensors, beside)
+        watch = self._shared({*tensors, *beside}) if beside else self._watch(tensors)
         for feed in feeds:
-            yield _seen(probes, _fetched(started, names, feed), feed)  # no name here keeps the values alive
+            yield watch.values(tensors, feed)  # no name here keeps the values alive
 
-    def _watch(
-        self, tensors: Sequence[TensorRef], beside: Sequence[TensorRef] = (), *, sizes: bool = False
-    ) -> tuple[Mapping[TensorRef, Probe], list[str], Any]:
-        """Where to find `tensors` or their sizes, what to fetch for it, and a session that has it."""
-        watched = watch(self._model, self._emission, sorted({*tensors, *beside}), sizes=sizes)
+    def _shared(self, tensors: set[TensorRef]) -> _Watch:
+        """A session that shows any of `tensors` by flag."""
+        if self._by_flag is None or self._by_flag.probes.keys() != tensors:
+            self._by_flag = None  # the one before goes first
+            self._by_flag = self._watch(sorted(tensors), "values by flag")
+        return self._by_flag
+
+    def _watch(self, tensors: Sequence[TensorRef], show: Showing = "values") -> _Watch:
+        """A session that shows `tensors`."""
+        watched = watch(self._model, self._emission, sorted(set(tensors)), show)
         for error in watched.refused.values():
             raise error
-        probes = {tensor: watched.probes[tensor] for tensor in tensors}
-        names = fetches(probes.values())
+        probes, flags = {tensor: watched.probes[tensor] for tensor in tensors}, watched.flags
+        if not fetches(probes.values()):
+            return _Watch(None, probes, flags)
+        data, external = _contents(watched.message)
+        del watched  # weights need not be there three times while onnxruntime reads them
         folder = self._model.source.folder
-        return probes, names, session(watched.message, folder, watched=True) if names else None
+        return _Watch(session(data, folder if external else None, watched=True), probes, flags)
 
 
-def session(message: Any, folder: Path | None, *, watched: bool = False) -> Any:
-    """An onnxruntime session for a ModelProto whose external data is in `folder`.
+@dataclass(frozen=True, slots=True)
+class _Watch:
+    """A session that shows tensors.
+
+    Attributes:
+        session: The session, None where nothing comes out of one.
+        probes: Where to find each tensor.
+        flags: All inputs that say what is shown.
+    """
+
+    session: Any
+    probes: Mapping[TensorRef, Probe]
+    flags: Sequence[str]
+
+    def values(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, list[Array]]:
+        """The values that each of `tensors` takes in one run."""
+        found = self.run(tensors, feed)
+        return {tensor: self.probes[tensor].values(found, feed) for tensor in tensors}
+
+    def run(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[str, Any]:
+        """What a run gives for `tensors`, by output."""
+        probes = [self.probes[tensor] for tensor in tensors]
+        names = fetches(probes)
+        if not names:
+            return {}
+        wanted = {probe.flag for probe in probes}
+        flags = {flag: np.array(flag in wanted, np.int64) for flag in self.flags}
+        return dict(zip(names, _run(self.session, names, feed, flags), strict=True))
+
+
+def session(data: bytes, folder: Path | None, *, watched: bool = False) -> Any:
+    """An onnxruntime session for a ModelProto.
 
     Args:
-        message: The ModelProto.
-        folder: Where its external data is.
+        data: The ModelProto as bytes.
+        folder: Where its external data is, None if it has none.
         watched: Whether most of its values are outputs, which no plan of how values share memory can hold: making one
             then costs time and memory for nothing.
 
@@ -153,27 +195,24 @@ def session(message: Any, folder: Path | None, *, watched: bool = False) -> Any:
     options.intra_op_num_threads = THREADS
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = not watched
-    if folder is not None and any(True for _ in external_tensors(message)):
+    if folder is not None:
         options.add_session_config_entry(_EXTERNAL_FOLDER, str(folder.resolve()))
     try:
-        return onnxruntime.InferenceSession(binary(message), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except ERRORS as error:
         raise ModelError(
             f"onnxruntime cannot take the model: {first_line(error)}. Mend the model, or update onnxruntime."
         ) from error
 
 
-def _fetched(started: Any, names: Sequence[str], feeds: Feeds) -> dict[str, Any]:
-    return dict(zip(names, _run(started, names, feeds), strict=True)) if names else {}
+def _contents(message: Any) -> tuple[bytes, bool]:
+    """A ModelProto as bytes, and whether it has external data."""
+    return binary(message), any(True for _ in external_tensors(message))
 
 
-def _seen(probes: Mapping[TensorRef, Probe], found: Mapping[str, Any], feed: Feeds) -> dict[TensorRef, list[Array]]:
-    return {tensor: probe.values(found, feed) for tensor, probe in probes.items()}
-
-
-def _run(started: Any, names: Sequence[str], feeds: Feeds) -> list[Any]:
+def _run(started: Any, names: Sequence[str], feeds: Feeds, flags: Feeds | None = None) -> list[Any]:
     try:
-        results: list[Any] = started.run(names, dict(feeds))
+        results: list[Any] = started.run(names, {**feeds, **(flags or {})})
     except ERRORS as error:
         shapes = ", ".join(f"{name} {np.asarray(value).dtype}{list(np.shape(value))}" for name, value in feeds.items())
         raise ModelError(

@@ -23,13 +23,22 @@ X = np.array([-3, 4], np.float32)
 
 
 def observed(model: Model, *tensors: tuple[str, str], **feeds: Any) -> list[list[list[float]]]:
-    """Return for each tensor (graph, op) the values it took, for one feed; the sizes must be those of the values."""
+    """Return for each tensor (graph, op) the values it took, for one feed.
+
+    The sizes must be those of the values, and tensors observed one by one must have the same bits.
+    """
     refs = [TensorRef(*tensor) for tensor in tensors]
     feed = {name: np.asarray(value) for name, value in feeds.items()}
     runner = format_.runner(model)
     assert runner.unwatchable(refs) == {}
     (found,) = runner.observe(refs, [feed])
     assert runner.sizes(refs, feed) == {ref: sum(value.size for value in found[ref]) for ref in refs}
+    for ref in refs if len(refs) > 1 else []:
+        (alone,) = runner.observe([ref], [feed], beside=[other for other in refs if other != ref])
+        assert list(alone) == [ref]
+        assert [(value.shape, value.tobytes()) for value in alone[ref]] == [
+            (value.shape, value.tobytes()) for value in found[ref]
+        ]
     return [[value.tolist() for value in found[ref]] for ref in refs]
 
 
@@ -286,19 +295,30 @@ def test_unwatchable_tensors_are_named(model_of: Any) -> None:
         next(runner.observe([tensor], [{}]))
 
 
-def test_values_do_not_depend_on_what_is_observed_beside(model_of: Any) -> None:
+@pytest.mark.parametrize(
+    "watched",
+    [("c", "r", "y"), ("r", "f"), ("a", "y"), ("c", "a"), ("x", "f"), ("x", "c", "r", "s", "a", "p", "f", "y")],
+)
+def test_values_do_not_depend_on_what_is_observed_beside(watched: tuple[str, ...], model_of: Any) -> None:
     """Tensors shared out among calls have the bits of one call, though onnxruntime fuses what is not watched."""
     rng = np.random.default_rng(3)
-    text = HEAD + "g (float[1,8,9,9] x, float[16,8,3,3] w, float[16] b) => (float[N,C,H,W] y) {"
-    model = model_of(text + " c = Conv(x, w, b)  r = Relu(c)  y = AveragePool <kernel_shape = [3, 3]> (r) }")
-    feed = {op.name: rng.normal(size=op.shape).astype(np.float32) for op in format_.runner(model).inputs}
-    refs = [TensorRef("", name) for name in ("c", "r", "y")]
+    model = model_of(
+        HEAD
+        + """g (float[1,16,9,9] x, float[16,16,3,3] w, float[16] b, float[16,5] v, float[5] d) => (float[1,5] y) {
+        c = Conv <pads = [1, 1, 1, 1]> (x, w, b)  r = Relu(c)  s = Conv <pads = [1, 1, 1, 1]> (r, w, b)
+        a = Add(s, x)  p = AveragePool <kernel_shape = [3, 3]> (a)
+        g = GlobalAveragePool(p)  f = Flatten(g)  m = MatMul(f, v)  y = Add(m, d)
+    }"""
+    )
+    feed = {spec.name: rng.normal(size=spec.shape).astype(np.float32) for spec in format_.runner(model).inputs}
+    refs = [TensorRef("", name) for name in watched]
     runner = format_.runner(model)
     (together,) = runner.observe(refs, [feed])
-    for ref in refs:
-        (alone,) = runner.observe([ref], [feed], beside=[other for other in refs if other != ref])
-        assert list(alone) == [ref]
-        np.testing.assert_array_equal(alone[ref][0], together[ref][0])
+    for group in (*([ref] for ref in refs), refs[::2], refs[1::2]):
+        (found,) = runner.observe(group, [feed], beside=[other for other in refs if other not in group])
+        assert list(found) == group
+        for ref in group:
+            np.testing.assert_array_equal(found[ref][0], together[ref][0])
 
 
 def test_values_are_given_up(model_of: Any) -> None:

@@ -1,0 +1,93 @@
+"""How much memory calibration takes, against what it was allowed; measured in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+BLOCKS = 12
+CHANNELS, SIZE = 32, 160
+TENSOR = CHANNELS * SIZE * SIZE * 4
+"""Bytes of each of the five activations of a block."""
+
+WORKER = """
+import re, sys
+from pathlib import Path
+import numpy as np
+from graphquant import formats, pipeline
+from graphquant.calibration import calibrate, everything, load_of, save_stats
+from graphquant.data import Batches
+
+model = pipeline.load(Path(sys.argv[1]))
+runner = formats.module("onnx").runner(model)
+shape = (1, *runner.inputs[0].shape[1:])
+
+def feeds(start, stop):
+    return ({"x": np.random.default_rng(i).normal(size=shape).astype(np.float32)} for i in range(start, stop))
+
+if sys.argv[2] == "plain":
+    for feed in feeds(0, 2):
+        runner.run(feed)
+else:
+    load = load_of(model, batchable=runner.batchable)
+    data = Batches(count=2, digest="da", feeds=feeds)
+    budget = int(sys.argv[2]) or None
+    save_stats(calibrate(everything(model), runner, data, model="ab", load=load, max_memory=budget), Path(sys.argv[3]))
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+def network(path: Path) -> None:
+    """Writes residual blocks, all activations of one size."""
+    rng = np.random.default_rng(0)
+    weights, nodes = [], []
+
+    def conv(source: str, name: str, channels: int, size: int) -> str:
+        scale = np.sqrt(1.6 / (channels * size * size))
+        weight = rng.normal(0, scale, (CHANNELS, channels, size, size)).astype(np.float32)
+        weights.append(numpy_helper.from_array(weight, f"{name}.weight"))
+        nodes.append(helper.make_node("Conv", [source, f"{name}.weight"], [name], pads=[size // 2] * 4))
+        return name
+
+    def op(kind: str, name: str, *sources: str, **attributes: object) -> str:
+        nodes.append(helper.make_node(kind, list(sources), [name], **attributes))
+        return name
+
+    x = conv("x", "stem", 3, 3)
+    for block in range(BLOCKS):
+        y = conv(op("Relu", f"{block}/r", x), f"{block}/c", CHANNELS, 3)
+        y = conv(op("Relu", f"{block}/s", y), f"{block}/d", CHANNELS, 1)
+        x = op("Add", f"{block}/a", x, y)
+    op("GlobalAveragePool", "y", op("AveragePool", "p", x, kernel_shape=[3, 3]))
+    ends = [
+        [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)]
+        for name, shape in (("x", ["n", 3, SIZE, SIZE]), ("y", ["n", CHANNELS, 1, 1]))
+    ]
+    graph = helper.make_graph(nodes, "g", *ends, weights)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+
+
+def peak(*arguments: object) -> int:
+    """The bytes that `WORKER` took at its peak."""
+    command = [sys.executable, "-c", WORKER, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return int(done.stdout) << 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").is_file(), reason="the peak of a process is read there")
+def test_the_peak_keeps_to_the_budget(tmp_path: Path) -> None:
+    """With 200 MB of activations, a budget bounds what is taken above plain runs, and the statistics are the same."""
+    model, budget = tmp_path / "net.onnx", 50 * 10**6
+    network(model)
+    plain = peak(model, "plain")
+    much, little = (peak(model, allowed, tmp_path / f"{allowed}.gqs") - plain for allowed in (0, budget))
+    assert much > BLOCKS * 5 * TENSOR
+    assert little < budget
+    assert (tmp_path / "0.gqs").read_bytes() == (tmp_path / f"{budget}.gqs").read_bytes()
