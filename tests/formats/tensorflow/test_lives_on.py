@@ -1,0 +1,316 @@
+"""Quantized models that live on: loaded where the original is, trained, saved again, used as Keras layers.
+
+Each answer is compared with a graph that is written by hand, with the ops of `quantized` where the plan has sites.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant import formats
+from graphquant.numerics import fake_quant
+from graphquant.survey import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Array = np.ndarray[Any, Any]
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+KWS = Path(__file__).parents[4] / "shared" / "models" / "kws"
+
+
+@pytest.fixture(scope="module")
+def tf() -> Any:
+    """TensorFlow, which rewrites no graph for speed: what it fuses, it rounds differently."""
+    tensorflow = pytest.importorskip("tensorflow")
+    before = tensorflow.config.optimizer.get_experimental_options()
+    tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+    yield tensorflow
+    tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": False, **before})
+
+
+class ByHand:
+    """FakeQuant ops with the ranges that a result's sites have."""
+
+    def __init__(self, result: gq.Result) -> None:
+        self.by_use = {
+            (use.op, use.slot): done for done in result.inserted if done.site.twin is None for use in done.site.uses
+        }
+        self.taken: set[tuple[str, int]] = set()
+
+    def quantized(self, tensor: Any, consumer: str, slot: int = 0) -> Any:
+        """`tensor` as the op `consumer` reads it."""
+        import tensorflow as tf
+
+        params = self.by_use[consumer, slot].params
+        self.taken.add((consumer, slot))
+        given = fake_quant.range_to_write(params)
+        low, high = given.low.astype(np.float32), given.high.astype(np.float32)
+        narrow = params.narrow and params.type.signed
+        if params.axis is None:
+            return tf.quantization.fake_quant_with_min_max_vars(tensor, low, high, 8, narrow_range=narrow)
+        call = tf.quantization.fake_quant_with_min_max_vars_per_channel
+        if params.axis == len(tensor.shape) - 1:
+            return call(tensor, low, high, 8, narrow_range=narrow)
+        return tf.reshape(
+            call(tf.squeeze(tensor, -1), low, high, 8, narrow_range=narrow), tensor.shape
+        )  # a depthwise kernel [h, w, c, 1]
+
+
+def descend(tf: Any, loss: Callable[[], Any], variables: list[Any], rate: float) -> list[float]:
+    """The losses before and after each of five SGD steps."""
+    losses = []
+    for _ in range(6):
+        with tf.GradientTape() as tape:
+            value = loss()
+        losses.append(float(value))
+        for variable, gradient in zip(variables, tape.gradient(value, variables), strict=True):
+            if len(losses) < 6:
+                variable.assign_sub(rate * gradient)
+    return losses
+
+
+# -- KWS: tf.saved_model.load fails on its optimizer; the TF1 loader and load_partial do not ---------
+
+
+@pytest.fixture(scope="module")
+def kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
+    """The keyword spotter quantized, and where it was saved."""
+    if not KWS.is_dir():
+        pytest.skip("the shared models are not here")
+    result = gq.insert(KWS / "saved_model", data=str(KWS / "calib.npz"))
+    return result, result.save(tmp_path_factory.mktemp("kws") / "kws")
+
+
+def spoken() -> tuple[Array, Array]:
+    """64 labelled samples."""
+    data = np.load(KWS / "eval.npz")
+    return data["input_1"][:64], data["label"][:64]
+
+
+def kws_by_hand(tf: Any, result: gq.Result, x: Array) -> Any:
+    """The depthwise-separable net, layer by layer, from the values of its checkpoint."""
+    checkpoint, keys = result.source.source.checkpoint()
+    hand, f = ByHand(result), "functional_1/"
+
+    def value(name: str) -> Any:
+        return tf.constant(checkpoint.read(keys[name]))
+
+    def normalised(y: Any, number: int) -> Any:
+        name = f"batch_normalization{f'_{number}' if number else ''}"
+        gamma, beta, mean, variance = (
+            value(f"{name}/{part}") for part in ("gamma", "beta", "moving_mean", "moving_variance")
+        )
+        y, *_ = tf.compat.v1.nn.fused_batch_norm(y, gamma, beta, mean, variance, 0.001, is_training=False)
+        return tf.nn.relu(y)
+
+    y = tf.nn.conv2d(
+        hand.quantized(x, f"{f}conv2d/Conv2D"),
+        hand.quantized(value("conv2d/kernel"), f"{f}conv2d/Conv2D", 1),
+        [1, 2, 2, 1],
+        "SAME",
+    )
+    y = normalised(tf.nn.bias_add(y, value("conv2d/bias")), 0)
+    y = hand.quantized(y, f"{f}dropout/Identity")
+    for block in range(4):
+        tail = f"_{block}" if block else ""
+        op = f"{f}depthwise_conv2d{tail}/depthwise"
+        kernel = hand.quantized(value(f"depthwise_conv2d{tail}/depthwise_kernel"), op, 1)
+        y = tf.nn.depthwise_conv2d(hand.quantized(y, op), kernel, [1, 1, 1, 1], "SAME")
+        y = normalised(tf.nn.bias_add(y, value(f"depthwise_conv2d{tail}/bias")), 2 * block + 1)
+        op = f"{f}conv2d_{block + 1}/Conv2D"
+        kernel = hand.quantized(value(f"conv2d_{block + 1}/kernel"), op, 1)
+        y = tf.nn.conv2d(hand.quantized(y, op), kernel, 1, "SAME")
+        y = normalised(tf.nn.bias_add(y, value(f"conv2d_{block + 1}/bias")), 2 * block + 2)
+    y = hand.quantized(y, f"{f}dropout_1/Identity")
+    y = tf.nn.avg_pool2d(hand.quantized(y, f"{f}average_pooling2d/AvgPool"), [25, 5], [25, 5], "VALID")
+    y = tf.reshape(hand.quantized(y, f"{f}flatten/Reshape"), [-1, 64])
+    kernel = hand.quantized(value("dense/kernel"), f"{f}dense/MatMul", 1)
+    y = tf.nn.bias_add(hand.quantized(y, f"{f}dense/MatMul") @ kernel, value("dense/bias"))
+    y = tf.nn.softmax(hand.quantized(y, f"{f}dense/Softmax"))
+    if ("Identity", 0) in hand.by_use:
+        y = hand.quantized(y, "Identity")
+    if ("@identity", 0) in hand.by_use:
+        y = hand.quantized(y, "@identity")
+    assert hand.taken == set(hand.by_use)
+    return np.asarray(y)
+
+
+def test_kws_in_the_tf1_loader(tf: Any, kws: tuple[gq.Result, Path]) -> None:
+    """The signature gives the bits of the net written by hand."""
+    result, path = kws
+    x, _ = spoken()
+    v1 = tf.compat.v1
+    config = v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    with v1.Session(graph=tf.Graph(), config=config) as session:
+        signature = v1.saved_model.load(session, ["serve"], str(path)).signature_def["serving_default"]
+        got = session.run(signature.outputs["dense"].name, {signature.inputs["input_1"].name: x})
+    np.testing.assert_array_equal(got, kws_by_hand(tf, result, x))
+
+
+def test_kws_trains_and_is_saved_again(tf: Any, kws: tuple[gq.Result, Path], tmp_path: Path) -> None:
+    """Five SGD steps through `signatures["serving_default"]` and through `__call__`; then saved again, and a layer.
+
+    They are loaded by `load_partial`, which does without the optimizer.
+    """
+    from tensorflow.python.saved_model.load import load_partial
+
+    result, path = kws
+    names = [
+        child.local_name for child in result.model.source.message.meta_graphs[0].object_graph_def.nodes[0].children
+    ]
+    loaded = load_partial(str(path), [f"root.{name}" for name in names if name != "optimizer"])
+    signatures, call = loaded["root.signatures"], loaded["root.__call__"]
+    x, labels = spoken()
+    start = np.asarray(signatures["serving_default"](input_1=tf.constant(x))["dense"])
+    np.testing.assert_array_equal(start, kws_by_hand(tf, result, x))
+    np.testing.assert_array_equal(call(x, training=False), start)
+
+    def through_signature() -> Any:
+        return signatures["serving_default"](input_1=tf.constant(x))["dense"]
+
+    def through_call() -> Any:
+        return call(x, training=False)
+
+    variables = list(signatures["serving_default"].trainable_variables)
+    assert len(variables) == 38
+    for function in (through_signature, through_call):
+
+        def loss(function: Callable[[], Any] = function) -> Any:
+            return -tf.reduce_mean(tf.math.log(tf.gather(function(), labels, axis=1, batch_dims=1) + 1e-7))
+
+        losses = descend(tf, loss, variables, 1e-4)
+        assert losses[-1] < losses[0], function.__name__
+    after = np.asarray(signatures["serving_default"](input_1=tf.constant(x))["dense"])
+    assert np.abs(after - start).max() > 0
+    module = tf.Module()
+    module.layers = [loaded[f"root.{name}"] for name in names if name.startswith("layer_with_weights")]
+    tf.saved_model.save(module, str(tmp_path / "again"), signatures=signatures)
+    again = tf.saved_model.load(str(tmp_path / "again"))
+    np.testing.assert_array_equal(again.signatures["serving_default"](input_1=tf.constant(x))["dense"], after)
+    layer = tf.keras.layers.TFSMLayer(str(tmp_path / "again"), call_endpoint="serving_default")
+    np.testing.assert_array_equal(layer(x)["dense"], after)
+
+
+# -- Keras 3: nested functions and tf.cond -----------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gate(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
+    """A Keras 3 model with a tf.function in it that branches, exported, quantized and saved."""
+    import keras
+
+    keras.utils.set_random_seed(1)
+
+    class Gate(keras.layers.Layer):  # type: ignore[misc]  # Keras has no types
+        def build(self, shape: Any) -> None:
+            self.a = self.add_weight(shape=(shape[-1], 6), name="a")
+            self.b = self.add_weight(shape=(shape[-1], 6), name="b")
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def inner(self, x: Any) -> Any:
+            positive = tf.reduce_mean(x) > 0.1
+            return tf.cond(positive, lambda: tf.nn.relu(tf.matmul(x, self.a)), lambda: tf.matmul(x, self.b))
+
+        def call(self, x: Any) -> Any:
+            return self.inner(x)
+
+    x = keras.Input((8, 8, 3))
+    y = keras.layers.Conv2D(4, 3, padding="same", activation="relu", name="c")(x)
+    y = Gate(name="gate")(keras.layers.GlobalAveragePooling2D(name="mean")(y))
+    model = keras.Model(x, keras.layers.Dense(2, name="d")(y))
+    folder = tmp_path_factory.mktemp("gate")
+    model.export(str(folder / "gate"), verbose=False)
+    loaded = gq.load(folder / "gate")
+    (spec,) = formats.module("tensorflow").runner(loaded).inputs
+    # Samples of which the Gate's input is above and below its threshold, so that both branches are calibrated.
+    np.savez(folder / "data.npz", **{spec.name: np.concatenate([pictures(8), 0.05 * pictures(8)])})
+    result = gq.insert(loaded, data=str(folder / "data.npz"))
+    return result, result.save(folder / "quantized")
+
+
+def pictures(count: int) -> Array:
+    """Inputs [count, 8, 8, 3]."""
+    return np.random.default_rng(0).normal(0.7, 1, (count, 8, 8, 3)).astype(np.float32)
+
+
+def gate_by_hand(tf: Any, result: gq.Result, loaded: Any, x: Array) -> tuple[Array, str]:
+    """The model's answer and the branch that it takes."""
+    hand = ByHand(result)
+    variables = {variable.name.partition(":")[0]: variable for variable in loaded.variables}
+
+    def op(end: str) -> str:
+        return next(op for op, _ in hand.by_use if op.endswith(end))
+
+    conv, dense = op("c_1/convolution"), op("d_1/MatMul")
+    y = tf.nn.conv2d(hand.quantized(x, conv), hand.quantized(variables["c/kernel"], conv, 1), 1, "SAME")
+    y = tf.nn.relu(tf.nn.bias_add(y, variables["c/bias"]))
+    y = tf.reduce_mean(hand.quantized(y, op("mean_1/Mean")), [1, 2])
+    y = hand.quantized(y, op("gate_1/StatefulPartitionedCall"))
+    branches = {done.site.uses[0].graph: done for done in result.inserted if "cond_" in done.site.uses[0].graph}
+    mean = hand.quantized(tf.reduce_mean(hand.quantized(y, "Mean")), "Greater")
+    taken = "true" if mean > 0.1 else "false"
+    name = next(name for name in branches if name.startswith(f"cond_{taken}"))
+    inside = ByHand(result)
+    inside.by_use = {
+        (use.op, use.slot): done
+        for done in result.inserted
+        for use in done.site.uses
+        if use.graph == name and done.site.twin is None
+    }
+    weight = inside.quantized(variables["gate/a" if taken == "true" else "gate/b"], "cond/MatMul", 1)
+    y = inside.quantized(y, "cond/MatMul") @ weight
+    y = tf.nn.relu(y) if taken == "true" else y
+    for consumer, slot in [use for use in inside.by_use if use[0] != "cond/MatMul"]:
+        y = inside.quantized(y, consumer, slot)
+    y = hand.quantized(y, dense) @ hand.quantized(variables["d/kernel"], dense, 1)
+    y = hand.quantized(tf.nn.bias_add(y, variables["d/bias"]), "Identity")
+    return np.asarray(hand.quantized(y, "@identity") if ("@identity", 0) in hand.by_use else y), taken
+
+
+def test_keras_export_answers_as_written_by_hand(tf: Any, gate: tuple[gq.Result, Path]) -> None:
+    """`serve` and the signature give the bits of the model written by hand, in either branch."""
+    result, path = gate
+    loaded = tf.saved_model.load(str(path))
+    assert survey(result.model).copies == ()
+    branches = []
+    for x in (pictures(4), 0.05 * pictures(4)):
+        wanted, taken = gate_by_hand(tf, result, loaded, x)
+        branches.append(taken)
+        np.testing.assert_array_equal(loaded.serve(x), wanted)
+        ((name, _),) = loaded.signatures["serving_default"].structured_input_signature[1].items()
+        np.testing.assert_array_equal(
+            loaded.signatures["serving_default"](**{name: tf.constant(x)})["output_0"], wanted
+        )
+    assert branches == ["true", "false"]
+
+
+def test_keras_export_trains_and_is_saved_again(tf: Any, gate: tuple[gq.Result, Path], tmp_path: Path) -> None:
+    """Five SGD steps through `serve` lower its loss in either branch; then saved again, and a Keras layer."""
+    _, path = gate
+    loaded = tf.saved_model.load(str(path))
+    for x in (pictures(4), 0.05 * pictures(4)):
+        wanted = 0.5 * loaded.serve(x)
+
+        def loss(x: Array = x, wanted: Any = wanted) -> Any:
+            return tf.reduce_mean((loaded.serve(x) - wanted) ** 2)
+
+        variables = [
+            one for one in loaded.trainable_variables if one.name[:6] != ("gate/b" if x.mean() > 0.5 else "gate/a")
+        ]
+        losses = descend(tf, loss, variables, 0.02)
+        assert losses[-1] < losses[0]
+    x = pictures(4)
+    tf.saved_model.save(loaded, str(tmp_path / "again"), signatures=loaded.signatures)
+    again = tf.saved_model.load(str(tmp_path / "again"))
+    np.testing.assert_array_equal(again.serve(x), loaded.serve(x))
+    layer = tf.keras.layers.TFSMLayer(str(tmp_path / "again"), call_endpoint="serve")
+    np.testing.assert_array_equal(layer(x), loaded.serve(x))
