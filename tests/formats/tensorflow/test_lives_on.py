@@ -314,3 +314,173 @@ def test_keras_export_trains_and_is_saved_again(tf: Any, gate: tuple[gq.Result, 
     np.testing.assert_array_equal(again.serve(x), loaded.serve(x))
     layer = tf.keras.layers.TFSMLayer(str(tmp_path / "again"), call_endpoint="serve")
     np.testing.assert_array_equal(layer(x), loaded.serve(x))
+
+
+# -- TensorFlow 1: SavedModels of its builder, MetaGraphs with checkpoints ---------------------------
+
+
+@pytest.fixture(scope="module")
+def old(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a net of TensorFlow 1, as "saved_model" and as "net.meta" with its checkpoint, and data."""
+    folder = tmp_path_factory.mktemp("old")
+    v1, random = tf.compat.v1, np.random.default_rng(0)
+    with v1.Session(graph=tf.Graph()) as session, session.graph.as_default():
+        x = v1.placeholder("float32", [None, 8, 8, 3], name="image")
+        kernel = random.normal(0, 0.3, (3, 3, 3, 4)).astype(np.float32)
+        kernel = v1.get_variable("conv/kernel", initializer=kernel, use_resource=False)
+        weight = random.normal(0, 0.3, (4, 2)).astype(np.float32)
+        weight = v1.get_variable("dense/kernel", initializer=weight, use_resource=True)
+        y = tf.nn.relu(tf.nn.conv2d(x, kernel, 1, "SAME", name="conv/Conv2D"), name="relu")
+        y = tf.matmul(tf.reduce_mean(y, [1, 2], name="mean"), weight, name="logits")
+        session.run(v1.global_variables_initializer())
+        builder = v1.saved_model.builder.SavedModelBuilder(str(folder / "saved_model"))
+        signature = v1.saved_model.predict_signature_def({"image": x}, {"logits": y})
+        builder.add_meta_graph_and_variables(session, ["serve"], {"serving_default": signature})
+        builder.save()
+        v1.train.Saver().save(session, str(folder / "net"))
+    np.savez(folder / "data.npz", image=pictures(8))
+    return folder
+
+
+def old_by_hand(tf: Any, result: gq.Result, values: dict[str, Array], x: Array) -> Array:
+    """The net's answer with these kernels."""
+    hand = ByHand(result)
+    kernel = hand.quantized(values["conv/kernel"], "conv/Conv2D", 1)
+    y = tf.nn.relu(tf.nn.conv2d(hand.quantized(x, "conv/Conv2D"), kernel, 1, "SAME"))
+    y = tf.reduce_mean(hand.quantized(y, "mean"), [1, 2])
+    y = hand.quantized(y, "logits") @ hand.quantized(values["dense/kernel"], "logits", 1)
+    (end,) = set(hand.by_use) - hand.taken
+    return np.asarray(hand.quantized(y, end[0]))
+
+
+@pytest.mark.parametrize("form", ["saved_model", "net.meta"])
+def test_old_models_live_on(tf: Any, old: Path, tmp_path: Path, form: str) -> None:
+    """Loaded by TensorFlow 1's loaders, answers as written by hand, five SGD steps, saved, and loaded again.
+
+    The steps go through the graph itself, by `tf.gradients` of the signature's output.
+    """
+    v1 = tf.compat.v1
+    result = gq.insert(old / form, data=str(old / "data.npz"))
+    path = result.save(tmp_path / form)
+    config = v1.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+
+    def load(session: Any, path: Path) -> None:
+        if form == "saved_model":
+            v1.saved_model.load(session, ["serve"], str(path))
+        else:
+            v1.train.import_meta_graph(str(path)).restore(session, str(path.with_suffix("")))
+
+    x, target, losses = pictures(4), np.zeros((4, 2), np.float32), []
+    checkpoint, keys = result.source.source.checkpoint()
+    values = {name: checkpoint.read(keys[name]) for name in ("conv/kernel", "dense/kernel")}
+    wanted = old_by_hand(tf, result, values, x)
+    with v1.Session(graph=tf.Graph(), config=config) as session, session.graph.as_default():
+        load(session, path)
+        logits = session.graph.get_tensor_by_name("logits:0")
+        (end,) = [done.output for done in result.inserted if done.site.tensor.op == "logits"]
+        answer = session.graph.get_tensor_by_name(f"{end.op}:0")
+        variables = v1.trainable_variables()
+        assert [variable.op.name for variable in variables] == ["conv/kernel", "dense/kernel"]
+        np.testing.assert_array_equal(session.run(answer, {"image:0": x}), wanted)
+        assert np.abs(session.run(logits, {"image:0": x}) - wanted).max() > 0
+        loss = tf.reduce_mean((answer - target) ** 2)
+        gradients = tf.gradients(loss, variables)
+        step = [v1.assign_sub(one, 0.05 * gradient) for one, gradient in zip(variables, gradients, strict=True)]
+        for _ in range(5):
+            losses.append(session.run(loss, {"image:0": x}))
+            session.run(step, {"image:0": x})
+        losses.append(session.run(loss, {"image:0": x}))
+        assert losses[-1] < losses[0]
+        after = session.run(answer, {"image:0": x})
+        again = tmp_path / "again"
+        if form == "saved_model":
+            signature = v1.saved_model.predict_signature_def(
+                {"image": session.graph.get_tensor_by_name("image:0")}, {"logits": answer}
+            )
+            builder = v1.saved_model.builder.SavedModelBuilder(str(again))
+            builder.add_meta_graph_and_variables(session, ["serve"], {"serving_default": signature})
+            builder.save()
+        else:
+            v1.train.Saver().save(session, str(again / "net"))
+            again /= "net.meta"
+    with v1.Session(graph=tf.Graph(), config=config) as session, session.graph.as_default():
+        load(session, again)
+        np.testing.assert_array_equal(session.run(f"{end.op}:0", {"image:0": x}), after)
+    if form == "saved_model":
+        layer = tf.keras.layers.TFSMLayer(str(again), call_endpoint="serving_default")
+        np.testing.assert_array_equal(layer(x)["logits"], after)
+
+
+@pytest.mark.parametrize("form", ["saved_model", "net.meta"])
+def test_weights_in_variables_have_the_checkpoints_ranges(old: Path, form: str) -> None:
+    """A weight's scale is its largest magnitude in the checkpoint over 127."""
+    result = gq.insert(old / form, rules=["weight_only"])
+    checkpoint, keys = result.source.source.checkpoint()
+    by_consumer = {done.site.uses[0].op: done for done in result.inserted}
+    for consumer, name, axes in (("conv/Conv2D", "conv/kernel", (0, 1, 2)), ("logits", "dense/kernel", (0,))):
+        done = by_consumer[consumer]
+        largest = np.abs(checkpoint.read(keys[name])).max(axes if done.params.axis is not None else None)
+        np.testing.assert_allclose(done.params.scale, largest / 127, rtol=1e-6)
+
+
+# -- gradients of QuantizeAndDequantize ---------------------------------------------------------------
+
+CLIPPED = """
+[scheme.weight]
+bits = 8
+zero = "symmetric"
+observe = "absmax"
+
+[scheme.input]
+bits = 8
+zero = "symmetric"
+observe = { name = "fixed", low = -0.5, high = 0.5 }
+
+[[rule]]
+name = "weight"
+producer = { kind = "parameter" }
+consumer = { kind = "matmul", input = "weight" }
+quantize = "weight"
+
+[[rule]]
+name = "input"
+consumer = { kind = "matmul", input = "input" }
+quantize = "input"
+"""
+
+
+@pytest.mark.parametrize("family", ["quantize-and-dequantize-v2", "quantize-and-dequantize-v4"])
+def test_gradients_through_the_loaded_model(tf: Any, tmp_path: Path, family: str) -> None:
+    """V2 passes gradients straight through, V4 only where the input is within its range; five steps lower the loss."""
+
+    class Dense(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = tf.Variable(np.random.default_rng(2).normal(0, 0.3, (5, 3)).astype(np.float32), name="w")
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 5])])  # type: ignore[untyped-decorator]
+        def __call__(self, x: Any) -> Any:
+            return x @ self.w
+
+    module = Dense()
+    tf.saved_model.save(module, str(tmp_path / "net"), signatures=module.__call__)
+    (tmp_path / "rules.toml").write_text(CLIPPED)
+    result = gq.insert(tmp_path / "net", rules=[str(tmp_path / "rules.toml")], family=family)
+    loaded = tf.saved_model.load(str(result.save(tmp_path / "quantized")))
+    x = tf.constant(np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5))
+    largest = float(np.abs(module.w.numpy()).max())
+    call = tf.quantization.quantize_and_dequantize_v2
+    quantized_x = call(x, -0.5, 0.5, range_given=True)
+    quantized_w = call(module.w, -largest, largest, range_given=True)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        y = loaded(x)
+    seed = tf.constant(np.random.default_rng(3).normal(size=(4, 3)).astype(np.float32))
+    by_x, by_w = tape.gradient(y, [x, loaded.w], seed)
+    np.testing.assert_allclose(y, quantized_x @ quantized_w, rtol=1e-6, atol=1e-6)
+    inside = (np.abs(x) <= 0.5).astype(np.float32) if family.endswith("v4") else 1.0
+    np.testing.assert_allclose(by_x, (seed @ tf.transpose(quantized_w)) * inside, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(by_w, tf.transpose(quantized_x) @ seed, rtol=1e-6, atol=1e-6)
+    losses = descend(tf, lambda: tf.reduce_mean((loaded(x) - 0.1) ** 2), [loaded.w], 0.1)
+    assert losses[-1] < losses[0]
