@@ -46,6 +46,7 @@ class Reading:
         tensor: The float tensor or integer constant that it stands for.
         consumers: How many uses read the result.
         params: Scale and zero point; None where they are computed at run time.
+        learned: Whether these are of variables, which training may have changed or may change.
         rule: The rule that inserted it, "" if graphquant did not.
         round: How it rounds, "" if that is not known.
     """
@@ -58,6 +59,7 @@ class Reading:
     params: QParams | Dynamic | None
     rule: str
     round: str = ""
+    learned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +198,14 @@ def _reading(graph: Graph, op: Op, parameters: Parameters) -> Reading:
         params=None if family is None else family.read(graph, op, parameters),
         rule=op.rule,
         round="" if family is None else family.rounding(op),
+        learned=_learned(graph, op, parameters),
     )
+
+
+def _learned(graph: Graph, op: Op, parameters: Parameters) -> bool:
+    """Whether the range of the op is in variables."""
+    ends = [slot for slot in graph.slots(op.name)[1:] if slot is not None and parameters.is_parameter(slot)]
+    return any(graph.graphs[source.graph].op(source.op).kind == "variable" for source in map(parameters.origin, ends))
 
 
 def _float_input(graph: Graph, op: Op) -> str:

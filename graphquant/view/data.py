@@ -155,6 +155,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
                 "consumers": reading.consumers,
                 "rule": reading.rule,
                 "round": reading.round,
+                "learned": reading.learned,
                 **params_json(reading.params),
             }
             for reading in found.readings

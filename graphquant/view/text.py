@@ -157,6 +157,8 @@ def survey_view(found: Survey) -> RenderableType:
     for reading in found.readings:
         table = tables.setdefault(reading.type, _table("tensor", *PARAMS))
         values = ("?", "at run time", "", "") if reading.params is None else _params(reading.params)
+        if reading.learned:
+            values = (*values[:3], f"{values[3]} learned".strip())
         table.add_row(printable(str(reading.tensor)), *values)
     for kind, table in tables.items():
         lines += [plain(f"{table.row_count} {kind}", style="bold"), table]
@@ -275,6 +277,7 @@ def _scheme(site: Site) -> str:
     per += f" in blocks of {scheme.block_size}" if scheme.block_size is not None else ""
     same = (site.twin,) if site.twin is not None else site.tie
     how = "dynamic" if scheme.range == "dynamic" else scheme.observe.name
+    how += f", {scheme.range}" if scheme.range in {"given", "learned"} else ""
     if same:
         how = f"scale of {listed([str(use) for use in same], 1)}"
     return f"{scheme.type.name} {scheme.zero}{per}, {how}"

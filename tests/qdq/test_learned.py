@@ -131,7 +131,9 @@ def test_the_written_graph_is_read_and_run_again(tmp_path, nested: bool) -> None
     ends = fake_quant.range_to_write(result.inserted[0].params)
     expected = fake_quant.with_vars(X, ends.low, ends.high) @ WEIGHT
     again = gq.load(path)
-    assert len(survey(again).readings) == 1
+    (reading,) = survey(again).readings
+    assert reading.learned
+    assert reading.params.scale == result.inserted[0].params.scale
     for model in (result.model, again):
         found = formats.module("tensorflow").runner(model).run({"x": X})
         np.testing.assert_allclose(next(iter(found.values())), expected, rtol=1e-6)

@@ -120,7 +120,7 @@ def test_saved_models(tf, tmp_path, kind: str, rounds: int) -> None:
     for model in (result.model, again):
         (found,) = formats.module("tensorflow").runner(model).run({"x": X}).values()
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert all(reading.params is not None for reading in survey(again).readings)
+    assert all(reading.params is not None and reading.learned for reading in survey(again).readings)
     with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         meta = tf.compat.v1.saved_model.load(session, ["serve"], str(path))
         (out,) = meta.signature_def["serving_default"].outputs.values()

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.formats.tensorflow import proto
-from graphquant.formats.tensorflow.values import encode_attr, encode_tensor
+from graphquant.formats.tensorflow.values import Stored, encode_attr, encode_tensor
 from graphquant.ir import DataType
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ __all__ = [
     "Learned",
     "add_initializers",
     "by_name",
+    "first_values",
     "fresh",
     "handle_node",
     "learned",
@@ -78,6 +79,18 @@ def learned(model: Model) -> list[Learned]:
         for op in graph.ops()
         if op.source is None and op.value is not None and op.type == "VarHandleOp" and MARK in op.attrs
     ]
+
+
+def first_values(graph_def: Any) -> dict[str, Stored]:
+    """By shared name what reads the first value of each variable of a learned range that a GraphDef brings."""
+    nodes = {node.name: node for node in graph_def.node}
+    found = {}
+    for node in graph_def.node:
+        if node.op == "AssignVariableOp" and len(node.input) > 1:
+            handle, value = nodes.get(node.input[0]), nodes.get(node.input[1])
+            if handle is not None and MARK in handle.attr and value is not None and "value" in value.attr:
+                found[handle.attr["shared_name"].s.decode(errors="replace")] = Stored(value)
+    return found
 
 
 def by_name(variables: Iterable[Learned]) -> dict[str, Learned]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.evaluate import evaluate
+from graphquant.formats.tensorflow.learned import MARK, first_values
 from graphquant.formats.tensorflow.ops import CALLS, describe
 from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.saved import add_saved
@@ -86,6 +87,7 @@ class _Loader:
         self._savers = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
         self._saver_input = saver.filename_tensor_name.partition(":")[0]
         self._variables = Variables.of(source.checkpoint())
+        self._learned = first_values(self._graph_def)
         self._model = Model(format="tensorflow", source=source, path=path, digest=source.digest, evaluate=evaluate)
 
     def model(self) -> Model:
@@ -171,7 +173,11 @@ class _Loader:
     def _value(self, node: Any, kind: str) -> Callable[[], Any] | None:
         if kind == "constant":
             return Stored(node) if node.op == "Const" and "value" in node.attr else None
-        return self._variables.reader(node) if kind == "variable" else None
+        if kind != "variable":
+            return None
+        return self._variables.reader(node) or (
+            self._learned.get(node.attr["shared_name"].s.decode(errors="replace")) if MARK in node.attr else None
+        )
 
     def _calls(self, node: Any) -> tuple[Call, ...]:
         """The functions that a node runs; attributes in alphabetical order."""
