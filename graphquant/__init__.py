@@ -16,6 +16,7 @@ _PUBLIC = {
     "load": "graphquant.pipeline",
     "plan": "graphquant.pipeline",
     "calibrate": "graphquant.pipeline",
+    "check": "graphquant.pipeline",
     "check_data": "graphquant.pipeline",
     "insert": "graphquant.pipeline",
     "save": "graphquant.pipeline",

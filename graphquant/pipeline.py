@@ -29,7 +29,8 @@ from graphquant.calibration import everything as _everything
 from graphquant.errors import DataError, NeedsDataError, UsageError
 from graphquant.explain import Explanation
 from graphquant.explain import explain as _explain
-from graphquant.ir import Model, TensorRef, check
+from graphquant.ir import Model, TensorRef
+from graphquant.ir import check as _check_graphs
 from graphquant.match import Matcher
 from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
 from graphquant.prepare import Step, left_alone, prepare
@@ -41,6 +42,7 @@ from graphquant.solve import solve
 from graphquant.survey import survey
 
 if TYPE_CHECKING:
+    from graphquant.backends import Report as CheckReport
     from graphquant.calibration import Targets
     from graphquant.data import Batches
     from graphquant.data.check import DataReport
@@ -100,7 +102,7 @@ def load(path: str | Path) -> Model:
     where = Path(path)
     model = formats.module(formats.format_of(where)).load(where)
     model.saver = lambda made, out, force: save(made, out, force=force)
-    check(model, "load")
+    _check_graphs(model, "load")
     return model
 
 
@@ -354,6 +356,18 @@ def check_data(model: Model | str | Path, data: str, *, samples: int | None = No
         raise UsageError(f"{loaded.path} is a TFLite model, which is not run. Give the model that it was made from.")
     inputs = formats.module(loaded.format).inputs(loaded)
     return _check_data(open_data(data, inputs, samples=samples, finite=False), inputs)
+
+
+def check(model: Model | str | Path, *, backend: str | None = None) -> CheckReport:
+    """What is probably wrong with a quantized model, and how `backend` will run each of its ops; nothing is run.
+
+    Raises:
+        ModelError: The model cannot be read.
+        UsageError: There is no such backend, or it does not run models of this format.
+    """
+    from graphquant.backends import check as _check
+
+    return _check(_loaded(model), backend)
 
 
 def save(model: Model, path: str | Path, *, force: bool = False) -> Path:

@@ -1,5 +1,58 @@
-"""What each backend will run in low precision, and what is probably wrong with a quantized model."""
+"""What each backend will run in low precision, and what is probably wrong with a quantized model.
 
-from graphquant.backends.types import Broken, Finding, Report, Verdict
+`BACKENDS` is the table of backends; a new one is a module with its row here.
+"""
 
-__all__ = ["Broken", "Finding", "Report", "Verdict"]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graphquant.backends.lint import CODES, lint
+from graphquant.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_ARM
+from graphquant.backends.types import Backend, Broken, Finding, Report, Verdict
+from graphquant.errors import UsageError, did_you_mean
+from graphquant.ir import QUANTIZATION_KINDS
+
+if TYPE_CHECKING:
+    from graphquant.ir import Model
+
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (ONNXRUNTIME, ONNXRUNTIME_ARM)}
+
+
+def check(model: Model, backend: str | None = None) -> Report:
+    """How the backend called `backend` will run each op of `model`, and what is probably wrong with the model.
+
+    Raises:
+        ModelError: A weight cannot be read.
+        UsageError: There is no such backend, or it does not run models of this format.
+    """
+    chosen = None if backend is None else _backend(backend)
+    if model.format == "tflite":
+        raise UsageError(
+            f"{model.path or 'The model'} is a TFLite model, whose scales are in its tensors. `graphquant inspect`"
+            " shows them."
+        )
+    if chosen is not None and model.format != "onnx":
+        raise UsageError(
+            f"{model.path or 'The model'} is a {model.format} model, and {chosen.name} is foretold for ONNX models"
+            " only. Leave --for out to check the quantization alone."
+        )
+    verdicts = () if chosen is None else chosen.predict(model)
+    return Report(
+        path=str(model.path or ""),
+        backend="" if chosen is None else chosen.name,
+        pairs=sum(op.kind in QUANTIZATION_KINDS for name in model.live() for op in model.graphs[name].ops()),
+        verdicts=verdicts,
+        findings=lint(model, chosen, verdicts),
+    )
+
+
+def _backend(name: str) -> Backend:
+    if name not in BACKENDS:
+        raise UsageError(
+            f"There is no backend {name!r}. Known are {', '.join(BACKENDS)}.{did_you_mean(name, BACKENDS)}"
+        )
+    return BACKENDS[name]
+
+
+__all__ = ["BACKENDS", "CODES", "Backend", "Broken", "Finding", "Report", "Verdict", "check", "lint"]

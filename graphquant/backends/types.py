@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphquant.ir import Model
 
 Status = Literal["low", "absorbed", "float"]
 """Runs on integers; runs not at all, since another op does its work; runs in float."""
@@ -51,6 +56,27 @@ class Verdict:
     def where(self) -> str:
         """Graph and name."""
         return f"{self.graph}/{self.op}" if self.graph else self.op
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """What runs a model, and what it wants.
+
+    Attributes:
+        name: What `--for` calls it.
+        explains: A line for people.
+        predict: Gives the verdicts on a model's ops.
+        symmetric: Whether activations have to be symmetric, so that a symmetric Relu is no mistake.
+        ties_concat: Whether all inputs and the output of a Concat need one scale.
+        bias: What a bias is: "int32" (whose scale is input times weight), "int8" or "float".
+    """
+
+    name: str
+    explains: str
+    predict: Callable[[Model], tuple[Verdict, ...]]
+    symmetric: bool = False
+    ties_concat: bool = False
+    bias: Literal["int32", "int8", "float"] = "int32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

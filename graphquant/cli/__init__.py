@@ -8,6 +8,7 @@ from io import TextIOWrapper
 import click
 
 from graphquant.cli.calibrating import calibrate
+from graphquant.cli.checking import check
 from graphquant.cli.group import Group
 from graphquant.cli.inserting import insert
 from graphquant.cli.looking import data, explain, inspect, plan
@@ -27,5 +28,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-for command in (insert, calibrate, plan, explain, inspect, data, rules):
+for command in (insert, calibrate, plan, explain, inspect, check, data, rules):
     main.add_command(command)

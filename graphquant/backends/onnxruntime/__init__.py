@@ -6,13 +6,14 @@ default settings. `tests/backends/test_oracle.py` and `benchmarks/oracle.py` hol
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from graphquant.backends.onnxruntime.around import around
 from graphquant.backends.onnxruntime.passes import simplify, to_uint8
 from graphquant.backends.onnxruntime.selectors import SELECTORS
 from graphquant.backends.onnxruntime.work import Gone, Work
-from graphquant.backends.types import Broken, Verdict
+from graphquant.backends.types import Backend, Broken, Verdict
 from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, bulk
 
 if TYPE_CHECKING:
@@ -132,3 +133,11 @@ def _verdict(gone: Gone, outcomes: dict[Key, str | Broken], graph: Graph, op: Op
 
 def _made(graph: Graph, op: Op, status: Status, runs_as: str, broken: Broken | None) -> Verdict:
     return Verdict(graph=graph.name, op=op.name, type=op.type, status=status, runs_as=runs_as, broken=broken)
+
+
+ONNXRUNTIME = Backend(name="onnxruntime", explains="onnxruntime's CPU kernels on x86", predict=predict)
+ONNXRUNTIME_ARM = Backend(
+    name="onnxruntime-arm",
+    explains="onnxruntime's CPU kernels on ARM, which take int8 activations as they are",
+    predict=partial(predict, int8=True),
+)

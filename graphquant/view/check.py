@@ -1,0 +1,173 @@
+"""What `check` tells, as a table, as JSON data, as SARIF 2.1.0 and as GitHub's workflow commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from graphquant import __version__
+from graphquant.backends import CODES
+from graphquant.errors import printable
+from graphquant.view.data import SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from graphquant.backends import Finding, Report, Verdict
+
+SHOWN = 6
+"""Ops named in a line; the rest are counted."""
+
+SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+HELP = "https://graphquant.readthedocs.io/check#"
+
+_COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def report_view(report: Report) -> RenderableType:
+    """How the ops of one model will run, why some stay float, and the findings."""
+    parts: list[RenderableType] = [Text(printable(_head(report)), style="bold")]
+    if report.backend and not report.pairs and not report.counts["low"]:
+        said = "It has no quantization ops, so every op runs in float. `graphquant insert` puts them in."
+        parts.append(Text(said))
+    elif report.backend:
+        parts += _verdicts(report)
+    parts += [line for finding in report.findings for line in _finding(finding)]
+    return Group(*parts)
+
+
+def _head(report: Report) -> str:
+    where = report.path or "model"
+    found = f"{len(report.findings)} finding{'' if len(report.findings) == 1 else 's'}"
+    if not report.backend:
+        return f"{where}: {report.pairs} quantization ops, {found}."
+    counts, all_ops = report.counts, len(report.verdicts)
+    absorbed = f", {counts['absorbed']} more are absorbed" if counts["absorbed"] else ""
+    return f"{where} for {report.backend}: {counts['low']} of {all_ops} ops run in low precision{absorbed}; {found}."
+
+
+def _verdicts(report: Report) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    if report.runs_as:
+        parts.append(Text("  " + ", ".join(f"{count} {kind}" for kind, count in report.runs_as.items())))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("stays float", "type", "because", "to change that"):
+        table.add_column(column, overflow="fold")
+    for verdict in report.verdicts:
+        if verdict.broken is not None and verdict.broken.rule != "no-kernel":
+            cells = (verdict.where, verdict.type, verdict.broken.says, verdict.broken.fix)
+            table.add_row(*map(printable, cells))
+    if table.row_count:
+        parts.append(table)
+    without = [verdict for verdict in report.verdicts if verdict.broken and verdict.broken.rule == "no-kernel"]
+    parts += [Text(printable(f"  no integer {line}"), style="dim") for line in _by_type(without)]
+    return parts
+
+
+def _by_type(verdicts: Iterable[Verdict]) -> list[str]:
+    named: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        named.setdefault(verdict.type, []).append(verdict.where)
+    return [f"{kind}: {_some(names)}" for kind, names in sorted(named.items())]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f", {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _finding(finding: Finding) -> list[RenderableType]:
+    level = CODES[finding.code].level
+    line = Text(f"{finding.code} ", style=_COLOURS[level])
+    line.append(printable(f"{finding.where}: {finding.says}"), style="default")
+    return [line, Text(printable(f"      {finding.fix}"), style="dim")]
+
+
+def report_json(report: Report) -> dict[str, Any]:
+    """One report as JSON data."""
+    return {
+        "schema": SCHEMA,
+        "path": report.path,
+        "backend": report.backend,
+        "pairs": report.pairs,
+        "counts": report.counts,
+        "runs_as": report.runs_as,
+        "ops": [_verdict_json(verdict) for verdict in report.verdicts],
+        "findings": [
+            {
+                "code": one.code,
+                "level": CODES[one.code].level,
+                "graph": one.graph,
+                "op": one.op,
+                "says": one.says,
+                "fix": one.fix,
+            }
+            for one in report.findings
+        ],
+    }
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    told = {"graph": verdict.graph, "op": verdict.op, "type": verdict.type, "status": verdict.status}
+    broken = verdict.broken
+    why = None if broken is None else {"rule": broken.rule, "says": broken.says, "fix": broken.fix}
+    return {**told, "runs_as": verdict.runs_as, "broken": why}
+
+
+def sarif(reports: Sequence[Report]) -> dict[str, Any]:
+    """The findings of all models as one SARIF 2.1.0 log, for code scanning."""
+    rules = [
+        {
+            "id": code,
+            "shortDescription": {"text": told.explains},
+            "helpUri": f"{HELP}{code.lower()}",
+            "defaultConfiguration": {"level": told.level},
+        }
+        for code, told in CODES.items()
+    ]
+    places = {code: place for place, code in enumerate(CODES)}
+    results = [
+        {
+            "ruleId": one.code,
+            "ruleIndex": places[one.code],
+            "level": CODES[one.code].level,
+            "message": {"text": f"{one.where}: {one.says}. To mend it: {one.fix}."},
+            "locations": [
+                {
+                    "physicalLocation": {"artifactLocation": {"uri": _uri(report.path)}},
+                    "logicalLocations": [{"name": one.op, "fullyQualifiedName": one.where, "kind": "element"}],
+                }
+            ],
+        }
+        for report in reports
+        for one in report.findings
+    ]
+    driver = {"name": "graphquant", "version": __version__, "informationUri": HELP.rstrip("#"), "rules": rules}
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    return {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _uri(path: str) -> str:
+    from urllib.parse import quote
+
+    return quote(path.replace("\\", "/"))
+
+
+def github(report: Report) -> str:
+    """The findings as commands that a GitHub workflow shows beside the file."""
+    levels = {"error": "error", "warning": "warning", "note": "notice"}
+    return "".join(
+        f"::{levels[CODES[one.code].level]} file={_escaped(report.path, property_=True)},title={one.code}::"
+        f"{_escaped(f'{one.where}: {one.says}. To mend it: {one.fix}.')}\n"
+        for one in report.findings
+    )
+
+
+def _escaped(text: str, *, property_: bool = False) -> str:
+    """`text` as a workflow command takes it."""
+    for char, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
+        text = text.replace(char, code)
+    return text.replace(":", "%3A").replace(",", "%2C") if property_ else text
