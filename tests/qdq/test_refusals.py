@@ -1,0 +1,165 @@
+"""What the runtime cannot do is refused with the way out, and nothing is written: in rules, in plans, on tensors."""
+
+import json
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.errors import RuleError, UsageError
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.values import encode_tensor, type_number
+from graphquant.plans import to_json
+
+RULES = """
+[scheme.s]
+{scheme}
+[[rule]]
+name = "all"
+consumer = {{ kind = "conv|matmul", input = "{role}" }}
+quantize = "s"
+"""
+V2, V3, V4 = (f'family = "quantize-and-dequantize-v{version}"\n' for version in (2, 3, 4))
+FAKE = 'family = "fake-quant"\n'
+FIXED = 'observe = {name = "fixed", low = -1.0, high = 1.0}\n'
+CHANNEL = 'per = "channel"\nobserve = "absmax"\n'
+
+
+def net(path, dtype="float32", *, rank=2):
+    """Writes a frozen graph of one matrix product, batched if its weight has three axes."""
+    graph = proto.GraphDef()
+    x = graph.node.add(name="x", op="Placeholder")
+    x.attr["dtype"].type = type_number(dtype)
+    w = graph.node.add(name="w", op="Const")
+    w.attr["dtype"].type = type_number(dtype)
+    shape = (2,) * (rank - 2) + (3, 4)
+    from ml_dtypes import bfloat16
+
+    value = np.linspace(-1, 1, int(np.prod(shape))).reshape(shape).astype(bfloat16 if dtype == "bfloat16" else dtype)
+    w.attr["value"].tensor.CopyFrom(encode_tensor(value))
+    y = graph.node.add(name="y", op="MatMul" if rank == 2 else "BatchMatMulV2", input=["x", "w"])
+    y.attr["T"].type = type_number(dtype)
+    path.write_bytes(proto.to_binary(graph))
+    return path
+
+
+def rules(tmp_path, scheme, role):
+    """A rule file."""
+    path = tmp_path / "r.toml"
+    path.write_text(RULES.format(scheme=scheme, role=role))
+    return [str(path)]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "said"),
+    [
+        (V2 + 'per = "channel"\nround = "half-up"', 'take per = "tensor", or the family quantize-and-dequantize-v3'),
+        (V4 + 'per = "channel"\nround = "half-up"', 'take per = "tensor", or the family quantize-and-dequantize-v3'),
+        (V4 + 'range = "dynamic"\nargs = {input_min = 1.0, input_max = -1.0}', "'input_min' 1.0 is above 'input_max'"),
+        (V2 + 'observe = {name = "fixed", low = 5.0, high = -10.0}', "'low' must not be above 'high'"),
+        (V2 + 'zero = "asymmetric"', 'has no zero point; take zero = "symmetric"'),
+        (V3 + 'round = "half-up"', "leave 'round' out, or take quantize-and-dequantize-v2 or -v4"),
+        (V3 + "args = {input_min = 1.0}", "has no 'input_min'"),
+        (FAKE + 'bits = 17\nround = "half-up"', "has 2 to 16 bits"),
+        (FAKE + "bits = 1", "it must be at least 2"),
+        (FAKE + 'range = "dynamic"', "take the family quantize-and-dequantize-v2, -v3 or -v4"),
+        (FAKE + 'range = "given"', 'take zero = "asymmetric"'),
+        (
+            FAKE + 'range = "given"\nzero = "asymmetric"\nscale = "power-of-two"',
+            "a power of two needs range 'observed'",
+        ),
+        (FAKE + 'range = "learned"\nargs = {form = "args"}', 'take form = "vars" for one that is learned'),
+        (FAKE + 'round = "half-even"', "leave 'round' out, or take the family quantize-and-dequantize-v2"),
+        (FAKE + 'per = "channel"\nargs = {form = "args"}', 'take form = "vars" per channel'),
+        ('family = "onnx-qdq"\nrange = "learned"', "leave 'range' out"),
+    ],
+)
+def test_rules(tmp_path, cli, scheme: str, said: str) -> None:
+    """A scheme that no op can follow is a mistake of the rule file, with its line."""
+    path, out = net(tmp_path / "net.pb"), tmp_path / "out.pb"
+    with pytest.raises(RuleError) as error:
+        gq.insert(path, rules=rules(tmp_path, scheme, "weight"))
+    assert said in str(error.value)
+    assert "r.toml:" in str(error.value)
+    cli("insert", path, "--rules", rules(tmp_path, scheme, "weight")[0], "-o", out, code=2)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("scheme", "role", "dtype", "rank", "said"),
+    [
+        (V2 + CHANNEL, "weight", "float32", 2, 'take per = "tensor", or the family quantize-and-dequantize-v3'),
+        (V4 + CHANNEL, "weight", "float32", 2, 'take per = "tensor", or the family quantize-and-dequantize-v3'),
+        (V2 + FIXED, "input", "float16", 2, "has no CPU kernel for float16; cast the tensor to float32"),
+        (V3 + FIXED, "input", "bfloat16", 2, "has no CPU kernel for bfloat16; cast the tensor to float32"),
+        (V4 + 'range = "dynamic"', "weight", "float16", 2, "has no CPU kernel for float16; cast the tensor to float32"),
+        (FAKE + FIXED, "input", "float16", 2, "FakeQuant takes float32, and this tensor is float16"),
+        (FAKE + FIXED, "input", "float64", 2, "FakeQuant takes float32, and this tensor is float64"),
+        (FAKE + FIXED + "bits = 17", "input", "float32", 2, "2 to 16 bits, and the scheme wants 17"),
+    ],
+)
+def test_tensors(tmp_path, cli, scheme: str, role: str, dtype: str, rank: int, said: str) -> None:
+    """What depends on the tensor is told as its skip; the model stays what it was."""
+    path, out = net(tmp_path / "net.pb", dtype, rank=rank), tmp_path / "out.pb"
+    result = gq.insert(path, rules=rules(tmp_path, scheme, role))
+    assert not result.inserted
+    assert said in result.skips[0].reason
+    assert result.model is result.source
+    told = cli("insert", path, "--rules", rules(tmp_path, scheme, role)[0], "-o", out)
+    assert "0 sites inserted" in told.output
+    assert out.read_bytes() == path.read_bytes()
+
+
+def test_the_last_axis_is_counted_from_the_front(tmp_path) -> None:
+    """V3 is never given a negative axis, which ends TensorFlow's process: that of a batched product is counted anew."""
+    path = net(tmp_path / "net.pb", rank=3)
+    for scheme in (V3 + CHANNEL, V3 + 'range = "dynamic"\nper = "channel"', V2 + 'range = "dynamic"\nper = "channel"'):
+        result = gq.insert(path, rules=rules(tmp_path, scheme, "weight"))
+        (done,) = result.inserted
+        assert result.model.main.op(done.output.op).attrs["axis"] == 2
+
+
+@pytest.mark.parametrize(
+    ("scheme", "role", "changes", "said"),
+    [
+        (V3 + CHANNEL, "weight", {"axis": -1}, "it has no axis -1"),
+        (V3 + CHANNEL, "weight", {"axis": 2}, "it has no axis 2"),
+        (V3 + CHANNEL, "weight", {"scale": [0.5, 0.5]}, "it has 4 channels and the plan gives 2 scales"),
+        (V2 + FIXED, "input", {"range": [1.0, -1.0]}, "'range' is (low, high), finite and in that order"),
+        (V2 + FIXED, "input", {"range": [0.0, float("inf")]}, "'range' is (low, high), finite and in that order"),
+        (V2 + FIXED, "input", {"scale": [0.5], "zero_point": [3]}, "has no zero point, and the plan gives one; give 0"),
+        (V3 + CHANNEL, "weight", {"family": "quantize-and-dequantize-v2"}, "the family quantize-and-dequantize-v3 or"),
+        (V2 + FIXED, "input", {"family": "fake-quant", "bits": 17}, "2 to 16 bits, and the scheme wants 17"),
+    ],
+)
+def test_edited_plans(tmp_path, cli, scheme: str, role: str, changes: dict, said: str) -> None:
+    """A plan that was edited to what no op can do is refused whole."""
+    path, out = net(tmp_path / "net.pb"), tmp_path / "out.pb"
+    data = to_json(gq.plan(path, rules=rules(tmp_path, scheme, role)))
+    for key, value in changes.items():
+        target = data["schemes"]["s"] if key in {"family", "bits"} else data["sites"][0]
+        target[key] = value
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(UsageError) as error:
+        gq.insert(path, plan=tmp_path / "plan.json")
+    assert said in str(error.value)
+    cli("insert", path, "--plan", tmp_path / "plan.json", "-o", out, code=2)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "bits", "dtype", "said"),
+    [
+        ("quantize-and-dequantize-v2", 8, "float16", "no CPU kernel for float16; cast the tensor to float32"),
+        ("fake-quant", 8, "float64", "FakeQuant takes float32"),
+        ("onnx-qdq", 8, "float32", "is for onnx models"),
+    ],
+)
+def test_the_recipe(tmp_path, family: str, bits: int, dtype: str, said: str) -> None:
+    """insert_quant_op changes nothing either."""
+    model = gq.load(net(tmp_path / "net.pb", dtype))
+    before = [op.name for op in model.main.ops()]
+    with pytest.raises(UsageError) as error:
+        gq.insert_quant_op(model, "x", "y", gq.FixedPoint(bits, -4, family=family))
+    assert said in str(error.value)
+    assert [op.name for op in model.main.ops()] == before
