@@ -15,7 +15,8 @@ from graphquant.graph_editor.select import find
 from graphquant.graph_editor.views import Operation, Tensor
 from graphquant.ir import QUANTIZATION_KINDS, Model
 from graphquant.numerics import IntType, QParams, from_scale
-from graphquant.qdq import FAMILIES, Family, Lowering, Request
+from graphquant.qdq import FAMILIES, Family, Lowering, Request, Round
+from graphquant.qdq.base import ROUNDS
 from graphquant.rewrite import FRAMES
 
 RULE = "insert_quant_op"
@@ -40,11 +41,13 @@ class FixedPoint:
         bits: 2 to 16; the recipe has 8 and 16.
         exponent: The scale is 2**exponent.
         family: The QDQ ops that stand for it, by default those of the model's format.
+        round: How values halfway between two steps are rounded, "half-even" or "half-up"; by default as the ops do.
     """
 
     bits: int
     exponent: int
     family: str | None = None
+    round: Round | None = None
 
     def __post_init__(self) -> None:
         """Checks that the numbers can be held.
@@ -65,6 +68,8 @@ class FixedPoint:
         if self.family is not None and self.family not in FAMILIES:
             close = did_you_mean(self.family, FAMILIES) or f" Known are {', '.join(FAMILIES)}."
             raise UsageError(f"There is no family {self.family!r}.{close}")
+        if self.round not in {None, *ROUNDS}:
+            raise UsageError(f"FixedPoint cannot round {self.round!r}. Give 'half-even' or 'half-up', or leave it out.")
 
     @property
     def scale(self) -> float:
@@ -139,6 +144,7 @@ def make_quant_op(graph: Model, tensor: Tensor, name: str, quantizer: FixedPoint
         params=quantizer.params(),
         rule=RULE,
         shape=known.shape,
+        round=quantizer.round,
         in_frame=any(op.kind in FRAMES for op in home.ops()),
         opset=graph.opset,
     )
@@ -165,7 +171,8 @@ def _check(model: Model, tensor: Tensor, name: str, quantizer: FixedPoint) -> Fa
         raise UsageError(f"The family {family.name!r} is for {family.format} models. For this one there are: {known}.")
     if tensor.dtype is None:
         raise UsageError(f"The data type of {tensor} is not known without running the model. Quantize what it reads.")
-    asked = Request(type=IntType(quantizer.bits, signed=True), axis=None, dtype=tensor.dtype, shape=tensor.shape)
+    kind = IntType(quantizer.bits, signed=True)
+    asked = Request(type=kind, axis=None, dtype=tensor.dtype, shape=tensor.shape, round=quantizer.round)
     reason = family.why_not(asked)
     if reason:
         raise UsageError(
