@@ -20,6 +20,7 @@ _PUBLIC = {
     "check_data": "graphquant.pipeline",
     "insert": "graphquant.pipeline",
     "save": "graphquant.pipeline",
+    "to_tf": "graphquant.pipeline",
     "freeze": "graphquant.tflite",
     "convert": "graphquant.tflite",
     "load_stats": "graphquant.calibration",

@@ -93,14 +93,29 @@ class Result:
         return save(self.model, path, force=force)
 
 
-def load(path: str | Path) -> Model:
-    """The model at `path`: an ONNX file, a TensorFlow GraphDef, MetaGraphDef or SavedModel folder, or a TFLite file.
+def load(source: Any, *, outputs: Sequence[Any] = ()) -> Model:
+    """The model at a path, or the model that is an object of TensorFlow.
+
+    Args:
+        source: The path of an ONNX file, a TensorFlow GraphDef, MetaGraphDef or SavedModel folder, a Keras file, or a
+            TFLite file; or a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model, which stays as it
+            is: `to_tf` gives back one like it.
+        outputs: What a tf.Graph or a session's graph is for, tensors or their names; by default all tensors that nobody
+            reads. What leads to none of them, as initializers and optimizers do, is left as it is.
 
     Raises:
+        MissingDependencyError: It is a Keras file, and tensorflow is not installed.
         ModelError: It cannot be read or is not supported.
+        UsageError: It is no model.
     """
-    where = Path(path)
-    model = formats.module(formats.format_of(where)).load(where)
+    if isinstance(source, str | Path):
+        if outputs:
+            raise UsageError(f"{source} is a file, and only a tf.Graph or a session is given outputs. Leave them out.")
+        model = formats.module(formats.format_of(Path(source))).load(Path(source))
+    else:
+        from graphquant.formats.tensorflow import load_live
+
+        model = load_live(source, outputs)
     model.saver = lambda made, out, force: save(made, out, force=force)
     _check_graphs(model, "load")
     return model
@@ -374,18 +389,48 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
     """Writes `model` to `path`, whole or not at all; returns the path.
 
     Raises:
-        UsageError: There is something at `path` and `force` is not given, it cannot be written, or the suffix is
-            another format's.
+        UsageError: There is something at `path` and `force` is not given, it cannot be written, the suffix is another
+            format's, or the model was made of an object in memory.
         ModelError: The model has no such form.
     """
+    if model.alive:
+        raise UsageError(
+            f"The model was made of {model.alive}, in memory, and has no file's form. gq.to_tf(result) gives back one"
+            " like it; write that as you would write your own."
+        )
     where = Path(path)
     check_model_output(where, model.path, model.format, force=force)
     formats.module(model.format).save(model, where)
     return where
 
 
+def to_tf(model: Model | Result) -> Any:
+    """A TensorFlow model as an object in memory, edits included: of the kind that `load` was given.
+
+    Returns:
+        A tf.Graph for a tf.Graph or a graph's file, with the collections; for a session a new one, whose variables have
+        the same values; for a ConcreteFunction, a tf.function or a Keras model a ConcreteFunction of the same
+        signature, which reads the same variables.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: TensorFlow refuses the model.
+        UsageError: It is no TensorFlow model or a SavedModel, or what was inserted has no place in such an object.
+    """
+    made = model.model if isinstance(model, Result) else model
+    if made.format != "tensorflow":
+        raise UsageError(
+            f"{made.path or 'The model'} is in the format {made.format}. Only TensorFlow models become objects."
+        )
+    from graphquant.formats.tensorflow import give_back
+
+    return give_back(made)
+
+
 def default_output(path: Path) -> Path:
-    """`model.onnx` to `model.quant.onnx`, the SavedModel `net/` to `net.quant/`."""
+    """`model.onnx` to `model.quant.onnx`, the SavedModel `net/` to `net.quant/`, and `net.keras` to `net.quant/`."""
+    if path.suffix in formats.KERAS:
+        return path.with_suffix(".quant")
     if path.is_dir():
         named = path if path.name not in {"", ".."} else path.resolve()
         return named.parent / f"{named.name}.quant"
@@ -398,9 +443,16 @@ def check_model_output(path: Path, source: Path | None, form: str, *, force: boo
     Raises:
         UsageError: The name is not one of that format's, or what `check_output` says.
     """
-    check_output(path, source, force=force, folder=source is not None and source.is_dir())
-    suffixes = [suffix for suffix, name in formats.SUFFIXES.items() if name == form]
-    if source is not None and source.is_dir():
+    keras = source is not None and source.suffix in formats.KERAS
+    folder = keras or (source is not None and source.is_dir())
+    check_output(path, source, force=force, folder=folder)
+    suffixes = [suffix for suffix, name in formats.SUFFIXES.items() if name == form and suffix not in formats.KERAS]
+    if keras and path.suffix in formats.KERAS:
+        raise UsageError(
+            f"{path} is named like a Keras file, which holds layers and no ops. The result is a SavedModel: give the"
+            f" name of a folder, {path.with_suffix('')}; keras.layers.TFSMLayer puts it into a Keras model."
+        )
+    if folder:
         if path.suffix in formats.SUFFIXES:
             raise UsageError(
                 f"{path} is named like a file, and a SavedModel is written as a folder."
@@ -572,7 +624,7 @@ def _calibrate_line(source: Model, made: Plan, plan: object) -> str:
     return f"graphquant calibrate {where} --data SPEC{rules}{' --all' if plan else ''} -o stats.gqs"
 
 
-def _loaded(model: Model | str | Path) -> Model:
+def _loaded(model: Any) -> Model:
     return model if isinstance(model, Model) else load(model)
 
 

@@ -108,12 +108,12 @@ def test_bit_flipped_model(cli: Callable[..., Any], here: Path, name: str) -> No
 def test_folder_and_missing_file(refused: Callable[..., str]) -> None:
     """A folder that is no SavedModel, a path that is not there, and a file of another kind are told apart."""
     Path("folder").mkdir()
-    Path("model.h5").write_bytes(b"\x89HDF")
+    Path("model.bin").write_bytes(b"\x89HDF")
     assert "folder is a folder without saved_model.pb" in refused("insert", "folder", code=3)
     text = refused("insert", "digits.onnx", code=3)
     assert "There is no file digits.onnx. Models in that folder: digits_cnn.onnx" in text
-    text = refused("inspect", "model.h5", code=3)
-    assert "unknown suffix '.h5'" in text
+    text = refused("inspect", "model.bin", code=3)
+    assert "unknown suffix '.bin'" in text
     assert ".onnx" in text
 
 

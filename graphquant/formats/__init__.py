@@ -111,7 +111,12 @@ SUFFIXES: dict[str, str] = {
     ".pbtxt": "tensorflow",
     ".meta": "tensorflow",
     ".tflite": "tflite",
+    ".keras": "tensorflow",
+    ".h5": "tensorflow",
 }
+
+KERAS = (".keras", ".h5")
+"""Suffixes of files that Keras exports to a SavedModel, as which the model is written."""
 
 
 def module(name: str) -> FormatModule:
@@ -139,4 +144,14 @@ def format_of(path: Path) -> str:
     return SUFFIXES[path.suffix]
 
 
-__all__ = ["FORMATS", "SUFFIXES", "Feeds", "FormatModule", "InputSpec", "Runner", "format_of", "module"]
+__all__ = [
+    "FORMATS",
+    "KERAS",
+    "SUFFIXES",
+    "Feeds",
+    "FormatModule",
+    "InputSpec",
+    "Runner",
+    "format_of",
+    "module",
+]

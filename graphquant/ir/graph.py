@@ -285,6 +285,8 @@ class Model:
         entries: The graphs that a run may start with; a TFLite file has one for each signature.
         saved: Graphs that no run starts with and that say what whoever loads the model may call, and with which
             variables: the saved functions of a SavedModel.
+        alive: The object in memory that the model was made of ("the session"), "" for a file. Its variables go on
+            training, so that none may become a constant.
         saver: Writes the model, set by whoever loaded it.
     """
 
@@ -297,6 +299,7 @@ class Model:
     opset: int = 0
     entries: tuple[str, ...] = ("",)
     saved: tuple[str, ...] = ()
+    alive: str = ""
     saver: Callable[[Model, Path, bool], Path] | None = None
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
@@ -372,6 +375,7 @@ class Model:
             opset=self.opset,
             entries=self.entries,
             saved=self.saved,
+            alive=self.alive,
             saver=self.saver,
         )
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.give_back import give_back
+from graphquant.formats.tensorflow.live import load_live
 from graphquant.formats.tensorflow.load import load
 from graphquant.formats.tensorflow.run import inputs, runner
 from graphquant.formats.tensorflow.save import save
@@ -40,4 +42,16 @@ def skeleton(model: Model) -> str:
     return proto.to_text(message)
 
 
-__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "inputs", "load", "runner", "save", "skeleton", "upgrade"]
+__all__ = [
+    "DEFAULT_RULES",
+    "FAMILY",
+    "emit",
+    "give_back",
+    "inputs",
+    "load",
+    "load_live",
+    "runner",
+    "save",
+    "skeleton",
+    "upgrade",
+]

@@ -41,16 +41,18 @@ def freeze(model: Model) -> Model:
     source: Source = model.source
     tensorflow = installed()
     with _refusals(tensorflow), _silence():
-        if source.form == "GraphDef" and len(model.graphs) == 1:
+        if source.form == "GraphDef" and len(model.graphs) == 1 and not (source.live and source.live.values):
             graph_def = type(source.message)()
             graph_def.CopyFrom(emit(model))
         else:
-            made, ends = _frozen(tensorflow, model)
-            graph_def = _renamed(proto.parse_binary(made, proto.GraphDef(), source=str(source.file)), ends)
+            data, ends = _frozen(tensorflow, model)
+            graph_def = _renamed(proto.parse_binary(data, proto.GraphDef(), source=str(source.file)), ends)
         _add_shapes(tensorflow, graph_def)
     digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
     frozen = Source(message=graph_def, index=0, text=False, file=source.file, folder=None, digest=digest)
-    return build(frozen, model.path or source.file)
+    made = build(frozen, model.path or source.file)
+    made.path = model.path
+    return made
 
 
 def _add_shapes(tensorflow: Any, graph_def: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
+from graphquant.formats import KERAS
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.evaluate import evaluate
 from graphquant.formats.tensorflow.learned import MARK, first_values
@@ -45,11 +46,16 @@ _NO_RESULTS: Final = frozenset({"string", "resource", "variant"})
 
 
 def load(path: Path) -> Model:
-    """Reads the GraphDef, MetaGraphDef or SavedModel at `path`, whatever its suffix.
+    """Reads the GraphDef, MetaGraphDef or SavedModel at `path`, whatever its suffix, or the Keras file.
 
     Raises:
+        MissingDependencyError: It is a Keras file, and tensorflow is not installed.
         ModelError: There is no such model there, it is damaged, or it is not supported.
     """
+    if path.suffix in KERAS and path.is_file():
+        from graphquant.formats.tensorflow.keras import load_keras
+
+        return load_keras(path)
     return build(read(path), path)
 
 
@@ -125,7 +131,7 @@ class _Loader:
             results.append((f"@{arg.name}", names.tensor(function.ret[arg.name], f"the result {arg.name!r}")))
         self._fill(graph, function.node_def, names)
         for label, tensor in results:
-            _add_result(graph, label, tensor)
+            add_result(graph, label, tensor)
 
     def _fill(self, graph: Graph, nodes: Iterable[Any], names: Names) -> None:
         """Adds an op for each node and wires them; loops need their ops before their edges."""
@@ -206,7 +212,7 @@ class _Loader:
                 tensor = _signature_tensor(main, signatures[key].outputs[label].name, f"{key}/{label}")
                 if tensor is not None and tensor not in seen:
                     seen.add(tensor)
-                    _add_result(main, f"@{key}/{label}", (tensor.op, tensor.port), {"tensor": str(tensor)})
+                    add_result(main, f"@{key}/{label}", (tensor.op, tensor.port), {"tensor": str(tensor)})
         return bool(seen)
 
 
@@ -362,7 +368,7 @@ def _signature_tensor(main: Graph, name: str, where: str) -> TensorRef | None:
     return TensorRef("", op, int(port or 0))
 
 
-def _add_result(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping[str, Any] = NO_ATTRS) -> None:
+def add_result(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping[str, Any] = NO_ATTRS) -> None:
     if label in graph:
         raise ModelError(f"{label!r} is returned twice. The model file is damaged.")
     graph.add(Op(name=label, kind="output", type=RESULT, attrs=attrs), [TensorRef(graph.name, *tensor)])
@@ -380,4 +386,4 @@ def _add_sinks(graph: Graph) -> None:
                 op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")
             ):
                 continue
-            _add_result(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))
+            add_result(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))

@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.learned import INITIALIZER, learned
+from graphquant.formats.tensorflow.learned import INITIALIZER, MARK, learned
 from graphquant.formats.tensorflow.observe import queue_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from graphquant.formats.tensorflow.learned import Learned
+    from graphquant.formats.tensorflow.live import Live
     from graphquant.formats.tensorflow.source import Source
     from graphquant.ir import Model, TensorRef
 
-__all__ = ["INIT_SIGNATURE", "Session", "Watch", "tensorflow"]
+__all__ = ["INIT_SIGNATURE", "Session", "Watch", "assign", "tensorflow"]
 
 INIT_SIGNATURE: Final = "__saved_model_init_op"
 INIT_COLLECTIONS: Final = ("saved_model_main_op", "legacy_init_op")
@@ -56,6 +57,11 @@ class Session:
     def start(cls, tensorflow: Any, model: Model) -> Session:
         """Imports the model, restores its variables and initializes it."""
         source: Source = model.source
+        if source.live is not None and source.live.foreign:
+            raise ModelError(
+                f"{source.live.what} captured something that is no variable, {source.live.foreign!r}, and cannot run"
+                " apart from it. Use ranges that need no data, or save it as a SavedModel and calibrate that."
+            )
         message = emit(model)
         v1 = tensorflow.compat.v1
         graph_def = v1.GraphDef.FromString(proto.to_binary(_uncompiled(source.graph_def(message))))
@@ -79,6 +85,8 @@ class Session:
         made._assign(learned(model))
         if meta is not None:
             made._restore_rest(model)
+        elif source.live is not None:
+            made._take_over(source.live)
         return made
 
     def sizes(self, names: Sequence[str]) -> list[Any]:
@@ -156,6 +164,19 @@ class Session:
                     fed = v1.placeholder(value.dtype)
                     self.run(raw.AssignVariableOp(resource=handle, value=fed), {fed: value})
 
+    def _take_over(self, live: Live) -> None:
+        """Gives the variables the values that they have in the object that the model was made of."""
+        kinds = {"VarHandleOp", "VariableV2", "Variable"}
+        variables = [op for op in self.graph.get_operations() if op.type in kinds and MARK not in op.node_def.attr]
+        if variables and not live.values:
+            raise ModelError(
+                f"The variables of {live.what}, {variables[0].name!r} first, have values only in a session."
+                " Give gq.load the session."
+            )
+        for op in variables:
+            if op.name in live.values:
+                assign(self.tf, self.session, op, live.values[op.name]())
+
     def operation(self, name: str) -> Any:
         """The operation that makes the tensor `name`."""
         with _refusals(self.tf):
@@ -187,6 +208,23 @@ class Watch:
         seen.update((tensor, [value]) for tensor, value in zip(self.direct, values, strict=False))
         seen.update(zip(self.queued, self.session.drain(list(self.queued.values())), strict=True))
         return seen
+
+
+def assign(tensorflow: Any, session: Any, variable: Any, value: Any) -> None:
+    """Gives the variable that the operation `variable` makes a value, by an operation of its graph if it has one."""
+    kinds, handle = {"AssignVariableOp", "Assign"}, variable.outputs[0]
+    setters = (one for one in handle.consumers() if one.type in kinds and one.inputs[0] is handle)
+    setter = next((one for one in setters if not one.control_inputs), None)
+    if setter is None:
+        raw = tensorflow.raw_ops
+        with variable.graph.as_default(), tensorflow.device(variable.device):
+            given = tensorflow.compat.v1.placeholder(value.dtype, value.shape)
+            if variable.type == "VarHandleOp":
+                setter = raw.AssignVariableOp(resource=handle, value=given)
+            else:
+                setter = raw.Assign(ref=handle, value=given, validate_shape=False).op
+    with _refusals(tensorflow):
+        session.run(setter, {setter.inputs[1]: value})
 
 
 def _uncompiled(graph_def: Any) -> Any:

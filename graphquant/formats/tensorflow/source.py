@@ -14,6 +14,8 @@ from graphquant.formats.tensorflow.variables import resolve_variables
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from graphquant.formats.tensorflow.live import Live
+
 __all__ = ["Source", "read"]
 
 SAVED_MODEL_FILES: Final = ("saved_model.pb", "saved_model.pbtxt")
@@ -30,6 +32,8 @@ class Source:
         file: The file that was read.
         folder: A SavedModel's folder, None for the others.
         digest: Hex SHA-256 of the file.
+        live: The object in memory that stands in the place of the file, None where there is a file.
+        room: The temporary folder that holds the files, which goes when nobody needs the model any more.
     """
 
     message: Any
@@ -38,6 +42,8 @@ class Source:
     file: Path
     folder: Path | None
     digest: str
+    live: Live | None = None
+    room: Any = None
 
     @property
     def form(self) -> str:
@@ -56,7 +62,7 @@ class Source:
 
     def prefix(self) -> Path | None:
         """The path prefix of the model's checkpoint, None if there is none."""
-        if self.form == "GraphDef":
+        if self.form == "GraphDef" or self.live is not None:
             return None
         prefix = self.folder / "variables" / "variables" if self.folder is not None else self.file.with_suffix("")
         return prefix if prefix.with_name(prefix.name + ".index").is_file() else None

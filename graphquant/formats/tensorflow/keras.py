@@ -1,0 +1,243 @@
+"""Keras models: those in memory by tracing, those in `.keras` and `.h5` files by Keras' own export to a SavedModel.
+
+A Keras file may hold Python code (Lambda layers), names of anybody's classes and links to other files. Nothing of that
+is followed: what a file says is looked through before Keras sees it, and Keras loads in its safe mode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import warnings
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from graphquant.errors import MissingDependencyError, ModelError, UsageError
+from graphquant.formats.tensorflow.live import rename
+from graphquant.formats.tensorflow.load import build
+from graphquant.formats.tensorflow.session import _first_line, _silence, tensorflow
+from graphquant.formats.tensorflow.source import read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphquant.ir import Model
+
+__all__ = ["load_keras", "traced"]
+
+MAX_CONFIG_BYTES: Final = 1 << 26
+MAX_EXPANSION: Final = 100
+"""Keras stores its zip members as they are; one that grows more is made to fill memory."""
+
+_CONFIG: Final = "config.json"
+_WEIGHTS: Final = "model.weights.h5"
+_CODE: Final = frozenset({"Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"})
+"""Classes whose configuration is code, or leads to files with code."""
+
+_PACKAGES: Final = frozenset({"keras", "builtins"})
+"""Where classes may come from; "builtins" is what Keras writes for its own functions."""
+
+_BREAKS: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+)
+"""What Keras raises for a file that is damaged or not its own."""
+
+
+def traced(tensorflow: Any, keras: Any, model: Any) -> Any:
+    """The ConcreteFunction of a Keras model in memory, as Keras exports it: in inference, for any batch size.
+
+    Raises:
+        ModelError: Keras refuses.
+        UsageError: Keras does not run on TensorFlow, or the model was never built.
+    """
+    _check_backend(keras)
+    from keras.src.export.export_utils import get_input_signature
+
+    def call(*inputs: Any) -> Any:
+        return model(*inputs)
+
+    # A tensor's own name counts the tensors of the process; that of its layer is what whoever made the model knows.
+    layers = iter([tensor._keras_history.operation.name for tensor in getattr(model, "inputs", None) or ()])  # noqa: SLF001
+
+    def spec(one: Any) -> Any:
+        return tensorflow.TensorSpec(one.shape, one.dtype, name=next(layers, one.name))
+
+    try:
+        signature = keras.tree.map_structure(spec, get_input_signature(model))
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"The Keras model {model.name!r} does not say what its inputs are. Call it once on a batch first."
+        ) from error
+    try:
+        return tensorflow.function(call, input_signature=signature, autograph=False).get_concrete_function()
+    except _BREAKS as error:
+        raise ModelError(f"Keras cannot trace the model {model.name!r}: {_first_line(str(error))}.") from error
+
+
+def load_keras(path: Path) -> Model:
+    """The model in a `.keras` or `.h5` file, as the SavedModel that Keras exports; it is written as one.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: The file is damaged, or has code in it.
+        UsageError: Keras does not run on TensorFlow.
+    """
+    _check(path)
+    try:
+        tensorflow()
+    except MissingDependencyError as error:
+        raise MissingDependencyError(
+            f"{path} is a Keras file, which Keras reads with TensorFlow, and tensorflow is not installed."
+            " Install it with: pip install 'graphquant[tensorflow]'"
+        ) from error
+    room = tempfile.TemporaryDirectory(prefix="graphquant-keras-", ignore_cleanup_errors=True)
+    folder = Path(room.name) / "model"
+    with _silence(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _export(path, folder)
+    source = read(folder)
+    _rename(source.meta_graph(source.message))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return build(replace(source, digest=digest, room=room), path)
+
+
+def _export(path: Path, folder: Path) -> None:
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    import keras
+
+    _check_backend(keras)
+    try:
+        model = keras.saving.load_model(path, compile=False, safe_mode=True)
+        model.export(folder, format="tf_saved_model", verbose=False)
+    except _BREAKS as error:
+        raise ModelError(
+            f"Keras {keras.__version__} cannot read {path}: {_first_line(str(error))} Export it to a SavedModel with"
+            " model.export(folder), where it was made, and give that folder."
+        ) from error
+
+
+def _rename(meta: Any) -> None:
+    """Gives functions the same names whenever the file is read."""
+    names, objects = rename(meta.graph_def), meta.object_graph_def
+    for old, new in names.items():
+        if old != new and old in objects.concrete_functions:
+            objects.concrete_functions[new].CopyFrom(objects.concrete_functions[old])
+            del objects.concrete_functions[old]
+    for node in objects.nodes:
+        if node.WhichOneof("kind") == "function":
+            node.function.concrete_functions[:] = [names.get(one, one) for one in node.function.concrete_functions]
+        elif node.WhichOneof("kind") == "bare_concrete_function":
+            bare = node.bare_concrete_function
+            bare.concrete_function_name = names.get(bare.concrete_function_name, bare.concrete_function_name)
+
+
+def _check_backend(keras: Any) -> None:
+    backend = keras.config.backend()
+    if backend != "tensorflow":
+        raise UsageError(f"Keras runs on {backend} here. Set KERAS_BACKEND=tensorflow before it is imported.")
+
+
+# -- what a file holds -----------------------------------------------------------------------------
+
+
+def _check(path: Path) -> None:
+    """Refuses a file that is none of Keras, would run code, or leads out of itself."""
+    try:
+        config = _zip_config(path) if path.suffix == ".keras" else _h5_config(path)
+        known = json.loads(config)
+    except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile) as error:
+        raise ModelError(f"{path} is no Keras model: {_first_line(str(error))} It may be damaged.") from error
+    for entry in _dicts(known):
+        name, module = entry.get("class_name"), entry.get("module")
+        if name in _CODE:
+            layer = _name(entry)
+            raise ModelError(
+                f"{path} has the {str(name).strip('_')} layer{layer}, which is code in the model's file or a way to it."
+                " It is not run. Where you trust it, export the model with model.export(folder) and give that folder."
+            )
+        if isinstance(name, str) and isinstance(module, str) and module.partition(".")[0] not in _PACKAGES:
+            raise ModelError(
+                f"{path} needs the class {name!r} of {module!r}, which is not of Keras and is not imported. Export the"
+                " model to a SavedModel with model.export(folder), where it was made, and give that folder."
+            )
+
+
+def _name(entry: dict[str, Any]) -> str:
+    config = entry.get("config")
+    name = config.get("name") if isinstance(config, dict) else None
+    return f" {name!r}" if isinstance(name, str) else ""
+
+
+def _dicts(known: Any) -> Iterator[dict[str, Any]]:
+    """All objects of a JSON value."""
+    todo = [known]
+    while todo:
+        here = todo.pop()
+        if isinstance(here, dict):
+            yield here
+            todo.extend(here.values())
+        elif isinstance(here, list):
+            todo.extend(here)
+
+
+def _zip_config(path: Path) -> bytes:
+    """The configuration in a `.keras` file, whose members are looked through."""
+    with zipfile.ZipFile(path) as archive:
+        for info in archive.infolist():
+            if info.file_size > MAX_CONFIG_BYTES and info.file_size > MAX_EXPANSION * info.compress_size:
+                raise ValueError(f"{info.filename[:60]!r} would unpack to {info.file_size} bytes.")
+        if archive.getinfo(_CONFIG).file_size > MAX_CONFIG_BYTES:
+            raise ValueError("its configuration is too large.")
+        if _WEIGHTS in archive.namelist():
+            with archive.open(_WEIGHTS) as weights:
+                _check_h5(weights)
+        return archive.read(_CONFIG)
+
+
+def _h5_config(path: Path) -> bytes:
+    import h5py
+
+    _check_h5(path)
+    with h5py.File(path, "r") as file:
+        config = file.attrs.get("model_config")
+    if config is None:
+        raise ValueError("it holds weights alone, without the layers. Save the whole model.")
+    return config.encode() if isinstance(config, str) else bytes(config)
+
+
+def _check_h5(file: Any) -> None:
+    """Refuses what leads to other files."""
+    import h5py
+
+    with h5py.File(file, "r") as opened:
+        todo: list[Any] = [opened]
+        seen = set()
+        while todo:
+            group = todo.pop()
+            if group.id in seen:
+                continue
+            seen.add(group.id)
+            for key in group:
+                link, item = group.get(key, getlink=True), None
+                leaves = isinstance(link, h5py.ExternalLink)
+                if not leaves:
+                    item = group.get(key)
+                    leaves = isinstance(item, h5py.Dataset) and bool(item.external or item.is_virtual)
+                if leaves:
+                    raise ValueError(f"{key[:60]!r} is kept in another file.")
+                if isinstance(item, h5py.Group):
+                    todo.append(item)

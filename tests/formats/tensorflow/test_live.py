@@ -1,0 +1,584 @@
+"""Objects of TensorFlow go in and come back: graphs, sessions, functions and Keras models, beside what trains them."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant import graph_editor as ge
+from graphquant.errors import ModelError, UsageError
+
+pytestmark = pytest.mark.slow
+
+tf = pytest.importorskip("tensorflow")
+v1 = tf.compat.v1
+
+Array = np.ndarray[Any, Any]
+Q8 = gq.FixedPoint(bits=8, exponent=-4)
+rng = np.random.default_rng(7)
+X = rng.normal(size=(4, 6)).astype(np.float32)
+IMAGES = rng.normal(size=(4, 8, 8, 1)).astype(np.float32)
+LABELS = np.array([0, 1, 2, 0])
+KERNEL = rng.normal(size=(6, 3)).astype(np.float32)
+
+
+def by_hand(x: Any) -> Any:
+    """What Q8 makes of a tensor, with TensorFlow's own op."""
+    return tf.quantization.fake_quant_with_min_max_vars(x, Q8.min, Q8.max, num_bits=8, narrow_range=True)
+
+
+def pass_through(x: Any) -> Any:
+    """What Q8 makes of a tensor with QuantizeAndDequantizeV2, whose gradient is that of the identity."""
+    return tf.raw_ops.QuantizeAndDequantizeV2(
+        input=x, input_min=Q8.min, input_max=Q8.max, range_given=True, narrow_range=True
+    )
+
+
+def clipped(x: Any) -> Any:
+    """The same values with V4, whose gradient is 0 out of the range."""
+    return tf.quantization.quantize_and_dequantize_v2(
+        x, Q8.min, Q8.max, range_given=True, narrow_range=True, round_mode="HALF_TO_EVEN"
+    )
+
+
+def dense(*, scale: float = 1.0, resource: bool = True, labels: bool = False) -> Any:
+    """A tf.Graph with a matrix product whose kernel is a variable, and a loss if it has `labels`."""
+    graph = tf.Graph()
+    with graph.as_default():
+        x = v1.placeholder(tf.float32, [None, 6], name="x")
+        kernel = v1.get_variable("kernel", initializer=KERNEL * np.float32(scale), use_resource=resource)
+        logits = tf.identity(tf.matmul(x, kernel, name="product"), name="logits")
+        if labels:
+            y = v1.placeholder(tf.int64, [None], name="y")
+            tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits), name="loss")
+        v1.global_variables_initializer()
+    return graph
+
+
+def started(graph: Any) -> Any:
+    """A session whose variables have their first values."""
+    session = v1.Session(graph=graph)
+    session.run("init")
+    return session
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+def test_graph_comes_back_as_a_graph() -> None:
+    """Nodes, control edges, devices and collections stay, one op is new, and what was given is as it was."""
+    graph = tf.Graph()
+    with graph.as_default():
+        x = v1.placeholder(tf.float32, [None, 6], name="x")
+        kernel = tf.constant(KERNEL, name="kernel")
+        with tf.device("/cpu:0"), tf.control_dependencies([tf.no_op(name="before")]):
+            product = tf.matmul(x, kernel, name="product")
+        tf.nn.relu(product, name="out")
+        tf.identity(x, name="skip")
+        v1.add_to_collection("mine", product)
+        v1.add_to_collection("numbers", 3)
+    before = graph.as_graph_def(add_shapes=True)
+    model = gq.load(graph)
+    assert gq.insert_quant_op(model, "x:0", "product", Q8) == 1
+    made = gq.to_tf(model)
+    assert graph.as_graph_def(add_shapes=True) == before
+    ours = {node.name: node for node in made.as_graph_def(add_shapes=True).node}
+    for node in before.node:
+        if node.name != "product":
+            assert ours[node.name] == node
+    assert ours["product"].input[0] == "product/SlimQuant/quant"
+    assert list(ours["product"].input[1:]) == ["kernel", "^before"]
+    assert ours["product"].device == "/device:CPU:0"
+    assert made.get_collection("mine") == [made.get_tensor_by_name("product:0")]
+    assert made.get_collection("numbers") == [3]
+    assert made.get_tensor_by_name("out:0").shape == [None, 3]
+    with v1.Session(graph=made) as session:
+        out, skip = session.run(["out:0", "skip:0"], {"x:0": X * 10})
+    assert np.array_equal(out, tf.nn.relu(tf.matmul(by_hand(X * 10), KERNEL)).numpy())
+    assert np.array_equal(skip, X * 10)
+
+
+def test_default_graph() -> None:
+    """The default graph is a graph as any other."""
+    with tf.Graph().as_default():
+        tf.matmul(v1.placeholder(tf.float32, [None, 6], name="x"), KERNEL, name="product")
+        model = gq.load(v1.get_default_graph())
+        gq.insert_quant_op(model, "x:0", "product", Q8)
+        made = gq.to_tf(model)
+        assert made is not v1.get_default_graph()
+        assert len(v1.get_default_graph().get_operations()) == 3
+    assert made.get_operation_by_name("product").inputs[0].op.type == "FakeQuantWithMinMaxVars"
+
+
+def test_graphs_of_one_name_do_not_mix() -> None:
+    """Two graphs and sessions with the same names, used by turns: each has its own values, ops and ranges."""
+    scales = (1.0, 5.0)
+    sessions = [started(dense(scale=scale)) for scale in scales]
+    models = [gq.load(session) for session in sessions]
+    results = [gq.insert(model, rules=["weight_only"]) for model in models]
+    found = [result.inserted[0].params.scale for result in reversed(results)][::-1]
+    for scale, step, result, session in zip(scales, found, results, sessions, strict=True):
+        np.testing.assert_allclose(step, np.abs(KERNEL).max(0) * scale / 127, rtol=1e-6)
+        made = gq.to_tf(result)
+        values = made.run("logits:0", {"x:0": X})
+        expected = X @ (np.round(KERNEL * scale / step) * step)
+        np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(session.run("logits:0", {"x:0": X}), X @ (KERNEL * scale), rtol=1e-4, atol=1e-4)
+
+
+def test_functions_of_a_graph_have_their_new_gradients() -> None:
+    """What a graph calls is quantized inside, in branches too, and gradients are those of the edited function."""
+    graph = tf.Graph()
+    with graph.as_default():
+        x = v1.placeholder(tf.float32, [None, 6], name="x")
+
+        @tf.function
+        def layer(z: Any) -> Any:
+            return tf.matmul(z, KERNEL, name="product")
+
+        called = layer(x)
+        branch = tf.cond(tf.reduce_sum(x) > 0, lambda: layer(x) * 2.0, lambda: layer(x))
+        tf.reduce_sum(called + branch, name="out")
+    model = gq.load(graph)
+    gq.insert_quant_op(model, "z:0", "product", gq.FixedPoint(8, -4, family="quantize-and-dequantize-v4"))
+    made = gq.to_tf(model)
+    with made.as_default():
+        gradient = tf.gradients(made.get_tensor_by_name("out:0"), made.get_tensor_by_name("x:0"))[0]
+    far = np.abs(X) * 20
+    with v1.Session(graph=made) as session:
+        found = session.run([gradient, "out:0"], {"x:0": far})
+    inside = far <= Q8.max
+    assert 0 < inside.sum() < far.size
+    assert np.array_equal(found[0], np.where(inside, 3 * KERNEL.sum(1), 0).astype(np.float32))
+    np.testing.assert_allclose(found[1], 3 * (clipped(far).numpy() @ KERNEL).sum(), rtol=1e-5)
+
+
+def test_loop_of_tensorflow_1_trains() -> None:
+    """An op inserted into the frame of a while loop is part of the loop: its gradient runs in each round."""
+    graph = tf.Graph()
+    v1.disable_control_flow_v2()
+    try:
+        with graph.as_default():
+            x = v1.placeholder(tf.float32, [], name="x")
+            v1.while_loop(
+                lambda i, _: i < 3, lambda i, y: (i + 1, tf.multiply(y, x, name="step")), [0, 1.0], name="loop"
+            )
+    finally:
+        v1.enable_control_flow_v2()
+    model = gq.load(graph, outputs=["loop/Exit_1:0"])
+    assert gq.insert_quant_op(model, "loop/step:0", "NextIteration", gq.FixedPoint(16, -8)) == 1
+    made = gq.to_tf(model)
+    with made.as_default():
+        gradient = tf.gradients(made.get_tensor_by_name("loop/Exit_1:0"), made.get_tensor_by_name("x:0"))[0]
+    with v1.Session(graph=made) as session:
+        value, slope = session.run(["loop/Exit_1:0", gradient], {"x:0": 1.5})
+    assert value == pytest.approx(1.5**3, abs=1 / 128)
+    assert slope == pytest.approx(3 * 1.5**2, rel=0.01)
+
+
+def test_imported_beside_its_session() -> None:
+    """The quantized graph, imported into the graph it came from, reads the session's own variables and trains them."""
+    graph = dense(labels=True)
+    session = started(graph)
+    model = gq.load(graph)
+    gq.insert_quant_op(model, "x:0", "product", Q8)
+    quantized = gq.to_tf(model).as_graph_def()
+    with graph.as_default():
+        (shared,) = tf.import_graph_def(quantized, return_elements=["logits:0"], name="shared")
+        handle = graph.get_tensor_by_name("kernel:0")
+        (loss,) = tf.import_graph_def(quantized, {"kernel:0": handle}, ["loss:0"], name="trained")
+        step = v1.train.GradientDescentOptimizer(0.5).minimize(loss, var_list=v1.trainable_variables())
+    fed = {"x:0": X, "shared/x:0": X, "trained/x:0": X, "trained/y:0": LABELS}
+    losses = [session.run([loss, step], fed)[0] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    kernel = session.run("kernel/Read/ReadVariableOp:0")
+    assert not np.allclose(kernel, KERNEL)
+    np.testing.assert_allclose(session.run(shared, fed), by_hand(X).numpy() @ kernel, rtol=1e-5, atol=1e-5)
+
+
+def test_training_graph() -> None:
+    """With its outputs named, a graph needs no labels, and what trains it is left as it is."""
+    graph = dense(labels=True)
+    with graph.as_default():
+        v1.train.AdamOptimizer(0.1).minimize(graph.get_tensor_by_name("loss:0"))
+        v1.global_variables_initializer()
+    session = v1.Session(graph=graph)
+    session.run("init_1")
+    model = gq.load(session, outputs=[graph.get_tensor_by_name("logits:0")])
+    result = gq.insert(model, rules=["tflite"], data="random:4")
+    touched = {use.op for done in result.inserted for use in done.site.uses}
+    assert "product" in touched
+    assert not [name for name in touched if name.startswith("gradients")]
+    made = gq.to_tf(result)
+    losses = [made.run(["loss:0", "Adam"], {"x:0": X, "y:0": LABELS})[0] for _ in range(5)]
+    assert losses[-1] < losses[0]
+    assert np.array_equal(session.run("kernel/Read/ReadVariableOp:0"), KERNEL)
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resource", [True, False])
+def test_session(resource: bool) -> None:
+    """Ranges come from the session's present values, nothing is added to its graph, and a new session trains on."""
+    graph = dense(labels=True, resource=resource)
+    session = started(graph)
+    with graph.as_default():
+        variable = v1.global_variables()[0]
+        session.run(variable.initializer, {variable.initializer.inputs[1]: KERNEL * 2})
+    graph.finalize()
+    result = gq.insert(session, rules=["weight_only"])
+    np.testing.assert_allclose(result.inserted[0].params.scale, np.abs(KERNEL).max(0) * 2 / 127, rtol=1e-6)
+    made = gq.to_tf(result)
+    with made.graph.as_default():
+        (mine,) = v1.trainable_variables()
+        loss = made.graph.get_tensor_by_name("loss:0")
+        step = v1.train.GradientDescentOptimizer(0.5).minimize(loss)
+    assert np.array_equal(made.run(mine), KERNEL * 2)
+    fed = {"x:0": X, "y:0": LABELS}
+    losses = [made.run([loss, step], fed)[0] for _ in range(5)]
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < losses[0]
+    assert not np.allclose(made.run(mine), KERNEL * 2)
+    assert np.array_equal(session.run(variable), KERNEL * 2)
+
+
+def test_calibrated_session(tmp_path: Any) -> None:
+    """The model runs with the session's values; one without a session is refused where they are needed."""
+    graph = dense()
+    np.savez(tmp_path / "x.npz", x=X)
+    result = gq.insert(started(graph), rules=["tflite"], data=str(tmp_path / "x.npz"), method="minmax")
+    (site,) = [done for done in result.inserted if done.site.tensor.op == "x"]
+    assert site.params.scale == pytest.approx((X.max() - X.min()) / 255, rel=1e-2)
+    frozen = gq.freeze(gq.load(started(graph)))
+    assert not [op for op in frozen.main.ops() if op.kind == "variable"]
+    with pytest.raises(ModelError, match=r"'kernel' first, have values only in a session\. Give gq\.load the session"):
+        gq.insert(graph, rules=["tflite"], data=str(tmp_path / "x.npz"))
+
+
+def test_session_without_values() -> None:
+    """A variable that was not initialized is named; a closed session too is told."""
+    session = v1.Session(graph=dense())
+    with pytest.raises(ModelError, match=r"'kernel' has no value in the session\. Run its initializer"):
+        gq.insert(session, rules=["weight_only"])
+    session = started(dense())
+    model = gq.load(session)
+    session.close()
+    with pytest.raises(ModelError, match="The session is closed"):
+        gq.insert(model, rules=["weight_only"])
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+
+class Net(tf.Module):
+    """A model with nested functions, a branch, a loop, a captured constant and a structure of results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = tf.Variable(KERNEL, name="kernel")
+        self.bias = tf.Variable(np.zeros(3, np.float32), name="bias")
+        self.shift = tf.constant([0.5, -0.25, 0.125])
+        self.quantize: Any = lambda z: z
+
+    @tf.function
+    def layer(self, z: Any) -> Any:
+        """A matrix product."""
+        return tf.matmul(self.quantize(z), self.kernel, name="product") + self.bias
+
+    @tf.function
+    def __call__(self, pair: dict[str, Any], flag: Any, *, gain: float = 2.0) -> Any:
+        """Two logits from `pair`, and how often the loop ran."""
+        one = self.layer(pair["one"])
+        both = tf.cond(flag, lambda: self.layer(pair["two"]) + self.shift, lambda: one * gain)
+        i, looped = tf.while_loop(
+            lambda i, _: i < 2, lambda i, y: (i + 1, y + self.layer(pair["two"])), [0, tf.zeros_like(one)]
+        )
+        return {"one": one, "more": [both, (looped, i), None]}
+
+    def concrete(self) -> Any:
+        """The function for batches of any size."""
+        spec = tf.TensorSpec([None, 6])
+        return self.__call__.get_concrete_function({"one": spec, "two": spec}, tf.TensorSpec([], tf.bool), gain=3.0)
+
+
+PAIR = {"one": tf.constant(X), "two": tf.constant(X[::-1] * 3)}
+
+
+def quantized(concrete: Any, family: str | None = None) -> Any:
+    """The function with Q8 before each matrix product."""
+    model = gq.load(concrete)
+    assert gq.insert_quant_op(model, "z:0", "product", gq.FixedPoint(8, -4, family=family)) == 1
+    return gq.to_tf(model)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+def test_function_comes_back_as_a_callable(flag: bool) -> None:
+    """Same signature, same structure, and in every body exactly what the same code with the op written in gives."""
+    net, twin = Net(), Net()
+    concrete = net.concrete()
+    before = concrete(PAIR, tf.constant(flag), gain=3.0)
+    made = quantized(concrete)
+    twin.quantize = by_hand
+    expected = twin.concrete()(PAIR, tf.constant(flag), gain=3.0)
+    found = made(PAIR, tf.constant(flag), gain=3.0)
+    tf.nest.assert_same_structure(found, expected)
+    assert found["more"][2] is None
+    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
+        assert one is other is None or np.array_equal(one, other)
+    assert made.structured_input_signature == concrete.structured_input_signature
+    assert [variable is net.kernel or variable is net.bias for variable in made.trainable_variables] == [True, True]
+    after = concrete(PAIR, tf.constant(flag), gain=3.0)
+    assert all(
+        np.array_equal(a, b) for a, b in zip(tf.nest.flatten(before)[:3], tf.nest.flatten(after)[:3], strict=True)
+    )
+
+
+def test_variables_are_shared() -> None:
+    """What is assigned to the user's variable is what the callable reads, and it trains the user's own."""
+    net = Net()
+    made = quantized(net.concrete())
+    net.bias.assign([10.0, 20.0, 30.0])
+    found = made(PAIR, tf.constant(True), gain=3.0)["one"]
+    np.testing.assert_allclose(found, by_hand(X).numpy() @ KERNEL + [10, 20, 30], rtol=1e-5)
+    net.bias.assign(np.zeros(3))
+    losses = []
+    for _ in range(5):
+        with tf.GradientTape() as tape:
+            logits = made(PAIR, tf.constant(True), gain=3.0)["more"][0]
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS, logits))
+        losses.append(float(loss))
+        for variable, gradient in zip(
+            made.trainable_variables, tape.gradient(loss, made.trainable_variables), strict=True
+        ):
+            variable.assign_sub(0.05 * gradient)
+    assert losses[-1] < losses[0]
+    assert not np.allclose(net.kernel, KERNEL)
+
+
+@pytest.mark.parametrize(
+    ("family", "written"), [("quantize-and-dequantize-v2", pass_through), ("quantize-and-dequantize-v4", clipped)]
+)
+def test_gradients(family: str, written: Any) -> None:
+    """V2 passes gradients on straight, V4 clips them: both as in the same code with the op written in."""
+    net, twin = Net(), Net()
+    made = quantized(net.concrete(), family)
+    twin.quantize = written
+    wide = {"one": tf.constant(X), "two": tf.constant(X * 20)}
+    slopes = []
+    for function in (made, twin.concrete()):
+        with tf.GradientTape() as tape:
+            tape.watch(wide["two"])
+            out = function(wide, tf.constant(True), gain=3.0)["more"]
+            loss = tf.reduce_sum(out[0]) + tf.reduce_sum(out[1][0])
+        slopes.append(tape.gradient(loss, [wide["two"], *function.trainable_variables]))
+    for one, other in zip(*slopes, strict=True):
+        assert np.array_equal(one, other)
+    clips = family.endswith("4")
+    assert np.any(slopes[0][0].numpy()[np.abs(X * 20) > Q8.max + 0.1] != 0) != clips
+
+
+def test_two_traces_of_one_function_do_not_mix() -> None:
+    """Two modules of one class, and one callable made twice: each reads its own variables and has its own ops."""
+    nets = [Net(), Net()]
+    nets[1].kernel.assign(KERNEL * 2)
+    mades = [quantized(net.concrete()) for net in nets]
+    again = quantized(nets[0].concrete(), "quantize-and-dequantize-v2")
+    for factor, made in ((1, mades[0]), (2, mades[1]), (1, again)):
+        found = made(PAIR, tf.constant(True), gain=3.0)["one"]
+        np.testing.assert_allclose(found, by_hand(X).numpy() @ KERNEL * factor, rtol=1e-5, atol=1e-5)
+
+
+def test_same_code_gives_the_same_model() -> None:
+    """Names of functions and the digest do not depend on what was traced before."""
+    nets = Net(), Net()
+    one, other = (gq.load(net.concrete()) for net in nets)
+    assert one.digest == other.digest
+    assert list(one.graphs) == list(other.graphs)
+    assert "layer" in one.graphs
+    stats = gq.calibrate(one, data="random:2")
+    assert gq.insert(other, stats=stats).inserted
+
+
+def test_calibrated_with_present_values() -> None:
+    """Observing runs the function with the variables as they are, also inside a graph that somebody builds."""
+    net = Net()
+    net.kernel.assign(KERNEL * 4)
+    with tf.Graph().as_default():
+        stats = gq.calibrate(net.concrete(), data="random:4", rules=["tflite"])
+    assert stats.samples == 4
+    weight = gq.insert(net.concrete(), rules=["weight_only"]).inserted[0]
+    np.testing.assert_allclose(weight.params.scale, np.abs(KERNEL).max(0) * 4 / 127, rtol=1e-6)
+
+
+def test_tf_function() -> None:
+    """A tf.function with one trace or a signature is taken; otherwise the error says how to name a trace."""
+
+    @tf.function
+    def double(x: Any) -> Any:
+        return tf.matmul(x, KERNEL, name="product")
+
+    with pytest.raises(UsageError, match=r"'double' was never called.*double\.get_concrete_function\(tf\.TensorSpec"):
+        gq.load(double)
+    double(X)
+    model = gq.load(double)
+    gq.insert_quant_op(model, "x:0", "product", Q8)
+    assert np.array_equal(gq.to_tf(model)(tf.constant(X)), tf.matmul(by_hand(X), KERNEL))
+    double(X[:2])
+    with pytest.raises(UsageError, match="traced for 2 kinds of inputs"):
+        gq.load(double)
+    signed = tf.function(lambda x: tf.nn.relu(x) * 2.0, input_signature=[tf.TensorSpec([None, 6], name="x")])
+    assert gq.load(signed).main.inputs == ["serving_default_x"]
+
+
+def test_saved_and_taken_up_again(tmp_path: Any) -> None:
+    """The callable is saved as any function is, and a loaded signature is quantized like any other."""
+    net = Net()
+    made = quantized(net.concrete())
+    keeper = tf.Module()
+    keeper.net, keeper.run = net, made
+    tf.saved_model.save(keeper, str(tmp_path / "kept"))
+    loaded = tf.saved_model.load(str(tmp_path / "kept"))
+    expected = made(PAIR, tf.constant(True), gain=3.0)["one"]
+    assert np.array_equal(loaded.run(PAIR, tf.constant(True), gain=3.0)["one"], expected)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, 6], name="x")])
+    def serve(x: Any) -> Any:
+        return {"logits": net.layer(x)}
+
+    keeper.serve = serve
+    tf.saved_model.save(keeper, str(tmp_path / "served"), signatures=serve)
+    served = tf.saved_model.load(str(tmp_path / "served"))
+    again = quantized(served.signatures["serving_default"])
+    np.testing.assert_array_equal(again(x=tf.constant(X))["logits"], net.layer(by_hand(X)))
+
+
+def test_table_of_a_function(tmp_path: Any) -> None:
+    """A captured table stays with the callable; a run apart from it, for calibration, is refused with the reason."""
+    table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a", "b"], [1.0, 2.0]), 0.0)
+
+    @tf.function
+    def scaled(word: Any, x: Any) -> Any:
+        return tf.matmul(x, KERNEL, name="product") * table.lookup(word)
+
+    concrete = scaled.get_concrete_function(tf.TensorSpec([], tf.string), tf.TensorSpec([None, 6]))
+    model = gq.load(concrete)
+    gq.insert_quant_op(model, "x:0", "product", Q8)
+    found = gq.to_tf(model)(tf.constant("b"), tf.constant(X))
+    assert np.array_equal(found, tf.matmul(by_hand(X), KERNEL) * 2)
+    np.savez(tmp_path / "data.npz", word=["a"] * 4, x=X)
+    with pytest.raises(ModelError, match="captured something that is no variable"):
+        gq.calibrate(concrete, data=str(tmp_path / "data.npz"), rules=["tflite"])
+
+
+# -- Keras -----------------------------------------------------------------------------------------
+
+
+def keras_model() -> Any:
+    """A small convolutional network with BatchNorm and Dropout."""
+    keras = tf.keras
+    keras.utils.set_random_seed(3)
+    layers = [
+        keras.Input((8, 8, 1), name="image"),
+        keras.layers.Conv2D(4, 3, use_bias=False, name="conv"),
+        keras.layers.BatchNormalization(name="norm"),
+        keras.layers.ReLU(),
+        keras.layers.Flatten(),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(3, name="logits"),
+    ]
+    return keras.Sequential(layers)
+
+
+def test_keras_model_trains_on() -> None:
+    """Five steps of Keras' own optimizer through the callable lower the loss and change the model's weights."""
+    model = keras_model()
+    before = [variable.numpy() for variable in model.trainable_variables]
+    result = gq.insert(model, data="random:8")
+    assert any(done.site.parameter for done in result.inserted)
+    made = gq.to_tf(result)
+    plain, found = model(IMAGES).numpy(), made(IMAGES).numpy()
+    assert 0 < np.abs(plain - found).max() < 0.1
+    optimizer = tf.keras.optimizers.SGD(0.05)
+    losses = []
+    for _ in range(5):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS, made(IMAGES)))
+        losses.append(float(loss))
+        optimizer.apply_gradients(
+            zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
+        )
+    assert losses[-1] < losses[0]
+    assert all(np.any(variable.numpy() != old) for variable, old in zip(model.trainable_variables, before, strict=True))
+    np.testing.assert_allclose(model(IMAGES), made(IMAGES), atol=0.2)
+
+
+def test_keras_structures() -> None:
+    """A functional model takes and gives what it took and gave: dictionaries and lists."""
+    keras = tf.keras
+    one, two = keras.Input((6,), name="one"), keras.Input((6,), name="two")
+    shared = keras.layers.Dense(3, name="shared")
+    model = keras.Model(
+        {"one": one, "two": two}, {"sum": shared(one) + shared(two), "both": [shared(one), shared(two)]}
+    )
+    made = gq.to_tf(gq.insert(model, rules=["fixed_point"]))
+    found = made({"one": tf.constant(X), "two": tf.constant(X)})
+    kernel = tf.quantization.fake_quant_with_min_max_vars(shared.kernel, -127 / 64, 127 / 64, 8, narrow_range=True)
+    expected = tf.matmul(by_hand(X), kernel)
+    assert np.array_equal(found["both"][1], expected)
+    assert np.array_equal(found["sum"], expected * 2)
+
+
+def test_keras_model_frozen() -> None:
+    """A frozen copy has constants, in which BatchNorm is folded; the model itself keeps its variables."""
+    model = keras_model()
+    plan = gq.plan(gq.freeze(gq.load(model)))
+    assert not gq.plan(model).steps
+    assert plan.sites
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_refusals(tmp_path: Any, samples: Any) -> None:
+    """What is no model, a function's inside, what has no place and what has no file are refused with the way out."""
+    net = Net()
+    concrete = net.concrete()
+    with pytest.raises(UsageError, match=r"variables of the function '__call__' are gone\. Keep"):
+        gq.load(Net().concrete())
+    with pytest.raises(UsageError, match=r"A dict is no model\. Give a path, a tf.Graph"):
+        gq.load({})
+    with pytest.raises(UsageError, match=r"inside of a function\. Give the ConcreteFunction"):
+        gq.load(concrete.graph)
+    with pytest.raises(UsageError, match="is empty"):
+        gq.load(tf.Graph())
+    with pytest.raises(UsageError, match=r"no tensor 'logit:0'. Did you mean 'logits'"):
+        gq.load(dense(), outputs=["logit:0"])
+    with pytest.raises(UsageError, match="A function says itself what it returns"):
+        gq.load(concrete, outputs=["x"])
+    with pytest.raises(UsageError, match=r"only a tf\.Graph or a session is given outputs"):
+        gq.load(samples / "digits_cnn.pb", outputs=["x"])
+    model = gq.load(concrete)
+    tensor = ge.get_tensor_by_name(model, f"{model.main.inputs[0]}:0")
+    ge.reroute_ts(ge.make_quant_op(model, tensor, "outside", Q8), tensor)
+    with pytest.raises(UsageError, match="stands between the function and its caller"):
+        gq.to_tf(model)
+    with pytest.raises(UsageError, match=r"made of the ConcreteFunction, in memory.*gq\.to_tf"):
+        gq.load(concrete).save(tmp_path / "x.pb")
+    with pytest.raises(UsageError, match=r"is in the format onnx\. Only TensorFlow models"):
+        gq.to_tf(gq.load(samples / "digits_cnn.onnx"))
+    with pytest.raises(UsageError, match="is a SavedModel, which is more than a graph"):
+        gq.to_tf(gq.load(samples / "digits_cnn_saved_model"))
+
+
+def test_graph_of_a_file(samples: Any) -> None:
+    """A file's graph, quantized, comes as a tf.Graph too."""
+    model = gq.load(samples / "digits_cnn.pb")
+    gq.insert_quant_op(model, "max_pool:0", "residual_1", Q8)
+    made = gq.to_tf(model)
+    assert made.get_operation_by_name("residual_1/conv").inputs[0].op.type == "FakeQuantWithMinMaxVars"
+    assert sys.modules["tensorflow"] is tf
