@@ -67,9 +67,9 @@ def test_shards_give_the_same_bytes(cli: Callable[..., Any], here: Path, name: s
         shards = [f"{parts}_{part}.gqs" for part in range(1, parts + 1)]
         for part, shard in enumerate(shards, 1):
             result = cli("calibrate", *model, "--shard", f"{part}/{parts}", "-o", shard)
-            assert "The statistics are incomplete: of " in result.stdout
+            assert "samples of the data. calibrate --merge adds other parts." in result.stdout
         result = cli("calibrate", "--merge", *shards[1:], shards[0], "-o", "merged.gqs", "--force")
-        assert "incomplete" not in result.stdout
+        assert "other parts" not in result.stdout
         assert Path("merged.gqs").read_bytes() == Path("one.gqs").read_bytes()
     result = cli("calibrate", "--merge", "2_1.gqs", "one.gqs", "-o", "twice.gqs", code=2)
     assert result.stderr.startswith("Error: one.gqs does not go with those before it. Both hold the samples 0 to ")
@@ -189,6 +189,7 @@ def test_usage(cli: Callable[..., Any], here: Path) -> None:
         (["insert", "digits_cnn.onnx", "--stats", "digits_cnn.onnx"], "digits_cnn.onnx cannot be read as statistics"),
         (["calibrate", *CNN, "-o", "digits_cnn.onnx"], "digits_cnn.onnx is the model itself"),
         (["calibrate", *CNN, "-o", "digits_cnn.pb"], "digits_cnn.pb exists already"),
+        (["calibrate", *CNN, "-o", "stats.txt"], "stats.txt is not called NAME.gqs"),
         (["calibrate", *CNN, "-o", "nowhere/s.gqs"], "There is no folder nowhere."),
     ):
         assert said in cli(*arguments, code=2).stderr
@@ -248,7 +249,7 @@ def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], here: Path, more
     part = load_stats(Path("my stats.gqs"))
     assert (part.blocks, part.complete) == (2, False)
     told = cli("insert", "digits_rnn.onnx", "--stats", "my stats.gqs", "--dry-run").stdout
-    assert f"The statistics are incomplete: of {part.runs[0].samples} samples, {part.samples} were run." in told
+    assert f"The statistics are of {part.samples} of {part.runs[0].samples} samples of the data." in told
     words = shlex.split(lines[2])
     assert words[0] == "graphquant"
     assert "--force" not in words

@@ -46,11 +46,13 @@ def calibrate(paths: tuple[Path, ...], output: Path, merging: bool, force: bool,
         if len(paths) == 1 or any(options.values()):
             raise UsageError("--merge takes two or more statistics files and -o, and no other options.")
         pipeline.check_output(output, force=force)
+        _check_name(output)
         _finish(pipeline.merge_stats(paths), output)
         return
     if len(paths) > 1:
         raise UsageError(f"{paths[1]} is one too many: calibrate takes one model. --merge takes statistics files.")
     before = _unfinished(paths[0], output, force=force)
+    _check_name(output)
     with _interruptible() as stopped, progress_bar() as progress:
         found = pipeline.calibrate(
             paths[0],
@@ -126,6 +128,13 @@ def _unfinished(model: Path, output: Path, *, force: bool) -> Stats | None:
     except DataError:  # then it is something else, which is not to be lost
         pipeline.check_output(output, model)
         raise
+
+
+def _check_name(output: Path) -> None:
+    if output.suffix != ".gqs":
+        raise UsageError(
+            f"{output} is not called NAME.gqs, by which inspect knows statistics. Give such a name with -o."
+        )
 
 
 def _finish(found: Stats, output: Path) -> None:

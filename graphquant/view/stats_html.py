@@ -73,7 +73,7 @@ def _warnings(picks: Picks) -> Iterator[str]:
         yield '<p class="warn">The data is RANDOM: what it shows is for tests only.</p>'
     if not stats.complete:
         total = sum(run.samples for run in stats.runs)
-        yield f'<p class="warn">The statistics are incomplete: of {total} samples, {stats.samples} were run.</p>'
+        yield f'<p class="warn">The statistics are of {stats.samples} of {total} samples of the data.</p>'
     if picks.by_name:
         yield f"<p>{_text(BY_NAME)}</p>"
 

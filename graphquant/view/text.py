@@ -97,8 +97,9 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
 def incomplete(stats: Stats) -> list[RenderableType]:
     """A line where not all samples were run."""
     left = [run for run in stats.runs if not run.complete]
-    said = f"of {sum(run.samples for run in left)} samples, {sum(run.samples_done for run in left)} were run"
-    return [plain(f"The statistics are incomplete: {said}.", style="yellow")] if left else []
+    done, all_ = sum(run.samples_done for run in left), sum(run.samples for run in left)
+    said = f"The statistics are of {done} of {all_} samples of the data. calibrate --merge adds other parts."
+    return [plain(said, style="yellow")] if left else []
 
 
 def receipt_view(receipt: Receipt) -> RenderableType:

@@ -89,7 +89,7 @@ def test_the_table_has_everything_where_there_is_room(picks: Picks) -> None:
     assert drawn[2].lstrip().startswith("▂")
     assert any("samples" in line and "RANDOM" not in line for line in lines)
     assert "The data is RANDOM: what it shows is for tests only." in lines
-    assert "The statistics are incomplete: of 9 samples, 8 were run." in lines
+    assert "The statistics are of 8 of 9 samples of the data. calibrate --merge adds other parts." in lines
     assert "left:0: no sample of the data reached it" in lines
 
 
