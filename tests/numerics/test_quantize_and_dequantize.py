@@ -50,9 +50,9 @@ def test_vectors_of_tensorflow(x, ends, arguments, integers, divisor) -> None:
             np.testing.assert_allclose(each, expected, rtol=0, atol=1e-5)
 
 
-def sliced(values, axis: int) -> np.ndarray:
-    """A (2, 3, 4, 5) tensor of `values` over and over, times 1, 2, ... along `axis`."""
-    tensor = np.resize(np.array(values, np.float32), (2, 3, 4, 5))
+def sliced(values, axis: int, sizes=(2, 3, 4, 5)) -> np.ndarray:
+    """A tensor of `values` over and over, times 1, 2, ... along `axis`."""
+    tensor = np.resize(np.array(values, np.float32), sizes)
     if axis == -1:
         return tensor
     shape = [1] * 4
@@ -70,6 +70,28 @@ def test_vectors_of_tensorflow_along_an_axis(axis: int) -> None:
     low, high = rows.min(axis=1), rows.max(axis=1)
     ends = (low[0], high[0]) if axis == -1 else (low, high)
     np.testing.assert_array_equal(qad.v3(x, *ends, 8, axis=axis), expected)
+
+
+# What quantize_and_dequantize_op_test.cc expects of slices of SEVEN times 1, 2, ...: sizes, arguments, integers, divisor.
+SLICES = [
+    ((2, 3, 4, 5), {}, [-128, -64, 0, 38, 102, 71, 64], 128),
+    ((5, 7, 11, 13), {"round_mode": "HALF_UP"}, [-128, -64, 0, 38, 102, 71, 65], 128),
+    ((2, 3, 4, 5), {"round_mode": "HALF_UP", "narrow_range": True}, [-127, -63, 0, 38, 102, 70, 64], 127),
+    ((2, 3, 4, 5), {"narrow_range": True}, [-127, -64, 0, 38, 102, 70, 64], 127),
+]
+
+
+@pytest.mark.parametrize("axis", [-1, 1, 3])
+@pytest.mark.parametrize(("sizes", "arguments", "integers", "divisor"), SLICES)
+def test_slice_vectors_of_tensorflow(sizes, arguments, integers, divisor, axis: int) -> None:
+    """The parametrized values of TensorFlow's kernel test come out along each of its axes, of V2, V4 and V3."""
+    x = sliced(SEVEN, axis, sizes)
+    expected = sliced(np.array(integers) / divisor, axis, sizes)
+    found = [qad.v2(x, axis=axis, **arguments), qad.v4(x, axis=axis, **arguments)]
+    if "round_mode" not in arguments:
+        found.append(qad.v3(x, 0, 0, 8, range_given=False, axis=axis, **arguments))
+    for each in found:
+        np.testing.assert_allclose(each, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("axis", [-1, 1, 3])
@@ -173,6 +195,10 @@ def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
         (lambda: qad.v2(np.ones(2), round_mode="HALF_DOWN"), "HALF_TO_EVEN or HALF_UP"),
         (lambda: qad.v2(np.ones(2), axis=1), "axis is 1 for a tensor of 1 axes"),
         (lambda: qad.v3(np.ones((2, 2)), 0, 1, 8, axis=-2), "Count from 0"),
+        (lambda: qad.v3(np.ones((2, 2)), 0, 0, 8, range_given=False, axis=-(2**31)), "Count from 0"),
+        (lambda: qad.v2([2.5, 2.5], axis=10), "axis is 10 for a tensor of 1 axes"),
+        (lambda: qad.v4(np.ones(1), 1, 10, num_bits=1, range_given=True, axis=2**31 - 1), "for a tensor of 1 axes"),
+        (lambda: qad.v2(np.ones(2), 1.0, 0.0, range_given=True), "range is 1.0 to 0.0"),
         (lambda: qad.v3(np.float32(1), 0, 1, 8), "takes no scalar"),
         (lambda: qad.v2(np.ones((2, 3)), [0, 0], [1, 1], range_given=True, axis=1), r"both must be \(3,\)"),
         (lambda: qad.v2(np.ones(2), [0], [1], range_given=True), r"both must be \(\)"),
