@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 import warnings
+import weakref
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -96,7 +98,6 @@ def load_keras(path: Path) -> Model:
         ModelError: The file is damaged, or has code in it.
         UsageError: Keras does not run on TensorFlow.
     """
-    _check(path)
     try:
         tensorflow()
     except MissingDependencyError as error:
@@ -104,22 +105,32 @@ def load_keras(path: Path) -> Model:
             f"{path} is a Keras file, which Keras reads with TensorFlow, and tensorflow is not installed."
             " Install it with: pip install 'graphquant[tensorflow]'"
         ) from error
-    room = tempfile.TemporaryDirectory(prefix="graphquant-keras-", ignore_cleanup_errors=True)
+    config = _check(path)
+    room = _Room(tempfile.mkdtemp(prefix="graphquant-keras-"))
     folder = Path(room.name) / "model"
     with _silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _export(path, folder)
+        _export(path, folder, config)
     source = read(folder)
     _rename(source.meta_graph(source.message))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return build(replace(source, digest=digest, room=room), path)
 
 
-def _export(path: Path, folder: Path) -> None:
+class _Room:
+    """A temporary folder that goes when nobody holds this any more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        weakref.finalize(self, shutil.rmtree, name, ignore_errors=True)
+
+
+def _export(path: Path, folder: Path, config: Any) -> None:
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     import keras
 
     _check_backend(keras)
+    _check_classes(keras, path, config)
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
         model.export(folder, format="tf_saved_model", verbose=False)
@@ -154,25 +165,34 @@ def _check_backend(keras: Any) -> None:
 # -- what a file holds -----------------------------------------------------------------------------
 
 
-def _check(path: Path) -> None:
-    """Refuses a file that is none of Keras, would run code, or leads out of itself."""
+def _check(path: Path) -> Any:
+    """Refuses a file that is none of Keras, has code in it, or leads out of itself; gives its configuration."""
     try:
-        config = _zip_config(path) if path.suffix == ".keras" else _h5_config(path)
-        known = json.loads(config)
+        config = json.loads(_zip_config(path) if path.suffix == ".keras" else _h5_config(path))
     except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile) as error:
         raise ModelError(f"{path} is no Keras model: {_first_line(str(error))} It may be damaged.") from error
-    for entry in _dicts(known):
-        name, module = entry.get("class_name"), entry.get("module")
+    for entry in _dicts(config):
+        name = entry.get("class_name")
         if name in _CODE:
-            layer = _name(entry)
             raise ModelError(
-                f"{path} has the {str(name).strip('_')} layer{layer}, which is code in the model's file or a way to it."
-                " It is not run. Where you trust it, export the model with model.export(folder) and give that folder."
+                f"{path} has the {str(name).strip('_')} layer{_name(entry)}, which is code in the model's file or a way"
+                " to it. It is not run. Where you trust it, export the model with model.export(folder) and give that"
+                " folder."
             )
-        if isinstance(name, str) and isinstance(module, str) and module.partition(".")[0] not in _PACKAGES:
+    return config
+
+
+def _check_classes(keras: Any, path: Path, config: Any) -> None:
+    """Refuses classes that are neither of Keras nor registered by whoever runs this: nothing is imported for a file."""
+    for entry in _dicts(config):
+        name, module, registered = (entry.get(key) for key in ("class_name", "module", "registered_name"))
+        own = isinstance(module, str) and module.partition(".")[0] in _PACKAGES
+        if not isinstance(name, str) or own or (module is None and registered is None):
+            continue
+        if keras.saving.get_registered_object(str(registered)) is None:
             raise ModelError(
-                f"{path} needs the class {name!r} of {module!r}, which is not of Keras and is not imported. Export the"
-                " model to a SavedModel with model.export(folder), where it was made, and give that folder."
+                f"{path} needs the class {name!r}, which is not of Keras and is not imported. Export the model to a"
+                " SavedModel with model.export(folder), where it was made, and give that folder."
             )
 
 

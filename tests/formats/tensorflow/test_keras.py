@@ -1,0 +1,259 @@
+"""Keras files go in and SavedModels come out; what is in such a file is never run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.errors import MissingDependencyError, ModelError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = pytest.mark.slow
+
+tf = pytest.importorskip("tensorflow")
+keras = pytest.importorskip("keras")
+
+rng = np.random.default_rng(5)
+IMAGES = rng.normal(size=(8, 8, 8, 1)).astype(np.float32)
+
+
+def network() -> Any:
+    """A small convolutional network."""
+    keras.utils.set_random_seed(4)
+    image = keras.Input((8, 8, 1), name="image")
+    hidden = keras.layers.Conv2D(4, 3, activation="relu", name="conv")(image)
+    hidden = keras.layers.BatchNormalization(name="norm")(hidden)
+    hidden = keras.layers.Flatten(name="flat")(hidden)
+    return keras.Model(image, keras.layers.Dense(3, name="logits")(hidden), name="net")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["net.keras", "net.h5"])
+def test_file_becomes_a_saved_model(here: Path, cli: Callable[..., Any], name: str) -> None:
+    """Both kinds of file are quantized into a SavedModel that gives what TensorFlow's own ops, written in, give."""
+    model = network()
+    model.save(name)
+    said = cli("insert", name, "--rules", "fixed_point").stdout
+    assert "4 sites inserted" in said
+    assert "net.quant" in said
+    assert sorted(path.name for path in here.iterdir()) == sorted([name, "net.quant"])
+
+    def fixed(x: Any, exponent: int) -> Any:
+        top = 127 * 2.0**exponent
+        return tf.quantization.fake_quant_with_min_max_vars(x, -top, top, 8, narrow_range=True)
+
+    conv, norm, logits = (model.get_layer(layer) for layer in ("conv", "norm", "logits"))
+    hidden = tf.nn.relu(tf.nn.conv2d(fixed(IMAGES, -4), fixed(conv.kernel, -6), 1, "VALID") + conv.bias)
+    flat = tf.reshape(norm(hidden), [8, -1])
+    expected = tf.matmul(fixed(flat, -4), fixed(logits.kernel, -6)) + logits.bias
+    loaded = tf.saved_model.load("net.quant")
+    np.testing.assert_allclose(loaded.serve(IMAGES), expected, rtol=1e-5, atol=1e-5)
+    layer = keras.layers.TFSMLayer("net.quant", call_endpoint="serve")
+    np.testing.assert_allclose(layer(IMAGES), expected, rtol=1e-5, atol=1e-5)
+    assert len(loaded.trainable_variables) == 6
+
+
+def test_calibrated_and_applied_later(here: Path, cli: Callable[..., Any]) -> None:
+    """Plans and statistics of one command serve the next: names and digest do not depend on the process."""
+    network().save("net.keras")
+    np.savez("x.npz", image=IMAGES)
+    cli("calibrate", "net.keras", "--data", "x.npz", "-o", "stats.gqs")
+    Path("plan.json").write_text(cli("plan", "net.keras", "--format", "json").stdout)
+    said = cli("insert", "net.keras", "--plan", "plan.json", "--stats", "stats.gqs").stdout
+    assert "sites inserted" in said
+    model = gq.load("net.keras")
+    tf.function(lambda x: x)(1)  # moves the numbers that tracing gives
+    assert gq.load(Path("net.keras")).graphs.keys() == model.graphs.keys()
+    assert not [name for name in model.graphs if name.startswith("__inference_")]
+    assert here.joinpath("net.quant").is_dir()
+
+
+def test_original_stays_when_the_model_is_kept(here: Path) -> None:
+    """The exported files live as long as the model does, and no longer."""
+    network().save("net.keras")
+    model = gq.load("net.keras")
+    result = gq.insert(model, rules=["weight_only"])
+    folder = Path(model.source.room.name)
+    assert folder.is_dir()
+    del model
+    result.save("out")
+    assert (here / "out" / "variables" / "variables.index").is_file()
+    del result
+    assert not folder.exists()
+
+
+def test_output_is_a_folder(here: Path, cli: Callable[..., Any]) -> None:
+    """A Keras file cannot hold ops: the name of one is refused before any work, with the way out."""
+    network().save("net.keras")
+    said = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.keras", code=2).stderr
+    assert "quant.keras is named like a Keras file, which holds layers and no ops" in said
+    assert "the name of a folder, quant; keras.layers.TFSMLayer" in said
+    said = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.pb", code=2).stderr
+    assert "a SavedModel is written as a folder" in said
+    assert [path.name for path in here.iterdir()] == ["net.keras"]
+
+
+def test_without_tensorflow(here: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where tensorflow is missing, the message has the line that installs it, and the exit code is 4."""
+    network().save("net.keras")
+    monkeypatch.setitem(sys.modules, "tensorflow", None)
+    said = cli("insert", "net.keras", "--rules", "fixed_point", code=4).stderr
+    assert "net.keras is a Keras file, which Keras reads with TensorFlow" in said
+    assert "pip install 'graphquant[tensorflow]'" in said
+    with pytest.raises(MissingDependencyError):
+        gq.load(here / "net.keras")
+
+
+def test_other_backend(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Keras that runs on something else is refused."""
+    network().save("net.keras")
+    monkeypatch.setattr(keras.config, "backend", lambda: "jax")
+    with pytest.raises(UsageError, match=r"Keras runs on jax here\. Set KERAS_BACKEND=tensorflow"):
+        gq.load(here / "net.keras")
+    with pytest.raises(UsageError, match="Keras runs on jax here"):
+        gq.load(network())
+
+
+# -- hostile and damaged files ---------------------------------------------------------------------
+
+
+def changed(config: Callable[[Any], Any], source: str = "net.keras", target: str = "bad.keras") -> None:
+    """Writes a copy of a `.keras` file with another configuration."""
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            data = old.read(name)
+            new.writestr(name, json.dumps(config(json.loads(data))) if name == "config.json" else data)
+
+
+def with_lambda() -> Any:
+    """A model with Python code in it, which writes a file when it runs or is read."""
+    inputs = keras.Input((4,))
+    write = keras.layers.Lambda(lambda x: (open("ran", "w").close(), x)[1], name="evil")  # noqa: PTH123  # one expression
+    return keras.Model(inputs, write(inputs))
+
+
+@pytest.mark.parametrize("name", ["evil.keras", "evil.h5"])
+def test_code_is_not_run(here: Path, cli: Callable[..., Any], name: str) -> None:
+    """A Lambda layer is refused by its name, and its code has not run, whatever Keras is allowed to do."""
+    with_lambda().save(name)
+    (here / "ran").unlink(missing_ok=True)
+    keras.config.enable_unsafe_deserialization()
+    try:
+        said = cli("inspect", name, code=3).stderr
+    finally:
+        keras.src.backend.common.global_state.set_global_attribute("safe_mode_saving", None)
+    assert f"{name} has the Lambda layer 'evil', which is code in the model's file" in said
+    assert "model.export(folder)" in said
+    assert not (here / "ran").exists()
+
+
+class Bomb:
+    """Writes a file when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return (open, ("ran", "w"))
+
+
+def test_pickles_are_not_read(here: Path) -> None:
+    """A pickle in an `.h5` file, and a class that unpickles, are nothing that is read."""
+    network().save("net.h5")
+    with h5py.File("net.h5", "r+") as file:
+        config = json.loads(file.attrs["model_config"])
+        config["config"]["layers"][1]["config"]["activation"] = {
+            "class_name": "__lambda__",
+            "config": {"value": [pickle.dumps(Bomb()).hex(), None, None]},
+        }
+        file.attrs["model_config"] = json.dumps(config)
+    with pytest.raises(ModelError, match="has the lambda layer"):
+        gq.load(here / "net.h5")
+    assert not (here / "ran").exists()
+
+
+def test_classes_of_others_are_not_imported(here: Path) -> None:
+    """A module that a file names is not imported."""
+    network().save("net.keras")
+    Path("surprise.py").write_text("open('ran', 'w')\n")
+
+    def renamed(config: Any) -> Any:
+        config["config"]["layers"][1].update(module="surprise", class_name="Layer")
+        return config
+
+    changed(renamed)
+    with pytest.raises(ModelError, match="needs the class 'Layer', which is not of Keras"):
+        gq.load(here / "bad.keras")
+    assert not (here / "ran").exists()
+
+    def custom(config: Any) -> Any:
+        config["config"]["layers"][1].update(module=None, class_name="Mine", registered_name="Mine")
+        return config
+
+    changed(custom)
+    with pytest.raises(ModelError, match="needs the class 'Mine', which is not of Keras"):
+        gq.load(here / "bad.keras")
+
+
+def test_links_are_not_followed(here: Path) -> None:
+    """Weights that are kept in another file are refused, in either kind of file."""
+    model = network()
+    model.save("net.h5")
+    model.save("net.keras")
+    shutil.copy("net.h5", "linked.h5")
+    with h5py.File("linked.h5", "r+") as file:
+        del file["model_weights"]
+        file["model_weights"] = h5py.ExternalLink("net.h5", "model_weights")
+    with pytest.raises(ModelError, match="'model_weights' is kept in another file"):
+        gq.load(here / "linked.h5")
+    Path("secret").write_bytes(bytes(64))
+    with h5py.File("model.weights.h5", "w") as file:
+        file.create_dataset("layers/conv/vars/0", (16,), "f4", external=[("secret", 0, 64)])
+    with zipfile.ZipFile("net.keras") as old, zipfile.ZipFile("bad.keras", "w") as new:
+        new.writestr("config.json", old.read("config.json"))
+        new.write("model.weights.h5")
+    with pytest.raises(ModelError, match="'0' is kept in another file"):
+        gq.load(here / "bad.keras")
+
+
+def test_damaged_files(here: Path) -> None:
+    """Files cut short, empty, with other things in them, or nested without end, are told from models."""
+    model = network()
+    model.save("net.keras")
+    model.save("net.h5")
+    model.save_weights("only.weights.h5")
+    for name in ("net.keras", "net.h5"):
+        whole = Path(name).read_bytes()
+        for size in (0, 100, len(whole) // 2, len(whole) - 50):
+            bad = here / f"bad{Path(name).suffix}"
+            bad.write_bytes(whole[:size])
+            with pytest.raises(ModelError, match=f"bad{bad.suffix}"):
+                gq.load(bad)
+    with pytest.raises(ModelError, match="holds weights alone"):
+        gq.load(here / "only.weights.h5")
+    with zipfile.ZipFile("bad.keras", "w") as file:
+        file.writestr("config.json", "[" * 100_000)
+    with pytest.raises(ModelError, match=r"bad\.keras is no Keras model"):
+        gq.load(here / "bad.keras")
+    with zipfile.ZipFile("bad.keras", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("config.json", " " * (1 << 27))
+    with pytest.raises(ModelError, match="would unpack to 134217728 bytes"):
+        gq.load(here / "bad.keras")
+    changed(lambda config: {**config, "config": {"layers": [{}]}})
+    with pytest.raises(ModelError, match="cannot read"):
+        gq.load(here / "bad.keras")
