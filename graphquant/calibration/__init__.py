@@ -3,7 +3,8 @@
 from graphquant.calibration.cones import kept
 from graphquant.calibration.file import load_stats, save_stats
 from graphquant.calibration.memory import parse_size
-from graphquant.calibration.run import Load, Observing, calibrate, load_of
+from graphquant.calibration.passes import Observing
+from graphquant.calibration.run import Load, calibrate, load_of
 from graphquant.calibration.stats import Run, Stats, merge, select
 from graphquant.calibration.targets import (
     METHODS,

@@ -75,6 +75,11 @@ def fits(elements: int, space: int) -> bool:
     return elements * AT_ONCE <= space
 
 
+def at_once(elements: int, space: int, most: int) -> int:
+    """How many runs of so many elements there may be at once in `space` bytes, beside one that is looked at."""
+    return max(min(space // max(elements * AT_ONCE, 1) - 1, most), 1)
+
+
 def grouped(sizes: Mapping[TensorRef, int], space: int) -> list[tuple[TensorRef, ...]]:
     """The tensors in groups whose values fit `space` bytes together; one that does not fit alone is a group.
 

@@ -6,31 +6,28 @@ not depend on which of them were run where.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from graphquant.calibration.memory import fits, grouped, room
+from graphquant.calibration.memory import room
+from graphquant.calibration.passes import feeds_of, observed
 from graphquant.calibration.stats import Run, Stats, merge, spans
 from graphquant.errors import DataError
 from graphquant.sketch import Accumulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
+    from concurrent.futures import Executor
 
+    from graphquant.calibration.passes import Observing
     from graphquant.calibration.targets import Target
     from graphquant.data import Batches
     from graphquant.ir import Model, Op, TensorRef
     from graphquant.numerics import Array
-
-    Feeds = Mapping[str, Array]
-    Seen = Mapping[TensorRef, list[Array]]
 
 ALONE = 8
 """Samples in a block where samples are run one by one, or where the sizes of activations are not known."""
@@ -45,26 +42,7 @@ REPEATED = frozenset({"loop", "scan", "while", "enter"})
 """Kinds around ops that run more than once, so that static shapes do not tell how much they make."""
 
 THREADS = min(4, os.cpu_count() or 1)
-"""Threads that fill sketches, each of another tensor."""
-
-
-class Observing(Protocol):
-    """Runs a model and shows what its tensors hold."""
-
-    @property
-    def batchable(self) -> bool:
-        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
-
-    def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
-        """Those of `tensors` that cannot be observed, with the reason."""
-
-    def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
-        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached."""
-
-    def observe(
-        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], *, beside: Sequence[TensorRef] = ()
-    ) -> Iterator[dict[TensorRef, list[Array]]]:
-        """For each feed the values that each tensor took; a feed is read only when its values are asked for."""
+"""Runs at once, and threads that fill sketches, each of another tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,21 +128,26 @@ def calibrate(
     kept = {tensor: Accumulator(target.axis, target.bits) for tensor, target in watched.items()}
     done: list[tuple[int, int]] = []
     already = found.samples
-    with ThreadPoolExecutor(THREADS) as pool, _Passes(runner, tuple(watched), load, space) as passes:
-        for index, feeds in _blocks(batches, todo, load.block) if watched else ():
-            for seen in passes.observe(feeds):
-                for _ in pool.map(lambda item: _add(kept[item[0]], item[1]), seen.items()):
-                    pass
+    feeds = feeds_of(batches, todo if watched else (), load.block, batchable=runner.batchable)
+    samples = load.block if runner.batchable else 1
+    elements = None if load.elements is None else 2 * load.elements * samples  # some models have more than one says
+    passes = observed(runner, tuple(watched), feeds, elements=elements, space=space, threads=THREADS)
+    with ThreadPoolExecutor(THREADS) as pool, closing(passes):
+        for seen, block in passes:
+            _fill(pool, [(kept[tensor], values) for tensor, values in seen.items()])
+            seen.clear()  # it needs no memory while the next is run
+            if block is None:
+                continue
             for accumulator in kept.values():
                 accumulator.close_block()
             done = (
-                [*done[:-1], (done[-1][0], index + 1)] if done and done[-1][1] == index else [*done, (index, index + 1)]
+                [*done[:-1], (done[-1][0], block + 1)] if done and done[-1][1] == block else [*done, (block, block + 1)]
             )
             if progress is not None:
                 progress(already + replace(run, done=tuple(done)).samples_done, total)
             if stop is not None and stop():
                 break
-    sketches = {tensor: accumulator.sketch() for tensor, accumulator in kept.items()}
+        sketches = dict(zip(kept, pool.map(Accumulator.sketch, kept.values()), strict=True))
     reached = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count}
     fresh = replace(run, done=tuple(done if watched else todo))
     return merge([found, replace(found, sketches=reached, runs=(fresh,))])
@@ -190,72 +173,16 @@ def _no_continuation(what: str) -> DataError:
     )
 
 
-def _blocks(batches: Batches, todo: Sequence[tuple[int, int]], size: int) -> Iterator[tuple[int, list[Feeds]]]:
-    """Each block of the ranges `todo`, with its number."""
-    for start, stop in todo:
-        feeds = batches.span(start * size, stop * size)
-        for index in range(start, stop):
-            yield index, list(itertools.islice(feeds, size))
+def _fill(pool: Executor, work: Iterable[tuple[Accumulator, list[Array]]]) -> None:
+    """Adds values to their accumulators, with all threads; each takes the next of the work until there is none."""
+    left = iter(work)
 
+    def some() -> None:
+        for accumulator, values in left:
+            for value in values:
+                accumulator.add(value)
 
-def _add(accumulator: Accumulator, values: Iterable[Array]) -> None:
-    for value in values:
-        accumulator.add(value)
-
-
-class _Passes:
-    """The passes over each block: all tensors in one if their values fit into memory, else a group in each."""
-
-    def __init__(self, runner: Observing, tensors: Sequence[TensorRef], load: Load, space: int) -> None:
-        self._runner = runner
-        self._tensors = tensors
-        self._load = load
-        self._space = space
-        self._passes: list[tuple[deque[Feeds], Generator[Seen, None, None]]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for _feeds, values in self._passes:
-            values.close()
-
-    def observe(self, block: Sequence[Feeds]) -> Iterator[Seen]:
-        """What is seen while a block is run, as one batch where the model and the samples allow it."""
-        joined = _joined(block) if self._runner.batchable else None
-        for feed in block if joined is None else (joined,):
-            if not self._passes:
-                self._passes = [self._start(group) for group in self._groups(feed)]
-            for feeds, values in self._passes:
-                feeds.append(feed)
-                yield next(values)
-
-    def _start(self, group: tuple[TensorRef, ...]) -> tuple[deque[Feeds], Generator[Seen, None, None]]:
-        feeds: deque[Feeds] = deque()
-        members = set(group)
-        beside = tuple(tensor for tensor in self._tensors if tensor not in members)
-        more = {"beside": beside} if beside else {}
-
-        def values() -> Generator[Seen, None, None]:
-            yield from self._runner.observe(group, iter(feeds.popleft, None), **more)
-
-        return feeds, values()
-
-    def _groups(self, feed: Feeds) -> list[tuple[TensorRef, ...]]:
-        elements = self._load.elements
-        if elements is not None and fits(2 * elements * self._load.block, self._space):
-            return [tuple(self._tensors)]
-        return grouped(self._runner.sizes(self._tensors, feed), self._space)
-
-
-def _joined(block: Sequence[Feeds]) -> Feeds | None:
-    """The samples as one feed; None where their shapes differ."""
-    if len(block) == 1:
-        return block[0]
-    first = {name: (np.shape(value), np.asarray(value).dtype) for name, value in block[0].items()}
-    if any(not shape for shape, _ in first.values()):
-        return None
-    for feed in block:
-        if {name: (np.shape(value), np.asarray(value).dtype) for name, value in feed.items()} != first:
-            return None
-    return {name: np.concatenate([feed[name] for feed in block]) for name in first}
+    others = [pool.submit(some) for _ in range(THREADS - 1)]
+    some()
+    for other in others:
+        other.result()

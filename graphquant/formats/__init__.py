@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -59,12 +59,18 @@ class Runner(Protocol):
         """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached."""
 
     def observe(
-        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], *, beside: Sequence[TensorRef] = ()
-    ) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
+        self,
+        tensors: Sequence[TensorRef],
+        feeds: Iterable[Feeds],
+        *,
+        beside: Sequence[TensorRef] = (),
+        at_once: int = 1,
+    ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
-        A feed is read only when its values are asked for. `beside` are tensors that other calls observe on the same
-        feeds, for want of memory: values must be the same bits however tensors are shared out among such calls.
+        Up to `at_once` of the next feeds may be read, and run, meanwhile; if 1, none is before its values are asked
+        for. `beside` are tensors that other calls observe on the same feeds, for want of memory: values must be the
+        same bits however tensors are shared out among such calls.
         """
 
 

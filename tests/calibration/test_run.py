@@ -51,7 +51,7 @@ class Runner:
         """The same for each."""
         return dict.fromkeys(tensors, self.size)
 
-    def observe(self, tensors, feeds, *, beside=()) -> Iterator[dict]:
+    def observe(self, tensors, feeds, *, beside=(), at_once=1) -> Iterator[dict]:
         """The values of `tensors` for each feed."""
         assert set(tensors) | set(beside) == {TensorRef("", name) for name in self.tensors}
         self.asked.append(tuple(tensors))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import onnxruntime
@@ -20,7 +22,8 @@ from graphquant.formats.onnx.tensors import first_line
 from graphquant.formats.onnx.write import emit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from concurrent.futures import Future
     from pathlib import Path
 
     from graphquant.formats import Feeds, InputSpec
@@ -28,6 +31,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, TensorRef
 
 Array = np.ndarray[Any, Any]
+Result = TypeVar("Result")
 
 THREADS = min(4, os.cpu_count() or 1)
 """Threads within an op; pinned, so that a run does not depend on what else the process set."""
@@ -107,8 +111,13 @@ class OnnxRunner:
         }
 
     def observe(
-        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], *, beside: Sequence[TensorRef] = ()
-    ) -> Iterator[dict[TensorRef, list[Array]]]:
+        self,
+        tensors: Sequence[TensorRef],
+        feeds: Iterable[Feeds],
+        *,
+        beside: Sequence[TensorRef] = (),
+        at_once: int = 1,
+    ) -> Generator[dict[TensorRef, list[Array]], None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
         Nothing here keeps them: what is dropped before the next are asked for needs no memory during the next run.
@@ -118,14 +127,14 @@ class OnnxRunner:
             feeds: What to run.
             beside: What other calls observe on the same feeds, for want of memory. They share a session, which shows
                 what it is asked for; onnxruntime fuses ops between which nothing is watched, so it must know all.
+            at_once: How many of the next feeds to run meanwhile, each on a thread of its own; if 1, none.
 
         Raises:
             UnwatchableError: A tensor is one of the `unwatchable`.
             ModelError: onnxruntime cannot take the model, or a run failed.
         """
         watch = self._shared({*tensors, *beside}) if beside else self._watch(tensors)
-        for feed in feeds:
-            yield watch.values(tensors, feed)  # no name here keeps the values alive
+        yield from _ahead(partial(watch.values, tensors), feeds, at_once)
 
     def _shared(self, tensors: set[TensorRef]) -> _Watch:
         """A session that shows any of `tensors` by flag."""
@@ -178,6 +187,25 @@ class _Watch:
         return dict(zip(names, _run(self.session, names, feed, flags), strict=True))
 
 
+def _ahead(run: Callable[[Feeds], Result], feeds: Iterable[Feeds], at_once: int) -> Generator[Result, None, None]:
+    """The results of runs in order, while up to `at_once` of the next are under way; no name here keeps them alive."""
+    if at_once == 1:
+        yield from map(run, feeds)
+        return
+    with ThreadPoolExecutor(at_once) as pool:
+        under_way: deque[Future[Result]] = deque()
+        try:
+            for feed in feeds:
+                under_way.append(pool.submit(run, feed))
+                if len(under_way) > at_once:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for left in under_way:
+                left.cancel()
+
+
 def session(data: bytes, folder: Path | None, *, watched: bool = False) -> Any:
     """An onnxruntime session for a ModelProto.
 
@@ -185,14 +213,14 @@ def session(data: bytes, folder: Path | None, *, watched: bool = False) -> Any:
         data: The ModelProto as bytes.
         folder: Where its external data is, None if it has none.
         watched: Whether most of its values are outputs, which no plan of how values share memory can hold: making one
-            then costs time and memory for nothing.
+            then costs time and memory for nothing. A run takes one thread, for there are several runs at once.
 
     Raises:
         ModelError: onnxruntime cannot take the model.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _ONLY_FATAL
-    options.intra_op_num_threads = THREADS
+    options.intra_op_num_threads = 1 if watched else THREADS
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = not watched
     if folder is not None:

@@ -12,7 +12,7 @@ from graphquant.formats.tensorflow.session import INIT_SIGNATURE, Session, Watch
 from graphquant.ir import Model, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
     import numpy.typing as npt
 
@@ -105,20 +105,26 @@ class TensorFlowRunner:
             self._close(watch)
 
     def observe(
-        self, tensors: Sequence[TensorRef], feeds: Iterable[Feeds], *, beside: Sequence[TensorRef] = ()
-    ) -> Iterator[dict[TensorRef, list[npt.NDArray[Any]]]]:
+        self,
+        tensors: Sequence[TensorRef],
+        feeds: Iterable[Feeds],
+        *,
+        beside: Sequence[TensorRef] = (),
+        at_once: int = 1,
+    ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
         Args:
             tensors: What to observe.
             feeds: What to run.
             beside: What other calls observe on the same feeds; nothing depends on it, as no op is fused.
+            at_once: How many runs there may be at once; there is one, on all threads.
 
         Raises:
             DataError: An input is missing, unknown, or of another shape than the model wants.
             ModelError: TensorFlow cannot run the model.
         """
-        del beside
+        del beside, at_once
         watch = self._watch(list(dict.fromkeys(tensors)))
         try:
             for feed in feeds:

@@ -1,0 +1,124 @@
+"""Runs data through a model and shows what its tensors hold, in the memory that there is.
+
+Where there is enough, several runs are under way at once, each on a thread of its own. That takes less time than one
+run on several threads, and on any machine a run gives the same bits. Where there is little, each feed is run several
+times, for a group of tensors each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from graphquant.calibration.memory import at_once, fits, grouped
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+
+    from graphquant.data import Batches
+    from graphquant.ir import TensorRef
+    from graphquant.numerics import Array
+
+    Feeds = Mapping[str, Array]
+    Seen = dict[TensorRef, list[Array]]
+
+
+class Observing(Protocol):
+    """Runs a model and shows what its tensors hold."""
+
+    @property
+    def batchable(self) -> bool:
+        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
+
+    def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
+        """Those of `tensors` that cannot be observed, with the reason."""
+
+    def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
+        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached."""
+
+    def observe(
+        self,
+        tensors: Sequence[TensorRef],
+        feeds: Iterable[Feeds],
+        *,
+        beside: Sequence[TensorRef] = (),
+        at_once: int = 1,
+    ) -> Generator[Seen, None, None]:
+        """For each feed the values that each tensor took; up to `at_once` of the next feeds may be run meanwhile."""
+
+
+def feeds_of(
+    batches: Batches, todo: Sequence[tuple[int, int]], size: int, *, batchable: bool
+) -> Iterator[tuple[Feeds, int | None]]:
+    """What to run for the blocks of the ranges `todo`: one batch each where the model and the samples allow it.
+
+    With each comes the number of the block that it ends, None if more of its block follows.
+    """
+    for start, stop in todo:
+        samples = batches.span(start * size, stop * size)
+        for index in range(start, stop):
+            block = list(itertools.islice(samples, size))
+            joined = _joined(block) if batchable else None
+            *most, last = block if joined is None else [joined]
+            yield from ((feed, None) for feed in most)
+            yield last, index
+
+
+def observed(
+    runner: Observing,
+    tensors: Sequence[TensorRef],
+    feeds: Iterator[tuple[Feeds, int | None]],
+    *,
+    elements: int | None,
+    space: int,
+    threads: int,
+) -> Generator[tuple[Seen, int | None], None, None]:
+    """What is seen of `tensors` in each run, in order, and the number of the block that this ends, if it ends one.
+
+    Args:
+        runner: Runs the model.
+        tensors: What to observe.
+        feeds: What to run, with the number of the block that each ends.
+        elements: The most that all tensors may have together in one run, None if that is to be measured.
+        space: Bytes for observed values.
+        threads: How many runs there may be at once.
+    """
+    first = next(feeds, None)
+    if first is None:
+        return
+    if elements is None or not fits(elements, space):
+        sizes = runner.sizes(tensors, first[0])
+        elements, groups = sum(sizes.values()), grouped(sizes, space)
+    else:
+        groups = [tuple(tensors)]
+    *copies, ends = itertools.tee(itertools.chain([first], feeds), len(groups) + 1)
+    with ExitStack() as stack:
+        passes = []
+        for group, copy in zip(groups, copies, strict=True):
+            members = set(group)
+            values = runner.observe(
+                group,
+                (feed for feed, _ in copy),
+                beside=tuple(tensor for tensor in tensors if tensor not in members),
+                at_once=at_once(elements, space, threads) if len(groups) == 1 else 1,
+            )
+            passes.append(stack.enter_context(closing(values)))
+        for _, block in ends:
+            for values in passes:
+                yield next(values), block if values is passes[-1] else None
+
+
+def _joined(block: Sequence[Feeds]) -> Feeds | None:
+    """The samples as one feed; None where their shapes differ, or inputs have different numbers of rows."""
+    if len(block) == 1:
+        return block[0]
+    first = {name: (np.shape(value), np.asarray(value).dtype) for name, value in block[0].items()}
+    if any(not shape for shape, _ in first.values()) or len({shape[0] for shape, _ in first.values()}) != 1:
+        return None
+    for feed in block:
+        if {name: (np.shape(value), np.asarray(value).dtype) for name, value in feed.items()} != first:
+            return None
+    return {name: np.concatenate([feed[name] for feed in block]) for name in first}

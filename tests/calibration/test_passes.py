@@ -1,0 +1,118 @@
+"""What is run when, and how much of it at once."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from graphquant.calibration.memory import at_once
+from graphquant.calibration.passes import feeds_of, observed
+from graphquant.data import Batches
+from graphquant.ir import TensorRef
+
+A, B = TensorRef("", "a"), TensorRef("", "b")
+
+
+def batches(count: int, wide: tuple[int, ...] = ()) -> Batches:
+    """Samples [1, 1] of their own number; those in `wide` are [1, 2]."""
+
+    def feeds(start: int, stop: int):
+        return ({"x": np.full((1, 1 + (i in wide)), i, np.float32)} for i in range(start, min(stop, count)))
+
+    return Batches(count=count, digest="d", feeds=feeds)
+
+
+class Runner:
+    """Shows what it is fed, and notes what it was asked and fed."""
+
+    def __init__(self, size: int) -> None:
+        """`size` is how many elements each tensor has."""
+        self.size, self.asked, self.fed, self.open = size, [], [], 0
+
+    def sizes(self, tensors, feed):
+        """The same for each."""
+        self.fed.append(("sizes", feed))
+        return dict.fromkeys(tensors, self.size)
+
+    def observe(self, tensors, feeds, *, beside=(), at_once=1):
+        """What is fed, for each tensor."""
+        self.asked.append((tensors, beside, at_once))
+        self.open += 1
+        try:
+            for feed in feeds:
+                self.fed.append((tensors, feed))
+                yield {tensor: [feed] for tensor in tensors}
+        finally:
+            self.open -= 1
+
+
+def run(runner: Runner, count: int, **options) -> list:
+    """Observes A and B while numbers are fed, in blocks of two."""
+    feeds = ((number, number // 2 if number % 2 else None) for number in range(count))
+    return list(observed(runner, (A, B), feeds, **{"elements": None, "space": 1 << 30, "threads": 4, **options}))
+
+
+def test_one_pass_where_all_fits() -> None:
+    """Each feed is run once, its values come with the block it ends, and all threads are used."""
+    runner = Runner(10)
+    seen = run(runner, 4)
+    assert seen == [({A: [n], B: [n]}, block) for n, block in ((0, None), (1, 0), (2, None), (3, 1))]
+    assert runner.asked == [((A, B), (), 4)]
+    assert runner.fed == [("sizes", 0), *(((A, B), n) for n in range(4))]
+    assert runner.open == 0
+
+
+def test_known_sizes_are_not_measured() -> None:
+    """Where all is known to fit, no run is spent on it."""
+    runner = Runner(1 << 40)
+    assert len(run(runner, 2, elements=20)) == 2
+    assert runner.fed == [((A, B), 0), ((A, B), 1)]
+
+
+def test_groups_take_turns_on_each_feed() -> None:
+    """In little memory a feed is run for one group after the other; the last of them ends the block; one at a time."""
+    runner = Runner(100)
+    seen = run(runner, 2, space=900)
+    assert seen == [({A: [0]}, None), ({B: [0]}, None), ({A: [1]}, None), ({B: [1]}, 0)]
+    assert runner.asked == [((A,), (B,), 1), ((B,), (A,), 1)]
+
+
+def test_nothing_to_run() -> None:
+    """Without feeds the runner is asked nothing."""
+    runner = Runner(1)
+    assert run(runner, 0) == []
+    assert (runner.asked, runner.fed) == ([], [])
+
+
+def test_leaving_early_closes_what_is_open() -> None:
+    """Whoever stops looking ends the passes."""
+    runner = Runner(1)
+    passes = observed(runner, (A,), ((n, None) for n in itertools.count()), elements=1, space=1 << 30, threads=2)
+    assert next(passes) == ({A: [0]}, None)
+    assert runner.open == 1
+    passes.close()
+    assert runner.open == 0
+
+
+@pytest.mark.parametrize(
+    ("space", "runs"), [(16 * 100, 1), (16 * 200, 1), (16 * 300 - 1, 1), (16 * 300, 2), (16 * 500, 4), (1 << 40, 4)]
+)
+def test_memory_bounds_the_runs_at_once(space: int, runs: int) -> None:
+    """Beside the values that are looked at, each run has some; there is always one run, and at most one per thread."""
+    assert at_once(100, space, 4) == runs
+    assert at_once(0, space, 4) == 4
+
+
+def test_blocks_are_joined_where_shapes_agree() -> None:
+    """A block is one batch, or, where a sample differs or the model forbids it, its samples; each has its number."""
+
+    def shape(feeds) -> list:
+        return [(feed["x"].shape, block) for feed, block in feeds]
+
+    joined = feeds_of(batches(8, (4,)), [(0, 3)], 3, batchable=True)
+    assert shape(joined) == [((3, 1), 0), ((1, 1), None), ((1, 2), None), ((1, 1), 1), ((2, 1), 2)]
+    alone = feeds_of(batches(8), [(0, 1), (2, 3)], 3, batchable=False)
+    assert shape(alone) == [((1, 1), None), ((1, 1), None), ((1, 1), 0), ((1, 1), None), ((1, 1), 2)]
+    assert shape(feeds_of(batches(8), [], 3, batchable=True)) == []

@@ -1,0 +1,80 @@
+"""Several runs at once: the same values in the same order, as one after the other."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper
+
+from graphquant import formats
+from graphquant.errors import ModelError
+from graphquant.formats.onnx.run import _ahead
+from graphquant.ir import TensorRef
+
+INFO = helper.make_tensor_value_info
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """A runner of exp(x) + x, for x of two elements."""
+    nodes = [helper.make_node("Exp", ["x"], ["a"], name="a"), helper.make_node("Add", ["a", "x"], ["y"], name="y")]
+    ends = [[INFO(name, TensorProto.FLOAT, [2])] for name in "xy"]
+    graph = helper.make_graph(nodes, "g", *ends)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+    path = tmp_path / "m.onnx"
+    path.write_bytes(model.SerializeToString())
+    onnx = formats.module("onnx")
+    return onnx.runner(onnx.load(path))
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3, 50])
+def test_values_come_in_order(runner, at_once: int) -> None:
+    """Each feed's values are those that it has alone."""
+    tensors = [TensorRef("", "a"), TensorRef("", "y")]
+    feeds = [{"x": np.array([n, -n], np.float32)} for n in range(20)]
+    found = list(runner.observe(tensors, feeds, at_once=at_once))
+    for feed, seen in zip(feeds, found, strict=True):
+        (alone,) = runner.observe(tensors, [feed])
+        assert [seen[tensor][0].tobytes() for tensor in tensors] == [alone[tensor][0].tobytes() for tensor in tensors]
+
+
+def test_a_run_that_fails_is_said(runner) -> None:
+    """What came before it is given, and its error raised where its values would have been."""
+    feeds = [{"x": np.zeros(2, np.float32)}, {"x": np.zeros(3, np.float32)}, {"x": np.zeros(2, np.float32)}]
+    seen = runner.observe([TensorRef("", "a")], feeds, at_once=2)
+    assert next(seen)[TensorRef("", "a")][0].tolist() == [1, 1]
+    with pytest.raises(ModelError, match="failed on the inputs x float32"):
+        next(seen)
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_no_more_is_read_than_may_run(at_once: int) -> None:
+    """While a result is looked at, at most `at_once` further feeds were read; one at a time reads none ahead."""
+    read: list[int] = []
+
+    def feeds():
+        for number in range(9):
+            read.append(number)
+            yield number
+
+    for number, result in enumerate(_ahead(lambda feed: feed * 10, feeds(), at_once)):
+        assert result == 10 * number
+        assert len(read) <= number + 1 + (at_once if at_once > 1 else 0)
+    assert read == list(range(9))
+
+
+def test_runs_are_under_way_together() -> None:
+    """Two runs that wait for each other both end."""
+    together = threading.Barrier(2, timeout=30)
+    assert list(_ahead(lambda feed: together.wait() * 0 + feed, iter(range(4)), 2)) == [0, 1, 2, 3]
+
+
+def test_leaving_early_runs_no_more() -> None:
+    """Runs that have not begun are left out when nobody wants their results."""
+    begun: list[int] = []
+    results = _ahead(begun.append, iter(range(1000)), 2)
+    next(results)
+    results.close()
+    assert len(begun) <= 3
