@@ -38,12 +38,11 @@ class Parameters:
     def __init__(self, model: Model) -> None:
         """The model must not be edited while this is in use."""
         self._model = model
-        live, saved = set(model.live()), set(model.reached(model.saved))
+        reached = set(model.reached((*model.entries, *model.saved)))
         self._callers = {
             # What only unreachable graphs pass to a graph that runs, or that can be called, never arrives there.
-            name: [(use, call) for use, call in calls if name not in known or use.graph in known]
+            name: [(use, call) for use, call in calls if name not in reached or use.graph in reached]
             for name, calls in model.callers().items()
-            for known in (live if name in live else saved,)
         }
         self._roots: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
         self._positions: dict[str, dict[str, int]] = {}
@@ -205,8 +204,14 @@ class Parameters:
             operand = slots[slot] if slot is not None and slot < len(slots) else None
             if operand is None or (call.loop and not self._passed_through(call.graph, position)):
                 return None
-            passed[operand] = None
+            passed[self._in_main(operand)] = None
         return tuple(passed)
+
+    def _in_main(self, tensor: TensorRef) -> TensorRef:
+        """The main graph's variable or constant where `tensor` is the same one in a graph of `model.saved`."""
+        main = TensorRef(self._model.entries[0], tensor.op, tensor.port)
+        same = tensor.graph in self._model.saved and tensor.op in self._model.graphs[main.graph]
+        return main if same and self._model.op(main).kind == self._model.op(tensor).kind else tensor
 
     def _passed_through(self, body: str, position: int) -> bool:
         """Whether a loop body hands its input `position` on unchanged."""

@@ -15,7 +15,7 @@ from graphquant.formats.tensorflow.values import decode_shape
 from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from graphquant.formats.tensorflow.variables import Variables
 
@@ -66,6 +66,7 @@ class _Bound:
                 if key is not None:
                     self._names.setdefault(key, op.name)
                 self._by_shared.setdefault(str(op.attrs.get("shared_name") or op.name), []).append(op.name)
+        self._passed = dict(_passed(model, objects))
         self._found: dict[int, TensorRef | None] = {}
 
     def tensor(self, number: int) -> TensorRef | None:
@@ -84,7 +85,8 @@ class _Bound:
     def _variable(self, number: int, known: Any) -> TensorRef:
         key = self._keys.get(number)
         shared = self._by_shared.get(known.name, [])
-        name = self._names.get(key or "") or (shared[0] if key is None and len(shared) == 1 else f"@{number}")
+        name = self._passed.get(number) or self._names.get(key or "")
+        name = name or (shared[0] if key is None and len(shared) == 1 else f"@{number}")
         if name in self._graph:
             return TensorRef(SAVED, name)
         output = Output(name, dtype_name(known.dtype), decode_shape(known.shape))
@@ -99,6 +101,18 @@ class _Bound:
         if name not in self._graph:
             self._graph.add(self._model.main.op(name))
         return TensorRef(SAVED, name)
+
+
+def _passed(model: Model, objects: Any) -> Iterator[tuple[int, str]]:
+    """Objects and the variables that the main graph passes for them to functions; Keras may have two of each."""
+    for op in model.main.ops():
+        for call in op.calls:
+            if call.graph in objects.concrete_functions:
+                numbers = objects.concrete_functions[call.graph].bound_inputs
+                slots = model.main.slots(op.name)
+                for number, slot in zip(reversed(numbers), reversed(slots), strict=False):
+                    if slot is not None and model.op(slot).kind == "variable":
+                        yield number, slot.op
 
 
 def _keys(nodes: Any, variables: Variables) -> Mapping[int, str]:

@@ -9,6 +9,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.ir import Parameters, Twins
+from graphquant.numerics import fake_quant
 from graphquant.plans import from_json, to_json
 from graphquant.survey import survey
 
@@ -154,21 +155,24 @@ def test_calls_and_signatures_give_what_is_written_by_hand(result: gq.Result, fo
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_five_steps_lower_the_loss(result: gq.Result, folder: Path, training: bool) -> None:
-    """Five SGD steps through `loaded(x, training)`, FakeQuant's gradients included, lower its loss."""
+    """Five SGD steps through `loaded(x, training)`, FakeQuant's gradients included, lower the loss of `loaded(x)`."""
     tf = pytest.importorskip("tensorflow")
     assert result.inserted
     loaded = tf.saved_model.load(str(folder.parent / "quantized"))
-    losses: list[float] = []
     wanted = 0.5 * tf.saved_model.load(str(folder))(samples(2))  # within what the ranges let through
-    for _ in range(6):
+
+    def loss(training: bool) -> Any:
+        return tf.reduce_mean((loaded(samples(2), training) - wanted) ** 2)
+
+    before = float(loss(training=False))  # without dropout, which draws
+    for _ in range(5):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((loaded(samples(2), training) - wanted) ** 2)
-        losses.append(float(loss))
+            value = loss(training)
         variables = [loaded.k, loaded.w]
-        for variable, gradient in zip(variables, tape.gradient(loss, variables), strict=True):
-            assert losses[1:] or np.abs(gradient).max() > 0
+        for variable, gradient in zip(variables, tape.gradient(value, variables), strict=True):
+            assert np.abs(gradient).max() > 0
             variable.assign_sub(0.02 * gradient)
-    assert losses[-1] < losses[0]
+    assert float(loss(training=False)) < before
 
 
 @pytest.mark.slow
@@ -193,3 +197,71 @@ def test_a_function_that_is_no_copy_is_left_alone(result: gq.Result) -> None:
         ("matmul", "matmul", "no op that runs computes the same on the same variables")
     ]
     assert not any("other" in use.graph for done in result.inserted for use in done.site.uses)
+
+
+# -- what else a SavedModel holds ------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_gradients_aliases_and_debug_info_are_kept(tmp_path: Path) -> None:
+    """Custom gradients are those of the original, aliases name the same functions, debug info is beside them.
+
+    One inner function is called with one variable by the signature and with another by `both`, so its weight has no
+    one scale and is left.
+    """
+    tf = pytest.importorskip("tensorflow")
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def doubled(x: Any) -> Any:
+        return tf.tanh(x), lambda upstream: 2.0 * upstream
+
+    class Net(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
+        def __init__(self) -> None:
+            super().__init__()
+            random = np.random.default_rng(2)
+            self.v, self.w, self.u = (
+                tf.Variable(random.normal(0, 0.3, (5, 5)).astype(np.float32), name=name) for name in "vwu"
+            )
+
+        @tf.function  # type: ignore[untyped-decorator]
+        def inner(self, x: Any, weight: Any) -> Any:
+            return x @ weight
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 5])])  # type: ignore[untyped-decorator]
+        def __call__(self, x: Any) -> Any:
+            return doubled(self.inner(x, self.v) @ self.u)
+
+        @tf.function(input_signature=[tf.TensorSpec([None, 5])])  # type: ignore[untyped-decorator]
+        def both(self, x: Any) -> Any:
+            return self.inner(x, self.w)
+
+    net = Net()
+    options = tf.saved_model.SaveOptions(
+        experimental_custom_gradients=True, save_debug_info=True, function_aliases={"answer": net.__call__}
+    )
+    tf.saved_model.save(net, str(tmp_path / "net"), signatures=net.__call__, options=options)
+    result = gq.insert(tmp_path / "net", rules=["weight_only"])
+    assert [done.site.uses[0].op for done in result.inserted if done.site.twin is None] == ["matmul"]
+    (skip,) = [skip for skip in result.skips if "inner" in skip.tensor.graph]
+    assert "calls of its function that pass different weights" in skip.reason
+    path = result.save(tmp_path / "quantized")
+    debug = "debug/saved_model_debug_info.pb"
+    assert (path / debug).read_bytes() == (tmp_path / "net" / debug).read_bytes()
+    info = gq.load(path).source.message.meta_graphs[0].meta_info_def
+    assert dict(info.function_aliases) == dict(
+        result.source.source.message.meta_graphs[0].meta_info_def.function_aliases
+    )
+    assert set(info.function_aliases.values()) == {"answer"}
+    loaded, x = tf.saved_model.load(str(path)), np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5)
+    np.testing.assert_array_equal(loaded.both(x), net.both(x))
+    params = result.inserted[0].params
+    given = fake_quant.range_to_write(params)
+    call = tf.quantization.fake_quant_with_min_max_vars
+    if params.axis is not None:
+        call = tf.quantization.fake_quant_with_min_max_vars_per_channel
+    u = call(net.u, given.low.astype(np.float32), given.high.astype(np.float32), 8, narrow_range=params.narrow)
+    with tf.GradientTape() as tape:
+        y = loaded(x)
+    np.testing.assert_allclose(y, tf.tanh((x @ net.v) @ u), rtol=1e-6)
+    wanted = tf.transpose(tf.constant(x)) @ (2 * tf.ones_like(y)) @ tf.transpose(u)
+    np.testing.assert_allclose(tape.gradient(y, loaded.v), wanted, rtol=1e-5, atol=1e-5)
