@@ -9,14 +9,20 @@ from typing import TYPE_CHECKING
 
 from graphquant.backends.lint import CODES, lint
 from graphquant.backends.onnxruntime import ONNXRUNTIME, ONNXRUNTIME_ARM
+from graphquant.backends.openvino import OPENVINO
+from graphquant.backends.qnn import QNN
+from graphquant.backends.tensorrt import TENSORRT
 from graphquant.backends.types import Backend, Broken, Finding, Report, Verdict
+from graphquant.backends.vitis_ai import VITIS_AI
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import QUANTIZATION_KINDS
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
 
-BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (ONNXRUNTIME, ONNXRUNTIME_ARM)}
+BACKENDS: dict[str, Backend] = {
+    backend.name: backend for backend in (ONNXRUNTIME, ONNXRUNTIME_ARM, TENSORRT, QNN, OPENVINO, VITIS_AI)
+}
 
 
 def check(model: Model, backend: str | None = None) -> Report:

@@ -42,6 +42,8 @@ CODES = {
     "GQ109": Code("error", "the backend refuses the model"),
     "GQ110": Code("warning", "the scale of an int32 bias is not that of input times weight"),
     "GQ111": Code("error", "a weight's scales do not lie along its output channels"),
+    "GQ112": Code("warning", "a quantization stands between two ops that would become one without it"),
+    "GQ113": Code("note", "an op runs on integers, and would be faster in float"),
 }
 """Every code."""
 
@@ -136,6 +138,28 @@ def _weighted(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
         wanted = [side for side in sides if side.role != "bias"]
         if wanted and all(side.pair for side in wanted):
             yield _finding("GQ102", graph, op, f"it reads integers and runs in float: {broken.says}", broken.fix)
+
+
+def _between(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
+    """A pair between an op and the activation that would be fused with it."""
+    fused = None if context.backend is None else context.backend.fuses.get(op.kind)
+    pairs, others = context.sides.outputs(graph, op) if fused else ([], [])
+    if fused is None or len(pairs) != 1 or others:
+        return
+    inner = [pairs[0][0]]
+    if inner[0].kind == "quantize":
+        inner = [reader for _, reader in context.sides.readers(graph, inner[0])]
+    ends = [end for one in inner if one.name in graph for end in context.sides.readers(graph, one)]
+    if len(ends) == 1 and ends[0][1].kind in fused and ends[0][0].slot == 0:
+        behind = ends[0][1]
+        says = f"a quantization stands between it and {behind.name} ({behind.type})"
+        yield _finding("GQ112", graph, op, says, f"quantize behind {behind.name} only")
+
+
+def _slower(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
+    verdict = context.verdicts.get((graph.name, op.name))
+    if verdict is not None and verdict.note:
+        yield _finding("GQ113", graph, op, verdict.note, "leave it float")
 
 
 def _mover(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
@@ -314,4 +338,6 @@ _CHECKS: tuple[Callable[[Context, Graph, Op], Iterator[Finding]], ...] = (
     _channels,
     _bad_scale,
     _idle,
+    _between,
+    _slower,
 )

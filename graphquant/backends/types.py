@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from graphquant.ir import Model
 
@@ -43,6 +43,7 @@ class Verdict:
         status: Whether it runs in low precision.
         runs_as: The op that does its work, "QLinearConv"; the op's own type where it stays float.
         broken: The first rule that it breaks, None unless it stays float.
+        note: Why that is probably not worth it, "" for most.
     """
 
     graph: str
@@ -51,6 +52,7 @@ class Verdict:
     status: Status
     runs_as: str
     broken: Broken | None = None
+    note: str = ""
 
     @property
     def where(self) -> str:
@@ -69,6 +71,7 @@ class Backend:
         symmetric: Whether activations have to be symmetric, so that a symmetric Relu is no mistake.
         ties_concat: Whether all inputs and the output of a Concat need one scale.
         bias: What a bias is: "int32" (whose scale is input times weight), "int8" or "float".
+        fuses: For each kind the kinds behind it that become one op with it, so that no pair may stand between.
     """
 
     name: str
@@ -77,6 +80,7 @@ class Backend:
     symmetric: bool = False
     ties_concat: bool = False
     bias: Literal["int32", "int8", "float"] = "int32"
+    fuses: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

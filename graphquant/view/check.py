@@ -23,8 +23,6 @@ SHOWN = 6
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
-HELP = "https://graphquant.readthedocs.io/check#"
-
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -123,7 +121,6 @@ def sarif(reports: Sequence[Report]) -> dict[str, Any]:
         {
             "id": code,
             "shortDescription": {"text": told.explains},
-            "helpUri": f"{HELP}{code.lower()}",
             "defaultConfiguration": {"level": told.level},
         }
         for code, told in CODES.items()
@@ -145,7 +142,7 @@ def sarif(reports: Sequence[Report]) -> dict[str, Any]:
         for report in reports
         for one in report.findings
     ]
-    driver = {"name": "graphquant", "version": __version__, "informationUri": HELP.rstrip("#"), "rules": rules}
+    driver = {"name": "graphquant", "version": __version__, "rules": rules}
     run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
     return {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
 

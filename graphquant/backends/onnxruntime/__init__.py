@@ -135,9 +135,13 @@ def _made(graph: Graph, op: Op, status: Status, runs_as: str, broken: Broken | N
     return Verdict(graph=graph.name, op=op.name, type=op.type, status=status, runs_as=runs_as, broken=broken)
 
 
-ONNXRUNTIME = Backend(name="onnxruntime", explains="onnxruntime's CPU kernels on x86", predict=predict)
+FUSES = dict.fromkeys(("conv", "depthwise_conv", "matmul", "gemm", "add", "mul"), frozenset({"relu", "relu6", "clip"}))
+"""What is absorbed behind what, if no quantization stands between."""
+
+ONNXRUNTIME = Backend(name="onnxruntime", explains="onnxruntime's CPU kernels on x86", predict=predict, fuses=FUSES)
 ONNXRUNTIME_ARM = Backend(
     name="onnxruntime-arm",
     explains="onnxruntime's CPU kernels on ARM, which take int8 activations as they are",
     predict=partial(predict, int8=True),
+    fuses=FUSES,
 )

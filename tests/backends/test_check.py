@@ -1,0 +1,197 @@
+"""`graphquant check`: what it prints and its exit codes."""
+
+import json
+
+import jsonschema
+import pytest
+
+import graphquant as gq
+from graphquant.backends import CODES
+from graphquant.view import check as view
+
+SARIF = {
+    "type": "object",
+    "required": ["version", "runs"],
+    "additionalProperties": False,
+    "properties": {
+        "$schema": {"type": "string", "format": "uri"},
+        "version": {"const": "2.1.0"},
+        "runs": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "required": ["tool"],
+                "additionalProperties": False,
+                "properties": {
+                    "tool": {
+                        "type": "object",
+                        "required": ["driver"],
+                        "additionalProperties": False,
+                        "properties": {
+                            "driver": {
+                                "type": "object",
+                                "required": ["name"],
+                                "additionalProperties": False,
+                                "properties": {
+                                    "name": {"type": "string"},
+                                    "version": {"type": "string"},
+                                    "informationUri": {"type": "string", "format": "uri"},
+                                    "rules": {
+                                        "type": "array",
+                                        "uniqueItems": True,
+                                        "items": {
+                                            "type": "object",
+                                            "required": ["id"],
+                                            "additionalProperties": False,
+                                            "properties": {
+                                                "id": {"type": "string"},
+                                                "shortDescription": {"$ref": "#/$defs/text"},
+                                                "defaultConfiguration": {
+                                                    "type": "object",
+                                                    "properties": {"level": {"$ref": "#/$defs/level"}},
+                                                },
+                                            },
+                                        },
+                                    },
+                                },
+                            }
+                        },
+                    },
+                    "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
+                    "results": {
+                        "type": "array",
+                        "items": {
+                            "type": "object",
+                            "required": ["message"],
+                            "additionalProperties": False,
+                            "properties": {
+                                "ruleId": {"type": "string"},
+                                "ruleIndex": {"type": "integer", "minimum": -1},
+                                "level": {"$ref": "#/$defs/level"},
+                                "message": {"$ref": "#/$defs/text"},
+                                "locations": {
+                                    "type": "array",
+                                    "items": {
+                                        "type": "object",
+                                        "additionalProperties": False,
+                                        "properties": {
+                                            "physicalLocation": {
+                                                "type": "object",
+                                                "required": ["artifactLocation"],
+                                                "properties": {
+                                                    "artifactLocation": {
+                                                        "type": "object",
+                                                        "properties": {
+                                                            "uri": {"type": "string", "format": "uri-reference"}
+                                                        },
+                                                    }
+                                                },
+                                            },
+                                            "logicalLocations": {
+                                                "type": "array",
+                                                "items": {
+                                                    "type": "object",
+                                                    "additionalProperties": False,
+                                                    "properties": {
+                                                        "name": {"type": "string"},
+                                                        "fullyQualifiedName": {"type": "string"},
+                                                        "kind": {"type": "string"},
+                                                    },
+                                                },
+                                            },
+                                        },
+                                    },
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+    "$defs": {
+        "text": {
+            "type": "object",
+            "required": ["text"],
+            "additionalProperties": False,
+            "properties": {"text": {"type": "string"}},
+        },
+        "level": {"enum": ["none", "note", "warning", "error"]},
+    },
+}
+"""The parts of SARIF 2.1.0's JSON schema that graphquant writes, with names and limits as they stand there."""
+
+
+@pytest.fixture
+def quantized(samples, tmp_path):
+    """A model whose residual sum has no QuantizeLinear behind it."""
+    data = str(samples / "digits_cnn_calib.npz")
+    result = gq.insert(samples / "digits_cnn.onnx", data=data, samples=4, exclude=["/residual|stem/"])
+    return result.save(tmp_path / "with, comma%.onnx")
+
+
+def test_text(cli, quantized):
+    """The table names what stays float, why, and what to do; findings make the exit code 1."""
+    shown = cli("check", quantized, "--for", "onnxruntime", code=1).stdout
+    assert "ops run in low precision" in shown.splitlines()[0]
+    assert "QLinearConv" in shown
+    assert "insert QuantizeLinear and DequantizeLinear between" in shown
+    assert "GQ102" in shown
+
+
+def test_float_model(cli, samples):
+    """A model without quantization is told so kindly, and that is no finding."""
+    shown = cli("check", samples / "digits_cnn.onnx", "--for", "onnxruntime").stdout
+    assert "`graphquant insert` puts them in" in shown
+    assert "0 findings" in shown
+
+
+def test_json(cli, quantized, samples):
+    """JSON has each op with its verdict; several models give a list."""
+    told = json.loads(cli("check", quantized, "--for", "onnxruntime", "--format", "json", code=1).stdout)
+    assert told["backend"] == "onnxruntime"
+    assert sum(told["counts"].values()) == len(told["ops"])
+    assert told["runs_as"]["QLinearConv"] == sum(
+        op["runs_as"] == "QLinearConv" for op in told["ops"] if op["status"] == "low"
+    )
+    assert all((op["broken"] is None) == (op["status"] != "float") for op in told["ops"])
+    both = json.loads(cli("check", samples / "digits_cnn.onnx", samples / "digits_rnn.onnx", "--format", "json").stdout)
+    assert [one["findings"] for one in both] == [[], []]
+
+
+def test_sarif(cli, quantized, tmp_path):
+    """SARIF is as its schema wants it, with a rule for each code and a place for each finding."""
+    out = tmp_path / "check.sarif"
+    cli("check", quantized, "--for", "onnxruntime", "--format", "sarif", "-o", out, code=1)
+    log = json.loads(out.read_text("utf-8"))
+    jsonschema.validate(log, SARIF, format_checker=jsonschema.FormatChecker())
+    run = log["runs"][0]
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == list(CODES)
+    assert run["results"]
+    for result in run["results"]:
+        assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
+        assert result["locations"][0]["physicalLocation"]["artifactLocation"]["uri"].endswith("with%2C%20comma%25.onnx")
+
+
+def test_github(cli, quantized):
+    """Each finding is a command of GitHub's workflows on a line of its own, with what would end it spelled out."""
+    lines = cli("check", quantized, "--for", "onnxruntime", "--format", "github", code=1).stdout.splitlines()
+    assert lines
+    for line in lines:
+        assert line.startswith(("::warning file=", "::error file="))
+        assert "with%2C comma%25.onnx,title=GQ" in line
+
+
+def test_escapes():
+    """Line breaks, percent signs, and in properties colons and commas, are spelled out."""
+    assert view._escaped("50%\r\na:b,c") == "50%25%0D%0Aa:b,c"
+    assert view._escaped("a:b,c", property_=True) == "a%3Ab%2Cc"
+
+
+def test_mistakes(cli, samples, tmp_path):
+    """Unknown backends, TFLite files and outputs that exist are usage errors."""
+    model = samples / "digits_cnn.onnx"
+    assert "Known are onnxruntime, onnxruntime-arm, tensorrt" in cli("check", model, "--for", "ort", code=2).stderr
+    (tmp_path / "out").write_text("kept")
+    assert "exists already" in cli("check", model, "-o", tmp_path / "out", code=2).stderr
+    assert "There is no file" in cli("check", tmp_path / "none.onnx", code=3).stderr

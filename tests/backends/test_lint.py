@@ -1,0 +1,173 @@
+"""The findings of `check`: for each code a model that has it and one that has not."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import graphquant as gq
+from graphquant.backends import BACKENDS, CODES, check
+from graphquant.errors import UsageError
+
+CONSTANTS = {
+    "s": np.float32(0.1),
+    "s2": np.float32(0.2),
+    "tiny": np.float32(1e-5),
+    "wide": np.float32(20),
+    "zero": np.float32(0),
+    "denormal": np.float32(1e-40),
+    "v0": np.full(4, 0.1, np.float32),
+    "z": np.uint8(128),
+    "z0": np.uint8(0),
+    "i0": np.int8(0),
+    "imin": np.int8(-128),
+    "n0": np.int32(0),
+    "zz": np.zeros(4, np.int8),
+    "prod": np.float32(0.1) * np.float32(0.1),
+    "w": (np.arange(16) * 15 - 120).astype(np.int8).reshape(4, 4, 1, 1),
+    "wflat": np.array([[1, 0, -1, 0], *[[100, -90, 70, 3]] * 3], np.int8).reshape(4, 4, 1, 1),
+    "b": np.linspace(-1, 1, 4, dtype=np.float32),
+    "huge": np.array([1, 2, 1e9, 3], np.float32),
+    "bi": np.arange(4, dtype=np.int32),
+    "bmax": np.array([1, 2, 2**31 - 1, 3], np.int32),
+    "flat": np.array([1, 64], np.int64),
+    "sc": np.full((32, 1), 0.1, np.float32),
+}
+
+
+def pair(source, made, scale="s", zero="z"):
+    """The text of a QuantizeLinear and a DequantizeLinear."""
+    return (
+        f"{made}_q = QuantizeLinear({source}, {scale}, {zero}) {made} = DequantizeLinear({made}_q, {scale}, {zero})\n"
+    )
+
+
+A, Y, W = pair("x", "a"), pair("r", "y"), "v = DequantizeLinear(w, s, i0) "
+CONV = A + W + "r = Conv(a, v)" + Y
+
+CASES = [
+    ("GQ101", None, A + "r = Relu(a)" + Y, "r"),
+    ("", None, A + "r = Relu(a)" + pair("r", "y", zero="z0"), ""),
+    ("GQ101", None, pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), "r"),
+    ("", None, pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="imin"), ""),
+    ("", "tensorrt", pair("x", "a", zero="i0") + "r = Relu(a)" + pair("r", "y", zero="i0"), ""),
+    ("GQ102", "onnxruntime", A + W + "y = Conv(a, v)", "y"),
+    ("GQ102", "tensorrt", pair("x", "a", zero="i0") + W + "y = Conv(a, v)", ""),
+    ("", "onnxruntime", CONV, ""),
+    ("", "onnxruntime", "y = Conv(x, b4)", ""),
+    ("GQ103", None, A + "r = Reshape(a, flat)" + pair("r", "y", "s2"), "r"),
+    ("", None, A + "r = Reshape(a, flat)" + Y, ""),
+    ("GQ103", "qnn", A + pair("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, "r"),
+    ("", "onnxruntime", A + pair("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, ""),
+    ("GQ104", None, A + W + "r = Conv(a, v, huge)" + Y, "r"),
+    ("GQ104", None, A + W + "c = DequantizeLinear(bmax, prod, n0) r = Conv(a, v, c)" + Y, "r"),
+    ("", None, A + W + "r = Conv(a, v, b)" + Y, ""),
+    ("GQ105", None, A + "t = Sigmoid(x2) r = Concat<axis = 1>(a, t)" + Y, "r"),
+    (
+        "GQ105",
+        None,
+        pair("x", "a", "wide")
+        + "t = Sigmoid(x2)"
+        + pair("t", "k", "wide")
+        + "r = Concat<axis = 1>(a, k)"
+        + pair("r", "y", "wide"),
+        "r",
+    ),
+    ("GQ105", None, A + pair("x2", "k", "tiny") + "r = Concat<axis = 1>(a, k)" + Y, "r"),
+    ("", None, A + pair("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, ""),
+    ("GQ105", None, A + "v = DequantizeLinear(wflat, s, i0) r = Conv(a, v)" + Y, "r"),
+    ("", None, A + "v = DequantizeLinear<axis = 0>(wflat, v0, zz) r = Conv(a, v)" + Y, ""),
+    ("GQ106", None, pair("x", "a", "zero") + "y = Sqrt(a)", "a_q"),
+    ("GQ106", None, pair("x", "a", "denormal") + "y = Sqrt(a)", "a_q"),
+    ("", None, pair("x", "a", "tiny") + "y = Sqrt(a)", ""),
+    ("GQ107", None, A + "y = Sqrt(x)", "a"),
+    ("GQ108", "onnxruntime", A + "y = Sqrt(a)", "x"),
+    ("GQ108", "onnxruntime", A + "t = Sqrt(a) y = Tanh(a)", "x"),
+    ("", "onnxruntime", CONV + "u = Sqrt(a)", ""),
+    ("GQ109", "onnxruntime", A + "r = AveragePool<kernel_shape = [2, 2], dilations = [1, 1]>(a)" + Y, "r"),
+    ("", "onnxruntime", A + "r = AveragePool<kernel_shape = [2, 2]>(a)" + Y, ""),
+    ("GQ110", None, A + W + "c = DequantizeLinear(bi, s, n0) r = Conv(a, v, c)" + Y, "r"),
+    ("", None, A + W + "c = DequantizeLinear(bi, prod, n0) r = Conv(a, v, c)" + Y, ""),
+    ("GQ111", None, A + "v = DequantizeLinear<axis = 1>(w, v0, zz) r = Conv(a, v)" + Y, "r"),
+    ("", None, A + "v = DequantizeLinear<axis = 0>(w, v0, zz) r = Conv(a, v)" + Y, ""),
+    (
+        "GQ112",
+        "onnxruntime",
+        A + W + "r = Conv(a, v)" + pair("r", "k") + "t = Relu(k)" + pair("t", "y", zero="z0"),
+        "r",
+    ),
+    ("", "onnxruntime", A + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="z0"), ""),
+    ("GQ113", "tensorrt", "f = Sqrt(x)" + pair("f", "a", zero="i0") + W + "y = Conv(a, v)", "y"),
+]
+
+
+def load(text, tmp_path):
+    """The model whose ops `text` names."""
+    outs = "float y" + (", float u" if " u = " in text else "")
+    header = '<ir_version: 8, opset_import: ["": 21]> g (float[1,4,4,4] x, float[1,4,4,4] x2, float[4,4,1,1] b4)'
+    message = onnx.parser.parse_model(f"{header} => ({outs}) {{ {text} }}")
+    for output in message.graph.output:
+        output.type.tensor_type.ClearField("shape")
+    used = {read for node in message.graph.node for read in node.input}
+    for key, value in CONSTANTS.items():
+        if key in used:
+            message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), key))
+    for node in message.graph.node:
+        node.name = node.output[0]
+    onnx.save(message, tmp_path / "model.onnx")
+    return gq.load(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(("code", "backend", "text", "op"), CASES)
+def test_findings(code, backend, text, op, tmp_path):
+    """The finding names the op that has it; a model without an op has none of that code, or of any."""
+    found = check(load(text, tmp_path), backend).findings
+    if not op:
+        assert [finding.code for finding in found if code in {"", finding.code}] == []
+        return
+    assert (code, op) in {(finding.code, finding.op) for finding in found}
+    assert all(finding.says and finding.fix for finding in found)
+
+
+def test_every_code_is_tried():
+    """There is a model for each code."""
+    assert {code for code, _, _, op in CASES if op} == set(CODES)
+
+
+def test_functions_that_nothing_calls(tmp_path):
+    """Quantizations in a function that nothing calls never see data."""
+    text = """<ir_version: 8, opset_import: ["": 21, "own": 1]>
+    g (float[4] x) => (float[4] y) { y = Sqrt(x) }
+    <domain: "own", opset_import: ["": 21]>
+    idle (p) => (q) {
+      s = Constant<value = float {0.1}>() z = Constant<value = uint8 {0}>()
+      i = QuantizeLinear(p, s, z) q = DequantizeLinear(i, s, z)
+    }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    found = check(gq.load(tmp_path / "model.onnx")).findings
+    assert [finding.code for finding in found] == ["GQ107"]
+    assert "1 DequantizeLinear, 1 QuantizeLinear" in found[0].says
+
+
+def test_float_models_have_no_findings(samples):
+    """A model without quantization has verdicts, all of them float, and no findings."""
+    for backend in BACKENDS:
+        report = check(gq.load(samples / "digits_cnn.onnx"), backend)
+        assert report.counts["low"] == 0
+        assert report.counts["float"] == len(report.verdicts) > 20
+        assert report.findings == ()
+
+
+def test_tensorflow_models_are_linted_without_a_backend(samples, tmp_path):
+    """A TensorFlow model's fake-quantization is checked, and no backend is foretold for it."""
+    result = gq.insert(samples / "digits_cnn.pb", rules=["fixed_point"])
+    path = result.save(tmp_path / "model.pb")
+    assert {finding.code for finding in check(gq.load(path)).findings} <= {"GQ101", "GQ103"}
+    with pytest.raises(UsageError, match="is a tensorflow model"):
+        check(gq.load(path), "onnxruntime")
+
+
+def test_unknown_backends():
+    """An unknown backend is an error that names the closest."""
+    with pytest.raises(UsageError, match="Did you mean 'onnxruntime'"):
+        check(gq.Model(format="onnx"), "onnxrutime")

@@ -1,0 +1,222 @@
+"""The tables of TensorRT, QNN, OpenVINO and Vitis AI: small graphs with either verdict."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import graphquant as gq
+from graphquant.backends import BACKENDS
+
+CONSTANTS = {
+    "s": np.float32(0.1),
+    "s2": np.float32(0.2),
+    "p4": np.float32(2**-4),
+    "p3": np.float32(2**-3),
+    "p6": np.float32(2**-6),
+    "p16": np.float32(2**-16),
+    "p14": np.float32(2**-14),
+    "big": np.float32(2**5),
+    "sig": np.float32(1 / 65536),
+    "tan": np.float32(1 / 32768),
+    "v0": np.full(16, 0.1, np.float32),
+    "z": np.uint8(128),
+    "z0": np.uint8(0),
+    "zz": np.zeros(16, np.int8),
+    "zu": np.full(16, 128, np.uint8),
+    "i0": np.int8(0),
+    "i5": np.int8(5),
+    "u0": np.uint16(0),
+    "u32": np.uint16(32768),
+    "n0": np.int32(0),
+    "w": (np.arange(256) % 15 - 7).astype(np.int8).reshape(16, 16, 1, 1),
+    "wu": (np.arange(256) % 15 + 120).astype(np.uint8).reshape(16, 16, 1, 1),
+    "wd": (np.arange(144) % 15 - 7).astype(np.int8).reshape(16, 1, 3, 3),
+    "ws": (np.arange(64) % 15 - 7).astype(np.int8).reshape(4, 16, 1, 1),
+    "m": (np.arange(256) % 15 - 7).astype(np.int8).reshape(16, 16),
+    "b": np.linspace(-1, 1, 16, dtype=np.float32),
+    "bi": np.arange(16, dtype=np.int32),
+    "b8": np.arange(16, dtype=np.int8),
+    "flat": np.array([1, 256], np.int64),
+    "sizes": np.array([1, 1, 2, 2], np.float32),
+    "axes": np.array([2, 3], np.int64),
+    "pads": np.array([0, 0, 1, 1, 0, 0, 1, 1], np.int64),
+}
+
+
+def pair(source, made, scale="s", zero="i0"):
+    """The text of a QuantizeLinear and a DequantizeLinear."""
+    return (
+        f"{made}_q = QuantizeLinear({source}, {scale}, {zero}) {made} = DequantizeLinear({made}_q, {scale}, {zero})\n"
+    )
+
+
+A, Y = pair("x", "a"), pair("r", "y")
+U, YU = pair("x", "a", zero="z"), pair("r", "y", zero="z")
+P, YP = pair("x", "a", "p4"), pair("r", "y", "p4")
+W, WC = "v = DequantizeLinear(w, s, i0) ", "v = DequantizeLinear<axis = 0>(w, v0, zz) "
+W1 = "v = DequantizeLinear<axis = 1>(w, v0, zz) "
+WP = "v = DequantizeLinear(w, p6, i0) "
+B8 = "c = DequantizeLinear(b8, p6, i0) "
+
+CASES = [
+    # TensorRT: weighted ops want quantized inputs and nothing behind
+    ("tensorrt", A + WC + "r = Conv(a, v) y = Sqrt(r)", "low"),
+    ("tensorrt", A + WC + "r = Conv(a, v, b) y = Sqrt(r)", "low"),
+    ("tensorrt", WC + "r = Conv(x, v) y = Sqrt(r)", "float-input"),
+    ("tensorrt", U + WC + "r = Conv(a, v) y = Sqrt(r)", "type"),
+    ("tensorrt", pair("x", "a", zero="i5") + WC + "r = Conv(a, v) y = Sqrt(r)", "zero-point"),
+    ("tensorrt", A + W1 + "r = Conv(a, v) y = Sqrt(r)", "weight-axis"),
+    ("tensorrt", A + WC + "c = DequantizeLinear(bi, s, n0) r = Conv(a, v, c) y = Sqrt(r)", "bias"),
+    ("tensorrt", A + W1 + "r = ConvTranspose(a, v) y = Sqrt(r)", "low"),
+    ("tensorrt", A + WC + "r = ConvTranspose(a, v) y = Sqrt(r)", "weight-axis"),
+    # activations and BatchNorm behind a Conv are fused
+    ("tensorrt", A + WC + "t = Conv(a, v) r = Relu(t) y = Sqrt(r)", "absorbed"),
+    ("tensorrt", A + WC + "t = Conv(a, v) u = BatchNormalization(t, b, b, b, v0) r = Relu(u) y = Sqrt(r)", "absorbed"),
+    ("tensorrt", A + WC + "t = Conv(a, v) r = Sigmoid(t) u = Mul(t, r) y = Sqrt(u)", "float-input"),
+    # residual sums: the skip input alone is quantized
+    ("tensorrt", A + WC + "t = Conv(a, v)" + pair("x", "k", "s2") + "r = Add(t, k) y = Sqrt(r)", "absorbed"),
+    ("tensorrt", A + WC + "t = Conv(a, v) u = Relu(t)" + pair("x", "k") + "r = Add(k, u) y = Sqrt(r)", "absorbed"),
+    ("tensorrt", A + WC + "t = Conv(a, v) r = Add(t, x) y = Sqrt(r)", "float-input"),
+    ("tensorrt", A + WC + "t = Conv(a, v) q = Sqrt(t)" + pair("x", "k") + "r = Add(t, k) y = Add(r, q)", "float-input"),
+    (
+        "tensorrt",
+        A + W1 + "t = ConvTranspose(a, v)" + pair("x", "k") + "r = Add(t, k) y = Sqrt(r)",
+        "absorbed",
+    ),
+    ("tensorrt", A + pair("x2", "k") + "r = Add(a, k)" + Y, "low"),
+    ("tensorrt", A + pair("x2", "k") + "r = Add(a, k) y = Sqrt(r)", "no-quantized-output"),
+    # others want both sides
+    ("tensorrt", A + "r = MaxPool<kernel_shape = [2, 2]>(a)" + Y, "low"),
+    ("tensorrt", A + "r = MaxPool<kernel_shape = [2, 2]>(a) y = Sqrt(r)", "no-quantized-output"),
+    ("tensorrt", A + pair("x2", "k") + "r = Concat<axis = 1>(a, k)" + Y, "low"),
+    ("tensorrt", A + pair("x2", "k", "s2") + "r = Concat<axis = 1>(a, k)" + Y, "tie"),
+    ("tensorrt", A + "r = Softmax(a)" + Y, "no-kernel"),
+    ("tensorrt", A + "r = Erf(a)" + Y, "no-kernel"),
+    ("tensorrt", A + "r = LayerNormalization<axis = 1>(a, x, x)" + Y, "no-kernel"),
+    # QNN
+    ("qnn", U + W + "r = Conv(a, v)" + YU, "low"),
+    ("qnn", U + WC + "r = Conv(a, v)" + YU, "low"),
+    ("qnn", U + "v = DequantizeLinear(wu, s, z) r = Conv(a, v)" + YU, "low"),
+    ("qnn", U + "v = DequantizeLinear<axis = 0>(wu, v0, zu) r = Conv(a, v)" + YU, "type"),
+    ("qnn", U + "v = DequantizeLinear(w, s, i5) r = Conv(a, v)" + YU, "zero-point"),
+    ("qnn", U + W1 + "r = Conv(a, v)" + YU, "weight-axis"),
+    ("qnn", U + W1 + "r = ConvTranspose(a, v)" + YU, "low"),
+    ("qnn", A + W + "r = Conv(a, v)" + Y, "type"),
+    ("qnn", U + W + "r = Conv(a, v) y = Sqrt(r)", "no-quantized-output"),
+    ("qnn", U + W + "t = Conv(a, v) r = Relu(t)" + YU, "absorbed"),
+    ("qnn", U + W + "t = ConvTranspose(a, v) r = Relu(t)" + YU, "absorbed"),
+    ("qnn", U + W + "t = Conv(a, v) r = Tanh(t)" + YU, "float-input"),
+    ("qnn", U + "v = DequantizeLinear<axis = 1>(m, v0, zz) r = MatMul(a, v)" + YU, "weight-axis"),
+    ("qnn", U + "v = DequantizeLinear(m, s, i0) r = MatMul(a, v)" + YU, "low"),
+    ("qnn", U + pair("x2", "k", zero="z") + "r = Concat<axis = 1>(a, k)" + YU, "low"),
+    ("qnn", U + pair("x2", "k", "s2", "z") + "r = Concat<axis = 1>(a, k)" + YU, "tie"),
+    ("qnn", U + "r = Reshape(a, flat) y = Sqrt(r)", "low"),
+    ("qnn", U + "r = Reshape(a, flat)" + pair("r", "y", "s2", "z"), "tie"),
+    ("qnn", U + "t = Reshape(a, flat) r = Sigmoid(t)" + YU, "low"),
+    ("qnn", pair("x", "a", zero="u32") + "r = Sigmoid(a)" + pair("r", "y", "sig", "u0"), "low"),
+    ("qnn", pair("x", "a", zero="u32") + "r = Sigmoid(a)" + pair("r", "y", "s", "u0"), "fixed-range"),
+    ("qnn", pair("x", "a", zero="u32") + "r = Tanh(a)" + pair("r", "y", "tan", "u32"), "low"),
+    ("qnn", pair("x", "a", zero="u32") + "r = Tanh(a)" + pair("r", "y", "tan", "u0"), "fixed-range"),
+    ("qnn", U + "r = Erf(a)" + YU, "no-kernel"),
+    # OpenVINO
+    ("openvino", U + WC + "r = Conv(a, v, b) y = Sqrt(r)", "low"),
+    ("openvino", A + W + "r = Conv(a, v) y = Sqrt(r)", "low"),
+    ("openvino", U + "v = DequantizeLinear(wu, s, z) r = Conv(a, v) y = Sqrt(r)", "type"),
+    ("openvino", U + "v = DequantizeLinear(w, s, i5) r = Conv(a, v) y = Sqrt(r)", "zero-point"),
+    ("openvino", U + WC + "c = DequantizeLinear(bi, s, n0) r = Conv(a, v, c) y = Sqrt(r)", "bias"),
+    ("openvino", WC + "r = Conv(x, v) y = Sqrt(r)", "float-input"),
+    ("openvino", U + W1 + "r = Conv(a, v) y = Sqrt(r)", "weight-axis"),
+    ("openvino", U + "r = Sub(a, a) y = Sqrt(r)", "low"),
+    ("openvino", U + "r = Div(a, a) y = Sqrt(r)", "low"),
+    ("openvino", U + "r = ReduceMean(a, axes) y = Sqrt(r)", "low"),
+    ("openvino", U + 'r = Resize<mode = "linear">(a, , sizes) y = Sqrt(r)', "low"),
+    ("openvino", U + 'r = Resize<mode = "cubic">(a, , sizes) y = Sqrt(r)', "mode"),
+    ("openvino", U + "r = MaxPool<kernel_shape = [2, 2]>(a) y = Sqrt(r)", "low"),
+    ("openvino", "r = MaxPool<kernel_shape = [2, 2]>(x) y = Sqrt(r)", "float-input"),
+    ("openvino", U + "t = MaxPool<kernel_shape = [2, 2]>(a)" + WC + "r = Conv(t, v) y = Sqrt(r)", "low"),
+    ("openvino", U + pair("x2", "k", zero="z") + "r = Concat<axis = 1>(a, k) y = Sqrt(r)", "low"),
+    ("openvino", U + pair("x2", "k", "s2", "z") + "r = Concat<axis = 1>(a, k) y = Sqrt(r)", "tie"),
+    ("openvino", U + WC + "t = Conv(a, v) r = Relu(t) y = Sqrt(r)", "absorbed"),
+    ("openvino", U + "r = Softmax(a) y = Sqrt(r)", "no-kernel"),
+    ("openvino", pair("x", "a", zero="u32") + WC + "r = Conv(a, v) y = Sqrt(r)", "type"),
+    # Vitis AI
+    ("vitis_ai", P + WP + B8 + "r = Conv(a, v, c)" + YP, "low"),
+    ("vitis_ai", P + WP + "r = Conv(a, v, b)" + YP, "float-bias"),
+    ("vitis_ai", A + WP + "r = Conv(a, v)" + YP, "power-of-two"),
+    ("vitis_ai", P + WC + "r = Conv(a, v)" + YP, "power-of-two"),
+    ("vitis_ai", pair("x", "a", "p4", "z") + WP + "r = Conv(a, v)" + YP, "type"),
+    ("vitis_ai", pair("x", "a", "p4", "i5") + WP + "r = Conv(a, v)" + YP, "zero-point"),
+    ("vitis_ai", P + WP + "r = Conv(a, v) y = Sqrt(r)", "no-quantized-output"),
+    ("vitis_ai", P + WP + "r = Conv(a, v)" + pair("r", "y", "p14"), "shift"),
+    (
+        "vitis_ai",
+        pair("x", "a", "p14") + WP + "c = DequantizeLinear(b8, p4, i0) r = Conv(a, v, c)" + pair("r", "y", "p6"),
+        "shift",
+    ),
+    ("vitis_ai", P + WP + "t = Conv(a, v) r = Relu(t)" + YP, "absorbed"),
+    ("vitis_ai", P + WP + "t = Conv(a, v) r = PRelu(t, x)" + YP, "absorbed"),
+    ("vitis_ai", P + pair("x2", "k", "p6") + "r = Add(a, k)" + YP, "low"),
+    ("vitis_ai", P + pair("x2", "k", "p14") + "r = Add(a, k)" + YP, "shift"),
+    ("vitis_ai", P + pair("x2", "k", "p6") + "r = Add(a, k)" + pair("r", "y", "p16"), "shift"),
+    ("vitis_ai", P + pair("x2", "k", "p6") + "r = Mul(a, k)" + YP, "low"),
+    ("vitis_ai", P + pair("x2", "k", "p6") + "r = Mul(a, k)" + pair("r", "y", "p14"), "shift"),
+    ("vitis_ai", P + pair("x2", "k", "p4") + "r = Concat<axis = 1>(a, k)" + YP, "low"),
+    ("vitis_ai", P + pair("x2", "k", "p6") + "r = Concat<axis = 1>(a, k)" + YP, "tie"),
+    ("vitis_ai", P + "r = Pad(a, pads)" + YP, "low"),
+    ("vitis_ai", P + "r = Pad(a, pads)" + pair("r", "y", "p3"), "tie"),
+    ("vitis_ai", P + "r = Softmax(a)" + YP, "no-kernel"),
+]
+
+
+def load(text, tmp_path):
+    """The model whose ops `text` names."""
+    inputs = "float[32,16] x" if "MatMul" in text else "float[1,16,4,4] x, float[1,16,4,4] x2"
+    message = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": 21]> g ({inputs}) => (float y) {{ {text} }}')
+    message.graph.output[0].type.tensor_type.ClearField("shape")
+    used = {read for node in message.graph.node for read in node.input}
+    for key, value in CONSTANTS.items():
+        if key in used:
+            message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), key))
+    for node in message.graph.node:
+        node.name = node.output[0]
+    onnx.save(message, tmp_path / "model.onnx")
+    return gq.load(tmp_path / "model.onnx")
+
+
+@pytest.mark.parametrize(("backend", "text", "expected"), CASES)
+def test_verdicts(backend, text, expected, tmp_path):
+    """The op `r` runs as the backend's documents say, or breaks the rule that they name."""
+    verdicts = {verdict.op: verdict for verdict in BACKENDS[backend].predict(load(text, tmp_path))}
+    found = verdicts["r"]
+    assert (found.broken.rule if found.broken else found.status) == expected
+    assert (found.status == "float") == (found.broken is not None)
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "qnn", "openvino", "vitis_ai"])
+def test_both_verdicts(backend):
+    """Each table is tried with several graphs of either verdict."""
+    told = [expected in {"low", "absorbed"} for name, _, expected in CASES if name == backend]
+    assert sum(told) >= 7
+    assert len(told) - sum(told) >= 8
+
+
+@pytest.mark.parametrize(
+    ("text", "note"),
+    [
+        (A + WC + "r = Conv(a, v) y = Sqrt(r)", ""),
+        (A + "v = DequantizeLinear(ws, s, i0) r = Conv(a, v) y = Sqrt(r)", ""),
+        (
+            "f = Sqrt(x)" + pair("f", "a") + "v = DequantizeLinear(ws, s, i0) r = Conv(a, v) y = Sqrt(r)",
+            "16 to 4 channels",
+        ),
+        (A + "v = DequantizeLinear(wd, s, i0) r = Conv<group = 16>(a, v) y = Sqrt(r)", ""),
+        (pair("x", "a") + "v = DequantizeLinear(m, s, i0) r = MatMul(a, v) y = Sqrt(r)", ""),
+    ],
+)
+def test_tensorrt_leaves_small_ops_float(text, note, tmp_path):
+    """An op too small for integers to pay gets a note."""
+    verdicts = {verdict.op: verdict for verdict in BACKENDS["tensorrt"].predict(load(text, tmp_path))}
+    assert verdicts["r"].status == "low"
+    assert note in verdicts["r"].note
+    assert bool(note) == bool(verdicts["r"].note)
