@@ -69,6 +69,21 @@ def test_saved_model_with_functions(samples: Path, tmp_path: Path) -> None:
     assert_equal(tmp_path, *calls(samples / "digits_rnn_saved_model", "--rules", "fixed_point"))
 
 
+def test_statistics(samples: Path, tmp_path: Path) -> None:
+    """A statistics file, and what inspect makes of it: table, JSON data and page."""
+    model = samples / "digits_cnn.onnx"
+    shown = ["inspect", model, "--stats", "stats.gqs"]
+    todo = [
+        ["calibrate", model, "--data", samples / "digits_cnn_calib.npz", "-o", "stats.gqs"],
+        shown,
+        [*shown, "--format", "json"],
+        [*shown, "--html", "page.html"],
+    ]
+    one, other = written(tmp_path / "a", 1, *todo), written(tmp_path / "b", 4321, *todo)
+    assert one == other
+    assert set(one) == {"stats.gqs", "page.html", *(f"stdout{number}" for number in range(4))}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*ONNX, *TENSORFLOW])
 def test_calibrated_models(samples: Path, tmp_path: Path, name: str) -> None:
