@@ -5,14 +5,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from graphquant.data.pixels import PRESETS
 from graphquant.data.spec import KINDS, PIXELS
+from graphquant.qdq import FAMILIES, RangeFrom
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["data.md", "from-graph-editor.md"]
+PAGES = ["data.md", "from-graph-editor.md", "families.md"]
 
 
 def snippets(page):
@@ -98,6 +100,29 @@ def test_data_tables():
     for name, keys in PRESETS.items():
         said = ",".join(f"{key}={value}" for key, value in keys.items())
         assert rows[name].endswith(f"| `{said}`" if said else "| nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_families(folder):
+    """Each snippet runs, and what the page says it prints is printed."""
+    pytest.importorskip("tensorflow")
+    printed = run_page("families.md")
+    page = ROOT.joinpath("docs", "families.md").read_text("utf-8")
+    (promised,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert f"{promised}\n" in printed
+    assert {path.name for path in folder.iterdir()} >= {"learned", "learned_later", "learned.pb"}
+
+
+def test_families_tables():
+    """The page has a column or row for each family of TensorFlow and each source of ranges."""
+    page = ROOT.joinpath("docs", "families.md").read_text("utf-8")
+    named = [name for name, family in FAMILIES.items() if family.format == "tensorflow"]
+    (head,) = re.findall(r"^\| \| (.*) \|$", page, re.MULTILINE)
+    assert [word.strip("`") for word in head.split(" | ")] == [
+        name.removeprefix("quantize-and-dequantize") for name in named
+    ]
+    assert re.findall(r'^\| `"(\w+)"` \|', page, re.MULTILINE) == list(get_args(RangeFrom))
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -145,7 +145,7 @@ def table():
     for family in FAMILIES_HERE:
         fake = family == "fake-quant"
         for bits, signed, narrow, rounding, source, form, dtype in product(
-            (2, 8, 16) if fake else (2, 8, 24),
+            (2, 8, 16) if fake else (2, 8, 24, 32),
             (True, False),
             (True, False),
             ROUNDINGS.get(family, ["half-even", "half-up"]),
