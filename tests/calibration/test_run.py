@@ -119,6 +119,18 @@ def test_a_block_is_one_batch_where_it_can_be() -> None:
     assert runner.fed == [[0], [1], [2]]
 
 
+def test_inputs_with_other_numbers_of_rows_are_not_joined() -> None:
+    """Joined samples keep the rows of their inputs side by side, or are run one by one."""
+
+    def run(rows: int) -> list:
+        feeds = [{"x": np.full(1, i), "z": np.full(rows, i)} for i in range(2)]
+        runner = everything(batchable=True)
+        calibrate(TARGETS, runner, Batches(count=2, digest="da7a", feeds=lambda start, stop: iter(feeds[start:stop])))
+        return runner.fed
+
+    assert (run(1), run(2)) == ([[0, 1]], [[0], [1]])
+
+
 @pytest.mark.parametrize("batchable", [False, True])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import DataError, ModelError, did_you_mean
 from graphquant.formats import Feeds, InputSpec
+from graphquant.formats.tensorflow.batching import batchable
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.observe import instrument, unfetchable
 from graphquant.formats.tensorflow.session import INIT_SIGNATURE, Session, Watch, tensorflow
@@ -86,10 +88,10 @@ class TensorFlowRunner:
         """None: queues carry values out of every function and frame."""
         return {}
 
-    @property
+    @cached_property
     def batchable(self) -> bool:
         """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
-        return False
+        return batchable(self._tf, self._model, self.inputs, list(map(_tensor, self._fetches.values())))
 
     def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
         """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached.

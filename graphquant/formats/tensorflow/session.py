@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from graphquant.formats.tensorflow.learned import Learned
     from graphquant.formats.tensorflow.live import Live
     from graphquant.formats.tensorflow.source import Source
-    from graphquant.ir import Model, TensorRef
+    from graphquant.ir import Model, Shape, TensorRef
 
 __all__ = ["INIT_SIGNATURE", "Session", "Watch", "assign", "tensorflow"]
 
@@ -225,6 +225,23 @@ def assign(tensorflow: Any, session: Any, variable: Any, value: Any) -> None:
                 setter = raw.Assign(ref=handle, value=given, validate_shape=False).op
     with _refusals(tensorflow):
         session.run(setter, {setter.inputs[1]: value})
+
+
+def shapes_of(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | None]:
+    """The static shapes that TensorFlow infers, by op and port.
+
+    Raises:
+        ModelError: It refuses the graph.
+    """
+    v1 = tensorflow.compat.v1
+    graph = tensorflow.Graph()
+    with graph.as_default(), _refusals(tensorflow):
+        tensorflow.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
+    return {
+        (operation.name, port): None if output.shape.rank is None else tuple(output.shape.as_list())
+        for operation in graph.get_operations()
+        for port, output in enumerate(operation.outputs)
+    }
 
 
 def _uncompiled(graph_def: Any) -> Any:
