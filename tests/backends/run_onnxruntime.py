@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -32,6 +33,9 @@ ZERO_POINTS = {
 
 ADDED, MERGED = ("gemm_input_reshape", "gemm_output_reshape"), "_new_reshape"
 """How the names of Reshapes begin that onnxruntime adds, and how those end that it makes of two."""
+
+COPY = re.compile(r"_token_[0-9]+\Z")
+"""What onnxruntime puts behind the name of an op that it made again."""
 
 FUSED = "/MatMulAddFusion"
 """What the name of a Gemm made of MatMul and Add ends in."""
@@ -84,7 +88,7 @@ def _walk(graph: Any, outer: dict[str, int], found: dict[str, str]) -> None:
             if attribute.HasField("g"):
                 _walk(attribute.g, types, found)
         if node.op_type not in SILENT:
-            found[node.name.removesuffix(FUSED)] = _type(node, types)
+            found[COPY.sub("", node.name).removesuffix(FUSED)] = _type(node, types)
         for name in node.output:
             types.setdefault(name, _made(node, types))
 

@@ -515,6 +515,26 @@ def test_inside_an_if_branch(name, tmp_path):
     assert len(verdicts) % 2 == 0
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_all_optimizations(name, tmp_path):
+    """With all optimizations, the default, ops are the same but for Transposes that are added for layouts."""
+    message = build(name)[0]
+    onnx.save(message, tmp_path / "model.onnx")
+    actual = truth.runs_as(truth.optimized(tmp_path / "model.onnx", level="ORT_ENABLE_ALL"))
+    named = {op: kind for op, kind in actual.items() if "@" in op}
+    assert truth.differences(predict(gq.load(tmp_path / "model.onnx")), named) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_int8_activations(name, tmp_path):
+    """Where kernels take int8 activations, as on ARM, the same holds; a setting says so on any machine."""
+    message = build(name)[0]
+    onnx.save(message, tmp_path / "model.onnx")
+    allowed = truth.optimized(tmp_path / "model.onnx", config={"session.qdqisint8allowed": "1"})
+    verdicts = predict(gq.load(tmp_path / "model.onnx"), int8=True)
+    assert truth.differences(verdicts, truth.runs_as(allowed)) == []
+
+
 @pytest.mark.parametrize(
     ("text", "given"),
     [
