@@ -47,8 +47,9 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
     params = static_params(site)
     known = graph.output(site.tensor)
     integer = _dtype(params.type)
-    zeros = params.zero_point.astype(integer)
-    scale = constant(graph, f"{site.name}/scale", params.scale, type_="Constant", rule=site.rule)
+    shape = () if _one_block(params) else params.scale.shape
+    zeros = params.zero_point.astype(integer).reshape(shape)
+    scale = constant(graph, f"{site.name}/scale", params.scale.reshape(shape), type_="Constant", rule=site.rule)
     zero = constant(graph, f"{site.name}/zero_point", zeros, type_="Constant", rule=site.rule)
     if site.value is not None:
         folded = quantize(site.value, params).astype(integer)
@@ -59,6 +60,11 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
         source = _add(graph, site, site.name, _QUANTIZE, made, [data, scale, zero])
     made = Output("", known.dtype, known.shape)
     return _add(graph, site, f"{site.name}/dequant", _DEQUANTIZE, made, [source, scale, zero])
+
+
+def _one_block(params: QParams) -> bool:
+    """Whether a vector is one block: onnxruntime then takes the scale for the tensor's, and refuses a block size."""
+    return params.block is not None and params.scale.shape == (1,)
 
 
 def _clipped(graph: Graph, site: Lowering) -> TensorRef:
@@ -117,7 +123,7 @@ def _add(
 def _form(site: Lowering) -> tuple[str, dict[str, int]]:
     """The domain of the ops, and their attributes."""
     params = static_params(site)
-    attrs = {"axis": params.axis, "block_size": params.block}
+    attrs = {} if _one_block(params) else {"axis": params.axis, "block_size": params.block}
     own = site.opset < OPSET_OTHER_WIDTHS and params.type.container in OTHER_WIDTHS
     return MICROSOFT if own else "", {name: value for name, value in attrs.items() if value is not None}
 

@@ -157,7 +157,7 @@ def _is_read_back(path: Path, params: QParams) -> None:
 
 
 def _has_form(model: onnx.ModelProto, params: QParams, opset: int, *, folded: bool) -> None:
-    """The opset is raised no further than it must be, 4 and 16 bits are in the right domain, constants in their type."""
+    """The opset is no higher than it must be, 4 and 16 bits are in the right domain, constants in their type."""
     kind, now = params.type, {item.domain: item.version for item in model.opset_import}
     other = isinstance(kind, IntType) and kind.container not in {"int8", "uint8"}
     needed = 21 if params.block is not None else 19 if isinstance(kind, FloatType) else 13
@@ -221,3 +221,21 @@ def test_a_damaged_block_size_is_not_read(tmp_path: Path) -> None:
         except ModelError:
             continue
         assert reading.params is None, (name, value)
+
+
+def test_a_vector_of_one_block(tmp_path: Path) -> None:
+    """onnxruntime refuses a block size beside a single scale, so that becomes one for the tensor."""
+    weight = np.array([-0.9, 0.3], np.float32)
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "weight"], ["y"])],
+        "one",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [2])],
+        [numpy_helper.from_array(weight, "weight")],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), tmp_path / "v.onnx")
+    where = rules(tmp_path, "int4", "block", WEIGHT).copy()
+    Path(where[0]).write_text(Path(where[0]).read_text().replace("axis = 1", "axis = 0"))
+    path = pipeline.insert(tmp_path / "v.onnx", rules=where).save(tmp_path / "made.onnx")
+    for found in run(path, np.zeros(2, np.float32)):
+        np.testing.assert_array_equal(found, np.float32([-7, 2]) * np.float32(0.9 / 7))

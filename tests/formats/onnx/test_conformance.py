@@ -1,0 +1,229 @@
+"""For every op of the ONNX table, each data type and granularity: the written ops compute what numpy says.
+
+Each op comes from the case generator of the onnx package as a model of one node. All its float inputs are quantized, as
+they are fed and, in a second form, as initializers. The model before is fed what numpy makes of these inputs; what
+the written ops give must agree in every bit, and so must the outputs. onnxruntime runs both, without its optimizer, as
+that replaces float ops by integer ones; where it has no kernel for the op, onnx's reference evaluator does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
+
+from graphquant import pipeline
+from graphquant.formats import onnx as format_
+from graphquant.formats.onnx.ops import DEFAULT_DOMAIN
+from graphquant.formats.onnx.read import index
+from graphquant.formats.onnx.run import ERRORS
+from graphquant.numerics import dequantize, quantize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+pytestmark = pytest.mark.slow
+
+TYPES = (
+    *("int8", "uint8", "int16", "uint16", "int4", "uint4"),
+    *("int2", "uint3", "int5", "uint6", "int7", "int12", "float8_e4m3fn", "float8_e5m2"),
+)
+PER = ("tensor", "channel", "block")
+
+RULES = """
+description = "every float input"
+[scheme.any]
+dtype = "{dtype}"
+per = "{per}"
+observe = {{ name = "fixed", low = -1.5, high = 2.5 }}
+{more}
+[[rule]]
+name = "result"
+consumer = {{ kind = "output" }}
+quantize = "leave"
+[[rule]]
+name = "sizes"
+consumer = {{ kind = "*", input = "sizes|region|ratio|repeats|shape|axis|indices|count|lengths|padding" }}
+quantize = "leave"
+[[rule]]
+name = "any"
+consumer = {{ name = "*" }}
+quantize = "any"
+"""
+
+NOTHING_TO_QUANTIZE = frozenset(
+    {
+        *("Constant", "RandomNormal", "RandomUniform"),  # they have no inputs
+        *("If", "Loop", "Scan", "SequenceMap"),  # what they compute is in bodies, whose ops are here by themselves
+        *("QuantizeLinear", "DequantizeLinear"),  # they are quantized already
+        *("RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"),  # no cases, or another result each time
+    }
+)
+
+
+BY_REFERENCE = frozenset({"DepthToSpace", "SpaceToDepth"})
+"""Ops whose cases are of an opset that onnxruntime 1.31 does not know."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of one node, with one feed."""
+
+    message: Any
+    feeds: Mapping[str, Any]
+
+
+def _run(message: Any, feeds: Mapping[str, Any]) -> tuple[list[Any], str]:
+    """The outputs, and who computed them."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    try:
+        session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return session.run(None, dict(feeds)), "onnxruntime"
+    except ERRORS:
+        with np.errstate(all="ignore"):
+            return ReferenceEvaluator(message).run(None, dict(feeds)), "onnx.reference"
+
+
+@cache
+def _cases() -> dict[str, list[Case]]:
+    """For each op type of the table one model of its one node with float32 inputs that can be run."""
+    with warnings.catch_warnings(action="ignore"):
+        from onnx.backend.test.case.node import collect_testcases
+
+        made = collect_testcases(None)
+    found: dict[str, list[Case]] = {}
+    for case in made:
+        nodes = case.model.graph.node if case.model is not None else []
+        if len(nodes) != 1 or nodes[0].op_type not in DEFAULT_DOMAIN or nodes[0].op_type in found:
+            continue
+        names = [info.name for info in case.model.graph.input]
+        given = zip(names, case.data_sets[0][0] if case.data_sets else (), strict=False)
+        feeds = {name: np.asarray(value) for name, value in given if not isinstance(value, list)}
+        floats = [name for name, value in feeds.items() if value.dtype == np.float32 and value.size]
+        if len(feeds) == len(names) and floats:
+            held = [name for name in floats if name != names[0] or len(floats) == 1]
+            case_ = Case(case.model, feeds)
+            found[nodes[0].op_type] = [case_, _stored(case_, held)]
+    for name, case in _own():
+        found[name] = [case, _stored(case, list(case.feeds)[-1:])]
+    return found
+
+
+def _own() -> Iterator[tuple[str, Case]]:
+    """Ops whose cases there have other inputs than float32."""
+    forms: list[tuple[str, int, dict[str, Any]]] = [
+        ("Cast", 1, {"to": onnx.TensorProto.DOUBLE}),
+        ("CastLike", 2, {}),
+        ("Einsum", 2, {"equation": "ij,kj->ik"}),
+        ("Sum", 2, {}),
+    ]
+    for name, count, attrs in forms:
+        names = ["a", "b"][:count]
+        infos = [helper.make_tensor_value_info(one, onnx.TensorProto.FLOAT, (5, 5)) for one in names]
+        made = helper.make_tensor_value_info("y", attrs.get("to", onnx.TensorProto.FLOAT), (5, 5))
+        graph = helper.make_graph([helper.make_node(name, names, ["y"], **attrs)], "one", infos, [made])
+        message = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+        rng = np.random.default_rng(0)
+        yield name, Case(message, {one: rng.normal(size=(5, 5)).astype(np.float32) for one in names})
+
+
+def _stored(case: Case, held: list[str]) -> Case:
+    """The same with the inputs `held` as initializers."""
+    message = onnx.ModelProto()
+    message.CopyFrom(case.message)
+    kept = [info for info in message.graph.input if info.name not in held]
+    del message.graph.input[:]
+    message.graph.input.extend(kept)
+    message.graph.initializer.extend(numpy_helper.from_array(case.feeds[name], name) for name in held)
+    return Case(message, {name: value for name, value in case.feeds.items() if name not in held})
+
+
+def _with(case: Case, values: Mapping[str, Any]) -> Case:
+    """The case with other inputs or initializers."""
+    message = onnx.ModelProto()
+    message.CopyFrom(case.message)
+    for tensor in message.graph.initializer:
+        if tensor.name in values:
+            tensor.CopyFrom(numpy_helper.from_array(values[tensor.name], tensor.name))
+    return Case(message, {name: values.get(name, value) for name, value in case.feeds.items()})
+
+
+def _value(case: Case, name: str) -> Any:
+    stored = {tensor.name: tensor for tensor in case.message.graph.initializer}
+    return numpy_helper.to_array(stored[name]) if name in stored else case.feeds[name]
+
+
+def _rules(folder: Path, dtype: str, per: str) -> str:
+    more = "axis = 0\n" if per != "tensor" else ""
+    more += "block_size = 2\n" if per == "block" else ""
+    path = folder / f"{dtype}_{per}.toml"
+    path.write_text(RULES.format(dtype=dtype, per=per, more=more))
+    return str(path)
+
+
+def _compare(case: Case, rules: str) -> str:
+    """Who computed what agreed; "" if there was nothing to quantize.
+
+    What each site gives agrees in every bit. So does the op's result, or to the last places: kernels sum in an order
+    that depends on where in memory their inputs lie.
+    """
+    model = index(case.message)
+    result = pipeline.insert(model, rules=[rules])
+    if not result.inserted:
+        return ""
+    message = format_.emit(result.model)
+    onnx.checker.check_model(message)
+    values = {}
+    for done in result.inserted:
+        name = done.site.tensor.op
+        value = _value(case, name)
+        values[name] = dequantize(quantize(value, done.params), done.params)
+        info = helper.make_tensor_value_info(result.model.output(done.output).name, onnx.TensorProto.FLOAT, value.shape)
+        message.graph.output.append(info)
+    have, who = _run(message, case.feeds)
+    made = len(have) - len(values)
+    for found, expected in zip(have[made:], values.values(), strict=True):
+        np.testing.assert_array_equal(np.asarray(found).view(np.int32), expected.view(np.int32))
+    other = _with(case, values)
+    want, _ = _run(_raised(other.message, message), other.feeds)
+    for one, two in zip(want, have[:made], strict=True):
+        np.testing.assert_allclose(np.asarray(two), np.asarray(one), rtol=1e-5, atol=1e-6)
+    return who
+
+
+def _raised(message: Any, written: Any) -> Any:
+    """The model before, at the opset that the written one has."""
+    now = next(item.version for item in written.opset_import if item.domain == "")
+    for item in message.opset_import:
+        if item.domain == "" and item.version < now:
+            item.version = now
+    return message
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_every_op_of_the_table(tmp_path: Path, dtype: str) -> None:
+    """For each op and granularity, what is written computes what numpy says; who ran it is known."""
+    cases = _cases()
+    table = sorted(set(DEFAULT_DOMAIN) - NOTHING_TO_QUANTIZE)
+    assert [name for name in table if name not in cases] == []
+    ran: dict[str, set[str]] = {}
+    for per in PER:
+        rules = _rules(tmp_path, dtype, per)
+        for name in table:
+            for case in cases[name][per == "block" :]:  # blocks are for weights
+                ran.setdefault(_compare(case, rules), set()).add(name)
+    assert ran.pop("onnxruntime") | ran["onnx.reference"] == set(table)
+    assert ran.pop("onnx.reference") == BY_REFERENCE
+    assert ran == {"": {"Clip", "Pad", "Resize", "Upsample"}}  # their floats are one number each, and have no blocks
