@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphquant.backends.sides import Side, Sides, same
-from graphquant.backends.types import Broken, Verdict
+from graphquant.backends.types import NOT_QUANTIZED, Broken, Verdict
 from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS
 from graphquant.numerics import IntType, QParams
 
@@ -216,13 +216,13 @@ class _Judge:
 
 def inputs_quantized(seen: Seen) -> Broken | None:
     """Every input but a bias comes from a quantization."""
+    if not seen.pairs and not any(side.pair for side in seen.inputs):
+        return NOT_QUANTIZED
     for side in seen.inputs:
         if not side.pair and side.role != "bias":
             label = "input" if side.role == "input" else side.role
             fix = f"insert QuantizeLinear and DequantizeLinear between {side.source.op} and this op"
             return Broken(rule="float-input", says=f"its {label} {side.source} is float", fix=fix)
-    if not seen.inputs:
-        return Broken(rule="float-input", says="it has no quantized input", fix="quantize what it reads")
     return None
 
 

@@ -32,6 +32,12 @@ class Broken:
     fix: str
 
 
+NOT_QUANTIZED = Broken(
+    rule="not-quantized", says="nothing around it is quantized", fix="quantize its inputs and its output"
+)
+"""Of ops that nobody has tried to quantize."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """How a backend will run one op.

@@ -23,6 +23,9 @@ SHOWN = 6
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
+PLAIN = {"not-quantized": "float all around:", "no-kernel": "no integer"}
+"""Rules whose ops are only named, and what is said before their type."""
+
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
@@ -56,13 +59,14 @@ def _verdicts(report: Report) -> list[RenderableType]:
     for column in ("stays float", "type", "because", "to change that"):
         table.add_column(column, overflow="fold")
     for verdict in report.verdicts:
-        if verdict.broken is not None and verdict.broken.rule != "no-kernel":
+        if verdict.broken is not None and verdict.broken.rule not in PLAIN:
             cells = (verdict.where, verdict.type, verdict.broken.says, verdict.broken.fix)
             table.add_row(*map(printable, cells))
     if table.row_count:
         parts.append(table)
-    without = [verdict for verdict in report.verdicts if verdict.broken and verdict.broken.rule == "no-kernel"]
-    parts += [Text(printable(f"  no integer {line}"), style="dim") for line in _by_type(without)]
+    for rule, said in PLAIN.items():
+        plain = [verdict for verdict in report.verdicts if verdict.broken and verdict.broken.rule == rule]
+        parts += [Text(printable(f"  {said} {line}"), style="dim") for line in _by_type(plain)]
     return parts
 
 

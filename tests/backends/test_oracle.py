@@ -308,7 +308,7 @@ CASES = {
     "reshape, other scale": (op("Reshape(a, flat)", scale="s2"), "tie"),
     "reshape, only DQ": (A + "r = Reshape(a, flat) y = Sqrt(r)", "Reshape on uint8"),
     "reshape, only Q": ("r = Reshape(x, flat)" + Y, "Reshape on uint8"),
-    "reshape float": ("r = Reshape(x, flat) y = Sqrt(r)", "float-input"),
+    "reshape float": ("r = Reshape(x, flat) y = Sqrt(r)", "not-quantized"),
     "reshape 16 bit": (
         pair("x", "a", zero="h0") + "r = Reshape(a, flat)" + pair("r", "y", zero="h0"),
         "Reshape on int16",
@@ -352,7 +352,7 @@ CASES = {
         "tie",
     ),
     "arg max": (A + "y = ArgMax(a)", "ArgMax on uint8", "y"),
-    "arg max float": ("y = ArgMax(x)", "float-input", "y"),
+    "arg max float": ("y = ArgMax(x)", "not-quantized", "y"),
     "embedding": ("v = DequantizeLinear(emb, s, z) r = Gather(v, ids)" + Y, "Gather on uint8"),
     "embedding, other scale": ("v = DequantizeLinear(emb, s, z) r = Gather(v, ids)" + pair("r", "y", "s2"), "tie"),
     "embedding without Q": ("v = DequantizeLinear(emb, s, z) y = Gather(v, ids)", "no-quantized-output", "y"),

@@ -73,11 +73,11 @@ CASES = [
     # activations and BatchNorm behind a Conv are fused
     ("tensorrt", A + WC + "t = Conv(a, v) r = Relu(t) y = Sqrt(r)", "absorbed"),
     ("tensorrt", A + WC + "t = Conv(a, v) u = BatchNormalization(t, b, b, b, v0) r = Relu(u) y = Sqrt(r)", "absorbed"),
-    ("tensorrt", A + WC + "t = Conv(a, v) r = Sigmoid(t) u = Mul(t, r) y = Sqrt(u)", "float-input"),
+    ("tensorrt", A + WC + "t = Conv(a, v) r = Sigmoid(t) u = Mul(t, r) y = Sqrt(u)", "not-quantized"),
     # residual sums: the skip input alone is quantized
     ("tensorrt", A + WC + "t = Conv(a, v)" + pair("x", "k", "s2") + "r = Add(t, k) y = Sqrt(r)", "absorbed"),
     ("tensorrt", A + WC + "t = Conv(a, v) u = Relu(t)" + pair("x", "k") + "r = Add(k, u) y = Sqrt(r)", "absorbed"),
-    ("tensorrt", A + WC + "t = Conv(a, v) r = Add(t, x) y = Sqrt(r)", "float-input"),
+    ("tensorrt", A + WC + "t = Conv(a, v) r = Add(t, x) y = Sqrt(r)", "not-quantized"),
     ("tensorrt", A + WC + "t = Conv(a, v) q = Sqrt(t)" + pair("x", "k") + "r = Add(t, k) y = Add(r, q)", "float-input"),
     (
         "tensorrt",
@@ -133,7 +133,7 @@ CASES = [
     ("openvino", U + 'r = Resize<mode = "linear">(a, , sizes) y = Sqrt(r)', "low"),
     ("openvino", U + 'r = Resize<mode = "cubic">(a, , sizes) y = Sqrt(r)', "mode"),
     ("openvino", U + "r = MaxPool<kernel_shape = [2, 2]>(a) y = Sqrt(r)", "low"),
-    ("openvino", "r = MaxPool<kernel_shape = [2, 2]>(x) y = Sqrt(r)", "float-input"),
+    ("openvino", "r = MaxPool<kernel_shape = [2, 2]>(x) y = Sqrt(r)", "not-quantized"),
     ("openvino", U + "t = MaxPool<kernel_shape = [2, 2]>(a)" + WC + "r = Conv(t, v) y = Sqrt(r)", "low"),
     ("openvino", U + pair("x2", "k", zero="z") + "r = Concat<axis = 1>(a, k) y = Sqrt(r)", "low"),
     ("openvino", U + pair("x2", "k", "s2", "z") + "r = Concat<axis = 1>(a, k) y = Sqrt(r)", "tie"),

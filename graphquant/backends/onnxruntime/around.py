@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.backends.onnxruntime.clips import clip_limits, redundant
 from graphquant.backends.onnxruntime.work import FIRST_OPSET, is_dq, is_q
-from graphquant.backends.types import Broken
+from graphquant.backends.types import NOT_QUANTIZED, Broken
 from graphquant.ir import FLOAT_TYPES, Op, TensorRef
 
 if TYPE_CHECKING:
@@ -109,36 +109,28 @@ def inputs_broken(here: Around, wanted: int | None = None) -> Broken | None:
     """Why not just `wanted` inputs (by default all) come from a DequantizeLinear."""
     if len(here.dqs) == (here.filled if wanted is None else wanted):
         return None
+    if not here.dqs and not here.qs:
+        return NOT_QUANTIZED
+    if wanted is not None and len(here.dqs) > wanted:
+        says = f"{len(here.dqs)} of its inputs are quantized, and {wanted} may be"
+        return Broken(rule="too-many-inputs", says=says, fix="quantize its data input only")
     names = {dq.name for dq in here.dqs}
     slots = enumerate(here.graph.slots(here.op.name))
-    floats = [(slot, read) for slot, read in slots if read is not None and read.op not in names]
-    if wanted is not None and len(here.dqs) > wanted:
-        return Broken(
-            rule="too-many-inputs",
-            says=f"{len(here.dqs)} of its inputs are quantized, and {wanted} may be",
-            fix="quantize its data input only",
-        )
-    for slot, read in floats:
-        if here.graph.output(read).dtype in FLOAT_TYPES | {None}:
-            return _float_input(here, slot, read)
-    return (
-        _float_input(here, *floats[0])
-        if floats
-        else Broken(rule="float-input", says="it has no quantized input", fix="quantize what it reads")
-    )
+    others = [(slot, read) for slot, read in slots if read is not None and read.op not in names]
+    floats = [one for one in others if here.graph.output(one[1]).dtype in FLOAT_TYPES | {None}]
+    return _float_input(here, *(floats or others)[0])
 
 
 def _float_input(here: Around, slot: int, read: TensorRef) -> Broken:
-    role, source = here.op.role(slot), here.work.model.op(read)
-    label = f"{role} {read}" if role != "input" else f"input {read}"
+    role, source, named = here.op.role(slot), here.work.model.op(read), here.work.label(read)
     if role == "bias":
-        says = f"its bias {read} is float, and is quantized only where a QuantizeLinear follows the op"
+        says = f"its bias {named} is float, and is quantized only where a QuantizeLinear follows the op"
         return Broken(rule="float-bias", says=says, fix="quantize its output, or the bias to int32")
     if read.graph != here.graph.name and is_dq(source):
-        says = f"its {label} is dequantized in another graph"
+        says = f"its {role} {named} is dequantized in another graph"
         return Broken(rule="outer-input", says=says, fix="put the QuantizeLinear and DequantizeLinear into the body")
-    fix = f"insert QuantizeLinear and DequantizeLinear between {source.name} and this op"
-    return Broken(rule="float-input", says=f"its {label} is float", fix=fix)
+    fix = f"insert QuantizeLinear and DequantizeLinear between {named.op} and this op"
+    return Broken(rule="float-input", says=f"its {role} {named} is float", fix=fix)
 
 
 def output_broken(here: Around) -> Broken | None:

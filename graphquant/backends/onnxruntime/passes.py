@@ -173,6 +173,7 @@ def _to_gemm(work: Work, graph: Graph, name: str, add: str, bias: TensorRef) -> 
     for use in readers:
         work.model.graphs[use.graph].connect(use, TensorRef(graph.name, name))
     work.drop(graph, add)
+    work.stand_for(TensorRef(graph.name, name), TensorRef(graph.name, add))
     graph.connect(Use(graph.name, name, 2), bias)
     sizes = graph.output(left).shape if left is not None else None
     if sizes is None or len(sizes) == 2:  # noqa: PLR2004  # a matrix
@@ -181,9 +182,12 @@ def _to_gemm(work: Work, graph: Graph, name: str, add: str, bias: TensorRef) -> 
     wide = Output("", known.dtype, (rows, sizes[-1]))
     reshape = Op(name="", kind="reshape", type="Reshape", roles=("input", "shape"), outputs=(wide,))
     shape = work.stand_in(graph, f"{name}/shape", "int64", Output("", "int64", (2,)))
-    graph.connect(Use(graph.name, name, 0), work.add(graph, reshape, f"{name}/in", [left, shape]))
+    into = work.add(graph, reshape, f"{name}/in", [left, shape])
+    work.stand_for(into, left or into)
+    graph.connect(Use(graph.name, name, 0), into)
     back = replace(reshape, outputs=(known,))
     after = work.add(graph, back, f"{name}/out", [TensorRef(graph.name, name), shape])
+    work.stand_for(after, TensorRef(graph.name, add))
     for use in readers:
         work.model.graphs[use.graph].connect(use, after)
 

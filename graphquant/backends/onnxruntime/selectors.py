@@ -17,7 +17,7 @@ from graphquant.backends.onnxruntime.around import (
     type_broken,
 )
 from graphquant.backends.onnxruntime.products import conv, gemm, matmul
-from graphquant.backends.types import Broken
+from graphquant.backends.types import NOT_QUANTIZED, Broken
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,7 +83,7 @@ def _tie(here: Around, q: Op) -> Broken:
 
 def _arg_max(here: Around) -> str | Broken:
     if len(here.dqs) != 1 or here.clip:
-        return inputs_broken(here, 1) or clip_behind(here) or Broken(rule="float-input", says="", fix="")
+        return inputs_broken(here, 1) or clip_behind(here) or NOT_QUANTIZED
     if here.types[0] not in BYTES:
         return no_type(here.op, here.types[0])
     if not here.work.scalar(here.graph, here.dqs[0].name, zero_needed=True):

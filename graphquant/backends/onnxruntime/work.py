@@ -55,6 +55,7 @@ class Work:
         self._parameters = Parameters(model)
         self._values: dict[TensorRef, np.ndarray[Any, Any] | None] = {}
         self._made = 0
+        self._stands_for: dict[TensorRef, TensorRef] = {}
         self._equal: dict[str, Counter[tuple[str | None, object, bytes]]] = {}
 
     # -- reading ---------------------------------------------------------------------------------
@@ -122,6 +123,17 @@ class Work:
         same = all(self.number(a) == self.number(b) for a, b in zip(mine[1:], theirs[1:], strict=True))
         return same and self.dtype(graph, one) == self.dtype(graph, other)
 
+    def label(self, tensor: TensorRef) -> TensorRef:
+        """The tensor of the model that `tensor` stands for: steps make tensors that nobody has heard of."""
+        while tensor in self._stands_for:
+            tensor = self._stands_for[tensor]
+        return tensor
+
+    def stand_for(self, made: TensorRef, tensor: TensorRef) -> None:
+        """Lets messages say `tensor` for `made`."""
+        if made != tensor:
+            self._stands_for[made] = tensor
+
     def uses(self, graph: Graph, tensor: TensorRef) -> int:
         """How often a constant is read, together with the small ones of the same value, which become one."""
         if tensor.graph:  # constants of bodies are left alone
@@ -170,6 +182,7 @@ class Work:
         found = []
         for use in uses:
             found.append(self.add(graph, dequantize, f"{tensor.op}/dq", [made, scale, zero]))
+            self.stand_for(found[-1], tensor)
             self.model.graphs[use.graph].connect(use, found[-1])
         return found
 
