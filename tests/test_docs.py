@@ -14,7 +14,7 @@ from graphquant.data.spec import KINDS, PIXELS
 from graphquant.qdq import FAMILIES, RangeFrom
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["data.md", "from-graph-editor.md", "families.md"]
+PAGES = ["data.md", "families.md", "from-graph-editor.md", "tensorflow.md"]
 
 
 def snippets(page):
@@ -90,6 +90,19 @@ def test_data(folder):
     assert printed.count("100 samples, nothing found.") == 2
     assert printed.count("40 samples, nothing found.") == 2
     assert folder.joinpath("digits.onnx").is_file()
+
+
+@pytest.mark.slow
+def test_tensorflow(folder):
+    """Each snippet runs, and what the page says it prints is printed."""
+    pytest.importorskip("tensorflow")
+    printed = run_page("tensorflow.md")
+    page = ROOT.joinpath("docs", "tensorflow.md").read_text("utf-8")
+    (promised,) = re.findall(r"^It prints (`.*?`)\.$", page, re.MULTILINE | re.DOTALL)
+    for line in re.findall(r"`([^`]+)`", promised):
+        assert f"{line}\n" in printed
+    assert "[] ['it is not folded: its values are variables" in printed
+    assert {path.name for path in folder.iterdir()} >= {"digits", "trained", "digits.pb"}
 
 
 def test_data_tables():
