@@ -85,6 +85,8 @@ def _why_not(model: Model, site: Site) -> str:
         return f"it understands FakeQuant alone and not {scheme.family}; give --family fake-quant"
     if scheme.type.bits != BITS:
         return f"FakeQuants of {scheme.type.bits} bits become other numbers or none; use {BITS} bits"
+    if scheme.range == "learned":
+        return 'its range is in variables, which TFLite has not; take range = "observed"'
     kinds = {model.graphs[use.graph].op(use.op).kind for use in site.uses}
     if site.axis is not None and "matmul" in kinds:
         return "a MatMul's weight per channel breaks it; quantize that weight per tensor, as the rules tflite do"

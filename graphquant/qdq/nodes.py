@@ -52,12 +52,13 @@ def _variable(graph: Graph, site: Lowering, word: str, value: Array, *, trainabl
         value=lambda: value,
         rule=site.rule,
     )
+    name = graph.fresh(f"{label}/Read/ReadVariableOp")  # under which TensorFlow's freezing looks for it
     read = Op(
-        name=graph.fresh(f"{label}/Read"),
+        name=name,
         kind="read_variable",
         type="ReadVariableOp",
         roles=("input",),
-        outputs=(Output(f"{label}/Read", str(value.dtype), value.shape),),
+        outputs=(Output(name, str(value.dtype), value.shape),),
         attrs={"dtype": DataType(str(value.dtype))},
         rule=site.rule,
     )

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 import graphquant as gq
+from graphquant.errors import UsageError
 from graphquant.numerics import fake_quant
 from graphquant.numerics import quantize_and_dequantize as qad
 from graphquant.survey import survey
+from graphquant.tflite import convert
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +23,7 @@ consumer = {{ kind = "{kind}", input = "{role}" }}
 quantize = "s"
 """
 INITIALIZER = "init_learned_ranges"
-FIXED = 'observe = {name = "fixed", low = -1.5, high = 0.75}\n'
+FIXED = 'observe = {name = "fixed", low = -0.5, high = 0.25}\n'
 rng = np.random.default_rng(0)
 X, WEIGHT = rng.normal(size=(4, 3)).astype(np.float32), rng.normal(size=(3, 2)).astype(np.float32)
 
@@ -67,18 +69,19 @@ def test_gradients_reach_the_range(tmp_path) -> None:
     result = gq.insert(frozen(tmp_path / "net.pb"), rules=rules(tmp_path))
     assert not result.notes
     session = opened(result.save(tmp_path / "made.pb"))
-    low, high = (float(session.run(f"x/quant/{end}/Read:0")) for end in ("min", "max"))
+    low, high = (float(session.run(f"x/quant/{end}/Read/ReadVariableOp:0")) for end in ("min", "max"))
     ends = fake_quant.range_to_write(result.inserted[0].params)
     assert (low, high) == (ends.low, ends.high)
     with session.graph.as_default():
         out = session.graph.get_tensor_by_name("x/quant:0")
-        reads = [session.graph.get_tensor_by_name(f"x/quant/{end}/Read:0") for end in ("min", "max")]
+        reads = [session.graph.get_tensor_by_name(f"x/quant/{end}/Read/ReadVariableOp:0") for end in ("min", "max")]
         gradients = tf.compat.v1.gradients(tf.reduce_sum(out), reads)
         step = [
             tf.raw_ops.AssignSubVariableOp(resource=read.op.inputs[0], value=0.25 * gradient)
             for read, gradient in zip(reads, gradients, strict=True)
         ]
     expected = fake_quant.with_vars_gradient(np.ones_like(X), X, low, high)[1:]
+    assert all(expected)
     assert [float(found) for found in session.run(gradients, {"x:0": X})] == [float(each) for each in expected]
     session.run(step, {"x:0": X})
     moved = [np.float32(end) - np.float32(0.25) * each for end, each in zip((low, high), expected, strict=True)]
@@ -111,10 +114,10 @@ def test_a_range_per_channel(tmp_path) -> None:
     made = rules(tmp_path, more='per = "channel"\nobserve = "absmax"\n', role="weight")
     result = gq.insert(frozen(tmp_path / "net.pb"), rules=made)
     session = opened(result.save(tmp_path / "made.pb"))
-    low, high = session.run(["w/quant/min/Read:0", "w/quant/max/Read:0"])
+    low, high = session.run(["w/quant/min/Read/ReadVariableOp:0", "w/quant/max/Read/ReadVariableOp:0"])
     assert low.shape == high.shape == (2,)
     with session.graph.as_default():
-        reads = [session.graph.get_tensor_by_name(f"w/quant/{end}/Read:0") for end in ("min", "max")]
+        reads = [session.graph.get_tensor_by_name(f"w/quant/{end}/Read/ReadVariableOp:0") for end in ("min", "max")]
         out = session.graph.get_tensor_by_name("w/quant:0")
         found = session.run(tf.compat.v1.gradients(tf.reduce_sum(out), reads))
     expected = fake_quant.with_vars_per_channel_gradient(np.ones_like(WEIGHT), WEIGHT, low, high)[1:]
@@ -139,6 +142,52 @@ def test_the_written_graph_is_read_and_run_again(tmp_path, nested: bool) -> None
         np.testing.assert_allclose(next(iter(found.values())), expected, rtol=1e-6)
     (name,) = (output.name for output in opened(path).graph.get_operation_by_name("out").outputs)
     np.testing.assert_allclose(opened(path).run(name, {"x:0": X}), expected, rtol=1e-6)
+
+
+def live(tf):
+    """A tf.Graph of one matrix product with a weight in a variable."""
+    with tf.Graph().as_default() as graph:
+        x = tf.compat.v1.placeholder(tf.float32, [4, 3], name="x")
+        weight = tf.compat.v1.get_variable("w", initializer=WEIGHT, use_resource=True)
+        tf.identity(tf.matmul(x, weight, name="product"), name="out")
+    return graph
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_graphs_and_sessions_that_live(tmp_path) -> None:
+    """A tf.Graph that is given back has the ranges among its trainable variables; in a session they have values."""
+    tf = pytest.importorskip("tensorflow")
+    v1, graph = tf.compat.v1, live(tf)
+    made = gq.to_tf(gq.insert(gq.load(graph), rules=rules(tmp_path)).model)
+    with made.as_default(), v1.Session(graph=made) as session:
+        session.run(v1.global_variables_initializer())
+        trained = v1.trainable_variables()
+        assert [one.name for one in trained] == ["w:0", "x/quant/min:0", "x/quant/max:0"]
+        loss = tf.reduce_mean(tf.square(made.get_tensor_by_name("out:0")))
+        step = v1.train.GradientDescentOptimizer(0.05).minimize(loss, var_list=trained[1:])
+        losses = [session.run([loss, step], {"x:0": X})[0] for _ in range(5)]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[0] > losses[-1]
+    with v1.Session(graph=graph) as given:
+        with graph.as_default():
+            given.run(v1.global_variables_initializer())
+        result = gq.insert(gq.load(given), rules=rules(tmp_path))
+        ends = fake_quant.range_to_write(result.inserted[0].params)
+        found = gq.to_tf(result.model).run("out:0", {"x:0": X})
+    np.testing.assert_allclose(found, fake_quant.with_vars(X, ends.low, ends.high) @ WEIGHT, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_frozen_they_are_constants(tmp_path) -> None:
+    """Freezing makes constants of the ranges; TFLite, which has no variables, is refused them otherwise."""
+    result = gq.insert(frozen(tmp_path / "net.pb"), rules=rules(tmp_path))
+    for model in (result.model, gq.load(result.save(tmp_path / "made.pb"))):
+        plain = gq.freeze(model)
+        assert not [op.name for op in plain.main.ops() if op.kind in {"variable", "read_variable"}]
+        (reading,) = survey(plain).readings
+        assert (reading.params.scale, reading.learned) == (result.inserted[0].params.scale, False)
+    with pytest.raises(UsageError, match=r"which TFLite has not; take range = \"observed\""):
+        convert(result, tmp_path / "made.tflite")
 
 
 def test_loop_frames(tmp_path) -> None:

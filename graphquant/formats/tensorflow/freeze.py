@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.learned import MARK
 from graphquant.formats.tensorflow.load import build
 from graphquant.formats.tensorflow.run import _fetches, inputs
 from graphquant.formats.tensorflow.session import Session, _refusals, _silence
@@ -41,7 +42,7 @@ def freeze(model: Model) -> Model:
     source: Source = model.source
     tensorflow = installed()
     with _refusals(tensorflow), _silence():
-        if source.form == "GraphDef" and len(model.graphs) == 1 and not (source.live and source.live.values):
+        if source.form == "GraphDef" and not _has_variables(model):
             graph_def = type(source.message)()
             graph_def.CopyFrom(emit(model))
         else:
@@ -53,6 +54,13 @@ def freeze(model: Model) -> Model:
     made = build(frozen, model.path or source.file)
     made.path = model.path
     return made
+
+
+def _has_variables(model: Model) -> bool:
+    """Whether there is something to freeze: functions, variables with values, or learned ranges."""
+    values = model.source.live.values if model.source.live else {}
+    ranges = any(op.kind == "variable" and MARK in op.attrs for op in model.main.ops())
+    return len(model.graphs) > 1 or bool(values) or ranges
 
 
 def _add_shapes(tensorflow: Any, graph_def: Any) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.learned import learned
+from graphquant.formats.tensorflow.keep import tell
+from graphquant.formats.tensorflow.learned import INITIALIZER, learned
 from graphquant.formats.tensorflow.live import CALL, GRADIENT, forget_gradients, mentioned
 from graphquant.formats.tensorflow.session import _refusals, assign
 from graphquant.formats.tensorflow.session import tensorflow as installed
@@ -51,7 +52,7 @@ def give_back(model: Model) -> Any:
             return _callable(tensorflow, model, source.live)
         graph = _graph(tensorflow, model, source.live)
         if source.live is not None and hasattr(source.live.thing, "run"):
-            return _session(tensorflow, graph, source.live)
+            return _session(tensorflow, graph, source.live, ranges=bool(learned(model)))
         return graph
 
 
@@ -73,6 +74,7 @@ def _graph(tensorflow: Any, model: Model, live: Live | None) -> Any:
         meta.ClearField("saver_def")
     meta.meta_info_def.ClearField("stripped_op_list")
     meta.graph_def.CopyFrom(graph_def)
+    tell(meta, meta.graph_def, learned(model))
     _add_to_frames(meta, model)
     made = tensorflow.Graph()
     with made.as_default():
@@ -118,13 +120,15 @@ def _add_to_frames(meta: Any, model: Model) -> None:
             contexts[index] = context.SerializeToString()
 
 
-def _session(tensorflow: Any, graph: Any, live: Live) -> Any:
-    """A session for `graph` whose variables have the values that they have in the given one."""
+def _session(tensorflow: Any, graph: Any, live: Live, *, ranges: bool) -> Any:
+    """A session for `graph` whose variables have their values of the given one, and learned ranges their first."""
     given = live.thing
     made = tensorflow.compat.v1.Session(target=given.sess_str, graph=graph)
     for name, value in live.values.items():
         with suppress(ModelError):  # a variable that has no value yet gets none
             assign(tensorflow, made, graph.get_operation_by_name(name), value())
+    if ranges:
+        made.run(INITIALIZER)
     return made
 
 

@@ -14,14 +14,14 @@ from graphquant.formats.tensorflow.learned import INITIALIZER, add_initializers,
 from graphquant.formats.tensorflow.values import decode_tensor, encode_tensor, type_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
     from pathlib import Path
 
     from graphquant.formats.tensorflow.learned import Learned
     from graphquant.formats.tensorflow.source import Source
     from graphquant.formats.tensorflow.values import Array
 
-__all__ = ["Kept", "keep"]
+__all__ = ["Kept", "keep", "tell"]
 
 VALUE: Final = "VARIABLE_VALUE"
 COLLECTIONS: Final = ("variables", "trainable_variables")
@@ -79,13 +79,13 @@ def keep(source: Source, message: Any, variables: Iterable[Learned]) -> Kept | N
     return Kept(values=kept, objects=objects)
 
 
-def _handles(graph_def: Any, named: Mapping[str, Learned]) -> dict[str, str]:
-    """The nodes of the main graph that make the variables, by shared name."""
+def _handles(graph_def: Any, named: Mapping[str, Learned], among: Container[str] | None = None) -> dict[str, str]:
+    """The nodes of the main graph that make the variables, by shared name; only those `among` others, if given."""
     found: dict[str, str] = {}
     for node in graph_def.node:
         if node.op == "VarHandleOp" and "shared_name" in node.attr:
             shared = node.attr["shared_name"].s.decode(errors="replace")
-            if shared in named:
+            if shared in named and (among is None or node.name in among):
                 found.setdefault(shared, node.name)
     return found
 
@@ -94,7 +94,7 @@ def _objects(source: Source, label: str, keys: Mapping[str, str]) -> Any:
     """The checkpoint's graph of objects with the list of the variables."""
     opened = source.checkpoint()
     objects = opened[0].object_graph() if opened is not None else None
-    if objects is None:
+    if objects is None or not objects.nodes:
         objects = proto.TrackableObjectGraph()
         objects.nodes.add()
     objects.nodes[0].children.add(node_id=len(objects.nodes), local_name=label)
@@ -108,33 +108,51 @@ def _objects(source: Source, label: str, keys: Mapping[str, str]) -> Any:
 def _collect(meta: Any, named: Mapping[str, Learned], handles: Mapping[str, str]) -> None:
     """Tells TF1 of the variables: as parts of its collections, each with what assigns its first value."""
     nodes = {node.name: node for node in meta.graph_def.node}
-    known = {node.input[0]: node.name for node in nodes.values() if node.op == "ReadVariableOp" and len(node.input)}
-    before = len(meta.graph_def.node)
     add_initializers(meta.graph_def, [named[shared] for shared in handles], handles)
-    assigns = {node.input[0]: node for node in list(meta.graph_def.node)[before:] if node.op == "AssignVariableOp"}
-    for shared, handle in handles.items():
-        if handle not in known:
-            read = meta.graph_def.node.add(
-                name=fresh(set(nodes), f"{handle}/Read"), op="ReadVariableOp", input=[handle]
-            )
-            read.attr["dtype"].type = type_number(named[shared].value.dtype.name)
-            known[handle] = read.name
-        told = proto.VariableDef(
-            variable_name=f"{handle}:0",
-            initial_value_name=f"{assigns[handle].input[1]}:0",
-            initializer_name=assigns[handle].name,
-            snapshot_name=f"{known[handle]}:0",
-            is_resource=True,
-            trainable=named[shared].trainable,
-        )
-        for collection in COLLECTIONS if named[shared].trainable else COLLECTIONS[:1]:
-            meta.collection_def[collection].bytes_list.value.append(proto.to_binary(told))
+    tell(meta, meta.graph_def, named.values())
     if not meta.saver_def.restore_op_name:
         names = meta.collection_def[MAIN_OP].node_list.value
         if names and names[0] in nodes:
             nodes[names[0]].input.append(f"^{INITIALIZER}")
         else:
             names.append(INITIALIZER)
+
+
+def tell(meta: Any, graph_def: Any, variables: Iterable[Learned]) -> None:
+    """Adds the variables of a GraphDef to the collections of a MetaGraphDef, and to the GraphDef what reads them.
+
+    Args:
+        meta: The MetaGraphDef, this package's or TensorFlow's own.
+        graph_def: The GraphDef, which brings what assigns their first values.
+        variables: The variables.
+    """
+    named = by_name(variables)
+    taken: set[str] = set()
+    reads: dict[str, str] = {}
+    assigns: dict[str, tuple[str, str]] = {}
+    for node in graph_def.node:
+        taken.add(node.name)
+        if node.op == "ReadVariableOp" and node.input:
+            reads.setdefault(node.input[0], node.name)
+        elif node.op == "AssignVariableOp" and len(node.input) > 1:
+            assigns.setdefault(node.input[0], (node.name, node.input[1]))
+    for shared, handle in _handles(graph_def, named, assigns).items():
+        if handle not in reads:
+            read = graph_def.node.add(
+                name=fresh(taken, f"{handle}/Read/ReadVariableOp"), op="ReadVariableOp", input=[handle]
+            )
+            read.attr["dtype"].type = type_number(named[shared].value.dtype.name)
+            reads[handle] = read.name
+        told = proto.VariableDef(
+            variable_name=f"{handle}:0",
+            initial_value_name=f"{assigns[handle][1]}:0",
+            initializer_name=assigns[handle][0],
+            snapshot_name=f"{reads[handle]}:0",
+            is_resource=True,
+            trainable=named[shared].trainable,
+        )
+        for collection in COLLECTIONS if named[shared].trainable else COLLECTIONS[:1]:
+            meta.collection_def[collection].bytes_list.value.append(proto.to_binary(told))
 
 
 def _restore(meta: Any, variables: Mapping[str, tuple[str, Array]]) -> None:
@@ -147,8 +165,8 @@ def _restore(meta: Any, variables: Mapping[str, tuple[str, Array]]) -> None:
         return
     types = [type_number(value.dtype.name) for _, value in variables.values()]
     keys, slices = (
-        _strings(graph_def, taken, "keys", list(variables)),
-        _strings(graph_def, taken, "slices", [""] * len(types)),
+        _strings(graph_def, taken, "keys", [key.encode() for key in variables]),
+        _strings(graph_def, taken, "slices", [b""] * len(types)),
     )
     read = graph_def.node.add(name=fresh(taken, "learned_ranges/restore"), op="RestoreV2")
     read.input.extend([prefix.removesuffix(":0"), keys, slices])
@@ -168,11 +186,11 @@ def _save(graph_def: Any, taken: set[str], variables: Mapping[str, tuple[str, Ar
     if save is None or any(nodes.get(text) is None or nodes[text].op != "Const" for text in save.input[1:3]):
         return
     listed = [
-        [bytes(item).decode() for item in decode_tensor(nodes[text].attr["value"].tensor, "names").reshape(-1)]
+        [bytes(item) for item in decode_tensor(nodes[text].attr["value"].tensor, "names").reshape(-1)]
         for text in save.input[1:3]
     ]
-    save.input[1] = _strings(graph_def, taken, "save_keys", [*listed[0], *variables])
-    save.input[2] = _strings(graph_def, taken, "save_slices", [*listed[1], *[""] * len(types)])
+    save.input[1] = _strings(graph_def, taken, "save_keys", [*listed[0], *(key.encode() for key in variables)])
+    save.input[2] = _strings(graph_def, taken, "save_slices", [*listed[1], *[b""] * len(types)])
     after = [text for text in save.input if text.startswith("^")]
     data = [text for text in save.input if not text.startswith("^")]
     for (handle, _), dtype in zip(variables.values(), types, strict=True):
@@ -184,9 +202,9 @@ def _save(graph_def: Any, taken: set[str], variables: Mapping[str, tuple[str, Ar
     save.attr["dtypes"].list.type.extend(types)
 
 
-def _strings(graph_def: Any, taken: set[str], word: str, values: list[str]) -> str:
+def _strings(graph_def: Any, taken: set[str], word: str, values: list[bytes]) -> str:
     """Adds a constant of strings; returns its name."""
     node = graph_def.node.add(name=fresh(taken, f"learned_ranges/{word}"), op="Const")
     node.attr["dtype"].type = type_number("string")
-    node.attr["value"].tensor.CopyFrom(encode_tensor(np.array([value.encode() for value in values], object)))
+    node.attr["value"].tensor.CopyFrom(encode_tensor(np.array(values, object)))
     return str(node.name)
