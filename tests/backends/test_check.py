@@ -1,13 +1,17 @@
 """`graphquant check`: what it prints and its exit codes."""
 
 import json
+import re
+from pathlib import Path
 
 import jsonschema
 import pytest
 
 import graphquant as gq
-from graphquant.backends import CODES
+from graphquant.backends import BACKENDS, CODES
 from graphquant.view import check as view
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SARIF = {
     "type": "object",
@@ -186,6 +190,20 @@ def test_escapes():
     """Line breaks, percent signs, and in properties colons and commas, are spelled out."""
     assert view._escaped("50%\r\na:b,c") == "50%25%0D%0Aa:b,c"
     assert view._escaped("a:b,c", property_=True) == "a%3Ab%2Cc"
+
+
+def test_page():
+    """docs/check.md explains each code with its level, each backend and each rule, and nothing else."""
+    page = (ROOT / "docs" / "check.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| (GQ\d+) \| (\w+) \|", page, re.MULTILINE))
+    assert rows == {code: told.level for code, told in CODES.items()}
+    assert all(f"| `{name}` |" in page for name in BACKENDS)
+    sources = "".join(path.read_text("utf-8") for path in (ROOT / "graphquant" / "backends").rglob("*.py"))
+    rules = set(re.findall(r"(?:rule=|NO_KERNEL = |REFUSED = )\"([a-z0-9-]+)\"", sources))
+    listed = page.partition("## Rules that keep")[2].partition("## Findings")[0]
+    assert rules == {
+        name for row in re.findall(r"^\| (`.+?) \|", listed, re.MULTILINE) for name in re.findall("`([^`]+)`", row)
+    }
 
 
 def test_mistakes(cli, samples, tmp_path):

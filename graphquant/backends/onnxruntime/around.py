@@ -109,7 +109,7 @@ def inputs_broken(here: Around, wanted: int | None = None) -> Broken | None:
     """Why not just `wanted` inputs (by default all) come from a DequantizeLinear."""
     if len(here.dqs) == (here.filled if wanted is None else wanted):
         return None
-    if not here.dqs and not here.qs:
+    if not here.dqs and not here.qs and not any(is_dq(here.work.model.op(read)) for read in _filled(here)):
         return NOT_QUANTIZED
     if wanted is not None and len(here.dqs) > wanted:
         says = f"{len(here.dqs)} of its inputs are quantized, and {wanted} may be"
@@ -119,6 +119,10 @@ def inputs_broken(here: Around, wanted: int | None = None) -> Broken | None:
     others = [(slot, read) for slot, read in slots if read is not None and read.op not in names]
     floats = [one for one in others if here.graph.output(one[1]).dtype in FLOAT_TYPES | {None}]
     return _float_input(here, *(floats or others)[0])
+
+
+def _filled(here: Around) -> list[TensorRef]:
+    return [read for read in here.graph.slots(here.op.name) if read is not None]
 
 
 def _float_input(here: Around, slot: int, read: TensorRef) -> Broken:
