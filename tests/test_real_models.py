@@ -12,6 +12,7 @@ import pytest
 import graphquant as gq
 from graphquant import formats
 from graphquant.ir import check
+from graphquant.numerics import fake_quant
 from graphquant.survey import survey
 
 if TYPE_CHECKING:
@@ -150,20 +151,48 @@ def test_mtcnn_runs(shared: Path, tmp_path: Path, rules: str) -> None:
     """The rewritten graph loads and runs in TensorFlow; weights alone still find the faces."""
     pytest.importorskip("tensorflow")
     again = saved(gq.insert(shared / "mtcnn.pb", rules=[rules]), tmp_path / "mtcnn.pb")
-    picture = np.load(shared / "ultraface/images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
-    feeds = {
-        "input": picture,
-        "min_size": np.float32(20),
-        "thresholds": np.array([0.6, 0.7, 0.7], np.float32),
-        "factor": np.float32(0.709),
-    }
-    counts = []
+    feeds, counts = faces(shared), []
     for model in (gq.load(shared / "mtcnn.pb"), again):
         found = formats.module("tensorflow").runner(model).run(feeds)
         assert all(np.isfinite(value).all() for value in found.values())
         counts.append({name: value.shape for name, value in found.items()})
     report(f"mtcnn {rules}: float {counts[0]}, int8 {counts[1]}")
     assert counts[0].keys() == counts[1].keys()
+
+
+@pytest.mark.slow
+def test_mtcnn_inside_frames(shared: Path, tmp_path: Path) -> None:
+    """In every turn of its loops and every branch taken, the new op gives the bits of what it reads, quantized."""
+    pytest.importorskip("tensorflow")
+    feeds = faces(shared)
+    np.savez(tmp_path / "faces.npz", **{name: value[None] for name, value in feeds.items()})
+    result = gq.insert(shared / "mtcnn.pb", rules=["onnxruntime"], data=str(tmp_path / "faces.npz"), method="minmax")
+    made = [done for done in result.inserted if not done.site.parameter and done.site.axis is None]
+    kinds = {result.model.op(done.site.tensor).kind for done in made}
+    assert {"conv", "max_pool", "where"} <= kinds
+    runner = formats.module("tensorflow").runner(result.model)
+    (seen,) = runner.observe(list({done.site.tensor for done in made} | {done.output for done in made}), [feeds])
+    values = 0
+    for done in made:
+        before, after = seen[done.site.tensor], seen[done.output]
+        assert len(before) == len(after)
+        for value, quantized in zip(before, after, strict=True):
+            values += value.size
+            given, narrow = fake_quant.range_to_write(done.params), done.params.narrow
+            wanted = fake_quant.with_vars(value, given.low, given.high, num_bits=8, narrow_range=narrow)
+            np.testing.assert_array_equal(quantized, wanted)
+    report(f"mtcnn: {len(made)} activations in {len(kinds)} kinds of ops, {values} values as predicted")
+    assert values > 100_000
+
+
+def faces(shared: Path) -> dict[str, Array]:
+    """Feeds of MTCNN on which it finds faces."""
+    return {
+        "input": np.load(shared / "ultraface/images.npz")["rgb"][3].astype(np.float32)[..., ::-1],
+        "min_size": np.float32(20),
+        "thresholds": np.array([0.6, 0.7, 0.7], np.float32),
+        "factor": np.float32(0.709),
+    }
 
 
 # -- voice activity, and a model that is quantized already -----------------------------------------
