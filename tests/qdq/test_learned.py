@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import graphquant as gq
+from graphquant import formats
 from graphquant.errors import UsageError
 from graphquant.numerics import fake_quant
 from graphquant.numerics import quantize_and_dequantize as qad
@@ -127,8 +128,6 @@ def test_a_range_per_channel(tmp_path) -> None:
 @pytest.mark.parametrize("nested", [False, True])
 def test_the_written_graph_is_read_and_run_again(tmp_path, nested: bool) -> None:
     """In the main graph and in functions the variables are initialized, for TensorFlow and for graphquant."""
-    from graphquant import formats
-
     result = gq.insert(frozen(tmp_path / "net.pb", nested=nested), rules=rules(tmp_path))
     path = result.save(tmp_path / "made.pb")
     ends = fake_quant.range_to_write(result.inserted[0].params)
@@ -175,6 +174,39 @@ def test_graphs_and_sessions_that_live(tmp_path) -> None:
         ends = fake_quant.range_to_write(result.inserted[0].params)
         found = gq.to_tf(result.model).run("out:0", {"x:0": X})
     np.testing.assert_allclose(found, fake_quant.with_vars(X, ends.low, ends.high) @ WEIGHT, rtol=1e-6)
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_functions_that_live(tmp_path, branch: bool) -> None:
+    """A function that is given back has new variables for the ranges, and trains them with its own."""
+    tf = pytest.importorskip("tensorflow")
+    weight = tf.Variable(WEIGHT, name="w")
+
+    @tf.function(input_signature=[tf.TensorSpec([4, 3], tf.float32, name="x")])
+    def call(x):
+        if branch:
+            return tf.cond(tf.reduce_sum(x) > 1e9, lambda: tf.matmul(2.0 * x, weight), lambda: tf.matmul(x, weight))
+        return tf.matmul(x, weight)
+
+    result = gq.insert(gq.load(call), rules=rules(tmp_path))
+    made = gq.to_tf(result.model)
+    ends = fake_quant.range_to_write(result.inserted[0].params)
+    expected = fake_quant.with_vars(X, ends.low, ends.high) @ WEIGHT
+    np.testing.assert_allclose(made(tf.constant(X)), expected, rtol=1e-6)
+    found = formats.module("tensorflow").runner(result.model).run({"x": X})
+    np.testing.assert_allclose(next(iter(found.values())), expected, rtol=1e-6)
+    assert len(made.trainable_variables) == 1 + len(made.learned_ranges) == (5 if branch else 3)
+    losses = []
+    for _ in range(5):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(made(tf.constant(X)) - 1.0))
+        gradients = tape.gradient(loss, made.trainable_variables, unconnected_gradients="zero")
+        for variable, gradient in zip(made.trainable_variables, gradients, strict=True):
+            variable.assign_sub(0.05 * gradient)
+        losses.append(float(loss))
+    assert losses[0] > losses[-1]
+    assert any(float(one) not in {float(ends.low), float(ends.high)} for one in made.learned_ranges)
+    assert not np.array_equal(weight, WEIGHT)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.captures import hand_over
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.keep import tell
-from graphquant.formats.tensorflow.learned import INITIALIZER, learned
+from graphquant.formats.tensorflow.learned import INITIALIZER, by_name, learned
 from graphquant.formats.tensorflow.live import CALL, GRADIENT, forget_gradients, mentioned
 from graphquant.formats.tensorflow.session import _refusals, assign
 from graphquant.formats.tensorflow.session import tensorflow as installed
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from graphquant.formats.tensorflow.live import Live
     from graphquant.formats.tensorflow.source import Source
@@ -33,7 +34,7 @@ def give_back(model: Model) -> Any:
     Returns:
         A tf.Graph for a tf.Graph, a GraphDef or a MetaGraphDef, with the collections; for a session a new one, whose
         variables have the same values; for a function a ConcreteFunction of the same signature that reads the same
-        variables.
+        variables, and has new ones for learned ranges: `learned_ranges`.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
@@ -136,44 +137,49 @@ def _session(tensorflow: Any, graph: Any, live: Live, *, ranges: bool) -> Any:
 
 
 def _callable(tensorflow: Any, model: Model, live: Live) -> Any:
-    """A ConcreteFunction of the edited function, bound to what the given one captured."""
+    """A ConcreteFunction of the edited function, bound to what the given one captured and to learned ranges."""
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
     source: Source = model.source
     graph_def = source.graph_def(emit(model))
-    _check_main(model, graph_def, source.graph_def(source.message))
+    _check_main(graph_def, source.graph_def(source.message))
+    needed = hand_over(graph_def, learned(model))
     library = tensorflow.compat.v1.GraphDef.FromString(proto.to_binary(graph_def)).library
     call = next(node for node in graph_def.node if node.name == CALL)
     given, name = live.thing, call.attr["f"].func.name
     attrs = {key: value for one in library.function if one.signature.name == name for key, value in one.attr.items()}
     attrs.pop(_INPUT_SHAPES, None)
     graph = _loaded(library)[name].graph
-    captured = list(given.captured_inputs)
+    ranges = _ranges(tensorflow, model, needed.get(name, []))
+    captured = [*given.captured_inputs, *(one.handle for one in ranges)]
     for tensor, inside in zip(captured, graph.inputs[len(graph.inputs) - len(captured) :], strict=True):
         graph.replace_capture(tensor, inside)
-    graph.variables = live.variables
+    graph.variables = (*live.variables, *ranges)
     graph.structured_input_signature = given.structured_input_signature
     graph.structured_outputs = given.function_type.pack_output(graph.outputs)
     made = ConcreteFunction.from_func_graph(graph, given.function_type, attrs)
     # The flat signature, and captures that are looked up at each call, have no setters.
     made._arg_keywords, made._num_positional_args = given._arg_keywords, given._num_positional_args  # noqa: SLF001
-    made.set_external_captures(list(given._captured_inputs))  # noqa: SLF001
-    made._variables_kept = live.variables  # noqa: SLF001  # a function alone does not keep them alive
+    made.set_external_captures([*given._captured_inputs, *(one.handle for one in ranges)])  # noqa: SLF001
+    made._variables_kept = graph.variables  # noqa: SLF001  # a function alone does not keep them alive
+    made.learned_ranges = ranges
     return made
 
 
-def _check_main(model: Model, graph_def: Any, before: Any) -> None:
+def _ranges(tensorflow: Any, model: Model, shared: Iterable[str]) -> list[Any]:
+    """New variables for learned ranges."""
+    named = by_name(learned(model))
+    with tensorflow.init_scope():
+        return [tensorflow.Variable(named[one].value, trainable=named[one].trainable, name=one) for one in shared]
+
+
+def _check_main(graph_def: Any, before: Any) -> None:
     """Refuses what cannot be part of the callable."""
     if list(graph_def.node) != list(before.node):
         new = next((node.name for node in graph_def.node if node not in before.node), CALL)
         raise UsageError(
             f"{new!r} stands between the function and its caller, where nothing can be given back. Quantize what is in"
             " the function."
-        )
-    if learned(model):
-        raise UsageError(
-            f"The range of {learned(model)[0].node!r} is learned, and a function that was given has no place for new"
-            " variables. Use a tf.Graph, or a SavedModel, or ranges that are not learned."
         )
 
 
