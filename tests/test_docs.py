@@ -14,7 +14,7 @@ from graphquant.data.spec import KINDS, PIXELS
 from graphquant.qdq import FAMILIES, RangeFrom
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["data.md", "families.md", "from-graph-editor.md", "tensorflow.md"]
+PAGES = ["data.md", "families.md", "from-graph-editor.md", "live-objects.md", "tensorflow.md"]
 
 
 def snippets(page):
@@ -113,6 +113,19 @@ def test_data_tables():
     for name, keys in PRESETS.items():
         said = ",".join(f"{key}={value}" for key, value in keys.items())
         assert rows[name].endswith(f"| `{said}`" if said else "| nothing")
+
+
+@pytest.mark.slow
+def test_live_objects(folder):
+    """Each snippet runs, what the page says it prints is printed, and the files it names appear."""
+    pytest.importorskip("tensorflow")
+    printed = run_page("live-objects.md")
+    page = ROOT.joinpath("docs", "live-objects.md").read_text("utf-8")
+    promised = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert len(promised) == 4
+    for line in promised:
+        assert f"{line}\n" in printed
+    assert {path.name for path in folder.iterdir()} >= {"model.tflite", "model.keras", "model.quant"}
 
 
 @pytest.mark.slow

@@ -475,6 +475,47 @@ def test_table_of_a_function(tmp_path: Any) -> None:
         gq.calibrate(concrete, data=str(tmp_path / "data.npz"), rules=["tflite"])
 
 
+LEARNED = """
+[scheme.s]
+range = "learned"
+zero = "asymmetric"
+observe = {name = "fixed", low = -1.5, high = 0.75}
+[[rule]]
+name = "all"
+consumer = { kind = "matmul", input = "input" }
+quantize = "s"
+"""
+
+
+def test_learned_ranges(tmp_path: Any) -> None:
+    """New variables come beside the function's own, one for each end of a range, and train with them."""
+    rules = tmp_path / "learned.toml"
+    rules.write_text(LEARNED)
+    net = Net()
+    made = gq.to_tf(gq.insert(net.concrete(), rules=[str(rules)]))
+    new = [variable for variable in made.trainable_variables if variable is not net.kernel and variable is not net.bias]
+    assert len(made.trainable_variables) == 4
+    assert sorted(float(variable) for variable in new) == pytest.approx([-1.5, 0.75], abs=0.02)
+
+    low, high = sorted(new, key=float)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(made(PAIR, tf.constant(True), gain=3.0)["one"])
+    found = tape.gradient(loss, new)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.quantization.fake_quant_with_min_max_vars(X, low, high) @ net.kernel)
+    for one, other in zip(found, tape.gradient(loss, new), strict=True):
+        assert float(one) == pytest.approx(float(other), rel=1e-5)
+        assert float(one) != 0
+    ranged = gq.to_tf(gq.insert(started(dense(labels=True)), rules=[str(rules)]))
+    with ranged.graph.as_default():
+        variables = v1.trainable_variables()
+        assert len(variables) == 3
+        step = v1.train.GradientDescentOptimizer(0.1).minimize(ranged.graph.get_tensor_by_name("loss:0"))
+    before = ranged.run(variables)
+    ranged.run(step, {"x:0": X, "y:0": LABELS})
+    assert all(np.any(one != other) for one, other in zip(before, ranged.run(variables), strict=True))
+
+
 # -- Keras -----------------------------------------------------------------------------------------
 
 
