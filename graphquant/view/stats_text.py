@@ -30,6 +30,9 @@ WIDEST = 44
 
 GAP = 2
 
+NOTES = 12
+"""Notes that are printed; all of them are in the JSON data."""
+
 BY_NAME = "The model has its ranges in it; which tensor is which is told by names alone."
 
 EXACT = 140.0
@@ -53,7 +56,10 @@ def picks_view(picks: Picks) -> RenderableType:
     for one in picks.picks:
         if one.note:
             notes.setdefault(one.note, []).append(str(one.tensor))
-    parts += [plain(f"{listed(names)}: {note}", style="yellow") for note, names in notes.items()]
+    said = [f"{listed(names)}: {note}" for note, names in notes.items()]
+    parts += [plain(note, style="yellow") for note in said[:NOTES]]
+    if len(said) > NOTES:
+        parts.append(plain(f"{len(said) - NOTES} more such notes are in --format json.", style="dim"))
     parts.append(plain(_legend(picks), style="dim"))
     return Group(*parts)
 

@@ -93,6 +93,14 @@ def test_the_table_has_everything_where_there_is_room(picks: Picks) -> None:
     assert "left:0: no sample of the data reached it" in lines
 
 
+def test_many_notes_are_counted(picks: Picks) -> None:
+    """A dozen notes are printed, and the rest of them told of."""
+    many = tuple(replace(picks.picks[3], note=f"note {number}") for number in range(20))
+    lines = _printed(replace(picks, picks=many), 100)
+    assert sum(line.startswith("left:0: note") for line in lines) == 12
+    assert "8 more such notes are in --format json." in lines
+
+
 def test_ascii_terminals(picks: Picks) -> None:
     """Where the terminal's encoding has no blocks, bars are signs; names act on no terminal."""
     lines = _printed(replace(picks, picks=picks.picks[:1]), 100, "ascii")
