@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import settings
 
 from graphquant.cli import main
 
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 ROOT = Path(__file__).resolve().parents[1]
+
+settings.register_profile("any machine", deadline=None)  # a machine that others use too may take its time
+settings.load_profile("any machine")
 
 
 @pytest.fixture

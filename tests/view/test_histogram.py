@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphquant.numerics import IntType, QParams, Range, choose
@@ -18,7 +18,6 @@ def _params(low: float, high: float) -> QParams:
     return choose(Range(np.array(low), np.array(high)), IntType(8, signed=False), symmetric=False)
 
 
-@settings(deadline=None)
 @given(ENDS, ENDS, ENDS)
 def test_places_and_values_are_inverse(low: float, high: float, knee: float) -> None:
     """What stands at a place is drawn there, the ends at 0 and 1, and places keep the order of values."""
@@ -40,7 +39,6 @@ def test_the_axis_is_linear_up_to_the_knee_and_then_bends() -> None:
     assert axis.ticks(0.05) == [0.0, 0.5, 1.0, 10.0, 100.0, 1e3, 1e4, 1e5, 1e6]
 
 
-@settings(deadline=None)
 @given(ENDS, ENDS, ENDS)
 def test_ticks_are_on_the_axis_and_apart(low: float, high: float, knee: float) -> None:
     """Each label is between the ends, zero is one of them, and no two are nearer than asked for."""
