@@ -243,6 +243,46 @@ def test_gradients_of_every_family(models, tmp_path, family, source, form, dtype
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "source"),
+    [
+        ("fake-quant", "observed"),
+        ("fake-quant", "learned"),
+        ("quantize-and-dequantize-v2", "dynamic"),
+        ("quantize-and-dequantize-v3", "observed"),
+        ("quantize-and-dequantize-v4", "dynamic"),
+    ],
+)
+def test_gradients_per_channel(models, tmp_path, family, source) -> None:
+    """What flows back to a kernel and to the ranges of its channels is what the reference predicts."""
+    import tensorflow as tf
+
+    scheme = f'family = "{family}"\nrange = "{source}"\nper = "channel"\n'
+    scheme += 'observe = {name = "fixed", low = -0.5, high = 0.25}\n'
+    scheme += "args = {input_min = -1.0, input_max = 0.5}" if family.endswith("v4") else ""
+    result = inserted(models["float32"], tmp_path, scheme, "weight")
+    done = next(one for one in result.inserted if one.site.uses[0].op == "conv")
+    with session(result, tmp_path) as opened:
+        kernel = opened.graph.get_tensor_by_name(str(done.site.tensor))
+        made = opened.graph.get_operation_by_name(done.output.op)
+        value = opened.run(kernel)
+        upstream = np.random.default_rng(6).normal(size=value.shape).astype(np.float32)
+        found = tf.compat.v1.gradients(made.outputs[0], [kernel, *made.inputs[1:3]], grad_ys=tf.constant(upstream))
+        found = opened.run([each for each in found if each is not None])
+    if family == "fake-quant":
+        ends = fake_quant.range_to_write(done.params)
+        expected = fake_quant.with_vars_per_channel_gradient(upstream, value, ends.low, ends.high)
+    elif family.endswith("v4"):
+        ends = np.full(4, -1, np.float32), np.full(4, 0.5, np.float32)
+        expected = qad.v4_gradient(upstream, value, *ends, axis=3)
+    else:
+        expected = [qad.straight_through_gradient(upstream)]
+    assert len(found) == len(expected)
+    for ours, theirs in zip(expected, found, strict=True):
+        np.testing.assert_array_equal(bits_of(theirs), bits_of(ours))
+
+
+@pytest.mark.slow
 def test_what_inspect_reads_back(models, tmp_path) -> None:
     """A dynamic site needs no data and is told as dynamic, with its axis and how it rounds."""
     scheme = 'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nper = "channel"\nround = "half-up"'

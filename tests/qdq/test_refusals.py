@@ -119,6 +119,30 @@ def test_the_last_axis_is_counted_from_the_front(tmp_path) -> None:
         assert result.model.main.op(done.output.op).attrs["axis"] == 2
 
 
+def test_ranges_that_are_learned_along_an_inner_axis(tmp_path) -> None:
+    """FakeQuant takes the last axis alone, and each channel's range would have to be repeated for the others."""
+    graph = proto.GraphDef.FromString(net(tmp_path / "net.pb").read_bytes())
+    graph.node[2].attr["transpose_b"].b = True
+    (tmp_path / "net.pb").write_bytes(proto.to_binary(graph))
+    for more, count in (("", 1), ('range = "learned"', 0)):
+        result = gq.insert(tmp_path / "net.pb", rules=rules(tmp_path, FAKE + CHANNEL + more, "weight"))
+        assert len(result.inserted) == count
+    assert 'the channels are on another; take per = "tensor"' in result.skips[0].reason
+
+
+@pytest.mark.parametrize("source", ["given", "dynamic", "learned"])
+def test_plans_say_where_the_range_comes_from(tmp_path, source: str) -> None:
+    """A plan keeps it through JSON, and makes the same bytes."""
+    path = net(tmp_path / "net.pb")
+    made = gq.insert(path, rules=rules(tmp_path, V3 + FIXED + f'range = "{source}"', "input"))
+    data = to_json(made.plan)
+    assert data["schemes"]["s"]["range"] == source
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    again = gq.insert(path, plan=tmp_path / "plan.json")
+    one, other = made.save(tmp_path / "one.pb"), again.save(tmp_path / "other.pb")
+    assert one.read_bytes() == other.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("scheme", "role", "changes", "said"),
     [
