@@ -379,3 +379,57 @@ def test_the_plan_says_what_was_not_prepared(tmp_path):
     assert [step.step for step in result.plan.steps] == ["inference-batchnorm"]
     assert not result.model.main.op("n").attrs["is_training"]
     assert "inference-batchnorm" not in {skip.rule for skip in result.skips}
+
+
+SPELLED_OUT = """
+node { name: "mul" op: "Mul" input: "FIRST" input: "SECOND" attr { key: "T" value { type: DT_FLOAT } } }
+node { name: "n" op: "AddV2" input: "mul" input: "t" attr { key: "T" value { type: DT_FLOAT } } }
+"""
+
+
+def spelled_out(monkeypatch, data, factor):
+    """The text of a BatchNorm as Keras 3 writes it: the rsqrt of variance and epsilon, times the scale, and so on."""
+    head, _, rest = TF.partition('node { name: "n"')
+    _, _, tail = rest.partition("LAYOUT }\n")
+    chain = [
+        const("e", (), (0.25,)),
+        'node { name: "ve" op: "AddV2" input: "v" input: "e" attr { key: "T" value { type: DT_FLOAT } } }',
+        'node { name: "r" op: "Rsqrt" input: "ve" attr { key: "T" value { type: DT_FLOAT } } }',
+        'node { name: "f" op: "Mul" input: "r" input: "s" attr { key: "T" value { type: DT_FLOAT } } }',
+        'node { name: "mf" op: "Mul" input: "m" input: "f" attr { key: "T" value { type: DT_FLOAT } } }',
+        'node { name: "t" op: "Sub" input: "o" input: "mf" attr { key: "T" value { type: DT_FLOAT } } }',
+        SPELLED_OUT.replace("FIRST", data).replace("SECOND", factor),
+    ]
+    monkeypatch.setitem(globals(), "TF", head + "\n".join(chain) + tail)
+
+
+@pytest.mark.parametrize("operands", [("DATA", "f"), ("f", "DATA")])
+@pytest.mark.parametrize("bias", [False, True])
+def test_what_keras_spells_out_is_folded(tmp_path, monkeypatch, operands, bias):
+    """A Mul and an Add of one value per channel behind a conv are folded as the BatchNorm that they are."""
+    spelled_out(monkeypatch, *operands)
+    model = tensorflow(tmp_path, bias=bias)
+    folded, (step,) = prepare(model, FOLD)
+    assert (step.target, step.detail) == ("n", "folded into c")
+    parameters = Parameters(folded)
+    assert parameters.value(TensorRef("", "c/weight_folded")).reshape(-1).tolist() == [6.0, 120.0]
+    assert parameters.value(TensorRef("", "c/bias_folded")).tolist() == ([19.0, 74.0] if bias else [-11.0, -46.0])
+    adder = "b" if bias else "n/bias_add"
+    nodes = {node.name: list(node.input) for node in tf_emit(folded).node}
+    assert nodes == {
+        "x": [],
+        "c": ["x", "c/weight_folded"],
+        adder: ["c", "c/bias_folded"],
+        "y": [adder],
+        "c/weight_folded": [],
+        "c/bias_folded": [],
+    }
+    assert proto.NodeDef.FromString(base64.b64decode(step.undo["mul"])).name == "mul"
+
+
+def test_products_of_data_are_not_folded(tmp_path, monkeypatch):
+    """A Mul by what is no parameter is no part of a BatchNorm, and is not reported as one."""
+    spelled_out(monkeypatch, "DATA", "x")
+    model = tensorflow(tmp_path)
+    assert prepare(model, FOLD) == (model, ())
+    assert left_alone(model, FOLD) == ()

@@ -61,7 +61,7 @@ def _folded(source: Graph, prepared: Model) -> dict[TensorRef, TensorRef]:
     pairs = {}
     graph = prepared.graphs[source.name]
     for op in source.ops():
-        if op.kind != "batchnorm" or (op.name in graph and graph.op(op.name).kind == "batchnorm"):
+        if op.kind not in {"batchnorm", "add"} or (op.name in graph and graph.op(op.name).kind == op.kind):
             continue
         tensor = TensorRef(source.name, op.name)
         for use in source.consumers(tensor):

@@ -1,4 +1,7 @@
-"""BatchNorms behind a convolution taken up into its weight and bias."""
+"""BatchNorms behind a convolution taken up into its weight and bias.
+
+Keras 3 spells a BatchNorm out: what is folded of it is a Mul and an Add that read one value per channel each.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
     for name in model.live():
         graph = model.graphs[name]
         for op in list(graph.ops()):
-            place = _place(graph, op) if op.kind == "batchnorm" else None
+            place = _place(graph, op, parameters)
             if place is None or _is_variable(graph, place, parameters):
                 continue
             fold = _fold(graph, place, parameters)
@@ -49,7 +52,7 @@ def unfolded(model: Model) -> Iterator[Left]:
     for name in model.live():
         graph = model.graphs[name]
         for op in graph.ops():
-            place = _place(graph, op) if op.kind == "batchnorm" else None
+            place = _place(graph, op, parameters)
             if place is not None and _is_variable(graph, place, parameters):
                 yield Left(step=NAME, tensor=TensorRef(name, op.name), reason=LIVES_ON)
 
@@ -59,7 +62,9 @@ class _Place:
     """A BatchNorm that may be folded, by the structure of the graph around it.
 
     Attributes:
-        norm: The BatchNorm.
+        norm: The BatchNorm, or the Add at the end of one that is spelled out.
+        mul: The Mul before that Add.
+        values: Where scale, offset, mean and variance are read, or what is multiplied by and what is added.
         weighted: The conv or gemm before it.
         bias_add: The bias_add between them, as TensorFlow has it.
         weight: Where the weight is read.
@@ -67,6 +72,8 @@ class _Place:
     """
 
     norm: Op
+    mul: Op | None
+    values: tuple[Use, ...]
     weighted: Op
     bias_add: Op | None
     weight: Use
@@ -92,32 +99,62 @@ class _Fold:
     new_bias: Array
 
 
-def _place(graph: Graph, norm: Op) -> _Place | None:
+def _place(graph: Graph, norm: Op, parameters: Parameters) -> _Place | None:
     """The ops that a folding would change; None if another op needs what lies between them, or they do not fit."""
+    mul, data = None, 0
+    values = tuple(Use(graph.name, norm.name, slot) for slot in range(1, 5))
+    if norm.kind == "add":
+        data = _data_slot(graph, norm, parameters)
+        mul = _alone(graph, Use(graph.name, norm.name, data))
+        if mul is None or mul.kind != "mul" or mul.type != "Mul" or _ordered(graph, mul.name):
+            return None
+        inner = _data_slot(graph, mul, parameters)
+        values = (Use(graph.name, mul.name, 1 - inner), Use(graph.name, norm.name, 1 - data))
+        read = [graph.producer(use) for use in values]
+        if not all(tensor is not None and parameters.is_parameter(tensor) for tensor in read):
+            return None
+        start = Use(graph.name, mul.name, inner)
+    elif norm.kind == "batchnorm":
+        start = Use(graph.name, norm.name, 0)
+    else:
+        return None
     training = norm.attrs.get("training_mode") or norm.attrs.get("is_training")
     if training or set(graph.readers(norm.name)) - {0} or _ordered(graph, norm.name):
         return None
-    source = _alone(graph, Use(graph.name, norm.name, 0))
+    return _behind(graph, norm, mul, values, start)
+
+
+def _data_slot(graph: Graph, op: Op, parameters: Parameters) -> int:
+    """Which operand of a Mul or Add is no parameter; the first of two."""
+    slots = graph.slots(op.name)
+    return int(bool(slots) and slots[0] is not None and parameters.is_parameter(slots[0]))
+
+
+def _behind(graph: Graph, norm: Op, mul: Op | None, values: tuple[Use, ...], start: Use) -> _Place | None:
+    """The place of what begins where `start` reads the result of a convolution, or of the bias_add behind one."""
+    source = _alone(graph, start)
     bias_add = None
     if source is not None and source.kind == "bias_add":
         bias_add = source
         source = _alone(graph, Use(graph.name, bias_add.name, 0))
     if source is None or not _takes_up(source):
         return None
-    ops = [op for op in (norm, bias_add, source) if op is not None]
-    if len({str(_plain(op.attrs.get("data_format"))) for op in ops}) > 1:
+    ops = [op for op in (norm if mul is None else None, bias_add, source) if op is not None]
+    layouts = {str(_plain(op.attrs.get("data_format"))) for op in ops}
+    if len(layouts) > 1 or (mul is not None and layouts != {"NHWC"}):
         return None
     bias: Use | None = None
     if bias_add is not None:
         bias = Use(graph.name, bias_add.name, 1)
     elif "bias" in source.roles:
         bias = Use(graph.name, source.name, source.roles.index("bias"))
-    return _Place(norm, source, bias_add, Use(graph.name, source.name, source.roles.index("weight")), bias)
+    weight = Use(graph.name, source.name, source.roles.index("weight"))
+    return _Place(norm, mul, values, source, bias_add, weight, bias)
 
 
 def _is_variable(graph: Graph, place: _Place, parameters: Parameters) -> bool:
     """Whether a value that a folding would replace comes from a variable."""
-    uses = [place.weight, *(Use(graph.name, place.norm.name, slot) for slot in range(1, 5))]
+    uses = [place.weight, *place.values]
     read = [graph.producer(use) for use in (*uses, *([place.bias] if place.bias is not None else []))]
     return any(parameters.is_variable(tensor) for tensor in read if tensor is not None)
 
@@ -144,27 +181,33 @@ def _takes_up(op: Op) -> bool:
 
 def _fold(graph: Graph, place: _Place, parameters: Parameters) -> _Fold | None:
     """The values of the folding; None if one of them is not constant, or they do not fit each other."""
-    uses = [Use(graph.name, place.norm.name, slot) for slot in range(1, 5)]
-    known = [_value(graph, use, parameters) for use in (*uses, place.weight)]
-    statistics, weight = [value for value in known[:4] if value is not None], known[4]
+    known = [_value(graph, use, parameters) for use in place.values]
+    values, weight = [value for value in known if value is not None], _value(graph, place.weight, parameters)
     has_bias = place.bias is not None and graph.producer(place.bias) is not None
     bias = _value(graph, place.bias, parameters) if place.bias is not None and has_bias else None
-    if len(statistics) != 4 or weight is None or (has_bias and bias is None):  # noqa: PLR2004  # as many as uses
+    if len(values) != len(known) or weight is None or (has_bias and bias is None):
         return None
     channels = _channels(place.weighted, weight)
+    statistics = values if place.mul is None else _statistics(values)
     if weight.dtype != np.float32 or any(value.shape != (channels,) for value in statistics):
         return None
     if bias is not None and (bias.size not in {1, channels} or bias.shape[-1:] not in {(), (bias.size,)}):
         return None
     scale, offset, mean, variance = (value.astype(np.float64) for value in statistics)
     with np.errstate(all="ignore"):
-        factor = scale / np.sqrt(variance + place.norm.number("epsilon", 1e-5))
+        factor = scale / np.sqrt(variance + (place.norm.number("epsilon", 1e-5) if place.mul is None else 0.0))
         before = 0.0 if bias is None else bias.astype(np.float64).reshape(-1)
         new_bias = (offset + (before - mean) * factor).astype(np.float32)
         new_weight = _scaled(place.weighted, weight, factor)
     if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):
         return None
     return _Fold(statistics, weight, bias, new_weight, new_bias)
+
+
+def _statistics(values: list[Array]) -> list[Array]:
+    """Scale, offset, mean and variance of a normalisation that multiplies by the first value and adds the second."""
+    scale, offset = (value.reshape(-1) if value.shape[-1:] == (value.size,) else value for value in values)
+    return [scale, offset, np.zeros_like(scale), np.ones_like(scale)]
 
 
 def _value(graph: Graph, use: Use, parameters: Parameters) -> Array | None:
@@ -207,9 +250,10 @@ def _apply(model: Model, place: _Place, fold: _Fold) -> Step:
     """Gives the weighted op new constants, which no other reader of the old ones sees, and takes the BatchNorm out."""
     graph, norm, weighted = model.graphs[place.weight.graph], place.norm, place.weighted
     old_bias = None if place.bias is None else graph.producer(place.bias)
-    stale = [graph.producer(place.weight), old_bias, *graph.slots(norm.name)[1:]]
+    stale = [graph.producer(place.weight), old_bias, *(graph.producer(use) for use in place.values)]
     undo = {
         "batchnorm": encoded(norm),
+        "mul": None if place.mul is None else encoded(place.mul),
         "weighted": weighted.name,
         "weight": str(stale[0]),
         "weight_value": _array(fold.weight),
@@ -227,10 +271,13 @@ def _apply(model: Model, place: _Place, fold: _Fold) -> Step:
     readers = graph.consumers(TensorRef(graph.name, norm.name))
     graph.reroute(TensorRef(graph.name, norm.name), readers, result)
     graph.remove(norm.name)
+    if place.mul is not None:
+        graph.remove(place.mul.name)
     ends = [use for use in readers if graph.graphs[use.graph].op(use.op).kind == "output"]
     if ends and model.format == "tensorflow" and not graph.name:
         graph.reroute(result, ends, _namesake(graph, norm, result))
-    drop_unread(model, (tensor for tensor in stale if tensor is not None), frozenset({"constant", "identity"}))
+    kinds = None if place.mul is not None else frozenset({"constant", "identity"})
+    drop_unread(model, (tensor for tensor in stale if tensor is not None), kinds)
     return Step(step=NAME, target=norm.name, detail=f"folded into {weighted.name}", undo=undo)
 
 
