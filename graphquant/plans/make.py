@@ -206,7 +206,6 @@ class _Draft:
     def _place(self, match: Match, scheme: Scheme, tie: tuple[Use, ...]) -> bool:
         """Adds the use to the site that wants the same, or opens one; False if it is skipped instead."""
         family = FAMILIES[scheme.family or self.choice.family]
-        scheme = replace(scheme, family=family.name)
         axis = self._axis(match, scheme)
         view = self._view(match) if scheme.per == "channel" and axis is not None and scheme.axis is None else None
         reason = self._misfit(match, scheme, family, axis, view)
@@ -217,6 +216,7 @@ class _Draft:
         if reason:
             self._skip(match, reason)
             return False
+        scheme = replace(scheme, family=family.name)
         # A bias has the scales of one consumer's input and weight, so consumers never share its site.
         alone = match.use if scheme.observe.name == "bias" else None
         key = (match.tensor, self._graph(match), scheme, axis, view, bool(tie), alone)

@@ -168,7 +168,8 @@ def _agree(one: Array, other: Array) -> bool:
 def _failed(model: Model, opset: int, why: str) -> ModelError:
     return ModelError(
         f"The model cannot be raised from opset {model.opset} to {opset}: {why}. Use a rule that needs no newer opset "
-        f"(per-tensor instead of per-channel), or export the model at opset {opset}."
+        "(one scale per tensor instead of per channel, or per channel instead of per block), or export the model at"
+        f" opset {opset}."
     )
 
 

@@ -52,7 +52,7 @@ def test_functions_and_large_initializers_survive(model_of: Any) -> None:
 
 def test_what_cannot_be_converted_says_why(model_of: Any) -> None:
     """An opset that onnx does not have is an error with a way out."""
-    with pytest.raises(ModelError, match=r"from opset 11 to 999: .*per-tensor instead of per-channel"):
+    with pytest.raises(ModelError, match=r"from opset 11 to 999: .*one scale per tensor instead of per channel"):
         format_.upgrade(model_of(OLD), 999)
 
 
