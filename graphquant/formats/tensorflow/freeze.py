@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["freeze"]
 
-_CALLS: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall/)+")
+_CALLS: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
 """What inlining puts before the names of a function's ops."""
 
 _HANDED_OVER: Final = re.compile(r"^Func/.*/(?:input|output)/_\d+$")

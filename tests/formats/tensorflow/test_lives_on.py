@@ -316,6 +316,17 @@ def test_keras_export_trains_and_is_saved_again(tf: Any, gate: tuple[gq.Result, 
     np.testing.assert_array_equal(layer(x), loaded.serve(x))
 
 
+def test_keras_export_frozen(tf: Any, gate: tuple[gq.Result, Path]) -> None:
+    """As one graph of constants it gives the same answers, and ops have the names that they have in their layers."""
+    result, _ = gate
+    frozen = gq.freeze(result.source)
+    assert {"functional_1/c_1/convolution", "functional_1/d_1/MatMul"} <= {op.name for op in frozen.main.ops()}
+    before, after = (formats.module("tensorflow").runner(model) for model in (result.source, frozen))
+    for x in (pictures(4), 0.05 * pictures(4)):
+        wanted = before.run({before.inputs[0].name: x})["output_0"]
+        np.testing.assert_allclose(after.run({after.inputs[0].name: x})["output_0"], wanted, rtol=1e-5, atol=1e-6)
+
+
 # -- TensorFlow 1: SavedModels of its builder, MetaGraphs with checkpoints ---------------------------
 
 
