@@ -25,6 +25,10 @@ LARGEST_VALUE = float(np.finfo(np.float32).max)
 """No scale is chosen with which a quantized value would stand for more: kernels would make it infinite."""
 
 
+EXACT_BITS = 16
+"""Widest type whose quantized values and zero points float32 and int32 hold, with all their sums and differences."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Range:
     """Real numbers from `low` to `high`: float64 scalars, (C,) for one range per channel, or one per block."""
@@ -214,20 +218,40 @@ def quantize(x: Array, params: QParams) -> Array:
     NaN becomes the smallest value, as onnxruntime makes it on x86. With a float8 type the values are of that, held as
     float32, and NaN stays.
     """
-    scale = over(params.scale, params, x.shape)
+    seen = _seen(x.shape, params)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        steps = np.asarray(x, np.float32) / scale
+        steps = np.asarray(np.asarray(x, np.float32).reshape(seen) / _fit(params.scale, params, x.shape))
     if isinstance(params.type, FloatType):
-        return params.type.round(steps)
+        return params.type.round(steps).reshape(x.shape)
+    np.rint(steps, out=steps)
+    # In float32 a sum is exact or far beyond 16 bits.
+    steps = steps.astype(np.float32 if params.type.bits <= EXACT_BITS else np.float64, copy=False)
+    steps += _fit(params.zero_point, params, x.shape).astype(steps.dtype)
     qmin, qmax = params.type.limits(narrow=params.narrow)
-    integers = np.clip(np.rint(steps).astype(np.float64) + over(params.zero_point, params, x.shape), qmin, qmax)
-    return np.where(np.isnan(integers), qmin, integers).astype(np.int32)
+    np.clip(steps, qmin, qmax, out=steps)
+    np.nan_to_num(steps, copy=False, nan=qmin)
+    return steps.astype(np.int32).reshape(x.shape)
 
 
 def dequantize(q: Array, params: QParams) -> Array:
     """Integers or float8 values `q` as float32, of the same shape; what ONNX DequantizeLinear computes."""
-    scale = over(params.scale, params, q.shape)
+    seen, scale = _seen(q.shape, params), _fit(params.scale, params, q.shape)
     if isinstance(params.type, FloatType):
-        return np.asarray(q, np.float32) * scale
-    steps = q.astype(np.int64) - over(params.zero_point, params, q.shape)
-    return (steps.astype(np.float32) * scale).astype(np.float32)
+        return np.asarray(np.asarray(q, np.float32).reshape(seen) * scale).reshape(q.shape)
+    wide = np.int32 if params.type.bits <= EXACT_BITS else np.int64
+    steps = q.astype(wide).reshape(seen) - _fit(params.zero_point, params, q.shape)
+    return np.asarray(steps.astype(np.float32) * scale).astype(np.float32, copy=False).reshape(q.shape)
+
+
+def _seen(shape: tuple[int, ...], params: QParams) -> tuple[int, ...]:
+    """The shape in which what `_fit` gives broadcasts: that of the tensor, or whole blocks on an axis of their own."""
+    if params.block is None or params.axis is None or shape[params.axis] % params.block:
+        return shape
+    return (*shape[: params.axis], shape[params.axis] // params.block, params.block, *shape[params.axis + 1 :])
+
+
+def _fit(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
+    """Scales or zero points shaped to broadcast over a tensor of `shape` in its `_seen` form."""
+    if params.block is not None and params.axis is not None and values.ndim and not shape[params.axis] % params.block:
+        return np.expand_dims(values, params.axis + 1)
+    return over(values, params, shape)

@@ -23,6 +23,12 @@ REFINEMENTS = tuple(2.0 ** (reach * np.linspace(-1, 1, 17)) for reach in (2**-1,
 """By what the best so far is then multiplied, one after the other: the last steps are a ten-thousandth. Errors are flat
 there, except for tensors whose values are nearly the same."""
 
+OCTAVES, PLACES = 12, 33
+"""How many powers of two are tried, from that which holds all values down, and in how many places each."""
+
+WITHIN = 1 - 2.0**-20
+"""By how much such a range is narrower than its scale allows, so that rounding does not make it the next one's."""
+
 SUBDIVISIONS = 8
 """Into how many parts `information_lost` divides a step."""
 
@@ -31,7 +37,7 @@ def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False) -> 
     """The range within `seen` and around 0 whose scale and zero point have the least `cost`; of equal ones the widest.
 
     Both ends are drawn in together, then each by itself, from coarse steps to fine ones. Where scales are powers of
-    two, so are those of all candidates: the coarse steps reach each of them, the fine ones other zero points.
+    two, so are those of all candidates, and what each of them can hold is tried in many places before.
 
     Args:
         seen: The smallest and the largest value.
@@ -57,10 +63,22 @@ def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False) -> 
     improve(np.stack([COARSE, COARSE], axis=1))
     for moved in moves if len(moves) > 1 else ():
         improve(np.where(moved, COARSE[:, None], best))
+    if grid.power_of_two and not together:
+        improve(_windows(ends, grid) / ends)
     for steps in REFINEMENTS:
         for moved in moves:
             improve(np.where(moved, best * steps[:, None], best))
     return Range(*np.clip(best * reach, *ends))
+
+
+def _windows(ends: Array, grid: Grid) -> Array:
+    """Ranges around 0 and within `ends`, (C, 2), as wide as a scale that is a power of two can hold."""
+    low, high = grid.type.limits(narrow=grid.narrow)
+    steps = high - low
+    top = np.ceil(np.log2(ends[1] / steps - ends[0] / steps))
+    bottoms, scales = np.meshgrid(ends[0] * np.linspace(0, 1, PLACES), 2.0 ** (top - np.arange(OCTAVES)))
+    tops = np.clip(bottoms + scales * steps * WITHIN, 0, ends[1])
+    return np.stack([bottoms.ravel(), tops.ravel()], axis=1)
 
 
 def information_lost(known: Distribution, params: QParams) -> Array:

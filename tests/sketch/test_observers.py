@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphquant.errors import DataError
-from graphquant.numerics import Grid, IntType, Range, choose
+from graphquant.numerics import FloatType, Grid, IntType, QType, Range, choose, dequantize, from_scale, quantize
 from graphquant.sketch import EMPTY, OBSERVERS, Accumulator, Sketch, sketch
 
 INT8, UINT8 = IntType(8, True), IntType(8, False)
@@ -17,7 +17,7 @@ INT8, UINT8 = IntType(8, True), IntType(8, False)
 def pick(
     name: str,
     stats: Sketch,
-    dtype: IntType = INT8,
+    dtype: QType = INT8,
     *,
     symmetric: bool = True,
     narrow: bool = False,
@@ -122,6 +122,66 @@ def test_mse_on_the_values_themselves(name: str, dtype: IntType, symmetric: bool
     seen = pick("mse", sketch(values, bits=10), dtype, symmetric=symmetric)
     found = error(values, seen, dtype, symmetric=symmetric)
     assert found <= 1.05 * least_error(values, dtype, symmetric=symmetric) + 1e-14
+
+
+def least_error_of_powers(values: np.ndarray, dtype: IntType, *, symmetric: bool) -> float:
+    """The least mean squared error of all scales that are powers of two, with every zero point that holds 0.0."""
+    qmin, qmax = dtype.limits()
+    top = int(np.ceil(np.log2(max(np.abs(values).max(), 1e-30)))) + 1
+    least = np.inf
+    for exponent in range(top - 22, top + 1):
+        around = round(-values.min() / 2.0**exponent) + qmin
+        near = {min(max(around + off, qmin), qmax) for off in range(-40, 41)} | set(range(qmin, qmax + 1, 16))
+        for zero in sorted({dtype.middle} if symmetric else near):
+            params = from_scale(np.array(2.0**exponent), np.array(zero), dtype)
+            made = dequantize(quantize(values, params), params)
+            least = min(least, float(np.mean(np.square(made.astype(np.float64) - values))))
+    return least
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
+def test_mse_among_powers_of_two(name: str, dtype: IntType, symmetric: bool) -> None:
+    """With scales that are powers of two, the range leads to the best of these, or within 1.05 times its error."""
+    values = TENSORS[name]
+    seen = pick("mse", sketch(values, bits=10), dtype, symmetric=symmetric, power_of_two=True)
+    params = choose(seen, dtype, symmetric=symmetric, power_of_two=True)
+    assert np.frexp(params.scale)[0] == 0.5
+    found = float(np.mean(np.square(dequantize(quantize(values, params), params).astype(np.float64) - values)))
+    assert found <= 1.05 * least_error_of_powers(values, dtype, symmetric=symmetric) + 1e-14
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_auto_among_powers_of_two(name: str) -> None:
+    """The scale is a power of two, no larger than that of minmax, and clips no more than it may."""
+    values = TENSORS[name]
+    seen = pick("auto", sketch(values, bits=10), INT8, power_of_two=True)
+    params = choose(seen, INT8, symmetric=True, power_of_two=True)
+    widest = choose(Range(values.min(), values.max()), INT8, symmetric=True, power_of_two=True)
+    assert np.frexp(params.scale)[0] == 0.5
+    assert params.scale <= widest.scale
+    outside = np.count_nonzero((values < params.range.low) | (values > params.range.high + params.scale / 2))
+    assert outside <= values.size / 4**7 + 1
+
+
+def test_a_power_of_two_too_large_is_halved_where_that_pays() -> None:
+    """Values up to 1.1 need a step of 1/64 for minmax; mse takes 1/128 and clips the one beyond 1."""
+    values = np.append(np.random.default_rng(0).uniform(-0.95, 0.95, 20000), 1.1).astype(np.float32)
+    stats = sketch(values, bits=7)
+    scales = [
+        float(choose(pick(name, stats, power_of_two=True), INT8, symmetric=True, power_of_two=True).scale)
+        for name in ("minmax", "mse", "auto")
+    ]
+    assert scales == [1 / 64, 1 / 128, 1 / 128]
+
+
+@pytest.mark.parametrize("name", ["mse", "entropy"])
+def test_searches_need_even_steps(name: str) -> None:
+    """float8 has no step to search for; the reason says what to take, and auto takes all."""
+    stats = sketch(np.linspace(-3, 5, 100, dtype=np.float32), bits=7)
+    with pytest.raises(DataError, match=r"float8_e5m2 differ in size.*observe it with minmax"):
+        pick(name, stats, FloatType("float8_e5m2"))
+    assert pick("auto", stats, FloatType("float8_e5m2")) == Range(np.array(-3.0), np.array(5.0))
 
 
 @pytest.mark.parametrize("name", TENSORS)
