@@ -54,15 +54,14 @@ def hand_over(graph_def: Any, variables: Iterable[Learned]) -> dict[str, list[st
     found = list(variables)
     bodies = {function.signature.name: function for function in graph_def.library.function}
     calls = _Calls(graph_def, bodies)
-    direct: dict[str, set[str]] = {name: set() for name in bodies}
+    made: dict[str, dict[str, str]] = {}
     for one in found:
-        direct.get(one.graph, set()).add(one.shared)
+        made.setdefault(one.graph, {})[one.node] = one.shared
     named = by_name(found)
     place = {shared: at for at, shared in enumerate(named)}
-    spread = calls.spread(direct)
+    spread = calls.spread({name: set(made.get(name, {}).values()) for name in bodies})
     needed = {name: sorted(some, key=place.__getitem__) for name, some in spread.items() if some}
-    own_nodes = {(one.graph, one.node): one.shared for one in found}
-    arguments = {name: _add_arguments(bodies[name], needed[name], own_nodes, named) for name in needed}
+    arguments = {name: _add_arguments(bodies[name], needed[name], named) for name in needed}
     arguments[""] = _main_handles(graph_def, found, {shared for some in needed.values() for shared in some})
     for name, some in needed.items():
         for holder, node in calls.of[name]:
@@ -70,6 +69,8 @@ def hand_over(graph_def: Any, variables: Iterable[Learned]) -> dict[str, list[st
                 _hand_on(node, [arguments[holder][shared] for shared in some])
         if any(node.op in _LOOPS and node.attr["body"].func.name == name for _, node in calls.of[name]):
             _return(bodies[name], {arguments[name][shared]: named[shared] for shared in some})
+    for name in needed:  # last, as the nodes that are left are copies
+        _drop(bodies[name], {node: arguments[name][shared] for node, shared in made.get(name, {}).items()})
     return needed
 
 
@@ -83,7 +84,8 @@ class _Calls:
         for holder, nodes in graphs:
             for node in nodes:
                 called = [name for name in dict.fromkeys(_called(node)) if name in bodies]
-                self._beside[id(node)] = called
+                if called:
+                    self._beside[id(node)] = called
                 for name in called:
                     self.of[name].append((holder, node))
 
@@ -124,11 +126,8 @@ def _check(node: Any, function: str) -> None:
         )
 
 
-def _add_arguments(
-    body: Any, shared: list[str], own_nodes: Mapping[tuple[str, str], str], named: Mapping[str, Learned]
-) -> dict[str, str]:
-    """Adds an argument to a function for each variable, in place of the nodes that made them; their names."""
-    name = body.signature.name
+def _add_arguments(body: Any, shared: list[str], named: Mapping[str, Learned]) -> dict[str, str]:
+    """Adds an argument to a function for each variable; their names by those of the variables."""
     taken = {arg.name for arg in body.signature.input_arg} | {node.name for node in body.node_def}
     arguments = {}
     for one in shared:
@@ -137,19 +136,21 @@ def _add_arguments(
         if "_input_shapes" in body.attr:
             body.attr["_input_shapes"].list.shape.add()
     body.signature.is_stateful = True
-    gone = {
-        node.name: arguments[own_nodes[name, node.name]] for node in body.node_def if (name, node.name) in own_nodes
-    }
+    return arguments
+
+
+def _drop(body: Any, gone: Mapping[str, str]) -> None:
+    """Takes nodes out of a function; who reads them reads arguments instead."""
+    if not gone:
+        return
     kept = [node for node in body.node_def if node.name not in gone]
     for node in kept:
         for slot, text in enumerate(node.input):
             if text.partition(":")[0] in gone:
                 node.input[slot] = gone[text.partition(":")[0]]
-    copies = [proto.NodeDef.FromString(proto.to_binary(node)) for node in kept] if gone else []
-    if gone:
-        del body.node_def[:]
-        body.node_def.extend(copies)
-    return arguments
+    copies = [proto.NodeDef.FromString(proto.to_binary(node)) for node in kept]
+    del body.node_def[:]
+    body.node_def.extend(copies)
 
 
 def _main_handles(graph_def: Any, variables: list[Learned], needed: set[str]) -> dict[str, str]:

@@ -1,0 +1,155 @@
+"""Variables handed to functions: whatever calls whatever, each call gives what its functions take."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphquant.errors import UsageError
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.captures import hand_over, own
+from graphquant.formats.tensorflow.learned import Learned
+from graphquant.formats.tensorflow.values import type_number
+
+BRANCHES = {
+    "PartitionedCall": ["f"],
+    "If": ["then_branch", "else_branch"],
+    "StatelessIf": ["then_branch", "else_branch"],
+}
+BRANCHES |= {"While": ["cond", "body"]}
+OFFSETS = {"If": 1, "StatelessIf": 1}
+
+
+def variable(graph: str, shared: str) -> Learned:
+    """A variable of a learned range in a function, or in the main graph."""
+    value = np.array([1.0, 2.0], np.float32)
+    return Learned(graph=graph, node=shared, outside=not graph, shared=shared, value=value, trainable=True)
+
+
+def function(library, name: str):
+    """A function with one float argument and one result."""
+    made = library.function.add()
+    made.signature.name = name
+    made.signature.input_arg.add(name="x", type=type_number("float32"))
+    made.signature.output_arg.add(name="y", type=type_number("float32"))
+    made.ret["y"] = "x"
+    made.attr["_input_shapes"].list.shape.add()
+    return made
+
+
+def call(nodes, name: str, kind: str, functions: list[str]) -> None:
+    """A node that calls functions with one float."""
+    node = nodes.add(name=name, op=kind, input=[*(["p"] * OFFSETS.get(kind, 0)), "x", "^before"])
+    for attr, called in zip(BRANCHES[kind], functions, strict=True):
+        node.attr[attr].func.name = called
+    types = "T" if kind == "While" else "Tin"
+    node.attr[types].list.type.append(type_number("float32"))
+    if kind == "While":
+        node.attr["output_shapes"].list.shape.add()
+        node.attr["_num_original_outputs"].i = 1
+
+
+def read(body, shared: str) -> None:
+    """What makes a variable in a function, and what reads it."""
+    body.node_def.add(name=shared, op="VarHandleOp")
+    body.node_def.add(name=f"{shared}/Read", op="ReadVariableOp", input=[f"{shared}:resource:0"])
+
+
+def check(graph_def) -> None:
+    """Each call has as many inputs and types as its functions have arguments; loops return what they take."""
+    bodies = {one.signature.name: one for one in graph_def.library.function}
+    for nodes in (graph_def.node, *(one.node_def for one in bodies.values())):
+        for node in nodes:
+            kind = {"StatefulPartitionedCall": "PartitionedCall"}.get(node.op, node.op)
+            for attr in BRANCHES.get(kind, ()):
+                body = bodies[node.attr[attr].func.name]
+                data = [text for text in node.input if not text.startswith("^")][OFFSETS.get(kind, 0) :]
+                types = node.attr["T" if kind == "While" else "Tin"].list.type
+                assert len(body.signature.input_arg) == len(data) == len(types)
+                assert len(body.attr["_input_shapes"].list.shape) == len(data)
+                assert [arg.type for arg in body.signature.input_arg] == list(types)
+                assert node.input[-1] == "^before"
+            if node.op == "While":
+                loop = bodies[node.attr["body"].func.name]
+                assert len(loop.signature.output_arg) == len(loop.ret) == len(node.attr["T"].list.type)
+                assert node.attr["_num_original_outputs"].i == len(node.attr["output_shapes"].list.shape)
+            for text in node.input if node.op == "ReadVariableOp" else ():
+                holder = next(one for one in bodies.values() if any(inner is node for inner in one.node_def))
+                assert text in {arg.name for arg in holder.signature.input_arg}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(-1, 5), st.sampled_from(list(BRANCHES)), st.lists(st.integers(0, 5), min_size=2, max_size=2)
+        ),
+        max_size=10,
+    ),
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc")), max_size=5, unique=True),
+)
+def test_calls_of_any_shape(calls, reads) -> None:
+    """Nested, shared and recursive calls, branches of which one needs a variable, loops: all of them fit."""
+    graph_def = proto.GraphDef()
+    bodies = [function(graph_def.library, f"f{number}") for number in range(6)]
+    loops = set()
+    for number, (holder, kind, called) in enumerate(calls):
+        names = [f"f{one}" for one in called][: len(BRANCHES[kind])]
+        if kind == "While":
+            if names[0] == names[1] or names[1] in loops:
+                continue
+            loops.add(names[1])
+        call(graph_def.node if holder < 0 else bodies[holder].node_def, f"call{number}", kind, names)
+    if any(kind != "While" and f"f{one}" in loops for _, kind, called in calls for one in called):
+        return  # a loop's body returns what it takes, which nothing else expects
+    found = [variable(f"f{number}", shared) for number, shared in reads]
+    for one in found:
+        read(bodies[int(one.graph[1:])], one.shared)
+    needed = hand_over(graph_def, found)
+    check(graph_def)
+    assert all(one.shared in needed[one.graph] for one in found)
+    made = [node for node in graph_def.node if node.op == "VarHandleOp"]
+    wanted = {shared for some in needed.values() for shared in some}
+    assert sorted(node.attr["shared_name"].s.decode() for node in made) == sorted(wanted)
+    assert not [node for one in graph_def.library.function for node in one.node_def if node.op == "VarHandleOp"]
+
+
+def test_what_reads_variables_is_stateful() -> None:
+    """Calls and branches that may be left out when nothing changes are replaced by those that may not."""
+    graph_def = proto.GraphDef()
+    body = function(graph_def.library, "f")
+    function(graph_def.library, "g")
+    read(body, "a")
+    call(graph_def.node, "call", "PartitionedCall", ["f"])
+    call(graph_def.node, "if", "StatelessIf", ["g", "f"])
+    hand_over(graph_def, [variable("f", "a")])
+    assert {node.name: node.op for node in graph_def.node} == {
+        "call": "StatefulPartitionedCall",
+        "if": "If",
+        "learned_ranges/a": "VarHandleOp",
+    }
+    assert list(graph_def.node[0].input) == ["x", "learned_ranges/a", "^before"]
+    assert all(one.signature.is_stateful for one in graph_def.library.function)
+    assert body.signature.input_arg[1].handle_data[0].shape.dim[0].size == 2
+
+
+def test_other_callers_are_refused() -> None:
+    """What cannot be given more inputs is named."""
+    graph_def = proto.GraphDef()
+    read(function(graph_def.library, "f"), "a")
+    graph_def.node.add(name="map", op="MapDataset", input=["x"]).attr["f"].func.name = "f"
+    with pytest.raises(UsageError, match=r"'map' \(MapDataset\), which calls it, cannot be given variables"):
+        hand_over(graph_def, [variable("f", "a")])
+
+
+def test_objects_of_a_saved_model() -> None:
+    """The variables are a list of the root, under a name that is free, and bound to the functions that take them."""
+    objects = proto.SavedObjectGraph()
+    objects.nodes.add().children.add(node_id=0, local_name="learned_ranges")
+    objects.concrete_functions["f"].bound_inputs.append(0)
+    label = own(objects, [variable("f", "a"), variable("g", "a"), variable("g", "b")], {"f": ["a"], "g": ["a", "b"]})
+    assert label == "learned_ranges_1"
+    assert list(objects.concrete_functions) == ["f"]
+    (bound,) = list(objects.concrete_functions["f"].bound_inputs)[1:]
+    assert objects.nodes[bound].variable.name == "a"
+    held = objects.nodes[objects.nodes[0].children[1].node_id]
+    assert [objects.nodes[child.node_id].variable.name for child in held.children] == ["a", "b"]
