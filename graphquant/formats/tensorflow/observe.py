@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 from graphquant.ir import DataType, Graph, Model, Op, Output, TensorRef, bulk
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
 __all__ = ["instrument", "queue_name", "unfetchable"]
 
@@ -42,15 +42,15 @@ def unfetchable(graph: Graph) -> set[str]:
     return found
 
 
-def instrument(model: Model, tensors: Iterable[TensorRef], *, sizes: bool = False) -> Model:
+def instrument(model: Model, tensors: Iterable[TensorRef], sized: Collection[TensorRef] = ()) -> Model:
     """A copy of `model` in which the value of the tensor at position i is put in queue i each time it is computed.
 
-    With `sizes` the number of its elements is put there instead, as int64.
+    For those in `sized` the number of its elements is put there instead, as int64.
     """
     copy = model.copy()
     with bulk():
         for index, tensor in enumerate(tensors):
-            _observe(copy.graphs[tensor.graph], index, tensor, sizes=sizes)
+            _observe(copy.graphs[tensor.graph], index, tensor, sizes=tensor in sized)
     return copy
 
 

@@ -35,7 +35,11 @@ def runner(model: Model) -> TensorFlowRunner:
 
 def inputs(model: Model) -> Sequence[InputSpec]:
     """What a run of `model` must be fed: its signature's inputs or, without one, its placeholders."""
-    meta = model.source.meta_graph(emit(model))
+    return _inputs(model, emit(model))
+
+
+def _inputs(model: Model, message: Any) -> Sequence[InputSpec]:
+    meta = model.source.meta_graph(message)
     signature = _signature(meta) if meta is not None else None
     return _placeholders(model) if signature is None else _signature_inputs(model, signature)
 
@@ -51,15 +55,19 @@ class TensorFlowRunner:
     def __init__(self, model: Model, module: Any) -> None:
         self._tf = module
         self._model = model
-        self.inputs = inputs(model)
-        self._fetches = _fetches(model)
+        message = emit(model)
+        self.inputs = _inputs(model, message)
+        self._fetches = _fetches(model, message)
         self.outputs: Sequence[str] = tuple(self._fetches)
         known = {spec.name for spec in self.inputs}
         optional = [_spec(model, name) for name in model.main.inputs if name not in known and model.main.slots(name)]
         self._keys = {key: spec for spec in (*optional, *self.inputs) for key in (*spec.aliases, spec.name)}
         self._hidden = unfetchable(model.main)
         self._reached: Watch | None = None
-        self._session = Session.start(module, model)
+
+    @cached_property
+    def _session(self) -> Session:
+        return Session.start(self._tf, self._model)
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """The model's outputs by name, for one feed; inputs may go by name or alias.
@@ -79,7 +87,7 @@ class TensorFlowRunner:
                 if not any(tensor.op in self._hidden for tensor in tensors.values()):
                     raise
             # Perhaps an output was not reached, which TensorFlow takes for an error; any other one comes up again.
-            self._reached = self._watch(list(dict.fromkeys(tensors.values())))
+            self._reached = self._watch(list(tensors.values()))
         seen = self._reached.values(fed)
         return {key: seen[tensor][-1] for key, tensor in tensors.items() if seen[tensor]}
 
@@ -100,11 +108,11 @@ class TensorFlowRunner:
             DataError: An input is missing, unknown, or of another shape than the model wants.
             ModelError: TensorFlow cannot run the model.
         """
-        watch = self._watch(list(dict.fromkeys(tensors)), sizes=True)
+        watch = self._watch(tensors, sizes=True)
         try:
             return {tensor: sum(map(int, values)) for tensor, values in watch.values(self._feed(feed)).items()}
         finally:
-            self._close(watch)
+            watch.close()
 
     def observe(
         self,
@@ -119,42 +127,41 @@ class TensorFlowRunner:
         Args:
             tensors: What to observe.
             feeds: What to run.
-            beside: What other calls observe on the same feeds; nothing depends on it, as no op is fused.
+            beside: What other calls observe on the same feeds, for want of memory. TensorFlow fuses ops between which
+                nothing is watched, so sizes are taken of these.
             at_once: How many runs there may be at once; there is one, on all threads.
 
         Raises:
             DataError: An input is missing, unknown, or of another shape than the model wants.
             ModelError: TensorFlow cannot run the model.
         """
-        del beside, at_once
-        watch = self._watch(list(dict.fromkeys(tensors)))
+        del at_once
+        watch = self._watch(tensors, beside)
         try:
             for feed in feeds:
                 yield watch.values(self._feed(feed))  # no name here keeps the values alive
         finally:
-            self._close(watch)
+            watch.close()
 
-    def _watch(self, tensors: Sequence[TensorRef], *, sizes: bool = False) -> Watch:
-        """A session that shows `tensors`, or with `sizes` the number of elements of each value."""
-        live = set(self._model.live())
-        queued = [tensor for tensor in tensors if tensor.graph in live and (tensor.graph or tensor.op in self._hidden)]
-        direct = [tensor for tensor in tensors if not tensor.graph and tensor.op not in self._hidden]
-        watched = instrument(self._model, queued, sizes=sizes) if queued else self._model
+    def _watch(self, tensors: Sequence[TensorRef], beside: Sequence[TensorRef] = (), *, sizes: bool = False) -> Watch:
+        """A session that shows `tensors`, or with `sizes` how many elements each value has; sizes of those `beside`."""
+        known = dict.fromkeys([*tensors, *beside])
+        counted, live = frozenset(known if sizes else beside), set(self._model.live())
+        queued = [tensor for tensor in known if tensor.graph in live and (tensor.graph or tensor.op in self._hidden)]
+        direct = [tensor for tensor in known if not tensor.graph and tensor.op not in self._hidden]
+        watched = instrument(self._model, queued, counted) if queued else self._model
         session = Session.start(self._tf, watched) if queued else self._session
-        dtypes = ["int64" if sizes else self._model.output(tensor).dtype or "float32" for tensor in queued]
-        names = [f"{tensor.op}:{tensor.port}" for tensor in direct]
+        dtypes = ["int64" if tensor in counted else self._model.output(tensor).dtype or "float32" for tensor in queued]
+        names = {tensor: f"{tensor.op}:{tensor.port}" for tensor in direct}
         return Watch(
-            session,
-            tensors,
-            dict(zip(direct, session.sizes(names) if sizes else names, strict=True)),
-            dict(zip(queued, session.queues(dtypes), strict=True)),
+            session=session,
+            own=bool(queued),
+            tensors=list(dict.fromkeys(tensors)),
+            direct=names | session.sizes({tensor: names[tensor] for tensor in direct if tensor in counted}),
+            queued=dict(zip(queued, session.queues(dtypes), strict=True)),
             # The outputs only have to run: one on the branch of a TF1 cond that is not taken has no value to fetch.
-            [session.operation(name) for name in _fetches(watched).values()],
+            ends=[session.operation(name) for name in _fetches(watched, session.message).values()],
         )
-
-    def _close(self, watch: Watch) -> None:
-        if watch.session is not self._session:
-            watch.session.session.close()
 
     def _feed(self, feeds: Feeds) -> dict[str, Any]:
         fed: dict[str, Any] = {}
@@ -212,9 +219,9 @@ def _placeholders(model: Model) -> tuple[InputSpec, ...]:
     return tuple(_spec(model, name) for name in names)
 
 
-def _fetches(model: Model) -> dict[str, str]:
-    """The outputs of a run and the tensors that they are."""
-    meta = model.source.meta_graph(emit(model))
+def _fetches(model: Model, message: Any = None) -> dict[str, str]:
+    """The outputs of a run and the tensors that they are; `message` is what `model` was emitted as."""
+    meta = model.source.meta_graph(emit(model) if message is None else message)
     signature = _signature(meta) if meta is not None else None
     return _sinks(model) if signature is None else _signature_outputs(signature)
 

@@ -20,7 +20,7 @@ from graphquant.formats.tensorflow.learned import INITIALIZER, MARK, learned
 from graphquant.formats.tensorflow.observe import queue_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from graphquant.formats.tensorflow.learned import Learned
     from graphquant.formats.tensorflow.live import Live
@@ -47,11 +47,12 @@ class _Queue:
 
 @dataclass(slots=True)
 class Session:
-    """A model in a TensorFlow session of its own."""
+    """A model in a TensorFlow session of its own; `message` is the model as it was emitted for it."""
 
     tf: Any
     graph: Any
     session: Any = field(repr=False)
+    message: Any = field(repr=False)
 
     @classmethod
     def start(cls, tensorflow: Any, model: Model) -> Session:
@@ -76,7 +77,7 @@ class Session:
         )
         # What is rewritten for speed rounds differently, and what is observed must be what runs.
         config.graph_options.rewrite_options.disable_meta_optimizer = True
-        made = cls(tensorflow, graph, v1.Session(graph=graph, config=config))
+        made = cls(tensorflow, graph, v1.Session(graph=graph, config=config), message)
         meta = source.meta_graph(message)
         if meta is not None:
             made._initialize(source, meta)
@@ -89,13 +90,13 @@ class Session:
             made._take_over(source.live)
         return made
 
-    def sizes(self, names: Sequence[str]) -> list[Any]:
-        """Tensors that count the elements of the tensors `names`."""
+    def sizes(self, names: Mapping[TensorRef, str]) -> dict[TensorRef, Any]:
+        """Tensors that count the elements of others, by what goes by their `names`."""
         with self.graph.as_default(), _refusals(self.tf):
-            return [
-                self.tf.raw_ops.Size(input=self.graph.get_tensor_by_name(name), out_type=self.tf.int64)
-                for name in names
-            ]
+            return {
+                tensor: self.tf.raw_ops.Size(input=self.graph.get_tensor_by_name(name), out_type=self.tf.int64)
+                for tensor, name in names.items()
+            }
 
     def run(self, fetches: Any, feed: dict[str, Any]) -> Any:
         """The values of `fetches`."""
@@ -189,6 +190,7 @@ class Watch:
 
     Attributes:
         session: The session.
+        own: Whether it is there for this alone.
         tensors: What is seen, in that order.
         direct: What to fetch for tensors that have one value in each run.
         queued: The queues of tensors that have none or several.
@@ -196,6 +198,7 @@ class Watch:
     """
 
     session: Session
+    own: bool
     tensors: Sequence[TensorRef]
     direct: dict[TensorRef, Any]
     queued: dict[TensorRef, _Queue]
@@ -204,10 +207,14 @@ class Watch:
     def values(self, fed: dict[str, Any]) -> dict[TensorRef, list[Any]]:
         """The values that each tensor takes in one run."""
         values = self.session.run([*self.direct.values(), *self.ends], fed)
-        seen: dict[TensorRef, list[Any]] = {tensor: [] for tensor in self.tensors}
-        seen.update((tensor, [value]) for tensor, value in zip(self.direct, values, strict=False))
+        seen = {tensor: [value] for tensor, value in zip(self.direct, values, strict=False)}
         seen.update(zip(self.queued, self.session.drain(list(self.queued.values())), strict=True))
-        return seen
+        return {tensor: seen.get(tensor, []) for tensor in self.tensors}
+
+    def close(self) -> None:
+        """Ends the session if it is there for this alone."""
+        if self.own:
+            self.session.session.close()
 
 
 def assign(tensorflow: Any, session: Any, variable: Any, value: Any) -> None:

@@ -234,6 +234,26 @@ def test_observe_branches(tf: Any) -> None:
     assert sorted(counts) == [[0, 1], [1, 0]]
 
 
+@pytest.mark.parametrize("suffix", [".pb", "_saved_model"])
+def test_values_do_not_depend_on_what_is_observed_beside(tf: Any, suffix: str) -> None:
+    """Tensors shared out among calls have the bits of one call, though TensorFlow fuses what is not watched."""
+    model = load(SAMPLES / f"digits_cnn{suffix}")
+    kinds = {"conv", "bias_add", "relu", "matmul"}
+    tensors = [
+        TensorRef(name, op.name)
+        for name in model.live()
+        for op in model.graphs[name].ops()
+        if op.kind in kinds and op.outputs[0].dtype == "float32"
+    ]
+    made, feed = runner(model), {"image": images("digits_cnn", 8)}
+    (together,) = made.observe(tensors, [feed])
+    for group in (tensors[::3], tensors[1::3], tensors[2::3]):
+        (found,) = made.observe(group, [feed], beside=[tensor for tensor in tensors if tensor not in group])
+        assert list(found) == group
+        for tensor in group:
+            np.testing.assert_array_equal(found[tensor], together[tensor])
+
+
 def test_observe_beside_dead_ends(tf: Any, tmp_path: Path) -> None:
     """An op that nothing reads may lie on a branch that is not taken, so that it has no value; the rest is observed."""
     v1 = tf.compat.v1
@@ -420,7 +440,7 @@ def test_refused_graph(tf: Any, tmp_path: Path) -> None:
         ' node { name: "y" op: "NoSuchOp" input: "x" }'
     )
     with pytest.raises(ModelError, match="NoSuchOp"):
-        runner(load(path))
+        runner(load(path)).run({})
     path.write_text(
         'node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }'
         ' node { name: "y" op: "MatMul" input: "x" input: "x" attr { key: "T" value { type: DT_FLOAT } } }'
