@@ -29,6 +29,7 @@ g (float[1,3,8,8] x, float16[2] h, bool p) => (float[1,4,8,8] y, float16[2] k, f
 """
 INT8 = Scheme(name="q", dtype="int8", family="onnx-qdq")
 CHANNEL = replace(INT8, per="channel")
+BLOCK = replace(INT8, per="block", block_size=2)
 X, W = TensorRef("", "x"), TensorRef("", "w")
 SITE = Site(tensor=X, uses=(Use("", "y", 0),), graph="", scheme=INT8, range=(-1.0, 1.0))
 WEIGHT = Site(tensor=W, uses=(Use("", "y", 1),), graph="", scheme=INT8, parameter=True)
@@ -55,6 +56,11 @@ def plan(*sites):
         (replace(SITE, tensor=TensorRef("none", "x")), "none/x:0 cannot be: the model has no such tensor"),
         (replace(SITE, graph="none"), "x:0 cannot be: there is no graph 'none' that sees it"),
         (replace(SITE, graph="i/then_branch"), "x:0 cannot be: y[0] does not see graph 'i/then_branch'"),
+        (replace(WEIGHT, scheme=BLOCK), "w:0 cannot be: its scheme is per block, and its axis None"),
+        (replace(WEIGHT, scheme=BLOCK, axis=4), "w:0 cannot be: it has no axis 4"),
+        (replace(WEIGHT, scheme=BLOCK, axis=1), "its ops need opset 21, and the model is prepared for 11"),
+        (replace(SITE, scheme=BLOCK, axis=1), "x:0 cannot be: blocks are for weights"),
+        (replace(WEIGHT, scheme=replace(INT8, dtype="float8_e5m2")), "its ops need opset 19, and the model"),
         (replace(SITE, uses=()), "x:0 cannot be: it has no uses, or one of them twice"),
         (replace(SITE, uses=(Use("", "y", 0),) * 2), "x:0 cannot be: it has no uses, or one of them twice"),
         (replace(SITE, uses=(Use("", "y", 1),)), "x:0 cannot be: y[1] does not read it"),

@@ -45,6 +45,8 @@ def test_shipped_rules_are_valid(validator, name):
         "[scheme.a]\nobserve = 'absmax'\nbits = 4\nsigned = false\nfamily = 'fake-quant'",
         "[scheme.a]\nobserve = {name = 'fixed', low = 0, high = 1.5}",
         "[scheme.a]\nobserve = {name = 'fixed-point', exponent = -4}",
+        "[scheme.a]\ndtype = 'int4'\nper = 'block'\nblock_size = 32\naxis = 1",
+        "[scheme.a]\ndtype = 'float8_e4m3fn'\nper = 'channel'",
     ],
 )
 def test_valid(validator, text):
@@ -56,6 +58,12 @@ def test_valid(validator, text):
     "text",
     [
         "rules = 1",
+        "[scheme.a]\nper = 'block'",
+        "[scheme.a]\nblock_size = 32",
+        "[scheme.a]\nper = 'channel'\nblock_size = 32",
+        "[scheme.a]\nper = 'block'\nblock_size = 1",
+        "[scheme.a]\ndtype = 'float8_e4m3'",
+        "[scheme.a]\nper = 'channel'\naxis = -1",
         "rule = {}",
         "scheme = []",
         "prepare = ['fold']",

@@ -46,6 +46,19 @@ def test_selectors_are_keys():
         lambda: Scheme(zero="asymmetric", observe={"name": "fixed-point", "exponent": 3}),
         lambda: Scheme(dtype="int8", signed=True),
         lambda: Scheme(dtype="int33"),
+        lambda: Scheme(dtype="float16"),
+        lambda: Scheme(dtype="float8_e4m3fn", zero="asymmetric"),
+        lambda: Scheme(dtype="float8_e4m3fn", narrow=True),
+        lambda: Scheme(dtype="float8_e4m3fn", family="fake-quant"),
+        lambda: Scheme(per="block"),
+        lambda: Scheme(block_size=32),
+        lambda: Scheme(per="block", block_size=1),
+        lambda: Scheme(per="block", block_size=32, observe="mse"),
+        lambda: Scheme(per="block", block_size=32, observe="mean-minmax"),
+        lambda: Scheme(per="block", block_size=32, observe="bias"),
+        lambda: Scheme(per="block", block_size=32, family="quantize-and-dequantize-v3"),
+        lambda: Scheme(axis=1),
+        lambda: Scheme(per="channel", axis=-1),
     ],
 )
 def test_contradictions_are_refused(make):
@@ -56,10 +69,16 @@ def test_contradictions_are_refused(make):
 
 @pytest.mark.parametrize(
     ("scheme", "name"),
-    [(Scheme(dtype="uint4"), "uint4"), (Scheme(), "int8"), (Scheme(bits=6), "int6"), (Scheme(signed=False), "uint8")],
+    [
+        (Scheme(dtype="uint4"), "uint4"),
+        (Scheme(), "int8"),
+        (Scheme(bits=6), "int6"),
+        (Scheme(signed=False), "uint8"),
+        (Scheme(dtype="float8_e5m2"), "float8_e5m2"),
+    ],
 )
 def test_type_of_a_scheme(scheme, name):
-    """The integer type follows from dtype, or from bits and signed."""
+    """The type follows from dtype, or from bits and signed."""
     assert scheme.type.name == name
 
 
