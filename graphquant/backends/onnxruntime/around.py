@@ -118,7 +118,7 @@ def inputs_broken(here: Around, wanted: int | None = None) -> Broken | None:
     slots = enumerate(here.graph.slots(here.op.name))
     others = [(slot, read) for slot, read in slots if read is not None and read.op not in names]
     floats = [one for one in others if here.graph.output(one[1]).dtype in FLOAT_TYPES | {None}]
-    return _float_input(here, *(floats or others)[0])
+    return _float_input(here, *(floats or others)[0]) if others else NOT_QUANTIZED
 
 
 def _filled(here: Around) -> list[TensorRef]:

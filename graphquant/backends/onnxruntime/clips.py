@@ -20,7 +20,7 @@ def absorb_clips(work: Work, graph: Graph, gone: Gone) -> None:
     """A Relu or Clip whose limits the Q behind it has anyway is dropped."""
     for name in names(graph, lambda op: op.type in {"Relu", "Clip"} and not op.domain):
         use = work.only(graph, name)
-        source = graph.slots(name)[0]
+        source = work.slot(graph, name, 0)
         if use is None or source is None or not is_q(graph.op(use.op)) or work.inputs(graph, use.op)[2] is None:
             continue
         if _early(work, graph, name, use.op):
@@ -65,7 +65,7 @@ def _bare(graph: Graph, tensor: TensorRef | None) -> bool:
 
 def clip_limits(work: Work, graph: Graph, name: str) -> tuple[float | None, float | None]:
     """The limits of a Clip, None for one that is not known before the model runs."""
-    op, slots = graph.op(name), [*graph.slots(name), None, None][:3]
+    op, slots = graph.op(name), [*graph.slots(name), None, None, None][:3]
     found: list[float | None] = []
     for slot, attr, default in ((1, "min", -math.inf), (2, "max", math.inf)):
         tensor = slots[slot]

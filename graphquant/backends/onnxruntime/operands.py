@@ -23,16 +23,21 @@ def quantize_bias(work: Work, graph: Graph, _gone: Gone) -> bool:
     changed = False
     for name in names(graph, lambda op: op.type in TAKES_BIAS and not op.domain):
         first = work.producer(graph, name, 0)
-        if first is None or not is_dq(first) or not _is_scalar(graph, first.name) or not _leads_to_q(work, graph, name):
+        if (
+            first is None
+            or not is_dq(first)
+            or not _is_scalar(work, graph, first.name)
+            or not _leads_to_q(work, graph, name)
+        ):
             continue
-        slots = [*graph.slots(name), None][:3]
+        slots = [*graph.slots(name), None, None, None][:3]
         weight, bias = work.producer(graph, name, 1), slots[2]
         known = graph.output(bias).shape if bias is not None else None
         if bias is not None and (not _initializer(work, graph, bias) or known is None or len(known) != 1):
             continue
         quantized = weight is not None and is_dq(weight)
         if quantized and weight is not None:
-            if bias is None or not _weight_axis(graph, name, weight, known):
+            if bias is None or not _weight_axis(work, graph, name, weight, known):
                 continue
         elif slots[1] is None or not (_initializer(work, graph, slots[1]) and work.own(graph, slots[1])):
             continue
@@ -48,9 +53,9 @@ def _initializer(work: Work, graph: Graph, tensor: TensorRef) -> bool:
     return graph.output(tensor).dtype == "float32" and work.constant(tensor)
 
 
-def _is_scalar(graph: Graph, name: str) -> bool:
+def _is_scalar(work: Work, graph: Graph, name: str) -> bool:
     """Whether a DQ has one scale."""
-    scale = graph.slots(name)[1]
+    scale = work.slot(graph, name, 1)
     return scale is not None and graph.output(scale).shape in {(), (1,)}
 
 
@@ -69,15 +74,15 @@ def _leads_to_q(work: Work, graph: Graph, name: str) -> bool:
     return False
 
 
-def _weight_axis(graph: Graph, name: str, weight: Op, bias: tuple[int | None, ...] | None) -> bool:
+def _weight_axis(work: Work, graph: Graph, name: str, weight: Op, bias: tuple[int | None, ...] | None) -> bool:
     """Whether the weight has one scale, or one for each value of the bias."""
-    scale = graph.slots(weight.name)[1]
+    scale = work.slot(graph, weight.name, 1)
     sizes = graph.output(scale).shape if scale is not None else None
     if sizes in {(), (1,)}:
         return True
     if sizes is None or bias is None or len(sizes) != 1 or sizes[0] != bias[0] or weight.number("block_size", 0):
         return False
-    data = graph.slots(weight.name)[0]
+    data = work.slot(graph, weight.name, 0)
     shape = graph.output(data).shape if data is not None else None
     axis = int(weight.number("axis", 1))
     axis += len(shape) if axis < 0 and shape is not None else 0
@@ -110,7 +115,7 @@ def where_scalar(work: Work, graph: Graph, _gone: Gone) -> bool:
         if use is None or not is_q(graph.op(use.op)):
             continue
         for slot, other in ((1, 2), (2, 1)):
-            tensor, source = graph.slots(name)[slot], work.producer(graph, name, other)
+            tensor, source = work.slot(graph, name, slot), work.producer(graph, name, other)
             if tensor is None or source is None or not is_dq(source) or not _initializer(work, graph, tensor):
                 continue
             dtype = work.dtype(graph, source.name)

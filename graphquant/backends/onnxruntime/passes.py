@@ -42,7 +42,7 @@ def _forwarding(work: Work, graph: Graph, gone: Gone) -> bool:
     """Identity and Dropout are dropped, as far as no graph output needs their name."""
     changed = False
     for name in names(graph, lambda op: op.kind in {"identity", "dropout"}):
-        source = graph.slots(name)[0]
+        source = work.slot(graph, name, 0)
         if source is None or len(graph.readers(name)) > 1 or 0 not in graph.readers(name):
             continue
         home = graph.graphs[source.graph]
@@ -139,12 +139,12 @@ def _matmul_add(work: Work, graph: Graph, gone: Gone) -> bool:
         use = work.only(graph, name)
         if use is None or graph.op(use.op).type != "Add":
             continue
-        left, right = graph.slots(name)[:2]
-        bias = graph.slots(use.op)[1 - use.slot]
+        left, right = work.slot(graph, name, 0), work.slot(graph, name, 1)
+        bias = work.slot(graph, use.op, 1 - use.slot)
         if left is None or right is None or bias is None or graph.output(left).dtype not in FLOAT_TYPES:
             continue
         a, b, c = (graph.output(tensor).shape for tensor in (left, right, bias))
-        if a is None or b is None or c is None or len(b) != 2 or not _gemm_bias(a, b, c):  # noqa: PLR2004  # a matrix
+        if not a or b is None or c is None or len(b) != 2 or not _gemm_bias(a, b, c):  # noqa: PLR2004  # a matrix
             continue
         if len(a) != 2 and (None in a or None in b):  # noqa: PLR2004  # the same
             continue
@@ -166,7 +166,7 @@ def _gemm_bias(a: tuple[int | None, ...], b: tuple[int | None, ...], c: tuple[in
 
 def _to_gemm(work: Work, graph: Graph, name: str, add: str, bias: TensorRef) -> None:
     matmul = graph.op(name)
-    left = graph.slots(name)[0]
+    left = work.slot(graph, name, 0)
     readers = work.readers(graph, add)
     known = graph.output(TensorRef(graph.name, add))
     graph.replace(replace(matmul, kind="gemm", type="Gemm", attrs=NO_ATTRS, roles=("input", "weight", "bias")))

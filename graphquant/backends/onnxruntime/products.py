@@ -17,7 +17,7 @@ from graphquant.backends.onnxruntime.around import (
 )
 from graphquant.backends.onnxruntime.operands import STAND_IN
 from graphquant.backends.onnxruntime.work import is_dq
-from graphquant.backends.types import Broken
+from graphquant.backends.types import NOT_QUANTIZED, Broken
 
 if TYPE_CHECKING:
     from graphquant.backends.onnxruntime.around import Around
@@ -34,8 +34,13 @@ NARROW = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
 
 def conv(here: Around) -> str | Broken:
     """Conv: all quantized, the bias too, and int8 activations only where kernels take them."""
-    broken = group_broken(here) or no_int8(here) or _mixed(here) or _wrong_type(here, 2)
+    broken = group_broken(here) or _weightless(here) or no_int8(here) or _mixed(here) or _wrong_type(here, 2)
     return broken or _bias(here, scaled=True) or "QLinearConv"
+
+
+def _weightless(here: Around) -> Broken | None:
+    """A broken model may leave the weight out."""
+    return NOT_QUANTIZED if len(here.dqs) < 2 else None  # noqa: PLR2004  # data and weight
 
 
 def _mixed(here: Around) -> Broken | None:
@@ -133,7 +138,7 @@ def _blocks(source: Op, shape: tuple[int | None, ...], sizes: tuple[int | None, 
 
 def gemm(here: Around) -> str | Broken:
     """Gemm: all inputs quantized, the bias too, with or without a quantized output."""
-    broken = inputs_broken(here)
+    broken = inputs_broken(here) or _weightless(here)
     if broken:
         return _gemm_n_bits(here) or broken
     if here.qs or here.clip:
@@ -154,10 +159,10 @@ def _gemm_n_bits(here: Around) -> str | Broken | None:
     if source is None or not is_dq(source) or (first is not None and is_dq(first)) or here.qs:
         return None
     plain = here.op.number("alpha", 1.0) == 1.0 and not here.op.number("transA", 0) and not here.op.number("transB", 0)
-    slots = [*here.graph.slots(here.op.name), None][:3]
+    slots = [*here.graph.slots(here.op.name), None, None, None][:3]
     if not plain or (slots[2] is not None and here.op.number("beta", 1.0) != 1.0):
         return None
-    data = here.graph.slots(source.name)[0]
+    data = here.work.slot(here.graph, source.name, 0)
     columns = here.graph.output(data).shape if data is not None else None
     if slots[2] is not None and columns is not None and here.graph.output(slots[2]).shape != columns[1:]:
         return None

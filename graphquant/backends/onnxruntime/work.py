@@ -202,7 +202,7 @@ class Work:
 
     def bypass(self, graph: Graph, name: str) -> None:
         """Takes out an op of one input that changes nothing; its readers read what it read."""
-        source = graph.slots(name)[0]
+        source = self.slot(graph, name, 0)
         for use in self.readers(graph, name):
             self.model.graphs[use.graph].connect(use, source)
         self.drop(graph, name)
@@ -237,10 +237,14 @@ class Work:
             return None
         return uses[0]
 
+    def slot(self, graph: Graph, name: str, slot: int) -> TensorRef | None:
+        """What an input slot reads; a broken model may have none."""
+        slots = graph.slots(name)
+        return slots[slot] if 0 <= slot < len(slots) else None
+
     def producer(self, graph: Graph, name: str, slot: int) -> Op | None:
         """The op of the same graph that fills a slot."""
-        slots = graph.slots(name)
-        tensor = slots[slot] if slot < len(slots) else None
+        tensor = self.slot(graph, name, slot)
         return graph.op(tensor.op) if tensor is not None and tensor.graph == graph.name else None
 
 
