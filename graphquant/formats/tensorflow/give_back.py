@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from graphquant.errors import ModelError, UsageError
+from graphquant.errors import UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.captures import hand_over
 from graphquant.formats.tensorflow.emit import emit
@@ -48,9 +47,12 @@ def give_back(model: Model) -> Any:
             " tf.saved_model.load."
         )
     tensorflow = installed()
+    from tensorflow.python.eager.context import eager_mode
+
     with _refusals(tensorflow):
         if source.live is not None and source.form == "MetaGraphDef":
-            return _callable(tensorflow, model, source.live)
+            with eager_mode():  # whoever asks may be building a graph, which is no place for the functions
+                return _callable(tensorflow, model, source.live)
         graph = _graph(tensorflow, model, source.live)
         if source.live is not None and hasattr(source.live.thing, "run"):
             return _session(tensorflow, graph, source.live, ranges=bool(learned(model)))
@@ -125,9 +127,7 @@ def _session(tensorflow: Any, graph: Any, live: Live, *, ranges: bool) -> Any:
     """A session for `graph` whose variables have their values of the given one, and learned ranges their first."""
     given = live.thing
     made = tensorflow.compat.v1.Session(target=given.sess_str, graph=graph)
-    for name, value in live.values.items():
-        with suppress(ModelError):  # a variable that has no value yet gets none
-            assign(tensorflow, made, graph.get_operation_by_name(name), value())
+    assign(tensorflow, made, live.read())
     if ranges:
         made.run(INITIALIZER)
     return made

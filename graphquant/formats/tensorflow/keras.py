@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
 from graphquant.formats.tensorflow.live import rename
 from graphquant.formats.tensorflow.load import build
-from graphquant.formats.tensorflow.session import _first_line, _silence, tensorflow
+from graphquant.formats.tensorflow.session import _first_line, _silence
+from graphquant.formats.tensorflow.session import tensorflow as installed
 from graphquant.formats.tensorflow.source import read
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ def traced(tensorflow: Any, keras: Any, model: Any) -> Any:
         ) from error
     try:
         return tensorflow.function(call, input_signature=signature, autograph=False).get_concrete_function()
-    except _BREAKS as error:
+    except (*_BREAKS, tensorflow.errors.OpError) as error:
         raise ModelError(f"Keras cannot trace the model {model.name!r}: {_first_line(str(error))}.") from error
 
 
@@ -99,7 +100,7 @@ def load_keras(path: Path) -> Model:
         UsageError: Keras does not run on TensorFlow.
     """
     try:
-        tensorflow()
+        tensorflow = installed()
     except MissingDependencyError as error:
         raise MissingDependencyError(
             f"{path} is a Keras file, which Keras reads with TensorFlow, and tensorflow is not installed."
@@ -110,7 +111,7 @@ def load_keras(path: Path) -> Model:
     folder = Path(room.name) / "model"
     with _silence(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _export(path, folder, config)
+        _export(tensorflow, path, folder, config)
     source = read(folder)
     _rename(source.meta_graph(source.message))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -125,7 +126,7 @@ class _Room:
         weakref.finalize(self, shutil.rmtree, name, ignore_errors=True)
 
 
-def _export(path: Path, folder: Path, config: Any) -> None:
+def _export(tensorflow: Any, path: Path, folder: Path, config: Any) -> None:
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     import keras
 
@@ -134,7 +135,7 @@ def _export(path: Path, folder: Path, config: Any) -> None:
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
         model.export(folder, format="tf_saved_model", verbose=False)
-    except _BREAKS as error:
+    except (*_BREAKS, tensorflow.errors.OpError) as error:
         raise ModelError(
             f"Keras {keras.__version__} cannot read {path}: {_first_line(str(error))} Export it to a SavedModel with"
             " model.export(folder), where it was made, and give that folder."

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.load import add_result, build
 from graphquant.formats.tensorflow.source import Source
-from graphquant.formats.tensorflow.values import encode_tensor
+from graphquant.formats.tensorflow.values import Array, encode_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,15 +61,34 @@ class Live:
         thing: What was given: a tf.Graph, a session or a ConcreteFunction.
         what: What it is, for messages.
         values: What reads the present value of a variable, by the node that stands for it.
+        tensors: What a session is asked for these values.
         variables: What a function captured, kept alive.
         foreign: The argument for what a function captured that is neither variable nor value, a table; "" for none.
     """
 
     thing: Any = field(repr=False)
     what: str
-    values: Mapping[str, Callable[[], np.ndarray[Any, Any]]]
+    values: Mapping[str, Callable[[], Array]]
+    tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
     variables: tuple[Any, ...] = ()
     foreign: str = ""
+
+    def read(self) -> dict[str, Array]:
+        """The present values of all variables that have one.
+
+        Raises:
+            ModelError: The session is closed.
+        """
+        if not self.tensors:
+            return {name: value() for name, value in self.values.items()}
+        try:
+            return dict(zip(self.tensors, _run(self.thing, list(self.tensors.values())), strict=True))
+        except sys.modules["tensorflow"].errors.FailedPreconditionError:  # one of them has none
+            found: dict[str, Array] = {}
+            for name, value in self.values.items():
+                with suppress(ModelError):
+                    found[name] = value()
+            return found
 
 
 def load_live(thing: Any, outputs: Sequence[Any] = ()) -> Model:
@@ -85,7 +105,7 @@ def load_live(thing: Any, outputs: Sequence[Any] = ()) -> Model:
     tensorflow, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
     if tensorflow is not None:
         if isinstance(thing, tensorflow.compat.v1.Session | tensorflow.compat.v1.InteractiveSession):
-            return _graph(thing.graph, thing, "the session", _session_values(thing), outputs)
+            return _graph(thing.graph, thing, "the session", _readers(thing.graph), outputs)
         if isinstance(thing, tensorflow.Graph):
             return _graph(_outermost(thing), thing, "the tf.Graph", {}, outputs)
         if outputs:
@@ -104,12 +124,13 @@ def load_live(thing: Any, outputs: Sequence[Any] = ()) -> Model:
     )
 
 
-def _graph(graph: Any, thing: Any, what: str, values: Mapping[str, Callable[[], Any]], outputs: Sequence[Any]) -> Model:
+def _graph(graph: Any, thing: Any, what: str, tensors: Mapping[str, Any], outputs: Sequence[Any]) -> Model:
     data = graph.as_graph_def(add_shapes=True).SerializeToString()
     message = proto.parse_binary(data, proto.GraphDef(), source=what)
     if not message.node:
         raise UsageError(f"{what[:1].upper()}{what[1:]} is empty. Build the model in it first.")
-    model = _built(message, Live(thing=thing, what=what, values=values))
+    values = {name: partial(_value, thing, tensor, name) for name, tensor in tensors.items()}
+    model = _built(message, Live(thing=thing, what=what, values=values, tensors=tensors))
     if outputs:
         _name_outputs(model.main, [str(getattr(one, "name", one)) for one in outputs])
     _leave_training(model.main)
@@ -170,10 +191,10 @@ def _only_trace(function: Any) -> Any:
 # -- sessions --------------------------------------------------------------------------------------
 
 
-def _session_values(session: Any) -> dict[str, Callable[[], Any]]:
-    """What reads the variables of a session, with ops that are there: nothing is added to its graph."""
-    found: dict[str, Callable[[], Any]] = {}
-    for op in session.graph.get_operations():
+def _readers(graph: Any) -> dict[str, Any]:
+    """The tensors that are the variables' values, as far as they are there: nothing is added to the graph."""
+    found: dict[str, Any] = {}
+    for op in graph.get_operations():
         tensor = op.outputs[0] if op.outputs else None
         if op.type == "VarHandleOp" and tensor is not None:
             readers = (one for one in tensor.consumers() if one.type == "ReadVariableOp" and not one.control_inputs)
@@ -181,15 +202,21 @@ def _session_values(session: Any) -> dict[str, Callable[[], Any]]:
         elif op.type not in {"VariableV2", "Variable"}:
             continue
         if tensor is not None:
-            found[op.name] = partial(_value, session, tensor, op.name)
+            found[op.name] = tensor
     return found
 
 
-def _value(session: Any, tensor: Any, name: str) -> np.ndarray[Any, Any]:
+def _value(session: Any, tensor: Any, name: str) -> Array:
     try:
-        return np.asarray(session.run(tensor))
+        (value,) = _run(session, [tensor])
     except sys.modules["tensorflow"].errors.OpError as error:
         raise ModelError(f"The variable {name!r} has no value in the session. Run its initializer first.") from error
+    return value
+
+
+def _run(session: Any, tensors: list[Any]) -> list[Array]:
+    try:
+        return [np.asarray(value) for value in session.run(tensors)]
     except RuntimeError as error:
         raise ModelError("The session is closed, so its variables have no values. Give an open one.") from error
 
@@ -268,7 +295,7 @@ def _variables(concrete: Any) -> tuple[Any, ...]:
         ) from error
 
 
-def _variable_value(variable: Any) -> np.ndarray[Any, Any]:
+def _variable_value(variable: Any) -> Array:
     from tensorflow.python.eager.context import eager_mode
 
     with eager_mode():  # whoever asks may be building a graph

@@ -84,10 +84,10 @@ class Session:
         elif any(node.name == INITIALIZER for node in graph_def.node):
             made.run(made.operation(INITIALIZER), {})
         made._assign(learned(model))
-        if meta is not None:
-            made._restore_rest(model)
-        elif source.live is not None:
+        if source.live is not None:
             made._take_over(source.live)
+        elif meta is not None:
+            made._restore_rest(model)
         return made
 
     def sizes(self, names: Mapping[TensorRef, str]) -> dict[TensorRef, Any]:
@@ -155,15 +155,11 @@ class Session:
     def _restore_rest(self, model: Model) -> None:
         """Gives variables that the saver left out their values: Keras' may have two nodes, of which it knows one."""
         values = [(op.name, op.value) for op in model.main.ops() if op.type == "VarHandleOp" and op.value is not None]
-        raw, v1 = self.tf.raw_ops, self.tf.compat.v1
         with self.graph.as_default():
             handles = [self.graph.get_tensor_by_name(f"{name}:0") for name, _ in values]
-            restored = self.run([raw.VarIsInitializedOp(resource=handle) for handle in handles], {})
-            for (_, read), handle, done in zip(values, handles, restored, strict=True):
-                if not done:
-                    value = read()
-                    fed = v1.placeholder(value.dtype)
-                    self.run(raw.AssignVariableOp(resource=handle, value=fed), {fed: value})
+            restored = self.run([self.tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles], {})
+        left = {name: read() for (name, read), done in zip(values, restored, strict=True) if not done}
+        assign(self.tf, self.session, left)
 
     def _take_over(self, live: Live) -> None:
         """Gives the variables the values that they have in the object that the model was made of."""
@@ -174,9 +170,8 @@ class Session:
                 f"The variables of {live.what}, {variables[0].name!r} first, have values only in a session."
                 " Give gq.load the session."
             )
-        for op in variables:
-            if op.name in live.values:
-                assign(self.tf, self.session, op, live.values[op.name]())
+        names = {op.name for op in variables}
+        assign(self.tf, self.session, {name: value for name, value in live.read().items() if name in names})
 
     def operation(self, name: str) -> Any:
         """The operation that makes the tensor `name`."""
@@ -217,21 +212,42 @@ class Watch:
             self.session.session.close()
 
 
-def assign(tensorflow: Any, session: Any, variable: Any, value: Any) -> None:
-    """Gives the variable that the operation `variable` makes a value, by an operation of its graph if it has one."""
-    kinds, handle = {"AssignVariableOp", "Assign"}, variable.outputs[0]
-    setters = (one for one in handle.consumers() if one.type in kinds and one.inputs[0] is handle)
-    setter = next((one for one in setters if not one.control_inputs), None)
-    if setter is None:
-        raw = tensorflow.raw_ops
-        with variable.graph.as_default(), tensorflow.device(variable.device):
-            given = tensorflow.compat.v1.placeholder(value.dtype, value.shape)
-            if variable.type == "VarHandleOp":
-                setter = raw.AssignVariableOp(resource=handle, value=given)
-            else:
-                setter = raw.Assign(ref=handle, value=given, validate_shape=False).op
-    with _refusals(tensorflow):
-        session.run(setter, {setter.inputs[1]: value})
+def assign(tensorflow: Any, session: Any, values: Mapping[str, Any]) -> None:
+    """Gives variables values, all in one run: a graph that grew costs TensorFlow much at the next.
+
+    Args:
+        tensorflow: The package.
+        session: A session, in whose graph operations are added for variables that have none that assigns them.
+        values: Values by the names of the operations that make the variables.
+    """
+    setters: list[Any] = []
+    fed: dict[str, Any] = {}
+    with session.graph.as_default(), _refusals(tensorflow):
+        for name, value in values.items():
+            variable = session.graph.get_operation_by_name(name)
+            setter = _setter(variable)
+            if setter is None or setter.inputs[1].name in fed:  # two variables may start with one tensor
+                setter = _new_setter(tensorflow, variable, value)
+            setters.append(setter)
+            fed[setter.inputs[1].name] = value
+        session.run(setters, fed)
+
+
+def _setter(variable: Any) -> Any:
+    """The operation of the graph that assigns a variable and waits for nothing else, None if there is none."""
+    handle = variable.outputs[0]
+    kinds = {"AssignVariableOp", "Assign"}
+    found = (one for one in handle.consumers() if one.type in kinds and one.inputs[0] is handle)
+    return next((one for one in found if not one.control_inputs), None)
+
+
+def _new_setter(tensorflow: Any, variable: Any, value: Any) -> Any:
+    raw, handle = tensorflow.raw_ops, variable.outputs[0]
+    with tensorflow.device(variable.device):
+        given = tensorflow.compat.v1.placeholder(value.dtype, value.shape)
+        if variable.type == "VarHandleOp":
+            return raw.AssignVariableOp(resource=handle, value=given)
+        return raw.Assign(ref=handle, value=given, validate_shape=False).op
 
 
 def shapes_of(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | None]:

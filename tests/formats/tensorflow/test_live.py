@@ -408,9 +408,15 @@ def test_calibrated_with_present_values() -> None:
     """Observing runs the function with the variables as they are, also inside a graph that somebody builds."""
     net = Net()
     net.kernel.assign(KERNEL * 4)
-    with tf.Graph().as_default():
-        stats = gq.calibrate(net.concrete(), data="random:4", rules=["tflite"])
+    concrete = net.concrete()
+    with tf.Graph().as_default() as graph:
+        stats = gq.calibrate(concrete, data="random:4", rules=["tflite"])
+        made = quantized(concrete)
+        assert not graph.get_operations()
     assert stats.samples == 4
+    np.testing.assert_allclose(
+        made(PAIR, tf.constant(True), gain=3.0)["one"], by_hand(X).numpy() @ KERNEL * 4, rtol=1e-5
+    )
     weight = gq.insert(net.concrete(), rules=["weight_only"]).inserted[0]
     np.testing.assert_allclose(weight.params.scale, np.abs(KERNEL).max(0) * 4 / 127, rtol=1e-6)
 
