@@ -515,6 +515,66 @@ def test_inside_an_if_branch(name, tmp_path):
     assert len(verdicts) % 2 == 0
 
 
+def inside_loop(message, own):
+    """The same ops inside a Loop, which reads inputs and constants, but those called `own`, outside."""
+    inner = message.graph
+    body = onnx.GraphProto(name="body", node=inner.node)
+    body.initializer.extend(value for value in inner.initializer if value.name in own)
+    for name, kind in (("turn", onnx.TensorProto.INT64), ("on", onnx.TensorProto.BOOL)):
+        body.input.append(onnx.helper.make_tensor_value_info(name, kind, ()))
+    body.node.append(onnx.helper.make_node("Identity", ["on"], ["still_on"], name="still"))
+    body.output.append(onnx.helper.make_tensor_value_info("still_on", onnx.TensorProto.BOOL, ()))
+    body.output.extend(inner.output)
+    outer = onnx.GraphProto(name="outer", input=inner.input, output=inner.output)
+    outer.initializer.extend(value for value in inner.initializer if value.name not in own)
+    outer.input.append(onnx.helper.make_tensor_value_info("turns", onnx.TensorProto.INT64, ()))
+    outer.input.append(onnx.helper.make_tensor_value_info("first", onnx.TensorProto.BOOL, ()))
+    for output in outer.output:
+        output.name = f"all_{output.name}"
+    names = [output.name for output in outer.output]
+    outer.node.append(onnx.helper.make_node("Loop", ["turns", "first"], names, name="loop", body=body))
+    return onnx.ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, graph=outer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_inside_a_loop(name, tmp_path):
+    """In the body of a Loop the same holds."""
+    own = [*FEW, "s", "i0"] if name.startswith("weight") else FEW
+    verdicts, actual = compare(inside_loop(build(name)[0], own), tmp_path)
+    assert truth.differences(verdicts, actual) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("blocks")])
+def test_quantizations_of_the_other_domain(name, tmp_path):
+    """QuantizeLinear and DequantizeLinear of com.microsoft are the same, as they are for 16 bits below opset 21."""
+    message = build(name)[0]
+    for node in message.graph.node:
+        if node.op_type in {"QuantizeLinear", "DequantizeLinear"}:
+            node.domain = "com.microsoft"
+    message.opset_import.append(onnx.helper.make_opsetid("com.microsoft", 1))
+    verdicts, actual = compare(message, tmp_path)
+    assert truth.differences(verdicts, actual) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opset", [13, 17, 19, 22, 23, 24])
+def test_other_opsets(opset, tmp_path):
+    """With other opsets the same holds of all cases that they can say."""
+    tried = 0
+    for name in CASES:
+        message = build(name)[0]
+        message.opset_import[0].version = opset
+        try:
+            verdicts, actual = compare(message, tmp_path)
+        except (errors.Fail, errors.InvalidGraph, errors.NotImplemented, gq.GraphQuantError):
+            continue
+        tried += 1
+        assert truth.differences(verdicts, actual) == [], name
+    assert tried > 140
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_all_optimizations(name, tmp_path):
     """With all optimizations, the default, ops are the same but for Transposes that are added for layouts."""
@@ -525,6 +585,7 @@ def test_all_optimizations(name, tmp_path):
     assert truth.differences(predict(gq.load(tmp_path / "model.onnx")), named) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_int8_activations(name, tmp_path):
     """Where kernels take int8 activations, as on ARM, the same holds; a setting says so on any machine."""

@@ -141,9 +141,9 @@ def _matmul_add(work: Work, graph: Graph, gone: Gone) -> bool:
             continue
         left, right = work.slot(graph, name, 0), work.slot(graph, name, 1)
         bias = work.slot(graph, use.op, 1 - use.slot)
-        if left is None or right is None or bias is None or graph.output(left).dtype not in FLOAT_TYPES:
+        if left is None or right is None or bias is None or graph.output(left).dtype not in FLOAT_TYPES | {None}:
             continue
-        a, b, c = (graph.output(tensor).shape for tensor in (left, right, bias))
+        a, b, c = (work.shape(tensor) for tensor in (left, right, bias))
         if not a or b is None or c is None or len(b) != 2 or not _gemm_bias(a, b, c):  # noqa: PLR2004  # a matrix
             continue
         if len(a) != 2 and (None in a or None in b):  # noqa: PLR2004  # the same
@@ -175,7 +175,7 @@ def _to_gemm(work: Work, graph: Graph, name: str, add: str, bias: TensorRef) -> 
     work.drop(graph, add)
     work.stand_for(TensorRef(graph.name, name), TensorRef(graph.name, add))
     graph.connect(Use(graph.name, name, 2), bias)
-    sizes = graph.output(left).shape if left is not None else None
+    sizes = work.shape(left) if left is not None else None
     if sizes is None or len(sizes) == 2:  # noqa: PLR2004  # a matrix
         return
     rows = math.prod(size or 1 for size in sizes[:-1])

@@ -14,6 +14,8 @@ from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from graphquant.ir import Shape
+
 DOMAINS = frozenset({"", "com.microsoft"})
 
 MAX_SCALARS = 1 << 16
@@ -24,6 +26,9 @@ MAX_SHARED = 8
 
 SHARED_TYPES = frozenset({"float16", "float32", "float64", "int32", "int64"})
 """Types of such constants."""
+
+LONGEST = 8
+"""Quantizations in a row that a shape is sought behind."""
 
 _ROLES = ("input", "scale", "zero_point")
 
@@ -93,6 +98,17 @@ class Work:
         """The value of a constant with one element, else None."""
         value = self.value(tensor)
         return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
+
+    def shape(self, tensor: TensorRef) -> Shape | None:
+        """The static shape of `tensor`; onnx tells none for quantizations of another domain than its own."""
+        for _ in range(LONGEST):
+            known = self.model.output(tensor)
+            graph = self.model.graphs[tensor.graph]
+            read = self.slot(graph, tensor.op, 0)
+            if known.shape is not None or read is None or not (is_q(graph.op(tensor.op)) or is_dq(graph.op(tensor.op))):
+                return known.shape  # type: ignore[no-any-return]  # an Output's
+            tensor = read
+        return None
 
     def dtype(self, graph: Graph, name: str) -> str:
         """The integer type of a QuantizeLinear or DequantizeLinear."""
