@@ -28,7 +28,7 @@ def batchable(model: Model, emission: Emission, inputs: Sequence[str]) -> bool:
         return False
     if len(own) > 1 and (len(set(map(_batch, own))) > 1 or not _batch(own[0])):
         return False  # they may have different numbers of rows
-    light = inferred(emission.message)
+    light = inferred(emission.message, model.source.folder)
     shapes = [_shapes(light, frozenset(inputs), count) for count in COUNTS]
 
     def shape(tensor: TensorRef, index: int) -> Shape | None:

@@ -108,7 +108,7 @@ class Indexer:
     def run(self) -> None:
         """Indexes the main graph, the functions and all bodies, then wires them."""
         message = self._source.message
-        types = inferred(message)
+        types = inferred(message, self._source.folder)
         self._open("", message.graph, types.graph, taken=set())
         for function, twin in zip(message.functions, types.functions, strict=True):
             key = (_domain(function.domain), function.name, function.overload)

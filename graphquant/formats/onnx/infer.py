@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import networkx as nx
@@ -11,9 +12,11 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, checker, shape_inference
 
 from graphquant.errors import ModelError
+from graphquant.formats.onnx.tensors import is_external, tensor_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 ERRORS: tuple[type[Exception], ...] = (
     shape_inference.InferenceError,
@@ -45,15 +48,19 @@ _GROWING = frozenset({"Concat", "ConstantOfShape", "Expand", "OneHot", "Pad", "R
 """Ops that make vectors of any length out of few numbers."""
 
 
-def inferred(message: Any) -> Any:
+def inferred(message: Any, folder: Path | None = None) -> Any:
     """A ModelProto with the nodes of `message` and all value types that could be found; weights have no data in it.
+
+    Args:
+        message: The ModelProto.
+        folder: Where its external data is, None if it has none. What may be shapes is read and kept in the result.
 
     Raises:
         ModelError: A function calls itself, or the calls come to too many nodes.
     """
     _check_calls(message)
     light = ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, functions=message.functions)
-    _graph(message.graph, light.graph)
+    _graph(message.graph, light.graph, folder)
     try:
         known = shape_inference.infer_shapes(light)
     except ERRORS:
@@ -137,7 +144,7 @@ def _nodes(holder: Any) -> Iterator[Any]:
     return (node for graph in _graphs(holder) for node in graph.node)
 
 
-def _graph(source: Any, target: Any) -> None:
+def _graph(source: Any, target: Any, folder: Path | None) -> None:
     """Copies a GraphProto without the data of what is surely no shape."""
     target.name = source.name
     target.input.extend(source.input)
@@ -145,12 +152,12 @@ def _graph(source: Any, target: Any) -> None:
     target.value_info.extend(source.value_info)
     target.sparse_initializer.extend(source.sparse_initializer)
     for node in source.node:
-        _node(node, target.node.add())
+        _node(node, target.node.add(), folder)
     for tensor in source.initializer:
-        _tensor(tensor, target.initializer.add())
+        _tensor(tensor, target.initializer.add(), folder)
 
 
-def _node(source: Any, target: Any) -> None:
+def _node(source: Any, target: Any, folder: Path | None) -> None:
     bulky = (AttributeProto.TENSOR, AttributeProto.GRAPH)
     if not any(attr.type in bulky for attr in source.attribute):
         target.CopyFrom(source)
@@ -163,16 +170,20 @@ def _node(source: Any, target: Any) -> None:
         if attr.type in bulky and not attr.ref_attr_name:
             twin.name, twin.type = attr.name, attr.type
             if attr.type == AttributeProto.TENSOR:
-                _tensor(attr.t, twin.t)
+                _tensor(attr.t, twin.t, folder)
             else:
-                _graph(attr.g, twin.g)
+                _graph(attr.g, twin.g, folder)
         else:
             twin.CopyFrom(attr)
 
 
-def _tensor(source: Any, target: Any) -> None:
-    if math.prod(source.dims) <= _KEPT.get(source.data_type, -1):
+def _tensor(source: Any, target: Any, folder: Path | None) -> None:
+    kept = math.prod(source.dims) <= _KEPT.get(source.data_type, -1)
+    if kept and not is_external(source):
         target.CopyFrom(source)
-    else:
-        target.name, target.data_type = source.name, source.data_type
-        target.dims.extend(source.dims)
+        return
+    target.name, target.data_type = source.name, source.data_type
+    target.dims.extend(source.dims)
+    if kept:
+        with suppress(ModelError, OSError):  # whoever needs the value says so
+            target.raw_data = tensor_value(source, folder).tobytes()

@@ -207,7 +207,7 @@ class _Watcher:
         if any(level.type == "SequenceMap" for mark in found for level in mark.levels):
             self._inline(_spell_out_sequence_map, tensors)
         known = self._show == "sizes" or all(self._model.output(tensor).dtype for tensor in tensors)
-        typed = self._message if known else inferred(self._message)
+        typed = self._message if known else inferred(self._message, self._model.source.folder)
         found = marks(self._message, typed, MARK) if tensors else []
         pairs = [(tensors[int(mark.key)], mark) for mark in found]
         if self._show == "values by flag":

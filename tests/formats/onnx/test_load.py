@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -18,9 +19,7 @@ from graphquant.formats.onnx import tensors
 from graphquant.formats.onnx.read import index
 from graphquant.ir import Output, Parameters, TensorRef, Use
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+SAMPLES = Path(__file__).parents[3] / "sample_models"
 HEAD = '<ir_version: 8, opset_import: ["" : 17]> '
 
 
@@ -393,6 +392,34 @@ def test_external_data_is_read_and_run(folder: Path) -> None:
     assert sorted(path.name for path in other.rglob("*")) == ["data", "n.onnx", "w.bin"]
     np.testing.assert_array_equal(format_.load(other / "n.onnx").main.op("w").value(), [3, 4])
     format_.save(model, other / "n.onnx")
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
+def test_external_shapes_are_known_to_inference(name: str, tmp_path: Path) -> None:
+    """A model with all its constants in another file has the types that it has with them inside."""
+    before = format_.load(SAMPLES / f"{name}.onnx")
+    message = onnx.load(SAMPLES / f"{name}.onnx")
+    options = {"save_as_external_data": True, "location": "data.bin", "size_threshold": 0}
+    onnx.save(message, tmp_path / "model.onnx", convert_attribute=True, **options)
+    after = format_.load(tmp_path / "model.onnx")
+    assert list(after.graphs) == list(before.graphs)
+    for graph in before.graphs.values():
+        for op in graph.ops():
+            twin = after.graphs[graph.name].op(op.name)
+            assert [(out.dtype, out.shape) for out in twin.outputs] == [(out.dtype, out.shape) for out in op.outputs]
+
+
+def test_missing_external_shapes_are_left_out(folder: Path) -> None:
+    """A shape whose file is missing or elsewhere is unknown, and the model loads."""
+    text = HEAD + """g (float[4] x) => (float[2,2] y) <int64[2] s = {2, 2}> { y = Reshape(x, s) }"""
+    for location in ("none.bin", "../secret.bin"):
+        message = onnx.parser.parse_model(text.replace("float[2,2] y", "float[N,M] y"))
+        (shape,) = message.graph.initializer
+        shape.ClearField("int64_data")
+        shape.data_location = onnx.TensorProto.EXTERNAL
+        shape.external_data.add(key="location", value=location)
+        (folder / "n.onnx").write_bytes(message.SerializeToString())
+        assert format_.load(folder / "n.onnx").main.op("y").outputs[0].shape == (None, None)
 
 
 def test_external_data_is_not_overwritten(folder: Path) -> None:
