@@ -25,8 +25,10 @@ from graphquant.ir import (
     Shape,
     TensorRef,
     Use,
-    channel_axis,
-    channel_view,
+    input_channels,
+    kernel_size,
+    output_channels,
+    rows,
 )
 from graphquant.ruleset import (
     BoundRule,
@@ -50,6 +52,17 @@ PASSES = frozenset({"identity", "dropout"})
 
 MAX_STEPS = 2000
 """How many operands may be tried for one match of a pattern: commuted operands of a hostile model never end."""
+
+FARTHEST = 256
+"""How many ops above each branch are looked at for the one where branches part."""
+
+_MEASURES = {
+    "channels": output_channels,
+    "input channels": input_channels,
+    "rows": rows,
+    "sides of its kernel": kernel_size,
+}
+"""Sizes of an op, from the shape of its weight; its rows from that of its input."""
 
 _links = lru_cache(maxsize=1024)(parse_chain)
 _parts = lru_cache(maxsize=1024)(parse_pattern)
@@ -91,6 +104,9 @@ class Matcher:
         self._ups: dict[TensorRef, TensorRef | None] = {}
         self._downs: dict[tuple[str, str], str | None] = {}
         self._patterns: dict[tuple[PatternOp, ...], dict[str, set[tuple[str, str]]]] = {}
+        self._holding: dict[tuple[int, str, str], frozenset[Use]] = {}
+        self._longest: dict[tuple[int, str, str], Use | None] = {}
+        self._named = {(rule.file, rule.rule.name): rule for rule in ruleset.rules}
         self._check_names()
 
     # -- the two questions -----------------------------------------------------------------------
@@ -197,6 +213,7 @@ class Matcher:
         elif selector.input is not None and op.role(use.slot) not in selector.input.split("|"):
             reason = f"{use} reads it as {op.role(use.slot)!r}, not as {selector.input!r}"
         reason = reason or _op_miss(selector, op) or self._size_miss(selector, tensor, use)
+        reason = reason or self._inputs_miss(rule, use)
         return f"consumer {reason}" if reason else ""
 
     def _size_miss(self, selector: Selector, tensor: TensorRef, use: Use | None) -> str:
@@ -205,33 +222,112 @@ class Matcher:
             ("axes", selector.min_rank, selector.max_rank),
             ("elements", selector.min_size, selector.max_size),
             ("channels", selector.min_channels, selector.max_channels),
+            ("input channels", selector.min_in_channels, selector.max_in_channels),
+            ("rows", selector.min_rows, selector.max_rows),
+            ("sides of its kernel", selector.min_kernel, None),
+            ("groups", None, selector.max_groups),
         )
         for what, least, most in bounds:
             if least is None and most is None:
                 continue
             size = self._size(what, tensor, use)
-            said = f"{tensor} has {'an unknown number of' if size is None else size} {what}"
+            named = tensor if use is None or what in {"axes", "elements"} else use.op
+            said = f"{named} has {'an unknown number of' if size is None else size} {what}"
             if least is not None and (size is None or size < least):
                 return f"{said}, not at least {least}"
             if most is not None and (size is None or size > most):
                 return f"{said}, not at most {most}"
+        if selector.multiple_of is not None:
+            size = self._size("input channels", tensor, use)
+            if size is None or size % selector.multiple_of:
+                known = "an unknown number of" if size is None else size
+                return f"{use.op if use else tensor} has {known} input channels, no multiple of {selector.multiple_of}"
         return ""
 
     def _size(self, what: str, tensor: TensorRef, use: Use | None) -> int | None:
-        """A size of `tensor`; its channels are those of the weight that `use` reads. None if it is not known."""
+        """A size of `tensor`, or of the op of `use`, counted in its weight. None if it is not known."""
+        if what not in {"axes", "elements"}:
+            return None if use is None else self._measure(what, use)
         shape = self.shape(tensor)
         if shape is None:
             return None
         if what == "axes":
             return len(shape)
-        if what == "elements":
-            known = [side for side in shape if side is not None]
-            return math.prod(known) if len(known) == len(shape) else None
-        reader = None if use is None else self.model.graphs[use.graph].op(use.op)
-        if reader is None or use is None or reader.role(use.slot) != "weight":
+        known = [side for side in shape if side is not None]
+        return math.prod(known) if len(known) == len(shape) else None
+
+    def _measure(self, what: str, use: Use) -> int | None:
+        """A size of the weighted op of `use`."""
+        graph = self.model.graphs[use.graph]
+        op = graph.op(use.op)
+        if op.channel_axis is None:
             return None
-        axis = channel_axis(reader, shape)
-        return None if axis is None else (channel_view(reader, shape) or shape)[axis]
+        if what == "groups":
+            return int(op.number("group", 1))
+        role = "input" if what == "rows" else "weight"
+        read = next((read for slot, read in enumerate(graph.slots(op.name)) if read and op.role(slot) == role), None)
+        shape = None if read is None else self.shape(read)
+        return None if shape is None else _MEASURES[what](op, shape)
+
+    # -- the other inputs of an op -----------------------------------------------------------------
+
+    def _inputs_miss(self, rule: BoundRule, use: Use) -> str:
+        """Which condition fails that is on all inputs of the op of `use`."""
+        selector = rule.rule.consumer
+        if selector.path is not None and self._at_end(rule, use) != use:
+            return f"{use} is not at the end of the longest path"
+        if selector.beside is not None:
+            other = self._named[rule.file, selector.beside]
+            if not self._holds(other, use) - {use}:
+                return f"{use} is not beside an input that rule {selector.beside!r} holds for"
+        return ""
+
+    def _holds(self, rule: BoundRule, use: Use) -> frozenset[Use]:
+        """The uses of the op of `use` that `rule` holds for."""
+        key = (id(rule), use.graph, use.op)
+        if key not in self._holding:
+            found = [(read, one) for read, one in self._inputs(use) if not self.miss(rule, read, one)]
+            self._holding[key] = frozenset(one for _, one in found)
+        return self._holding[key]
+
+    def _at_end(self, rule: BoundRule, use: Use) -> Use | None:
+        """The use of the op of `use` that is at the end of the longest path; None if there are no two to compare."""
+        key = (id(rule), use.graph, use.op)
+        if key not in self._longest:
+            data = [(read, one) for read, one in self._inputs(use) if not self.parameters.is_parameter(read)]
+            ends = [(read, one) for read, one in data if not self._producer_miss(rule, read)]
+            if len(data) < 2 or not ends:  # noqa: PLR2004  # two paths
+                self._longest[key] = None
+            else:
+                lengths = self._lengths([read for read, _ in ends]) if len(ends) > 1 else [0]
+                self._longest[key] = ends[lengths.index(max(lengths))][1]
+        return self._longest[key]
+
+    def _inputs(self, use: Use) -> list[tuple[TensorRef, Use]]:
+        slots = enumerate(self.model.graphs[use.graph].slots(use.op))
+        return [(read, Use(use.graph, use.op, slot)) for slot, read in slots if read is not None]
+
+    def _lengths(self, ends: list[TensorRef]) -> list[int]:
+        """How many ops each of `ends` is away from the nearest op that all are computed from; 0 where there is none."""
+        above = [self._distances(end) for end in ends]
+        common = [op for op in above[0] if all(op in other for other in above[1:])]
+        if not common:
+            return [0] * len(ends)
+        nearest = min(common, key=lambda op: sum(other[op] for other in above))
+        return [other[nearest] for other in above]
+
+    def _distances(self, end: TensorRef) -> dict[tuple[str, str], int]:
+        """The ops that `end` is computed from, the nearest `FARTHEST`, with the least number of steps to each."""
+        found = {(end.graph, end.op): 0}
+        queue = [(end.graph, end.op)]
+        for here in queue:
+            for read in self.model.graphs[here[0]].slots(here[1]):
+                if len(found) >= FARTHEST:
+                    return found
+                if read is not None and (read.graph, read.op) not in found and not self.parameters.is_parameter(read):
+                    found[read.graph, read.op] = found[here] + 1
+                    queue.append((read.graph, read.op))
+        return found
 
     # -- chains ----------------------------------------------------------------------------------
 

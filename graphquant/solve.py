@@ -336,6 +336,7 @@ def _share(
     for index in known[1:]:
         shared = shared.union(ranges[index])
     first, told = plan.sites[known[0]], shared
+    shared = _widened(shared, first.scheme.smallest_range)
     from_zero = _from_zero(first)
     if from_zero:
         shared = Range(np.zeros_like(shared.low), np.maximum(shared.high, 0.0))
@@ -353,6 +354,14 @@ def _share(
         params[index] = chosen
         if index != known[0]:
             _note(notes, index, f"shares scale and zero point with {first.tensor}")
+
+
+def _widened(found: Range, least: float | None) -> Range:
+    """`found`, its upper end raised where less than `least` lies between the ends once 0.0 is inside."""
+    if least is None:
+        return found
+    low = np.minimum(found.low, 0.0)
+    return Range(low, np.maximum(np.maximum(found.high, 0.0), low + least))
 
 
 def _differ(one: QParams, other: QParams) -> bool:

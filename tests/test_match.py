@@ -3,6 +3,7 @@
 import re
 import time
 
+import numpy as np
 import onnx
 import onnx.parser
 import pytest
@@ -84,9 +85,17 @@ g (float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] z)
         ('{ kind = "parameter", max_rank = 1 }', "{}", ["b:0 > c[2]"]),
         ('{ kind = "parameter", min_size = 12 }', "{}", ["w:0 > c[1]"]),
         ('{ kind = "parameter", max_size = 4 }', "{}", ["b:0 > c[2]"]),
-        ('{ kind = "parameter" }', "{ min_channels = 4 }", ["w:0 > c[1]"]),
+        ('{ kind = "parameter" }', "{ min_channels = 4 }", ["w:0 > c[1]", "b:0 > c[2]"]),
         ('{ kind = "parameter" }', "{ max_channels = 3 }", []),
-        ("{}", "{ max_channels = 100 }", ["w:0 > c[1]"]),
+        ("{}", "{ max_channels = 100 }", ["x:0 > c[0]", "w:0 > c[1]", "b:0 > c[2]"]),
+        ("{}", "{ min_in_channels = 3, max_in_channels = 3 }", ["x:0 > c[0]", "w:0 > c[1]", "b:0 > c[2]"]),
+        ("{}", "{ max_in_channels = 2 }", []),
+        ("{}", "{ multiple_of = 3 }", ["x:0 > c[0]", "w:0 > c[1]", "b:0 > c[2]"]),
+        ("{}", "{ multiple_of = 2 }", []),
+        ("{}", '{ min_kernel = 1, max_groups = 1, input = "input" }', ["x:0 > c[0]"]),
+        ("{}", "{ min_kernel = 2 }", []),
+        ("{}", "{ max_groups = 0 }", []),
+        ("{}", "{ min_rows = 1 }", []),
         ('{ name = "s" }', "{}", ["s:0 > y[1]"]),
         ('{ name = "s:0" }', "{}", ["s:0 > y[1]"]),
         ('{ name = "/^[wb]$/" }', "{}", ["w:0 > c[1]", "b:0 > c[2]"]),
@@ -112,7 +121,7 @@ def test_each_condition(tmp_path, producer, consumer, expected):
         ("{}", '{ kind = "conv|relu" }', "consumer y is 'mul', not 'conv|relu'"),
         ("{}", '{ name = "x" }', "consumer y is not called 'x'"),
         ("{}", '{ input = "weight" }', "consumer y[0] reads it as 'input', not as 'weight'"),
-        ("{}", "{ min_channels = 1 }", "consumer r:0 has an unknown number of channels, not at least 1"),
+        ("{}", "{ min_channels = 1 }", "consumer y has an unknown number of channels, not at least 1"),
     ],
 )
 def test_the_first_condition_that_fails_is_named(tmp_path, producer, consumer, reason):
@@ -120,6 +129,75 @@ def test_the_first_condition_that_fails_is_named(tmp_path, producer, consumer, r
     rules = rules_of(tmp_path, rule("r", producer, consumer, more="optional = true"))
     matcher = Matcher(model_of(tmp_path, SMALL), rules)
     assert matcher.miss(rules.rules[0], TensorRef("", "r"), Use("", "y", 0)) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        ("y = Conv<group = 2>(x, w)", (4, 8, 3, None)),
+        ("y = Conv<group = 4>(x, d)", (4, 4, 5, None)),
+        ("y = ConvTranspose(x, t)", (3, 4, 2, None)),
+        ("y = MatMul(x, m)", (7, 6, None, 9)),
+        ("y = Gemm<transB = 1>(g, m)", (6, 7, None, 2)),
+        ("y = Gemm<transA = 1>(g, m)", (7, 6, None, 3)),
+    ],
+)
+def test_sizes_of_weighted_ops(tmp_path, text, sizes):
+    """Output and input channels, kernel and rows of an op, or none where it has no such size."""
+    initializers = "float[4,4,3,5] w, float[4,1,5,5] d, float[4,3,2,2] t, float[6,7] m"
+    used = ", ".join(one for one in initializers.split(", ") if f"{one[-1]})" in text)
+    source = "float[2,3] g" if "(g" in text else "float[1,4,9,6] x"
+    graph = f"g ({source}) => (float y) <{used} = {{0}}> {{ {text} }}".replace(" = {0}", "")
+    message = onnx.parser.parse_model(HEAD + graph.replace(f"<{used}>", "").replace(source, f"{source}, {used}"))
+    message.graph.output[0].type.tensor_type.ClearField("shape")
+    onnx.save(message, tmp_path / "model.onnx")
+    model = load(tmp_path / "model.onnx")
+    for keys, size in zip(("channels", "in_channels", "kernel", "rows"), sizes, strict=True):
+        matcher = Matcher(model, rules_of(tmp_path, rule("r", consumer=f"{{ min_{keys} = {size or 0} }}")))
+        more = Matcher(model, rules_of(tmp_path, rule("r", consumer=f"{{ min_{keys} = {(size or 0) + 1} }}")))
+        assert len(list(matcher.matches())) == (0 if size is None else 2)
+        assert not list(more.matches())
+
+
+SUMS = """
+g (float[1,4,8,8] x, float[1,4,8,8] other) => (float[1,4,8,8] y)
+<float[4,4,1,1] w, float[1,4,1,1] k>
+{
+    a = Conv (x, w)
+    s = Relu (x)
+    t = Relu (s)
+    b = Conv (t, w)
+    %s
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("y = Add (a, b)", {"b:0 > y[1]": "branch", "a:0 > y[0]": "skip"}),
+        ("y = Add (b, a)", {"b:0 > y[0]": "branch", "a:0 > y[1]": "skip"}),
+        ("y = Add (x, a)", {"a:0 > y[1]": "branch", "x:0 > y[0]": "skip"}),
+        ("c = Conv (other, w) y = Add (a, c)", {"a:0 > y[0]": "branch", "c:0 > y[1]": "skip"}),
+        ("c = Conv (x, w) y = Add (a, c)", {"a:0 > y[0]": "branch", "c:0 > y[1]": "skip"}),
+        ("y = Add (a, k)", {}),
+        ("y = Add (s, x)", {}),
+        ("y = Add (a, a)", {"a:0 > y[0]": "branch", "a:0 > y[1]": "skip"}),
+    ],
+)
+def test_the_longest_path_and_what_is_beside_it(tmp_path, text, expected):
+    """Of two convolutions that a sum reads one is chosen, and the other input is beside it."""
+    graph = SUMS.replace("<float[4,4,1,1] w, float[1,4,1,1] k>\n", "") % text
+    message = onnx.parser.parse_model(HEAD + graph)
+    for name, shape in (("w", (4, 4, 1, 1)), ("k", (1, 4, 1, 1))):
+        message.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(shape, np.float32), name))
+    onnx.save(message, tmp_path / "model.onnx")
+    rules = rules_of(
+        tmp_path,
+        rule("branch", '{ kind = "conv" }', '{ kind = "add", path = "longest" }')
+        + rule("skip", "{}", '{ kind = "add", beside = "branch" }'),
+    )
+    assert dict(claimed(load(tmp_path / "model.onnx"), rules)) == expected
 
 
 def test_sizes_that_are_not_known_satisfy_no_bound(tmp_path):

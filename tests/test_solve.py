@@ -174,6 +174,16 @@ def test_fixed_ranges_and_powers_of_two(tmp_path):
     assert numbers(solve(gemm(tmp_path), plan(point), {}).params[0]) == ([0.0625, 0.0625], [0, 0])
 
 
+def test_the_smallest_range():
+    """A range narrower than the scheme's least is widened upward, after 0.0 is in it."""
+    scheme = {"dtype": "uint8", "zero": "asymmetric", "smallest_range": 1e-4}
+    cases = [((0.0, 0.0), 0.0, 1e-4), ((3e-5, 4e-5), 0.0, 1e-4), ((-5e-5, -1e-5), -5e-5, 5e-5), ((0.0, 2.0), 0.0, 2.0)]
+    for (low, high), lower, upper in cases:
+        one = site("t0", reader="t1", range=(low, high), scheme=Scheme(family="onnx-qdq", **scheme))
+        scale, _ = numbers(solve(chain(1), plan(one), {}).params[0])
+        assert scale == np.float32((upper - lower) / 255), (low, high)
+
+
 def test_a_sketch_per_channel_serves_a_site_per_tensor_and_the_other_way_round(tmp_path):
     """The union of the channels, or the same range for each."""
     seen = {TensorRef("", "x"): sketch(np.array([[-1.0, 1.55, 0.0]]), 1)}

@@ -1,6 +1,14 @@
 """The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
-from graphquant.ir.channels import channel_axis, channel_view, summed_axis
+from graphquant.ir.channels import (
+    channel_axis,
+    channel_view,
+    input_channels,
+    kernel_size,
+    output_channels,
+    rows,
+    summed_axis,
+)
 from graphquant.ir.check import check
 from graphquant.ir.graph import CONTROL, Graph, Model, bulk
 from graphquant.ir.parameter import FORWARDING, Parameters, readable
@@ -41,6 +49,10 @@ __all__ = [
     "channel_axis",
     "channel_view",
     "check",
+    "input_channels",
+    "kernel_size",
+    "output_channels",
     "readable",
+    "rows",
     "summed_axis",
 ]

@@ -1,4 +1,4 @@
-"""The output channels of weights."""
+"""The channels of weights, and other sizes of the ops that read them."""
 
 from __future__ import annotations
 
@@ -42,3 +42,34 @@ def channel_view(op: Op, shape: Shape) -> Shape | None:
         return None
     both = [size for size in shape[axis:] if size is not None]
     return (*shape[:axis], math.prod(both) if len(both) == len(shape) - axis else None)
+
+
+def input_channels(op: Op, shape: Shape) -> int | None:
+    """How many channels `op` reads, those of all groups, if its weight is of `shape`: the rows of a product's."""
+    axis = summed_axis(op, "weight", shape)
+    if axis is None or shape[axis] is None:
+        return None
+    if op.kind == "depthwise_conv" and channel_axis(op, shape) == len(shape) - 2:  # [h, w, channels, multiplier]
+        return shape[-2]
+    return int(shape[axis] or 0) * (int(op.number("group", 1)) if op.kind in {"conv", "depthwise_conv"} else 1)
+
+
+def output_channels(op: Op, shape: Shape) -> int | None:
+    """Size of the output channel axis of a weight of `shape`."""
+    axis = channel_axis(op, shape)
+    return None if axis is None else (channel_view(op, shape) or shape)[axis]
+
+
+def kernel_size(op: Op, shape: Shape) -> int | None:
+    """The shortest side of the kernel in a convolution's weight of `shape`."""
+    channels = {channel_axis(op, shape), summed_axis(op, "weight", shape)}
+    sides = [size for axis, size in enumerate(shape) if axis not in channels and size is not None]
+    return min(sides) if sides and len(sides) == len(shape) - 2 else None
+
+
+def rows(op: Op, shape: Shape) -> int | None:
+    """How many rows the left matrix of a product has, whose shape this is."""
+    transposed = op.kind == "gemm" and bool(op.number("transA", 0))
+    if op.kind not in {"matmul", "gemm"} or len(shape) < 2:  # noqa: PLR2004  # matrices
+        return None
+    return shape[-1 if transposed else -2]

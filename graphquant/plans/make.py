@@ -82,6 +82,14 @@ def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence
 
 TIE = "same-as-input"
 
+PASSED = "passed-on"
+
+FOLLOWING = frozenset({TIE, PASSED})
+"""What rules say that hangs on whether the producer's input is quantized."""
+
+JOINING = frozenset({"concat", "pack"})
+"""Kinds whose output holds all of their inputs, weights too."""
+
 WEIGHT_MADE = "its consumer makes a weight of weights alone, and that is quantized where it is used"
 
 INPUTLESS = "the rule ties it to its input, and its producer has none"
@@ -112,13 +120,14 @@ class _Draft:
         self._sites: dict[tuple[object, ...], _Open] = {}
         self._skips: dict[tuple[object, ...], _Open] = {}
         self._tied: dict[tuple[str, str], list[Match]] = {}
+        self._passed: dict[Use, Use] = {}  # to where the integers come from
         self._order: dict[TensorRef, int] = {}
         self.used: set[int] = set()
 
     def take(self, match: Match) -> None:
         """Adds one match as part of a site, a tie or a skip."""
         self._order.setdefault(match.tensor, len(self._order))
-        if match.rule.rule.quantize == TIE and not self._left_out(match):
+        if match.rule.rule.quantize in FOLLOWING and not self._left_out(match):
             self.used.add(id(match.rule))
             self._tied.setdefault((match.tensor.graph, match.tensor.op), []).append(match)
         else:
@@ -163,15 +172,18 @@ class _Draft:
             op = by_use.get(fed)
             for match in self._tied.pop(op, ()) if op is not None else ():
                 per_tensor = replace(scheme, per="tensor", axis=None, block_size=None)
-                if self._place(match, per_tensor, ties[match.tensor.graph, match.tensor.op]):
-                    queue.append((match.use, per_tensor))
+                if match.rule.rule.quantize == PASSED:
+                    self._passed[match.use] = self._passed.get(fed, fed)
+                elif not self._place(match, per_tensor, ties[match.tensor.graph, match.tensor.op]):
+                    continue
+                queue.append((match.use, per_tensor))
 
     def _next(self, match: Match) -> Match | None:
         """The next rule that holds for a use whose tie came to nothing; ties do not."""
         rules = self.matcher.ruleset.rules
         behind = next(index for index, rule in enumerate(rules) if rule is match.rule) + 1
         for rule in rules[behind:]:
-            if rule.rule.quantize != TIE and not self.matcher.miss(rule, match.tensor, match.use):
+            if rule.rule.quantize not in FOLLOWING and not self.matcher.miss(rule, match.tensor, match.use):
                 return replace(match, rule=rule)
         return None
 
@@ -188,7 +200,7 @@ class _Draft:
                 rule=item.first.rule.rule.name,
                 why=item.first.rule.rule.why,
                 parameter=self.matcher.parameters.is_parameter(item.first.tensor),
-                tie=item.tie,
+                tie=tuple(self._passed.get(use, use) for use in item.tie),
             )
             for item in self._sorted(self._sites)
         )
@@ -277,7 +289,9 @@ class _Draft:
         return tuple(
             Use(graph, name, slot)
             for slot, read in enumerate(home.slots(name))
-            if read is not None and op.role(slot) == "input" and not self.matcher.parameters.is_parameter(read)
+            if read is not None
+            and op.role(slot) == "input"
+            and (op.kind in JOINING or not self.matcher.parameters.is_parameter(read))
         )
 
     def _axis(self, match: Match, scheme: Scheme) -> int | None:

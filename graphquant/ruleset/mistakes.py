@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from graphquant.ruleset.locate import KeyPath
 
-OUTCOMES = ("leave", "same-as-input")
+OUTCOMES = ("leave", "same-as-input", "passed-on")
 """What a rule may say in `quantize` beside the name of a scheme."""
 
 _MAX_SHOWN, _MAX_LISTED = 60, 500
@@ -41,6 +41,7 @@ _TYPES = {
 _SENTENCES = {
     "literal_error": "is {shown}; it must be {expected}.",
     "greater_than_equal": "is {shown}; it must be at least {ge}.",
+    "greater_than": "is {shown}; it must be above {gt}.",
     "less_than_equal": "is {shown}; it must be at most {le}.",
     "string_too_short": "is empty. Leave it out or fill it.",
     "too_short": "is empty. Leave it out or fill it.",
@@ -158,6 +159,7 @@ def _references(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
     rules = [rule if isinstance(rule, dict) else {} for rule in rules] if isinstance(rules, list) else []
     yield from _duplicates(rules)
     parts = {name: _part_names(pattern) for name, pattern in patterns.items()}
+    yield from _besides(rules)
     for index, rule in enumerate(rules):
         scheme_name = rule.get("quantize")
         if isinstance(scheme_name, str) and scheme_name not in (*schemes, *OUTCOMES):
@@ -169,6 +171,23 @@ def _references(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
             reference = selector.get("pattern") if isinstance(selector, dict) else None
             if isinstance(reference, str) and (text := _pattern_mistake(reference, parts)):
                 yield ("rule", index, side, "pattern"), text
+
+
+def _besides(rules: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, str]]:
+    """What is wrong with the rules that consumers stand `beside`."""
+    selectors = [selector if isinstance(selector := rule.get("consumer"), dict) else {} for rule in rules]
+    own = {rule.get("name"): "beside" in one for rule, one in zip(rules, selectors, strict=True) if _is_named(rule)}
+    for index, selector in enumerate(selectors):
+        wanted, path = selector.get("beside"), ("rule", index, "consumer", "beside")
+        if isinstance(wanted, str) and wanted not in own:
+            close = did_you_mean(wanted[:_MAX_SHOWN], [str(name) for name in own])
+            yield path, f"there is no rule {_shown(wanted)} in the file.{close}"
+        elif isinstance(wanted, str) and own[wanted]:
+            yield path, f"the rule {_shown(wanted)} is 'beside' another itself. Name that one."
+
+
+def _is_named(rule: dict[str, Any]) -> bool:
+    return isinstance(rule.get("name"), str)
 
 
 def _tables(value: object) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from graphquant.qdq import FAMILIES, Arguments
-from graphquant.ruleset.types import DTYPES, Observe, Pattern, Rule, RuleFile, Scheme, Selector
+from graphquant.ruleset.types import CONSUMER_ONLY, DTYPES, Observe, Pattern, Rule, RuleFile, Scheme, Selector
 from graphquant.sketch import OBSERVERS
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _narrow(tables: dict[str, Any]) -> None:
         {"required": [side], "properties": {side: {"minProperties": 1}}} for side in ("producer", "consumer")
     ]
     sides = tables["Rule"]["properties"]
-    sides["producer"]["properties"] = dict.fromkeys(("input", "min_channels", "max_channels"), False)
+    sides["producer"]["properties"] = dict.fromkeys(CONSUMER_ONLY, False)
     sides["consumer"]["properties"] = {"readers": False}
 
 

@@ -138,6 +138,7 @@ class Scheme:
         block_size: How many elements of a weight, along the axis that its consumer sums over, have one scale.
         axis: Which axis the channels or blocks lie along, where it is another one.
         scale: "any" or "power-of-two".
+        smallest_range: The least that lies between the ends of the range, in real units; a narrower one is widened.
         observe: The observer that picks the range.
         family: Which ops stand for the quantization; by default the format's own.
         range: "observed", the one of which the scheme makes a scale and zero point; "given", told to the ops as it
@@ -157,6 +158,7 @@ class Scheme:
     block_size: StrictInt | None = Field(default=None, ge=2, le=1 << 20)
     axis: StrictInt | None = Field(default=None, ge=0, le=31)
     scale: Literal["any", "power-of-two"] = "any"
+    smallest_range: Annotated[StrictFloat, Field(gt=0, le=1e30)] | None = None
     observe: Observe = Field(default_factory=lambda: Observe(name="minmax"))
     family: _Text | None = None
     range: RangeFrom = "observed"
@@ -271,6 +273,13 @@ class Scheme:
         return IntType(self.bits or 8, True if self.signed is None else self.signed)
 
 
+CONSUMER_ONLY = (
+    *("input", "min_channels", "max_channels", "min_in_channels", "max_in_channels", "multiple_of"),
+    *("min_rows", "max_rows", "min_kernel", "max_groups", "path", "beside"),
+)
+"""The conditions of a selector that are on what reads a tensor."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class Selector:
     """Conditions on an op, all of which must hold. An empty one holds everywhere; one on an unknown size does not.
@@ -288,8 +297,19 @@ class Selector:
         max_rank: Largest number of axes of the tensor.
         min_size: Smallest number of elements of the tensor.
         max_size: Largest number of elements of the tensor.
-        min_channels: Smallest size of the output channel axis of a weight. Consumers only.
-        max_channels: Largest size of that axis.
+        min_channels: Smallest number of output channels of the op, counted in its weight. Consumers only.
+        max_channels: Largest number of them.
+        min_in_channels: Smallest number of channels that the op reads, those of all groups; the rows of a matrix
+            product's weight. Consumers only.
+        max_in_channels: Largest number of them.
+        multiple_of: What that number must be a multiple of. Consumers only.
+        min_rows: Smallest number of rows of a matrix product's left side. Consumers only.
+        max_rows: Largest number of them.
+        min_kernel: Smallest size of the shortest side of a convolution's kernel. Consumers only.
+        max_groups: Largest number of groups of a convolution. Consumers only.
+        path: "longest": of the op's inputs that `producer` fits this is the one that is farthest from where all of
+            them part, or else the first; the op reads two tensors at least that are no parameters. Consumers only.
+        beside: Name of a rule in the same file that holds for another input of the op. Consumers only.
     """
 
     kind: _Text | None = None
@@ -305,6 +325,15 @@ class Selector:
     max_size: _Count | None = None
     min_channels: _Count | None = None
     max_channels: _Count | None = None
+    min_in_channels: _Count | None = None
+    max_in_channels: _Count | None = None
+    multiple_of: Annotated[StrictInt, Field(ge=1)] | None = None
+    min_rows: _Count | None = None
+    max_rows: _Count | None = None
+    min_kernel: _Count | None = None
+    max_groups: _Count | None = None
+    path: Literal["longest"] | None = None
+    beside: _Text | None = None
 
     @field_validator("kind")
     @classmethod
@@ -357,7 +386,7 @@ class Selector:
 
     @model_validator(mode="after")
     def _satisfiable(self) -> Selector:
-        for what in ("rank", "size", "channels"):
+        for what in ("rank", "size", "channels", "in_channels", "rows"):
             low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
             if low is not None and high is not None and low > high:
                 raise ValueError(f"'min_{what}' {low} is above 'max_{what}' {high}; nothing can match")
@@ -388,12 +417,15 @@ class Pattern:
 class Rule:
     """One sentence: what produces the tensor, who reads it, how to quantize in between.
 
+    "same-as-input" gives the tensor the scale of what its producer reads; with "passed-on" nothing is inserted, since
+    the producer hands quantized values on. Where what the producer reads is float, both leave the use to later rules.
+
     Attributes:
         name: Unique in its file; letters, digits, '_', '-' and '.', as new ops may be named after it.
         why: The reason, shown wherever the rule's work is shown.
         producer: What makes the tensor.
         consumer: Who reads it; only these uses are rerouted.
-        quantize: Name of a scheme, "same-as-input" or "leave".
+        quantize: Name of a scheme, "same-as-input", "passed-on" or "leave".
         optional: A name selector that matches nothing is no error.
         place: For a tensor that the body of an op reads from outside, where the new ops go: beside the "producer" or in
             the "body".
@@ -409,7 +441,7 @@ class Rule:
 
     @model_validator(mode="after")
     def _says_something(self) -> Rule:
-        for key in ("input", "min_channels", "max_channels"):
+        for key in CONSUMER_ONLY:
             if getattr(self.producer, key) is not None:
                 raise ValueError(f"{key!r} is a condition on what reads the tensor; put it into 'consumer'")
         if self.consumer.readers is not None:

@@ -229,6 +229,32 @@ def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
     assert told(plan) == ["d:0 q -> z[0]"]
 
 
+def test_what_is_passed_on_gets_nothing(tmp_path):
+    """Behind an op that hands integers on nothing is inserted, and ties reach through to where they come from."""
+    passed = rule("pass", "passed-on", '{ kind = "reshape|transpose" }') + rule("tie", "same-as-input", kind("concat"))
+    text = """
+    g (float[1,4] x, float[4,1] y) => (float[1,8] z)
+    {
+        a = Transpose (x)
+        b = Transpose (a)
+        c = Transpose (y)
+        d = Concat <axis = 1> (b, c)
+        z = Relu (d)
+    }
+    """
+    whole = planned(tmp_path, text, passed + rule("in", producer='{ name = "/^[xy]$/" }'))
+    assert told(whole) == ["x:0 q -> a[0]", "y:0 q -> c[0]", "d:0 q -> z[0] = a[0] c[0]"]
+    assert whole.skips == ()
+    assert whole.unused == ()
+    half = planned(tmp_path, text, passed + rule("in", producer='{ name = "x" }') + rule("c", consumer=kind("concat")))
+    assert told(half) == ["x:0 q -> a[0]", "c:0 q -> d[1]", "d:0 q -> z[0] = a[0] d[1]"]
+
+
+def kind(text):
+    """A selector of ops."""
+    return f'{{ kind = "{text}" }}'
+
+
 def ring(fed):
     """A TF-like loop: enter -> merge -> identity -> next_iteration -> merge; `fed` if something is before it."""
     model = Model(format="onnx")
