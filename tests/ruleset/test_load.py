@@ -179,8 +179,10 @@ def test_mistakes_of_all_files_in_order(write):
     other = write("\na = ", "a.toml")
     assert message(bad, write(GOOD), other, bad).splitlines() == [
         "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, scheme, pattern, rule.",
-        "b.toml:3: a rule lacks the key 'quantize'."
-        ' It says: Name of a scheme, "same-as-input", "passed-on" or "leave".',
+        (
+            "b.toml:3: a rule lacks the key 'quantize'."
+            ' It says: Name of a scheme, "same-as-input", "passed-on" or "leave".'
+        ),
         "a.toml:2: this is not TOML: Invalid value. Strings are quoted, as in kind = 'conv'.",
     ]
 
