@@ -145,8 +145,8 @@ def _name_outputs(main: Graph, names: Sequence[str]) -> None:
     main.removed.clear()  # these were no nodes
     for name in dict.fromkeys(names):
         op, _, port = name.partition(":")
-        number = int(port) if port.isdecimal() else 0
-        if op not in main or number >= len(main.op(op).outputs):
+        number = int(port or 0) if not port or port.isdecimal() else -1
+        if op not in main or not 0 <= number < len(main.op(op).outputs):
             raise UsageError(f"The graph has no tensor {name!r}.{did_you_mean(op, main.nx)}")
         add_result(main, f"@{op}:{number}" if number else f"@{op}", (op, number))
 

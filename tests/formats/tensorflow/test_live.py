@@ -382,6 +382,23 @@ def test_gradients(family: str, written: Any) -> None:
     assert np.any(slopes[0][0].numpy()[np.abs(X * 20) > Q8.max + 0.1] != 0) != clips
 
 
+def test_gradients_of_ones_own() -> None:
+    """A gradient that the user wrote is asked for in the edited function too, in a nested one as well."""
+
+    @tf.custom_gradient
+    def steep(z: Any) -> Any:
+        return tf.identity(z), lambda upstream: upstream * 7.0
+
+    inner = tf.function(lambda z: steep(tf.matmul(z, KERNEL, name="product")))
+    concrete = tf.function(lambda x: inner(x) * 1.0).get_concrete_function(tf.TensorSpec([None, 6]))
+    made = quantized(concrete)
+    x = tf.constant(X)
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        total = tf.reduce_sum(made(x))
+    np.testing.assert_allclose(tape.gradient(total, x), np.tile(7 * KERNEL.sum(1), (4, 1)), rtol=1e-5)
+
+
 def test_two_traces_of_one_function_do_not_mix() -> None:
     """Two modules of one class, and one callable made twice: each reads its own variables and has its own ops."""
     nets = [Net(), Net()]
@@ -605,6 +622,9 @@ def test_refusals(tmp_path: Any, samples: Any) -> None:
         gq.load(tf.Graph())
     with pytest.raises(UsageError, match=r"no tensor 'logit:0'. Did you mean 'logits'"):
         gq.load(dense(), outputs=["logit:0"])
+    for name in ("logits:1", "logits:x", "^logits"):
+        with pytest.raises(UsageError, match="The graph has no tensor"):
+            gq.load(dense(), outputs=[name])
     with pytest.raises(UsageError, match="A function says itself what it returns"):
         gq.load(concrete, outputs=["x"])
     with pytest.raises(UsageError, match=r"only a tf\.Graph or a session is given outputs"):
