@@ -76,8 +76,8 @@ def fits(elements: int, space: int) -> bool:
 
 
 def at_once(elements: int, space: int, most: int) -> int:
-    """How many runs of so many elements there may be at once in `space` bytes, beside one that is looked at."""
-    return max(min(space // max(elements * AT_ONCE, 1) - 1, most), 1)
+    """How many runs of so many elements there may be at once in `space` bytes; always one, `most` at most."""
+    return max(min(space // max(elements * AT_ONCE, 1), most), 1)
 
 
 def grouped(sizes: Mapping[TensorRef, int], space: int) -> list[tuple[TensorRef, ...]]:

@@ -8,8 +8,9 @@ times, for a group of tensors each.
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from contextlib import ExitStack, closing
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
     Feeds = Mapping[str, Array]
     Seen = dict[TensorRef, list[Array]]
+
+Item = TypeVar("Item")
 
 
 class Observing(Protocol):
@@ -47,7 +50,7 @@ class Observing(Protocol):
         beside: Sequence[TensorRef] = (),
         at_once: int = 1,
     ) -> Generator[Seen, None, None]:
-        """For each feed the values that each tensor took; up to `at_once` of the next feeds may be run meanwhile."""
+        """For each feed the values that each tensor took; those of up to `at_once` feeds are there or under way."""
 
 
 def feeds_of(
@@ -94,7 +97,8 @@ def observed(
         elements, groups = sum(sizes.values()), grouped(sizes, space)
     else:
         groups = [tuple(tensors)]
-    *copies, ends = itertools.tee(itertools.chain([first], feeds), len(groups) + 1)
+    *copies, ends = _copies(itertools.chain([first], feeds), len(groups) + 1)
+    del first
     with ExitStack() as stack:
         passes = []
         for group, copy in zip(groups, copies, strict=True):
@@ -109,6 +113,23 @@ def observed(
         for _, block in ends:
             for values in passes:
                 yield next(values), block if values is passes[-1] else None
+
+
+def _copies(items: Iterator[Item], number: int) -> list[Iterator[Item]]:
+    """Iterators that each give all items; unlike `itertools.tee`, they keep none that all have given."""
+    waiting: list[deque[Item]] = [deque() for _ in range(number)]
+
+    def copy(mine: deque[Item]) -> Iterator[Item]:
+        while True:
+            if not mine:
+                for item in itertools.islice(items, 1):
+                    for each in waiting:
+                        each.append(item)
+            if not mine:
+                return
+            yield mine.popleft()
+
+    return [copy(each) for each in waiting]
 
 
 def _joined(block: Sequence[Feeds]) -> Feeds | None:

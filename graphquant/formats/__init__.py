@@ -68,9 +68,9 @@ class Runner(Protocol):
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
-        Up to `at_once` of the next feeds may be read, and run, meanwhile; if 1, none is before its values are asked
-        for. `beside` are tensors that other calls observe on the same feeds, for want of memory: values must be the
-        same bits however tensors are shared out among such calls.
+        The values of up to `at_once` feeds may be there or under way, so if it is 1, a feed is read only when its
+        values are asked for. `beside` are tensors that other calls observe on the same feeds, for want of memory:
+        values must be the same bits however tensors are shared out among such calls.
         """
 
 

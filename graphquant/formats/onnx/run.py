@@ -127,7 +127,8 @@ class OnnxRunner:
             feeds: What to run.
             beside: What other calls observe on the same feeds, for want of memory. They share a session, which shows
                 what it is asked for; onnxruntime fuses ops between which nothing is watched, so it must know all.
-            at_once: How many of the next feeds to run meanwhile, each on a thread of its own; if 1, none.
+            at_once: How many feeds' values there may be at once: while those of one are looked at, others are run, each
+                on a thread of its own.
 
         Raises:
             UnwatchableError: A tensor is one of the `unwatchable`.
@@ -188,7 +189,7 @@ class _Watch:
 
 
 def _ahead(run: Callable[[Feeds], Result], feeds: Iterable[Feeds], at_once: int) -> Generator[Result, None, None]:
-    """The results of runs in order, while up to `at_once` of the next are under way; no name here keeps them alive."""
+    """The results of runs in order, `at_once` there or under way at a time; no name here keeps them alive."""
     if at_once == 1:
         yield from map(run, feeds)
         return
@@ -197,7 +198,7 @@ def _ahead(run: Callable[[Feeds], Result], feeds: Iterable[Feeds], at_once: int)
         try:
             for feed in feeds:
                 under_way.append(pool.submit(run, feed))
-                if len(under_way) > at_once:
+                if len(under_way) == at_once:
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()
