@@ -20,7 +20,7 @@ from graphquant.errors import DataError
 from graphquant.sketch import Accumulator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Container, Iterable, Mapping
     from concurrent.futures import Executor
 
     from graphquant.calibration.passes import Observing
@@ -60,21 +60,24 @@ class Load:
 
 def load_of(model: Model, *, batchable: bool) -> Load:
     """What running `model` takes."""
-    live = [op for name in model.live() for op in model.graphs[name].ops()]
-    sizes = [size for op in live for size in _elements(op)]
-    known = None if None in sizes or any(op.kind in REPEATED for op in live) else sum(size or 0 for size in sizes)
+    live = [(graph, op) for graph in map(model.graphs.__getitem__, model.live()) for op in graph.ops()]
+    sizes = [size for graph, op in live for size in _elements(op, graph.readers(op.name))]
+    repeated = any(op.kind in REPEATED for _, op in live)
+    known = None if None in sizes or repeated else sum(size or 0 for size in sizes)
     block = ALONE
     if batchable and known is not None:
         block = max(min(LARGEST_BATCH, 1 << (BATCH_ELEMENTS // max(known, 1)).bit_length() >> 1), 1)
     return Load(block=block, elements=known)
 
 
-def _elements(op: Op) -> list[int | None]:
-    """The size of each output of an op for one sample; its first axis, if it has no size of its own, counts samples."""
+def _elements(op: Op, read: Container[int]) -> list[int | None]:
+    """The sizes of the outputs `read` of an op for one sample; a first axis without a size counts samples."""
     if op.kind in {"constant", "variable", "output"}:
         return []
     found: list[int | None] = []
-    for output in op.outputs:
+    for port, output in enumerate(op.outputs):
+        if port not in read:
+            continue
         sizes = output.shape if output.shape is None else output.shape[1:]
         first = output.shape[0] or 1 if output.shape else 1
         known = None if sizes is None or None in sizes else first * math.prod(size or 0 for size in sizes)

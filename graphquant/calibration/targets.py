@@ -23,7 +23,7 @@ COARSE, FINE = 7, 10
 METHODS = tuple(name for name, one in OBSERVERS.items() if one.needs_values and not one.required)
 """Observers that any activation may have: they look at values, and need no argument."""
 
-PLUMBING = frozenset({"constant", "variable", "output", "enter", "next_iteration", "loop_cond"})
+PLUMBING = frozenset({"constant", "variable", "output", "next_iteration", "loop_cond"})
 """Kinds whose outputs are no activations, or which no other op may come between."""
 
 

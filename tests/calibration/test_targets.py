@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
@@ -13,9 +13,7 @@ from graphquant.ir import TensorRef, Use
 from graphquant.plans import Plan, Site
 from graphquant.ruleset import Scheme
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
+MTCNN = Path(__file__).parents[3] / "shared/models/mtcnn.pb"
 RELU = TensorRef("", "stem/relu")
 POOL = TensorRef("", "max_pool")
 
@@ -119,3 +117,14 @@ def test_methods_that_are_none(name: str, near: str) -> None:
     """An unknown method names close ones; one that needs a rule's arguments is none."""
     with pytest.raises(UsageError, match=f"There is no method '{name}'.*{near}"):
         with_method(plan(site()), name)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not MTCNN.exists(), reason="the shared models are not here")
+@pytest.mark.parametrize("rules", ["onnxruntime", "tflite", "tensorrt"])
+def test_everything_has_what_rules_want_in_frames(rules: str) -> None:
+    """All tensors that a plan needs data for, those that enter a loop too, are among all tensors."""
+    model = gq.load(MTCNN)
+    wanted = planned(model, gq.plan(model, rules=[rules]), full=True)
+    assert len(wanted) > 5
+    assert set(wanted) <= set(everything(model))
