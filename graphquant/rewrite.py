@@ -117,6 +117,7 @@ def _lowering(
         params=params,
         rule=site.rule,
         value=folded,
+        parameter=site.parameter,
         clip=clip,
         shape=shape,
         view=site.view,

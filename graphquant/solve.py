@@ -14,6 +14,7 @@ from graphquant.numerics import (
     SMALLEST_SCALE,
     Array,
     Dynamic,
+    FloatType,
     QParams,
     Range,
     along,
@@ -29,6 +30,11 @@ from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+
+FLOAT8_BETWEEN = (
+    "onnxruntime's optimizer makes integer ops of float8 between quantized tensors, which it then refuses; load the"
+    " model with its optimizations off, or quantize weights alone"
+)
 
 INFINITE = "it takes infinite values, as masks do, and integers stand for none"
 
@@ -93,6 +99,7 @@ def solve(  # the story, step by step
     for index in params:
         if plan.sites[index].scheme.range == "learned" and not FAMILIES[plan.sites[index].scheme.family or ""].learns:
             _note(notes, index, UNTAUGHT)
+    _remark_float8(model, plan, params, feeding, notes)
     dynamic = {index: _dynamic(site) for index, site in enumerate(plan.sites) if site.scheme.range == "dynamic"}
     return Solution(
         params={**params, **dynamic}, skips=skips, notes={index: notes[index] for index in notes if index in params}
@@ -114,6 +121,23 @@ def _biases(
                 params[index] = _bias(model, site, feeding, params, parameters)
             except DataError as error:
                 skips[index] = _skip(site, str(error))
+
+
+def _remark_float8(
+    model: Model, plan: Plan, params: Mapping[int, QParams], feeding: Mapping[Use, int], notes: dict[int, str]
+) -> None:
+    """Says of float8 activations, and of weights beside quantized inputs, where the model runs."""
+    for index in params:
+        site = plan.sites[index]
+        if isinstance(site.scheme.type, FloatType):
+            others = (
+                Use(use.graph, use.op, slot)
+                for use in site.uses
+                for slot in range(len(model.graphs[use.graph].slots(use.op)))
+                if slot != use.slot
+            )
+            if not site.parameter or any(feeding.get(other) in params for other in others):
+                _note(notes, index, FLOAT8_BETWEEN)
 
 
 def _as_written(plan: Plan, skips: dict[int, Skip], params: dict[int, QParams]) -> None:

@@ -53,6 +53,7 @@ class Lowering:
         params: Scale, zero point and range; or that the range is that of each run.
         rule: Name of the rule, stamped on each op.
         value: The weight's value if it is to be folded into an integer constant, else None.
+        parameter: Whether the tensor is a weight, which is a constant even where it stays float.
         clip: Whether values may lie outside of what the type represents, so that its container must not take them.
         shape: The tensor's static shape where it is known, as it must be per channel.
         view: That shape if the tensor is to be reshaped to it for its channels to be one axis, and back; else None.
@@ -69,6 +70,7 @@ class Lowering:
     params: QParams | Dynamic
     rule: str
     value: Array | None = None
+    parameter: bool = False
     clip: bool = True
     shape: tuple[int | None, ...] | None = None
     view: tuple[int, ...] | None = None

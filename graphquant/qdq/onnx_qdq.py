@@ -18,6 +18,9 @@ from graphquant.qdq.onnx_read import read, rounding
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
 """Of 8 bits, and of int32 biases."""
 
+OPSET_RUN_TIME = 11
+"""Where activations are quantized, onnxruntime adds a Round to float biases, which opset 10 has not."""
+
 OPSET_FLOAT8, OPSET_BLOCKS = 19, 21
 
 OPSET_OTHER_WIDTHS = 21
@@ -38,15 +41,22 @@ _MAX = ("max", "Max", ("input",))
 _MIN = ("min", "Min", ("input",))
 
 
-def _dtype(dtype: QType) -> np.dtype[np.generic]:
-    return np.dtype(getattr(ml_dtypes, dtype.container, dtype.container))
+def _container(dtype: QType, *, parameter: bool) -> str:
+    """The type that holds the values: 8 bits where 4 would do at run time.
+
+    onnxruntime's optimizer moves 4 bits past a MaxPool, into a convolution and the like, whose kernels have no such
+    type, and then refuses the model. It leaves weights alone.
+    """
+    narrow = isinstance(dtype, IntType) and dtype.container in {"int4", "uint4"}
+    return dtype.container.replace("4", "8") if narrow and not parameter else dtype.container
 
 
 def lower(graph: Graph, site: Lowering) -> TensorRef:
     """Adds QuantizeLinear and DequantizeLinear; where there is a value to fold, an integer constant for the former."""
     params = static_params(site)
     known = graph.output(site.tensor)
-    integer = _dtype(params.type)
+    held = _container(params.type, parameter=site.parameter)
+    integer = np.dtype(getattr(ml_dtypes, held, held))
     shape = () if _one_block(params) else params.scale.shape
     zeros = params.zero_point.astype(integer).reshape(shape)
     scale = constant(graph, f"{site.name}/scale", params.scale.reshape(shape), type_="Constant", rule=site.rule)
@@ -70,16 +80,16 @@ def _one_block(params: QParams) -> bool:
 def _clipped(graph: Graph, site: Lowering) -> TensorRef:
     """The tensor without what the type's container has and the type has not, by Max and Min, which broadcast.
 
-    onnxruntime's QuantizeLinear of 4 bits per channel wraps around where a value is 2**31 steps large, so that gets
-    both ends too.
+    onnxruntime's QuantizeLinear to 4 bits per channel wraps around where a value is 2**31 steps large, so a weight that
+    stays float gets both ends before that.
     """
     params, known = static_params(site), graph.output(site.tensor)
     result = site.tensor
     if isinstance(params.type, FloatType) or not site.clip:
         return result
     ends = params.type.limits(narrow=params.narrow)
-    container = IntType.parse(params.type.container).limits()
-    wraps = params.axis is not None and params.block is None and params.type.container in {"int4", "uint4"}
+    held = IntType.parse(_container(params.type, parameter=site.parameter))
+    container, wraps = held.limits(), held.container in {"int4", "uint4"}
     bounds = ((_MAX, "low", params.range.low), (_MIN, "high", params.range.high))
     for place, (op, word, values) in enumerate(bounds):
         if wraps or ends[place] != container[place]:
@@ -124,7 +134,8 @@ def _form(site: Lowering) -> tuple[str, dict[str, int]]:
     """The domain of the ops, and their attributes."""
     params = static_params(site)
     attrs = {} if _one_block(params) else {"axis": params.axis, "block_size": params.block}
-    own = site.opset < OPSET_OTHER_WIDTHS and params.type.container in OTHER_WIDTHS
+    held = _container(params.type, parameter=site.parameter)
+    own = site.opset < OPSET_OTHER_WIDTHS and held in OTHER_WIDTHS
     return MICROSOFT if own else "", {name: value for name, value in attrs.items() if value is not None}
 
 
@@ -156,9 +167,11 @@ def opset(asked: Request) -> int:
         return OPSET_BLOCKS
     if isinstance(asked.type, FloatType):
         return OPSET_FLOAT8
-    if asked.type.container in OTHER_WIDTHS:
-        return OPSET_BROADCAST
-    return OPSET_PER_TENSOR if asked.axis is None else OPSET_PER_CHANNEL
+    if _container(asked.type, parameter=asked.parameter) in OTHER_WIDTHS:
+        return OPSET_BROADCAST if asked.parameter else OPSET_RUN_TIME
+    if asked.axis is not None:
+        return OPSET_PER_CHANNEL
+    return OPSET_PER_TENSOR if asked.parameter else OPSET_RUN_TIME
 
 
 def settle(params: QParams) -> QParams:

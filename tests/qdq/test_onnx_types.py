@@ -118,7 +118,7 @@ def test_weights(tmp_path: Path, dtype: str, per: str) -> None:
         expected = dequantize(quantize(values(), done.params), done.params)
         for found in run(path, x):
             np.testing.assert_array_equal(bits(found), bits(expected), err_msg=f"{opset} {more} {float_weights}")
-        _is_read_back(path, done.params)
+        _is_read_back(path, done.params, parameter=True)
         _has_form(onnx.load(path), done.params, opset, folded=not float_weights)
 
 
@@ -138,17 +138,17 @@ def test_activations(tmp_path: Path, dtype: str, per: str) -> None:
         expected = dequantize(quantize(x + values(), done.params), done.params)
         for found in run(path, x):
             np.testing.assert_array_equal(bits(found), bits(expected), err_msg=f"{opset} {more}")
-        _is_read_back(path, done.params)
-        _has_form(onnx.load(path), done.params, opset, folded=False)
+        _is_read_back(path, done.params, parameter=False)
+        _has_form(onnx.load(path), done.params, opset, folded=False, parameter=False)
 
 
-def _is_read_back(path: Path, params: QParams) -> None:
+def _is_read_back(path: Path, params: QParams, *, parameter: bool) -> None:
     """`inspect` finds the one site, with its scale; odd widths as the type that holds them."""
     model = pipeline.load(path)
     (reading,) = survey(model).readings
     found = reading.params
     assert isinstance(found, QParams)
-    assert found.type.name == params.type.container
+    assert found.type.name == _held(params, parameter=parameter)
     np.testing.assert_array_equal(found.scale, params.scale)
     np.testing.assert_array_equal(found.zero_point, params.zero_point)
     assert (found.axis, found.block) == (params.axis, params.block)
@@ -156,10 +156,11 @@ def _is_read_back(path: Path, params: QParams) -> None:
     assert not plan.sites
 
 
-def _has_form(model: onnx.ModelProto, params: QParams, opset: int, *, folded: bool) -> None:
+def _has_form(model: onnx.ModelProto, params: QParams, opset: int, *, folded: bool, parameter: bool = True) -> None:
     """The opset is no higher than it must be, 4 and 16 bits are in the right domain, constants in their type."""
     kind, now = params.type, {item.domain: item.version for item in model.opset_import}
-    other = isinstance(kind, IntType) and kind.container not in {"int8", "uint8"}
+    held_in = _held(params, parameter=parameter)
+    other = isinstance(kind, IntType) and held_in not in {"int8", "uint8"}
     needed = 21 if params.block is not None else 19 if isinstance(kind, FloatType) else 13
     assert now == {"": max(opset, needed), **({"com.microsoft": 1} if other and max(opset, needed) < 21 else {})}
     ops = [node for node in model.graph.node if node.op_type in {"QuantizeLinear", "DequantizeLinear"}]
@@ -172,6 +173,12 @@ def _has_form(model: onnx.ModelProto, params: QParams, opset: int, *, folded: bo
         count = int(np.prod(SHAPE))
         width = 4 if kind.container in {"int4", "uint4"} else 16 if "16" in kind.container else 8
         assert (held.data_type, len(held.raw_data)) == (code, (count * width + 7) // 8)
+
+
+def _held(params: QParams, *, parameter: bool) -> str:
+    """The type that holds the values: what is quantized at run time has 8 bits at least."""
+    container = params.type.container
+    return container if parameter else {"int4": "int8", "uint4": "uint8"}.get(container, container)
 
 
 def _initializer(model: onnx.ModelProto, name: str) -> TensorProto:

@@ -1,0 +1,99 @@
+"""Narrow types in a whole model: onnxruntime loads it with all its optimizations and computes the same as without."""
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+
+import graphquant as gq
+from graphquant.solve import FLOAT8_BETWEEN
+
+MODEL = Path("sample_models/digits_cnn.onnx")
+
+RULES = """
+description = "activations and weights"
+prepare = ["initializer-inputs"]
+[scheme.activation]
+dtype = "{activation}"
+{zero}
+[scheme.weight]
+dtype = "{weight}"
+per = "channel"
+[[rule]]
+name = "weight"
+producer = {{ kind = "parameter" }}
+consumer = {{ kind = "conv|depthwise_conv|matmul|gemm", input = "weight" }}
+quantize = "weight"
+[[rule]]
+name = "behind"
+producer = {{ kind = "conv|depthwise_conv|matmul|gemm > relu|relu6|clip?" }}
+quantize = "activation"
+[[rule]]
+name = "pool"
+producer = {{ kind = "max_pool" }}
+quantize = "same-as-input"
+"""
+
+PLAIN = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+FULL = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+
+
+def insert(folder: Path, activation: str, weight: str) -> gq.Result:
+    """The network quantized to these types."""
+    zero = "" if activation.startswith("float") else 'zero = "asymmetric"'
+    (folder / "rules.toml").write_text(RULES.format(activation=activation, weight=weight, zero=zero))
+    data = "sample_models/digits_cnn_calib.npz"
+    return gq.insert(MODEL, rules=[str(folder / "rules.toml")], data=data, samples=16)
+
+
+def run(path: Path, level: onnxruntime.GraphOptimizationLevel) -> np.ndarray:
+    """The logits of eight pictures."""
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = level
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 4
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    image = np.load("sample_models/digits_cnn_eval.npz")["image"][:8].astype(np.float32)
+    given = session.get_inputs()[0]
+    return session.run(None, {given.name: image.reshape(8, *given.shape[1:])})[0]
+
+
+@pytest.mark.parametrize(
+    ("activation", "weight"),
+    [
+        ("uint4", "int4"),
+        ("uint4", "int8"),
+        ("uint8", "int4"),
+        ("uint3", "int5"),
+        ("uint16", "int8"),
+        ("uint12", "int4"),
+    ],
+)
+def test_narrow_types_load(tmp_path: Path, activation: str, weight: str) -> None:
+    """With optimizations the logits are those without, as closely as integer kernels are; the opset stays."""
+    result = insert(tmp_path, activation, weight)
+    path = result.save(tmp_path / "quant.onnx")
+    onnx.checker.check_model(onnx.load(path), full_check=True)
+    assert gq.load(path).opset == 13
+    assert len(result.inserted) > 15
+    want, have = run(path, PLAIN), run(path, FULL)
+    np.testing.assert_allclose(have, want, atol=0.15 * np.abs(want).max())
+    assert not result.notes or FLOAT8_BETWEEN not in "".join(result.notes.values())
+
+
+def test_float8_between_is_told(tmp_path: Path) -> None:
+    """Each float8 site between quantized tensors says where the model runs; weights alone run anywhere."""
+    result = insert(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
+    told = {done.site.tensor for done in result.inserted if done.site.tensor in result.notes}
+    assert {done.site.tensor for done in result.inserted if not done.site.parameter} < told
+    assert all(FLOAT8_BETWEEN in note for note in result.notes.values())
+    path = result.save(tmp_path / "quant.onnx")
+    assert np.isfinite(run(path, PLAIN)).all()
+    rules = (tmp_path / "rules.toml").read_text()
+    (tmp_path / "rules.toml").write_text(rules[: rules.index('[[rule]]\nname = "behind"')])
+    alone = gq.insert(MODEL, rules=[str(tmp_path / "rules.toml")])
+    assert not alone.notes
+    path = alone.save(tmp_path / "alone.onnx")
+    np.testing.assert_allclose(run(path, FULL), run(path, PLAIN), rtol=1e-3, atol=1e-3)
