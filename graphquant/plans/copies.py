@@ -23,7 +23,8 @@ def copied(model: Model, parameters: Parameters, sites: Sequence[Site]) -> Itera
     """A site in a copy for each of `sites` whose uses have twins there; its scale is the twin's.
 
     A use is quantized as its twin is. One without a twin, as in a branch for training, is if all uses of the tensor's
-    twin are. The tensors must agree in dtype and shape, and a weight must be the same variable or have the same value.
+    twin are. The tensors must agree in dtype and shape; twins must have made them, and a weight must be the same
+    variable or have the same value.
     """
     if not model.saved:
         return
@@ -65,7 +66,7 @@ def _agree(model: Model, parameters: Parameters, twins: Twins, site: Site, tenso
         shape = model.output(parameters.origin(tensor)).shape if shape is None else shape
         if not _same_value(parameters, twins, site.tensor, tensor):
             return False
-    elif not _compatible(known.shape, own.shape):
+    elif not (_compatible(known.shape, own.shape) and twins.alike(tensor, site.tensor)):
         return False
     seen = site.view or shape
     asked = site.scheme.request(axis=site.axis, dtype=known.dtype or "", shape=seen, parameter=site.parameter)

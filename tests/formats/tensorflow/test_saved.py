@@ -95,6 +95,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         def other(self, x: Any) -> Any:
             return x @ tf.ones([5, 2])
 
+        @tf.function(input_signature=[tf.TensorSpec([None, 8, 8, 3])])  # type: ignore[untyped-decorator]
+        def elsewhere(self, x: Any) -> Any:
+            with tf.name_scope("before"):
+                x = tf.nn.relu(100.0 * x)  # called as what follows the convolution is
+            return tf.nn.conv2d(x, self.k, 1, "SAME")
+
     net = Net()
     net(tf.zeros([2, 8, 8, 3]))
     net(tf.zeros([2, 8, 8, 3]), training=True)
@@ -190,11 +196,29 @@ def test_what_is_loaded_is_saved_again_and_is_a_layer(result: gq.Result, folder:
 
 
 @pytest.mark.slow
+def test_what_is_no_twin_has_no_scale_of_another(result: gq.Result, folder: Path) -> None:
+    """A function that convolves other data with the same kernel has the kernel quantized, and nothing else."""
+    tf = pytest.importorskip("tensorflow")
+    done = [done.site for done in result.inserted if "elsewhere" in done.site.uses[0].graph]
+    assert [(site.parameter, use.op, use.slot) for site in done for use in site.uses] == [(True, "Conv2D", 1)]
+    net, x = tf.saved_model.load(str(folder)), samples(2)
+    (params,) = [one.params for one in result.inserted if one.site == done[0]]
+    given = fake_quant.range_to_write(params)
+    low, high = given.low.astype(np.float32), given.high.astype(np.float32)
+    kernel = tf.quantization.fake_quant_with_min_max_vars_per_channel(net.k, low, high, 8, narrow_range=params.narrow)
+    wanted = tf.nn.conv2d(tf.nn.relu(100.0 * x), kernel, 1, "SAME")
+    loaded = tf.saved_model.load(str(folder.parent / "quantized"))
+    np.testing.assert_allclose(loaded.elsewhere(x), wanted, rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_a_function_that_is_no_copy_is_left_alone(result: gq.Result) -> None:
     """A saved function with weights of its own is not touched, and inspect lists it."""
     left = survey(result.model).copies
+    elsewhere = left[0].graph
     assert [(one.op, one.kind, one.reason) for one in left] == [
-        ("matmul", "matmul", "no op that runs computes the same on the same variables")
+        ("Conv2D", "conv", f"its input {elsewhere}/before/Relu:0 is float"),
+        ("matmul", "matmul", "no op that runs computes the same on the same variables"),
     ]
     assert not any("other" in use.graph for done in result.inserted for use in done.site.uses)
 
