@@ -53,14 +53,14 @@ def _inputs_tied(seen: Seen) -> Broken | None:
     return tied(type(seen)(op=seen.op, graph=seen.graph, sides=seen.sides, inputs=seen.inputs, pairs=(), readers=()))
 
 
-def _nearest(seen: Seen) -> bool:
-    return seen.op.attrs.get("mode", "nearest") in {"nearest", b"nearest"}
+def _nearest(op: Op) -> bool:
+    return op.attrs.get("mode", "nearest") in {"nearest", b"nearest"}
 
 
 def _linear_or_nearest(seen: Seen) -> Broken | None:
     """A Resize interpolates linearly, or copies."""
     mode = seen.op.attrs.get("mode", "nearest")
-    if _nearest(seen) or mode in {"linear", b"linear"}:
+    if _nearest(seen.op) or mode in {"linear", b"linear"}:
         return None
     return Broken(rule="mode", says=f"its mode is {mode!r}", fix="use a linear or nearest Resize")
 
@@ -98,6 +98,7 @@ TABLE = Table(
         frozenset({"relu", "relu6", "clip", "leaky_relu", "prelu", "sigmoid", "tanh", "elu", "hard_swish", "bias_add"}),
     ),
     moves=MOVES,
+    moves_if={"resize": _nearest},
 )
 
 OPENVINO = Backend(

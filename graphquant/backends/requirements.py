@@ -84,6 +84,7 @@ class Table:
         rows: By kind; ops of other kinds stay float.
         fuses: For each kind the kinds that are fused behind it.
         moves: Kinds that hand the scale of their input on, so that what reads them reads integers.
+        moves_if: Kinds of which only some ops do, and whether an op does.
         joins: The kinds of sums that a weighted op takes up where all but that op's branch is quantized.
     """
 
@@ -91,6 +92,7 @@ class Table:
     rows: Mapping[str, Row]
     fuses: Mapping[str, frozenset[str]] = field(default_factory=dict)
     moves: frozenset[str] = frozenset()
+    moves_if: Mapping[str, Callable[[Op], bool]] = field(default_factory=dict)
     joins: frozenset[str] = frozenset()
 
 
@@ -175,7 +177,7 @@ class _Judge:
             path.append(here.tensor)
             maker = self.model.op(here.tensor)
             graph = self.model.graphs[here.tensor.graph]
-            read = self.sides.inputs(graph, maker)[:1] if maker.kind in self.table.moves else []
+            read = self.sides.inputs(graph, maker)[:1] if self._moves(maker) else []
             if not read:
                 break
             here = read[0]
@@ -192,6 +194,9 @@ class _Judge:
             source=found.source,
             parameter=found.parameter,
         )
+
+    def _moves(self, op: Op) -> bool:
+        return op.kind in self.table.moves or (op.kind in self.table.moves_if and self.table.moves_if[op.kind](op))
 
     def _made(self, graph: Graph, op: Op, broken: Broken | None, note: str = "") -> Verdict:
         status: Status = "low" if broken is None else "float"

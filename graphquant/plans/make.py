@@ -145,7 +145,8 @@ class _Draft:
             for match in self._tied.pop(op, ()):
                 later = self._next(match)
                 if later is None:
-                    self._skip(match, UNTIED if ties[op] else INPUTLESS)
+                    if match.rule.rule.quantize == TIE:
+                        self._skip(match, UNTIED if ties[op] else INPUTLESS)
                     continue
                 scheme = self._settle(later)
                 if scheme is not None:
