@@ -138,7 +138,7 @@ class _Draft:
 
         Where nothing feeds it, a tie says nothing: the use goes to the next rule that holds for it, if there is one.
         """
-        ties = {op: self._ties(*op) for op in self._tied}
+        ties = {op: self._ties(*op, matches) for op, matches in self._tied.items()}
         by_use = {use: op for op, uses in ties.items() for use in uses}
         self._spread([(use, site.scheme) for site in self._sites.values() for use in site.uses], ties, by_use)
         for op in list(self._tied):
@@ -283,16 +283,17 @@ class _Draft:
         made = TensorRef(use.graph, use.op)
         return consumer.kind not in FORWARDING and self.matcher.parameters.is_parameter(made)
 
-    def _ties(self, graph: str, name: str) -> tuple[Use, ...]:
-        """The uses by which an op reads the float data that it passes on."""
+    def _ties(self, graph: str, name: str, matches: Sequence[Match]) -> tuple[Use, ...]:
+        """The uses by which an op reads the float data that it passes on; weights too, if it alters nothing."""
         home = self.matcher.model.graphs[graph]
         op = home.op(name)
+        weights = op.kind in JOINING or any(match.rule.rule.quantize == PASSED for match in matches)
         return tuple(
             Use(graph, name, slot)
             for slot, read in enumerate(home.slots(name))
             if read is not None
             and op.role(slot) == "input"
-            and (op.kind in JOINING or not self.matcher.parameters.is_parameter(read))
+            and (weights or not self.matcher.parameters.is_parameter(read))
         )
 
     def _axis(self, match: Match, scheme: Scheme) -> int | None:
