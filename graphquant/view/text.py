@@ -288,6 +288,7 @@ def _params(params: QParams | Dynamic) -> tuple[str, str, str, str]:
     if isinstance(params, Dynamic):
         return params.type.name, "dynamic", "", ""
     dtype = params.type.name + (f"[{params.scale.size}]" if params.axis is not None else "")
+    dtype += f" by {params.block}" if params.block is not None else ""
     zero = _span(params.zero_point, "d")
     low, high = float(params.range.low.min()), float(params.range.high.max())
     return dtype, _span(params.scale, ".6g", ".4g"), zero, f"[{low:.4g}, {high:.4g}]"

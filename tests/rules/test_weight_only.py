@@ -1,6 +1,9 @@
 """What onnxruntime makes of weights in blocks: matrix products that read packed integers."""
 
+import json
+import re
 from collections import Counter
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -8,9 +11,13 @@ import onnx
 import onnx.parser
 import onnxruntime
 import pytest
+from rich.console import Console
 
 import graphquant as gq
 from graphquant.numerics import QParams, dequantize, quantize
+from graphquant.plans import from_json, to_json
+from graphquant.survey import survey
+from graphquant.view.text import survey_view
 
 TEXT = """<ir_version: 8, opset_import: ["": {opset}]> g (int64[n] ids, float[n,3,8,8] image) => (float y) {{
   rows = Gather(table, ids)
@@ -121,6 +128,19 @@ def test_each_block_is_scaled_by_itself(tmp_path: Path) -> None:
     session = onnxruntime.InferenceSession(tmp_path / "watched.onnx", providers=["CPUExecutionProvider"])
     rows = session.run(["rows"], feeds)[0]
     np.testing.assert_array_equal(rows, dequantize(quantize(value, done.params), done.params)[feeds["ids"]])
+
+
+def test_blocks_in_a_plan_file_and_in_inspect(tmp_path: Path) -> None:
+    """A plan with blocks goes through JSON and gives the same file; inspect shows how many blocks of what size."""
+    path, _ = model(tmp_path, 13)
+    plan = gq.plan(path, rules=["weight_only_int4"])
+    again = from_json(json.loads(json.dumps(to_json(plan))))
+    assert again == plan
+    saved = gq.insert(path, rules=["weight_only_int4"]).save(tmp_path / "one.onnx")
+    assert gq.insert(path, plan=again).save(tmp_path / "two.onnx").read_bytes() == saved.read_bytes()
+    file = StringIO()
+    Console(file=file, width=120).print(survey_view(survey(gq.load(saved))))
+    assert re.search(r"w1/quant/int4:0 +int4\[240\] by 32 ", file.getvalue())
 
 
 def test_other_formats_say_why_not() -> None:
