@@ -36,13 +36,18 @@ HEADING: Final = "Graph execution error:"
 THREADS: Final = min(4, os.cpu_count() or 1)
 """Threads within an op; pinned, so that a run does not depend on what else the process set."""
 
+MOST_AT_ONCE: Final = 32
+"""Elements of a queue that one run takes: a power of two, for each half of it makes a run of its own in the session."""
+
 
 @dataclass(slots=True)
 class _Queue:
-    """A queue's size and the tensor that takes its first element."""
+    """A queue of elements of one dtype, its size, and the tensors that take the first elements, one after the other."""
 
+    handle: Any
+    dtype: str
     size: Any
-    take: Any
+    takes: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -109,19 +114,33 @@ class Session:
         with self.graph.as_default():
             for index, dtype in enumerate(dtypes):
                 queue = raw.FIFOQueueV2(component_types=[dtype], shared_name=queue_name(index))
-                take = raw.QueueDequeueV2(handle=queue, component_types=[dtype])
-                made.append(_Queue(raw.QueueSizeV2(handle=queue), take[0]))
+                made.append(_Queue(queue, dtype, raw.QueueSizeV2(handle=queue)))
         return made
 
     def drain(self, queues: Sequence[_Queue]) -> list[list[Any]]:
         """Takes out and returns all that each queue holds, in the order it was put in."""
-        sizes = self.run([queue.size for queue in queues], {}) if queues else []
+        left = [int(size) for size in self.run([queue.size for queue in queues], {})] if queues else []
         found: list[list[Any]] = [[] for _ in queues]
-        for turn in range(max(sizes, default=0)):
-            left = [index for index, size in enumerate(sizes) if size > turn]
-            for index, value in zip(left, self.run([queues[index].take for index in left], {}), strict=True):
-                found[index].append(value)
+        step = MOST_AT_ONCE
+        while step:
+            ready = [index for index, size in enumerate(left) if size >= step]
+            if not ready:
+                step //= 2
+                continue
+            taken = self.run([self._takes(queues[index], step) for index in ready], {})
+            for index, values in zip(ready, taken, strict=True):
+                found[index] += values
+                left[index] -= step
         return found
+
+    def _takes(self, queue: _Queue, count: int) -> list[Any]:
+        """Tensors that take the first `count` elements of a queue, in their order."""
+        with self.graph.as_default():
+            while len(queue.takes) < count:
+                with self.graph.control_dependencies([take.op for take in queue.takes[-1:]]):
+                    take = self.tf.raw_ops.QueueDequeueV2(handle=queue.handle, component_types=[queue.dtype])
+                queue.takes.append(take[0])
+        return queue.takes[:count]
 
     def _initialize(self, source: Source, meta: Any) -> None:
         """Restores the variables and runs the model's own initialization, as TensorFlow's loader does."""

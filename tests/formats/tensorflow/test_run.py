@@ -223,6 +223,22 @@ def test_observe_loop(tf: Any) -> None:
         np.testing.assert_array_equal(run[top][0], made.run(feed)["probabilities"])
 
 
+def test_observe_long_loops(tf: Any, tmp_path: Path) -> None:
+    """Many values of a loop come in their order, whether they fill the steps in which they are taken or not."""
+    with tf.Graph().as_default() as graph:
+        v1 = tf.compat.v1
+        rounds = v1.placeholder(tf.int32, [], "n")
+        v1.while_loop(lambda k: k < rounds, lambda k: tf.cast(tf.cast(k, tf.float32) + 1, tf.int32), [0], name="loop")
+    path = tmp_path / "loop.pb"
+    path.write_bytes(graph.as_graph_def().SerializeToString())
+    model = load(path)
+    sums = [TensorRef(name, op.name) for name in model.live() for op in model.graphs[name].ops() if op.kind == "add"]
+    (tensor,) = (tensor for tensor in sums if model.output(tensor).dtype == "float32")
+    for rounds in (0, 1, 31, 32, 77):
+        seen = observed(model, [tensor], {"n": np.int32(rounds)})[tensor]
+        assert [float(value) for value in seen] == [float(k + 1) for k in range(rounds)]
+
+
 def test_observe_branches(tf: Any) -> None:
     """Only the branch that is taken gives values."""
     model = load(SAMPLES / "digits_rnn.pb")
