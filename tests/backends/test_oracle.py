@@ -401,6 +401,14 @@ CASES = {
     "two other Qs": (A + "r = Sigmoid(a)" + Y + pair("r", "u", "s2"), "several-scales"),
     "identity between": (A + "i = Identity(a) r = Sigmoid(i)" + Y, "QLinearSigmoid"),
     "dropout behind": (A + "r = Sigmoid(a) d = Dropout(r)" + pair("d", "y"), "QLinearSigmoid"),
+    "int8 read by a Shape": (
+        pair("x", "a", zero="i0") + W + "r = Conv(a, v)" + pair("r", "y", zero="i0") + "u = Shape(a)",
+        "QLinearConv",
+    ),
+    "constants quantized when the model runs": (
+        A + "k_q = QuantizeLinear(kf, s, i0) k = DequantizeLinear(k_q, s, i0) r = Add(a, k)" + Y,
+        "mixed-types",
+    ),
     "dequantized output": (A + "r = Sigmoid(a)" + Y + "u = Sqrt(a)", "QLinearSigmoid", "r", "a"),
 }
 
@@ -441,7 +449,9 @@ def build(name):
     about, also, opset = (rest + ["r", "", 21][len(rest) :])[:3]
     outs = ["y", *(["u"] if " u = " in f" {text}" or "u = Deq" in text else []), *([also] if also else [])]
     header = f'<ir_version: 8, opset_import: ["": {opset}]>'
-    kinds = ", ".join(f"{'int64' if 'y = ArgMax' in text and out == 'y' else 'float'}[] {out}" for out in outs)
+    kinds = ", ".join(
+        f"{'int64' if f'{out} = ArgMax' in text or f'{out} = Shape' in text else 'float'}[] {out}" for out in outs
+    )
     message = onnx.parser.parse_model(f"{header} g ({inputs(name)}) => ({kinds}) {{ {text} }}")
     used = {read for node in message.graph.node for read in node.input}
     for key, value in (CONSTANTS | FEW).items():

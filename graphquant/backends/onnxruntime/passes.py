@@ -30,12 +30,22 @@ PROPAGATES = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze
 
 def simplify(work: Work, graph: Graph, gone: Gone) -> None:
     """Every step, until nothing changes any more."""
+    _known_shapes(work, graph)
     _unique_dq(work, graph)
     for _ in range(ROUNDS):
         changed = [step(work, graph, gone) for step in _STEPS]
         if not any(changed):
             break
     absorb_clips(work, graph, gone)
+
+
+def _known_shapes(work: Work, graph: Graph) -> None:
+    """A Shape whose answer is known becomes a constant, and reads nothing any more."""
+    for name in names(graph, lambda op: op.kind == "shape"):
+        read = work.slot(graph, name, 0)
+        sizes = work.shape(read) if read is not None else None
+        if sizes is not None and None not in sizes:
+            graph.connect(Use(graph.name, name, 0), None)
 
 
 def _forwarding(work: Work, graph: Graph, gone: Gone) -> bool:
@@ -65,6 +75,8 @@ def _double_pairs(work: Work, graph: Graph, _gone: Gone) -> bool:
         before = work.producer(graph, name, 0)
         child = work.only(graph, name)
         if before is None or not is_q(before) or child is None or not is_q(graph.op(child.op)):
+            continue
+        if work.folded(graph, before.name):
             continue
         last = work.only(graph, child.op)
         if work.only(graph, before.name) is None or last is None or not is_dq(graph.op(last.op)):
@@ -107,7 +119,7 @@ def _common(work: Work, graph: Graph, _gone: Gone) -> bool:
     changed = False
     for name in names(graph, is_q):
         data, scale, zero = work.inputs(graph, name)
-        if not work.scalar(graph, name) or work.is_output(graph, name):
+        if not work.scalar(graph, name) or work.is_output(graph, name) or work.folded(graph, name):
             continue
         key = (data, work.number(scale), None if zero is None else work.number(zero), work.dtype(graph, name))
         twin = first.setdefault(key, name)
@@ -243,7 +255,7 @@ def _backward(work: Work, graph: Graph, _gone: Gone) -> bool:
     """Before an op that a Q may move past, a pair is put where there is none."""
     changed = False
     for name in names(graph, is_q):
-        if not work.scalar(graph, name):
+        if not work.scalar(graph, name) or work.folded(graph, name):
             continue
         here = Use(graph.name, name, 0)
         while True:
@@ -255,9 +267,9 @@ def _backward(work: Work, graph: Graph, _gone: Gone) -> bool:
                 break
             here = Use(graph.name, op.name, 0)
             before = graph.producer(here)
-            if before is None or before.graph != graph.name or is_dq(graph.op(before.op)):
+            if before is None or before.graph != graph.name or is_dq(graph.op(before.op)) or work.constant(before):
                 break
-            given = graph.op(before.op).kind in {"input", "constant"}
+            given = graph.op(before.op).kind == "input"
             if not given and len(graph.consumers(before)) != 1:
                 break
             made = work.pair(graph, before, [here], name)
@@ -276,6 +288,8 @@ def to_uint8(work: Work, graph: Graph) -> None:
     for name in names(graph, is_q):
         use = work.only(graph, name)
         if use is None or not is_dq(graph.op(use.op)) or work.dtype(graph, name) != "int8":
+            continue
+        if work.folded(graph, name):
             continue
         zeros = [work.number(work.inputs(graph, one)[2]) for one in (name, use.op)]
         if zeros[0] is None or zeros[0] != zeros[1] or not work.own(graph, work.inputs(graph, name)[2]):

@@ -90,6 +90,10 @@ class Work:
                 self._values[tensor] = self._parameters.value(tensor) if small else None
         return self._values[tensor]
 
+    def folded(self, graph: Graph, name: str) -> bool:
+        """Whether a QuantizeLinear is gone before anything else happens, since what it quantizes is constant."""
+        return self.constant(TensorRef(graph.name, name))
+
     def own(self, graph: Graph, tensor: TensorRef | None) -> bool:
         """Whether `tensor` is a constant of `graph` itself, not of one around it: some steps look no further."""
         return tensor is not None and tensor.graph == graph.name and self.constant(tensor)
