@@ -3,7 +3,9 @@
 import importlib.util
 from pathlib import Path
 
+import numpy as np
 import pytest
+from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
 from graphquant.backends.onnxruntime import predict
 
@@ -24,6 +26,24 @@ EXPECTED = {"silero_vad_16k_op15": 6}
 """Wrong verdicts that are known: five Slices of one tensor that onnxruntime makes one Split of."""
 
 
+class Random(CalibrationDataReader):
+    """One sample of seeded noise for each input."""
+
+    def __init__(self, message):
+        rng = np.random.default_rng(0)
+        known = {value.name for value in message.graph.initializer}
+        sizes = {
+            value.name: [size.dim_value or 1 for size in value.type.tensor_type.shape.dim]
+            for value in message.graph.input
+            if value.name not in known
+        }
+        self.left = [{name: rng.standard_normal(shape).astype(np.float32) for name, shape in sizes.items()}]
+
+    def get_next(self):
+        """The next sample, or None."""
+        return self.left.pop() if self.left else None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in BIG])
 def test_models(name, tmp_path):
@@ -42,6 +62,36 @@ def test_rules_for_other_backends(name, rules, tmp_path):
     make, data = MODELS[name]
     judged, _, wrong = oracle.judge(make(), data, [rules], tmp_path)
     assert len(wrong) <= 0.02 * judged, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"activation_type": QuantType.QInt8, "weight_type": QuantType.QInt8},
+        {"activation_type": QuantType.QUInt16, "weight_type": QuantType.QUInt8},
+        {"extra_options": {"ActivationSymmetric": True}},
+        {"extra_options": {"AddQDQPairToWeight": True, "DedicatedQDQPair": True}},
+    ],
+    ids=["uint8", "int8", "uint16", "symmetric", "whole pairs"],
+)
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_cnn_bn", "digits_rnn", "transformer", "lstm"])
+def test_models_of_the_other_quantizer(name, options, tmp_path):
+    """Models that onnxruntime's own quantizer made, which places pairs otherwise, are judged right op by op."""
+    make, _ = MODELS[name]
+    message = make()
+    oracle.truth.name_ops(message)
+    oracle.onnx.save(message, tmp_path / "float.onnx")
+    written = tmp_path / "quantized.onnx"
+    quantize_static(tmp_path / "float.onnx", written, Random(message), quant_format=QuantFormat.QDQ, **options)
+    message = oracle.onnx.load(written)
+    for node in oracle.truth.nodes(message.graph):
+        node.name = node.name or node.output[0]
+    oracle.onnx.save(message, written)
+    verdicts = predict(oracle.gq.load(written))
+    assert oracle.truth.differences(verdicts, oracle.truth.runs_as(oracle.truth.optimized(written))) == []
+    assert any(verdict.status == "low" for verdict in verdicts)
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "transformer"])
