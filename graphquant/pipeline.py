@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is done and how much there is."""
+
+Several = str | Path | Sequence[str | Path]
+"""A name or several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +127,9 @@ def load(source: Any, *, outputs: Sequence[Any] = ()) -> Model:
 def plan(
     model: Model | str | Path,
     *,
-    rules: Sequence[str] = (),
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    rules: Several = (),
+    include: Several = (),
+    exclude: Several = (),
     family: str | None = None,
     method: str | None = None,
 ) -> Plan:
@@ -134,7 +137,7 @@ def plan(
 
     Args:
         model: A model, or the path of one.
-        rules: Names or paths of rule files, the first that matches wins; by default the format's own.
+        rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
         include: Globs or /regexes/; only what they name is quantized.
         exclude: Globs or /regexes/; what they name is left.
         family: The QDQ family for schemes that name none.
@@ -154,7 +157,7 @@ def calibrate(
     plan: Plan | str | Path | None = None,
     data: str | Batches | None = None,
     *,
-    rules: Sequence[str] = (),
+    rules: Several = (),
     everything: bool = False,
     full: bool = True,
     samples: int | None = None,
@@ -170,7 +173,7 @@ def calibrate(
         model: A model, or the path of one.
         plan: The plan, or the path of one; by default the one that the rules make.
         data: A calibration data spec, or opened data.
-        rules: Names or paths of rule files, where no plan is given; by default the format's own.
+        rules: Names, paths or texts of rule files, where no plan is given; by default the format's own.
         everything: Observe every float tensor of the model, so that the statistics serve other rules too.
         full: Keep histograms also where no observer of the plan reads them, so that other methods can.
         samples: Use only that many samples.
@@ -212,7 +215,7 @@ def calibrate(
 def insert(
     model: Model | str | Path,
     *,
-    rules: Sequence[str] = (),
+    rules: Several = (),
     data: str | None = None,
     stats: Stats | str | Path | None = None,
     plan: Plan | str | Path | None = None,
@@ -221,8 +224,8 @@ def insert(
     ranges_map: Mapping[str, str] | str | Path | None = None,
     samples: int | None = None,
     max_memory: int | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: Several = (),
+    exclude: Several = (),
     family: str | None = None,
     float_weights: bool = False,
     progress: Progress | None = None,
@@ -231,7 +234,7 @@ def insert(
 
     Args:
         model: A model, or the path of one.
-        rules: Names or paths of rule files, the first that matches wins; by default the format's own.
+        rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
         data: A calibration data spec, as in docs/data.md; not needed where ranges come from rules or weights.
         stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is not read.
         plan: A plan, or the path of an edited one, instead of rules.
@@ -318,7 +321,7 @@ def inspect_stats(
     stats: Stats | str | Path,
     model: Model | str | Path | None = None,
     *,
-    rules: Sequence[str] = (),
+    rules: Several = (),
     others: bool = False,
 ) -> Picks:
     """What statistics hold, and which range the tensors of `model` get from them, at what cost.
@@ -326,7 +329,7 @@ def inspect_stats(
     Args:
         stats: Statistics, or the path of their file.
         model: The model that they are of, or one that insert made from it, which is taken as it is.
-        rules: Names or paths of rule files, which plan for the model; by default the format's own.
+        rules: Names, paths or texts of rule files, which plan for the model; by default the format's own.
         others: Find out what other methods would pick, which takes some 50 ms a tensor.
 
     Raises:
@@ -502,7 +505,7 @@ def check_output(path: Path, source: Path | None = None, *, force: bool = False,
         ) from error
 
 
-def explain(model: Model, what: str, *, rules: Sequence[str] = ()) -> tuple[Explanation, ...]:
+def explain(model: Model, what: str, *, rules: Several = ()) -> tuple[Explanation, ...]:
     """For each use of the tensor or op `what`, the rules in order and why each did or did not apply.
 
     Raises:
@@ -595,9 +598,9 @@ def _observe(
 def _prepared(
     source: Model,
     plan: Plan | str | Path | None,
-    rules: Sequence[str],
-    include: Sequence[str],
-    exclude: Sequence[str],
+    rules: Several,
+    include: Several,
+    exclude: Several,
     family: str | None,
 ) -> tuple[Model, Plan]:
     """The prepared model and its plan, the one given or the one that the rules make."""
@@ -628,27 +631,33 @@ def _loaded(model: Any) -> Model:
     return model if isinstance(model, Model) else load(model)
 
 
-def _ruleset(model: Model, rules: Sequence[str]) -> RuleSet:
+def _names(given: Several) -> list[str]:
+    """One name is a name, not a sequence of letters."""
+    return [str(name) for name in ([given] if isinstance(given, str | Path) else given)]
+
+
+def _ruleset(model: Model, rules: Several) -> RuleSet:
     if model.format == "tflite":
         raise UsageError(
             f"{model.path or 'The model'} is a TFLite model, which can be read, not rewritten. Quantize the TensorFlow"
             " model that it was made from and give -o NAME.tflite; --ranges uses this file's scales for that."
         )
-    return load_ruleset(list(rules) or [formats.module(model.format).DEFAULT_RULES])
+    return load_ruleset(_names(rules) or [formats.module(model.format).DEFAULT_RULES])
 
 
-def _choice(model: Model, include: Iterable[str], exclude: Iterable[str], family: str | None) -> Choice:
+def _choice(model: Model, include: Several, exclude: Several, family: str | None) -> Choice:
     if family is not None and (family not in FAMILIES or FAMILIES[family].format != model.format):
         known = ", ".join(name for name, made in FAMILIES.items() if made.format == model.format)
         raise UsageError(f"There is no family {family!r} for {model.format} models. Known are: {known}.")
-    for option, patterns in (("--include", include), ("--exclude", exclude)):
+    included, excluded = tuple(_names(include)), tuple(_names(exclude))
+    for option, patterns in (("--include", included), ("--exclude", excluded)):
         for pattern in patterns:
             try:
                 Selector(name=pattern)
             except ValidationError as error:
                 said = error.errors()[0]["msg"].removeprefix("Value error, ")
                 raise UsageError(f"{option} {pattern[:60]!r} cannot be read: {said}.") from error
-    return Choice(family=family or formats.module(model.format).FAMILY, include=tuple(include), exclude=tuple(exclude))
+    return Choice(family=family or formats.module(model.format).FAMILY, include=included, exclude=excluded)
 
 
 def _data_lines(model: Model, wanting: Sequence[Any]) -> str:

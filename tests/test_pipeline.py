@@ -233,3 +233,17 @@ def test_data_that_is_not_needed_must_exist(cnn: Path) -> None:
     """A misspelt data file is an error also where the rules need no data."""
     with pytest.raises(DataError, match=r"There is no file nope\.npz"):
         gq.insert(cnn, rules=["weight_only"], data="nope.npz")
+
+
+def test_one_name_or_several(samples: Path, cnn: Path, tmp_path: Path) -> None:
+    """Rules are a name, a path, a text or a list of these; one pattern is a pattern, not its letters."""
+    text = (samples.parent / "rules" / "weight_only.toml").read_text("utf-8")
+    (tmp_path / "r.toml").write_text(text, "utf-8")
+    wanted = gq.plan(cnn, rules=["weight_only"])
+    for rules in ("weight_only", text, [text], tmp_path / "r.toml", [tmp_path / "r.toml"]):
+        assert gq.plan(cnn, rules=rules).sites == wanted.sites
+    assert gq.plan(cnn, rules=text).rules == (text,)
+    patterns = {"exclude": "logits/*", "include": "*"}
+    kept = gq.plan(cnn, rules="weight_only", **patterns)
+    assert 0 < len(kept.sites) < len(wanted.sites)
+    assert kept == gq.plan(cnn, rules=["weight_only"], **{key: [pattern] for key, pattern in patterns.items()})

@@ -54,29 +54,32 @@ def find(name_or_path: str) -> Path:
 
 
 def load_ruleset(names: Sequence[str]) -> RuleSet:
-    """The rules of all files, each a shipped name, a path or one rule as text, in the order given.
+    """The rules of all files in the order given, each a shipped name, a path, one rule in a line, or a file's text.
+
+    A text has more than one line; messages call it by its place, `rules[0]`.
 
     Raises:
         UsageError: There is no such file.
         RuleError: Files have mistakes; the message has a line `path:line: what is wrong` for each of them.
     """
-    paths = [None if SIGN in name else find(name) for name in names]
+    paths = [None if SIGN in name or "\n" in name else find(name) for name in names]
     failures: dict[str, None] = {}
     prepare: dict[str, None] = {}
     rules: list[BoundRule] = []
     descriptions: list[str] = []
     digest = hashlib.sha256()
-    for name, path in zip(names, paths, strict=True):
+    for place, (name, path) in enumerate(zip(names, paths, strict=True)):
+        label = f"rules[{place}]" if "\n" in name else name
         try:
             content = name.encode(errors="replace") if path is None else _read(path)
-            file, lines = _one_line(name) if path is None else _parse(path, content)
+            file, lines = _one_line(name) if path is None and label == name else _parse(path or Path(label), content)
         except RuleError as error:
             failures[str(error)] = None
             continue
         digest.update(hashlib.sha256(content).digest())
         prepare.update(dict.fromkeys(file.prepare))
         descriptions.append(file.description)
-        rules.extend(_bind(name, file, lines))
+        rules.extend(_bind(label, file, lines))
     if failures:
         raise RuleError("\n".join(failures))
     return RuleSet(
@@ -112,13 +115,13 @@ def _read(path: Path) -> bytes:
             content = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise _error(path, [(1, f"the file cannot be read ({error.strerror}). Check its permissions.")]) from error
-    if len(content) > MAX_BYTES:
-        raise _error(path, [(1, f"the file has more than {MAX_BYTES} bytes. Rule files are small; is this one?")])
     return content
 
 
 def _parse(path: Path, content: bytes) -> tuple[RuleFile, dict[KeyPath, int]]:
     """The file's data and the lines of its keys; a RuleError with all its mistakes."""
+    if len(content) > MAX_BYTES:
+        raise _error(path, [(1, f"the file has more than {MAX_BYTES} bytes. Rule files are small; is this one?")])
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -187,6 +187,18 @@ def test_mistakes_of_all_files_in_order(write):
     ]
 
 
+def test_texts(write):
+    """A text with more than one line is what a file of it would be; mistakes name its place."""
+    found, file = load_ruleset([GOOD]), load_ruleset([write(GOOD)])
+    assert (found.digest, found.prepare, found.files) == (file.digest, file.prepare, (GOOD,))
+    assert [(rule.file, rule.line, rule.rule) for rule in found.rules] == [
+        ("rules[0]", rule.line, rule.rule) for rule in file.rules
+    ]
+    said = message("rules.toml", "\n# a > b\nb = 1")
+    assert said == "rules[1]:3: 'b' is no key of a rule file. Its keys are description, prepare, scheme, pattern, rule."
+    assert message("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes.")
+
+
 def test_many_mistakes_are_cut(write):
     """A hundred mistakes are told, then how many follow."""
     lines = message(write("".join(f"key{number} = 1\n" for number in range(1000)))).splitlines()
