@@ -26,7 +26,7 @@ from graphquant.calibration import (
 )
 from graphquant.calibration import calibrate as _calibrate
 from graphquant.calibration import everything as _everything
-from graphquant.errors import DataError, NeedsDataError, UsageError
+from graphquant.errors import DataError, ModelError, NeedsDataError, UsageError
 from graphquant.explain import Explanation
 from graphquant.explain import explain as _explain
 from graphquant.ir import Model, TensorRef
@@ -521,6 +521,11 @@ def explain(model: Model, what: str, *, rules: Several = ()) -> tuple[Explanatio
 
 def _planned(model: Model, ruleset: RuleSet, choice: Choice) -> tuple[Model, Plan]:
     """The prepared model and the plan for it; the model itself, unprepared, where there is nothing to insert."""
+    if model.saved and not model.main.outputs:
+        raise ModelError(
+            f"{model.path or 'The model'} has no signature, only functions that Python code may call, and rules look at"
+            " what runs. Save it again with tf.saved_model.save(..., signatures=...)."
+        )
     prepared, steps = prepare(model, ruleset.prepare)
     made = make_plan(prepared, ruleset, choice, steps=steps, source=model.digest)
     opset = _opset(made) if made.sites else 0

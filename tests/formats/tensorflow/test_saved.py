@@ -289,3 +289,17 @@ def test_gradients_aliases_and_debug_info_are_kept(tmp_path: Path) -> None:
     np.testing.assert_allclose(y, tf.tanh((x @ net.v) @ u), rtol=1e-6)
     wanted = tf.transpose(tf.constant(x)) @ (2 * tf.ones_like(y)) @ tf.transpose(u)
     np.testing.assert_allclose(tape.gradient(y, loaded.v), wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_model_without_a_signature_is_refused(tmp_path: Path) -> None:
+    """Nothing runs in it that rules could look at; the message says how to save it."""
+    tf = pytest.importorskip("tensorflow")
+    module = tf.Module()
+    module.w = tf.Variable(np.ones((5, 3), np.float32))
+    module.call = tf.function(lambda x: x @ module.w)
+    module.call(tf.zeros([2, 5]))
+    tf.saved_model.save(module, str(tmp_path / "net"))
+    with pytest.raises(gq.GraphQuantError, match=r"has no signature, .* Save it again with"):
+        gq.plan(tmp_path / "net")
+    assert len(survey(gq.load(tmp_path / "net")).copies) == 1
