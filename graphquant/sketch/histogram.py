@@ -10,11 +10,13 @@ from graphquant.sketch import kernel
 from graphquant.sketch.types import MANTISSA, together
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from graphquant.numerics import Array
 
 
 class Histogram:
-    """Counts values by the top of their bit pattern, in a table that is emptied before an entry can overflow."""
+    """Counts values by the top of their bit pattern, in a table whose entries are emptied before they can overflow."""
 
     def __init__(self, bits: int) -> None:
         """Of no values yet; `bits` are the mantissa bits of its bins."""
@@ -35,22 +37,28 @@ class Histogram:
         for start in range(0, flat.size, kernel.ROOM):
             part = flat[start : start + kernel.ROOM]
             if part.size > self._room:
-                self._empty()
+                self._relieve()
             self._room -= part.size
             found = kernel.fill(part, MANTISSA - self._bits, self._table)
             low, high, finite = min(low, found[0]), max(high, found[1]), finite and found[2]
-        if not finite:
-            for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
-                self._table[code << self._bits : code + 1 << self._bits] = 0
+            if not found[2]:
+                for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
+                    self._table[code << self._bits : code + 1 << self._bits] = 0
         return low, high, finite
 
-    def _empty(self) -> None:
-        """Takes what the table holds out of it."""
-        self._emptied = [self.read()]
-        self._table[self._emptied[0][0]] = 0
+    def _relieve(self) -> None:
+        """Takes full entries out of the table; they are few, as only such bins have them that most values are in."""
+        full = kernel.occupied(self._table, kernel.FULL)
+        if full.size:
+            self._emptied = [_together([*self._emptied, kernel.unpacked(self._table, full)])]
+            self._table[full] = 0
         self._room = kernel.ROOM
 
     def read(self) -> tuple[Array, Array, Array]:
         """The bins that hold values, uint32 (K,), ascending, their counts, int64 (K,), and sums, uint64 (K,)."""
-        parts = [*self._emptied, kernel.unpacked(self._table)]
-        return parts[0] if len(parts) == 1 else together(*map(np.concatenate, zip(*parts, strict=True)))
+        return _together([*self._emptied, kernel.unpacked(self._table, kernel.occupied(self._table))])
+
+
+def _together(parts: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array]:
+    """Bins, counts and sums of all parts, each bin once."""
+    return parts[0] if len(parts) == 1 else together(*map(np.concatenate, zip(*parts, strict=True)))

@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 
     from graphquant.numerics import Array
 
-ROOM = (1 << 24) - 1
-"""Values after which a table must be emptied: 2**24 fill the count of an entry, and the sum of 16 bits of each."""
-
 ONE = np.uint64(1 << 40)
 """What an entry grows by for each value, beside its dropped bits."""
+
+FULL = 1 << 63
+"""An entry of so much, which is one of 2**23 values or more, must be emptied before as many come again."""
+
+ROOM = 1 << 23
+"""Values that may come between two looks for full entries: the count has 24 bits, the sum has room for 16 of each."""
 
 CHUNK = 1 << 16
 """Values that numpy counts at a time, few enough for its temporary arrays to stay in the cache."""
@@ -64,9 +67,13 @@ with suppress(ImportError):  # there was no C compiler when graphquant was insta
     fill = import_module("graphquant.sketch._fill").fill
 
 
-def unpacked(table: Array) -> tuple[Array, Array, Array]:
-    """The bins that hold values, uint32 (K,), how many, int64 (K,), and the sums of their dropped bits, uint64 (K,)."""
-    bins = np.flatnonzero(table[:, 0] | table[:, 1])
+def occupied(table: Array, least: int = 1) -> Array:
+    """The bins with an entry of `least` or more, ascending."""
+    return np.flatnonzero((table[:, 0] >= least) | (table[:, 1] >= least))
+
+
+def unpacked(table: Array, bins: Array) -> tuple[Array, Array, Array]:
+    """`bins` as uint32 (K,), how many values they hold, int64 (K,), and the sums of dropped bits, uint64 (K,)."""
     entries = table[bins]
     counts, sums = (entries // ONE).sum(axis=1), (entries % ONE).sum(axis=1)
     return bins.astype(np.uint32), counts.astype(np.int64), sums

@@ -16,6 +16,11 @@ from graphquant.sketch import Accumulator, kernel
 ROOT = Path(graphquant.__file__).parents[1]
 
 
+def unpacked(table: np.ndarray) -> tuple:
+    """All that a table holds."""
+    return kernel.unpacked(table, kernel.occupied(table))
+
+
 @pytest.mark.parametrize("bits", [7, 10])
 @pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 2047, 2048, 2049, 3 * kernel.CHUNK // 2 + 5])
 def test_both_kernels_count_the_same(compiled, bits: int, size: int) -> None:
@@ -28,9 +33,9 @@ def test_both_kernels_count_the_same(compiled, bits: int, size: int) -> None:
     found = [kernel.in_numpy(values, shift, tables[0]), compiled(values, shift, tables[1])]
     values = values.tolist()
     assert found == [(min(values, default=np.inf), max(values, default=-np.inf), True)] * 2
-    for one, other in zip(*map(kernel.unpacked, tables), strict=True):
+    for one, other in zip(*map(unpacked, tables), strict=True):
         np.testing.assert_array_equal(one, other)
-    bins, counts, sums = kernel.unpacked(tables[1])
+    bins, counts, sums = unpacked(tables[1])
     expected, place, numbers = np.unique(patterns >> shift, return_inverse=True, return_counts=True)
     assert (bins.tolist(), counts.tolist()) == (expected.tolist(), numbers.tolist())
     assert sums.tolist() == np.bincount(place, weights=patterns & ((1 << shift) - 1)).tolist()
@@ -47,9 +52,11 @@ def test_what_is_not_finite_is_said(fill, place: int, odd: float) -> None:
 
 
 def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) -> None:
-    """Whether many small arrays or one large one come: nothing is lost or counted twice, and a look in between is."""
+    """Whether many small arrays or one large one come, nothing is lost or counted twice, also not by a look between."""
     monkeypatch.setattr(kernel, "ROOM", 100)
+    monkeypatch.setattr(kernel, "FULL", int(kernel.ONE) * 2)
     values = np.random.default_rng(0).standard_normal(1005).astype(np.float32)
+    values[100::3], values[::50] = np.nan, np.inf
     whole, pieces = Accumulator(bits=7), Accumulator(bits=7)
     whole.add(values)
     for start in range(0, values.size, 37):
@@ -60,17 +67,19 @@ def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) ->
 
 
 @pytest.mark.slow
-def test_a_full_table(fill) -> None:
-    """As many values as a table takes, all in one bin, with the largest sum: one column may hold them all."""
-    table, one = kernel.new_table(7), np.array([0x3F80FFFF], np.uint32).view(np.float32)
-    half = np.repeat(one, (kernel.ROOM - 1) // 2)
-    for part in (half, half, one):
-        fill(part, 16, table)
-    bins, counts, sums = kernel.unpacked(table)
-    assert (bins.tolist(), counts.tolist(), sums.tolist()) == ([0x3F80], [kernel.ROOM], [kernel.ROOM * 0xFFFF])
-    table[0x3F80] = 0
-    table[0x3F80, 0] = kernel.ONE * np.uint64(kernel.ROOM) + np.uint64(kernel.ROOM * 0xFFFF)
-    assert kernel.unpacked(table)[1:] == ([kernel.ROOM], [kernel.ROOM * 0xFFFF])
+def test_full_entries(fill) -> None:
+    """A bin of the largest sums, whose values come singly and so all to one column, holds what it must."""
+    one = np.array([0x3F80FFFF], np.uint32).view(np.float32)
+    gathering, many = Accumulator(bits=7), np.repeat(one, kernel.ROOM)
+    for part in (many, one, many, one, one):
+        gathering.add(part)
+    found = gathering.sketch()
+    values = 2 * kernel.ROOM + 3
+    assert (found.bins.tolist(), found.counts.tolist(), found.sums.tolist()) == ([0x3F80], [values], [values * 0xFFFF])
+    table = kernel.new_table(7)
+    table[0x3F80, 0] = kernel.ONE * np.uint64((1 << 24) - 2) + np.uint64(((1 << 24) - 2) * 0xFFFF)
+    fill(one, 16, table)
+    assert [each.tolist() for each in unpacked(table)] == [[0x3F80], [(1 << 24) - 1], [((1 << 24) - 1) * 0xFFFF]]
 
 
 def test_the_compiled_kernel_refuses_what_does_not_fit(compiled) -> None:
@@ -139,5 +148,5 @@ def test_a_table_takes_only_the_memory_that_is_written(fill) -> None:
     tables = [kernel.new_table(10) for _ in range(64)]
     for table in tables:
         fill(np.array([1.0, -1.0, 0.0], np.float32), 13, table)
-        assert len(kernel.unpacked(table)[0]) == 3
+        assert len(unpacked(table)[0]) == 3
     assert resident() - before < 64 * tables[0].nbytes / 10
