@@ -28,6 +28,7 @@ def verbs(model: Path, folder: Path) -> list[list[object]]:
         ["plan", model, "--format", "json"],
         ["inspect", model],
         ["inspect", model, "--format", "dot"],
+        ["check", model],
         ["insert", model, "--rules", "fixed_point", "-o", folder / "out"],
         ["rules", "list"],
         ["rules", "check", "tflite"],
