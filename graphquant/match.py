@@ -104,7 +104,7 @@ class Matcher:
         self._ups: dict[TensorRef, TensorRef | None] = {}
         self._downs: dict[tuple[str, str], str | None] = {}
         self._patterns: dict[tuple[PatternOp, ...], dict[str, set[tuple[str, str]]]] = {}
-        self._holding: dict[tuple[int, str, str], frozenset[Use]] = {}
+        self._claimed: dict[tuple[int, str, str], frozenset[Use]] = {}
         self._longest: dict[tuple[int, str, str], Use | None] = {}
         self._named = {(rule.file, rule.rule.name): rule for rule in ruleset.rules}
         self._check_names()
@@ -278,17 +278,21 @@ class Matcher:
             return f"{use} is not at the end of the longest path"
         if selector.beside is not None:
             other = self._named[rule.file, selector.beside]
-            if not self._holds(other, use) - {use}:
-                return f"{use} is not beside an input that rule {selector.beside!r} holds for"
+            if not self._claims(other, use) - {use}:
+                return f"{use} is not beside an input that rule {selector.beside!r} claims"
         return ""
 
-    def _holds(self, rule: BoundRule, use: Use) -> frozenset[Use]:
-        """The uses of the op of `use` that `rule` holds for."""
+    def _claims(self, rule: BoundRule, use: Use) -> frozenset[Use]:
+        """The uses of the op of `use` that `rule` holds for, and none before it; rules with `beside` do not count."""
         key = (id(rule), use.graph, use.op)
-        if key not in self._holding:
-            found = [(read, one) for read, one in self._inputs(use) if not self.miss(rule, read, one)]
-            self._holding[key] = frozenset(one for _, one in found)
-        return self._holding[key]
+        if key not in self._claimed:
+            rules = [one for one in self.ruleset.rules if one.rule.consumer.beside is None]
+            first = {
+                one: next((other for other in rules if not self.miss(other, read, one)), None)
+                for read, one in self._inputs(use)
+            }
+            self._claimed[key] = frozenset(one for one, found in first.items() if found is rule)
+        return self._claimed[key]
 
     def _at_end(self, rule: BoundRule, use: Use) -> Use | None:
         """The use of the op of `use` that is at the end of the longest path; None if there are no two to compare."""

@@ -81,7 +81,7 @@ _WEIGHTED = Row(
 TABLE = Table(
     name="OpenVINO",
     rows={
-        **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm", "lstm", "gru"), _WEIGHTED),
+        **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"), _WEIGHTED),
         **dict.fromkeys(
             (
                 *("add", "sub", "mul", "div", "max", "min", "pow", "avg_pool", "global_avg_pool"),

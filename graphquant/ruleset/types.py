@@ -309,7 +309,7 @@ class Selector:
         max_groups: Largest number of groups of a convolution. Consumers only.
         path: "longest": of the op's inputs that `producer` fits this is the one that is farthest from where all of
             them part, or else the first; the op reads two tensors at least that are no parameters. Consumers only.
-        beside: Name of a rule in the same file that holds for another input of the op. Consumers only.
+        beside: Name of a rule in the same file that claims another input of the op. Consumers only.
     """
 
     kind: _Text | None = None
