@@ -45,7 +45,7 @@ class Pick:
 
     Attributes:
         tensor: The tensor.
-        sketch: What calibration saw of it; None where no sample reached it.
+        sketch: What calibration saw of it; None where no sample gave it a value.
         rule: The rule that quantizes it, "" for none that is known.
         method: The observer that picked the range, with its arguments; "" where that is not known.
         like: For "auto" what it came to: "minmax", "mse", or "mse, widened"; else "".
@@ -88,7 +88,8 @@ class Picks:
 def seen(stats: Stats, path: Path | None = None) -> Picks:
     """Statistics by themselves, in the order of the model."""
     picks = tuple(
-        Pick(tensor=tensor, sketch=stats.sketches.get(tensor), note=_unseen(stats, tensor)) for tensor in stats.targets
+        Pick(tensor=tensor, sketch=_known(stats.sketches, tensor), note=stats.unseen(tensor))
+        for tensor in stats.targets
     )
     return Picks(stats=stats, path=path, picks=picks)
 
@@ -122,7 +123,7 @@ def by_plan(
         params, skip = solution.params.get(index), solution.skips.get(index)
         one = Pick(
             tensor=site.tensor,
-            sketch=sketches.get(site.tensor),
+            sketch=_known(sketches, site.tensor),
             rule=site.rule,
             method=_method(site),
             params=params if isinstance(params, QParams) else None,
@@ -165,10 +166,10 @@ def by_name(found: Survey, stats: Stats, path: Path | None = None, *, others: bo
         params = reading.params if isinstance(reading.params, QParams) else None
         one = Pick(
             tensor=reading.tensor,
-            sketch=stats.sketches.get(reading.tensor),
+            sketch=_known(stats.sketches, reading.tensor),
             rule=reading.rule,
             params=params,
-            note=_unseen(stats, reading.tensor) or ("" if params else "its range is that of each run"),
+            note=stats.unseen(reading.tensor) or ("" if params else "its range is that of each run"),
         )
         picks.append(_judged(one, _grid(params) if params else None, others=others))
     if not picks:
@@ -242,5 +243,6 @@ def _method(site: Site) -> str:
     return " ".join([observe.name, *(f"{value:g}" for value in observe.arguments.values())])
 
 
-def _unseen(stats: Stats, tensor: TensorRef) -> str:
-    return "" if tensor in stats.sketches else stats.unwatchable.get(tensor, "no sample of the data reached it")
+def _known(sketches: Mapping[TensorRef, Sketch], tensor: TensorRef) -> Sketch | None:
+    found = sketches.get(tensor)
+    return found if found is not None and found.count else None

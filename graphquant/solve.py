@@ -258,6 +258,8 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
         if site.axis is None or not bits:
             return [sketch(value, site.axis, bits=bits)]
         return [sketch(channel, bits=bits) for channel in np.moveaxis(value, site.axis, 0)]
+    if site.tensor in sketches and sketches[site.tensor].blank and not sketches[site.tensor].count:
+        raise DataError("it was empty whenever a sample of the calibration data reached it")
     if site.tensor not in sketches or not sketches[site.tensor].count:
         raise DataError("no sample of the calibration data reached it")
     if sketches[site.tensor].inf:

@@ -106,6 +106,8 @@ def test_what_no_sample_reached_is_skipped(tmp_path):
     model, reached = gemm(tmp_path), "no sample of the calibration data reached it"
     assert solve(model, plan(X), {}).skips[0].reason == reached
     assert solve(model, plan(X), {TensorRef("", "x"): EMPTY}).skips[0].reason == reached
+    blank = solve(model, plan(X), {TensorRef("", "x"): sketch(np.zeros((0, 3)))})
+    assert blank.skips[0].reason == "it was empty whenever a sample of the calibration data reached it"
     nothing = solve(model, plan(X), {TensorRef("", "x"): sketch(np.array([np.nan]))})
     assert nothing.skips[0].reason == "no finite value was ever seen"
     assert (nothing.params, nothing.notes) == ({}, {})

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 FORMAT = "graphquant statistics"
-VERSION = 1
+VERSION = 2
 
 HEADER = "header.json"
 ARRAYS = {"low": "<f8", "high": "<f8", "bins": "<u4", "counts": "<i8", "sums": "<u8"}
@@ -84,6 +84,7 @@ class _Entry:
     count: _Count
     nan: _Count
     inf: _Count
+    blank: _Count
     blocks: _Count
     low_sum: _Sum
     high_sum: _Sum
@@ -182,6 +183,7 @@ def _entry(tensor: TensorRef, target: Target, found: Sketch | None) -> _Entry:
         count=found.count if found else 0,
         nan=found.nan if found else 0,
         inf=found.inf if found else 0,
+        blank=found.blank if found else 0,
         blocks=found.blocks if found else 0,
         low_sum=f"{found.low_sum if found else 0:x}",
         high_sum=f"{found.high_sum if found else 0:x}",
@@ -259,7 +261,7 @@ def _stats(header: _Header, arrays: Mapping[str, Array]) -> Stats:
             raise ValueError(f"it holds {tensor} twice, or with bins of {entry.bits} bits")
         targets[tensor] = Target(entry.cone, entry.axis, entry.bits)
         ends = 1 if entry.channels is None else entry.channels
-        if entry.count:
+        if entry.count or entry.blank:
             sketches[tensor] = _sketch(
                 entry,
                 {
@@ -293,7 +295,7 @@ def _sketch(entry: _Entry, held: dict[str, Array]) -> Sketch:
         and bool((counts > 0).all() and (counts < _MAX_COUNT).all())
         and (not bins.size or int(bins[-1]) < 1 << (9 + entry.bits))
         and bool((sums <= counts.astype(np.uint64) * (dropped - np.uint64(1))).all())
-        and sum(map(int, counts)) == (finite if entry.bits and one_end else 0)
+        and sum(map(int, counts)) == (finite if entry.bits and entry.axis is None else 0)
     )
     if not fits:
         raise ValueError(f"the numbers of {entry.op!r} do not fit together")
@@ -303,7 +305,8 @@ def _sketch(entry: _Entry, held: dict[str, Array]) -> Sketch:
         count=entry.count,
         nan=entry.nan,
         inf=entry.inf,
-        bits=entry.bits if one_end else 0,
+        blank=entry.blank,
+        bits=entry.bits if entry.axis is None else 0,
         bins=bins.astype(np.uint32),
         counts=counts,
         sums=sums,

@@ -151,7 +151,7 @@ def calibrate(
             if stop is not None and stop():
                 break
         sketches = dict(zip(kept, pool.map(Accumulator.sketch, kept.values()), strict=True))
-    reached = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count}
+    reached = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count or sketch.blank}
     fresh = replace(run, done=tuple(done if watched else todo))
     return merge([found, replace(found, sketches=reached, runs=(fresh,))])
 

@@ -66,7 +66,7 @@ class Stats:
     Attributes:
         model: Digest of the source model.
         targets: What was observed, by tensor, and what was kept of it.
-        sketches: The sketch of each tensor that was reached.
+        sketches: The sketch of each tensor that was reached; of no values where it only ever was empty.
         runs: The data.
         unwatchable: Tensors that cannot be observed, with the reason.
     """
@@ -96,6 +96,13 @@ class Stats:
     def complete(self) -> bool:
         """Whether all samples of all its data were run."""
         return all(run.complete for run in self.runs)
+
+    def unseen(self, tensor: TensorRef) -> str:
+        """Why there are no values of a target; an empty text if there are."""
+        found = self.sketches.get(tensor)
+        if found is None:
+            return self.unwatchable.get(tensor, "no sample of the data reached it")
+        return "" if found.count else f"it was empty all {found.blank} times that it was seen"
 
     def save(self, path: str | Path) -> None:
         """Writes the statistics to `path`, whole or not at all.

@@ -34,16 +34,17 @@ class Accumulator:
         self._low, self._high = np.array(np.inf), np.array(-np.inf)
         self._block_low: Any = np.inf
         self._block_high: Any = -np.inf
-        self._count = self._nan = self._inf = 0
+        self._count = self._nan = self._inf = self._blank = 0
         self._blocks = self._low_sum = self._high_sum = 0
 
     def add(self, values: Array) -> None:
-        """Counts the values of a float array of any shape; one without values counts as nothing.
+        """Counts the values of a float array of any shape; one without values is counted as such.
 
         Raises:
             DataError: The axis is missing, or has another number of channels than before.
         """
         if not values.size:
+            self._blank += 1
             return
         over = self._others(values)
         values = _wide(values)
@@ -113,6 +114,7 @@ class Accumulator:
             count=self._count,
             nan=self._nan,
             inf=self._inf,
+            blank=self._blank,
             bits=self._bits,
             blocks=self._blocks,
             low_sum=self._low_sum,

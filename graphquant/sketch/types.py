@@ -49,6 +49,7 @@ class Sketch:
         count: Number of values seen, all channels together.
         nan: How many of them were NaN.
         inf: How many were infinite.
+        blank: How many arrays without any value there were beside them.
         bits: Mantissa bits of the histogram's bins, one of `BITS`; always 0 per channel.
         bins: uint32 (K,), ascending: the bins that hold values, each as float32 bit pattern >> (23 - bits). A float64
             is binned as the nearest float32, the largest finite one if it is beyond.
@@ -64,6 +65,7 @@ class Sketch:
     count: int = 0
     nan: int = 0
     inf: int = 0
+    blank: int = 0
     bits: int = 0
     bins: Array = field(default_factory=_no_bins)
     counts: Array = field(default_factory=_no_counts)
@@ -98,20 +100,23 @@ class Sketch:
 
 
 ARRAYS = ("low", "high", "bins", "counts", "sums")
-NUMBERS = ("count", "nan", "inf", "bits", "blocks", "low_sum", "high_sum")
+NUMBERS = ("count", "nan", "inf", "blank", "bits", "blocks", "low_sum", "high_sum")
 
 EMPTY = Sketch(np.array(np.inf), np.array(-np.inf))
 """Of no values at all; merging it changes nothing."""
 
 
 def merge(one: Sketch, other: Sketch) -> Sketch:
-    """The statistics of both together, with the coarser of their histograms; one of no values changes nothing.
+    """The statistics of both together, with the coarser of their histograms.
+
+    One of no values changes nothing but the number of arrays without any.
 
     Raises:
         DataError: One is per channel and the other is not, or has another number of channels.
     """
     if not (one.count and other.count):
-        return max(one, other, key=lambda each: (each.count, -each.bits, each.low.shape))
+        more = max(one, other, key=lambda each: (each.count, -each.bits, each.low.shape))
+        return replace(more, blank=one.blank + other.blank)
     check_channels(one.low, other.low)
     bits = min(one.bits, other.bits)
     parts = [coarsen(each, bits) for each in (one, other)]
@@ -126,6 +131,7 @@ def merge(one: Sketch, other: Sketch) -> Sketch:
         count=one.count + other.count,
         nan=one.nan + other.nan,
         inf=one.inf + other.inf,
+        blank=one.blank + other.blank,
         bits=bits,
         bins=bins,
         counts=counts,

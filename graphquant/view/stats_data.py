@@ -67,6 +67,7 @@ def _sketch(found: Sketch, params: QParams | None) -> dict[str, Any]:
         "count": found.count,
         "nan": found.nan,
         "inf": found.inf,
+        "blank": found.blank,
         "histogram": histogram,
     }
 

@@ -82,14 +82,13 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
     parts: list[RenderableType] = []
     reasons: dict[str, list[str]] = {}
     for tensor in stats.targets:
-        reason = "" if tensor in stats.sketches else stats.unwatchable.get(tensor, "no sample of the data reached it")
-        reasons.setdefault(reason, []).append(str(tensor))
+        reasons.setdefault(stats.unseen(tensor), []).append(str(tensor))
     parts += [plain(f"left: {listed(names)}: {why}", style="yellow") for why, names in reasons.items() if why]
     if stats.random:
         parts.append(plain("The data is RANDOM: use the statistics for tests only.", style="bold red"))
     parts += incomplete(stats)
     of = f", of {counted(len(stats.runs), 'set')} of data" if len(stats.runs) > 1 else ""
-    said = f"{counted(len(stats.sketches), 'tensor')} observed on {counted(stats.samples, 'sample')}{of}"
+    said = f"{counted(len(reasons.get('', ())), 'tensor')} observed on {counted(stats.samples, 'sample')}{of}"
     parts.append(plain(f"{said} in {counted(stats.blocks, 'block')}. Written to {output}", style="bold"))
     return Group(*parts)
 

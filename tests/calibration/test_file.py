@@ -38,14 +38,16 @@ def stats() -> Stats:
     """Of every kind of target."""
     values = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
     kinds = {"coarse": (None, 7), "fine": (None, 10), "bare": (None, 0), "channels": (0, 7), "empty": (None, 7)}
+    kinds |= {"blank": (None, 10), "blank_channels": (0, 7)}
     odd = np.array([[np.nan, np.inf, -1e300, 5e-324]])
+    shown = {"odd": odd, "blank": values[:0]}
     targets = {TensorRef("body", name, port): Target("c0de", *kind) for port, (name, kind) in enumerate(kinds.items())}
     targets |= {TensorRef("", "odd"): Target("0dd", None, 7), TensorRef("", "hidden"): Target("bad", None, 7)}
     return Stats(
         model="abcdef",
         targets=targets,
         sketches={
-            tensor: sketched(odd if tensor.op == "odd" else values, target.axis, target.bits)
+            tensor: sketched(shown.get(tensor.op.partition("_")[0], values), target.axis, target.bits)
             for tensor, target in targets.items()
             if tensor.op not in {"empty", "hidden"}
         },
@@ -132,7 +134,7 @@ def rewritten(path: Path, change: Callable[[dict], object]) -> None:
 
 
 HOSTILE = {
-    "version": lambda h: h.update(version=2),
+    "version": lambda h: h.update(version=3),
     "format": lambda h: h.update(format="pickle"),
     "unknown key": lambda h: h.update(extra=1),
     "no model": lambda h: h.pop("model"),

@@ -93,10 +93,14 @@ def test_what_is_kept_follows_the_target() -> None:
 
 
 def test_what_is_not_reached_is_absent() -> None:
-    """A tensor that only some samples reach has those; one without values has no sketch; one hidden has its reason."""
+    """A tensor that only some samples reach has those; one that was empty has how often; one hidden has its reason."""
     runner = Runner(a=lambda x: [x] if x[0] == 1 else [], b=lambda _: [np.zeros(0)])
     found = calibrate(TARGETS, runner, batches(3))
-    assert (list(found.sketches), found.unwatchable) == ([A], {C: "it is hidden"})
+    assert (list(found.sketches), found.unwatchable) == ([A, B], {C: "it is hidden"})
+    assert (found.sketches[B].count, found.sketches[B].blank) == (0, 3)
+    assert found.unseen(A) == ""
+    assert found.unseen(B) == "it was empty all 3 times that it was seen"
+    assert found.unseen(C) == "it is hidden"
     assert found.sketches[A] == sketch(np.array([1.0]), bits=7)
     assert (list(found.targets), found.samples) == ([A, B, C], 3)
 

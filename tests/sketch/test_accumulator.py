@@ -1,6 +1,7 @@
 """Adding values to a sketch: every float type, whatever is in it, however it lies in memory."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -101,12 +102,16 @@ def test_how_values_lie_in_memory_does_not_matter(dtype: type) -> None:
 
 
 def test_nothing_seen(dtype: type) -> None:
-    """Arrays without values count as nothing; values of which none is finite make an empty sketch."""
+    """Arrays without values are counted, no more; values of which none is finite make an empty sketch."""
     assert EMPTY.empty
     for bits in (0, 7):
         nothing = sketch(np.zeros((2, 0, 3), dtype), bits=bits)
-        assert nothing == Sketch(np.array(np.inf), np.array(-np.inf), bits=bits)
-    assert sketch(np.zeros((0, 3), dtype), 1) == EMPTY
+        assert nothing == Sketch(np.array(np.inf), np.array(-np.inf), blank=1, bits=bits)
+    assert sketch(np.zeros((0, 3), dtype), 1) == replace(EMPTY, blank=1)
+    gathering, some = Accumulator(bits=7), np.arange(4, dtype=dtype)
+    for values in (some[:0], some, some[:0].reshape(0, 5)):
+        gathering.add(values)
+    assert gathering.sketch() == replace(sketch(some, bits=7), blank=2, blocks=0, low_sum=0, high_sum=0)
     unreal = sketch(np.array([np.nan, np.inf], dtype), bits=7)
     assert unreal.empty
     assert (unreal.count, unreal.nan, unreal.inf, unreal.blocks, unreal.bins.size) == (2, 1, 1, 0, 0)
@@ -128,7 +133,7 @@ def test_adding_equals_one_sketch_of_all(reference, dtype: type) -> None:
     expected = EMPTY
     for row in values:
         expected = merge(expected, sketch(row, bits=10))
-    assert gathering.sketch() == expected
+    assert gathering.sketch() == replace(expected, blank=5)
     assert expected.blocks == 4
 
 

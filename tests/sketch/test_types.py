@@ -1,5 +1,7 @@
 """Sketches: exact, mergeable statistics."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -31,6 +33,7 @@ def test_merging_is_exact_commutative_and_associative(a, b, c) -> None:
     assert merge(a, b) == merge(b, a)
     assert merge(merge(a, b), c) == merge(a, merge(b, c))
     assert merge(a, EMPTY) == a or not a.count
+    assert merge(a, b).blank == a.blank + b.blank
     for name in ("low", "high"):
         assert getattr(merge(a, b), name).tobytes() == getattr(merge(b, a), name).tobytes()
 
@@ -120,7 +123,7 @@ def test_different_channels_do_not_merge() -> None:
         merge(two, three)
     with pytest.raises(DataError, match=r"shapes \(2,\) and \(\)"):
         merge(two, sketch(np.ones(1)))
-    assert merge(two, sketch(np.ones((0, 3)), 1)) == two
+    assert merge(two, sketch(np.ones((0, 3)), 1)) == replace(two, blank=1)
 
 
 def test_different_statistics_differ() -> None:
