@@ -23,7 +23,11 @@ def selection(command: F) -> F:
             "--include", multiple=True, metavar="PATTERN", help="Quantize only what this glob or /regex/ names."
         ),
         click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave what this glob or /regex/ names."),
-        click.option("--family", metavar="NAME", help="QDQ ops for schemes that name none: onnx-qdq, fake-quant."),
+        click.option(
+            "--family",
+            metavar="NAME",
+            help="QDQ ops for schemes that name none: onnx-qdq, fake-quant, quantize-and-dequantize-v2, -v3 or -v4.",
+        ),
     ]
     for option in reversed(options):
         command = option(command)

@@ -8,15 +8,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
+from graphquant import formats
 from graphquant.calibration import Load, Stats, Target, merge
 from graphquant.calibration import calibrate as calibrate_
+from graphquant.calibration import everything as all_of
 from graphquant.data import Batches
 from graphquant.errors import DataError
 from graphquant.ir import TensorRef
-from graphquant.sketch import sketch
+from graphquant.sketch import distribution, sketch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 A, B, C = (TensorRef("", name) for name in "abc")
 TARGETS = {tensor: Target(tensor.op * 32, None, 7) for tensor in (A, B, C)}
@@ -235,3 +238,29 @@ def test_stats_is_plain_data() -> None:
     found = calibrate(TARGETS, everything(), batches(22), shard=(2, 4))
     assert isinstance(found, Stats)
     assert (found.runs[0].done, found.samples, found.blocks, found.random) == (((1, 3),), 8, 2, False)
+
+
+def test_other_blocks_agree(samples: Path) -> None:
+    """A real model run in blocks of 1, 8 and 32 has the same statistics but for the last bits of its values."""
+    model = formats.module("onnx").load(samples / "digits_cnn.onnx")
+    runner = formats.module("onnx").runner(model)
+    with np.load(samples / "digits_cnn_calib.npz") as file:
+        images = file["image"]
+    data = Batches(
+        count=64, digest="da7a", feeds=lambda start, stop: ({"image": images[i : i + 1]} for i in range(start, stop))
+    )
+    found = [
+        calibrate_(all_of(model), runner, data, model="source", load=Load(block=block, elements=None)).sketches
+        for block in (1, 8, 32)
+    ]
+    assert len(found[0]) > 10
+    for other in found[1:]:
+        assert list(other) == list(found[0])
+        for tensor, one in found[0].items():
+            same = other[tensor]
+            assert (same.count, same.nan, same.inf) == (one.count, one.nan, one.inf)
+            np.testing.assert_allclose([same.low, same.high], [one.low, one.high], rtol=1e-5, atol=1e-6)
+            ranked = [
+                [distribution(each).ranked(rank) for rank in (1, one.count // 2, one.count)] for each in (one, same)
+            ]
+            np.testing.assert_allclose(*ranked, rtol=2**-6, atol=1e-6)
