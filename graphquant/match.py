@@ -31,6 +31,7 @@ from graphquant.ir import (
     rows,
 )
 from graphquant.ruleset import (
+    ANY_PART,
     BoundRule,
     Link,
     PatternOp,
@@ -435,6 +436,7 @@ class Matcher:
                 bound = (search.bind(TensorRef(graph, op.name)) if op.outputs else None) or {}
                 for part in parts if bound else ():
                     found[part.name].add((graph, bound[part.name].op))
+        found[ANY_PART] = set().union(*found.values())
         return found
 
     # -- names -----------------------------------------------------------------------------------

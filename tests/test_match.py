@@ -159,6 +159,19 @@ def test_sizes_of_weighted_ops(tmp_path, text, sizes):
         assert not list(more.matches())
 
 
+def test_any_op_of_a_pattern(tmp_path):
+    """With a star for both ends a rule holds between the ops of a pattern, not before and behind them."""
+    text = """
+    g (float[2] x) => (float[2] z) { a = Exp (x)
+    e = Erf (a)
+    f = Mul (a, e)
+    z = Neg (f) }
+    """
+    inside = '[pattern.p]\nops = ["e = erf(a)", "f = mul(a, e)"]\n'
+    rules = rules_of(tmp_path, inside + rule("in", '{ pattern = "p.*" }', '{ pattern = "p.*" }'))
+    assert claimed(model_of(tmp_path, text), rules) == [("e:0 > f[1]", "in")]
+
+
 SUMS = """
 g (float[1,4,8,8] x, float[1,4,8,8] other) => (float[1,4,8,8] y)
 <float[4,4,1,1] w, float[1,4,1,1] k>

@@ -2,10 +2,11 @@
 
 from graphquant.ruleset.load import find, load_ruleset, shipped
 from graphquant.ruleset.schema import schema
-from graphquant.ruleset.syntax import Link, PatternOp, compile_regex, parse_chain, parse_pattern
+from graphquant.ruleset.syntax import ANY_PART, Link, PatternOp, compile_regex, parse_chain, parse_pattern
 from graphquant.ruleset.types import BoundRule, Observe, Pattern, Rule, RuleFile, RuleSet, Scheme, Selector
 
 __all__ = [
+    "ANY_PART",
     "BoundRule",
     "Link",
     "Observe",

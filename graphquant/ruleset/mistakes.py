@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from graphquant.errors import did_you_mean
 from graphquant.ruleset.schema import TABLES, attributes, keys
-from graphquant.ruleset.syntax import parse_pattern
+from graphquant.ruleset.syntax import ANY_PART, parse_pattern
 from graphquant.ruleset.types import RuleFile
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ def _pattern_mistake(reference: str, parts: dict[str, tuple[str, ...] | None]) -
         known = _list("Known are", parts) if parts else " The file has none."
         return f"there is no pattern {_shown(name)}.{did_you_mean(name[:_MAX_SHOWN], parts) or known}"
     ops = parts[name]
-    if not dot or ops is None or op in ops:
+    if not dot or ops is None or op in (*ops, ANY_PART):
         return ""
     close = did_you_mean(op[:_MAX_SHOWN], ops)
     return f"the pattern {name!r} has no op {_shown(op)}.{close or _list('Its ops are', ops)}"

@@ -17,6 +17,9 @@ _LINE = re.compile(rf"(\w+)\s*=\s*({_KIND}(?:\|{_KIND})*)\s*\(([^()]*)\)")
 ANYTHING = "_"
 """The operand of a pattern that stands for any input, each time another."""
 
+ANY_PART = "*"
+"""What a selector says of a pattern for any of its ops."""
+
 MAX_LINKS = 16
 """Longest chain, in links."""
 

@@ -290,7 +290,7 @@ class Selector:
         type: The framework's own op type, alternatives by `|`.
         name: Glob on the op or tensor name, or a regex between slashes `/.../`.
         input: Role of the slot that reads the tensor ("input", "weight", "bias"), alternatives by `|`. Consumers only.
-        pattern: `NAME` (its last op) or `NAME.op` of a `[pattern.NAME]`.
+        pattern: `NAME` (its last op), `NAME.op` or `NAME.*` (any op) of a `[pattern.NAME]`.
         attr: Attribute conditions: a value that must be equal, or a list of which one must be.
         readers: Number of consumers that the tensor must have. Producers only.
         min_rank: Smallest number of axes of the tensor.

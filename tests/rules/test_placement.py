@@ -511,7 +511,74 @@ OTHERS = [
 ]
 """The same for QNN, OpenVINO and Vitis AI."""
 
+ONNXRUNTIME = [
+    # patterns: GELU and LayerNorm as single ops stay float inside, SiLU and attention do not
+    (
+        IMAGE,
+        "c = Conv(x, w) d = Div(c, root) e = Erf(d) f = Add(e, two) g = Mul(c, f) h = Mul(g, half) o = Conv(h, w3)",
+        "c>d+g h>o o>@o w3>o w>c x>c",
+        "c o",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) d = Div(c, root) e = Erf(d) f = Add(e, two) g = Mul(c, half) h = Mul(g, f) o = Conv(h, w3)",
+        "c>d+g h>o o>@o w3>o w>c x>c",
+        "c o",
+    ),
+    (IMAGE, "c = Conv(x, w)" + NORM + " o = Conv(y, w3)", "c>mu+d o>@o w3>o w>c x>c y>o", "c o"),
+    (
+        IMAGE,
+        "c = Conv(x, w)" + NORM + " g = Mul(y, k) z = Add(g, k) o = Conv(z, w3)",
+        "c>mu+d o>@o w3>o w>c x>c z>o",
+        "c o",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) s = Sigmoid(c) y = Mul(c, s) d = Conv(y, w3)",
+        "c>s+y d>@d s>y w3>d w>c x>c y>d",
+        "c s y d",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) o = Transpose<perm = [0, 1, 3, 2]>(c) s = MatMul(c, o) p = Softmax(s) y = MatMul(p, x2)",
+        "c>o+s o>s p>y w>c x2>y x>c",
+        "c o s y",
+    ),
+    # convolutions, and what they absorb
+    (IMAGE, "c = Conv(x, w) s = Sin(c)", "c>s w>c x>c", "c"),
+    (IMAGE, "c = Conv(x, w) r = Relu(c) s = Sin(r)", "r>s w>c x>c", "c r"),
+    (IMAGE, "c = Conv(x, w) r = Clip(c, zero, six) s = Sin(r)", "r>s w>c x>c", "c r"),
+    (IMAGE, "c = Conv(x, w) r = Relu(c) s = Sin(c)", "c>r+s w>c x>c", "c"),
+    (IMAGE, "c = ConvTranspose(x, w)", "", ""),
+    (IMAGE, "c = Conv(x, w) n = BatchNormalization(c, b, b, b, var) r = Relu(n)", "c/weight_folded>c r>@r x>c", "c r"),
+    # the rest of the table
+    (IMAGE, "y = Add(x, x2) z = Mul(y, x2) j = Concat<axis = 1>(z, x)", "j>@j x2>y+z x>y+j y>z z>j", "y z j"),
+    (IMAGE, "c = Conv(x, w) y = Add(c, x) r = Relu(y)", "c>y r>@r w>c x>c+y", "c y r"),
+    (
+        IMAGE,
+        "c = Conv(x, w) p = MaxPool<kernel_shape = [2, 2]>(c) t = Transpose<perm = [0, 1, 3, 2]>(p) f = Flatten(t)",
+        "c>p f>@f p>t t>f w>c x>c",
+        "c p t f",
+    ),
+    (IMAGE, "p = AveragePool<kernel_shape = [2, 2]>(x) g = GlobalAveragePool(p)", "g>@g p>g x>p", "p g"),
+    (IMAGE, "y = Sub(x, x2) z = Div(y, x2) q = Max(z, x2) t = Tanh(q)", "", ""),
+    (ROWS, "y = Gemm(t, m, b32)", "b32>y m>y t>y", "y"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32)", "a>@a m>y t>y", "y a"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) r = Relu(a) z = MatMul(r, m2)", "m2>z m>y r>z t>y", "y a r z"),
+    ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) z = MatMul(a, m2)", "a>z m2>z m>y t>y", "y a z"),
+    ("float[N,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "m>y t>y", "y"),
+    ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "a>s m>y t>y", "y a"),
+    (
+        HEADS,
+        "o = Transpose<perm = [0, 2, 1]>(kk) s = MatMul(q, o) p = Softmax(s) y = MatMul(p, u)",
+        "o>s p>y q>s u>y",
+        "o s y",
+    ),
+]
+"""The same for onnxruntime."""
+
 CASES = [
+    *(("onnxruntime", inputs, text, found, runs) for inputs, text, found, runs in ONNXRUNTIME),
     *(("tensorrt", inputs, text, found, runs) for inputs, text, found, runs in TENSORRT),
     *(
         (backend, inputs, text, *wanted)
