@@ -276,7 +276,7 @@ def insert(
         elif data is not None:
             found = _observe(prepared, targets, data, samples, progress, model=source.digest, max_memory=max_memory)
         else:
-            raise NeedsDataError(_data_lines(source, wanting))
+            raise NeedsDataError(_data_lines(source, wanting, taken))
     solution = solve(prepared, made, found.sketches, found.unwatchable) if found else solve(prepared, made, {})
     params, skips = dict(solution.params), dict(solution.skips)
     for index, site in enumerate(made.sites if float_weights else ()):
@@ -665,8 +665,14 @@ def _choice(model: Model, include: Several, exclude: Several, family: str | None
     return Choice(family=family or formats.module(model.format).FAMILY, include=included, exclude=excluded)
 
 
-def _data_lines(model: Model, wanting: Sequence[Any]) -> str:
+def _data_lines(model: Model, wanting: Sequence[Any], ranges: Ranges | None) -> str:
     where = shlex.quote(str(model.path or "MODEL"))
+    if ranges is not None:
+        return (
+            f"{ranges.path or 'The TFLite model'} has ranges for {len(ranges.given)} of the plan's tensors and none for"
+            f" {len(wanting)} activations, the first of which is {wanting[0].tensor}. Give calibration data for these,"
+            " or say with --ranges-map which tensors of that file they are."
+        )
     return (
         f"{len(wanting)} activations have no range yet, the first is {wanting[0].tensor}. Give calibration data, use"
         " fixed-point ranges, or quantize the weights alone:\n"

@@ -247,6 +247,8 @@ def test_graph_outputs_are_readers(build):
 def test_select_ops(build, patterns, count):
     """The counts of the old select_test, on both formats; each op is there once."""
     found = ge.select_ops(*patterns, graph=build(SCOPES))
+    assert repr(found[0]) == f"<Operation {found[0].name!r}>"
+    assert repr(found[0].outputs) == f"[<Tensor '{found[0].name}:0'>]"
     assert len(found) == len(set(found)) == count
 
 

@@ -66,6 +66,14 @@ def test_scales_are_taken_as_they_are(planned):
     assert TensorRef("", "image") not in found.missing
 
 
+def test_what_is_still_without_a_range(samples):
+    """Where the file has not all of the plan's activations, the message counts both and names the way to the rest."""
+    with pytest.raises(gq.GraphQuantError) as error:
+        gq.insert(samples / "digits_cnn.pb", rules="tflite", ranges=tflite(("stem/relu", 0.5, -128)))
+    assert str(error.value).startswith("The TFLite model has ranges for 1 of the plan's tensors and none for 1")
+    assert "the first of which is image:0. Give calibration data for these, or say with --ranges" in str(error.value)
+
+
 def test_another_type_gives_the_range(samples):
     """Int8 numbers for a uint8 scheme, and 16 bits for 8, become the range that they stand for."""
     model = gq.load(samples / "digits_cnn.onnx")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Operation:
     """One op of `graph`; a graph input, constant or output is one too, an output's name starts with `@`."""
 
@@ -25,6 +25,9 @@ class Operation:
 
     def __str__(self) -> str:
         return f"{self.graph.name}/{self.name}" if self.graph.name else self.name
+
+    def __repr__(self) -> str:
+        return f"<Operation {str(self)!r}>"
 
     @property
     def node(self) -> Op:
@@ -58,7 +61,7 @@ class Operation:
         ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Tensor:
     """One output of an op of `graph`."""
 
@@ -67,6 +70,9 @@ class Tensor:
 
     def __str__(self) -> str:
         return str(self.ref)
+
+    def __repr__(self) -> str:
+        return f"<Tensor {str(self)!r}>"
 
     @property
     def name(self) -> str:
