@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from graphquant.ir import TensorRef, Use
     from graphquant.plans import Plan
 
+HINT = " `graphquant plan` prints the names of those that rules match; a tensor is OP:0."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
@@ -55,7 +57,7 @@ def explain(matcher: Matcher, plan: Plan, what: str) -> tuple[Explanation, ...]:
             found.append(_one(matcher, tensor, use, winner, outcome))
     if not found:
         labels = matcher.all_labels()
-        more = " It makes and reads no float tensor." if what in labels else did_you_mean(what, labels)
+        more = " It makes and reads no float tensor." if what in labels else did_you_mean(what, labels) or HINT
         raise UsageError(f"No float tensor or op is called {what!r}.{more}")
     return tuple(found)
 

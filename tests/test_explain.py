@@ -102,3 +102,5 @@ def test_what_is_not_there(asked):
         asked("layer[0]/tan")
     with pytest.raises(UsageError, match=r"called 'i'\. It makes and reads no float tensor\."):
         asked("i")
+    with pytest.raises(UsageError, match=r"called 'nothing_like_it'\. `graphquant plan` prints the names"):
+        asked("nothing_like_it")
