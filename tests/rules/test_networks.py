@@ -11,8 +11,8 @@ from graphquant.ruleset import shipped
 
 NORM = """
     mu{k} = ReduceMean<axes = [2]>({x}) d{k} = Sub({x}, mu{k}) s{k} = Pow(d{k}, two)
-    vr{k} = ReduceMean<axes = [2]>(s{k}) e{k} = Add(vr{k}, eps) r{k} = Sqrt(e{k}) n{k} = Div(d{k}, r{k}) g{k} = Mul(n{k}, gamma)
-    z{k} = Add(g{k}, beta)
+    vr{k} = ReduceMean<axes = [2]>(s{k}) e{k} = Add(vr{k}, eps) r{k} = Sqrt(e{k}) n{k} = Div(d{k}, r{k})
+    g{k} = Mul(n{k}, gamma) z{k} = Add(g{k}, beta)
 """
 
 LAYER = """
