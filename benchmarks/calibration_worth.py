@@ -52,18 +52,21 @@ def worst_sqnr(model: Path, other: Path, data: Path) -> float:
     return float((10 * np.log10(power / np.maximum(error, 1e-300))).min())
 
 
-def worth(name: str, model: Path, data: Path, held_out: Path, nncf: str | None, folder: Path) -> None:
-    """The third table."""
+def worth(name: str, model: Path, data: Path, held_out: Path, nncf: str | None, folder: Path) -> dict[str, float]:
+    """The third table: dB of each tool and method."""
     kinds = [
         *(f"graphquant {method}" for method in ("auto", "minmax", "mse", "percentile", "entropy", "mean-minmax")),
         *(f"onnxruntime {method}{granularity}" for method in METHODS for granularity in ("", "/channel")),
         *(["NNCF"] if nncf else []),
     ]
     print(f"\n{name:34} SQNR of the worst output, dB")
+    found = {}
     for kind in kinds:
         out = folder / "quantized.onnx"
         quantized(kind, model, data, out, nncf)
-        print(f"{kind:34} {worst_sqnr(model, out, held_out):6.2f}", flush=True)
+        found[kind] = worst_sqnr(model, out, held_out)
+        print(f"{kind:34} {found[kind]:6.2f}", flush=True)
+    return found
 
 
 if __name__ == "__main__":
