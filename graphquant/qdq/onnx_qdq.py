@@ -1,6 +1,6 @@
 """ONNX QuantizeLinear and DequantizeLinear: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html .
 
-What onnxruntime runs was measured, and docs/decisions/0030-onnx-types.md has the tables: each type and granularity that
+What onnxruntime runs was measured, and docs/decisions/0031-onnx-types.md has the tables: each type and granularity that
 an opset of the default domain has; and, below the opset that brought 4 and 16 bits there, these in its own domain, in
 models of any opset. So 4 and 16 bits never cost an upgrade, which only blocks and float8 need.
 """
