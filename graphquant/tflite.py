@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError
-from graphquant.pipeline import check_output
+from graphquant.outputs import check_output
 from graphquant.receipt import Receipt, prove
 
 if TYPE_CHECKING:

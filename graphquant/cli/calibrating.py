@@ -40,12 +40,12 @@ def calibrate(paths: tuple[Path, ...], output: Path, merging: bool, force: bool,
 
     Interrupted, it keeps what it has, and the same command goes on from there.
     """
-    from graphquant import pipeline
+    from graphquant import outputs, pipeline
 
     if merging:
         if len(paths) == 1 or any(options.values()):
             raise UsageError("--merge takes two or more statistics files and -o, and no other options.")
-        pipeline.check_output(output, force=force)
+        outputs.check_output(output, force=force)
         _check_name(output)
         _finish(pipeline.merge_stats(paths), output)
         return
@@ -117,16 +117,16 @@ def _interruptible() -> Iterator[_Stop]:
 
 def _unfinished(model: Path, output: Path, *, force: bool) -> Stats | None:
     """The statistics at `output`, to go on from."""
-    from graphquant import pipeline
+    from graphquant import outputs
     from graphquant.calibration import load_stats
 
-    pipeline.check_output(output, model, force=force or output.is_file())
+    outputs.check_output(output, model, force=force or output.is_file())
     if force or not output.exists():
         return None
     try:
         return load_stats(output)
     except DataError:  # then it is something else, which is not to be lost
-        pipeline.check_output(output, model)
+        outputs.check_output(output, model)
         raise
 
 

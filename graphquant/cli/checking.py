@@ -23,11 +23,11 @@ def check(models: tuple[Path, ...], backend: str | None, form: str, output: Path
 
     docs/check.md explains the codes. Exit code 1 if there are findings.
     """
-    from graphquant import pipeline
+    from graphquant import outputs, pipeline
     from graphquant.view import check as view
 
     if output is not None:
-        pipeline.check_output(output, models[0], force=force)
+        outputs.check_output(output, models[0], force=force)
     reports = [pipeline.check(model, backend=backend) for model in models]
     if form == "text":
         from rich.console import Group

@@ -78,9 +78,9 @@ def insert(  # click passes what the user gave
         raise UsageError("--stats takes the place of --data and --samples. Give either.")
     if ranges_map is not None and ranges is None:
         raise UsageError("--ranges-map names tensors of the file that --ranges gives. Give that too.")
-    from graphquant import pipeline
+    from graphquant import outputs, pipeline
 
-    target = output or pipeline.default_output(model)
+    target = output or outputs.default_output(model)
     to_tflite = _check_outputs(model, target, report, dry_run=dry_run, force=force)
     loaded = pipeline.load(model)
     if to_tflite:
@@ -110,16 +110,16 @@ def insert(  # click passes what the user gave
 
 def _check_outputs(model: Path, target: Path, report: Path | None, *, dry_run: bool, force: bool) -> bool:
     """Refuses outputs that cannot be written, before any work is done; tells whether a TFLite file is to be made."""
-    from graphquant import formats, pipeline
+    from graphquant import formats, outputs
 
     form = formats.format_of(model)
     to_tflite = form == "tensorflow" and target.suffix == ".tflite"
     if to_tflite and not dry_run:
-        pipeline.check_output(target, model, force=force)
+        outputs.check_output(target, model, force=force)
     elif not dry_run:
-        pipeline.check_model_output(target, model, form, force=force)
+        outputs.check_model_output(target, model, form, force=force)
     if report is not None:
-        pipeline.check_output(report, model, force=True)
+        outputs.check_output(report, model, force=True)
         if report.resolve() == target.resolve():
             raise UsageError(f"--report {report} is the output itself. Give the report another name.")
     return to_tflite

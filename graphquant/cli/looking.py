@@ -28,10 +28,10 @@ def plan(
     force: bool,
 ) -> None:
     """Show what insert would do to MODEL. --format json gives a plan that insert --plan applies."""
-    from graphquant import pipeline
+    from graphquant import outputs, pipeline
 
     if output is not None:
-        pipeline.check_output(output, model, force=force)
+        outputs.check_output(output, model, force=force)
     made = pipeline.plan(model, rules=rules, include=include, exclude=exclude, family=family)
     if form == "json":
         from graphquant.plans import to_json
@@ -79,13 +79,13 @@ def inspect(
     With --stats, or a statistics file (.gqs) as MODEL, show a histogram of each tensor that was calibrated instead,
     with the range that insert would give it, what that clips and loses, the worst first.
     """
-    from graphquant import pipeline
+    from graphquant import outputs, pipeline
     from graphquant.survey import survey
 
     for path in (output, html):
         if path is not None:
-            pipeline.check_output(path, model, force=force)
-            pipeline.check_output(path, stats, force=force)
+            outputs.check_output(path, model, force=force)
+            outputs.check_output(path, stats, force=force)
     if stats is not None or model.suffix == ".gqs":
         _inspect_stats(model, stats, rules, form, html, output)
         return
