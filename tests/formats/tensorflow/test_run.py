@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from graphquant.errors import DataError, MissingDependencyError, ModelError
-from graphquant.formats.tensorflow import load, runner, save
+from graphquant.formats.tensorflow import load, runner, save, session
 from graphquant.ir import Model, Parameters, TensorRef, Use, check
 from graphquant.numerics import IntType, Range, choose, dequantize, fake_quant, quantize
 from graphquant.qdq import FAMILIES, Lowering
@@ -424,6 +424,23 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
         v1.train.import_meta_graph(str(tmp_path / "new.meta")).restore(session, str(tmp_path / "new"))
         np.testing.assert_allclose(session.run("y:0", {"x:0": x}), got, rtol=1e-6)
     assert prefix.endswith("old")
+
+
+@pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_rnn.pb"])
+def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, tf: Any, name: str) -> None:
+    """Every float tensor has the same bits on 1, 2 and 4 threads, so that machines' statistics can be merged."""
+    model = load(SAMPLES / name)
+    ops = [op for op in model.main.ops() if op.roles and op.outputs]
+    watched = [TensorRef("", op.name) for op in ops if op.outputs[0].dtype == "float32"]
+    feeds = {"image": images(name.partition(".")[0], 4)}
+    runs = []
+    for threads in (1, 2, 4):
+        monkeypatch.setattr(session, "THREADS", threads)
+        runs.append(observed(model, watched, feeds))
+    assert len(runs[0]) > 5
+    for tensor in runs[0]:
+        for other in runs[1:]:
+            np.testing.assert_array_equal(np.asarray(runs[0][tensor]), np.asarray(other[tensor]))
 
 
 @pytest.mark.filterwarnings("ignore")
