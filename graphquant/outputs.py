@@ -44,6 +44,12 @@ def check_model_output(path: Path, source: Path | None, form: str, *, force: boo
                 f" Leave {path.suffix!r} out of the name."
             )
     elif path.suffix not in suffixes:
+        if path.suffix == ".tflite":
+            raise UsageError(
+                f"{path} is named like a TFLite file, which is made of a TensorFlow model by TensorFlow's converter,"
+                f" and the model is {source or 'of another format'}. Give {path.with_suffix(suffixes[0])}, or insert"
+                " into the TensorFlow model that it was made from."
+            )
         named = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
         raise UsageError(
             f"{path} has {named}, and the model is written in its own format. Give it one of {', '.join(suffixes)}."

@@ -591,17 +591,20 @@ def _choice(model: Model, include: Several, exclude: Several, family: str | None
 
 
 def _data_lines(model: Model, wanting: Sequence[Any], ranges: Ranges | None) -> str:
-    where = shlex.quote(str(model.path or "MODEL"))
     if ranges is not None:
         return (
             f"{ranges.path or 'The TFLite model'} has ranges for {len(ranges.given)} of the plan's tensors and none for"
             f" {len(wanting)} activations, the first of which is {wanting[0].tensor}. Give calibration data for these,"
             " or say with --ranges-map which tensors of that file they are."
         )
+    ways = [("data", "calibration.npz"), ("rules", "fixed_point"), ("rules", "weight_only")]
+    if model.alive:
+        lines = [f'  gq.insert(model, {name}="{value}")' for name, value in ways]
+    else:
+        where = shlex.quote(str(model.path or "MODEL"))
+        lines = [f"  graphquant insert {where} --{name} {value}" for name, value in ways]
+    told = "\n".join(lines)
     return (
         f"{len(wanting)} activations have no range yet, the first is {wanting[0].tensor}. Give calibration data, use"
-        " fixed-point ranges, or quantize the weights alone:\n"
-        f"  graphquant insert {where} --data calibration.npz\n"
-        f"  graphquant insert {where} --rules fixed_point\n"
-        f"  graphquant insert {where} --rules weight_only"
+        f" fixed-point ranges, or quantize the weights alone:\n{told}"
     )

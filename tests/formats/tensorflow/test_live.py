@@ -10,7 +10,7 @@ import pytest
 
 import graphquant as gq
 from graphquant import graph_editor as ge
-from graphquant.errors import ModelError, UsageError
+from graphquant.errors import ModelError, NeedsDataError, UsageError
 
 pytestmark = pytest.mark.slow
 
@@ -606,6 +606,16 @@ def test_keras_model_frozen() -> None:
 
 
 # -- refusals --------------------------------------------------------------------------------------
+
+
+def test_missing_data_is_told_in_python() -> None:
+    """A model in memory has no command line: what to do is told as calls."""
+    with pytest.raises(NeedsDataError, match="Give calibration data") as told:
+        gq.insert(keras_model())
+    lines = str(told.value).splitlines()[1:]
+    assert lines[0] == '  gq.insert(model, data="calibration.npz")'
+    assert len(lines) == 3
+    assert gq.insert(keras_model(), rules="weight_only").inserted
 
 
 def test_refusals(tmp_path: Any, samples: Any) -> None:
