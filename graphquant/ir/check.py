@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import networkx as nx
-
 from graphquant.errors import InternalError
 from graphquant.ir.graph import CONTROL, Graph, Model
 from graphquant.ir.types import TensorRef, Use
@@ -26,6 +24,8 @@ def check(model: Model, stage: str) -> None:
     Raises:
         InternalError: An invariant is broken; the message names the stage, which is where the fault is.
     """
+    import networkx as nx
+
     for graph in model.graphs.values():
         _check_ends(graph, stage)
     for graph in model.graphs.values():

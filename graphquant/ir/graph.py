@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import networkx as nx
-
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir.types import Op, Output, TensorRef, Use
 
@@ -61,6 +59,8 @@ class Graph:
         taken: set[str] | None = None,
     ) -> None:
         """`taken` holds names that new ops must not get; graphs whose values share one name space share the set."""
+        import networkx as nx  # here, so that rule files can be read without it
+
         self.name = name
         self.graphs = graphs
         self.parent = parent

@@ -5,6 +5,7 @@ Each answer is compared with a graph that is written by hand, with the ops of `q
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -320,7 +321,8 @@ def test_keras_export_frozen(tf: Any, gate: tuple[gq.Result, Path]) -> None:
     """As one graph of constants it gives the same answers, and ops have the names that they have in their layers."""
     result, _ = gate
     frozen = gq.freeze(result.source)
-    assert {"functional_1/c_1/convolution", "functional_1/d_1/MatMul"} <= {op.name for op in frozen.main.ops()}
+    names = {re.sub(r"^functional_\d+", "functional", op.name) for op in frozen.main.ops()}  # Keras counts its models
+    assert {"functional/c_1/convolution", "functional/d_1/MatMul"} <= names
     before, after = (formats.module("tensorflow").runner(model) for model in (result.source, frozen))
     for x in (pictures(4), 0.05 * pictures(4)):
         wanted = before.run({before.inputs[0].name: x})["output_0"]
