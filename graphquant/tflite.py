@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError
 from graphquant.outputs import check_output
 from graphquant.receipt import Receipt, prove
+from graphquant.whole import whole
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -94,15 +93,11 @@ def _why_not(model: Model, site: Site) -> str:
 
 
 def _write(path: Path, data: bytes) -> None:
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_bytes(data)
-        part.replace(path)
+        with whole(path) as file:
+            file.write(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}. Give another output with -o.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
 
 
 __all__ = ["SUFFIX", "Receipt", "convert", "freeze"]

@@ -7,10 +7,8 @@ the header and by `MAX_BYTES`, and what does not fit together is a DataError.
 
 from __future__ import annotations
 
-import os
 import zipfile
 import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -23,6 +21,7 @@ from graphquant.calibration.targets import COARSE, FINE, Target
 from graphquant.errors import DataError, UsageError
 from graphquant.ir import TensorRef
 from graphquant.sketch import Sketch
+from graphquant.whole import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -133,19 +132,14 @@ def save_stats(stats: Stats, path: Path) -> None:
     Raises:
         UsageError: It cannot be written.
     """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with zipfile.ZipFile(part, "w") as archive:
+        with whole(path) as file, zipfile.ZipFile(file, "w") as archive:
             for name, data in _members(stats):
                 info = zipfile.ZipInfo(name, DATE)
                 info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 archive.writestr(info, data, compresslevel=6)
-        part.replace(path)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
 
 
 def _members(stats: Stats) -> Iterator[tuple[str, bytes]]:

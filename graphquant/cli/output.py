@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from graphquant.errors import UsageError
+from graphquant.whole import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,15 +44,11 @@ def print_view(view: Any, output: Path | None) -> None:
 def write(path: Path, what: Any) -> None:
     """Writes text, or data as JSON, whole or not at all."""
     text = what if isinstance(what, str) else json.dumps(what, indent=2) + "\n"
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        part.write_text(text, "utf-8")
-        part.replace(path)
+        with whole(path) as file:
+            file.write(text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
-    finally:
-        with suppress(OSError):
-            part.unlink()
 
 
 @contextmanager

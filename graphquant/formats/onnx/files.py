@@ -6,7 +6,6 @@ import filecmp
 import os
 import shutil
 import warnings
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from graphquant.formats.onnx.read import MAX_MESSAGE, parse
 from graphquant.formats.onnx.tensors import external_path, is_external, tensor_value
 from graphquant.formats.onnx.write import emit
 from graphquant.ir import bulk
+from graphquant.whole import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,16 +36,10 @@ def save(model: Model, path: Path) -> None:
     """
     message = emit(model).message
     data = serialize(message, path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         link_data(message, model.source.folder, path.parent)
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-            temporary.replace(path)
-        finally:
-            with suppress(FileNotFoundError):
-                temporary.unlink()
+        with whole(path) as file:
+            file.write(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}. Give another output path.") from error
 

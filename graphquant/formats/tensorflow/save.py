@@ -14,6 +14,7 @@ from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.keep import Kept, keep
 from graphquant.formats.tensorflow.learned import learned
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, Source
+from graphquant.whole import whole
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -47,7 +48,8 @@ def save(model: Model, path: Path) -> None:
             _copy_checkpoint(source, path.with_suffix(""))
         if kept is not None:
             kept.add_to(path.with_suffix(""))
-        _write(path, data)
+        with whole(path) as file:
+            file.write(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}. Choose another place.") from error
 
@@ -56,18 +58,6 @@ def _data(source: Source, message: Any, *, text: bool) -> bytes:
     if text == source.text and message == source.message and source.file.is_file():
         return source.file.read_bytes()  # the same message may have several binary forms
     return proto.to_text(message).encode() if text else proto.to_binary(message)
-
-
-def _write(path: Path, data: bytes) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        _open_up(Path(name), 0o666)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def _open_up(path: Path, mode: int) -> None:
@@ -125,7 +115,8 @@ def _save_folder(source: Source, message: Any, path: Path, kept: Kept | None) ->
     try:
         new = room / "new"
         shutil.copytree(top, new, copy_function=_link, ignore=left_out)
-        _write(new / source.file.name, data)
+        with whole(new / source.file.name) as file:
+            file.write(data)
         if kept is not None:
             kept.add_to(new / "variables" / "variables")
         if path.exists():

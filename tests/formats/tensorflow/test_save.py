@@ -92,7 +92,7 @@ def test_nothing_left_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(28, "No space left on device")
 
     # The package's attribute of that name is the function.
-    monkeypatch.setattr(sys.modules["graphquant.formats.tensorflow.save"], "_write", refuse)
+    monkeypatch.setattr(sys.modules["graphquant.formats.tensorflow.save"], "whole", refuse)
     with pytest.raises(UsageError, match="No space left"):
         save(edited(SAMPLES / "digits_cnn_saved_model"), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
