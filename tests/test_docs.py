@@ -58,8 +58,9 @@ def indented(text):
 
 
 def shell(text):
-    """What bash prints for the commands, `graphquant` being this checkout's."""
-    command = f'graphquant() {{ "{sys.executable}" -m graphquant "$@"; }}\n{text}'
+    """What bash prints for the commands, `graphquant` being this checkout's and `python` the one that runs the tests."""
+    python = f'python() {{ "{sys.executable}" "$@"; }}'
+    command = f'{python}\ngraphquant() {{ python -m graphquant "$@"; }}\n{text}'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command], capture_output=True, text=True, check=False, env=environment
