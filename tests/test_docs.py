@@ -58,7 +58,7 @@ def indented(text):
 
 
 def shell(text):
-    """What bash prints for the commands, `graphquant` being this checkout's and `python` the one that runs the tests."""
+    """What bash prints for the commands, `graphquant` being this checkout's, `python` the one that runs the tests."""
     python = f'python() {{ "{sys.executable}" "$@"; }}'
     command = f'{python}\ngraphquant() {{ python -m graphquant "$@"; }}\n{text}'
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
