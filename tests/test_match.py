@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
-from graphquant.match import MAX_STEPS, Matcher, name_matches
+from graphquant.match import Matcher, name_matches
+from graphquant.match.around import Around
+from graphquant.match.chains import chain_down, chain_up
+from graphquant.match.patterns import MAX_STEPS
 from graphquant.ruleset import load_ruleset, parse_chain
 
 SCHEME = "[scheme.q]\nbits = 8\n"
@@ -282,16 +285,16 @@ def test_chains_equal_a_regular_expression(ops, links):
     kinds = {"a": "relu", "b": "tanh", "i": "identity"}
     model = line([kinds[letter] for letter in ops])
     text = " > ".join(kinds[letter] + "?" * optional for letter, optional in links)
-    matcher = Matcher(model, load_ruleset(["fixed_point"]))
+    around = Around(model)
     pattern = "i*".join(f"(?:{letter}{'?' if optional else ''})" for letter, optional in links)
     inner, last = "".join(ops[:-1]), ops[-1]
     # the tensor itself is made by a link, never by an identity
     expected = last != "i" and any(re.fullmatch(pattern, (inner + last)[k:]) for k in range(len(ops)) if ops[k] != "i")
-    assert matcher._chain_up(parse_chain(text), TensorRef("", f"n{len(ops)}")) == expected
+    assert chain_up(around, parse_chain(text), TensorRef("", f"n{len(ops)}")) == expected
     expected = ops[0] != "i" and any(
         re.fullmatch(pattern, "".join(ops[:k])) for k in range(1, len(ops) + 1) if ops[k - 1] != "i"
     )
-    assert matcher._chain_down(parse_chain(text), Use("", "n1", 0)) == expected
+    assert chain_down(around, parse_chain(text), Use("", "n1", 0)) == expected
 
 
 def line(kinds):
