@@ -40,7 +40,7 @@ def prepared(model: Path) -> Path:
 
     loaded = pipeline.load(model)
     path = model.with_name(f"{model.stem}.prepared.onnx")
-    pipeline.save(pipeline._prepared_for(loaded, pipeline.plan(loaded)), path, force=True)  # noqa: SLF001  # what calibration runs
+    pipeline.save(pipeline.prepared_for(loaded, pipeline.plan(loaded)), path, force=True)  # what calibration runs
     return path
 
 

@@ -17,6 +17,7 @@ from graphquant.calibration.cones import cones
 from graphquant.formats.onnx.read import index
 from graphquant.ir import Call, Model, Op, Output, TensorRef
 from graphquant.ir.graph import Graph
+from graphquant.prepare import prepare
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -80,7 +81,7 @@ def test_preparation_keeps_what_it_does_not_touch(samples: Path) -> None:
     before = set(all_cones(source).values())
     plan = gq.plan(source)
     assert {"opset", "fold-batchnorm"} <= {step.step for step in plan.steps}
-    prepared = pipeline._prepared_for(source, plan)
+    prepared = pipeline.prepared_for(source, plan)
     tensors = [site.tensor for site in plan.sites if not site.parameter]
     alone = cones(prepared, tensors)
     with_source = cones(prepared, tensors, kept(source, prepared))
@@ -96,7 +97,7 @@ def test_preparation_keeps_what_it_does_not_touch(samples: Path) -> None:
 def test_folded_batchnorm_of_tensorflow() -> None:
     """What is between the conv and the added bias is another value than before, and the sum is the norm's."""
     source = _with_batchnorm()
-    prepared, _ = pipeline.prepare(source, ["fold-batchnorm"])
+    prepared, _ = prepare(source, ["fold-batchnorm"])
     found = kept(source, prepared)
     assert found == {TensorRef("", "norm/bias_add"): all_cones(source)["norm:0"]}
 
