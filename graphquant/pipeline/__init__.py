@@ -1,0 +1,27 @@
+"""The public verbs, each a story of a few lines: load, plan, calibrate, insert, explain, inspect, save."""
+
+from graphquant.pipeline.calibrating import calibrate, merge_stats
+from graphquant.pipeline.common import Progress, Several
+from graphquant.pipeline.inserting import insert
+from graphquant.pipeline.looking import check, check_data, explain, inspect_stats
+from graphquant.pipeline.models import load, save
+from graphquant.pipeline.planning import plan, prepared_for
+from graphquant.pipeline.result import Result, to_tf
+
+__all__ = [
+    "Progress",
+    "Result",
+    "Several",
+    "calibrate",
+    "check",
+    "check_data",
+    "explain",
+    "insert",
+    "inspect_stats",
+    "load",
+    "merge_stats",
+    "plan",
+    "prepared_for",
+    "save",
+    "to_tf",
+]

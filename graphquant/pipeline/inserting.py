@@ -1,0 +1,142 @@
+"""The whole story, from rules to a rewritten graph."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphquant.calibration import Stats, kept, load_stats, needs_data, planned, select, with_method
+from graphquant.errors import NeedsDataError, UsageError
+from graphquant.pipeline.calibrating import calibrate_line, observe
+from graphquant.pipeline.models import loaded
+from graphquant.pipeline.planning import prepared_and_plan
+from graphquant.pipeline.result import Result
+from graphquant.plans import Plan, Skip
+from graphquant.ranges import Ranges, give, read_map
+from graphquant.rewrite import rewrite
+from graphquant.solve import solve
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from graphquant.ir import Model
+    from graphquant.pipeline.common import Progress, Several
+
+
+def insert(
+    model: Model | str | Path,
+    *,
+    rules: Several = (),
+    data: str | None = None,
+    stats: Stats | str | Path | None = None,
+    plan: Plan | str | Path | None = None,
+    method: str | None = None,
+    ranges: Model | str | Path | None = None,
+    ranges_map: Mapping[str, str] | str | Path | None = None,
+    samples: int | None = None,
+    max_memory: int | None = None,
+    include: Several = (),
+    exclude: Several = (),
+    family: str | None = None,
+    float_weights: bool = False,
+    progress: Progress | None = None,
+) -> Result:
+    """Quantizes a model: the whole story from rules to a rewritten graph.
+
+    Args:
+        model: A model, or the path of one.
+        rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
+        data: A calibration data spec, as in docs/data.md; not needed where ranges come from rules or weights.
+        stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is not read.
+        plan: A plan, or the path of an edited one, instead of rules.
+        method: The observer of all activations whose range comes from data, instead of what the rules say.
+        ranges: A TFLite file, whose scales are used for the same-named activations.
+        ranges_map: Names of the model's tensors and of the file's that they get their scales from, or a TOML file.
+        samples: Use only that many samples.
+        max_memory: Bytes that observed values may take; by default half of what is free.
+        include: Globs or /regexes/; only what they name is quantized.
+        exclude: Globs or /regexes/; what they name is left.
+        family: The QDQ family for schemes that name none.
+        float_weights: Keep weights float, with a whole QDQ pair.
+        progress: Is told how far the work is.
+
+    Raises:
+        NeedsDataError: Activations have no range without data.
+        DataError: The data does not fit the model.
+        ModelError: The model cannot be read, prepared or rewritten.
+        RuleError: A rule file has mistakes.
+        UsageError: A selector or the plan names what the model does not have.
+    """
+    if data is not None:
+        from graphquant.data import check_spec
+
+        check_spec(data)
+    source = loaded(model)
+    prepared, made = prepared_and_plan(source, plan, rules, include, exclude, family)
+    made = with_method(made, method)
+    taken = None
+    if ranges is not None:
+        made, taken = _given(prepared, made, ranges, ranges_map)
+    statistics = Path(stats) if isinstance(stats, str | Path) else None
+    found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
+    wanting = needs_data(made)
+    if found is not None or wanting:
+        targets = planned(prepared, made, full=False, same=kept(source, prepared))
+        if found is not None:
+            found = select(found, targets, source.digest, calibrate_line(source, made, plan))
+        elif data is not None:
+            found = observe(prepared, targets, data, samples, progress, model=source.digest, max_memory=max_memory)
+        else:
+            raise NeedsDataError(_data_lines(source, wanting, taken))
+    solution = solve(prepared, made, found.sketches, found.unwatchable) if found else solve(prepared, made, {})
+    params, skips = dict(solution.params), dict(solution.skips)
+    for index, site in enumerate(made.sites if float_weights else ()):
+        if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time
+            del params[index]
+            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
+    rewritten, inserted = rewrite(prepared, made, params, float_weights=float_weights)
+    return Result(
+        model=rewritten if inserted else source,
+        source=source,
+        plan=made,
+        inserted=tuple(inserted),
+        skips=(*made.skips, *(skips[index] for index in sorted(skips))),
+        notes={made.sites[index].tensor: note for index, note in sorted(solution.notes.items())},
+        stats=found if wanting else None,
+        statistics=statistics if wanting else None,
+        ranges=taken,
+    )
+
+
+def _given(
+    prepared: Model, made: Plan, ranges: Model | str | Path, names: Mapping[str, str] | str | Path | None
+) -> tuple[Plan, Ranges]:
+    """The plan with the scales of a TFLite file."""
+    source = loaded(ranges)
+    if source.format != "tflite":
+        raise UsageError(f"{source.path or 'The model'} is no TFLite file. Give one whose scales are to be used.")
+    return give(prepared, made, source, read_map(Path(names)) if isinstance(names, str | Path) else names or {})
+
+
+def _data_lines(model: Model, wanting: Sequence[Any], ranges: Ranges | None) -> str:
+    if ranges is not None:
+        return (
+            f"{ranges.path or 'The TFLite model'} has ranges for {len(ranges.given)} of the plan's tensors and none for"
+            f" {len(wanting)} activations, the first of which is {wanting[0].tensor}. Give calibration data for these,"
+            " or say with --ranges-map which tensors of that file they are."
+        )
+    ways = [("data", "calibration.npz"), ("rules", "fixed_point"), ("rules", "weight_only")]
+    if model.alive:
+        lines = [f'  gq.insert(model, {name}="{value}")' for name, value in ways]
+    else:
+        where = shlex.quote(str(model.path or "MODEL"))
+        lines = [f"  graphquant insert {where} --{name} {value}" for name, value in ways]
+    told = "\n".join(lines)
+    return (
+        f"{len(wanting)} activations have no range yet, the first is {wanting[0].tensor}. Give calibration data, use"
+        f" fixed-point ranges, or quantize the weights alone:\n{told}"
+    )
+
+
+__all__ = ["insert"]

@@ -1,0 +1,110 @@
+"""What is in a model, in statistics and in data, and why; nothing is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphquant import formats, picked
+from graphquant.calibration import Stats, kept, load_stats, planned, select
+from graphquant.errors import UsageError
+from graphquant.explain import Explanation
+from graphquant.explain import explain as _explain
+from graphquant.match import Matcher
+from graphquant.pipeline.calibrating import calibrate_line
+from graphquant.pipeline.models import loaded
+from graphquant.pipeline.planning import choice_of, planned_by, ruleset_for
+from graphquant.solve import solve
+from graphquant.survey import survey
+
+if TYPE_CHECKING:
+    from graphquant.backends import Report as CheckReport
+    from graphquant.data.check import DataReport
+    from graphquant.ir import Model
+    from graphquant.picked import Picks
+    from graphquant.pipeline.common import Several
+
+
+def explain(model: Model, what: str, *, rules: Several = ()) -> tuple[Explanation, ...]:
+    """For each use of the tensor or op `what`, the rules in order and why each did or did not apply.
+
+    Raises:
+        UsageError: Nothing float is called that.
+    """
+    ruleset = ruleset_for(model, rules)
+    prepared, made = planned_by(model, ruleset, choice_of(model, (), (), None))
+    return _explain(Matcher(prepared, ruleset), made, what)
+
+
+def check(model: Model | str | Path, *, backend: str | None = None) -> CheckReport:
+    """What is probably wrong with a quantized model, and how `backend` will run each of its ops; nothing is run.
+
+    Raises:
+        ModelError: The model cannot be read.
+        UsageError: There is no such backend, or it does not run models of this format.
+    """
+    from graphquant.backends import check as _check
+
+    return _check(loaded(model), backend)
+
+
+def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:
+    """The data that a spec names beside the model's inputs, and what is probably wrong with it; nothing is run.
+
+    Raises:
+        DataError: The data cannot be read, or does not fit the model.
+        MissingDependencyError: A package that this kind of data needs is not installed.
+        ModelError: The model cannot be read.
+        UsageError: It is a TFLite model.
+    """
+    from graphquant.data import open_data
+    from graphquant.data.check import check_data as _check_data
+
+    source = loaded(model)
+    if source.format == "tflite":
+        raise UsageError(f"{source.path} is a TFLite model, which is not run. Give the model that it was made from.")
+    inputs = formats.module(source.format).inputs(source)
+    return _check_data(open_data(data, inputs, samples=samples, finite=False), inputs)
+
+
+def inspect_stats(
+    stats: Stats | str | Path,
+    model: Model | str | Path | None = None,
+    *,
+    rules: Several = (),
+    others: bool = False,
+) -> Picks:
+    """What statistics hold, and which range the tensors of `model` get from them, at what cost.
+
+    Args:
+        stats: Statistics, or the path of their file.
+        model: The model that they are of, or one that insert made from it, which is taken as it is.
+        rules: Names, paths or texts of rule files, which plan for the model; by default the format's own.
+        others: Find out what other methods would pick, which takes some 50 ms a tensor.
+
+    Raises:
+        DataError: The file cannot be read, is of another model, or lacks tensors of the plan.
+        ModelError: The model cannot be read or prepared.
+        RuleError: A rule file has mistakes.
+        UsageError: It is a TFLite model.
+    """
+    path = None if isinstance(stats, Stats) else Path(stats)
+    found = stats if isinstance(stats, Stats) else load_stats(Path(stats))
+    if model is None:
+        return picked.seen(found, path)
+    source = loaded(model)
+    if source.format != "tflite" and not rules:
+        there = survey(source)
+        if any(reading.rule or source.digest != found.model for reading in there.readings):
+            return picked.by_name(there, found, path, others=others)
+    ruleset = ruleset_for(source, rules)
+    prepared, made = planned_by(source, ruleset, choice_of(source, (), (), None))
+    same = kept(source, prepared)
+    targets = planned(prepared, made, full=False, same=same)
+    needed = select(found, targets, source.digest, calibrate_line(source, made, None))
+    solution = solve(prepared, made, needed.sketches, needed.unwatchable)
+    sketches = {**picked.held(found, prepared, made, same), **needed.sketches}
+    return picked.by_plan(made, solution, sketches, found, path, str(source.path or "the model"), others=others)
+
+
+__all__ = ["check", "check_data", "explain", "inspect_stats"]
