@@ -16,12 +16,16 @@ from graphquant.prepare import drop_unread
 from graphquant.qdq import FAMILIES, Lowering
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from collections.abc import Set as AbstractSet
 
     from graphquant.ir import Shape
 
 FRAMES = frozenset({"enter", "switch"})
 """Kinds that only TF1 loop and cond frames have; a constant without inputs would sit outside them."""
+
+PRODUCTS = frozenset({"matmul", "gemm"})
+"""Kinds of products of two matrices."""
 
 MAX_RUN_TIME_BITS = 16
 """Widest type to which ops quantize while the model runs; wider ones are for constants."""
@@ -34,7 +38,7 @@ class Inserted:
     Attributes:
         site: The site.
         params: Its scale and zero point, or that its range is that of each run.
-        output: The dequantized tensor that its uses read now.
+        output: The dequantized tensor that its uses read now; in several graphs, that of the first.
         folded: Whether the weight was stored as integers.
     """
 
@@ -65,6 +69,7 @@ def rewrite(
     names = _Names(plan, params)
     framed = {name for name, graph in changed.graphs.items() if any(op.kind in FRAMES for op in graph.ops())}
     variables = _Variables(changed)
+    fed = {use for index, site in enumerate(plan.sites) if index in params for use in site.uses}
     inserted = []
     for index, site in enumerate(plan.sites):
         if index not in params:
@@ -74,12 +79,68 @@ def rewrite(
         lowering = _lowering(model, parameters, site, params[index], name, float_weights=float_weights)
         learned = variables.take(site, name) if site.scheme.range == "learned" else ""
         lowering = replace(lowering, in_frame=site.graph in framed, learned=learned)
-        output = FAMILIES[site.scheme.family or ""].lower(graph, lowering)
-        changed.graphs[site.tensor.graph].reroute(site.tensor, site.uses, output)
+        output = _insert(changed, site, lowering, fed)
         inserted.append(Inserted(site=site, params=params[index], output=output, folded=lowering.value is not None))
     drop_unread(changed, (done.site.tensor for done in inserted if done.folded))
     check(changed, "rewrite")
     return changed, inserted
+
+
+def _insert(model: Model, site: Site, lowering: Lowering, fed: AbstractSet[Use]) -> TensorRef:
+    """Adds the ops of one site and lets its uses read them; returns the dequantized tensor that the first use reads.
+
+    What is quantized in one graph is dequantized in each body that reads it: an op runs on integers only if the
+    DequantizeLinear is in its own graph, and what it reads was quantized by an op that nobody else reads in float.
+
+    Args:
+        model: The model, which is changed.
+        site: The site.
+        lowering: What its family is to make.
+        fed: All uses that read dequantized tensors in the end.
+    """
+    lower = FAMILIES[site.scheme.family or ""].lower
+    home = model.graphs[site.graph]
+    readers: dict[str, list[Use]] = {}
+    for use in site.uses:
+        readers.setdefault(use.graph, []).append(use)
+    made = None
+    outputs = []
+    for name, uses in readers.items():
+        graph = model.graphs[name]
+        if name != site.graph and lowering.value is not None and _alone(graph, uses, fed):
+            output = lower(graph, replace(lowering, name=graph.fresh(lowering.name)))
+        else:
+            made = made or lower(home, lowering)
+            output = made if name == site.graph else _again(home, made, graph)
+        model.graphs[site.tensor.graph].reroute(site.tensor, uses, output)
+        outputs.append(output)
+    if made is not None and site.graph not in readers:
+        home.remove(made.op)
+    return outputs[0]
+
+
+def _alone(graph: Graph, uses: Sequence[Use], fed: AbstractSet[Use]) -> bool:
+    """Whether a weight is multiplied by values that stay float.
+
+    onnxruntime makes an op for matrices of few bits of that, and refuses a model in which the integers of one are not
+    in the body that multiplies by it.
+    """
+    others = (
+        Use(use.graph, use.op, slot)
+        for use in uses
+        if graph.op(use.op).kind in PRODUCTS
+        for slot in range(len(graph.slots(use.op)))
+        if graph.op(use.op).role(slot) in {"input", "weight"}
+    )
+    return any(other not in fed for other in others)
+
+
+def _again(home: Graph, dequantized: TensorRef, graph: Graph) -> TensorRef:
+    """A copy in `graph` of the op that makes `dequantized` in `home`; it reads what that reads."""
+    op = home.op(dequantized.op)
+    label = graph.fresh(op.name)
+    outputs = tuple(replace(output, name=label) for output in op.outputs)
+    return graph.add(replace(op, name=label, outputs=outputs), home.slots(op.name))
 
 
 def _lowering(

@@ -35,10 +35,10 @@ def load(tmp_path, text, **values):
     return onnx_format.load(tmp_path / "model.onnx")
 
 
-def run(model, **feeds):
-    """The outputs of a model in onnxruntime without its own optimizations."""
+def run(model, level="ORT_DISABLE_ALL", **feeds):
+    """The outputs of a model in onnxruntime, by itself without its own optimizations."""
     options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
     message = onnx_format.emit(model)
     onnx.checker.check_model(message)
     session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -258,15 +258,54 @@ THEN, ELSE = Use("y/then_branch", "a", 0), Use("y/else_branch", "b", 0)
 
 @pytest.mark.parametrize(("graph", "then"), [("", [0.5, 0.0]), ("y/else_branch", [0.4375, 0.0])])
 def test_captured_tensors(tmp_path, graph, then):
-    """The ops go beside the producer or into the body, and only the planned branch reads them."""
+    """It is quantized beside the producer or in the body, dequantized in the body; only planned branches read that."""
     model = load(tmp_path, BRANCH)
     uses = (THEN, ELSE) if not graph else (ELSE,)
     made, (done,) = rewrite(model, plan(site("t", *uses, graph=graph)), {0: scale(0.5)})
-    assert done.output.graph == graph
-    assert (made.graphs["y/then_branch"].producer(THEN) == done.output) == (not graph)
+    assert done.output == made.graphs[uses[0].graph].producer(uses[0])
+    kinds = {name: [op.kind for op in inner.ops() if op.rule] for name, inner in made.graphs.items()}
+    pair = ["constant", "constant", "quantize", "dequantize"]
+    assert kinds == (
+        {"": pair[:3], "y/then_branch": pair[3:], "y/else_branch": pair[3:]}
+        if not graph
+        else {"": [], "y/then_branch": [], "y/else_branch": pair}
+    )
     feeds = {"x": np.array([0.4375, -0.4375], np.float32)}
     assert run(made, p=np.array(True), **feeds)[0].tolist() == then
     assert run(made, p=np.array(False), **feeds)[0].tolist() == [-0.5, 0.5]
+
+
+PRODUCT = """
+g (bool p, float[2,4] x) => (float[2,4] y)
+{
+    t = Identity (x)
+    y = If (p) <
+        then_branch = th () => (float[2,4] a) { a = MatMul (t, w) },
+        else_branch = el () => (float[2,4] b) { b = MatMul (t, w) }
+    >
+}
+"""
+
+
+@pytest.mark.parametrize("fed", ["y/then_branch", "y/else_branch", ""])
+def test_weights_of_bodies(tmp_path, fed):
+    """Integers of a weight stay outside where the other factor is quantized; onnxruntime wants all others inside."""
+    weight = np.arange(-8, 8, dtype=np.float32).reshape(4, 4)
+    model = load(tmp_path, PRODUCT, w=weight)
+    branches = {"y/then_branch": "a", "y/else_branch": "b"}
+    uses = [Use(name, op, 1) for name, op in branches.items()]
+    inputs = [site("t", Use(fed, branches[fed], 0), scheme=ACTIVATION)] if fed else []
+    made, _ = rewrite(
+        model, plan(site("w", *uses, parameter=True), *inputs), {0: scale(1.0), 1: scale(0.5, 128, UINT8)}
+    )
+    for name, op in branches.items():
+        dequantized = made.graphs[name].producer(Use(name, op, 1))
+        integers = made.graphs[name].producer(Use(name, dequantized.op, 0))
+        assert (dequantized.graph, integers.graph) == (name, "" if name == fed else name)
+    assert "w" not in made.main
+    feed = {"x": np.full((2, 4), 0.5, np.float32)}
+    for branch in (True, False):
+        assert np.array_equal(run(made, "ORT_ENABLE_ALL", p=np.array(branch), **feed)[0], feed["x"] @ weight)
 
 
 def test_the_source_is_never_changed(tmp_path):
