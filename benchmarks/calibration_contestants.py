@@ -164,8 +164,11 @@ def nncf_quantize(model: Path, data: Path) -> Any:
 
     with np.load(data) as arrays:
         samples = {name: arrays[name] for name in arrays.files}
-    count = len(next(iter(samples.values())))
-    made = [{name: array[index : index + 1] for name, array in samples.items()} for index in range(count)]
+    count = max(len(array) for array in samples.values() if array.ndim)
+    made = [
+        {name: array[index : index + 1] if array.ndim else array for name, array in samples.items()}
+        for index in range(count)
+    ]
     nncf.set_log_level("ERROR")
     return nncf.quantize(onnx.load(model), nncf.Dataset(made), subset_size=count)
 

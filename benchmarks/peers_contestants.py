@@ -1,0 +1,120 @@
+"""What `peers.py` compares: `python peers_contestants.py TOOL MODEL DATA OUT` quantizes and tells what it took.
+
+TOOL is graphquant, NNCF, or onnxruntime and a method. Imports come before the clock. "seconds" are those from the
+float model's file to the quantized one's, "outside" those of them that were not spent in the passes over data: the
+making of onnxruntime's calibrator and its collect_data, graphquant's `calibrate`, NNCF's collect_statistics. What makes
+ranges of what was collected is outside: onnxruntime's compute_data, graphquant's search.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx
+from calibration_contestants import Reader, feeds, imported, nncf_quantize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class Clock:
+    """Seconds spent in the functions it watches."""
+
+    def __init__(self) -> None:
+        """Nothing spent yet."""
+        self.spent = 0.0
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, its time counted."""
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **options)
+            finally:
+                self.spent += time.perf_counter() - start
+
+        return run
+
+
+def graphquant(model: Path, data: Path, out: Path, clock: Clock) -> Callable[[], object]:
+    """Its defaults."""
+    from graphquant import calibration
+
+    calibration.calibrate = clock.watched(calibration.calibrate)  # before pipeline takes it
+    import graphquant as gq
+
+    imported(model, data)
+    return lambda: gq.insert(model, data=str(data)).save(out, force=True)
+
+
+def onnxruntime_static(model: Path, data: Path, out: Path, clock: Clock, method: str) -> Callable[[], object]:
+    """Its preprocessing, then weights per channel and otherwise its defaults."""
+    from onnxruntime.quantization import CalibrationMethod
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    quantize: Any = importlib.import_module("onnxruntime.quantization.quantize")  # a function hides it
+
+    symbolic = importlib.util.find_spec("sympy") is not None
+    if symbolic:
+        importlib.import_module("onnxruntime.tools.symbolic_shape_infer")
+    logging.disable(logging.WARNING)
+    imported(model, data)
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        made = clock.watched(create)(*arguments, **options)
+        made.collect_data = clock.watched(made.collect_data)
+        return made
+
+    create, quantize.create_calibrator = quantize.create_calibrator, timed
+    samples = Reader(iter(list(feeds(model, data))))
+
+    def run() -> None:
+        with contextlib.redirect_stdout(io.StringIO()), tempfile.TemporaryDirectory() as folder:
+            ready = Path(folder, "ready.onnx")
+            quant_pre_process(str(model), str(ready), skip_symbolic_shape=not symbolic)
+            quantize.quantize_static(
+                str(ready),
+                str(out),
+                samples,
+                per_channel=True,
+                calibrate_method=CalibrationMethod[method],
+            )
+
+    return run
+
+
+def nncf(model: Path, data: Path, out: Path, clock: Clock) -> Callable[[], object]:
+    """Its defaults."""
+    from nncf.common.tensor_statistics.aggregator import StatisticsAggregator
+
+    StatisticsAggregator.collect_statistics = clock.watched(StatisticsAggregator.collect_statistics)
+    return lambda: onnx.save(nncf_quantize(model, data), out)
+
+
+def measure(tool: str, model: Path, data: Path, out: Path) -> dict[str, float]:
+    """Quantizes `model` with `tool`."""
+    clock = Clock()
+    name, _, method = tool.partition(" ")
+    if name == "onnxruntime":
+        run = onnxruntime_static(model, data, out, clock, method)
+    else:
+        run = {"graphquant": graphquant, "NNCF": nncf}[name](model, data, out, clock)
+    start = time.perf_counter()
+    run()
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "outside": seconds - clock.spent}
+
+
+if __name__ == "__main__":
+    told = measure(sys.argv[1], *(Path(argument) for argument in sys.argv[2:5]))
+    print(json.dumps(told))
