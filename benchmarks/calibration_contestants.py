@@ -162,15 +162,21 @@ def nncf_quantize(model: Path, data: Path) -> Any:
     """NNCF's quantized model, its defaults."""
     import nncf
 
+    message = onnx.load(model)
+    ranks = {info.name: len(info.type.tensor_type.shape.dim) for info in message.graph.input}
     with np.load(data) as arrays:
         samples = {name: arrays[name] for name in arrays.files}
     count = max(len(array) for array in samples.values() if array.ndim)
-    made = [
-        {name: array[index : index + 1] if array.ndim else array for name, array in samples.items()}
-        for index in range(count)
-    ]
+
+    def one(name: str, index: int) -> np.ndarray:
+        array = samples[name]
+        if not array.ndim:
+            return array
+        return array[index] if array.ndim > ranks[name] else array[index : index + 1]
+
+    made = [{name: one(name, index) for name in samples} for index in range(count)]
     nncf.set_log_level("ERROR")
-    return nncf.quantize(onnx.load(model), nncf.Dataset(made), subset_size=count)
+    return nncf.quantize(message, nncf.Dataset(made), subset_size=count)
 
 
 CONTESTANTS: dict[str, Callable[[Path, Path], Callable[[], object]]] = {

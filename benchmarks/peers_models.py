@@ -52,6 +52,7 @@ def cases(given: Path, folder: Path, only: list[str], left_out: list[str]) -> It
         return not only or name in only
 
     def case(name: str, message: onnx.ModelProto, pool: Arrays, held_out: Arrays, samples: int) -> Case:
+        message = upgraded(message)
         truth.name_ops(message)
         path = folder / f"{name}.onnx"
         onnx.save(message, path)
@@ -81,6 +82,18 @@ def cases(given: Path, folder: Path, only: list[str], left_out: list[str]) -> It
             shape = [size.dim_value for size in message.graph.input[0].type.tensor_type.shape.dim][1:]
             values = rng.standard_normal((160, *shape)).astype(np.float32)
             yield case(name, message, {"x": values[:80]}, {"x": values[80:]}, 64)
+
+
+def upgraded(message: onnx.ModelProto) -> onnx.ModelProto:
+    """The model at opset 13, the first with scales per channel, if it is older, its initializers no inputs."""
+    if next(one.version for one in message.opset_import if not one.domain) >= 13:  # noqa: PLR2004  # named above
+        return message
+    constants = {value.name for value in message.graph.initializer}
+    inputs = [info for info in message.graph.input if info.name not in constants]
+    message.ir_version = max(message.ir_version, 8)
+    del message.graph.input[:]
+    message.graph.input.extend(inputs)
+    return onnx.version_converter.convert_version(message, 13)
 
 
 def _real(given: Path, folder: Path) -> Iterator[tuple[str, onnx.ModelProto, Arrays, Arrays, int]]:
