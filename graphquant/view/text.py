@@ -38,7 +38,7 @@ UNFOLDED = 10_000
 
 def plan_view(plan: Plan) -> RenderableType:
     """The plan: preparations, a table of sites for each rule, skips, unused rules."""
-    rows = [(site, (listed([str(use) for use in site.uses]), _scheme(site))) for site in plan.sites]
+    rows = [(site, (listed([str(use) for use in site.uses]), scheme_text(site))) for site in plan.sites]
     parts: list[RenderableType] = [*_steps(plan), *_by_rule(rows, "read by", "scheme"), *_skips(plan.skips)]
     if plan.unused:
         parts.append(plain(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
@@ -271,7 +271,8 @@ def _coverage(found: Survey) -> list[RenderableType]:
     return lines
 
 
-def _scheme(site: Site) -> str:
+def scheme_text(site: Site) -> str:
+    """How a site is quantized: type, granularity and where its range comes from."""
     scheme = site.scheme
     per = f", axis {site.axis}" if site.axis is not None else ""
     per += f" in blocks of {scheme.block_size}" if scheme.block_size is not None else ""
