@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.errors import UsageError
+from graphquant.errors import InternalError, UsageError
 from graphquant.ir import Graph, Model, Parameters, TensorRef, Use, bulk, check
 from graphquant.numerics import Array, Dynamic, FloatType, IntType, QParams, blocks_of, quantize
 from graphquant.plans import Plan, Site, check_plan
@@ -165,7 +166,7 @@ def _lowering(
             f"{site.tensor} of shape {seen} has not {params.scale.size} {cells} on axis {params.axis}, as the plan"
             " says. Mend its site, or make the plan anew."
         )
-    folded = value if folds else None
+    folded = partial(_value, parameters, site.tensor) if folds and value is not None else None
     if folded is None and FAMILIES[site.scheme.family or ""].folds and params.type.bits > MAX_RUN_TIME_BITS:
         raise UsageError(
             f"{site.tensor} would be quantized to {params.type.name} at run time, which no op does. Take its site out"
@@ -186,6 +187,14 @@ def _lowering(
         args=site.scheme.args,
         opset=model.opset,
     )
+
+
+def _value(parameters: Parameters, tensor: TensorRef) -> Array:
+    """The value of a weight that was found before, read anew."""
+    value = parameters.value(tensor)
+    if value is None:
+        raise InternalError(f"the weight {tensor} is not there any more.")
+    return value
 
 
 def _covers(params: QParams, axis: int, shape: Shape) -> bool:

@@ -287,7 +287,8 @@ def _weight(parameters: Parameters, site: Site) -> Array:
         raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
     if np.isinf(value).any() and not np.isnan(value).any():
         raise DataError(INFINITE)
-    largest = float(np.abs(readable(value, site.tensor)).max())
+    readable(value, site.tensor)
+    largest = float(max(value.max(), -value.min()))  # not of abs(value), which is as large again
     if 0 < largest < SMALLEST_SCALE:
         raise DataError(f"its values, {largest:.3g} at most, are denormals, which kernels flush to zero")
     return value

@@ -237,7 +237,7 @@ def readable(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.ndarray[Any, 
     Raises:
         ModelError: It holds NaN or infinity, for which there is no scale.
     """
-    if value.size and not np.isfinite(value.astype(np.float64, copy=False)).all():
+    if value.size and not np.isfinite(value).all():
         raise ModelError(
             f"The weight {tensor} holds NaN or infinity. No scale exists for it; mend the model or leave it out with"
             " --exclude."

@@ -13,6 +13,7 @@ from graphquant.numerics.affine import (
     from_scale,
     over,
     quantize,
+    stored,
 )
 from graphquant.numerics.blocks import blocks_of, in_blocks
 from graphquant.numerics.types import FLOAT8, MAX_BITS, MIN_BITS, Array, FloatType, IntType, QType, parse_type
@@ -40,4 +41,5 @@ __all__ = [
     "over",
     "parse_type",
     "quantize",
+    "stored",
 ]

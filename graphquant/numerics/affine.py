@@ -11,6 +11,7 @@ to its values instead of whole numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,9 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_VALUE = float(np.finfo(np.float32).max)
 """No scale is chosen with which a quantized value would stand for more: kernels would make it infinite."""
 
+
+SLAB = 1 << 22
+"""Elements of a weight that are quantized at a time."""
 
 EXACT_BITS = 16
 """Widest type whose quantized values and zero points float32 and int32 hold, with all their sums and differences."""
@@ -231,6 +235,35 @@ def quantize(x: Array, params: QParams) -> Array:
     np.clip(steps, qmin, qmax, out=steps)
     np.nan_to_num(steps, copy=False, nan=qmin)
     return steps.astype(np.int32).reshape(x.shape)
+
+
+def stored(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
+    """`quantize(x, params)` as values of `dtype`, made some rows at a time: a weight may fill much of the memory."""
+    result = np.empty(x.shape, dtype)
+    if x.ndim == 0 or x.size <= SLAB:
+        result[...] = quantize(x, params).astype(dtype)
+        return result
+    rows = max(SLAB * x.shape[0] // x.size, 1)
+    step = rows if params.block is None else -(-rows // params.block) * params.block
+    for start in range(0, x.shape[0], step):
+        result[start : start + step] = quantize(x[start : start + step], _rows(params, start, step)).astype(dtype)
+    return result
+
+
+def _rows(params: QParams, start: int, count: int) -> QParams:
+    """What `count` rows of a tensor are quantized with: of the scales along its first axis those that are theirs."""
+    if params.axis is None or (params.block is None and params.axis):
+        return params
+    size = params.block if params.block is not None and params.axis == 0 else 1
+    here = slice(start // size, -(-(start + count) // size))
+    return from_scale(
+        params.scale[here],
+        params.zero_point[here],
+        params.type,
+        narrow=params.narrow,
+        axis=params.axis,
+        block=params.block,
+    )
 
 
 def dequantize(q: Array, params: QParams) -> Array:

@@ -52,7 +52,8 @@ class Lowering:
         name: Name for the new ops; further ones append to it.
         params: Scale, zero point and range; or that the range is that of each run.
         rule: Name of the rule, stamped on each op.
-        value: The weight's value if it is to be folded into an integer constant, else None.
+        value: Gives the weight's value if it is to be folded into an integer constant, else None. It is read when
+            that constant is, so that weights are never all in memory.
         parameter: Whether the tensor is a weight, which is a constant even where it stays float.
         clip: Whether values may lie outside of what the type represents, so that its container must not take them.
         shape: The tensor's static shape where it is known, as it must be per channel.
@@ -69,7 +70,7 @@ class Lowering:
     name: str
     params: QParams | Dynamic
     rule: str
-    value: Array | None = None
+    value: Callable[[], Array] | None = None
     parameter: bool = False
     clip: bool = True
     shape: tuple[int | None, ...] | None = None

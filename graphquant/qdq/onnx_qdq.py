@@ -7,13 +7,19 @@ models of any opset. So 4 and 16 bits never cost an upgrade, which only blocks a
 
 from __future__ import annotations
 
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
 import ml_dtypes
 import numpy as np
 
 from graphquant.ir import Graph, Op, Output, TensorRef
-from graphquant.numerics import Array, FloatType, IntType, QParams, QType, over, quantize
+from graphquant.numerics import Array, FloatType, IntType, QParams, QType, over, stored
 from graphquant.qdq.base import Family, Lowering, Request, constant, static_params
 from graphquant.qdq.onnx_read import read, rounding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
 """Of 8 bits, and of int32 biases."""
@@ -62,14 +68,21 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
     scale = constant(graph, f"{site.name}/scale", params.scale.reshape(shape), type_="Constant", rule=site.rule)
     zero = constant(graph, f"{site.name}/zero_point", zeros, type_="Constant", rule=site.rule)
     if site.value is not None:
-        folded = quantize(site.value, params).astype(integer)
-        source = constant(graph, f"{site.name}/{integer.name}", folded, type_="Constant", rule=site.rule)
+        label = graph.fresh(f"{site.name}/{integer.name}")
+        folded = partial(_folded, site.value, params, integer)
+        made = Output(label, integer.name, site.shape)
+        op = Op(name=label, kind="constant", type="Constant", roles=(), outputs=(made,), value=folded, rule=site.rule)
+        source = graph.add(op)
     else:
         made = Output("", integer.name, known.shape)
         data = _clipped(graph, site)
         source = _add(graph, site, site.name, _QUANTIZE, made, [data, scale, zero])
     made = Output("", known.dtype, known.shape)
     return _add(graph, site, f"{site.name}/dequant", _DEQUANTIZE, made, [source, scale, zero])
+
+
+def _folded(value: Callable[[], Array], params: QParams, integer: np.dtype[Any]) -> Array:
+    return stored(value(), params, integer)
 
 
 def _one_block(params: QParams) -> bool:

@@ -76,7 +76,7 @@ def test_onnx_per_channel_weight_is_folded() -> None:
     """A weight becomes an integer constant and one DequantizeLinear with its axis."""
     weight = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
     params = per_channel(3, 0)
-    graph, result = lower("onnx-qdq", (3, 4), params, value=weight)
+    graph, result = lower("onnx-qdq", (3, 4), params, value=lambda: weight)
     assert wiring(graph) == {
         "t/quant/scale": ("Constant", []),
         "t/quant/zero_point": ("Constant", []),
@@ -96,7 +96,8 @@ def test_onnx_per_channel_weight_is_folded() -> None:
 def test_odd_widths_live_in_the_next_container() -> None:
     """Five bits are int8 values from -16 to 15."""
     params = choose(Range(np.array(-1.0), np.array(1.0)), IntType(5, True), symmetric=True)
-    graph, _ = lower("onnx-qdq", (5,), params, value=np.array([-9.0, -1.0, 0.0, 1.0, 9.0], np.float32))
+    values = np.array([-9.0, -1.0, 0.0, 1.0, 9.0], np.float32)
+    graph, _ = lower("onnx-qdq", (5,), params, value=lambda: values)
     assert value(graph, "t/quant/int8").tolist() == [-16, -15, 0, 15, 15]
 
 

@@ -5,20 +5,25 @@ from __future__ import annotations
 import base64
 import math
 import zlib
+from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, checker, helper, shape_inference, version_converter
+from onnx import ModelProto, NodeProto, checker, helper, shape_inference, version_converter
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.files import external_tensors
 from graphquant.formats.onnx.read import index
 from graphquant.formats.onnx.run import OnnxRunner
 from graphquant.formats.onnx.tensors import first_line, is_external
+from graphquant.formats.onnx.write import bodies, keep
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from graphquant.formats import InputSpec
     from graphquant.ir import Model
 
@@ -54,9 +59,11 @@ def upgrade(model: Model, opset: int) -> Model:
     if model.opset >= opset:
         return model
     source = model.source.message
-    light, weights, added = _lightened(source)
+    light, hoisted = _lightened(source)
     if any(True for _ in external_tensors(light)):
-        raise _failed(model, opset, "external data inside its bodies cannot be converted")
+        raise _failed(
+            model, opset, "external data inside its functions, or of one name in two bodies, is not converted"
+        )
     try:
         converted = version_converter.convert_version(light, opset)
     except CONVERTER_ERRORS as error:
@@ -70,7 +77,10 @@ def upgrade(model: Model, opset: int) -> Model:
         checker.check_model(converted)
     except CONVERTER_ERRORS as error:
         raise _failed(model, opset, f"the result is not valid: {first_line(error)}") from error
-    _restore(source, converted, weights, added)
+    try:
+        _restore(source, converted, hoisted)
+    except KeyError as error:
+        raise _failed(model, opset, f"onnx's converter changed the node {error} around a weight") from error
     result = index(converted, path=model.path)
     _compare(model, result, opset)
     return result
@@ -78,35 +88,100 @@ def upgrade(model: Model, opset: int) -> Model:
 
 def skeleton(model: Model) -> str:
     """The source message without its larger weights, compressed, in base64: an upgrade keeps the weights by name."""
-    light = _lightened(model.source.message)[0]
+    light, _ = _lightened(model.source.message)
     return base64.b64encode(zlib.compress(light.SerializeToString(deterministic=True), 9)).decode()
 
 
-def _lightened(source: Any) -> tuple[Any, dict[str, Any], set[str]]:
-    """A copy for the converter, the initializers it has as mere inputs instead, and which of these inputs are new."""
+Path = tuple[tuple[str, str], ...]
+"""Where a body is: from outside in, the first output of the node that owns it, and the attribute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Hoisted:
+    """A weight that the converter has as a mere input of the model.
+
+    Attributes:
+        path: The body that it is from; () is the main graph.
+        name: The name of its value.
+        held: The TensorProto of an initializer, or the NodeProto of a Constant.
+        added: Whether the input is new: initializers may be inputs too.
+    """
+
+    path: Path
+    name: str
+    held: Any
+    added: bool
+
+
+def _lightened(source: Any) -> tuple[Any, list[_Hoisted]]:
+    """A copy for the converter with inputs in place of the larger weights, and these weights."""
     light = ModelProto()
     light.CopyFrom(source)
     inputs = {info.name for info in light.graph.input}
-    weights = {t.name: t for t in source.graph.initializer if is_external(t) or math.prod(t.dims) > SMALL}
-    kept = [tensor for tensor in light.graph.initializer if tensor.name not in weights]
-    del light.graph.initializer[:]
-    light.graph.initializer.extend(kept)
-    added = {name for name in weights if name not in inputs}
-    light.graph.input.extend(
-        helper.make_tensor_value_info(name, tensor.data_type, tensor.dims)
-        for name, tensor in weights.items()
-        if name in added
-    )
-    return light, weights, added
+    graphs = _graphs(light.graph)
+    times = Counter(name for graph, _ in graphs for name in _made(graph))
+    hoisted: list[_Hoisted] = []
+    for graph, path in reversed(graphs):  # a list of nodes that is written anew has copies of their bodies
+        heavy = [
+            (held, name, tensor)
+            for held, name, tensor in _constants(graph)
+            if (is_external(tensor) or math.prod(tensor.dims) > SMALL) and (not path or times[name] == 1)
+        ]
+        for held, name, tensor in heavy:
+            kept = type(held)()
+            kept.CopyFrom(held)
+            hoisted.append(_Hoisted(path=path, name=name, held=kept, added=bool(path) or name not in inputs))
+            if hoisted[-1].added:
+                light.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
+        gone = {name for _, name, _ in heavy}
+        keep(graph.initializer, lambda tensor, gone=gone: tensor.name not in gone)  # type: ignore[misc]  # the default
+        keep(graph.node, lambda node, gone=gone: node.op_type != "Constant" or not gone.intersection(node.output))  # type: ignore[misc]  # the same
+    return light, hoisted
 
 
-def _restore(source: Any, converted: Any, weights: dict[str, Any], added: set[str]) -> None:
-    """Gives `converted` back what the converter does not carry: initializers in their order, sparse ones, notes."""
+def _graphs(main: Any) -> list[tuple[Any, Path]]:
+    """The graph and all bodies in it, outer ones first."""
+    found: list[tuple[Any, Path]] = [(main, ())]
+    for graph, path in found:  # grows while bodies are found
+        for node in graph.node:
+            first = next(iter(node.output), "")
+            found += [(body, (*path, (first, attr))) for attr, body in bodies(node).items()]
+    return found
+
+
+def _made(graph: Any) -> Iterator[str]:
+    """The names that are given to values in a graph."""
+    yield from (tensor.name for tensor in graph.initializer)
+    yield from (name for node in graph.node for name in node.output)
+
+
+def _constants(graph: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Initializers and Constant nodes: the message, the name of its value, and its tensor."""
+    yield from ((tensor, tensor.name, tensor) for tensor in graph.initializer)
+    for node in graph.node:
+        if node.op_type == "Constant" and node.domain in {"", "ai.onnx"} and len(node.output) == 1:
+            yield from ((node, node.output[0], attr.t) for attr in node.attribute if attr.name == "value")
+
+
+def _restore(source: Any, converted: Any, hoisted: Sequence[_Hoisted]) -> None:
+    """Gives `converted` back what the converter does not carry: weights in their order, sparse ones, notes.
+
+    Raises:
+        KeyError: The body that a weight is from is gone.
+    """
+    graphs = {path: graph for graph, path in _graphs(converted.graph)}
+    for one in reversed(hoisted):  # Constants stand before all that could read them
+        if isinstance(one.held, NodeProto):
+            graphs[one.path].node.insert(0, one.held)
+        elif one.path:
+            graphs[one.path].initializer.insert(0, one.held)
     graph = converted.graph
+    weights = {one.name: one.held for one in hoisted if not one.path and not isinstance(one.held, NodeProto)}
     now = {tensor.name: tensor for tensor in graph.initializer}
     order = [weights.get(tensor.name) or now.get(tensor.name) for tensor in source.graph.initializer]
     old = {tensor.name for tensor in source.graph.initializer}
     initializers = [tensor for tensor in order if tensor is not None] + [t for t in now.values() if t.name not in old]
+    added = {one.name for one in hoisted if one.added}
     inputs = [info for info in graph.input if info.name not in added]
     del graph.initializer[:], graph.input[:]
     graph.initializer.extend(initializers)

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.message import EncodeError
-from onnx import GraphProto, printer, serialization
+from onnx import printer, serialization
 
 from graphquant.errors import ModelError, UsageError
+from graphquant.formats.onnx.apart import fill, put_apart, size_of, tensors
 from graphquant.formats.onnx.read import MAX_MESSAGE, parse
 from graphquant.formats.onnx.tensors import external_path, is_external, tensor_value
 from graphquant.formats.onnx.write import emit
@@ -23,7 +24,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from graphquant.formats.onnx.write import Emission
     from graphquant.ir import Model
+
+MANY = 1 << 28
+"""Bytes of new weights from which they are written outside of a message, where the source has its own outside."""
 
 
 @bulk()
@@ -34,14 +39,60 @@ def save(model: Model, path: Path) -> None:
         ModelError: A change cannot be said in ONNX, or the message is over 2 GB.
         UsageError: `path` or a file of external data beside it cannot be written.
     """
-    message = emit(model).message
-    data = serialize(message, path)
+    emission = emit(model, bare=True)
+    message, folder = emission.message, model.source.folder
+    outside = binary_form(path) and _outside(model, emission)
+    if not outside:
+        fill(message, emission.later)
     try:
-        link_data(message, model.source.folder, path.parent)
+        if outside:
+            _save_apart(model, emission, path)
+            return
+        data = serialize(message, path)
+        link_data(message, folder, path.parent)
         with whole(path) as file:
             file.write(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}. Give another output path.") from error
+
+
+def binary_form(path: Path) -> bool:
+    """Whether the suffix of `path` names the protocol buffer's own form."""
+    return serialization.registry.get_format_from_file_extension(path.suffix) in {"protobuf", None}
+
+
+def _outside(model: Model, emission: Emission) -> bool:
+    """Whether weights are to be written beside the model.
+
+    They are where the message could not hold them, and where many are new and the source has its own outside.
+    """
+    new = sum(map(size_of, emission.later))
+    try:
+        if new + emission.message.ByteSize() > MAX_MESSAGE:
+            return True
+    except (EncodeError, ValueError):
+        return True
+    return new > MANY and any(True for _ in external_tensors(model.source.message))
+
+
+def _save_apart(model: Model, emission: Emission, path: Path) -> None:
+    """Writes the model to `path`, and its weights to a file beside it, which is called like it with `.data` behind.
+
+    Raises:
+        ModelError: A weight cannot be read.
+        UsageError: That file is of another model.
+        OSError: They cannot be written.
+    """
+    folder, target = model.source.folder, path.with_name(f"{path.name}.data")
+    own = {external_path(tensor, folder) for tensor in external_tensors(model.source.message)}
+    if target.exists() and (not path.exists() or any(target.samefile(file) for file in own)):
+        raise UsageError(
+            f"{target}, where the weights would go, is there already and is another model's. Give another output path."
+        )
+    with whole(path) as file, whole(target) as data:
+        put_apart(emission.message, emission.later, folder, data, target.name)
+        file.write(binary(emission.message))
+        path.unlink(missing_ok=True)  # so that at no time a model is there beside another one's data
 
 
 def serialize(message: Any, path: Path) -> bytes:
@@ -124,16 +175,4 @@ def link_data(message: Any, source: Path | None, folder: Path) -> None:
 
 def external_tensors(message: Any) -> Iterator[Any]:
     """The tensors of a ModelProto whose data is in other files, wherever they are."""
-    todo: list[Any] = [message.graph, *message.functions]
-    while todo:
-        graph = todo.pop()
-        if isinstance(graph, GraphProto):
-            tensors = [*graph.initializer]
-            tensors += [part for sparse in graph.sparse_initializer for part in (sparse.values, sparse.indices)]
-            yield from (tensor for tensor in tensors if is_external(tensor))
-        for node in graph.node:
-            for attr in node.attribute:
-                todo += [attr.g] if attr.HasField("g") else []
-                todo += attr.graphs
-                held = [attr.t, *attr.tensors] if attr.HasField("t") else attr.tensors
-                yield from (tensor for tensor in held if is_external(tensor))
+    return filter(is_external, tensors(message))

@@ -67,21 +67,28 @@ def tensor_of(op: Op, name: str) -> Any:
         ModelError: There is no such tensor in ONNX.
     """
     try:
-        return numpy_helper.from_array(op.value(), name) if op.value is not None else _no_value(op)
+        return numpy_helper.from_array(value_of(op), name)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ModelError(
             f"The constant {op.name!r} cannot be written to ONNX ({error}). Give it a dtype that ONNX has."
         ) from error
 
 
+def value_of(op: Op) -> Any:
+    """The value of a constant.
+
+    Raises:
+        ModelError: It has none.
+    """
+    if op.value is None:
+        raise ModelError(f"The constant {op.name!r} has no value. Give it one.")
+    return op.value()
+
+
 def stamp(node: Any, rule: str) -> None:
     """Notes in `node` which rule made it."""
     if rule:
         node.metadata_props.add(key=RULE_KEY, value=rule)
-
-
-def _no_value(op: Op) -> Any:
-    raise ModelError(f"The constant {op.name!r} has no value. Give it one.")
 
 
 def _set_attributes(node: Any, op: Op, types: Mapping[str, int]) -> None:

@@ -43,7 +43,8 @@ _CONSTANT_FORMS: dict[str, Any] = {
 }
 """The attributes that may hold a Constant node's value, and the dtype of those that are no tensors."""
 
-_SUB_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
+SUB_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
+"""Bits of the types of which several elements are stored in a byte."""
 
 
 def type_of(proto: Any) -> tuple[str | None, Shape | None]:
@@ -74,6 +75,12 @@ def size_of(tensor: Any) -> Shape:
 def is_external(tensor: Any) -> bool:
     """Whether the data of a TensorProto is in another file."""
     return bool(tensor.data_location == TensorProto.EXTERNAL)
+
+
+def bytes_of(dtype: str, count: int) -> int:
+    """Bytes that `count` elements take in a file."""
+    bits = SUB_BYTE.get(dtype) or 8 * np.dtype(helper.tensor_dtype_to_np_dtype(CODES[dtype])).itemsize
+    return (count * bits + 7) // 8
 
 
 def tensor_value(tensor: Any, folder: Path | None) -> Array:
@@ -205,7 +212,7 @@ def _external_value(tensor: Any, folder: Path | None) -> Array:
             f"The tensor {tensor.name!r} holds text in an external file. ONNX has no such thing: export it again."
         )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
-    needed = (count * _SUB_BYTE.get(name, dtype.itemsize * 8) + 7) // 8
+    needed = bytes_of(name, count)
     entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
         offset, length = int(entries.get("offset") or 0), int(entries.get("length") or needed)
@@ -220,7 +227,7 @@ def _external_value(tensor: Any, folder: Path | None) -> Array:
         )
     if not count:
         return np.zeros(shape, dtype)
-    if name in _SUB_BYTE:
+    if name in SUB_BYTE:
         packed = np.memmap(path, np.uint8, "r", offset, (needed,)).tobytes()
         return np.asarray(numpy_helper.to_array(TensorProto(data_type=tensor.data_type, dims=shape, raw_data=packed)))
     return np.memmap(path, dtype, "r", offset, shape)

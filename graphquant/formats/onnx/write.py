@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from graphquant.errors import ModelError
+from graphquant.formats.onnx.apart import BULKY, later, size_of
 from graphquant.formats.onnx.nodes import constant_node, new_node, patch_node, stamp, tensor_of
 from graphquant.formats.onnx.rename import Ends, ends_of
 from graphquant.formats.onnx.tensors import CODES
@@ -42,10 +43,12 @@ class Emission:
     Attributes:
         message: The ModelProto.
         renamed: Names of the tensors that are called otherwise than their `Output` says.
+        later: Constants whose values are still missing in the message, see `formats.onnx.apart`.
     """
 
     message: Any
     renamed: dict[TensorRef, str]
+    later: tuple[Op, ...] = ()
 
     def name(self, model: Model, tensor: TensorRef) -> str:
         """The value name of `tensor` of `model` in the message."""
@@ -54,21 +57,21 @@ class Emission:
 
 
 @bulk()
-def emit(model: Model) -> Emission:
-    """The changed copy of the source message.
+def emit(model: Model, *, bare: bool = False) -> Emission:
+    """The changed copy of the source message; with `bare` the values of bulky new constants are left for later.
 
     Raises:
         ModelError: A change cannot be said in ONNX.
     """
     message = ModelProto()
     message.CopyFrom(model.source.message)
-    return _Emitter(model, message).run()
+    return _Emitter(model, message, bare=bare).run()
 
 
 class _Emitter:
     """Patches `message`, a copy of the source of `model`."""
 
-    def __init__(self, model: Model, message: Any) -> None:
+    def __init__(self, model: Model, message: Any, *, bare: bool) -> None:
         self._model = model
         self._source: Source = model.source
         self._message = message
@@ -76,6 +79,8 @@ class _Emitter:
         self._renamed: dict[TensorRef, str] = {}
         self._patches: dict[str, dict[str, set[int]]] = {}
         self._grown = False
+        self._bare = bare
+        self._later: list[Op] = []
 
     def run(self) -> Emission:
         graphs = self._model.graphs
@@ -92,9 +97,9 @@ class _Emitter:
         for graph, target in zip(functions, self._message.functions, strict=True):
             self._graph(graph, target, target)
         if self._grown:
-            _keep(self._message.metadata_props, lambda entry: entry.key != VERSION_KEY)
+            keep(self._message.metadata_props, lambda entry: entry.key != VERSION_KEY)
             self._message.metadata_props.add(key=VERSION_KEY, value=_version())
-        return Emission(message=self._message, renamed=self._renamed)
+        return Emission(message=self._message, renamed=self._renamed, later=tuple(self._later))
 
     def _name(self, tensor: TensorRef | None) -> str:
         if tensor is None:
@@ -193,7 +198,7 @@ class _Emitter:
     def _inputs(self, graph: Graph, source: GraphSource, target: Any) -> None:
         """Drops inputs that are gone or are constants now."""
         listed = set(graph.inputs)
-        _keep(target.input, lambda info: info.name in listed)
+        keep(target.input, lambda info: info.name in listed)
         freed = any(
             op.kind == "input" and _live(graph, name) is not None and name not in listed
             for name, op in source.loaded.items()
@@ -209,28 +214,34 @@ class _Emitter:
             if op is not None and op.value is not source.loaded[op.name].value:
                 added.append(op)
         written = {op.name for op in added}
-        _keep(
+        keep(
             target.sparse_initializer,
             lambda item: _live(graph, item.values.name) is not None and item.values.name not in written,
         )
-        _keep(target.initializer, lambda item: _live(graph, item.name) is not None)
+        keep(target.initializer, lambda item: _live(graph, item.name) is not None)
         for tensor in chain(target.initializer, (sparse.values for sparse in target.sparse_initializer)):
             op = graph.op(tensor.name)
             if op.value is not source.loaded[op.name].value:
-                tensor.CopyFrom(tensor_of(op, op.name))
+                tensor.CopyFrom(self._tensor(op, op.name))
             if op.outputs[0].name != (name := self._name(TensorRef(graph.name, op.name))):
                 tensor.name = name
-        target.initializer.extend(tensor_of(op, self._name(TensorRef(graph.name, op.name))) for op in added)
+        target.initializer.extend(self._tensor(op, self._name(TensorRef(graph.name, op.name))) for op in added)
         for op in added:
             least = IR_TYPES.get(op.outputs[0].dtype or "", IR_FREE_INITIALIZERS)
             self._message.ir_version = max(self._message.ir_version, least)
+
+    def _tensor(self, op: Op, name: str) -> Any:
+        if not self._bare or size_of(op) < BULKY:
+            return tensor_of(op, name)
+        self._later.append(op)
+        return later(op, name, len(self._later) - 1)
 
     def _infos(self, graph: Graph, source: GraphSource, target: Any, fresh: list[Op]) -> None:
         """value_info: without what is gone or renamed, with what is known of new and renamed tensors."""
         renamed = [tensor for tensor in self._ends[graph.name].renamed if tensor.op in source.loaded]
         lost = {source.loaded[tensor.op].outputs[tensor.port].name for tensor in renamed}
         lost.update(out.name for name, op in source.loaded.items() if _live(graph, name) is None for out in op.outputs)
-        _keep(target.value_info, lambda info: info.name not in lost)
+        keep(target.value_info, lambda info: info.name not in lost)
         taken = {info.name for info in target.output}
         made = [
             TensorRef(graph.name, op.name, k) for op in fresh if op.kind != "constant" for k in range(len(op.outputs))
@@ -268,7 +279,7 @@ def _order(graph: Graph, first: Iterable[str]) -> list[str]:
     return listed
 
 
-def _keep(repeated: Any, wanted: Callable[[Any], bool]) -> None:
+def keep(repeated: Any, wanted: Callable[[Any], bool]) -> None:
     """Leaves in a repeated field what is `wanted`."""
     kept = [item for item in repeated if wanted(item)]
     if len(kept) < len(repeated):

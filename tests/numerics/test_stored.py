@@ -1,0 +1,37 @@
+"""Weights quantized some rows at a time are what they are as a whole."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from graphquant.numerics import IntType, Range, affine, blocks_of, choose, parse_type, quantize, stored
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "int16", "float8_e4m3fn"])
+@pytest.mark.parametrize(("axis", "block"), [(None, None), (0, None), (1, None), (2, None), (0, 3), (1, 4), (0, 8)])
+@pytest.mark.parametrize("shape", [(7, 5, 4), (16, 9, 3), (1, 20, 3)])
+def test_rows(dtype: str, axis: Any, block: Any, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the slabs cut, values equal those that are quantized at once."""
+    rng = np.random.default_rng(0)
+    value = rng.standard_normal(shape).astype(np.float32)
+    size: tuple[int, ...] = () if axis is None else (shape[axis],)
+    if block is not None:
+        size = blocks_of(shape, axis, block)
+    high = rng.uniform(0.5, 3, size)
+    low = np.zeros(size) if dtype.startswith("u") else -high
+    params = choose(Range(low, high), parse_type(dtype), symmetric=not dtype.startswith("u"), axis=axis, block=block)
+    held = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    whole = quantize(value, params).astype(held)
+    for slab in (1, 10, 37, 1 << 22):
+        monkeypatch.setattr(affine, "SLAB", slab)
+        made = stored(value, params, held)
+        assert made.dtype == held
+        np.testing.assert_array_equal(made.astype(np.float32), whole.astype(np.float32))
+
+
+def test_scalar() -> None:
+    """A single number has no rows."""
+    params = choose(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), symmetric=True)
+    assert stored(np.array(0.5, np.float32), params, np.dtype(np.int8)).tolist() == 64
