@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphquant.backends.lint import CODES, lint
@@ -43,7 +44,7 @@ def check(model: Model, backend: str | None = None) -> Report:
             f"{model.path or 'The model'} is a {model.format} model, and {chosen.name} is foretold for ONNX models"
             " only. Leave --for out to check the quantization alone."
         )
-    verdicts = () if chosen is None else chosen.predict(model)
+    verdicts = () if chosen is None else _verdicts(chosen, model)
     return Report(
         path=str(model.path or ""),
         backend="" if chosen is None else chosen.name,
@@ -51,6 +52,25 @@ def check(model: Model, backend: str | None = None) -> Report:
         verdicts=verdicts,
         findings=lint(model, chosen, verdicts),
     )
+
+
+def _verdicts(backend: Backend, model: Model) -> tuple[Verdict, ...]:
+    """What the backend makes of each op; functions stand in place of their calls when it looks at them.
+
+    An op of a function that stays float in one call of it is told to.
+    """
+    if not any(name and graph.parent is None for name, graph in model.graphs.items()):
+        return backend.predict(model)
+    from graphquant.formats.onnx import flattened
+
+    flat, homes = flattened(model)
+    found: dict[tuple[str, str], Verdict] = {}
+    for verdict in backend.predict(flat):
+        home = homes.get((verdict.graph, verdict.op), (verdict.graph, verdict.op))
+        if home not in found or (verdict.status == "float" and found[home].status != "float"):
+            found[home] = replace(verdict, graph=home[0], op=home[1])
+    places = ((name, op.name) for name in model.live() for op in model.graphs[name].ops())
+    return tuple(found[place] for place in places if place in found)
 
 
 def _backend(name: str) -> Backend:

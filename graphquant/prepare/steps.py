@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import ConfigDict
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from graphquant.ir import TensorRef, Use
 
-    from graphquant.ir import Model, Op, TensorRef
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from graphquant.ir import Model, Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,22 +53,37 @@ class Left:
 def drop_unread(model: Model, tensors: Iterable[TensorRef], kinds: frozenset[str] | None = None) -> None:
     """Takes out constants, and what was computed from them alone, that nothing reads or waits for any more.
 
+    An argument that an ONNX function reads no more is left out of its calls.
+
     Args:
         model: The model, which is changed.
         tensors: Parameters that may have lost their last reader.
         kinds: If given, only ops of these kinds are taken out.
     """
     todo = list(dict.fromkeys(tensors))
+    callers = model.callers() if any(tensor.graph for tensor in todo) and model.format == "onnx" else {}
     while todo:
         tensor = todo.pop()
         graph = model.graphs[tensor.graph]
         if tensor.op not in graph or graph.nx.adj[tensor.op]:
             continue
         op = graph.op(tensor.op)
+        if op.kind == "input" and kinds is None and graph.name and graph.parent is None:
+            todo.extend(_leave_out(model, [use for use, _ in callers.get(graph.name, ())], graph.inputs.index(op.name)))
         if op.kind in {"input", "output"} or op.calls or (kinds is not None and op.kind not in kinds):
             continue
         todo.extend(read for read in graph.slots(tensor.op) if read is not None)
         graph.remove(tensor.op)
+
+
+def _leave_out(model: Model, calls: Iterable[Use], slot: int) -> Iterator[TensorRef]:
+    """Empties a slot of the ops that call a function; gives what they read there."""
+    for graph, name, _ in calls:
+        use = Use(graph, name, slot)
+        read = model.graphs[graph].producer(use)
+        if read is not None:
+            model.graphs[graph].connect(use, None)
+            yield read
 
 
 def encoded(op: Op) -> str | None:

@@ -427,8 +427,8 @@ class Rule:
         consumer: Who reads it; only these uses are rerouted.
         quantize: Name of a scheme, "same-as-input", "passed-on" or "leave".
         optional: A name selector that matches nothing is no error.
-        place: For a tensor that the body of an op reads from outside, where it is quantized: beside its "producer", once
-            for all, or in the "body". It is dequantized in the body either way.
+        place: For a tensor that the body of an op reads from outside, where it is quantized: beside its "producer",
+            once for all, or in the "body". It is dequantized in the body either way.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]

@@ -82,7 +82,18 @@ def upgrade(model: Model, opset: int) -> Model:
     return convert(model, opset)
 
 
-__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "load", "runner", "save", "skeleton", "upgrade"]
+def flattened(model: Model) -> tuple[Model, dict[tuple[str, str], tuple[str, str]]]:
+    """The model with its functions put in place of their calls, and for each op of that the one it is a copy of.
+
+    Raises:
+        ModelError: The model cannot be emitted.
+    """
+    from graphquant.formats.onnx.flat import flattened as flat
+
+    return flat(model)
+
+
+__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "flattened", "load", "runner", "save", "skeleton", "upgrade"]
 
 
 def skeleton(model: Model) -> str:

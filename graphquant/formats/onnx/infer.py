@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, checker, shape_inference
 
 from graphquant.errors import ModelError
+from graphquant.formats.onnx.calls import add_types, graphs, inlined
 from graphquant.formats.onnx.tensors import is_external, tensor_value
 
 if TYPE_CHECKING:
@@ -61,6 +62,16 @@ def inferred(message: Any, folder: Path | None = None) -> Any:
     _check_calls(message)
     light = ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, functions=message.functions)
     _graph(message.graph, light.graph, folder)
+    known = _inferred(light)
+    if message.functions:
+        with suppress(*ERRORS):  # their values have no types then
+            flat, places = inlined(light)
+            add_types(known.functions, _inferred(flat), places)
+    return known
+
+
+def _inferred(light: Any) -> Any:
+    """The model with types, as far as onnx finds them."""
     try:
         known = shape_inference.infer_shapes(light)
     except ERRORS:
@@ -106,7 +117,7 @@ def _tame(known: Any) -> bool:
     """Whether vectors are small enough for onnx to compute their values; hides ops that could make longer ones."""
     length = 0
     for holder in [known.graph, *known.functions]:
-        for graph in _graphs(holder):
+        for graph in graphs(holder):
             ends = [*graph.input, *graph.output] if isinstance(graph, GraphProto) else []
             shapes = {info.name: _vector(info.type) for info in [*graph.value_info, *ends]}
             length += sum(size or 0 for size in shapes.values())
@@ -127,21 +138,9 @@ def _vector(type_: Any) -> int | None:
     return sizes[0] if sizes else 1
 
 
-def _graphs(holder: Any) -> Iterator[Any]:
-    """The GraphProto or FunctionProto and all bodies in it."""
-    todo = [holder]
-    while todo:
-        graph = todo.pop()
-        yield graph
-        for node in graph.node:
-            for attr in node.attribute:
-                todo += [attr.g] if attr.HasField("g") else []
-                todo += attr.graphs
-
-
 def _nodes(holder: Any) -> Iterator[Any]:
     """The nodes of a GraphProto or FunctionProto and of all bodies in it."""
-    return (node for graph in _graphs(holder) for node in graph.node)
+    return (node for graph in graphs(holder) for node in graph.node)
 
 
 def _graph(source: Any, target: Any, folder: Path | None) -> None:

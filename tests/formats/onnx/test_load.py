@@ -199,6 +199,39 @@ def test_function_calls_pass_parameters(model_of: Any) -> None:
     np.testing.assert_array_equal(parameters.value(TensorRef("f:fn", "b")), [1, 2])
 
 
+CALLED = """<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
+g (bool p, float[2,3] x, float[OTHER] z) => (float[] y, float[] v) <float[3,4] w = {1,2,3,4,5,6,7,8,9,10,11,12}> {
+    y = f.fn(p, x, w)
+    v = f.fn(p, z, w)
+}
+<domain: "f", opset_import: ["" : 17]> fn (q, a, b) => (c) {
+    m = MatMul(a, b)
+    c = If (q) <then_branch = th () => (d) { d = Relu (m) }, else_branch = el () => (e) { e = MatMul (a, b) }>
+}"""
+
+
+@pytest.mark.parametrize(("other", "rows"), [("2,3", 2), ("5,3", None), ("7,2,3", "all")])
+def test_values_of_functions_have_the_types_of_their_calls(model_of: Any, other: str, rows: Any) -> None:
+    """What calls agree on is known in the function, and in the bodies in it; what they do not is not."""
+    model = model_of(CALLED.replace("OTHER", other))
+    shapes = {name: None if rows == "all" else (rows, columns) for name, columns in (("a", 3), ("m", 4))}
+    for name, shape in {**shapes, "b": (3, 4)}.items():
+        known = model.graphs["f:fn"].op(name).outputs[0]
+        assert (known.dtype, known.shape) == ("float32", shape), name
+    assert model.graphs["f:fn"].op("q").outputs[0].dtype == "bool"
+    for branch, name in (("then_branch", "d"), ("else_branch", "e")):
+        known = model.graphs[f"f:fn/c/{branch}"].op(name).outputs[0]
+        assert (known.dtype, known.shape) == ("float32", shapes["m"])
+
+
+def test_calls_with_other_types(model_of: Any) -> None:
+    """A value that is float in one call and integer in another has no type."""
+    model = model_of("""<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
+    g (float[2] x, int64[2] i) => (float[2] y, int64[2] j) { y = f.fn(x) j = f.fn(i) }
+    <domain: "f", opset_import: ["" : 17]> fn (a) => (c) { c = Add(a, a) }""")
+    assert [model.graphs["f:fn"].op(name).outputs[0].dtype for name in "ac"] == [None, None]
+
+
 def test_chain_of_constants_is_evaluated(model_of: Any) -> None:
     """A weight behind Slice, Transpose and Squeeze has its value."""
     model = model_of(
