@@ -9,48 +9,74 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __GNUC__
+#define SOON(place) __builtin_prefetch(place)
+#else
+#define SOON(place) ((void)(place))
+#endif
+
 enum {
     CHUNK = 2048, /* values that both loops below go through in turn, few enough to stay in the nearest cache */
-    LANES = 16    /* ends kept side by side, so that compilers use vector instructions */
+    LINE = 16,    /* values in a cache line */
+    LANES = 32    /* ends kept side by side; with fewer, gcc 12 takes the loop over them apart and is half as fast */
 };
 
 static const uint64_t ONE = (uint64_t)1 << 40; /* counts are above this bit, sums below */
 
-/* Widens the ends of each lane; a NaN changes neither. Zero times an infinity or a NaN makes `odd` NaN. */
-static void widen(float *low, float *high, float *odd, const float *values, Py_ssize_t n)
+/* Widens the ends of each lane; a NaN changes neither. */
+static void widen(float *lows, float *highs, const float *values, Py_ssize_t n)
 {
+    float low[LANES], high[LANES]; /* of its own: no value can be one of them, as far as compilers know */
+    memcpy(low, lows, sizeof low);
+    memcpy(high, highs, sizeof high);
     Py_ssize_t i = 0;
     for (; i + LANES <= n; i += LANES)
         for (int k = 0; k < LANES; k++) {
             const float value = values[i + k];
             low[k] = value < low[k] ? value : low[k];
             high[k] = value > high[k] ? value : high[k];
-            odd[k] += value * 0.0f;
         }
     for (; i < n; i++) {
         low[0] = values[i] < low[0] ? values[i] : low[0];
         high[0] = values[i] > high[0] ? values[i] : high[0];
-        odd[0] += values[i] * 0.0f;
     }
+    memcpy(lows, low, sizeof low);
+    memcpy(highs, high, sizeof high);
 }
 
 static void count_one(uint64_t *column, const float *value, int shift)
 {
     uint32_t pattern;
     memcpy(&pattern, value, sizeof pattern);
-    column[2 * (size_t)(pattern >> shift)] += ONE | (pattern & (((uint32_t)1 << shift) - 1));
+    column[pattern >> shift] += ONE | (pattern & (((uint32_t)1 << shift) - 1));
 }
 
-/* Counts in the two columns in turn, so that equal neighbours need not wait for each other. */
+/* Counts in the two columns in turn, so that equal neighbours need not wait for each other. Meanwhile the next chunk
+ * comes from memory. */
 static void count(uint64_t *table, const float *values, Py_ssize_t n, int shift)
 {
+    uint64_t *other = table + ((size_t)1 << (32 - shift));
     Py_ssize_t i = 0;
-    for (; i + 2 <= n; i += 2) {
-        count_one(table, values + i, shift);
-        count_one(table + 1, values + i + 1, shift);
+    for (; i + LINE <= n; i += LINE) {
+        SOON(values + i + CHUNK);
+        for (int k = 0; k < LINE; k += 2) {
+            count_one(table, values + i + k, shift);
+            count_one(other, values + i + k + 1, shift);
+        }
     }
-    if (i < n)
+    for (; i < n; i++)
         count_one(table, values + i, shift);
+}
+
+/* Whether no NaN or infinity was counted: their exponent, which is the largest, has no entries, whatever the sign. */
+static int all_finite(const uint64_t *table, int shift)
+{
+    const size_t largest = (size_t)1 << (23 - shift), half = (size_t)1 << (31 - shift);
+    uint64_t any = 0;
+    for (int end = 1; end <= 4; end++) /* of the positive and the negative values of either column */
+        for (size_t i = end * half - largest; i < end * half; i++)
+            any |= table[i];
+    return !any;
 }
 
 static PyObject *fill(PyObject *module, PyObject *arguments)
@@ -66,27 +92,27 @@ static PyObject *fill(PyObject *module, PyObject *arguments)
     } else if (values.len % 4 || (uintptr_t)values.buf % 4) {
         PyErr_SetString(PyExc_ValueError, "fill: the values are not aligned float32");
     } else {
-        float low[LANES], high[LANES], odd[LANES];
+        float low[LANES], high[LANES];
+        int finite;
         const Py_ssize_t n = values.len / 4;
         Py_BEGIN_ALLOW_THREADS
         for (int k = 0; k < LANES; k++) {
             low[k] = (float)Py_HUGE_VAL;
             high[k] = (float)-Py_HUGE_VAL;
-            odd[k] = 0.0f;
         }
         for (Py_ssize_t start = 0; start < n; start += CHUNK) {
             const float *part = (const float *)values.buf + start;
             const Py_ssize_t size = n - start < CHUNK ? n - start : CHUNK;
-            widen(low, high, odd, part, size);
+            widen(low, high, part, size);
             count(table.buf, part, size, shift);
         }
         for (int k = 1; k < LANES; k++) {
             low[0] = low[k] < low[0] ? low[k] : low[0];
             high[0] = high[k] > high[0] ? high[k] : high[0];
-            odd[0] += odd[k];
         }
+        finite = all_finite(table.buf, shift);
         Py_END_ALLOW_THREADS
-        result = Py_BuildValue("ddN", (double)low[0], (double)high[0], PyBool_FromLong(odd[0] == 0.0f));
+        result = Py_BuildValue("ddN", (double)low[0], (double)high[0], PyBool_FromLong(finite));
     }
     PyBuffer_Release(&values);
     PyBuffer_Release(&table);

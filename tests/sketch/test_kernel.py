@@ -22,7 +22,7 @@ def unpacked(table: np.ndarray) -> tuple:
 
 
 @pytest.mark.parametrize("bits", [7, 10])
-@pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 2047, 2048, 2049, 3 * kernel.CHUNK // 2 + 5])
+@pytest.mark.parametrize("size", [0, 1, 2, 15, 16, 17, 31, 32, 33, 2047, 2048, 2049, 3 * kernel.CHUNK // 2 + 5])
 def test_both_kernels_count_the_same(compiled, bits: int, size: int) -> None:
     """Tables, ends and whether all is finite are equal for any patterns of finite values, and are what they must be."""
     patterns = np.random.default_rng(size).integers(0, 1 << 32, size, dtype=np.uint32)
@@ -41,7 +41,7 @@ def test_both_kernels_count_the_same(compiled, bits: int, size: int) -> None:
     assert sums.tolist() == np.bincount(place, weights=patterns & ((1 << shift) - 1)).tolist()
 
 
-@pytest.mark.parametrize("place", [0, 1, 15, 16, 40])
+@pytest.mark.parametrize("place", [0, 1, 15, 16, 32, 40])
 @pytest.mark.parametrize("odd", [np.nan, -np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_said(fill, place: int, odd: float) -> None:
     """Wherever it is among the values."""
@@ -77,7 +77,7 @@ def test_full_entries(fill) -> None:
     values = 2 * kernel.ROOM + 3
     assert (found.bins.tolist(), found.counts.tolist(), found.sums.tolist()) == ([0x3F80], [values], [values * 0xFFFF])
     table = kernel.new_table(7)
-    table[0x3F80, 0] = kernel.ONE * np.uint64((1 << 24) - 2) + np.uint64(((1 << 24) - 2) * 0xFFFF)
+    table[0, 0x3F80] = kernel.ONE * np.uint64((1 << 24) - 2) + np.uint64(((1 << 24) - 2) * 0xFFFF)
     fill(one, 16, table)
     assert [each.tolist() for each in unpacked(table)] == [[0x3F80], [(1 << 24) - 1], [((1 << 24) - 1) * 0xFFFF]]
 
