@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import sys
 from typing import Any
 
 import click
@@ -42,6 +44,8 @@ def _failed(error: OSError) -> click.exceptions.Exit:
     name = f"{error.filename} cannot be used" if error.filename else "The result cannot be written to standard output"
     told = _told(UsageError(f"{name}: {error.strerror}. Give another path, or make room."))
     click.echo(f"Error: {told}", err=True)
+    if not error.filename and sys.stdout is sys.__stdout__:  # what is still buffered would fail again at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return click.exceptions.Exit(UsageError.exit_code)
 
 
