@@ -45,7 +45,7 @@ def _failed(error: OSError) -> click.exceptions.Exit:
     told = _told(UsageError(f"{name}: {error.strerror}. Give another path, or make room."))
     click.echo(f"Error: {told}", err=True)
     if not error.filename and sys.stdout is sys.__stdout__:  # what is still buffered would fail again at the exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     return click.exceptions.Exit(UsageError.exit_code)
 
 
