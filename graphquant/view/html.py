@@ -1,0 +1,52 @@
+"""A drawing as one page that works from disk: its data packed, one plain script, one style sheet, nothing fetched.
+
+Names come out of models and may be anything. They are in the packed data alone, and the script writes them as text
+nodes and onto the canvas; the page's policy runs this very script and no other.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import zlib
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from graphquant.errors import printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+
+def page(data: Mapping[str, Any]) -> str:
+    """The whole page; the same data gives the same bytes."""
+    return "\n".join(_page(data)) + "\n"
+
+
+def _page(data: Mapping[str, Any]) -> Iterator[str]:
+    script, style = _shipped("viewer.js"), _shipped("viewer.css")
+    policy = f"default-src 'none'; script-src {_digest(script)}; style-src {_digest(style)}"
+    yield "<!DOCTYPE html>"
+    yield f'<html lang="en"><head><meta charset="utf-8"><title>{escape(printable(str(data["title"])))}</title>'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
+    yield f"<style>{style}</style></head>"
+    yield "<body><noscript>This page draws a model with JavaScript, which is switched off.</noscript>"
+    yield f'<script id="data" type="application/octet-stream">{_packed(data)}</script>'
+    yield f"<script>{script}</script></body></html>"
+
+
+def _shipped(name: str) -> str:
+    return files("graphquant.view").joinpath(name).read_text("utf-8")
+
+
+def _digest(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _packed(data: Mapping[str, Any]) -> str:
+    """The data as JSON, deflated, in base64, whose letters mean nothing in HTML."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()
