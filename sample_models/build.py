@@ -18,6 +18,7 @@ import onnxruntime
 import tensorflow as tf
 import tf2onnx
 from google.protobuf import text_format
+from nested import BRIGHTNESS_THRESHOLD, CLASSES, DigitsNested, build_nested_onnx
 from onnx import TensorProto, helper, numpy_helper
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
@@ -30,7 +31,6 @@ SEED = 20240
 INPUT_NAME = "image"
 OUTPUT_NAME = "probabilities"
 LABELS_NAME = "labels"
-CLASSES = 10
 ROWS = 8
 TEST_SAMPLES = 300
 VALIDATION_SAMPLES = 150
@@ -38,7 +38,6 @@ CALIBRATION_SAMPLES = 100
 BATCH_SIZE = 32
 BATCH_NORM_EPSILON = 1e-3
 BATCH_NORM_MOMENTUM = 0.95
-BRIGHTNESS_THRESHOLD = 0.29
 HIDDEN_SIZE = 24
 ONNX_OPSET = 13
 OLD_ONNX_OPSET = 9
@@ -254,7 +253,7 @@ def batches(images: Array, epochs: int) -> Iterator[Array]:
             yield groups[group]
 
 
-def train_model(model: Model, images: Array, labels: Array, epochs: int, learning_rate: float) -> None:
+def train_model(model: Model | DigitsNested, images: Array, labels: Array, epochs: int, learning_rate: float) -> None:
     """Fit the model with Adam under a cosine learning-rate schedule."""
     variables = model.trainable_variables
     firsts = [tf.Variable(tf.zeros_like(variable)) for variable in variables]
@@ -424,16 +423,16 @@ def runner(path: Path) -> Callable[[Array], Array]:
     return onnx_runner(path) if path.suffix == ".onnx" else graph_def_runner(path)
 
 
-def check_agreement(paths: Sequence[Path], images: Array) -> None:
-    """Raise unless all files give the same probabilities on the whole batch, its dark part and its bright part."""
-    runs = [runner(path) for path in paths]
+def check_agreement(runs: dict[str, Callable[[Array], Array]], images: Array) -> None:
+    """Raise unless all give the same probabilities on the whole batch, its dark part and its bright part."""
+    first = next(iter(runs))
     order = np.argsort(images.reshape(len(images), -1).mean(axis=1), kind="stable")
     for part in (images, images[order[:50]], images[order[-50:]], images[:1]):
-        expected = runs[0](part)
-        for path, run in zip(paths, runs, strict=True):
+        expected = runs[first](part)
+        for name, run in runs.items():
             difference = float(np.abs(run(part) - expected).max())
             if difference > TOLERANCE:
-                raise RuntimeError(f"{path.name} differs from {paths[0].name} by {difference:.2e}")
+                raise RuntimeError(f"{name} differs from {first} by {difference:.2e}")
 
 
 def write_data(output: Path, name: str, calibration: Array, test: Split) -> None:
@@ -451,10 +450,29 @@ def write_saved_model(model: Model, path: Path) -> None:
     (path / "assets").rmdir()
 
 
+def splits(shape: tuple[int, ...]) -> tuple[Split, Split, Split]:
+    """Return the parts of the digits with images of the given shape."""
+    train, validation, test = ((images.reshape(-1, *shape), labels) for images, labels in load_splits())
+    return train, validation, test
+
+
+def accuracies(run: Callable[[Array], Array], train: Split, validation: Split, test: Split) -> dict[str, float]:
+    """Return the accuracy on each part of the data."""
+    bright = test[0].reshape(len(test[0]), -1).mean(axis=1) > BRIGHTNESS_THRESHOLD
+    parts = {
+        "train": train,
+        "validation": validation,
+        "test": test,
+        "test_dark": (test[0][~bright], test[1][~bright]),
+        "test_bright": (test[0][bright], test[1][bright]),
+    }
+    return {part: round(accuracy(run, *data), 4) for part, data in parts.items()}
+
+
 def build(output: Path, name: str, shape: tuple[int, ...], epochs: int, learning_rate: float) -> dict[str, float]:
     """Train one model, write and cross-check all its files, and return its accuracies by data part."""
     tf.random.set_seed(SEED)
-    train, validation, test = ((images.reshape(-1, *shape), labels) for images, labels in load_splits())
+    train, validation, test = splits(shape)
     model: Model = DigitsCnn() if name == "digits_cnn" else DigitsRnn()
     train_model(model, *train, epochs=epochs, learning_rate=learning_rate)
     graph_def = freeze(model)
@@ -467,21 +485,29 @@ def build(output: Path, name: str, shape: tuple[int, ...], epochs: int, learning
         paths[-2].write_text(text_format.MessageToString(graph_def), encoding="utf-8")
         onnx.save(build_old_onnx(model), paths[-1])
     write_data(output, name, train[0][:CALIBRATION_SAMPLES], test)
-    check_agreement(paths, test[0])
-    run = runner(paths[2])
-    bright = test[0].reshape(len(test[0]), -1).mean(axis=1) > BRIGHTNESS_THRESHOLD
-    parts = {
-        "train": train,
-        "validation": validation,
-        "test": test,
-        "test_dark": (test[0][~bright], test[1][~bright]),
-        "test_bright": (test[0][bright], test[1][bright]),
+    check_agreement({path.name: runner(path) for path in paths}, test[0])
+    return accuracies(runner(paths[2]), train, validation, test)
+
+
+def build_nested(output: Path, epochs: int, learning_rate: float) -> dict[str, float]:
+    """Train the network that is for ONNX alone, write its file and return its accuracies by data part."""
+    tf.random.set_seed(SEED)
+    train, validation, test = splits((8, 8, 1))
+    model = DigitsNested()
+    train_model(model, *train, epochs=epochs, learning_rate=learning_rate)
+    path = output / "digits_nested.onnx"
+    onnx.save(build_nested_onnx(model), path)
+    write_data(output, "digits_nested", train[0][:CALIBRATION_SAMPLES], test)
+    runs = {
+        "TensorFlow": lambda image: tf.nn.softmax(model.logits(tf.constant(image), training=False)).numpy(),
+        path.name: onnx_runner(path),
     }
-    return {part: round(accuracy(run, *data), 4) for part, data in parts.items()}
+    check_agreement(runs, test[0])
+    return accuracies(runs[path.name], train, validation, test)
 
 
 def main() -> None:
-    """Build both models and print their accuracies as JSON."""
+    """Build the models and print their accuracies as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path(__file__).resolve().parent, help="folder to write to")
     output: Path = parser.parse_args().output
@@ -490,6 +516,7 @@ def main() -> None:
     results = {
         "digits_cnn": build(output, "digits_cnn", (8, 8, 1), epochs=40, learning_rate=4e-3),
         "digits_rnn": build(output, "digits_rnn", (8, 8), epochs=80, learning_rate=6e-3),
+        "digits_nested": build_nested(output, epochs=60, learning_rate=4e-3),
     }
     print(json.dumps(results, indent=2))
 

@@ -14,14 +14,23 @@ if TYPE_CHECKING:
 
 MODELS = Path(__file__).resolve().parents[2] / "sample_models"
 NAMES = ("digits_cnn", "digits_rnn")
-SHAPES = {"digits_cnn": (8, 8, 1), "digits_rnn": (8, 8)}
-ACCURACIES = {"digits_cnn.onnx": 0.9867, "digits_cnn_bn.onnx": 0.9867, "digits_rnn.onnx": 0.9833}
+SHAPES = {"digits_cnn": (8, 8, 1), "digits_rnn": (8, 8), "digits_nested": (8, 8, 1)}
+ACCURACIES = {
+    "digits_cnn.onnx": 0.9867,
+    "digits_cnn_bn.onnx": 0.9867,
+    "digits_rnn.onnx": 0.9833,
+    "digits_nested.onnx": 0.9733,
+}
 ONE_SAMPLE = 1 / 300
 FILES = [
     "README.md",
     "build.py",
     "digits_cnn.pbtxt",
     "digits_cnn_bn.onnx",
+    "nested.py",
+    "digits_nested.onnx",
+    "digits_nested_calib.npz",
+    "digits_nested_eval.npz",
     *(
         f"{name}{suffix}"
         for name in NAMES
@@ -102,7 +111,7 @@ def test_total_size() -> None:
     assert sum(path.stat().st_size for path in paths) < 3_000_000
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_data_files(name: str) -> None:
     """The calibration and evaluation arrays have the stated keys, types, shapes and value range."""
     calibration = np.load(MODELS / f"{name}_calib.npz")
@@ -148,6 +157,20 @@ def test_onnx_control_flow() -> None:
     constants = {item.name for graph in graphs for item in graph.initializer}
     products = [node for graph in graphs[1:] for node in graph.node if node.op_type == "MatMul"]
     assert all(node.input[1] in constants for node in products)
+
+
+def test_onnx_bodies() -> None:
+    """The nested ONNX model convolves and multiplies by a matrix in each body and in its function, which it calls."""
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(MODELS / "digits_nested.onnx")
+    types = Counter(node.op_type for node in model.graph.node)
+    assert (types["Loop"], types["Scan"], types["If"], types["Block"]) == (1, 1, 1, 2)
+    bodies = [*list(onnx_graphs(model.graph))[1:], *model.functions]
+    assert len(bodies) == 5
+    for body in bodies:
+        count = Counter(node.op_type for node in body.node)
+        assert count["Conv"] == 1
+        assert count["MatMul"] == (2 if body.name == "row" else 1)
 
 
 def test_old_onnx_style() -> None:
