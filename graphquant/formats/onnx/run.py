@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -61,6 +62,7 @@ class OnnxRunner:
         self._model = model
         self._emission = emit(model)
         self._session: Any = None
+        self._all: _Watch | None = None
         self._by_flag: _Watch | None = None
         self.inputs: Sequence[InputSpec] = inputs(model)
         infos = self._emission.message.graph.output
@@ -103,6 +105,14 @@ class OnnxRunner:
             UnwatchableError: A tensor is one of the `unwatchable`.
             ModelError: onnxruntime cannot take the model, or the run failed.
         """
+        if all(spec.shape is not None and None not in spec.shape for spec in self.inputs) and not any(
+            tensor.graph for tensor in tensors
+        ):
+            self._all = self._watch(tensors)  # which `observe` takes
+            stated = self._all.sizes(feed)
+            if stated is not None:
+                return stated
+            self._all = None
         watch = self._watch(tensors, "sizes")
         found = watch.run(tensors, feed)
         return {
@@ -134,8 +144,12 @@ class OnnxRunner:
             UnwatchableError: A tensor is one of the `unwatchable`.
             ModelError: onnxruntime cannot take the model, or a run failed.
         """
-        watch = self._shared({*tensors, *beside}) if beside else self._watch(tensors)
-        yield from _ahead(partial(watch.values, tensors), feeds, at_once)
+        found, self._all = self._all, None
+        if beside:
+            found = self._shared({*tensors, *beside})
+        elif found is None or found.probes.keys() != set(tensors):
+            found = self._watch(tensors)
+        yield from _ahead(partial(found.values, tensors), feeds, at_once)
 
     def _shared(self, tensors: set[TensorRef]) -> _Watch:
         """A session that shows any of `tensors` by flag."""
@@ -171,6 +185,17 @@ class _Watch:
     session: Any
     probes: Mapping[TensorRef, Probe]
     flags: Sequence[str]
+
+    def sizes(self, feed: Feeds) -> dict[TensorRef, int] | None:
+        """How many elements each tensor of the main graph has in one run; None where onnxruntime does not know."""
+        shapes = {} if self.session is None else {output.name: output.shape for output in self.session.get_outputs()}
+        found = {}
+        for tensor, probe in self.probes.items():
+            shape = shapes[probe.places[0].outputs[0]] if probe.places else np.shape(probe.values({}, feed)[0])
+            if probe.places and (not shape or not all(isinstance(size, int) for size in shape)):
+                return None  # it shows an unknown rank as no axes
+            found[tensor] = math.prod(shape)
+        return found
 
     def values(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, list[Array]]:
         """The values that each of `tensors` takes in one run."""
