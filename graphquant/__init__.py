@@ -18,6 +18,7 @@ _PUBLIC = {
     "calibrate": "graphquant.pipeline",
     "check": "graphquant.pipeline",
     "check_data": "graphquant.pipeline",
+    "compare": "graphquant.pipeline",
     "insert": "graphquant.pipeline",
     "save": "graphquant.pipeline",
     "to_tf": "graphquant.pipeline",

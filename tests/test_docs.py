@@ -1,5 +1,6 @@
 """The pages under docs/ keep their word: their snippets run as they stand, in order."""
 
+import json
 import os
 import re
 import subprocess
@@ -14,7 +15,7 @@ from graphquant.data.spec import KINDS, PIXELS
 from graphquant.qdq import FAMILIES, RangeFrom
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["data.md", "families.md", "from-graph-editor.md", "live-objects.md", "tensorflow.md"]
+PAGES = ["compare.md", "data.md", "families.md", "from-graph-editor.md", "live-objects.md", "tensorflow.md"]
 
 
 def snippets(page):
@@ -91,6 +92,16 @@ def test_data(folder):
     assert printed.count("100 samples, nothing found.") == 2
     assert printed.count("40 samples, nothing found.") == 2
     assert folder.joinpath("digits.onnx").is_file()
+
+
+def test_compare(folder):
+    """Each snippet runs, and the page names every key of the JSON data."""
+    printed = run_page("compare.md")
+    assert "worst output" in printed
+    page = ROOT.joinpath("docs", "compare.md").read_text("utf-8")
+    data = json.loads(shell("graphquant compare quant.onnx quant.onnx --data random:2 --format json"))
+    for key in {*data, *data["outputs"][0], *data["sites"][0]}:
+        assert f"`{key}`" in page, key
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import click
 
 from graphquant.cli.calibrating import calibrate
 from graphquant.cli.checking import check
+from graphquant.cli.comparing import compare
 from graphquant.cli.group import Group
 from graphquant.cli.inserting import insert
 from graphquant.cli.looking import data, explain, inspect, plan
@@ -28,5 +29,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-for command in (insert, calibrate, plan, explain, inspect, check, data, rules):
+for command in (insert, calibrate, plan, explain, inspect, check, compare, data, rules):
     main.add_command(command)

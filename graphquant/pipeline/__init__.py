@@ -1,7 +1,8 @@
-"""The public verbs, each a story of a few lines: load, plan, calibrate, insert, explain, inspect, save."""
+"""The public verbs, each a story of a few lines: load, plan, calibrate, insert, compare, explain, inspect, save."""
 
 from graphquant.pipeline.calibrating import calibrate, merge_stats
 from graphquant.pipeline.common import Progress, Several
+from graphquant.pipeline.comparing import compare
 from graphquant.pipeline.inserting import insert
 from graphquant.pipeline.looking import check, check_data, explain, inspect_stats
 from graphquant.pipeline.models import load, save
@@ -15,6 +16,7 @@ __all__ = [
     "calibrate",
     "check",
     "check_data",
+    "compare",
     "explain",
     "insert",
     "inspect_stats",

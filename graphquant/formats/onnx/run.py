@@ -46,6 +46,9 @@ ERRORS: tuple[type[Exception], ...] = (
 """What onnxruntime raises; its own kinds have no common base."""
 
 _ONLY_FATAL = 4  # errors are raised, with the same words
+_SPINNING = "session.intra_op.allow_spinning"
+"""Threads that wait for the next run at full speed take it from the other session where two take turns."""
+
 _EXTERNAL_FOLDER = "session.model_external_initializers_file_folder_path"
 
 
@@ -249,6 +252,7 @@ def session(data: bytes, folder: Path | None, *, watched: bool = False) -> Any:
     options.intra_op_num_threads = 1 if watched else THREADS
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = not watched
+    options.add_session_config_entry(_SPINNING, "0")
     if folder is not None:
         options.add_session_config_entry(_EXTERNAL_FOLDER, str(folder.resolve()))
     try:

@@ -1,0 +1,219 @@
+"""What each quantization of a model costs: alone, and with all that is before it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from graphquant.comparison.difference import Difference
+from graphquant.comparison.types import SiteFigures
+from graphquant.ir import Model, Parameters, TensorRef
+from graphquant.numerics import QParams, dequantize, quantize
+from graphquant.pairs import behind, pair, readers
+from graphquant.prepare import prepare
+from graphquant.survey import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from graphquant.numerics import Array
+    from graphquant.pairs import Pairs
+    from graphquant.survey import Reading
+
+    Seen = Mapping[TensorRef, Sequence[Array]]
+
+PREPARATIONS = ("initializer-inputs", "fold-batchnorm")
+"""What may have been done to a float model before it was quantized, and changes no values but by rounding."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Site:
+    """A quantization, and what is known of it so far.
+
+    Attributes:
+        reading: The quantization op.
+        parameter: Whether it quantizes a weight, whose figures need no run.
+        before: What it quantizes, in the quantized model; None where that is integers already.
+        after: What it makes.
+        reference: The float model's tensor that it stands for, None if there is none.
+        local: What it makes against what it got.
+        accumulated: What it makes against the float model's values.
+        note: Why a figure is not known.
+    """
+
+    reading: Reading
+    parameter: bool
+    before: TensorRef | None
+    after: TensorRef
+    reference: TensorRef | None
+    local: Difference = field(default_factory=Difference)
+    accumulated: Difference = field(default_factory=Difference)
+    note: str = ""
+
+    def add(self, quant: Seen, plain: Seen) -> None:
+        """Adds what one run of each model showed."""
+        found = quant.get(self.after, ())
+        if self.before is not None:
+            _add(self.local, quant.get(self.before, ()), found)
+        if self.reference is not None and self.reference in plain:
+            _add(self.accumulated, plain[self.reference], found)
+
+    def figures(self) -> SiteFigures:
+        """What was found over all samples."""
+        problem = self.note or self.local.problem or self.accumulated.problem
+        if not self.local.count and not self.accumulated.count and not problem:
+            problem = "it was not reached"
+        return SiteFigures(
+            graph=self.reading.graph,
+            op=self.reading.op,
+            tensor=str(self.reading.tensor),
+            rule=self.reading.rule,
+            parameter=self.parameter,
+            local=_known(self.local),
+            accumulated=_known(self.accumulated),
+            note=problem,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sites:
+    """The quantizations of a model beside its float model.
+
+    Attributes:
+        sites: All of them, in the order of the model.
+        plain: The float model as its tensors are to be watched: prepared as the quantized one was.
+    """
+
+    sites: tuple[Site, ...]
+    plain: Model
+
+    def watched(self) -> tuple[list[TensorRef], list[TensorRef]]:
+        """The tensors to watch in the quantized model, and in the float one."""
+        live = [site for site in self.sites if not site.parameter]
+        quant = dict.fromkeys(t for site in live for t in (site.before, site.after) if t is not None)
+        plain = dict.fromkeys(site.reference for site in live if site.reference is not None)
+        return list(quant), list(plain)
+
+    def forget(self, hidden: Mapping[TensorRef, str], unseen: Iterable[TensorRef]) -> None:
+        """Leaves out what no runner can show: `hidden` of the quantized model, `unseen` of the float one."""
+        lost = set(unseen)
+        for site in self.sites:
+            why = [hidden[tensor] for tensor in (site.before, site.after) if tensor is not None and tensor in hidden]
+            if why and not site.parameter:
+                site.note, site.before, site.reference = why[0], None, None
+            elif site.reference in lost:
+                site.reference, site.note = None, "the float model does not show this tensor"
+
+    def figures(self) -> tuple[SiteFigures, ...]:
+        """Those of each site, the largest error of its own first."""
+        return tuple(sorted((site.figures() for site in self.sites), key=_rank))
+
+
+def sites_of(plain: Model, quant: Model) -> Sites:
+    """The quantizations of `quant`, weights with their figures already.
+
+    Args:
+        plain: The float model, of whatever format.
+        quant: The quantized one.
+    """
+    ready = _prepared(plain, quant) if plain.format == quant.format else plain
+    pairs = pair(quant, ready) if plain.format == quant.format else None
+    held, floats = Parameters(quant), _Weights(quant, ready, pairs)
+    found = []
+    for reading in survey(quant).readings:
+        after = TensorRef(reading.graph, reading.op)
+        known = reading.tensor
+        integers = quant.op(after).kind == "dequantize" and quant.graphs[after.graph].slots(after.op)[0] == known
+        if integers and not held.is_parameter(known):
+            continue  # integers that the model computes
+        raw = behind(quant, known)
+        site = Site(
+            reading=reading,
+            parameter=held.is_parameter(known),
+            before=None if integers else known,
+            after=after,
+            reference=None if pairs is None or held.is_parameter(known) else pairs.tensor(raw),
+        )
+        if site.parameter:
+            _weigh(site, held, floats)
+        elif pairs is not None and site.reference is None:
+            site.note = "no tensor of the float model is its match"
+        found.append(site)
+    return Sites(sites=tuple(found), plain=ready)
+
+
+def _prepared(plain: Model, quant: Model) -> Model:
+    """The float model with those steps that were taken before it was quantized, as its op names tell."""
+    gone = [
+        op.name
+        for name, graph in plain.graphs.items()
+        if name in quant.graphs
+        for op in graph.ops()
+        if op.kind == "batchnorm" and op.name not in quant.graphs[name]
+    ]
+    return prepare(plain, PREPARATIONS)[0] if gone else plain
+
+
+class _Weights:
+    """The weights of the float model."""
+
+    def __init__(self, quant: Model, plain: Model, pairs: Pairs | None) -> None:
+        self._quant, self._plain, self._pairs = quant, plain, pairs
+        self._parameters = Parameters(plain)
+
+    def read_as(self, after: TensorRef) -> Array | None:
+        """What the op that reads the quantized weight `after` reads there in the float model."""
+        for use in readers(self._quant, after) if self._pairs is not None else ():
+            twin = self._pairs.to.get((use.graph, use.op)) if self._pairs is not None else None
+            slots = [] if twin is None else self._plain.graphs[twin[0]].slots(twin[1])
+            source = slots[use.slot] if use.slot < len(slots) else None
+            if source is not None:
+                return self._parameters.value(source)
+        return None
+
+
+def _weigh(site: Site, held: Parameters, floats: _Weights) -> None:
+    """The figures of a weight, from its values alone."""
+    params, value = site.reading.params, held.value(site.reading.tensor)
+    if not isinstance(params, QParams) or value is None:
+        site.note = "its scale or its values are not in the model"
+        return
+    params = _fitting(params, value)
+    made = dequantize(value if site.before is None else quantize(value, params), params)
+    if site.before is not None:
+        site.local.add(value, made)
+    expected = floats.read_as(site.after)
+    if expected is None or expected.size != made.size:
+        site.note = "" if site.before is not None else "the float model has no such weight"
+        return
+    for difference in (site.local, site.accumulated) if site.before is None else (site.accumulated,):
+        difference.add(expected.reshape(made.shape), made)
+
+
+def _fitting(params: QParams, value: Array) -> QParams:
+    """`params` for a weight whose shape says which axis channels lie on: TensorFlow's ops take the last one."""
+    axis, last = params.axis, value.ndim - 1
+    fits = axis is None or params.block is not None or (axis <= last and value.shape[axis] == params.scale.size)
+    return params if fits else replace(params, axis=last)
+
+
+def _add(difference: Difference, expected: Sequence[Array], found: Sequence[Array]) -> None:
+    if len(expected) != len(found):
+        difference.problem = difference.problem or "it was computed another number of times"
+        return
+    for one, other in zip(expected, found, strict=True):
+        difference.add(one, other)
+
+
+def _known(difference: Difference) -> float | None:
+    return difference.sqnr if difference.count and not difference.problem else None
+
+
+def _rank(site: SiteFigures) -> tuple[float, float, str, str]:
+    """The place of a site in the list; what is not known comes last."""
+    local, accumulated = (math.inf if known is None else known for known in (site.local, site.accumulated))
+    return local, accumulated, site.graph, site.op
+
+
+__all__ = ["Site", "Sites", "sites_of"]

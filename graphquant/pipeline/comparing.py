@@ -1,0 +1,95 @@
+"""Two models on the same data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graphquant import formats
+from graphquant.calibration import load_of
+from graphquant.errors import DataError, UsageError
+from graphquant.formats import InputSpec
+from graphquant.pipeline.models import loaded
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from graphquant.comparison import Comparison
+    from graphquant.data import Batches
+    from graphquant.ir import Model
+    from graphquant.pipeline.common import Progress
+
+LABELS = ("labels", "label")
+"""Keys under which data may hold the class of each sample."""
+
+
+def compare(
+    model: Model | str | Path,
+    other: Model | str | Path,
+    data: str,
+    *,
+    samples: int | None = None,
+    outputs: Mapping[str, str] | None = None,
+    sites: bool = True,
+    progress: Progress | None = None,
+) -> Comparison:
+    """How far a quantized model is from its float model: each output, and each quantized tensor.
+
+    Args:
+        model: The float model, or its path.
+        other: The quantized one, or its path; it may be of another framework.
+        data: A calibration data spec; what it holds as `labels` gives accuracy.
+        samples: Use only that many samples.
+        outputs: Names of the float model's outputs and what they are called in the other; the rest is matched by
+            name, and what is left in order.
+        sites: Measure quantized tensors too.
+        progress: Is told how far the work is.
+
+    Raises:
+        DataError: The data cannot be read, or does not fit the models.
+        MissingDependencyError: A framework is not installed.
+        ModelError: A model cannot be read or run.
+        UsageError: The models have different inputs or outputs, or one is a TFLite model.
+    """
+    from graphquant.comparison import compare as _compare
+    from graphquant.comparison import sites_of
+
+    plain, quant = loaded(model), loaded(other)
+    for one in (plain, quant):
+        if one.format == "tflite":
+            raise UsageError(f"{one.path} is a TFLite model, which is not run. Compare the models that it was made of.")
+    found = sites_of(plain, quant) if sites else None
+    runner = formats.module(plain.format).runner(plain)
+    watched = None
+    if found is not None:
+        watched = runner if found.plain is plain else formats.module(plain.format).runner(found.plain)
+    batches, labels = _opened(data, runner.inputs, samples)
+    return _compare(
+        runner,
+        formats.module(quant.format).runner(quant),
+        batches,
+        load=load_of(plain, batchable=runner.batchable),
+        sites=found,
+        watched=watched,
+        outputs=outputs or {},
+        labels=labels,
+        progress=None if progress is None else (lambda done, total: progress("comparing", done, total)),
+    )
+
+
+def _opened(data: str, inputs: Sequence[InputSpec], samples: int | None) -> tuple[Batches, str]:
+    """The data, with its labels where it has some, and their key."""
+    from graphquant.data import open_data
+
+    batches = open_data(data, inputs, samples=samples, finite=False)
+    for name in LABELS:
+        if name in batches.ignored:
+            taken = [*inputs, InputSpec(name=name, dtype="int64", shape=(None,))]
+            try:
+                return open_data(data, taken, samples=samples, finite=False), name
+            except DataError:  # they are no classes
+                return batches, ""
+    return batches, ""
+
+
+__all__ = ["compare"]

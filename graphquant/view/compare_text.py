@@ -1,0 +1,121 @@
+"""How far two models are apart, as tables and as JSON data."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from graphquant.errors import printable
+from graphquant.view.data import SCHEMA
+
+if TYPE_CHECKING:
+    from graphquant.comparison import Comparison, OutputFigures, SiteFigures
+
+
+def comparison_view(found: Comparison, *, top: int) -> RenderableType:
+    """The outputs, the `top` quantized tensors with the largest errors of their own, and the worst output's figures."""
+    parts: list[RenderableType] = [_outputs(found)]
+    parts += [Text(printable(f"{one.name}: {one.problem}"), style="bold red") for one in found.outputs if one.problem]
+    if found.sites:
+        parts += ["", _sites(found.sites[:top])]
+        left = len(found.sites) - top
+        parts += [Text(f"{left} more with less; --top 0 shows all.", style="dim")] if left > 0 else []
+    if found.random:
+        parts.append(Text("The data is RANDOM: the figures say little of real data.", style="bold red"))
+    samples = f"{found.samples} sample{'' if found.samples == 1 else 's'}"
+    said = [f"worst output {_db(found.sqnr)} dB" if found.sqnr is not None else ""]
+    said.append(f"{_share(found.agreement)} agree" if found.agreement is not None else "")
+    parts.append(Text(f"{', '.join(filter(None, said)) or 'Compared'}, over {samples}.", style="bold"))
+    return Group(*parts)
+
+
+def comparison_json(found: Comparison) -> dict[str, Any]:
+    """The same as JSON data; decibels are null where there is no error at all, or no figure."""
+    return {
+        "schema": SCHEMA,
+        "samples": found.samples,
+        "random": found.random,
+        "labels": found.labels or None,
+        "sqnr": _finite(found.sqnr),
+        "agreement": found.agreement,
+        "outputs": [_output_json(one) for one in found.outputs],
+        "sites": [_site_json(one) for one in found.sites],
+    }
+
+
+def _output_json(one: OutputFigures) -> dict[str, Any]:
+    return {
+        "name": one.name,
+        "other": one.other,
+        "equal": not one.problem and one.largest == 0,
+        "sqnr": _finite(one.sqnr),
+        "cosine": one.cosine,
+        "largest_difference": _finite(one.largest),
+        "agreement": one.agreement,
+        "rows": one.rows,
+        "accuracy": None if one.accuracy is None else {"float": one.accuracy[0], "quantized": one.accuracy[1]},
+        "problem": one.problem or None,
+    }
+
+
+def _site_json(one: SiteFigures) -> dict[str, Any]:
+    return {
+        "graph": one.graph,
+        "op": one.op,
+        "tensor": one.tensor,
+        "rule": one.rule or None,
+        "parameter": one.parameter,
+        "local": _finite(one.local),
+        "accumulated": _finite(one.accumulated),
+        "exact": one.local == math.inf,
+        "note": one.note or None,
+    }
+
+
+def _outputs(found: Comparison) -> Table:
+    with_accuracy = any(one.accuracy for one in found.outputs)
+    names = ["output", "SQNR dB", "cosine", "max diff", "agree", *(["accuracy"] if with_accuracy else [])]
+    table = _table(*names)
+    for one in found.outputs:
+        name = one.name if one.name == one.other else f"{one.name} = {one.other}"
+        cells = [name, _db(one.sqnr), "" if one.cosine is None else f"{one.cosine:.6f}", f"{one.largest:.4g}"]
+        cells.append("" if one.agreement is None else _share(one.agreement))
+        if with_accuracy:
+            cells.append("" if one.accuracy is None else " to ".join(map(_share, one.accuracy)))
+        table.add_row(*map(printable, cells))
+    return table
+
+
+def _sites(sites: tuple[SiteFigures, ...]) -> Table:
+    table = _table("quantized tensor", "rule", "its own dB", "so far dB")
+    for one in sites:
+        cells = [one.tensor, one.rule, _db(one.local), _db(one.accumulated)]
+        table.add_row(*map(printable, cells))
+        if one.note:
+            table.add_row(Text(printable(f"  {one.note}"), style="dim"))
+    return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for place, column in enumerate(columns):
+        table.add_column(column, overflow="fold", justify="left" if place == 0 or column == "rule" else "right")
+    return table
+
+
+def _db(value: float | None) -> str:
+    if value is None:
+        return ""
+    return {math.inf: "equal", -math.inf: "none"}.get(value, f"{value:.2f}")
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.2f}%"
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
