@@ -21,7 +21,7 @@ import onnx
 import onnx.parser
 
 import graphquant as gq
-from graphquant.backends.onnxruntime import predict
+from graphquant.backends import check
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -169,11 +169,13 @@ def judge(message: Any, data: str, rules: list[str], folder: Path) -> tuple[int,
     result = gq.insert(folder / "float.onnx", rules=rules, data=data, samples=1)
     path = result.save(folder / "quantized.onnx")
     written = onnx.load(path)
-    for node in truth.nodes(written.graph):
-        node.name = node.name or node.output[0]
+    for graph in (written.graph, *written.functions):
+        for node in truth.nodes(graph):
+            node.name = node.name or node.output[0]
     onnx.save(written, path)
-    verdicts = predict(gq.load(path))
-    wrong = truth.differences(verdicts, truth.runs_as(truth.optimized(path)))
+    verdicts = check(gq.load(path), "onnxruntime").verdicts
+    actual = truth.of_functions(truth.runs_as(truth.optimized(path)), [one.name for one in written.functions])
+    wrong = truth.differences(verdicts, actual)
     return len(verdicts), sum(verdict.status != "float" for verdict in verdicts), wrong
 
 

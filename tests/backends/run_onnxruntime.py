@@ -110,6 +110,18 @@ def _type(node: Any, types: dict[str, int]) -> str:
     return f"{node.op_type} on {INTEGERS[first]}" if first in INTEGERS else str(node.op_type)
 
 
+def of_functions(actual: dict[str, str], functions: Iterable[str]) -> dict[str, str]:
+    """What ops run as, by the names that they have in the functions: where copies differ, as one that is float."""
+    prefix = re.compile("|".join(rf"_inlfunc_{re.escape(name)}_(?:token_[0-9]+_)?" for name in functions) or r"\Z")
+    found: dict[str, str] = {}
+    for label, kind in actual.items():
+        name = label
+        while (start := prefix.match(name)) and start.end():
+            name = name[start.end() :]
+        found[name] = kind if name not in found or is_low(found[name]) else found[name]
+    return found
+
+
 def is_low(kind: str) -> bool:
     """Whether an op that runs as `kind` computes on integers."""
     return " on " in kind or kind.startswith("QLinear") or kind in INTEGER_OPS

@@ -256,6 +256,15 @@ CASES = {
         "weight-axis",
         "y",
     ),
+    "matmul beside another": (
+        A + M + "u = DequantizeLinear(m, s, i0) p = MatMul(a, v) r = MatMul(a, u) y = Add(p, r)",
+        "MatMulIntegerToFloat",
+        "p",
+    ),
+    "matmul that takes another for its bias": (
+        A + M + "u = DequantizeLinear(m, s, i0) p = MatMul(a, v) r = MatMul(a, u) y = Add(p, r)",
+        "float-bias",
+    ),
     # joints
     "add": (A + pair("x2", "b", "s2") + "r = Add(a, b)" + Y, "QLinearAdd"),
     "add to itself": (A + "r = Add(a, a)" + Y, "QLinearAdd"),
@@ -467,16 +476,21 @@ def build(name):
     return message, about, expected
 
 
-def inside_if(message, own=()):
-    """The same ops inside both branches of an If, which read inputs and constants, but those called `own`, outside."""
+def inside_if(message, own=(), outside=()):
+    """The same ops inside both branches of an If, which read inputs and constants, but those called `own`, outside.
+
+    The ops called `outside` are there too.
+    """
     inner = message.graph
-    outside = [value for value in inner.initializer if value.name not in own]
-    outer = onnx.GraphProto(name="outer", input=inner.input, initializer=outside)
+    nodes = [node for node in inner.node if node.name not in outside]
+    constants = [value for value in inner.initializer if value.name not in own]
+    outer = onnx.GraphProto(name="outer", input=inner.input, initializer=constants)
+    outer.node.extend(node for node in inner.node if node.name in outside)
     outer.input.append(onnx.helper.make_tensor_value_info("branch", onnx.TensorProto.BOOL, ()))
     branches = []
     for mark in ("then", "else"):
-        body = onnx.GraphProto(name=mark, node=inner.node)
-        made = {name for node in inner.node for name in node.output} | set(own)
+        body = onnx.GraphProto(name=mark, node=nodes)
+        made = {name for node in nodes for name in node.output} | set(own)
         body.initializer.extend(value for value in inner.initializer if value.name in own)
         for value in body.initializer:
             value.name = f"{mark}_{value.name}"
@@ -523,6 +537,16 @@ def test_inside_an_if_branch(name, tmp_path):
     )
     assert truth.differences(verdicts, actual) == []
     assert len(verdicts) % 2 == 0
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("weight")])
+def test_quantized_outside_of_an_if(name, tmp_path):
+    """In a branch that dequantizes what was quantized outside the same holds, as graphquant writes it."""
+    message = build(name)[0]
+    given = {value.name for value in message.graph.input}
+    outside = [node.name for node in message.graph.node if node.op_type == "QuantizeLinear" and node.input[0] in given]
+    verdicts, actual = compare(inside_if(message, own=FEW, outside=outside), tmp_path)
+    assert truth.differences(verdicts, actual) == []
 
 
 def inside_loop(message, own):

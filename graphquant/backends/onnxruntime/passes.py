@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from graphquant.backends.onnxruntime.work import Gone, Work
     from graphquant.ir import Graph
 
+    Sizes = tuple[int | str | None, ...]
+
 ROUNDS = 10
 """How often onnxruntime goes over a graph before it gives up changing it."""
 
@@ -145,9 +147,12 @@ def _unique_dq(work: Work, graph: Graph, _gone: Gone | None = None) -> bool:
 
 
 def _matmul_add(work: Work, graph: Graph, gone: Gone) -> bool:
-    """MatMul and the Add of a bias become a Gemm, between Reshapes where the input has not two axes."""
+    """MatMul and the Add of a bias become a Gemm, between Reshapes where the input has not two axes.
+
+    The bias need be no constant. Of two products that are added, the one that stands last takes the other for its bias.
+    """
     changed = False
-    for name in names(graph, lambda op: op.type == "MatMul" and not op.domain):
+    for name in reversed(names(graph, lambda op: op.type == "MatMul" and not op.domain)):
         use = work.only(graph, name)
         if use is None or graph.op(use.op).type != "Add":
             continue
@@ -155,10 +160,10 @@ def _matmul_add(work: Work, graph: Graph, gone: Gone) -> bool:
         bias = work.slot(graph, use.op, 1 - use.slot)
         if left is None or right is None or bias is None or graph.output(left).dtype not in FLOAT_TYPES | {None}:
             continue
-        a, b, c = (work.shape(tensor) for tensor in (left, right, bias))
+        a, b, c = (work.sizes(tensor) for tensor in (left, right, bias))
         if not a or b is None or c is None or len(b) != 2 or not _gemm_bias(a, b, c):  # noqa: PLR2004  # a matrix
             continue
-        if len(a) != 2 and (None in a or None in b):  # noqa: PLR2004  # the same
+        if len(a) != 2 and not all(isinstance(size, int) for size in (*a, *b)):  # noqa: PLR2004  # the same
             continue
         _to_gemm(work, graph, name, use.op, bias)
         gone.into[graph.name, use.op] = name
@@ -166,7 +171,7 @@ def _matmul_add(work: Work, graph: Graph, gone: Gone) -> bool:
     return changed
 
 
-def _gemm_bias(a: tuple[int | None, ...], b: tuple[int | None, ...], c: tuple[int | None, ...]) -> bool:
+def _gemm_bias(a: Sizes, b: Sizes, c: Sizes) -> bool:
     """Whether Gemm can add a bias of shape `c` to the product of shapes `a` and `b`."""
     columns = b[1]
     if len(c) == 1:

@@ -114,6 +114,15 @@ class Work:
             tensor = read
         return None
 
+    def sizes(self, tensor: TensorRef) -> tuple[int | str | None, ...] | None:
+        """The static shape of `tensor`, with the names of sizes that are no numbers."""
+        shape = self.shape(tensor)
+        source = self.model.source.graphs.get(tensor.graph) if self.model.source is not None else None
+        names = source.symbols.get(self.model.output(tensor).name) if source is not None else None
+        if shape is None or names is None or len(names) != len(shape):
+            return shape
+        return tuple(name or None if size is None else size for size, name in zip(shape, names, strict=True))
+
     def dtype(self, graph: Graph, name: str) -> str:
         """The integer type of a QuantizeLinear or DequantizeLinear."""
         op = graph.op(name)

@@ -147,7 +147,9 @@ class Indexer:
                 f"Bodies lie in each other {depth} deep. At most {MAX_NESTING} are read: flatten the model."
             )
         scope = _Scope(graph=graphs[label], proto=proto, types=types, around=around, depth=depth)
-        self._source.graphs[label] = GraphSource(proto=proto, nodes=scope.nodes, loaded={}, values=scope.values)
+        self._source.graphs[label] = GraphSource(
+            proto=proto, nodes=scope.nodes, loaded={}, values=scope.values, symbols=_symbols(types)
+        )
         self._scopes.append(scope)
         return scope
 
@@ -317,6 +319,13 @@ def _known(types: Any, is_function: bool) -> Known:
     for infos in listed:
         found.update((info.name, type_of(info.type)) for info in infos)
     return found
+
+
+def _symbols(types: Any) -> dict[str, tuple[str, ...]]:
+    infos = [*types.value_info, *(types.output if hasattr(types, "initializer") else ())]
+    infos += types.input if hasattr(types, "initializer") else ()
+    named = {info.name: tuple(dim.dim_param for dim in info.type.tensor_type.shape.dim) for info in infos}
+    return {name: symbols for name, symbols in named.items() if any(symbols)}
 
 
 def _domain(domain: str) -> str:

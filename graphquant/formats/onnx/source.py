@@ -20,12 +20,14 @@ class GraphSource:
         nodes: Names of the ops in the order of `proto.node`.
         loaded: The ops as they were read, by name.
         values: What each value name of this graph stands for.
+        symbols: Of each value with sizes that are no numbers, their names by axis, "" where there is none.
     """
 
     proto: Any
     nodes: list[str]
     loaded: dict[str, Op]
     values: dict[str, TensorRef]
+    symbols: dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
