@@ -69,7 +69,7 @@ def test_rules_are_asked(cli: Callable[..., Any], here: Path, samples: Path) -> 
         (["stats.gqs", "--html", "stats.gqs"], "stats.gqs is the model itself."),
         (["MODEL", "--stats", "stats.gqs", "--force", "--html", "stats.gqs"], "stats.gqs is the model itself."),
         (["none.gqs"], "There is no file none.gqs."),
-        (["MODEL", "--html", "a.html"], "--rules and --html are about statistics. Give --stats FILE too"),
+        (["MODEL", "--rules", "tflite"], "--rules is about statistics. Give --stats FILE too"),
         (["OTHER", "--stats", "stats.gqs"], "The statistics are of another model"),
     ],
     ids=lambda one: " ".join(one) if isinstance(one, list) else "",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from graphquant.cli.options import MAX_MEMORY, memory, selection
-from graphquant.cli.output import progress_bar, write
+from graphquant.cli.output import progress_bar, write, write_page
 from graphquant.errors import FindingsError, UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 @click.option("--float-weights", is_flag=True, help="Keep weights float, behind a whole QDQ pair.")
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result as a page.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def insert(  # click passes what the user gave
     model: Path,
@@ -67,6 +68,7 @@ def insert(  # click passes what the user gave
     float_weights: bool,
     dry_run: bool,
     report: Path | None,
+    html: Path | None,
     force: bool,
 ) -> None:
     """Quantize MODEL: plan, calibrate, rewrite, write."""
@@ -81,7 +83,7 @@ def insert(  # click passes what the user gave
     from graphquant import outputs, pipeline
 
     target = output or outputs.default_output(model)
-    to_tflite = _check_outputs(model, target, report, dry_run=dry_run, force=force)
+    to_tflite = _check_outputs(model, target, report, html, dry_run=dry_run, force=force)
     loaded = pipeline.load(model)
     if to_tflite:
         from graphquant import tflite
@@ -105,10 +107,12 @@ def insert(  # click passes what the user gave
             float_weights=float_weights,
             progress=progress,
         )
-    _deliver(result, target, to_tflite=to_tflite, report=report, dry_run=dry_run, force=force)
+    _deliver(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
 
 
-def _check_outputs(model: Path, target: Path, report: Path | None, *, dry_run: bool, force: bool) -> bool:
+def _check_outputs(
+    model: Path, target: Path, report: Path | None, html: Path | None, *, dry_run: bool, force: bool
+) -> bool:
     """Refuses outputs that cannot be written, before any work is done; tells whether a TFLite file is to be made."""
     from graphquant import formats, outputs
 
@@ -122,10 +126,23 @@ def _check_outputs(model: Path, target: Path, report: Path | None, *, dry_run: b
         outputs.check_output(report, model, force=True)
         if report.resolve() == target.resolve():
             raise UsageError(f"--report {report} is the output itself. Give the report another name.")
+    if html is not None:
+        outputs.check_output(html, model, force=force)
+        if html.resolve() in {target.resolve(), report.resolve() if report is not None else None}:
+            raise UsageError(f"--html {html} is another of the outputs. Give the page another name.")
     return to_tflite
 
 
-def _deliver(result: Result, target: Path, *, to_tflite: bool, report: Path | None, dry_run: bool, force: bool) -> None:
+def _deliver(
+    result: Result,
+    target: Path,
+    *,
+    to_tflite: bool,
+    report: Path | None,
+    html: Path | None,
+    dry_run: bool,
+    force: bool,
+) -> None:
     """Writes what insert made, as a TFLite file with its receipt where asked, and tells what was done."""
     from graphquant.view import data as view_data
     from graphquant.view import text
@@ -139,6 +156,10 @@ def _deliver(result: Result, target: Path, *, to_tflite: bool, report: Path | No
         written = result.save(target, force=force)
     if report is not None:
         write(report, view_data.result_json(result, str(written) if written else None, receipt))
+    if html is not None:
+        from graphquant.view.graph import result_drawing
+
+        write_page(html, result_drawing(result), result.stats)
     text.console().print(text.result_view(result, written))
     if receipt is not None:
         text.console().print(text.receipt_view(receipt))

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from graphquant.cli.options import selection
-from graphquant.cli.output import emit, print_view, write
+from graphquant.cli.output import emit, print_view, write, write_page
 from graphquant.errors import FindingsError, UsageError, printable
+
+if TYPE_CHECKING:
+    from graphquant.ir import Model
+
+DRAWN = ("dot", "svg", "graphml", "graph-json")
+"""Formats that draw a model."""
 
 
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @selection
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page instead.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def plan(
@@ -24,16 +32,24 @@ def plan(
     exclude: tuple[str, ...],
     family: str | None,
     form: str,
+    html: Path | None,
     output: Path | None,
     force: bool,
 ) -> None:
     """Show what insert would do to MODEL. --format json gives a plan that insert --plan applies."""
     from graphquant import outputs, pipeline
 
-    if output is not None:
-        outputs.check_output(output, model, force=force)
-    made = pipeline.plan(model, rules=rules, include=include, exclude=exclude, family=family)
-    if form == "json":
+    for path in (output, html):
+        if path is not None:
+            outputs.check_output(path, model, force=force)
+    _check_page(html, output, form)
+    loaded = pipeline.load(model)
+    made = pipeline.plan(loaded, rules=rules, include=include, exclude=exclude, family=family)
+    if html is not None:
+        from graphquant.view.graph import plan_drawing
+
+        write_page(html, plan_drawing(pipeline.prepared_for(loaded, made), made))
+    elif form == "json":
         from graphquant.plans import to_json
 
         emit(to_json(made), output)
@@ -61,8 +77,10 @@ def explain(model: Path, what: str, rules: tuple[str, ...]) -> None:
     "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Show these statistics, and what quantizing loses."
 )
 @click.option("--rules", multiple=True, metavar="NAME|FILE", help="With --stats: the rules that pick the ranges.")
-@click.option("--format", "form", type=click.Choice(["text", "json", "dot"]), default="text", show_default=True)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write the statistics as a page.")
+@click.option("--format", "form", type=click.Choice(["text", "json", *DRAWN]), default="text", show_default=True)
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page: docs/viewer.md.")
+@click.option("--around", metavar="OP", help="Draw only what is near this op or tensor; as text too.")
+@click.option("--hops", type=click.IntRange(min=0), default=2, show_default=True, metavar="N", help="How near.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def inspect(
@@ -71,10 +89,15 @@ def inspect(
     rules: tuple[str, ...],
     form: str,
     html: Path | None,
+    around: str | None,
+    hops: int,
     output: Path | None,
     force: bool,
 ) -> None:
     """Show MODEL's quantization ops, and what stays float. Each with its dtype, scale, zero point and range.
+
+    --html draws the model as a page to look around in, --format svg, dot, graphml and graph-json for documents and
+    other tools.
 
     With --stats, or a statistics file (.gqs) as MODEL, show a histogram of each tensor that was calibrated instead,
     with the range that insert would give it, what that clips and loses, the worst first.
@@ -86,16 +109,17 @@ def inspect(
         if path is not None:
             outputs.check_output(path, model, force=force)
             outputs.check_output(path, stats, force=force)
-    if stats is not None or model.suffix == ".gqs":
+    _check_page(html, output, form)
+    if around is not None and form == "json":
+        raise UsageError("--format json lists the whole model. For what is near an op take graph-json.")
+    if model.suffix == ".gqs" or (stats is not None and html is None and form not in DRAWN and around is None):
         _inspect_stats(model, stats, rules, form, html, output)
         return
-    if rules or html is not None:
-        raise UsageError("--rules and --html are about statistics. Give --stats FILE too, which calibrate writes.")
+    if rules and stats is None:
+        raise UsageError("--rules is about statistics. Give --stats FILE too, which calibrate writes.")
     loaded = pipeline.load(model)
-    if form == "dot":
-        from graphquant.view.dot import dot
-
-        emit(dot(loaded), output)
+    if html is not None or form in DRAWN or around is not None:
+        _draw(loaded, stats, rules, form, html, (around, hops), output)
     elif form == "json":
         from graphquant.view.data import survey_json
 
@@ -104,6 +128,60 @@ def inspect(
         from graphquant.view import text
 
         print_view(text.survey_view(survey(loaded)), output)
+
+
+def _check_page(html: Path | None, output: Path | None, form: str) -> None:
+    """Refuses --html beside what would be written elsewhere."""
+    if html is not None and (output is not None or form != "text"):
+        raise UsageError("--html writes a page, and nothing else is written then. Leave -o and --format out.")
+
+
+def _draw(
+    loaded: Model,
+    stats: Path | None,
+    rules: tuple[str, ...],
+    form: str,
+    html: Path | None,
+    near: tuple[str | None, int],
+    output: Path | None,
+) -> None:
+    """Draws a model, or the part of it that is `near` an op, as a page, a picture, data or text."""
+    from graphquant import pipeline
+    from graphquant.view.graph import model_drawing, plan_drawing
+
+    picks = None
+    if stats is not None:
+        picks = pipeline.inspect_stats(stats, loaded, rules=rules, others=html is not None)
+    if picks is None or picks.by_name:
+        shown, drawing = loaded, model_drawing(loaded, picks)
+    else:
+        made = pipeline.plan(loaded, rules=rules)
+        shown = pipeline.prepared_for(loaded, made)
+        drawing = plan_drawing(shown, made, picks)
+    chosen: list[int] = []
+    what, hops = near
+    if what is not None:
+        from graphquant.view.around import around
+
+        drawing, chosen = around(drawing, what, hops)
+    if html is not None:
+        write_page(html, drawing, picks.stats if picks is not None else None)
+    elif form == "dot":
+        from graphquant.view.dot import dot
+
+        emit(dot(shown, drawing if what is not None else None), output)
+    elif form == "svg":
+        from graphquant.view.graph_svg import svg
+
+        emit(svg(drawing), output)
+    elif form in {"graphml", "graph-json"}:
+        from graphquant.view import exchange
+
+        emit(exchange.graphml(drawing) if form == "graphml" else exchange.graph_json(drawing), output)
+    else:
+        from graphquant.view.rails import rails_view
+
+        print_view(rails_view(drawing, chosen), output)
 
 
 def _inspect_stats(
@@ -115,12 +193,10 @@ def _inspect_stats(
     from graphquant.view.stats_html import page
     from graphquant.view.stats_text import picks_view
 
-    if form == "dot":
-        raise UsageError("--format dot draws a model, not statistics. Take text, json or --html FILE.")
+    if form in DRAWN:
+        raise UsageError(f"--format {form} draws a model, not statistics. Take text, json or --html FILE.")
     if stats is None and rules:
         raise UsageError(f"--rules needs the model: graphquant inspect MODEL --stats {model}")
-    if html is not None and (output is not None or form != "text"):
-        raise UsageError("--html writes a page, and nothing else is written then. Leave -o and --format out.")
     others = html is not None or form == "json"
     picks = pipeline.inspect_stats(stats or model, None if stats is None else model, rules=rules, others=others)
     if html is not None:

@@ -9,14 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from graphquant.errors import UsageError
+from graphquant.errors import UsageError, printable
 from graphquant.whole import whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from graphquant.calibration import Stats
     from graphquant.pipeline import Progress
+    from graphquant.view.drawing import Drawing
 
 
 def emit(what: Any, output: Path | None) -> None:
@@ -49,6 +51,18 @@ def write(path: Path, what: Any) -> None:
             file.write(text.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
+
+
+def write_page(path: Path, drawing: Drawing, stats: Stats | None = None) -> None:
+    """Writes a drawing as a page to look around in, with what is to be known of the statistics that it shows."""
+    from graphquant.view.html import page
+    from graphquant.view.payload import payload
+    from graphquant.view.text import incomplete
+
+    notes = ["The data is RANDOM: what it shows is for tests only."] if stats is not None and stats.random else []
+    notes += [str(line) for line in incomplete(stats)] if stats is not None else []
+    write(path, page(payload(drawing, notes)))
+    click.echo(f"Written to {printable(str(path))}")
 
 
 @contextmanager

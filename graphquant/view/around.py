@@ -12,8 +12,11 @@ if TYPE_CHECKING:
     from graphquant.view.drawing import Drawing
 
 
-def around(drawing: Drawing, what: str, hops: int) -> Drawing:
+def around(drawing: Drawing, what: str, hops: int) -> tuple[Drawing, list[int]]:
     """The part of a drawing that is at most `hops` wires away from an op, a tensor, or one of the ops of a badge.
+
+    Returns:
+        The part, and which of its boxes `what` names.
 
     Raises:
         UsageError: Nothing that is drawn is called `what`.
@@ -33,7 +36,7 @@ def around(drawing: Drawing, what: str, hops: int) -> Drawing:
                 queue.append(other)
     kept = sorted(far)
     numbers = {box: number for number, box in enumerate(kept)}
-    return replace(
+    part = replace(
         drawing,
         boxes=[drawing.boxes[box] for box in kept],
         wires=[
@@ -42,6 +45,7 @@ def around(drawing: Drawing, what: str, hops: int) -> Drawing:
             if wire.source in numbers and wire.target in numbers
         ],
     )
+    return part, [numbers[box] for box in starts]
 
 
 def _called(drawing: Drawing, what: str) -> list[int]:
@@ -60,6 +64,6 @@ def _called(drawing: Drawing, what: str) -> list[int]:
             for _, name in drawing.folded[badge]:
                 names.setdefault(name, []).append(wire.target)
     if what not in names:
-        more = did_you_mean(what, names) or " `graphquant inspect --format graph` lists the names."
+        more = did_you_mean(what, names) or " `graphquant inspect --format graph-json` lists the names."
         raise UsageError(f"Nothing that is drawn is called {what!r}.{more}")
     return list(dict.fromkeys(names[what]))

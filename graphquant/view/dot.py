@@ -1,4 +1,4 @@
-"""A model as a Graphviz drawing: constants left out, quantize-dequantize pairs as coloured edges' labels."""
+"""A model as a Graphviz drawing: constants left out, quantization ops coloured, with their scales."""
 
 from __future__ import annotations
 
@@ -13,16 +13,25 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from graphquant.numerics import Array
+    from graphquant.view.drawing import Drawing
 
 FILL = {"quantize": "#fde68a", "dequantize": "#bbf7d0", "qdq": "#bbf7d0", "input": "#dbeafe", "output": "#dbeafe"}
 
 
-def dot(model: Model) -> str:
-    """DOT text with one cluster per live graph."""
-    return "\n".join(_lines(model)) + "\n"
+def dot(model: Model, part: Drawing | None = None) -> str:
+    """DOT text with one cluster per live graph; of the ops in `part` alone, quantization ops between them too."""
+    return "\n".join(_lines(model, None if part is None else _ops(part))) + "\n"
 
 
-def _lines(model: Model) -> Iterator[str]:
+def _ops(part: Drawing) -> set[tuple[str, str]]:
+    """The ops that a drawing shows or folds."""
+    shown = {(box.graph, box.op.name) for box in part.boxes}
+    badges = [(part.boxes[wire.target].graph, badge) for wire in part.wires for badge in wire.badges]
+    badges += [(box.graph, badge) for box in part.boxes for one in box.constants for badge in one.badges]
+    return shown | {(graph, name) for graph, badge in badges for _, name in part.folded[badge]}
+
+
+def _lines(model: Model, kept: set[tuple[str, str]] | None) -> Iterator[str]:
     parameters = Parameters(model)
     yield "digraph graphquant {"
     yield '  rankdir=TB; node [shape=box, style="rounded,filled", fillcolor=white, fontname=Helvetica, fontsize=10];'
@@ -32,20 +41,22 @@ def _lines(model: Model) -> Iterator[str]:
         if name:
             yield f"  subgraph cluster_{number} {{ label={_quoted(name)};"
         for op in graph.ops():
-            if op.kind != "constant":
+            if op.kind != "constant" and (kept is None or (name, op.name) in kept):
                 label, fill = _label(graph, op, parameters), _quoted(_fill(op))
                 yield f"  {_node(name, op.name)} [label={label}, fillcolor={fill}];"
         if name:
             yield "  }"
     for name in model.live():
-        yield from _edges(model.graphs[name])
+        yield from _edges(model.graphs[name], kept)
     yield "}"
 
 
-def _edges(graph: Graph) -> Iterator[str]:
+def _edges(graph: Graph, kept: set[tuple[str, str]] | None) -> Iterator[str]:
     for op in graph.ops():
         for slot, tensor in enumerate(graph.slots(op.name)):
             if tensor is None or graph.graphs[tensor.graph].op(tensor.op).kind == "constant":
+                continue
+            if kept is not None and not {(graph.name, op.name), tensor[:2]} <= kept:
                 continue
             role = op.role(slot)
             label = "" if role == "input" else f" [label={_quoted(role)}]"

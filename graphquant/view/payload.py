@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import ModelError
 from graphquant.sketch import distribution
+from graphquant.survey import WEIGHTED
 from graphquant.view.drawing import shape_text
 from graphquant.view.histogram import axis_of, bars, heights, marks
 from graphquant.view.layout import place
@@ -111,6 +112,7 @@ def _ops(drawing: Drawing, layout: Placement, text: _Texts) -> dict[str, Any]:
         "x": _steps(layout.x),
         "width": [width_of(box) for box in boxes],
         "inputs": [INPUTS.index(box.inputs) for box in boxes],
+        "multiplies": [int(box.op.kind in WEIGHTED) for box in boxes],
         "reason": [text(box.reason) for box in boxes],
         "attrs": [text(attrs_text(box.op)) for box in boxes],
         "outputs": [[text(one) for one in _outputs(box.op)] for box in boxes],

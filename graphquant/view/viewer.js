@@ -266,15 +266,15 @@ function badgeColour(app, dtype) {
   return app.colour[+bits[1] <= 4 ? "b4" : +bits[1] <= 8 ? "b8" : +bits[1] <= 16 ? "b16" : "b32"];
 }
 
-const brief = (value) => (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4 ? +value.toPrecision(3) : value.toExponential(1)).toString();
+const brief = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4) ? +value.toPrecision(3) : value.toExponential(1)).toString();
 const shortType = (dtype) => (dtype || "?").replace("uint", "u").replace("int", "i").replace("float8_", "f8 ");
 
 /** What a badge says on the drawing. */
 function badgeText(badge) {
   if (badge.dynamic) return `${shortType(badge.dtype)} dynamic`;
   if (!badge.scale) return shortType(badge.dtype);
-  const many = badge.scale.length > 1;
-  const scale = many ? `×${badge.scale.length}` : brief(Math.fround(badge.scale[0]));
+  if (badge.scale.length > 1) return `${shortType(badge.dtype)}[${badge.scale.length}]`;
+  const scale = brief(Math.fround(badge.scale[0]));
   const zero = badge.zero && badge.zero.length === 1 && badge.zero[0] ? ` z${badge.zero[0]}` : "";
   return `${shortType(badge.dtype)} ${scale}${zero}`;
 }
@@ -284,7 +284,7 @@ function fillOf(app, op) {
   const { m, colour } = app, inputs = m.ops.inputs[op], kind = m.kind(op);
   if (kind === "input" || kind === "output") return colour.io;
   if (inputs === 3) return colour.quant;
-  if (m.ops.reason[op]) return colour.float;
+  if (m.ops.multiplies[op]) return colour.float;
   return inputs === 2 ? colour.part : colour.box;
 }
 
@@ -821,7 +821,7 @@ function aboutModel(app) {
     el("h3", {}, "Colours"),
     swatch("quant", `computes on quantized tensors (${by[3].toLocaleString("en")})`),
     swatch("part", `on some (${by[2].toLocaleString("en")})`),
-    swatch("float", "stays float, with a reason"),
+    swatch("float", "multiplies in float"),
     swatch("box", "all else"),
     swatch("b8", "8 bits"), swatch("b16", "16 bits"), swatch("b4", "4 bits or fewer"), swatch("f8", "float8"), swatch("b32", "32 bits, bias"),
     rules.size ? el("h3", {}, "Rules") : "",
@@ -1055,7 +1055,7 @@ function listResults(app, any) {
     const badge = what.kind === "badge" ? m.badges[what.badge] : null;
     const scale = badge && badge.scale && badge.scale.length === 1 ? ` ${Math.fround(badge.scale[0])}` : "";
     const sqnr = badge && badge.sqnr !== undefined ? `, ${badge.sqnr.toFixed(1)} dB` : "";
-    const said = badge ? `${badge.dtype || "?"}${scale || (badge.scale ? ` ×${badge.scale.length}` : "")}${sqnr}` : m.type(what.op);
+    const said = badge ? `${badge.dtype || "?"}${scale || (badge.scale ? `[${badge.scale.length}]` : "")}${sqnr}` : m.type(what.op);
     return el("li", {}, el("button", { onclick: () => pick(app, i) }, el("span", {}, badge ? badge.tensor : m.full(what.op)), el("small", {}, said)));
   };
   const more = found.length > RESULTS ? [el("li", { className: "more" }, `and ${(found.length - RESULTS).toLocaleString("en")} more`)] : [];
