@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.match import Matcher, Miss, name_matches
 from graphquant.plans import UNTIED
+from graphquant.solve import because
 
 if TYPE_CHECKING:
     from graphquant.ir import TensorRef, Use
     from graphquant.plans import Plan
+    from graphquant.solve import Solution
 
 HINT = " `graphquant plan` prints the names of those that rules match; a tensor is OP:0."
 
@@ -25,6 +27,7 @@ class Explanation:
         use: The consumer.
         winner: Name of the rule that claimed the use, "" if none did.
         outcome: What will be done, in words.
+        choices: Why its scale is what it is, in sentences.
         misses: The other rules in order, each with the condition that failed; "" where a rule before it was first.
     """
 
@@ -32,19 +35,29 @@ class Explanation:
     use: Use
     winner: str
     outcome: str
+    choices: tuple[str, ...] = ()
     misses: tuple[Miss, ...]
 
 
-def explain(matcher: Matcher, plan: Plan, what: str) -> tuple[Explanation, ...]:
+def explain(matcher: Matcher, plan: Plan, what: str, solution: Solution | None = None) -> tuple[Explanation, ...]:
     """Every use of the tensor `what`, or every use that the op `what` makes and offers.
+
+    Args:
+        matcher: The rules against the prepared model.
+        plan: The plan that they make.
+        what: A name.
+        solution: The scales that were found for it, where there are any, which are explained too.
 
     Raises:
         UsageError: Nothing float is called that.
     """
     outcomes: dict[tuple[TensorRef, Use], tuple[str, str]] = {}
+    places: dict[tuple[TensorRef, Use], int] = {}
+    plan = plan if solution is None else solution.plan
     for skip in plan.skips:
         outcomes.update({(skip.tensor, use): (skip.rule, f"not quantized: {skip.reason}") for use in skip.uses})
-    for site in plan.sites:
+    for index, site in enumerate(plan.sites):
+        places.update({(site.tensor, use): index for use in site.uses})
         tied = f", with the scale of what {', '.join(map(str, site.tie))} reads" if site.tie else ""
         said = f"quantized to {site.scheme.type.name} {site.scheme.zero} per {site.scheme.per}{tied}"
         outcomes.update({(site.tensor, use): (site.rule, said) for use in site.uses})
@@ -54,7 +67,9 @@ def explain(matcher: Matcher, plan: Plan, what: str) -> tuple[Explanation, ...]:
         asked = [use for use in uses if made or _called(what, use.op, str(use))]
         for use in asked:
             winner, outcome = outcomes.get((tensor, use), ("", "not quantized: no rule matches"))
-            found.append(_one(matcher, tensor, use, winner, outcome))
+            place = places.get((tensor, use))
+            choices = () if place is None else because(matcher.model, plan, place, solution)
+            found.append(replace(_one(matcher, tensor, use, winner, outcome), choices=choices))
     if not found:
         labels = matcher.all_labels()
         more = " It makes and reads no float tensor." if what in labels else did_you_mean(what, labels) or HINT

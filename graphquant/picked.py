@@ -127,7 +127,7 @@ def by_plan(
             rule=site.rule,
             method=_method(site),
             params=params if isinstance(params, QParams) else None,
-            note=skip.reason if skip else solution.notes.get(index, ""),
+            note=skip.reason if skip else "; ".join(solution.notes.get(index, ())),
         )
         picks.append(_judged(one, site.scheme.grid, others=others))
     return Picks(stats=stats, path=path, model=model, picks=_worst_first(picks))

@@ -12,6 +12,7 @@ from graphquant.backends.sides import Side, Sides, same
 from graphquant.backends.types import Finding, Level, Verdict
 from graphquant.ir import QUANTIZATION_KINDS, TensorRef
 from graphquant.numerics import SMALLEST_SCALE, IntType
+from graphquant.solve import absorbs, clip_ends
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -152,8 +153,17 @@ def _between(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
     ends = [end for one in inner if one.name in graph for end in context.sides.readers(graph, one)]
     if len(ends) == 1 and ends[0][1].kind in fused and ends[0][0].slot == 0:
         behind = ends[0][1]
+        if _runs_alone(context, graph, behind):
+            return
         says = f"a quantization stands between it and {behind.name} ({behind.type})"
         yield _finding("GQ112", graph, op, says, f"quantize behind {behind.name} only")
+
+
+def _runs_alone(context: Context, graph: Graph, op: Op) -> bool:
+    """Whether a Relu or Clip cannot be absorbed, as the integers behind it do not end where it does."""
+    ends = clip_ends(context.sides.model, context.sides.parameters, TensorRef(graph.name, op.name))
+    known = [params for _, params in context.sides.outputs(graph, op)[0] if params is not None]
+    return ends is not None and any(params.scale.ndim == 0 and not absorbs(params, ends) for params in known)
 
 
 def _slower(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:

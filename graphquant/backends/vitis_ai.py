@@ -18,39 +18,19 @@ from graphquant.backends.requirements import (
     types,
 )
 from graphquant.backends.types import Backend, Broken
+from graphquant.solve import ADD_READ, ADD_WRITE, BIAS_CUT, CUT, MUL_WRITE, position_of
 
 if TYPE_CHECKING:
     from graphquant.backends.requirements import Seen
-    from graphquant.numerics import QParams
 
 INT8 = frozenset({"int8"})
-
-CUT = (0, 16)
-"""Limits of weight plus input minus output, in positions: -log2 of a scale."""
-
-BIAS_CUT = 15
-"""Largest weight plus input minus bias."""
-
-ADD_READ, ADD_WRITE = (0, 7), (-7, 25)
-"""Limits of the largest minus the smallest input, and of the smallest input minus the output."""
-
-MUL_WRITE = (0, 32)
-"""Limits of the sum of the inputs minus the output."""
-
-
-def _position(params: QParams) -> int | None:
-    """-log2 of the scale; None if it is no single power of two."""
-    if params.scale.size != 1:
-        return None
-    mantissa, exponent = np.frexp(params.scale.reshape(-1)[0])
-    return int(1 - exponent) if mantissa == 0.5 else None  # noqa: PLR2004  # frexp's own lower end
 
 
 def power_of_two(seen: Seen) -> Broken | None:
     """Every scale is one power of two."""
     named = [(f"its {side.role} {side.source}", side.params) for side in seen.inputs]
     for name, params in [*named, *(("its output", params) for params in seen.pairs)]:
-        if params is not None and _position(params) is None:
+        if params is not None and position_of(params) is None:
             shown = (
                 f"{params.scale.size} scales" if params.scale.size > 1 else f"the scale {float(np.max(params.scale)):g}"
             )
@@ -69,9 +49,9 @@ def _bias_quantized(seen: Seen) -> Broken | None:
 def _positions(seen: Seen) -> tuple[list[int], int | None]:
     """Those of the inputs, and of the output."""
     inputs = [
-        place for side in seen.inputs if side.params is not None and (place := _position(side.params)) is not None
+        place for side in seen.inputs if side.params is not None and (place := position_of(side.params)) is not None
     ]
-    outputs = [place for params in seen.pairs if params is not None and (place := _position(params)) is not None]
+    outputs = [place for params in seen.pairs if params is not None and (place := position_of(params)) is not None]
     return inputs, outputs[0] if outputs else None
 
 
@@ -87,7 +67,7 @@ def _within(name: str, value: int, limits: tuple[int, int]) -> Broken | None:
 
 def _weighted_shift(seen: Seen) -> Broken | None:
     """The shifts of a product: of the sum, and of the bias into it."""
-    places = {side.role: _position(side.params) for side in seen.inputs if side.params is not None}
+    places = {side.role: position_of(side.params) for side in seen.inputs if side.params is not None}
     data, weight, output = places.get("input"), places.get("weight"), _positions(seen)[1]
     if data is None or weight is None or output is None:
         return None

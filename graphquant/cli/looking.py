@@ -63,12 +63,22 @@ def plan(
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("what", metavar="TENSOR|OP")
 @click.option("--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins.")
-def explain(model: Path, what: str, rules: tuple[str, ...]) -> None:
-    """Tell which rule took each use of TENSOR, or around OP. For the other rules it says why they did not."""
+@click.option("--data", metavar="SPEC", help="Calibration data: explain scales too, as insert would choose them.")
+@click.option(
+    "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Statistics from calibrate, in place of --data."
+)
+def explain(model: Path, what: str, rules: tuple[str, ...], data: str | None, stats: Path | None) -> None:
+    """Tell which rule took each use of TENSOR, or around OP. For the other rules it says why they did not.
+
+    With --data or --stats it also says why the scale is what it is: what it is tied to, and what had to be raised.
+    """
+    if data is not None and stats is not None:
+        raise UsageError("--stats takes the place of --data. Give either.")
     from graphquant import pipeline
     from graphquant.view import text
 
-    text.console().print(text.explain_view(pipeline.explain(pipeline.load(model), what, rules=rules)))
+    found = pipeline.explain(pipeline.load(model), what, rules=rules, data=data, stats=stats)
+    text.console().print(text.explain_view(found))
 
 
 @click.command()

@@ -15,13 +15,14 @@ from graphquant.pipeline.result import Result
 from graphquant.plans import Plan, Skip
 from graphquant.ranges import Ranges, give, read_map
 from graphquant.rewrite import rewrite
-from graphquant.solve import solve
+from graphquant.solve import because, solve
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from graphquant.ir import Model
+    from graphquant.ir import Model, TensorRef
     from graphquant.pipeline.common import Progress, Several
+    from graphquant.solve import Solution
 
 
 def insert(
@@ -90,23 +91,35 @@ def insert(
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
     solution = solve(prepared, made, found.sketches, found.unwatchable) if found else solve(prepared, made, {})
-    params, skips = dict(solution.params), dict(solution.skips)
-    for index, site in enumerate(made.sites if float_weights else ()):
+    solved, params, skips = solution.plan, dict(solution.params), dict(solution.skips)
+    for index, site in enumerate(solved.sites if float_weights else ()):
         if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time
             del params[index]
             skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
-    rewritten, inserted = rewrite(prepared, made, params, float_weights=float_weights)
+    rewritten, inserted = rewrite(prepared, solved, params, float_weights=float_weights)
+    places = [index for index in range(len(solved.sites)) if index in params]
     return Result(
         model=rewritten if inserted else source,
         source=source,
         plan=made,
         inserted=tuple(inserted),
-        skips=(*made.skips, *(skips[index] for index in sorted(skips))),
-        notes={made.sites[index].tensor: note for index, note in sorted(solution.notes.items())},
+        skips=(*solved.skips, *(skips[index] for index in sorted(skips))),
+        notes=_notes(solution),
+        choices=tuple(because(prepared, solved, index, solution) for index in places),
+        conflicts=solution.conflicts,
         stats=found if wanting else None,
         statistics=statistics if wanting else None,
         ranges=taken,
     )
+
+
+def _notes(solution: Solution) -> dict[TensorRef, str]:
+    """The notes by tensor; those of several sites of one are told one after the other."""
+    notes: dict[TensorRef, str] = {}
+    for index, told in sorted(solution.notes.items()):
+        tensor = solution.plan.sites[index].tensor
+        notes[tensor] = "; ".join(filter(None, (notes.get(tensor), *told)))
+    return notes
 
 
 def _given(

@@ -11,7 +11,7 @@ from graphquant.errors import UsageError
 from graphquant.explain import Explanation
 from graphquant.explain import explain as _explain
 from graphquant.match import Matcher
-from graphquant.pipeline.calibrating import calibrate_line
+from graphquant.pipeline.calibrating import calibrate_line, observe
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import choice_of, planned_by, ruleset_for
 from graphquant.solve import solve
@@ -25,15 +25,40 @@ if TYPE_CHECKING:
     from graphquant.pipeline.common import Several
 
 
-def explain(model: Model, what: str, *, rules: Several = ()) -> tuple[Explanation, ...]:
+def explain(
+    model: Model,
+    what: str,
+    *,
+    rules: Several = (),
+    data: str | None = None,
+    stats: Stats | str | Path | None = None,
+) -> tuple[Explanation, ...]:
     """For each use of the tensor or op `what`, the rules in order and why each did or did not apply.
 
+    Args:
+        model: The model.
+        what: The name of a tensor or an op.
+        rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
+        data: A calibration data spec; with it, or `stats`, scales are explained too.
+        stats: Statistics from `calibrate`, or the path of a file of them.
+
     Raises:
+        DataError: The data does not fit the model, or the statistics lack what the plan needs.
+        ModelError: The model cannot be prepared or run.
         UsageError: Nothing float is called that.
     """
     ruleset = ruleset_for(model, rules)
     prepared, made = planned_by(model, ruleset, choice_of(model, (), (), None))
-    return _explain(Matcher(prepared, ruleset), made, what)
+    matcher, solution = Matcher(prepared, ruleset), None
+    if data is not None or stats is not None:
+        found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
+        targets = planned(prepared, made, full=False, same=kept(model, prepared))
+        if found is not None:
+            found = select(found, targets, model.digest, calibrate_line(model, made, None))
+        elif data is not None:
+            found = observe(prepared, targets, data, None, None, model=model.digest)
+        solution = solve(prepared, made, found.sketches, found.unwatchable) if found is not None else None
+    return _explain(matcher, made, what, solution)
 
 
 def check(model: Model | str | Path, *, backend: str | None = None) -> CheckReport:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from graphquant.plans import Plan, Skip
     from graphquant.ranges import Ranges
     from graphquant.rewrite import Inserted
+    from graphquant.solve import Conflict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,8 @@ class Result:
         inserted: What was done, a site each.
         skips: What the plan or the solver left out, with the reason.
         notes: A word on some sites, by their tensor.
+        choices: For each of `inserted` why its scale is what it is, in sentences.
+        conflicts: Where not everything that rules want could be had.
         stats: What the ranges of activations come from, None where no data was needed.
         statistics: The statistics file, None where they were made now.
         ranges: What a TFLite file's scales were used for, None where none was given.
@@ -41,6 +44,8 @@ class Result:
     inserted: tuple[Inserted, ...]
     skips: tuple[Skip, ...]
     notes: Mapping[TensorRef, str] = field(default_factory=dict)
+    choices: tuple[tuple[str, ...], ...] = ()
+    conflicts: tuple[Conflict, ...] = ()
     stats: Stats | None = None
     statistics: Path | None = None
     ranges: Ranges | None = None

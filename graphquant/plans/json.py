@@ -224,7 +224,8 @@ def _site(site: Site, scheme: str) -> dict[str, Any]:
 
 def _skip(skip: Skip) -> dict[str, Any]:
     uses = [_use(use) for use in skip.uses]
-    return {"tensor": _ref(skip.tensor), "uses": uses, "rule": skip.rule, "reason": skip.reason}
+    data = {"tensor": _ref(skip.tensor), "uses": uses, "rule": skip.rule, "reason": skip.reason}
+    return {**data, "absorbed": True} if skip.absorbed else data
 
 
 def _scheme(scheme: Scheme, label: str) -> dict[str, Any]:

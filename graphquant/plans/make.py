@@ -84,6 +84,8 @@ TIE = "same-as-input"
 
 PASSED = "passed-on"
 
+ABSORBED = "absorbed"
+
 FOLLOWING = frozenset({TIE, PASSED})
 """What rules say that hangs on whether the producer's input is quantized."""
 
@@ -209,7 +211,13 @@ class _Draft:
     def skips(self) -> tuple[Skip, ...]:
         """The skips, in the order of the model."""
         return tuple(
-            Skip(tensor=item.first.tensor, uses=tuple(item.uses), rule=item.first.rule.rule.name, reason=item.reason)
+            Skip(
+                tensor=item.first.tensor,
+                uses=tuple(item.uses),
+                rule=item.first.rule.rule.name,
+                reason=item.reason,
+                absorbed=item.first.rule.rule.quantize == ABSORBED,
+            )
             for item in self._sorted(self._skips)
         )
 
@@ -230,9 +238,7 @@ class _Draft:
             self._skip(match, reason)
             return False
         scheme = replace(scheme, family=family.name)
-        # A bias has the scales of one consumer's input and weight, so consumers never share its site.
-        alone = match.use if scheme.observe.name == "bias" else None
-        key = (match.tensor, self._graph(match), scheme, axis, view, bool(tie), alone)
+        key = (match.tensor, self._graph(match), scheme, axis, view, bool(tie))
         if key not in self._sites:
             self._sites[key] = _Open(first=match, uses=[], scheme=scheme, axis=axis, view=view, tie=tie)
         self._sites[key].uses.append(match.use)
@@ -265,7 +271,7 @@ class _Draft:
     def _left_out(self, match: Match) -> str:
         """Why this match will not be quantized, whatever the scheme; "" if it may be."""
         model, rule = self.matcher.model, match.rule.rule
-        if rule.quantize == "leave":
+        if rule.quantize in {"leave", ABSORBED}:
             return rule.why or f"rule {rule.name!r} leaves it in float"
         consumer = model.graphs[match.use.graph].op(match.use.op)
         if model.op(match.tensor).kind in QUANTIZATION_KINDS or consumer.kind in QUANTIZATION_KINDS:

@@ -80,7 +80,16 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """A place where a rule matched and nothing will be inserted, with the reason."""
+    """A place where a rule matched and nothing will be inserted, with the reason.
+
+    Attributes:
+        tensor: What is not quantized.
+        uses: For which consumers.
+        rule: Name of the rule that claimed them, or the step that was not made.
+        reason: Why.
+        absorbed: Whether that holds only as long as the ops that read it can be absorbed by the one that makes it
+            ("absorbed"); where scales turn out not to allow that, the solver quantizes it.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
@@ -88,6 +97,7 @@ class Skip:
     uses: tuple[Use, ...]
     rule: str
     reason: str
+    absorbed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

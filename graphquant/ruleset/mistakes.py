@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from graphquant.ruleset.locate import KeyPath
 
-OUTCOMES = ("leave", "same-as-input", "passed-on")
+OUTCOMES = ("leave", "absorbed", "same-as-input", "passed-on")
 """What a rule may say in `quantize` beside the name of a scheme."""
 
 _MAX_SHOWN, _MAX_LISTED = 60, 500

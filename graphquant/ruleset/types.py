@@ -138,6 +138,7 @@ class Scheme:
         block_size: How many elements of a weight, along the axis that its consumer sums over, have one scale.
         axis: Which axis the channels or blocks lie along, where it is another one.
         scale: "any" or "power-of-two".
+        shifts: "dpu" keeps powers of two so near to each other that AMD's DPU can compute with them by shifting.
         smallest_range: The least that lies between the ends of the range, in real units; a narrower one is widened.
         observe: The observer that picks the range.
         family: Which ops stand for the quantization; by default the format's own.
@@ -158,6 +159,7 @@ class Scheme:
     block_size: StrictInt | None = Field(default=None, ge=2, le=1 << 20)
     axis: StrictInt | None = Field(default=None, ge=0, le=31)
     scale: Literal["any", "power-of-two"] = "any"
+    shifts: Literal["dpu"] | None = None
     smallest_range: Annotated[StrictFloat, Field(gt=0, le=1e30)] | None = None
     observe: Observe = Field(default_factory=lambda: Observe(name="minmax"))
     family: _Text | None = None
@@ -194,6 +196,8 @@ class Scheme:
             raise ValueError("the observer 'fixed-point' has zero point 0; the scheme must be symmetric")
         if self.range == "given" and self.scale == "power-of-two":
             raise ValueError("the ops make the scale of a range that is 'given'; a power of two needs range 'observed'")
+        if self.shifts is not None and (self.scale != "power-of-two" or self.per != "tensor"):
+            raise ValueError('\'shifts\' is for one power of two; take scale = "power-of-two" and per = "tensor"')
         self._check_type()
         self._check_blocks()
         self._fits_family()
@@ -419,13 +423,15 @@ class Rule:
 
     "same-as-input" gives the tensor the scale of what its producer reads; with "passed-on" nothing is inserted, since
     the producer hands quantized values on. Where what the producer reads is float, both leave the use to later rules.
+    "leave" inserts nothing; nor does "absorbed", before a Relu or Clip that is one with the producer, unless the scale
+    behind it, as a tie may make it, does not end where that does: then the pair behind it stands before it too.
 
     Attributes:
         name: Unique in its file; letters, digits, '_', '-' and '.', as new ops may be named after it.
         why: The reason, shown wherever the rule's work is shown.
         producer: What makes the tensor.
         consumer: Who reads it; only these uses are rerouted.
-        quantize: Name of a scheme, "same-as-input", "passed-on" or "leave".
+        quantize: A scheme, "same-as-input", "passed-on", "absorbed" or "leave".
         optional: A name selector that matches nothing is no error.
         place: For a tensor that the body of an op reads from outside, where it is quantized: beside its "producer",
             once for all, or in the "body". It is dequantized in the body either way.

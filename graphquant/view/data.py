@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from graphquant.plans import Skip
     from graphquant.ranges import Ranges
     from graphquant.receipt import Receipt
+    from graphquant.solve import Conflict
     from graphquant.survey import StoredTensor, Survey
 
 SCHEMA = 1
@@ -107,14 +108,26 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
                 "folded": done.folded,
                 "method": done.site.scheme.observe.name,
                 "note": result.notes.get(done.site.tensor, ""),
+                "choices": list(choices),
                 **params_json(done.params),
             }
-            for done in result.inserted
+            for done, choices in zip(result.inserted, result.choices, strict=True)
         ],
+        "conflicts": [conflict_json(conflict) for conflict in result.conflicts],
         "skips": [skip_json(skip) for skip in result.skips],
         "unused": list(result.plan.unused),
         "ranges": None if result.ranges is None else ranges_json(result.ranges),
         "receipt": None if receipt is None else receipt_json(receipt),
+    }
+
+
+def conflict_json(conflict: Conflict) -> dict[str, Any]:
+    """Two rules that could not both have what they want."""
+    return {
+        "rules": list(conflict.rules),
+        "tensors": [tensor_json(tensor) for tensor in conflict.tensors],
+        "wants": list(conflict.wants),
+        "done": conflict.done,
     }
 
 

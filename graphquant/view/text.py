@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 SHOWN = 3
 """Consumers named in a cell; the rest are counted."""
 
+CONFLICTS = 20
+"""How many conflicts are told."""
+
 PARAMS = ("dtype", "scale", "zero", "range")
 """The columns that `_params` fills."""
 
@@ -57,6 +60,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     """What `insert` did: for each rule a table, with scale, zero point and range of each site."""
     rows = [(done.site, _params(done.params)) for done in result.inserted]
     parts: list[RenderableType] = [*_steps(result.plan), *_by_rule(rows, *PARAMS), *_skips(result.skips)]
+    parts += [plain(f"conflict: {conflict}", style="yellow") for conflict in result.conflicts[:CONFLICTS]]
+    if len(result.conflicts) > CONFLICTS:
+        parts.append(plain(f"{len(result.conflicts) - CONFLICTS} more conflicts are in --report.", style="yellow"))
     if result.ranges is not None:
         parts += _ranges(result.ranges)
     if result.random:
@@ -197,6 +203,7 @@ def explain_view(explanations: Sequence[Explanation]) -> RenderableType:
     for one in explanations:
         parts.append(plain(f"{one.tensor} read by {one.use}", style="bold"))
         parts.append(plain(f"  {one.outcome}" + (f" (rule {one.winner})" if one.winner else "")))
+        parts += [plain(f"    {choice}") for choice in one.choices]
         for miss in one.misses:
             reason = miss.reason or f"matches too, but {one.winner} came first"
             parts.append(plain(f"  {miss.rule.rule.name}: {reason}", style="dim"))

@@ -389,7 +389,7 @@ OTHERS = [
     (
         IMAGE,
         "c = Conv(x, w) d = Conv(x2, w3) r = Relu(d) j = Concat<axis = 1>(c, r) e = Conv(j, joint)",
-        ("c>j e>@e j>e joint>e r>j w3>d w>c x2>d x>c", "c d r j e"),
+        ("c>j d>r e>@e j>e joint>e r>j w3>d w>c x2>d x>c", "c d r j e"),
         ("c>j j>e joint>e r>j w3>d w>c x2>d x>c", "c d r j e"),
         ("c>j e>@e j>e joint>e r>j w3>d w>c x2>d x>c", "c d r j e"),
     ),
@@ -711,6 +711,10 @@ def test_qnn_relu_stays_where_a_tie_moves_its_zero_point(tmp_path):
     for name in ("x2", "j"):
         assert (by_name[name].scale, by_name[name].zero_point) == (by_name["r"].scale, by_name["r"].zero_point)
     assert "Relu" in {node.op_type for node in onnx.load(path).graph.node}
+    assert (by_name["c"].scale, by_name["c"].zero_point) == (by_name["r"].scale, by_name["r"].zero_point)
+    report = gq.check(path, backend="qnn")
+    assert not report.findings
+    assert {verdict.status for verdict in report.verdicts} == {"low"}
 
 
 def test_qnn16_fixed_ranges(tmp_path):

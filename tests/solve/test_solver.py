@@ -117,7 +117,7 @@ def test_nan_and_infinity_in_activations(tmp_path):
     """NaN is left out of the range with a word on it; a tensor that takes infinite values stays float."""
     found = solve(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch(np.array([np.nan, 2.55, 0.0]))})
     assert numbers(found.params[0]) == (pytest.approx(0.01), 0)
-    assert found.notes == {0: "1 NaN values were left out of the range"}
+    assert found.notes == {0: ("1 NaN values were left out of the range",)}
     found = solve(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch(np.array([np.nan, -np.inf, 2.55]))})
     assert found.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
     assert (found.params, found.notes) == ({}, {})
@@ -265,7 +265,9 @@ def test_ties_share_one_scale():
     found = solve(chain(2), tied(2), seen(t0=(0.0, 1.0), t1=(-1.0, 0.5), t2=(0.0, 1.55)))
     assert [numbers(found.params[k]) for k in range(3)] == [(pytest.approx(0.01), 100)] * 3
     assert found.params[0] is found.params[1] is found.params[2]
-    assert found.notes == {1: "shares scale and zero point with t0:0", 2: "shares scale and zero point with t0:0"}
+    assert [found.notes[k] for k in range(3)] == [
+        (f"shares scale and zero point with {other}:0",) for other in ("t1", "t0", "t0")
+    ]
 
 
 def test_skips_follow_ties():
@@ -294,11 +296,16 @@ def test_dictated_scales_reach_what_is_tied():
     found = solve(chain(2), plan(replace(made.sites[0], scale=(0.5,), zero_point=(9,)), *made.sites[1:]), {})
     assert [numbers(found.params[k]) for k in range(3)] == [(0.5, 9)] * 3
     assert found.skips == {}
-    assert found.notes[1] == "shares the scale that the plan gives t0:0"
+    assert found.notes[1] == ("shares the scale that the plan gives t0:0",)
     both = plan(replace(made.sites[0], scale=(0.5,)), replace(made.sites[1], scale=(0.25,)), made.sites[2])
     found = solve(chain(2), both, {})
     assert numbers(found.params[1]) == (0.25, 0)
-    assert found.notes[1] == "is tied to t0:0, for which the plan gives another scale"
+    assert found.notes[1] == ("is tied to t0:0, for which the plan gives another scale",)
+    [conflict] = found.conflicts
+    assert str(conflict) == (
+        "the plan wants the scale 0.25 of t1:0, and the plan wants 0.5 for both of t0:0: each keeps what the plan gives"
+        " it"
+    )
 
 
 def test_ties_between_different_schemes():
@@ -308,7 +315,7 @@ def test_ties_between_different_schemes():
     found = solve(chain(1), mixed, seen(t0=(0.0, 2.55), t1=(-1.27, 1.0)))
     assert [found.params[k].type.name for k in (0, 1)] == ["uint8", "int8"]
     assert [numbers(found.params[k]) for k in (0, 1)] == [(pytest.approx(0.01), 0)] * 2
-    assert found.notes == {1: "is tied to t0:0, whose scheme differs, so each has its own scale"}
+    assert found.notes == {1: ("is tied to t0:0, whose scheme differs, so each has its own scale",)}
 
 
 @given(st.lists(st.none() | st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=8))
