@@ -141,7 +141,8 @@ def _upgraded(model: Model, opset: int) -> tuple[Model, Step]:
     module = formats.module(model.format)
     upgraded = module.upgrade(model, opset)
     undo = {"from": model.opset, "to": opset, "message": module.skeleton(model)}
-    return upgraded, Step(step="opset", target="model", detail=f"opset {model.opset} to {opset}", undo=undo)
+    why = "the inserted ops are of that opset"
+    return upgraded, Step(step="opset", target="model", detail=f"opset {model.opset} to {opset}", why=why, undo=undo)
 
 
 def _opset(made: Plan) -> int:

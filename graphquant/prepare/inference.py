@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef, Use
-from graphquant.prepare.steps import Left, Step, encoded
+from graphquant.prepare.steps import Left, Step, named
+from graphquant.prepare.undo import Edits
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
 NAME: Final = "inference-batchnorm"
 
 WAY_OUT: Final = f'; a rule file with prepare = ["{NAME}"] makes it take its moving mean and variance'
+
+ONNX_TRAINS: Final = (
+    "it normalises by the mean and variance of each batch (training_mode); export the model for inference"
+)
 
 NO_STATISTICS: Final = "; its moving mean and variance are not in the graph, so it cannot be made to take them"
 
@@ -25,13 +30,13 @@ def inference_batchnorm(model: Model) -> Iterator[Step]:
         found = _statistics(graph, op, parameters)
         if found is None:
             continue
-        before = [graph.producer(Use(graph.name, op.name, slot)) for slot in (3, 4)]
-        graph.replace(replace(op, attrs={**op.attrs, "is_training": False}))
+        edits = Edits(model)
+        edits.replace(graph, replace(op, attrs={**op.attrs, "is_training": False}))
         for slot, tensor in zip((3, 4), found, strict=True):
             if graph.producer(Use(graph.name, op.name, slot)) != tensor:
-                graph.connect(Use(graph.name, op.name, slot), tensor)
-        undo = {"batchnorm": encoded(op), "mean": str(before[0]), "variance": str(before[1])}
-        yield Step(step=NAME, target=op.name, detail=f"takes {found[0]} and {found[1]}", undo=undo)
+                edits.connect(Use(graph.name, op.name, slot), tensor)
+        detail = f"takes {found[0]} and {found[1]}"
+        yield Step(step=NAME, target=named(graph, op.name), detail=detail, undo=edits.undo())
 
 
 def training(model: Model, *, asked: bool) -> Iterator[Left]:
@@ -41,6 +46,11 @@ def training(model: Model, *, asked: bool) -> Iterator[Left]:
         way_out = NO_STATISTICS if asked or _statistics(graph, op, parameters) is None else WAY_OUT
         reason = f"it normalises by the mean and variance of each batch (is_training){way_out}"
         yield Left(step=NAME, tensor=TensorRef(graph.name, op.name), reason=reason)
+    for name in model.live():
+        graph = model.graphs[name]
+        for op in graph.ops():
+            if op.kind == "batchnorm" and op.attrs.get("training_mode"):
+                yield Left(step=NAME, tensor=TensorRef(name, op.name), reason=ONNX_TRAINS)
 
 
 def _training(model: Model) -> list[tuple[Graph, Op]]:

@@ -4,15 +4,65 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from graphquant.ir import Model, bulk, check
-from graphquant.prepare import fold, inference
-from graphquant.prepare.steps import Left, Step, encoded
+from graphquant.prepare import constants, fold, forwarding, inference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from graphquant.prepare.steps import Left, Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """One kind of step.
+
+    Attributes:
+        why: What it is good for, for people.
+        run: Changes a model and tells each change.
+        left: What it leaves in a model, and why.
+    """
+
+    why: str
+    run: Callable[[Model], Iterator[Step]]
+    left: Callable[[Model], Iterator[Left]] | None = None
+
+
+STEPS: dict[str, Preparation] = {
+    constants.INITIALIZERS: Preparation(
+        why="a weight that callers may override is no constant, and cannot be quantized beforehand",
+        run=constants.initializer_inputs,
+    ),
+    constants.NODES: Preparation(
+        why="runtimes look for weights among the initializers",
+        run=constants.constant_nodes,
+        left=constants.nodes_left,
+    ),
+    inference.NAME: Preparation(
+        why="an answer is to hang on its own sample, not on the others of its batch",
+        run=inference.inference_batchnorm,
+    ),
+    forwarding.IDENTITY: Preparation(
+        why="an op that changes nothing hides from a runtime what it could fuse",
+        run=forwarding.drop_identity,
+        left=partial(forwarding.kept, step=forwarding.IDENTITY),
+    ),
+    forwarding.DROPOUT: Preparation(
+        why="outside of training it changes nothing, and hides from a runtime what it could fuse",
+        run=forwarding.drop_dropout,
+        left=partial(forwarding.kept, step=forwarding.DROPOUT),
+    ),
+    fold.NAME: Preparation(
+        why="a BatchNorm between a product and its quantization keeps the product in float",
+        run=fold.fold_batchnorm,
+        left=fold.unfolded,
+    ),
+}
+"""The steps by name, in the order in which they are made."""
 
 
 @bulk()
@@ -22,14 +72,17 @@ def prepare(model: Model, wanted: Sequence[str]) -> tuple[Model, tuple[Step, ...
     Raises:
         ModelError: The value of a weight is in the model's files and cannot be read.
     """
-    steps = [(name, step) for name, step in STEPS.items() if name in wanted]
-    changed = model.copy() if steps else model
+    asked = [name for name in STEPS if name in wanted]
+    changed = model.copy() if asked else model
     done: list[Step] = []
-    for name, step in steps:
-        done.extend(step(changed))
-        check(changed, name)
+    for name in asked:
+        made = [replace(step, why=STEPS[name].why) for step in STEPS[name].run(changed)]
+        if made:
+            check(changed, name)
+            done.extend(made)
     if not done:
         return model, ()
+    _tell_places(model, done)
     changed.digest = prepared_digest(model.digest, done)
     return changed, tuple(done)
 
@@ -41,8 +94,9 @@ def left_alone(prepared: Model, wanted: Sequence[str]) -> tuple[Left, ...]:
         ModelError: The value of a weight is in the model's files and cannot be read.
     """
     found = list(inference.training(prepared, asked=inference.NAME in wanted))
-    if fold.NAME in wanted:
-        found.extend(fold.unfolded(prepared))
+    for name, step in STEPS.items():
+        if name in wanted and step.left is not None:
+            found.extend(step.left(prepared))
     return tuple(found)
 
 
@@ -54,25 +108,14 @@ def prepared_digest(source: str, steps: Sequence[Step]) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def _initializer_inputs(model: Model) -> Iterator[Step]:
-    """Initializers that are graph inputs too (IR version 3) become constants: nobody may override them any more."""
-    graph = model.main
-    for position, name in enumerate(graph.inputs):
-        op = graph.op(name)
-        if op.value is None:
-            continue
-        graph.replace(replace(op, kind="constant", roles=()))
-        yield Step(
-            step="initializer-inputs",
-            target=name,
-            detail="initializer is no graph input any more",
-            undo={"position": position, "input": encoded(op)},
-        )
-    graph.inputs = [name for name in graph.inputs if graph.op(name).kind == "input"]
-
-
-STEPS: dict[str, Callable[[Model], Iterator[Step]]] = {
-    "initializer-inputs": _initializer_inputs,
-    inference.NAME: inference.inference_batchnorm,
-    fold.NAME: fold.fold_batchnorm,
-}
+def _tell_places(source: Model, steps: Sequence[Step]) -> None:
+    """Adds to the records where among the ops of its graph each removed one was."""
+    by_graph: dict[str, list[dict[str, Any]]] = {}
+    for step in steps:
+        for item in step.undo.get("removed", ()):
+            by_graph.setdefault(item.get("graph", ""), []).append(item)
+    for name, items in by_graph.items():
+        order = {op.name: position for position, op in enumerate(source.graphs[name].ops())}
+        for item in items:
+            if item["op"] in order:
+                item["position"] = order[item["op"]]

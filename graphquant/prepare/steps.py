@@ -1,8 +1,7 @@
-"""What a preparation is made of: its record, and the edits that several of them make."""
+"""What a preparation is made of: what it did, what it left, and the edits that several of them make."""
 
 from __future__ import annotations
 
-import base64
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -11,9 +10,9 @@ from pydantic import ConfigDict
 from graphquant.ir import TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
-    from graphquant.ir import Model, Op
+    from graphquant.ir import Graph, Model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +23,8 @@ class Step:
         step: Its name, "fold-batchnorm".
         target: The op, input or model it changed.
         detail: What was done, for people.
-        undo: What is needed to take it back, as JSON data.
+        why: What it is good for.
+        undo: What is needed to take it back, as JSON data; see `graphquant.prepare.undo`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -32,6 +32,7 @@ class Step:
     step: str
     target: str
     detail: str
+    why: str = ""
     undo: dict[str, Any]
 
 
@@ -50,7 +51,12 @@ class Left:
     reason: str
 
 
-def drop_unread(model: Model, tensors: Iterable[TensorRef], kinds: frozenset[str] | None = None) -> None:
+def drop_unread(
+    model: Model,
+    tensors: Iterable[TensorRef],
+    kinds: frozenset[str] | None = None,
+    remove: Callable[[Graph, str], None] | None = None,
+) -> None:
     """Takes out constants, and what was computed from them alone, that nothing reads or waits for any more.
 
     An argument that an ONNX function reads no more is left out of its calls.
@@ -59,6 +65,7 @@ def drop_unread(model: Model, tensors: Iterable[TensorRef], kinds: frozenset[str
         model: The model, which is changed.
         tensors: Parameters that may have lost their last reader.
         kinds: If given, only ops of these kinds are taken out.
+        remove: Takes an op out in the place of the graph's own `remove`.
     """
     todo = list(dict.fromkeys(tensors))
     callers = model.callers() if any(tensor.graph for tensor in todo) and model.format == "onnx" else {}
@@ -73,7 +80,10 @@ def drop_unread(model: Model, tensors: Iterable[TensorRef], kinds: frozenset[str
         if op.kind in {"input", "output"} or op.calls or (kinds is not None and op.kind not in kinds):
             continue
         todo.extend(read for read in graph.slots(tensor.op) if read is not None)
-        graph.remove(tensor.op)
+        if remove is None:
+            graph.remove(tensor.op)
+        else:
+            remove(graph, tensor.op)
 
 
 def _leave_out(model: Model, calls: Iterable[Use], slot: int) -> Iterator[TensorRef]:
@@ -86,8 +96,12 @@ def _leave_out(model: Model, calls: Iterable[Use], slot: int) -> Iterator[Tensor
             yield read
 
 
-def encoded(op: Op) -> str | None:
-    """The source node of `op`, serialized, in base64."""
-    if op.source is None:
-        return None
-    return base64.b64encode(op.source.SerializeToString(deterministic=True)).decode()
+def named(graph: Graph, op: str) -> str:
+    """An op as people read it, with its graph where that is not the main one."""
+    return f"{graph.name}/{op}" if graph.name else op
+
+
+def makes_output(graph: Graph, name: str) -> bool:
+    """Whether an output of a graph reads the op's first output."""
+    uses = graph.readers(name).get(0, [])
+    return any(graph.graphs[use.graph].op(use.op).kind == "output" for use in uses)

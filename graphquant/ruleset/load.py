@@ -14,7 +14,7 @@ from graphquant.errors import RuleError, UsageError, did_you_mean, printable
 from graphquant.ruleset.inline import SIGN, read_inline
 from graphquant.ruleset.locate import KeyPath, NestingError, locate, nearest
 from graphquant.ruleset.mistakes import parse
-from graphquant.ruleset.types import BoundRule, RuleFile, RuleSet
+from graphquant.ruleset.types import NOT, BoundRule, RuleFile, RuleSet
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -64,7 +64,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     """
     paths = [None if SIGN in name or "\n" in name else find(name) for name in names]
     failures: dict[str, None] = {}
-    prepare: dict[str, None] = {}
+    prepare: dict[str, bool] = {}
     rules: list[BoundRule] = []
     descriptions: list[str] = []
     digest = hashlib.sha256()
@@ -77,7 +77,8 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             failures[str(error)] = None
             continue
         digest.update(hashlib.sha256(content).digest())
-        prepare.update(dict.fromkeys(file.prepare))
+        for step in file.prepare:
+            prepare.setdefault(step.removeprefix(NOT), not step.startswith(NOT))
         descriptions.append(file.description)
         rules.extend(_bind(label, file, lines))
     if failures:
@@ -86,7 +87,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         files=tuple(names),
         descriptions=tuple(descriptions),
         digest=digest.hexdigest(),
-        prepare=tuple(prepare),
+        prepare=tuple(name for name, wanted in prepare.items() if wanted),
         rules=tuple(rules),
     )
 

@@ -457,23 +457,45 @@ class Rule:
         return self
 
 
+PREPARATIONS = (
+    *("initializer-inputs", "constant-nodes", "inference-batchnorm", "drop-identity", "drop-dropout"),
+    "fold-batchnorm",
+)
+"""The steps before matching; `graphquant.prepare.STEPS` says what each is for."""
+
+NOT = "not "
+"""What stands before the name of a step that a rule file does not want, whatever the files after it say."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
 class RuleFile:
     """The tables of one rule file.
 
     Attributes:
         description: One line for `graphquant rules list`.
-        prepare: Steps the rules want before matching ("fold-batchnorm").
+        prepare: Steps the rules want before matching ("fold-batchnorm"), or do not want though a file after this one
+            does ("not fold-batchnorm").
         scheme: Schemes by name.
         pattern: Patterns by name.
         rule: The rules, in order.
     """
 
     description: str = ""
-    prepare: list[Literal["initializer-inputs", "inference-batchnorm", "fold-batchnorm"]] = Field(default_factory=list)
+    prepare: list[
+        Annotated[str, Field(json_schema_extra={"enum": [*PREPARATIONS, *(NOT + name for name in PREPARATIONS)]})]
+    ] = Field(default_factory=list)
     scheme: dict[str, Scheme] = Field(default_factory=dict)
     pattern: dict[str, Pattern] = Field(default_factory=dict)
     rule: list[Rule] = Field(default_factory=list)
+
+    @field_validator("prepare")
+    @classmethod
+    def _steps(cls, value: list[str]) -> list[str]:
+        _known("step", [name.removeprefix(NOT) for name in value], PREPARATIONS)
+        twice = next((name for name in value if NOT + name in value), None)
+        if twice is not None:
+            raise ValueError(f"{twice!r} is wanted and not wanted; leave out one of the two")
+        return value
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -495,7 +517,7 @@ class RuleSet:
         files: Names of the files as they were asked for.
         descriptions: What each file says it is for.
         digest: Hex SHA-256 over the files' contents.
-        prepare: The steps the files want, each once.
+        prepare: The steps the files want, each once; the first file that names a step decides.
         rules: The rules.
     """
 

@@ -96,7 +96,10 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
         "format": result.source.format,
         "model": result.plan.model,
         "rules": list(result.plan.rules),
-        "steps": [{"step": step.step, "target": step.target, "detail": step.detail} for step in result.plan.steps],
+        "steps": [
+            {"step": step.step, "target": step.target, "detail": step.detail, "why": step.why}
+            for step in result.plan.steps
+        ],
         "data": _data(result),
         "sites": [
             {

@@ -245,10 +245,16 @@ def _by_rule(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[
 
 
 def _steps(plan: Plan) -> list[RenderableType]:
-    counted: dict[str, list[str]] = {}
+    counted: dict[tuple[str, str], list[str]] = {}
     for step in plan.steps:
-        counted.setdefault(step.step, []).append(step.detail if step.target == "model" else step.target)
-    return [plain(f"prepared: {name}: {listed(targets)}") for name, targets in counted.items()]
+        whole = step.target == "model"
+        head = step.step if whole else f"{step.step}, {{}} op{{}}"
+        counted.setdefault((head, step.why), []).append(step.detail if whole else step.target)
+    lines: list[RenderableType] = []
+    for (head, why), targets in counted.items():
+        count = head.format(len(targets), "s" if len(targets) > 1 else "")
+        lines.append(plain(f"prepared: {count}: {listed(targets)}{f'; {why}' if why else ''}"))
+    return lines
 
 
 def _skips(skips: Sequence[Skip]) -> list[RenderableType]:

@@ -74,7 +74,8 @@ GOLDEN = """\
  "model": "aa",
  "prepared": "bb",
  "rules": ["onnxruntime"],
- "steps": [{"step": "fold-batchnorm", "target": "bn", "detail": "folded into conv", "undo": {"weight": "w:0"}}],
+ "steps": [{"step": "fold-batchnorm", "target": "bn", "detail": "folded into conv", "why": "",
+  "undo": {"weight": "w:0"}}],
  "schemes": {
   "weight": {"dtype": "int8", "narrow": true, "per": "channel", "observe": "absmax", "family": "onnx-qdq"},
   "unit": {

@@ -8,7 +8,9 @@ import pytest
 
 import graphquant
 from graphquant.errors import RuleError, UsageError
+from graphquant.prepare import STEPS
 from graphquant.ruleset import find, load_ruleset, shipped
+from graphquant.ruleset.types import PREPARATIONS
 
 GOOD = """\
 prepare = ["fold-batchnorm"]
@@ -91,6 +93,25 @@ def test_files_stack_in_order(write):
         ("rules.toml", None),
     ]
     assert ruleset.prepare == ("initializer-inputs", "fold-batchnorm")
+
+
+def test_the_first_file_that_names_a_step_decides(write):
+    """A file before others takes a step out by "not", one behind them cannot."""
+    without = write('prepare = ["not fold-batchnorm", "drop-identity"]\n', "without.toml")
+    rules = write(GOOD)
+    assert load_ruleset([without, rules]).prepare == ("drop-identity",)
+    assert load_ruleset([rules, without]).prepare == ("fold-batchnorm", "drop-identity")
+
+
+def test_a_step_wanted_and_not_wanted(write):
+    """One file cannot want both."""
+    with pytest.raises(RuleError, match=r"bad\.toml:1: 'fold-batchnorm' is wanted and not wanted; leave out one"):
+        load_ruleset([write('prepare = ["fold-batchnorm", "not fold-batchnorm"]\n', "bad.toml")])
+
+
+def test_the_steps_are_those_that_there_are():
+    """Rule files know every preparation, by the same name and in the same order."""
+    assert tuple(STEPS) == PREPARATIONS
 
 
 def test_digest_is_of_the_contents_in_order(write):

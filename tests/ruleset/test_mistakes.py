@@ -96,8 +96,7 @@ consumer = { kind = "conv", min_rank = 4, max_rank = 2, attr = { } }
 
 SAID = """\
 bad.toml:1: 'description' is 3; it must be a string.
-bad.toml:2: entry 2 of 'prepare' is 'fold-batchnrm'; it must be 'initializer-inputs', 'inference-batchnorm' or \\
-'fold-batchnorm'. Did you mean 'fold-batchnorm' or 'inference-batchnorm'?
+bad.toml:2: there is no step 'fold-batchnrm'. Did you mean 'fold-batchnorm' or 'inference-batchnorm'?
 bad.toml:3: 'rules' is no key of a rule file. Did you mean 'rule'?
 bad.toml:5: 'dtype' says what 'bits' and 'signed' say; give one or the other.
 bad.toml:11: 'per' is 'chanel'; it must be 'tensor', 'channel' or 'block'. Did you mean 'channel'?

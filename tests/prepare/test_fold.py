@@ -1,7 +1,6 @@
-"""Preparations: BatchNorm folding against onnxruntime and by hand, initializers that are inputs, undo records."""
+"""BatchNorm folding against onnxruntime and by hand, and BatchNorms in training mode."""
 
 import base64
-import json
 
 import numpy as np
 import onnx
@@ -15,7 +14,7 @@ from graphquant.formats.tensorflow import emit as tf_emit
 from graphquant.formats.tensorflow import load as tf_load
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import Parameters, TensorRef
-from graphquant.prepare import left_alone, prepare, prepared_digest
+from graphquant.prepare import left_alone, originals, prepare, prepared_digest
 
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
 RNG = np.random.default_rng(7)
@@ -65,6 +64,9 @@ CASES = {
     "gemm": ("float[2,3]", "float[2,4]", "Gemm (x, w)", {"w": (3, 4)}),
     "gemm transB": ("float[2,3]", "float[2,4]", "Gemm <transB = 1> (x, w, b)", {"w": (4, 3), "b": (4,)}),
     "gemm with a row": ("float[2,3]", "float[2,4]", "Gemm (x, w, b)", {"w": (3, 4), "b": (1, 4)}),
+    "matmul": ("float[2,3]", "float[2,4]", "MatMul (x, w)", {"w": (3, 4)}),
+    "matmul and add": ("float[2,3]", "float[2,4]", "MatMul (x, w)\n d = Add (c, b)", {"w": (3, 4), "b": (4,)}),
+    "add and matmul": ("float[2,3]", "float[2,4]", "MatMul (x, w)\n d = Add (b, c)", {"w": (3, 4), "b": (1, 4)}),
     "gemm with one bias": ("float[2,3]", "float[2,4]", "Gemm (x, w, b)", {"w": (3, 4), "b": (1,)}),
 }
 
@@ -73,13 +75,14 @@ CASES = {
 def test_folding_keeps_what_the_model_computes(tmp_path, case):
     """The folded model has no BatchNorm, no constants of it, and the same outputs."""
     x, y, op, shapes = CASES[case]
-    text = (
-        f"g ({x} x) => ({y} y) {{ c = {op}\n n = BatchNormalization <epsilon = 0.01> (c, s, o, m, v)\n y = Relu (n) }}"
-    )
+    data = "d" if "Add" in op else "c"
+    norm = f"n = BatchNormalization <epsilon = 0.01> ({data}, s, o, m, v)"
+    text = f"g ({x} x) => ({y} y) {{ c = {op}\n {norm}\n y = Relu (n) }}"
     model = load(tmp_path, text, constants(**shapes, **STATS))
     folded, steps = prepare(model, FOLD)
     message = onnx_format.emit(folded)
-    assert [node.op_type for node in message.graph.node] == [op.split()[0], "Relu"]
+    added = ["Add"] if op.startswith("MatMul") else []
+    assert [node.op_type for node in message.graph.node] == [op.split()[0], *added, "Relu"]
     assert sorted(item.name for item in message.graph.initializer) == ["c/bias_folded", "c/weight_folded"]
     assert [(step.step, step.target, step.detail) for step in steps] == [("fold-batchnorm", "n", "folded into c")]
     feeds = {"x": RNG.normal(size=[int(d) for d in x[6:-1].split(",")]).astype(np.float32)}
@@ -194,29 +197,6 @@ def test_two_in_a_row(tmp_path):
     np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-4, atol=1e-5)
 
 
-def array(record):
-    """The array of an undo record."""
-    return np.frombuffer(base64.b64decode(record["data"]), record["dtype"]).reshape(record["shape"])
-
-
-def test_the_undo_record_restores_node_and_values(tmp_path):
-    """BatchNorm, weight, bias and statistics come back bit for bit from the record, even as JSON text."""
-    values = constants(w=(4, 3, 1, 1), b=(4,), **STATS)
-    model = load(
-        tmp_path,
-        "g (X x) => (Y y) { c = Conv (x, w, b)\n y = BatchNormalization (c, s, o, m, v) }",
-        values,
-    )
-    _, (step,) = prepare(model, FOLD)
-    undo = json.loads(json.dumps(step.undo))
-    node = onnx.NodeProto.FromString(base64.b64decode(undo["batchnorm"]))
-    assert node == model.source.message.graph.node[1]
-    assert (undo["weighted"], undo["weight"], undo["bias"]) == ("c", "w:0", "b:0")
-    assert array(undo["weight_value"]).tobytes() == values["w"].tobytes()
-    assert array(undo["bias_value"]).tobytes() == values["b"].tobytes()
-    assert [array(item).tobytes() for item in undo["statistics"]] == [values[name].tobytes() for name in "somv"]
-
-
 def test_the_digest_is_the_same_each_time(tmp_path):
     """It follows from the source and the steps, and differs from the source's own."""
     text = "g (X x) => (Y y) { c = Conv (x, w)\n y = BatchNormalization (c, s, o, m, v) }"
@@ -225,26 +205,6 @@ def test_the_digest_is_the_same_each_time(tmp_path):
     assert one.digest == two.digest == prepared_digest(model.digest, steps) != model.digest
     assert prepared_digest(model.digest, ()) == model.digest
     assert onnx_format.emit(one) == onnx_format.emit(two)
-
-
-def test_initializers_that_are_inputs(tmp_path):
-    """They become constants and stop being inputs; others stay where they are."""
-    text = """<ir_version: 3, opset_import: ["": 9]>
-g (float[2] a, float[2] w, float[2] b) => (float[2] y) <float[2] w = {1, 2}> { t = Add (a, w)\n y = Add (t, b) }"""
-    message = onnx.parser.parse_model(text.replace("<float[2] w = {1, 2}>", ""))
-    message.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1, 2], np.float32), "w"))
-    onnx.save(message, tmp_path / "model.onnx")
-    model = onnx_format.load(tmp_path / "model.onnx")
-    assert not Parameters(model).is_parameter(TensorRef("", "w"))
-    prepared, (step,) = prepare(model, ("initializer-inputs",))
-    assert (step.target, step.undo["position"]) == ("w", 1)
-    assert onnx.ValueInfoProto.FromString(base64.b64decode(step.undo["input"])) == message.graph.input[1]
-    assert prepared.main.inputs == ["a", "b"]
-    assert Parameters(prepared).is_parameter(TensorRef("", "w"))
-    feeds = {"a": np.ones(2, np.float32), "b": np.ones(2, np.float32)}
-    out = onnx_format.emit(prepared)
-    assert run(out, feeds)[0].tolist() == [3.0, 4.0]
-    assert prepare(prepared, ("initializer-inputs",)) == (prepared, ())
 
 
 TF = """
@@ -307,8 +267,11 @@ def test_tensorflow(tmp_path, op, shape, bias):
     nodes = {node.name: node for node in tf_emit(folded).node}
     assert sorted(nodes) == sorted(["x", "c", "c/weight_folded", "c/bias_folded", adder, "y"])
     assert list(nodes[adder].input) == ["c", "c/bias_folded"]
-    assert proto.NodeDef.FromString(base64.b64decode(step.undo["batchnorm"])).name == "n"
-    assert step.undo["weight"] == "wi:0"
+    gone = {item["op"]: item for item in step.undo["removed"]}
+    assert proto.NodeDef.FromString(base64.b64decode(gone["n"]["node"])).name == "n"
+    assert {"op": "c", "slot": 1, "read": {"op": "wi", "port": 0}} in step.undo["rewired"]
+    ((place, (value, exact)),) = originals(step, lambda name: parameters.value(TensorRef("", name))).items()
+    assert (place, value.reshape(-1).tolist(), exact) == (("", "w"), [1.0, 10.0], True)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -348,7 +311,7 @@ def test_training_mode_is_rewritten_on_request(tmp_path):
     assert (step.target, step.detail) == ("n", "takes m:0 and v:0")
     (before,) = [node for node in tf_emit(model).node if node.name == "n"]
     (after,) = [node for node in tf_emit(changed).node if node.name == "n"]
-    assert proto.NodeDef.FromString(base64.b64decode(step.undo["batchnorm"])) == before
+    assert proto.NodeDef.FromString(base64.b64decode(step.undo["removed"][0]["node"])) == before
     assert (before.attr["is_training"].b, after.attr["is_training"].b) == (True, False)
     assert after.input == before.input
     assert left_alone(changed, INFERENCE) == ()
@@ -424,7 +387,24 @@ def test_what_keras_spells_out_is_folded(tmp_path, monkeypatch, operands, bias):
         "c/weight_folded": [],
         "c/bias_folded": [],
     }
-    assert proto.NodeDef.FromString(base64.b64decode(step.undo["mul"])).name == "mul"
+    chain = {item["op"] for item in step.undo["removed"]}
+    assert chain == {
+        "n",
+        "mul",
+        "wi",
+        "w",
+        "f",
+        "t",
+        "mf",
+        "m",
+        "r",
+        "ve",
+        "v",
+        "e",
+        "s",
+        "o",
+        *({"bias"} if bias else ()),
+    }
 
 
 def test_products_of_data_are_not_folded(tmp_path, monkeypatch):
@@ -433,3 +413,75 @@ def test_products_of_data_are_not_folded(tmp_path, monkeypatch):
     model = tensorflow(tmp_path)
     assert prepare(model, FOLD) == (model, ())
     assert left_alone(model, FOLD) == ()
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 4, 1, 1)])
+@pytest.mark.parametrize("op", ["Conv (x, w)", "Conv (x, w, b)", "ConvTranspose (x, u)"])
+def test_a_mul_and_an_add_behind_a_convolution_of_onnx(tmp_path, op, shape):
+    """One value per channel on the channels' axis is a BatchNorm that was written out."""
+    text = f"g (X x) => (Y y) {{ c = {op}\n d = Mul (f, c)\n n = Add (d, t)\n y = Relu (n) }}"
+    model = load(tmp_path, text, constants(w=(4, 3, 1, 1), u=(3, 4, 1, 1), b=(4,), f=shape, t=shape))
+    folded, (step,) = prepare(model, FOLD)
+    message = onnx_format.emit(folded)
+    assert (step.target, [node.op_type for node in message.graph.node]) == ("n", [op.split()[0], "Relu"])
+    feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32)}
+    np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_batchnorm_takes_up_a_mul_and_an_add(tmp_path):
+    """Where no convolution can, as in nets made with Caffe."""
+    text = (
+        "g (Y x) => (Y y) { c = BatchNormalization (x, s, o, m, v)\n d = Mul (c, f)\n n = Add (d, t)\n y = Relu (n) }"
+    )
+    model = load(tmp_path, text, constants(**STATS, f=(4, 1, 1), t=(4, 1, 1)))
+    folded, (step,) = prepare(model, FOLD)
+    message = onnx_format.emit(folded)
+    assert step.detail == "folded into c"
+    assert [node.op_type for node in message.graph.node] == ["BatchNormalization", "Relu"]
+    feeds = {"x": RNG.normal(size=(1, 4, 5, 5)).astype(np.float32)}
+    np.testing.assert_allclose(run(message, feeds)[0], run(onnx_format.emit(model), feeds)[0], rtol=1e-5, atol=1e-5)
+    (left,) = left_alone(folded, FOLD)
+    assert left.reason == "it reads x:0, which no convolution or matrix product makes"
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        {"f": (5,), "t": (4, 1, 1)},
+        {"f": (4, 1, 1), "t": (4, 5, 1)},
+        {"f": (1,), "t": (4, 1, 1)},
+        {"f": (5, 1), "t": (5, 1)},
+    ],
+)
+def test_values_along_other_axes_are_not_folded(tmp_path, shapes):
+    """A Mul and an Add along rows or columns are no BatchNorm."""
+    text = "g (X x) => (Y y) { c = Conv (x, w)\n d = Mul (c, f)\n y = Add (d, t) }"
+    model = load(tmp_path, text, constants(w=(4, 3, 1, 1), **shapes))
+    assert prepare(model, FOLD) == (model, ())
+
+
+REASONS = {
+    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, v)\n z = Neg (c)": "c:0 is read elsewhere too, or is",
+    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, r)": "its values, or the weight of c, are not known before",
+    "c = Conv (x, w)\n a = Relu (c)\n n = BatchNormalization (a, s, o, m, v)": "a makes what it reads, a Relu,",
+    "c = Conv (x, w)\n n = BatchNormalization (c, s, o, m, neg)": "its variance is negative, or its",
+    "c = Conv (x, w, b1)\n n = BatchNormalization (c, s, o, m, v)": None,
+    "c = Conv (x, w)\n n = BatchNormalization (c, s1, o, m, v)": "it does not have one value for each of the 4 output",
+    "n = BatchNormalization (x, s3, s3, s3, s3)": "it reads x:0, which no convolution or matrix product makes",
+    "a = MatMul (x, mw)\n n = BatchNormalization (a, s3, s3, s3, s3)": "a multiplies stacks of matrices",
+}
+
+
+@pytest.mark.parametrize("text", REASONS)
+def test_the_plan_says_why_not(tmp_path, text):
+    """Each BatchNorm that is left has its reason."""
+    values = constants(w=(4, 3, 1, 1), b1=(1,), mw=(5, 5), s1=(1,), s3=(3,), **STATS)
+    values |= {"neg": np.full(4, -1.0, np.float32), "s3": np.abs(values["s3"])}
+    ends = "float[1,k,5,5] y, float[1,4,5,5] z" if "z =" in text else "float[1,k,5,5] y"
+    model = load(tmp_path, f"g (X x, float[4] r) => ({ends}) {{ {text}\n y = Relu (n) }}", values)
+    left = left_alone(prepare(model, FOLD)[0], FOLD)
+    if REASONS[text] is None:
+        assert left == ()
+    else:
+        assert [(one.step, str(one.tensor)) for one in left] == [("fold-batchnorm", "n:0")]
+        assert left[0].reason.startswith(REASONS[text])
