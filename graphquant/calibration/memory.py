@@ -23,7 +23,7 @@ AT_ONCE = 16
 """Bytes that an element takes where all tensors are observed at once: onnxruntime keeps them to the end of a run, some
 also in the layout that its convolutions prefer."""
 
-TABLES = {0: 0, 7: 128 << 10, 10: 1 << 20}
+TABLES = {0: 0, 7: 64 << 10, 10: 512 << 10}
 """Bytes that a histogram of so many mantissa bits usually takes, to the end of the calibration."""
 
 UNKNOWN = 1 << 30

@@ -43,7 +43,7 @@ class Histogram:
             low, high, finite = min(low, found[0]), max(high, found[1]), finite and found[2]
             if not found[2]:
                 for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
-                    self._table[:, code << self._bits : code + 1 << self._bits] = 0
+                    self._table[code << self._bits : code + 1 << self._bits] = 0
         return low, high, finite
 
     def _relieve(self) -> None:
@@ -51,7 +51,7 @@ class Histogram:
         full = kernel.occupied(self._table, kernel.FULL)
         if full.size:
             self._emptied = [_together([*self._emptied, kernel.unpacked(self._table, full)])]
-            self._table[:, full] = 0
+            self._table[full] = 0
         self._room = kernel.ROOM
 
     def read(self) -> tuple[Array, Array, Array]:

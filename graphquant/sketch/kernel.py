@@ -1,9 +1,9 @@
 """Counts values in the bins of a histogram: in C, or in numpy where that was not compiled. Both give the same.
 
-A table has two columns with an entry for each bin there can be; either may take a value. An entry is the number of its
-values, times 2**40, plus the sum of the mantissa bits that they dropped. The system commits a page of a table when it
-is first written. Memory of a tensor is so 2 KiB with 7 mantissa bits, or 16 KiB with 10, for each factor of two
-between its smallest and largest magnitude, per sign: usually 60 to 120 KiB, or 0.5 to 1 MiB.
+A table has an entry for each bin there can be: the number of its values, times 2**40, plus the sum of the mantissa bits
+that they dropped. The system commits a page of a table when it is first written. Memory of a tensor is so 1 KiB with 7
+mantissa bits, or 8 KiB with 10, for each factor of two between its smallest and largest magnitude, per sign: usually 30
+to 60 KiB, or 0.25 to 0.5 MiB.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 ONE = np.uint64(1 << 40)
 """What an entry grows by for each value, beside its dropped bits."""
 
+SPARE = 3
+"""Entries behind the last bin, which bin 0 has too, the one of zeros, so that some can be counted at once."""
+
 FULL = 1 << 63
 """An entry of so much, which is one of 2**23 values or more, must be emptied before as many come again."""
 
@@ -34,12 +37,12 @@ CHUNK = 1 << 16
 
 
 def new_table(bits: int) -> Array:
-    """Zeros, uint64 (2, 2**(9 + bits)), of which only the pages that are written take memory."""
-    bins = 1 << (9 + bits)
-    space = mmap.mmap(-1, bins * 16, access=mmap.ACCESS_COPY)  # private, so that neighbours become one mapping
+    """Zeros, uint64 (2**(9 + bits) + SPARE,), of which only the pages that are written take memory."""
+    entries = (1 << (9 + bits)) + SPARE
+    space = mmap.mmap(-1, entries * 8, access=mmap.ACCESS_COPY)  # private, so that neighbours become one mapping
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         space.madvise(mmap.MADV_NOHUGEPAGE)
-    return np.frombuffer(space, np.uint64).reshape(2, bins)
+    return np.frombuffer(space, np.uint64)
 
 
 def in_numpy(values: Array, shift: int, table: Array) -> tuple[float, float, bool]:
@@ -57,7 +60,7 @@ def in_numpy(values: Array, shift: int, table: Array) -> tuple[float, float, boo
     pattern, dropped = values.view(np.uint32), np.uint32((1 << shift) - 1)
     for start in range(0, pattern.size, CHUNK):
         part = pattern[start : start + CHUNK]
-        np.add.at(table[0], (part >> shift).astype(np.intp), (part & dropped) | ONE)
+        np.add.at(table, (part >> shift).astype(np.intp), (part & dropped) | ONE)
     low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
     return low, high, bool(np.isfinite(values).all())
 
@@ -68,12 +71,23 @@ with suppress(ImportError):  # there was no C compiler when graphquant was insta
 
 
 def occupied(table: Array, least: int = 1) -> Array:
-    """The bins with an entry of `least` or more, ascending."""
-    return np.flatnonzero((table >= least).any(axis=0))
+    """The places of the entries of `least` or more, ascending."""
+    return np.flatnonzero(table >= least)
 
 
-def unpacked(table: Array, bins: Array) -> tuple[Array, Array, Array]:
-    """`bins` as uint32 (K,), how many values they hold, int64 (K,), and the sums of dropped bits, uint64 (K,)."""
-    entries = table[:, bins]
-    counts, sums = (entries // ONE).sum(axis=0), (entries % ONE).sum(axis=0)
-    return bins.astype(np.uint32), counts.astype(np.int64), sums
+def unpacked(table: Array, places: Array) -> tuple[Array, Array, Array]:
+    """What the entries at `places` hold.
+
+    Returns:
+        Their bins, uint32 (K,), ascending, how many values each has, int64 (K,), and the sums of dropped bits,
+        uint64 (K,).
+    """
+    counts, sums = (table[places] // ONE).astype(np.int64), table[places] % ONE
+    spare = int(np.searchsorted(places, table.size - SPARE))
+    if spare < places.size:
+        if places[0]:
+            places, counts, sums = (np.insert(each, 0, 0) for each in (places, counts, sums))
+            spare += 1
+        counts[0] += counts[spare:].sum()
+        sums[0] += sums[spare:].sum()
+    return places[:spare].astype(np.uint32), counts[:spare], sums[:spare]

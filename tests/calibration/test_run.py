@@ -154,10 +154,10 @@ def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:
     ("room", "groups"),
     [
         (1 << 20, [(A, B, C)]),
-        ((3 << 17) + 800 * 16 * 3, [(A, B, C)]),  # a histogram takes 128 KiB, an element 16 bytes, or 8 in a group
-        ((3 << 17) + 800 * 16 * 3 - 1, [(A, B), (C,)]),
-        ((3 << 17) + 800 * 8 * 3, [(A, B), (C,)]),  # beside another that is at work
-        ((3 << 17) + 800 * 8 * 3 - 1, [(A,), (B,), (C,)]),
+        ((3 << 16) + 800 * 16 * 3, [(A, B, C)]),  # a histogram takes 64 KiB, an element 16 bytes, or 8 in a group
+        ((3 << 16) + 800 * 16 * 3 - 1, [(A, B), (C,)]),
+        ((3 << 16) + 800 * 8 * 3, [(A, B), (C,)]),  # beside another that is at work
+        ((3 << 16) + 800 * 8 * 3 - 1, [(A,), (B,), (C,)]),
         (1, [(A,), (B,), (C,)]),
     ],
 )

@@ -56,7 +56,7 @@ def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) ->
     monkeypatch.setattr(kernel, "ROOM", 100)
     monkeypatch.setattr(kernel, "FULL", int(kernel.ONE) * 2)
     values = np.random.default_rng(0).standard_normal(1005).astype(np.float32)
-    values[100::3], values[::50] = np.nan, np.inf
+    values[100::3], values[::50], values[1::4] = np.nan, np.inf, 0
     whole, pieces = Accumulator(bits=7), Accumulator(bits=7)
     whole.add(values)
     for start in range(0, values.size, 37):
@@ -64,6 +64,18 @@ def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) ->
         pieces.sketch()
     reference(values, 7).check(whole.sketch())
     reference(values, 7).check(pieces.sketch())
+
+
+@pytest.mark.parametrize("places", [[], [0], [1], [2, 3], [5, 16], [0, 1, 2, 3], list(range(37))])
+def test_zeros_are_of_one_bin(fill, reference, places: list[int]) -> None:
+    """Wherever they are, alone or with others, zeros and what is nearly zero are counted in bin 0, and -0 is not."""
+    values = np.ones(37, np.float32)
+    values[places] = 0
+    values[places[1:2]] = np.float32(1e-44)
+    values[20] = -0.0
+    gathering = Accumulator(bits=7)
+    gathering.add(values)
+    reference(values, 7).check(gathering.sketch())
 
 
 @pytest.mark.slow
@@ -77,7 +89,7 @@ def test_full_entries(fill) -> None:
     values = 2 * kernel.ROOM + 3
     assert (found.bins.tolist(), found.counts.tolist(), found.sums.tolist()) == ([0x3F80], [values], [values * 0xFFFF])
     table = kernel.new_table(7)
-    table[0, 0x3F80] = kernel.ONE * np.uint64((1 << 24) - 2) + np.uint64(((1 << 24) - 2) * 0xFFFF)
+    table[0x3F80] = kernel.ONE * np.uint64((1 << 24) - 2) + np.uint64(((1 << 24) - 2) * 0xFFFF)
     fill(one, 16, table)
     assert [each.tolist() for each in unpacked(table)] == [[0x3F80], [(1 << 24) - 1], [((1 << 24) - 1) * 0xFFFF]]
 
