@@ -1,7 +1,8 @@
 """What a tensor is computed from, as a digest: op types, attributes, constants and inputs, all the way up.
 
-Two tensors with the same digest hold the same values, whatever the rest of their models does. Statistics are kept under
-it, so they serve every rule file whose preparation leaves the tensor's cone as it was, and no other model.
+Two tensors with the same digest hold the same values, whatever the rest of their models does. ONNX ops that hand their
+input on unchanged are seen through, since preparations take them out. Statistics are kept under digests, so they serve
+every rule file whose preparation leaves the tensor's cone as it was, and no other model.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import networkx as nx
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.ir import Model, Op, TensorRef, Use, bulk
+from graphquant.ir import Model, Op, Parameters, TensorRef, Use, bulk
+from graphquant.prepare import seen_through
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -93,6 +95,7 @@ class _Work:
     def __init__(self, model: Model, same: Mapping[TensorRef, str]) -> None:
         self._model = model
         self._same = same
+        self._parameters = Parameters(model)
         self._live = set(model.live())
         self._callers: dict[str, list[tuple[Use, Any]]] = {
             name: [(use, call) for use, call in calls if use.graph in self._live]
@@ -116,9 +119,11 @@ class _Work:
     def _tensor(self, tensor: TensorRef | None) -> bytes:
         if tensor is None:
             return b""
-        if tensor in self._same:
-            return bytes.fromhex(self._same[tensor])
-        return _digest(self._digests["op", tensor.graph, tensor.op], str(tensor.port).encode())
+        seen = seen_through(self._model, tensor, self._parameters)
+        for one in (tensor, seen):
+            if one in self._same:
+                return bytes.fromhex(self._same[one])
+        return _digest(self._digests["op", seen.graph, seen.op], str(seen.port).encode())
 
     def _settle(self, nodes: Sequence[_Node], graph: nx.DiGraph[_Node]) -> None:
         """Digests of nodes that wait for each other, in a loop, or of one that waits for none that is not settled."""

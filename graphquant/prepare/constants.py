@@ -39,12 +39,10 @@ def constant_nodes(model: Model) -> Iterator[Step]:
     for graph, op in _nodes(model):
         if _reason(graph, op) is not None:
             continue
-        made = replace(
-            op, type="Initializer", roles=(), attrs=NO_ATTRS, outputs=op.outputs[:1], source=None, rule=NODES
-        )
-        undo = Edits(model)
-        undo.replace(graph, made)
-        yield Step(step=NODES, target=named(graph, op.name), detail="is an initializer", undo=undo.undo())
+        edits = Edits(model)
+        made = replace(op, type="Initializer", roles=(), attrs=NO_ATTRS, outputs=op.outputs[:1], source=None)
+        edits.replace(graph, made)
+        yield Step(step=NODES, target=named(graph, op.name), detail="is an initializer", undo=edits.undo())
 
 
 def nodes_left(model: Model) -> Iterator[Left]:

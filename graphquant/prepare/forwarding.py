@@ -43,6 +43,20 @@ def kept(model: Model, step: str) -> Iterator[Left]:
             yield Left(step=step, tensor=TensorRef(graph.name, op.name), reason=reason)
 
 
+def seen_through(model: Model, tensor: TensorRef, parameters: Parameters) -> TensorRef:
+    """What `tensor` is, before the ops that these steps take out, or would but for a name that they give."""
+    for _ in range(len(model.graphs[tensor.graph])):  # a broken model may hold a ring of them
+        graph = model.graphs[tensor.graph]
+        op = graph.op(tensor.op)
+        before = graph.producer(Use(graph.name, op.name, 0))
+        if model.format != "onnx" or op.type not in _TYPES.values() or op.domain or tensor.port or before is None:
+            break
+        if op.kind == "dropout" and _trains(model, graph, op, parameters):
+            break
+        tensor = before
+    return tensor
+
+
 def _drop(model: Model, step: str) -> Iterator[Step]:
     parameters = Parameters(model)  # no value changes by this
     for graph, op in [one for one in _found(model, step) if _reason(model, *one, parameters) is None]:

@@ -142,3 +142,21 @@ def test_a_plan_names_them_and_a_file_before_leaves_them(tmp_path):
     assert [(step.step, step.target) for step in steps] == [("drop-identity", "a"), ("drop-identity", "b")]
     assert steps[0].why == "an op that changes nothing hides from a runtime what it could fuse"
     assert gq.plan(tmp_path / "model.onnx", rules=["prepare = ['not drop-identity']\n", *rules]).steps == ()
+
+
+def test_statistics_of_the_source_serve_the_prepared_model(tmp_path):
+    """What was observed with Identity and Dropout in place is found again behind where they were."""
+    text = """(float[2,16] x) => (float[2,8] y) <float[16,8] w = {VALUES}> {
+        a = Identity (x)  b = Dropout (a)  r = Relu (b)  c = Identity (r)  m = MatMul (c, w)  y = Relu (m)
+    }""".replace("VALUES", ", ".join(str(k / 64) for k in range(128)))
+    load(tmp_path, text)
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32))
+    path, data = tmp_path / "model.onnx", str(tmp_path / "data.npz")
+    stats = gq.calibrate(path, data=data, everything=True)
+    rules = ["prepare = ['drop-identity', 'drop-dropout']\n", "onnxruntime"]
+    observed = gq.insert(path, rules=rules, data=data)
+    given = gq.insert(path, rules=rules, stats=stats)
+    assert {step.target for step in given.plan.steps} == {"a", "b", "c"}
+    assert [done.params.scale.tolist() for done in given.inserted] == [
+        done.params.scale.tolist() for done in observed.inserted
+    ]
