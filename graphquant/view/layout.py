@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from graphquant.ir import bulk
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
@@ -55,6 +57,7 @@ class Placement:
     width: int
 
 
+@bulk()
 def place(
     widths: Sequence[int], tensors: Sequence[tuple[int, Sequence[int]]], groups: Sequence[tuple[int, ...]]
 ) -> Placement:

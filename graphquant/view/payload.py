@@ -9,6 +9,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import ModelError
+from graphquant.ir import bulk
 from graphquant.sketch import distribution
 from graphquant.survey import WEIGHTED
 from graphquant.view.drawing import shape_text
@@ -55,10 +56,10 @@ def width_of(box: Box) -> int:
     return round(min(max(NARROWEST, *texts) + 16, WIDEST))
 
 
-def placed(drawing: Drawing) -> Placement:
-    """The layout of a drawing."""
+def placed(drawing: Drawing, widths: Sequence[int] = ()) -> Placement:
+    """The layout of a drawing, whose boxes have these widths."""
     tensors = [(source, [drawing.wires[wire].target for wire in wires]) for source, _, wires in drawing.tensors()]
-    return place([width_of(box) for box in drawing.boxes], tensors, drawing.paths())
+    return place(widths or [width_of(box) for box in drawing.boxes], tensors, drawing.paths())
 
 
 class _Texts:
@@ -71,6 +72,7 @@ class _Texts:
         return self.known.setdefault(text, len(self.known))
 
 
+@bulk()
 def payload(drawing: Drawing, notes: Sequence[str] = ()) -> dict[str, Any]:
     """The data of one page.
 
@@ -78,7 +80,8 @@ def payload(drawing: Drawing, notes: Sequence[str] = ()) -> dict[str, Any]:
         drawing: What is drawn.
         notes: Warnings that stand at the top of the page.
     """
-    text, layout = _Texts(), placed(drawing)
+    text, widths = _Texts(), [width_of(box) for box in drawing.boxes]
+    layout = placed(drawing, widths)
     text("")
     data = {
         "version": VERSION,
@@ -87,7 +90,7 @@ def payload(drawing: Drawing, notes: Sequence[str] = ()) -> dict[str, Any]:
         "planned": drawing.planned,
         "notes": list(notes),
         "width": layout.width,
-        "ops": _ops(drawing, layout, text),
+        "ops": {**_ops(drawing, layout, text), "width": widths},
         "constants": _constants(drawing, text),
         "wires": _wires(drawing, layout, text),
         "badges": [_badge(badge, folded) for badge, folded in zip(drawing.badges, drawing.folded, strict=True)],
@@ -110,7 +113,6 @@ def _ops(drawing: Drawing, layout: Placement, text: _Texts) -> dict[str, Any]:
         "group": [box.group for box in boxes],
         "layer": _steps(layout.layer),
         "x": _steps(layout.x),
-        "width": [width_of(box) for box in boxes],
         "inputs": [INPUTS.index(box.inputs) for box in boxes],
         "multiplies": [int(box.op.kind in WEIGHTED) for box in boxes],
         "reason": [text(box.reason) for box in boxes],
