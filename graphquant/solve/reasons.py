@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphquant.numerics import QParams
-from graphquant.sketch import OBSERVERS
 from graphquant.solve.words import shown, spelled
 
 if TYPE_CHECKING:
@@ -67,8 +66,10 @@ def _by_scheme(model: Model, site: Site, own: str, *, solved: bool) -> str:
         op = model.op(site.tensor)
         never = f", and {op.type} never leaves {KNOWN[op.kind]}" if op.kind in KNOWN else ""
         return f"its range is fixed: {rule} says [{arguments['low']:.6g}, {arguments['high']:.6g}]{never}"
-    if name in {"fixed-point", "bias"}:
-        return f"its scale is fixed: {rule} asks for {OBSERVERS[name].explains}"
+    if name == "fixed-point":
+        return f"its scale is fixed: {rule} says 2**{int(site.scheme.observe.arguments['exponent'])}"
+    if name == "bias":
+        return f"{rule} gives it the scale of its consumer's input times that of its weight"
     if solved and not own:
         return ""
     where = "of its values" if site.parameter else "of what the calibration data showed"

@@ -32,7 +32,7 @@ class Conflict:
     def __str__(self) -> str:
         """One sentence."""
         first, second = (
-            f"{f'rule {rule!r}' if rule else 'the plan'} wants {want} of {tensor}"
+            f"{f'rule {rule!r}' if rule else 'the plan'} for {tensor} wants {want}"
             for rule, tensor, want in zip(self.rules, self.tensors, self.wants, strict=True)
         )
         return f"{first}, and {second}: {self.done}"

@@ -46,7 +46,7 @@ OF_WEIGHTS = 31
 
 def meet(draft: Draft) -> None:
     """Raises scales until the limits hold; tells of those that cannot, which are left as they were."""
-    limits, given_up = limits_of(draft), dict[int, Conflict]()
+    limits, given_up = limits_of(draft), set[int]()
     if not limits:
         return
     before = draft.state()
@@ -55,14 +55,16 @@ def meet(draft: Draft) -> None:
         draft.go_back(before)
         Worklist(draft, limits, given_up).run()
     for place in sorted(given_up):
-        first = limits[place].uses[-1] if isinstance(limits[place], Fit) else limits[place].uses[0]
-        draft.conflict(given_up[place], draft.feeding[first])
+        limit = limits[place]
+        found = _unfit(draft, limit) if isinstance(limit, Fit) else _unmet(draft, limit)
+        if found is not None:
+            draft.conflict(found, draft.feeding[limit.weight if isinstance(limit, Fit) else limit.more[0]])
 
 
 class Worklist:
     """Raises scales until all limits hold, or those that cannot are given up."""
 
-    def __init__(self, draft: Draft, limits: list[Fit | Shift], given_up: dict[int, Conflict]) -> None:
+    def __init__(self, draft: Draft, limits: list[Fit | Shift], given_up: set[int]) -> None:
         """`given_up` has those of the run before, by position among `limits`, and gets those of this one."""
         self.draft, self.limits, self.given_up = draft, limits, given_up
         self.doublings: dict[int, int] = {}
@@ -85,40 +87,18 @@ class Worklist:
                 self._mend_shift(place, limit)
 
     def _mend_fit(self, place: int, fit: Fit) -> None:
-        data, weight, value = self.draft.of(fit.data), self.draft.of(fit.weight), self.draft.bias(fit.bias)
-        if data is None or weight is None or value is None:
-            return
-        needed = _needed(value, data, weight, fit.most)
-        if needed is None or not (needed > weight.scale).any():
+        needed = _needed(self.draft, fit)
+        if needed is None:
             return
         index = self.draft.feeding[fit.weight]
-        if self.draft.sites[index].scheme.scale == "power-of-two":
-            needed = np.maximum(_power(needed), weight.scale)
-        times = needed.astype(np.float64) / weight.scale
-        count = int((times > 1).sum())
-        said = f"{shown(times[times > 1])} times" + (f" in {count} of {times.size} channels" if times.ndim else "")
         if not self.draft.movable(index):
-            self._refuse_fit(place, fit, index, said)
+            self.given_up.add(place)
             return
+        said = _times(needed, self.draft.params[index].scale)
         self._raise(index, fit.weight, needed, f"its scale was raised {said}, so that bias {fit.bias} fits int32")
 
-    def _refuse_fit(self, place: int, fit: Fit, index: int, said: str) -> None:
-        """Tells that a weight's scale is not ours to raise; of a bias that stays float by the rules nothing is lost."""
-        site = self.draft.sites[index]
-        if fit.rule and place not in self.given_up:
-            found = Conflict(
-                rules=(site.rule, fit.rule),
-                tensors=(site.tensor, fit.bias),
-                wants=("the scale that it has", f"that to be {said} larger, so that it fits int32"),
-                done="the bias stays float",
-            )
-            self.given_up[place] = found
-
     def _mend_shift(self, place: int, shift: Shift) -> None:
-        positions = {use: position for use in shift.uses if (position := position_of(self.draft.of(use))) is not None}
-        if len(positions) < len(set(shift.uses)):
-            return
-        over = sum(positions[use] for use in shift.more) - sum(positions[use] for use in shift.less) - shift.most
+        over = _excess(self.draft, shift)
         if over <= 0 or self._spare(shift, over):
             return
         first = over
@@ -133,8 +113,8 @@ class Worklist:
                 why = f"its scale was raised {2**steps} times: {shift.op} had a {shift.name} {first} beyond its limit"
                 self._double(index, use, steps, why)
                 over -= steps * times
-        if over > 0 and place not in self.given_up:
-            self.given_up[place] = self._unmet(shift, over)
+        if over > 0:
+            self.given_up.add(place)
 
     def _counts(self, shift: Shift) -> dict[int, int]:
         """How often each group counts, those that count negatively below 0."""
@@ -183,17 +163,44 @@ class Worklist:
                         self.queue.append(place)
         return index
 
-    def _unmet(self, shift: Shift, over: int) -> Conflict:
-        ends = [self.draft.sites[self.draft.feeding[use]] for use in (shift.more[0], shift.less[0])]
-        return Conflict(
-            rules=(ends[0].rule, ends[1].rule),
-            tensors=(ends[0].tensor, ends[1].tensor),
-            wants=(
-                f"a scale that leaves {ends[0].scheme.type.name} some integers",
-                f"one beside it that {shift.op} can shift by, {2**over} times off",
-            ),
-            done=f"the {shift.name} of {shift.op} stays {over} beyond its limit",
-        )
+
+def _excess(draft: Draft, shift: Shift) -> int:
+    """By how much a Shift is beyond its limit; 0 where a position is not known."""
+    positions = {use: position for use in shift.uses if (position := position_of(draft.of(use))) is not None}
+    if len(positions) < len(set(shift.uses)):
+        return 0
+    return sum(positions[use] for use in shift.more) - sum(positions[use] for use in shift.less) - shift.most
+
+
+def _unmet(draft: Draft, shift: Shift) -> Conflict | None:
+    """What is told of a Shift that was given up; None if it came to hold by what was done for others."""
+    over = _excess(draft, shift)
+    more, less = (draft.sites[draft.feeding[uses[0]]] for uses in (shift.more, shift.less))
+    found = Conflict(
+        rules=(more.rule, less.rule),
+        tensors=(more.tensor, less.tensor),
+        wants=(
+            f"a scale that leaves {more.scheme.type.name} some integers",
+            "one beside it that the hardware shifts to",
+        ),
+        done=f"{shift.op} has a {shift.name} {over} beyond its limit",
+    )
+    return found if over > 0 else None
+
+
+def _unfit(draft: Draft, fit: Fit) -> Conflict | None:
+    """What is told of a weight whose scale is not ours to raise; nothing where the rules leave the bias float."""
+    needed = _needed(draft, fit)
+    if needed is None or not fit.rule:
+        return None
+    site = draft.sites[draft.feeding[fit.weight]]
+    said = _times(needed, draft.params[draft.feeding[fit.weight]].scale)
+    return Conflict(
+        rules=(site.rule, fit.rule),
+        tensors=(site.tensor, fit.bias),
+        wants=("the scale that it has", f"one that is {said} larger, for int32 to hold it"),
+        done="the bias stays float",
+    )
 
 
 def position_of(params: QParams | None) -> int | None:
@@ -210,22 +217,32 @@ def _power(scale: Array) -> Array:
     return np.asarray(np.ldexp(np.float32(1), exponent - (mantissa == 0.5)))  # noqa: PLR2004  # frexp's own lower end
 
 
-def _needed(value: Array, data: QParams, weight: QParams, most: int) -> Array | None:
-    """The smallest weight scales, of the shape that they have, with which a bias fits; None if none are known.
+def _times(larger: Array, scale: Array) -> str:
+    """How many times larger, and where."""
+    times = larger.astype(np.float64) / scale
+    where = f" in {int((times > 1).sum())} of {times.size} channels" if times.ndim else ""
+    return f"{shown(times[times > 1])} times{where}"
+
+
+def _needed(draft: Draft, fit: Fit) -> Array | None:
+    """The smallest weight scales, of the shape that they have, with which a bias fits; None if it does or nobody knows.
 
     Input scale times weight scale must be a normal float32 too. Where they are raised there is twice as much room as is
     asked for, so that a family's own rounding of scales cannot ask for more.
     """
-    if data.scale.ndim or weight.block is not None or not value.size or not np.isfinite(value).all():
+    data, weight, value = draft.of(fit.data), draft.of(fit.weight), draft.bias(fit.bias)
+    if data is None or weight is None or value is None or data.scale.ndim or weight.block is not None:
+        return None
+    if not value.size or not np.isfinite(value).all() or (weight.scale.ndim and value.size != weight.scale.size):
         return None
     farthest = np.abs(value.astype(np.float64)).reshape(-1)
-    if weight.scale.ndim and farthest.size != weight.scale.size:
-        return None
     bias = farthest if weight.scale.ndim else farthest.max()
     unit = float(data.scale)
     now = unit * weight.scale.astype(np.float64)
-    fits = (bias <= now * most * (1 - ROOM)) & (now >= SMALLEST_SCALE)
-    least = np.maximum(bias / (unit * most * (1 - 2 * ROOM)), SMALLEST_SCALE * (1 + ROOM) / unit)
-    if (least > LARGEST_VALUE).any():
+    fits = (bias <= now * fit.most * (1 - ROOM)) & (now >= SMALLEST_SCALE)
+    least = np.maximum(bias / (unit * fit.most * (1 - 2 * ROOM)), SMALLEST_SCALE * (1 + ROOM) / unit)
+    if fits.all() or (least > LARGEST_VALUE).any():
         return None
-    return np.where(fits, weight.scale, np.maximum(least.astype(np.float32), weight.scale))
+    larger = np.where(fits, weight.scale, np.maximum(least.astype(np.float32), weight.scale))
+    pairs = draft.sites[draft.feeding[fit.weight]].scheme.scale == "power-of-two"
+    return np.maximum(_power(larger), weight.scale) if pairs else larger

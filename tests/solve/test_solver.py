@@ -303,8 +303,8 @@ def test_dictated_scales_reach_what_is_tied():
     assert found.notes[1] == ("is tied to t0:0, for which the plan gives another scale",)
     [conflict] = found.conflicts
     assert str(conflict) == (
-        "the plan wants the scale 0.25 of t1:0, and the plan wants 0.5 for both of t0:0: each keeps what the plan gives"
-        " it"
+        "the plan for t1:0 wants the scale 0.25, and the plan for t0:0 wants 0.5 for both: each keeps what the plan"
+        " gives it"
     )
 
 
