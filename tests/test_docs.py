@@ -12,10 +12,19 @@ import pytest
 
 from graphquant.data.pixels import PRESETS
 from graphquant.data.spec import KINDS, PIXELS
+from graphquant.prepare import STEPS
 from graphquant.qdq import FAMILIES, RangeFrom
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["compare.md", "data.md", "families.md", "from-graph-editor.md", "live-objects.md", "tensorflow.md"]
+PAGES = [
+    "compare.md",
+    "data.md",
+    "families.md",
+    "from-graph-editor.md",
+    "live-objects.md",
+    "preparation.md",
+    "tensorflow.md",
+]
 
 
 def snippets(page):
@@ -102,6 +111,23 @@ def test_compare(folder):
     data = json.loads(shell("graphquant compare quant.onnx quant.onnx --data random:2 --format json"))
     for key in {*data, *data["outputs"][0], *data["sites"][0]}:
         assert f"`{key}`" in page, key
+
+
+def test_preparation(folder):
+    """The steps of a plan are printed as the page says, with and without the file that takes them out."""
+    printed = run_page("preparation.md")
+    page = " ".join(ROOT.joinpath("docs", "preparation.md").read_text("utf-8").split())
+    folded, unfolded = printed.splitlines()
+    assert folded in page
+    assert unfolded == "[]"
+
+
+def test_preparation_has_a_row_for_each_step():
+    """The page's table names every step, in the order in which they are made, after the one that is made unasked."""
+    rows = re.findall(
+        r"^\| `([a-z-]+)` \| .*\|$", ROOT.joinpath("docs", "preparation.md").read_text("utf-8"), re.MULTILINE
+    )
+    assert rows[: 1 + len(STEPS)] == ["opset", *STEPS]
 
 
 @pytest.mark.slow
