@@ -12,6 +12,7 @@ from graphquant.numerics import SMALLEST_SCALE, along, from_scale
 from graphquant.solve.draft import follows
 
 if TYPE_CHECKING:
+    from graphquant.ir import Graph, Op
     from graphquant.numerics import QParams
     from graphquant.solve.draft import Draft
 
@@ -50,6 +51,15 @@ def _settle(draft: Draft, index: int, found: list[tuple[QParams, list[Use]]], re
         draft.skip(place, reason)
 
 
+def _weighted(graph: Graph, use: Use) -> Op:
+    """The op whose bias is read at `use`: the reader, or the one whose product it adds the bias to."""
+    reader = graph.op(use.op)
+    if reader.kind not in {"add", "bias_add"} or len(graph.slots(use.op)) != 2:  # noqa: PLR2004  # product and bias
+        return reader
+    product = graph.slots(use.op)[1 - use.slot]
+    return graph.op(product.op) if product is not None and product.graph == graph.name else reader
+
+
 def _bias(draft: Draft, index: int, use: Use) -> QParams:
     """int32 with input scale times weight scale, per channel where the weight is.
 
@@ -57,10 +67,10 @@ def _bias(draft: Draft, index: int, use: Use) -> QParams:
     """
     site = draft.sites[index]
     graph = draft.model.graphs[use.graph]
-    reader = graph.op(use.op)
+    reader = _weighted(graph, use)
     scales = []
-    for slot in range(len(graph.slots(use.op))):
-        params = draft.of(Use(use.graph, use.op, slot))
+    for slot in range(len(graph.slots(reader.name))):
+        params = draft.of(Use(use.graph, reader.name, slot))
         if reader.role(slot) in {"input", "weight"} and params is not None:
             scales.append(params.scale.astype(np.float64))
     value = draft.bias(site.tensor)

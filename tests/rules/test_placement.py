@@ -47,6 +47,8 @@ INTEGERS = {
     "ones": [1, 1],
     "big": [1, 1024],
     "rows": [64, 16],
+    "shuffle": [1, 4, 4, 8, 8],
+    "image": [1, 16, 8, 8],
 }
 """Shapes, axes and sizes of borders."""
 
@@ -73,6 +75,9 @@ MASKED = (
     " p = Softmax(a) y = MatMul(p, u)"
 )
 """Attention with a mask."""
+
+SHUFFLE = "s = Reshape({}, shuffle) t = Transpose<perm = [0, 2, 1, 3, 4]>(s) y = Reshape(t, image)"
+"""A shuffle of channels."""
 
 NORM = (
     " mu = ReduceMean(c, axes) d = Sub(c, mu) s = Pow(d, two) vr = ReduceMean(s, axes) e = Add(vr, eps)"
@@ -560,20 +565,35 @@ ONNXRUNTIME = [
         "c>p f>@f p>t t>f w>c x>c",
         "c p t f",
     ),
-    (IMAGE, "p = AveragePool<kernel_shape = [2, 2]>(x) g = GlobalAveragePool(p)", "g>@g p>g x>p", "p g"),
+    (IMAGE, "p = AveragePool<kernel_shape = [2, 2]>(x) g = GlobalAveragePool(p)", "g>@g p>g", "g"),
     (IMAGE, "y = Sub(x, x2) z = Div(y, x2) q = Max(z, x2) t = Tanh(q)", "", ""),
     (ROWS, "y = Gemm(t, m, b32)", "b32>y m>y t>y", "y"),
-    (ROWS, "y = MatMul(t, m) a = Add(y, b32)", "a>@a m>y t>y", "y a"),
-    (ROWS, "y = MatMul(t, m) a = Add(y, b32) r = Relu(a) z = MatMul(r, m2)", "m2>z m>y r>z t>y", "y a r z"),
-    ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) z = MatMul(a, m2)", "a>z m2>z m>y t>y", "y a z"),
-    ("float[N,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "m>y t>y", "y"),
-    ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "a>s m>y t>y", "y a"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32)", "b32>a m>y t>y", "y a"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) r = Relu(a) z = MatMul(r, m2)", "b32>a m2>z m>y r>z t>y", "y a r z"),
+    ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) z = MatMul(a, m2)", "a>z b32>a m2>z m>y t>y", "y a z"),
+    ("float[N,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "b32>a m>y t>y", "y"),
+    ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "b32>a m>y t>y", "y a"),
     (
         HEADS,
         "o = Transpose<perm = [0, 2, 1]>(kk) s = MatMul(q, o) p = Softmax(s) y = MatMul(p, u)",
         "o>s p>y q>s u>y",
         "o s y",
     ),
+    (
+        "float[1,2,8,16] q, float[1,2,16,8] kk, float[1,2,8,16] u",
+        "s = MatMul(q, kk) d = Mul(s, half) p = Softmax(d) y = MatMul(p, u)",
+        "d>p half>d kk>s p>y q>s s>d u>y",
+        "s d p y",
+    ),
+    (HEADS, "o = Transpose<perm = [0, 2, 1]>(kk) s = MatMul(q, o) d = Mul(s, half)", "o>s q>s", "o s"),
+    (
+        ROWS,
+        "y = MatMul(t, m) a = Add(y, b32) d = Div(a, root) e = Erf(d) f = Add(e, two) g = Mul(a, f) h = Mul(g, half)",
+        "b32>a m>y t>y",
+        "y a",
+    ),
+    (IMAGE, f"c = Conv(x, w) r = Relu(c) {SHUFFLE.format('r')} z = Conv(y, w3)", "w3>z y>z z>@z", "r s t y z"),
+    (IMAGE, f"c = Conv(x, w) {SHUFFLE.format('c')}", "", ""),
 ]
 """The same for onnxruntime."""
 
