@@ -117,6 +117,10 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
             for done, choices in zip(result.inserted, result.choices, strict=True)
         ],
         "conflicts": [conflict_json(conflict) for conflict in result.conflicts],
+        "losses": [
+            {"tensor": tensor_json(loss.tensor), "sqnr": round(loss.sqnr, 2), "clipped": loss.clipped}
+            for loss in result.losses
+        ],
         "skips": [skip_json(skip) for skip in result.skips],
         "unused": list(result.plan.unused),
         "ranges": None if result.ranges is None else ranges_json(result.ranges),

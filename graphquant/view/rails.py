@@ -137,4 +137,4 @@ def _fork(rails: list[Tensor | None], column: int, more: Sequence[Tensor]) -> st
             cells.append("╮ " if at == len(rails) - 1 else "┼─")
         else:
             cells.append((" " if one is None else "│") + " " if at < column else ("─" if one is None else "┼") + "─")
-    return "".join(cells)
+    return "".join(cells).rstrip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import partial
 from typing import IO, TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graphquant.errors import printable
+from graphquant.losses import LOW
 from graphquant.numerics import Dynamic
 
 if TYPE_CHECKING:
@@ -69,6 +71,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         parts.append(plain("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
     if result.stats is not None:
         parts += incomplete(result.stats)
+    parts += _limiting(result)
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
     said = f"{counted(len(result.inserted), 'site')} inserted" + (
@@ -81,6 +84,18 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         plain(f"{said}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
     )
     return Group(*parts)
+
+
+def _limiting(result: Result) -> list[RenderableType]:
+    """A line on the tensor that loses most, where that is much."""
+    worst = next(iter(result.losses), None)
+    if worst is None or worst.sqnr >= LOW:
+        return []
+    said = (
+        f"limits: {worst.tensor} loses most of the quantized activations; by estimate its signal to noise is"
+        f" {worst.sqnr:.1f} dB. To leave its op float: --exclude {shlex.quote(worst.tensor.op)}"
+    )
+    return [plain(said, style="yellow")]
 
 
 def stats_view(stats: Stats, output: Path) -> RenderableType:

@@ -1,0 +1,219 @@
+"""What is drawn of a model: boxes, wires, constants, badges and groups."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import helper
+
+from graphquant import pipeline
+from graphquant.errors import UsageError
+from graphquant.ir import QUANTIZATION_KINDS, TensorRef
+from graphquant.view.around import around
+from graphquant.view.badge_text import badge_text
+from graphquant.view.graph import model_drawing, plan_drawing, result_drawing
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphquant.view.drawing import Drawing, Wire
+
+HEAD = '<ir_version: 8, opset_import: ["" : 13]>\n'
+PAIR = """agraph (float[1, 4] x) => (float[1, 4] y)
+  <float s = {0.5}, uint8 z = {3}, float[4, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}>
+{
+  [q] xq = QuantizeLinear (x, s, z)
+  [d] xd = DequantizeLinear (xq, s, z)
+  [enc_m] h = MatMul (xd, w)
+  [enc_r] r = Relu (h)
+  [dec_a] y = Add (r, x)
+}
+"""
+
+
+def _drawn(text: str, tmp_path: Path) -> Drawing:
+    message = onnx.parser.parse_model(HEAD + text)
+    for node in message.graph.node:
+        node.name = node.name.replace("_", "/")
+    onnx.save(message, tmp_path / "model.onnx")
+    return model_drawing(pipeline.load(tmp_path / "model.onnx"))
+
+
+def _wires(drawing: Drawing) -> list[tuple[str, str, int, tuple[int, ...]]]:
+    name = [box.op.name for box in drawing.boxes]
+    return [(name[wire.source], name[wire.target], wire.slot, wire.badges) for wire in drawing.wires]
+
+
+def _badges(drawing: Drawing) -> set[int]:
+    """The badges that something shows."""
+    shown = [badge for wire in drawing.wires for badge in wire.badges]
+    for box in drawing.boxes:
+        shown += [*box.badges, *(badge for one in box.constants for badge in one.badges)]
+    return set(shown)
+
+
+def test_a_pair_is_a_badge_on_the_wire(tmp_path: Path) -> None:
+    """The pair has no box; its wire goes from producer to reader, and its numbers are the badge's."""
+    drawing = _drawn(PAIR, tmp_path)
+    assert [box.op.name for box in drawing.boxes] == ["x", "enc/m", "enc/r", "dec/a", "@y"]
+    assert _wires(drawing) == [
+        ("x", "enc/m", 0, (0,)),
+        ("x", "dec/a", 1, ()),
+        ("enc/m", "enc/r", 0, ()),
+        ("enc/r", "dec/a", 0, ()),
+        ("dec/a", "@y", 0, ()),
+    ]
+    (badge,) = drawing.badges
+    assert (badge.tensor, badge.dtype, badge_text(badge)) == (TensorRef("", "x"), "uint8", "uint8 0.5 z3")
+    assert drawing.folded == [(("QuantizeLinear", "q"), ("DequantizeLinear", "d"))]
+
+
+def test_a_constant_is_on_its_op(tmp_path: Path) -> None:
+    """The weight is no box; slot, role, dtype and shape are told, and the op that reads it is partly quantized."""
+    drawing = _drawn(PAIR, tmp_path)
+    product = drawing.boxes[1]
+    (weight,) = product.constants
+    assert (weight.slot, weight.role, weight.name, weight.dtype, weight.shape) == (1, "weight", "w", "float32", "4x4")
+    assert [box.inputs for box in drawing.boxes] == ["", "some", "none", "none", ""]
+    assert product.reason == "its weight w:0 is float"
+
+
+def test_scopes_with_several_ops_are_groups(tmp_path: Path) -> None:
+    """`enc` holds two ops and is a group; `dec` holds one and is none."""
+    drawing = _drawn(PAIR, tmp_path)
+    assert [(group.label, group.parent, group.graph) for group in drawing.groups] == [("enc", -1, "")]
+    assert [box.group for box in drawing.boxes] == [-1, 0, 0, -1, -1]
+
+
+def test_a_quantization_op_that_others_look_into_has_a_box(tmp_path: Path) -> None:
+    """A dequantize whose scale is computed while the model runs is drawn as the op that it is."""
+    drawing = _drawn(
+        """agraph (int8[4] x, float s) => (float[4] y)
+        { [t] u = Abs (s)  [d] y = DequantizeLinear (x, u) }
+        """,
+        tmp_path,
+    )
+    assert [box.op.name for box in drawing.boxes] == ["x", "s", "t", "d", "@y"]
+    assert drawing.boxes[3].badges == (0,)
+    assert badge_text(drawing.badges[0]) == "? dynamic"
+
+
+def test_quantized_constants_and_fan_out(samples: Path) -> None:
+    """Of an inserted model every reading is shown somewhere, and no quantization op has a box of its own."""
+    result = pipeline.insert(samples / "digits_cnn.onnx", rules="fixed_point")
+    drawing = model_drawing(result.model)
+    assert _badges(drawing) == set(range(len(drawing.badges)))
+    assert not [box for box in drawing.boxes if box.op.kind in QUANTIZATION_KINDS]
+    assert {box.inputs for box in drawing.boxes if box.op.kind == "conv"} == {"all"}
+    names = {op.name for graph in result.model.graphs.values() for op in graph.ops() if op.kind in QUANTIZATION_KINDS}
+    assert {name for folded in drawing.folded for _, name in folded} == names
+
+
+def test_insert_tells_rule_reason_and_histogram(samples: Path) -> None:
+    """What insert made has the rule's reason, the scheme and what calibration saw; what it left has the reason."""
+    made = pipeline.insert(samples / "digits_cnn.onnx", data=f"{samples / 'digits_cnn_calib.npz'}", samples=16)
+    drawing = result_drawing(made)
+    by_tensor = {badge.tensor: badge for badge in drawing.badges}
+    for done in made.inserted:
+        badge = by_tensor.get(done.site.tensor)
+        if badge is not None:
+            assert (badge.rule, badge.why) == (done.site.rule, done.site.why)
+            assert badge.numbers is not None
+            assert np.array_equal(badge.numbers.scale, done.params.scale)
+            if badge.pick is not None:
+                assert badge.pick.cost is not None
+                assert badge.pick.sketch is made.stats.sketches[done.site.tensor]
+    reasons = {(box.op.name, one.slot): one.reason for box, one in _uses(drawing) if one.reason}
+    assert made.skips
+    for skip in made.skips:
+        for use in skip.uses:
+            assert reasons[use.op, use.slot].startswith(skip.reason)
+
+
+def _uses(drawing: Drawing) -> list[tuple]:
+    wires = [(drawing.boxes[wire.target], wire) for wire in drawing.wires]
+    return wires + [(box, one) for box in drawing.boxes for one in box.constants]
+
+
+def test_a_plan_is_drawn_on_the_prepared_model(samples: Path) -> None:
+    """Each use of each site carries its badge, with the scheme and no scale yet."""
+    model = pipeline.load(samples / "digits_cnn.onnx")
+    plan = pipeline.plan(model)
+    drawing = plan_drawing(pipeline.prepared_for(model, plan), plan)
+    assert drawing.planned
+    shown = {(box.op.name, one.slot): one.badges for box, one in _uses(drawing)}
+    for number, site in enumerate(plan.sites):
+        assert [shown[use.op, use.slot] for use in site.uses] == [(number,)] * len(site.uses)
+    assert {badge.dtype for badge in drawing.badges} == {site.scheme.type.name for site in plan.sites}
+    assert all(badge.scheme and badge.numbers is None for badge in drawing.badges)
+
+
+def _with_if(path: Path) -> None:
+    """A model whose If reads `x` from inside of its branches."""
+
+    def branch(name: str, op: str) -> onnx.GraphProto:
+        value = helper.make_tensor_value_info(f"{name}_out", 1, [4])
+        node = helper.make_node(op, ["x"], [f"{name}_in"], name=f"{name}_op")
+        last = helper.make_node("Neg", [f"{name}_in"], [f"{name}_out"], name=f"{name}_neg")
+        return helper.make_graph([node, last], name, [], [value])
+
+    node = helper.make_node(
+        "If", ["c"], ["y"], name="choice", then_branch=branch("yes", "Relu"), else_branch=branch("no", "Abs")
+    )
+    inputs = [helper.make_tensor_value_info("x", 1, [4]), helper.make_tensor_value_info("c", 9, [])]
+    graph = helper.make_graph([node], "main", inputs, [helper.make_tensor_value_info("y", 1, [4])])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+
+
+def test_nested_graphs_are_groups_whose_results_lead_to_their_owner(tmp_path: Path) -> None:
+    """Each branch is a group; what it captures and what it gives back are wires; the If says which it runs."""
+    _with_if(tmp_path / "if.onnx")
+    drawing = model_drawing(pipeline.load(tmp_path / "if.onnx"))
+    graphs = [group.graph for group in drawing.groups]
+    assert graphs == ["choice/else_branch", "choice/then_branch"]
+    number = {(box.graph, box.op.name): place for place, box in enumerate(drawing.boxes)}
+    wires = {(wire.source, wire.target): wire.slot for wire in drawing.wires}
+    for group, (graph, op) in enumerate(zip(graphs, ("no", "yes"), strict=True)):
+        assert wires[number["", "x"], number[graph, f"{op}_op"]] == 0
+        (out,) = [
+            place for (home, _), place in number.items() if home == graph and drawing.boxes[place].op.kind == "output"
+        ]
+        assert wires[out, number["", "choice"]] == -1
+        assert drawing.boxes[out].group == group
+    assert drawing.boxes[number["", "choice"]].calls == (0, 1)
+
+
+def test_tflite_has_its_badges_on_wires_and_constants(shared: Path) -> None:
+    """Tensors that keep their scales are badges; each that the file has is shown."""
+    drawing = model_drawing(pipeline.load(shared / "kws/kws_int8.tflite"))
+    assert _badges(drawing) == set(range(len(drawing.badges)))
+    assert {box.inputs for box in drawing.boxes if box.op.kind in {"conv", "depthwise_conv"}} == {"all"}
+
+
+@pytest.mark.parametrize(
+    ("what", "hops", "shown"),
+    [
+        ("enc/r", 0, ["enc/r"]),
+        ("enc/r:0", 1, ["enc/m", "enc/r", "dec/a"]),
+        ("q", 0, ["enc/m"]),
+        ("w", 1, ["x", "enc/m", "enc/r"]),
+        ("h", 9, ["x", "enc/m", "enc/r", "dec/a", "@y"]),
+    ],
+)
+def test_a_neighbourhood(tmp_path: Path, what: str, hops: int, shown: list[str]) -> None:
+    """An op, a tensor by either name, a folded op and a constant are starts; wires between what is kept stay."""
+    drawing, chosen = around(_drawn(PAIR, tmp_path), what, hops)
+    assert [box.op.name for box in drawing.boxes] == shown
+    ends: list[Wire] = drawing.wires
+    assert all(max(wire.source, wire.target) < len(shown) for wire in ends)
+    assert {shown[box] for box in chosen} <= {"enc/r", "enc/m"}
+
+
+def test_a_neighbourhood_of_nothing(tmp_path: Path) -> None:
+    """An unknown name is an error with close ones."""
+    with pytest.raises(UsageError, match=r"Nothing that is drawn is called 'enc/x'\. Did you mean 'enc/"):
+        around(_drawn(PAIR, tmp_path), "enc/x", 1)

@@ -1,0 +1,214 @@
+"""A drawing as a page, as SVG, GraphML, JSON and text."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import re
+import xml.etree.ElementTree as ET
+import zlib
+from typing import TYPE_CHECKING
+
+import networkx as nx
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from rich.console import Console
+
+from graphquant import pipeline
+from graphquant.view.around import around
+from graphquant.view.exchange import graph_json, graphml
+from graphquant.view.graph import model_drawing
+from graphquant.view.graph_svg import svg
+from graphquant.view.html import page
+from graphquant.view.payload import payload
+from graphquant.view.rails import rails_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+    from typing import Any
+
+    from graphquant.view.drawing import Drawing
+
+HOSTILE = "</script><script>alert(1)</script>\"'&amp;\x1b[31m\u2028\x00<!--"
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Drawing:
+    """A quantized model whose ops, tensors, constants and attributes have hostile names."""
+    weight = numpy_helper.from_array(np.ones((4, 3, 1, 1), np.float32), f"{HOSTILE}w")
+    nodes = [
+        helper.make_node("Conv", ["x", f"{HOSTILE}w"], [f"{HOSTILE}y"], name=HOSTILE, auto_pad=HOSTILE),
+        helper.make_node("Relu", [f"{HOSTILE}y"], ["z"], name=f"{HOSTILE}/relu"),
+        helper.make_node("Neg", ["z"], ["n"], name=f"{HOSTILE}/neg"),
+    ]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 3, 4, 4])]
+    outputs = [helper.make_tensor_value_info("n", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "hostile", inputs, outputs, [weight])
+    path = tmp_path / "hostile.onnx"
+    path.write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
+    return model_drawing(pipeline.insert(path, rules="fixed_point").model)
+
+
+@pytest.fixture
+def quantized(samples: Path) -> Drawing:
+    """A quantized sample model."""
+    data = str(samples / "digits_cnn_calib.npz")
+    return model_drawing(pipeline.insert(samples / "digits_cnn.onnx", data=data, samples=8).model)
+
+
+def unpacked(text: str) -> dict[str, Any]:
+    """The data in a page."""
+    found = re.search(r'<script id="data"[^>]*>([^<]*)</script>', text)
+    return json.loads(zlib.decompress(base64.b64decode(found[1])))
+
+
+def test_no_name_is_in_the_page_but_packed(hostile: Drawing) -> None:
+    """The page has the two scripts it is made of and no other, whatever ops are called; the data has the names."""
+    text = page(payload(hostile))
+    assert "alert" not in text
+    assert text.count("<script") == text.count("</script") == 2
+    assert HOSTILE in unpacked(text)["texts"]
+
+
+def test_the_title_is_escaped(quantized: Drawing) -> None:
+    """A file may be called anything too."""
+    text = page({**payload(quantized), "title": HOSTILE})
+    assert "<script>alert" not in text
+    assert text.count("<script") == 2
+
+
+def test_the_policy_runs_this_script_alone(quantized: Drawing) -> None:
+    """The hashes in the policy are those of the script and the style in the page, and nothing else may be loaded."""
+    text = page(payload(quantized))
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)[1]
+    for tag, name in (("script", "script-src"), ("style", "style-src")):
+        inner = re.search(rf"<{tag}>(.*?)</{tag}>", text, re.DOTALL)[1]
+        digest = base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()
+        assert f"{name} 'sha256-{digest}'" in policy
+    assert policy.startswith("default-src 'none'; ")
+    assert not re.search(r"(src|href)\s*=", text.split("<script>")[0])
+
+
+def test_the_columns_fit_each_other(quantized: Drawing) -> None:
+    """Every column has an entry for each op, wire or constant; numbers of texts, badges and groups exist."""
+    data = unpacked(page(payload(quantized, ["a note"])))
+    assert (data["version"], data["notes"], data["planned"]) == (1, ["a note"], False)
+    for part, count in (("ops", len(quantized.boxes)), ("wires", len(quantized.wires))):
+        columns = [column for column in data[part].values() if isinstance(column, list)]
+        assert {len(column) for column in columns} == {count}
+    names = [data["texts"][number] for number in data["ops"]["name"]]
+    assert names == [box.op.name for box in quantized.boxes]
+    marked = [badge for found in data["wires"]["badges"].values() for badge in found]
+    assert max(marked) < len(data["badges"])
+    scale = next(badge for badge in quantized.badges if badge.numbers is not None and badge.numbers.scale.size > 1)
+    told = data["badges"][quantized.badges.index(scale)]
+    assert np.array_equal(np.float32(told["scale"]), scale.numbers.scale)
+
+
+def test_the_same_drawing_gives_the_same_bytes(samples: Path) -> None:
+    """Loaded and drawn twice, the page and the picture are the same."""
+    drawn = [model_drawing(pipeline.load(samples / "digits_rnn.onnx")) for _ in range(2)]
+    assert page(payload(drawn[0])) == page(payload(drawn[1]))
+    assert svg(drawn[0]) == svg(drawn[1])
+
+
+def test_numbers_that_json_has_not_are_left_out(quantized: Drawing) -> None:
+    """NaN and infinite scales, as a hostile TFLite file may have, become null."""
+    odd = next(badge for badge in quantized.badges if badge.numbers is not None and badge.numbers.scale.size > 1)
+    odd.numbers.scale[:2] = np.nan, np.inf
+    told = unpacked(page(payload(quantized)))["badges"][quantized.badges.index(odd)]
+    assert told["scale"][:2] == [None, None]
+
+
+@pytest.mark.parametrize("which", ["hostile", "quantized"])
+def test_svg_is_well_formed(which: str, request: pytest.FixtureRequest) -> None:
+    """It parses as XML, has a box for each op and a curve for each wire, and the badges that the wires have."""
+    drawing = request.getfixturevalue(which)
+    root = ET.fromstring(svg(drawing))  # noqa: S314  # our own output
+    name = "{http://www.w3.org/2000/svg}"
+    classes = [one.get("class", "").split()[0] for one in root.iter() if one.get("class")]
+    assert classes.count("box") == len(drawing.boxes)
+    assert classes.count("wire") == len(drawing.wires)
+    pills = sum(len(wire.badges) for wire in drawing.wires)
+    pills += sum(bool(one.badges) for box in drawing.boxes for one in box.constants)
+    assert classes.count("badge") == pills
+    assert not list(root.iter(f"{name}script"))
+
+
+@pytest.mark.parametrize("which", ["hostile", "quantized"])
+def test_graphml_is_read_by_networkx(which: str, request: pytest.FixtureRequest) -> None:
+    """Nodes and edges come back, with type and quantization."""
+    drawing = request.getfixturevalue(which)
+    graph = nx.read_graphml(io.BytesIO(graphml(drawing).encode()), force_multigraph=True)
+    assert [data["type"] for _, data in graph.nodes(data=True)] == [box.op.type for box in drawing.boxes]
+    assert graph.number_of_edges() == len(drawing.wires)
+    marked = sorted(data["quantization"] for *_, data in graph.edges(data=True) if data["quantization"])
+    assert len(marked) == sum(bool(wire.badges) for wire in drawing.wires)
+
+
+def test_json_has_the_numbers(quantized: Drawing) -> None:
+    """Nodes, edges and quantization, by number."""
+    data = json.loads(json.dumps(graph_json(quantized)))
+    assert [node["name"] for node in data["nodes"]] == [box.op.name for box in quantized.boxes]
+    for edge, wire in zip(data["edges"], quantized.wires, strict=True):
+        assert (edge["source"], edge["target"], edge["quantization"]) == (wire.source, wire.target, list(wire.badges))
+    for told, badge in zip(data["quantization"], quantized.badges, strict=True):
+        assert np.array_equal(np.float32(told["scale"]), badge.numbers.scale)
+
+
+def _printed(drawing: Drawing, chosen: list[int], encoding: str = "utf-8") -> str:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding)
+    Console(file=stream, width=80, color_system=None, highlight=False, markup=False).print(rails_view(drawing, chosen))
+    stream.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def test_a_neighbourhood_as_text(samples: Path) -> None:
+    """An op a line, what passes as rails, quantized inputs below."""
+    made = pipeline.insert(samples / "digits_cnn.onnx", rules="fixed_point")
+    drawing, chosen = around(model_drawing(made.model), "residual/add", 1)
+    assert _printed(drawing, chosen) == (
+        "● MaxPool  max_pool  ?x16x4x4\n"
+        "│ ● Conv  residual_2/conv  ?x16x4x4\n"
+        "│ │     weight: int8 0.0156 by rule kernel\n"
+        "◉─╯ Add  residual/add  ?x16x4x4\n"
+        "● Relu  residual/relu  ?x16x4x4\n"
+    )
+
+
+def test_rails_in_ascii_and_of_hostile_names(hostile: Drawing) -> None:
+    """A terminal without more has signs that it knows; names cannot act on it."""
+    shown = _printed(hostile, [1], "ascii")
+    assert shown.splitlines()[0].startswith("* Input  x")
+    assert "@ Conv" in shown
+    assert all(char.isprintable() or char == "\n" for char in shown)
+
+
+def test_many_outputs_fork(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """Each output that is read has its rail, until its last reader."""
+    nodes = [
+        helper.make_node("Split", ["x"], ["a", "b", "c"], name="split", axis=0),
+        helper.make_node("Neg", ["b"], ["n"], name="neg"),
+        helper.make_node("Add", ["a", "n"], ["s"], name="first"),
+        helper.make_node("Add", ["s", "c"], ["y"], name="second"),
+    ]
+    inputs = [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    graph = helper.make_graph(nodes, "fork", inputs, outputs)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)]), tmp_path / "fork.onnx")
+    shown = cli("inspect", tmp_path / "fork.onnx", "--around", "split", "--hops", "9").stdout
+    assert [line.split("  ")[0] for line in shown.splitlines()] == [
+        "● Input",
+        "◉ Split",
+        "├─┼─╮",
+        "│ ● │ Neg",
+        "●─╯ │ Add",
+        "●───╯ Add",
+        "● Output",
+    ]
