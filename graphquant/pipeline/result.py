@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import UsageError
+from graphquant.losses import losses
 from graphquant.pipeline.models import save
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from graphquant.calibration import Stats
     from graphquant.ir import Model, TensorRef
+    from graphquant.losses import Loss
     from graphquant.plans import Plan, Skip
     from graphquant.ranges import Ranges
     from graphquant.rewrite import Inserted
@@ -59,6 +61,11 @@ class Result:
     def random(self) -> bool:
         """Whether any of them were made up."""
         return self.stats is not None and self.stats.random
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """What quantized activations lose by themselves, that which loses most first; see `graphquant.losses`."""
+        return losses(self.inserted, self.stats.sketches if self.stats is not None else {})
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the rewritten model; see `save`."""
