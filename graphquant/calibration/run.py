@@ -115,10 +115,11 @@ def calibrate(
         progress: Called after each block with the samples of the shard that are done, and how many it has.
 
     Raises:
-        DataError: `before` is of something else, or complete.
+        DataError: `before` is of something else, or complete, or a sample is not what it should be.
     """
     unwatchable = runner.unwatchable(tuple(targets))
-    run = Run(data=batches.digest, samples=batches.count, block=load.block, done=(), random=batches.random)
+    content = "" if before is None else batches.content()  # else it is known by the end
+    run = Run(data=content, samples=batches.count, block=load.block, done=(), random=batches.random)
     first, last = (run.blocks * part // shard[1] for part in (shard[0] - 1, shard[0]))
     found = Stats(model=model, targets=targets, sketches={}, runs=(run,), unwatchable=unwatchable)
     todo = [(first, last)]
@@ -141,6 +142,7 @@ def calibrate(
             seen.clear()  # it needs no memory while the next is run
             if block is None:
                 continue
+            batches.check()
             for accumulator in kept.values():
                 accumulator.close_block()
             done = (
@@ -152,7 +154,8 @@ def calibrate(
                 break
         sketches = dict(zip(kept, pool.map(Accumulator.sketch, kept.values()), strict=True))
     reached = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count or sketch.blank}
-    fresh = replace(run, done=tuple(done if watched else todo))
+    fresh = replace(run, data=batches.content(), done=tuple(done if watched else todo))
+    found = replace(found, runs=tuple(replace(each, data=fresh.data) for each in found.runs))
     return merge([found, replace(found, sketches=reached, runs=(fresh,))])
 
 

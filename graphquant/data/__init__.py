@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Batches", "Feed", "Input", "check_spec", "open_data"]
 
 
-def open_data(spec: str, inputs: Sequence[Input], *, samples: int | None = None, finite: bool = True) -> Batches:
+def open_data(
+    spec: str, inputs: Sequence[Input], *, samples: int | None = None, finite: bool = True, meanwhile: bool = False
+) -> Batches:
     """The data that `spec` names, checked against the model's `inputs`.
 
     Args:
@@ -25,6 +27,8 @@ def open_data(spec: str, inputs: Sequence[Input], *, samples: int | None = None,
         inputs: What the model must be fed.
         samples: Use only that many samples, the first ones.
         finite: Refuse NaN and infinite values.
+        meanwhile: Files that are read once to check them and for their digest may be read so while samples are used;
+            `Batches.content` tells the outcome.
 
     Raises:
         DataError: The data cannot be read, or does not fit the inputs.
@@ -34,7 +38,8 @@ def open_data(spec: str, inputs: Sequence[Input], *, samples: int | None = None,
         raise DataError(f"{samples} samples are asked for. Ask for at least one.")
     source = parse(spec)
     opener: Callable[[Source, Wanted], Batches] = import_module(KINDS[source.kind].module).batches
-    return opener(source, Wanted(inputs=inputs, samples=samples, finite=finite, keys=source.inputs))
+    wanted = Wanted(inputs=inputs, samples=samples, finite=finite, keys=source.inputs, meanwhile=meanwhile)
+    return opener(source, wanted)
 
 
 def check_spec(spec: str) -> None:

@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.data.base import MAX_FEED_BYTES, Batches
+from graphquant.data.base import MAX_FEED_BYTES, Batches, behind
 from graphquant.data.files import reading
 from graphquant.data.fit import (
     Fit,
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from graphquant.data.spec import Source
     from graphquant.numerics import Array
 
-CHECKED_BYTES = 1 << 22
-"""About how much of an array is looked at in one go before calibration starts."""
+CHECKED_BYTES = 1 << 20
+"""About how much of an array is looked at in one go where all is read once."""
 
 _COPIED_BYTES = 1 << 20
 
@@ -71,34 +71,41 @@ class _Part:
 
 
 def batches(source: Source, wanted: Wanted) -> Batches:
-    """The feeds that the files hold, one after the other, each value checked before the first is given.
+    """The feeds that the files hold, one after the other; reading all that is fed once checks it and gives the digest.
 
     Raises:
         DataError: A file cannot be read, or does not fit the inputs.
     """
-    digest = hashlib.sha256()
     counts: list[int] = []
     ignored: dict[str, None] = {}
     for file in source.files:
         with _opened(file, wanted) as (parts, others):
             held = common_count([part.fit for part in parts])
-            count = held if wanted.samples is None else min(held, wanted.samples - sum(counts))
-            for part in parts:
-                one = part.fit
-                digest.update(f"{one.input} {one.given.str} {one.feed_shape()} {count if one.rows else 0}\n".encode())
-                _scan(part, count, digest.update, finite=wanted.finite)
-        counts.append(count)
+        counts.append(held if wanted.samples is None else min(held, wanted.samples - sum(counts)))
         ignored |= dict.fromkeys(others)
         if sum(counts) == wanted.samples:
             break
     if not sum(counts):
         raise DataError(f"{source.spec} holds no samples. Give at least one.")
+    scanned = partial(_scanned, source.files, wanted, counts)
     return Batches(
         count=sum(counts),
-        digest=digest.hexdigest(),
+        digest=behind(scanned) if wanted.meanwhile else scanned(),
         ignored=(*ignored, *source.ignored),
         feeds=partial(_feeds, source.files, wanted, counts),
     )
+
+
+def _scanned(files: Sequence[File], wanted: Wanted, counts: Sequence[int]) -> str:
+    """The digest of what is fed, of which every value must be finite and fit the input's dtype."""
+    digest = hashlib.sha256()
+    for file, count in zip(files, counts, strict=False):
+        with _opened(file, wanted) as (parts, _):
+            for part in parts:
+                one = part.fit
+                digest.update(f"{one.input} {one.given.str} {one.feed_shape()} {count if one.rows else 0}\n".encode())
+                _scan(part, count, digest.update, finite=wanted.finite)
+    return digest.hexdigest()
 
 
 @contextmanager
@@ -201,7 +208,7 @@ def _exactly(stream: IO[bytes], size: int) -> bytearray:
 
 
 def _scan(part: _Part, count: int, update: Callable[[bytes | memoryview], None], *, finite: bool) -> None:
-    """Reads what will be fed once: every value must be finite and fit the input's dtype."""
+    """Reads what will be fed once, and hands it to `update`."""
     one = part.fit
     size = math.prod(one.feed_shape())
     feeds = max(1, CHECKED_BYTES // max(size * part.stored.itemsize, 1))

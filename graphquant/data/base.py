@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
 from graphquant.numerics import Array
@@ -46,12 +48,14 @@ class Wanted:
         samples: Use only that many samples, the first ones.
         finite: Refuse NaN and infinite values.
         keys: For some inputs, by name, the key under which the data holds them.
+        meanwhile: Samples may be used while all are still read to check them and for the digest.
     """
 
     inputs: Sequence[Input]
     samples: int | None = None
     finite: bool = True
     keys: Mapping[str, str] = field(default_factory=dict)
+    meanwhile: bool = False
 
     def limit(self, count: int) -> int:
         """How many of `count` samples are used."""
@@ -64,17 +68,35 @@ class Batches:
 
     Attributes:
         count: Number of samples.
-        digest: Hex SHA-256 of what is fed; the same wherever the data is opened, whatever span is read.
+        digest: Hex SHA-256 of what is fed; the same wherever the data is opened, whatever span is read. A future of it
+            where all samples are still read meanwhile, with a DataError if there is something wrong with one.
         ignored: Keys or files of the data that no input takes ("labels").
         random: Whether the values are random, so that the output can say so.
         feeds: Opens the data and gives the feeds of the samples from one index up to another.
     """
 
     count: int
-    digest: str
+    digest: str | Future[str]
     ignored: tuple[str, ...] = ()
     random: bool = False
     feeds: Callable[[int, int], Iterator[Feed]]
+
+    def content(self) -> str:
+        """The digest, once all samples were read.
+
+        Raises:
+            DataError: There is something wrong with one.
+        """
+        return self.digest if isinstance(self.digest, str) else self.digest.result()
+
+    def check(self) -> None:
+        """Tells what reading the samples meanwhile has found wrong so far.
+
+        Raises:
+            DataError: There is something wrong with one.
+        """
+        if not isinstance(self.digest, str) and self.digest.done():
+            self.digest.result()
 
     def span(self, start: int, stop: int) -> Iterator[Feed]:
         """The feeds of the samples `start` up to `stop`; the ones before are skipped as cheaply as the kind allows."""
@@ -86,3 +108,17 @@ class Batches:
 
     def __len__(self) -> int:
         return self.count
+
+
+def behind(work: Callable[[], str]) -> Future[str]:
+    """What `work`, which goes on meanwhile on a thread of its own, gives; leaving the program does not wait for it."""
+    future: Future[str] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  # whoever asks for the result gets it
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future

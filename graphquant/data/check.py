@@ -127,7 +127,7 @@ def check_data(batches: Batches, inputs: Sequence[Input]) -> DataReport:
                 _compare(seen[taker.name], taker, feed[taker.name])
     return DataReport(
         samples=batches.count,
-        digest=batches.digest,
+        digest=batches.content(),
         inputs=tuple(_summary(taker, seen[taker.name]) for taker in inputs),
         ignored=batches.ignored,
         findings=(

@@ -116,7 +116,7 @@ def observe(
     from graphquant.data import open_data
 
     runner = formats.module(prepared.format).runner(prepared)
-    batches = open_data(data, runner.inputs, samples=samples) if isinstance(data, str) else data
+    batches = open_data(data, runner.inputs, samples=samples, meanwhile=True) if isinstance(data, str) else data
     told = (lambda done, total: progress("calibrating", done, total)) if progress is not None else None
     load = load_of(prepared, batchable=runner.batchable)
     return _calibrate(targets, runner, batches, load=load, progress=told, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -168,6 +170,20 @@ def test_groups_come_to_the_same(room: int, groups: list) -> None:
     assert runner.asked == groups
     assert found == calibrate(TARGETS, everything(), batches(9))
     assert len(runner.fed) == 9 * len(groups)
+
+
+def test_the_digest_may_come_later() -> None:
+    """Samples are run before all were read; the digest is there in the end, and an error ends the run that it meets."""
+    data = replace(batches(22), digest=Future())
+    found = calibrate(TARGETS, everything(), data, stop=lambda: data.digest.done() or data.digest.set_result("da7a22"))
+    assert found == calibrate(TARGETS, everything(), batches(22), shard=(1, 3))
+    runner, data = everything(), replace(batches(22), digest=Future())
+    data.digest.set_exception(DataError("NaN"))
+    with pytest.raises(DataError, match="NaN"):
+        calibrate(TARGETS, runner, data)
+    assert len(runner.fed) < 8
+    with pytest.raises(DataError, match="NaN"):
+        calibrate(TARGETS, runner, data, before=found)
 
 
 def test_known_sizes_need_no_measuring() -> None:

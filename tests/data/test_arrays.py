@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import threading
 import tracemalloc
 import zipfile
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphquant.data import Batches, open_data
+from graphquant.data import Batches, arrays, open_data
 from graphquant.errors import DataError
 
 
@@ -268,6 +269,26 @@ def test_npy_and_folders(tmp_path: Path) -> None:
     np.save(tmp_path / "e.npy", X.reshape(3, 4))
     with pytest.raises(DataError, match=r"e\.npy: array 'x' is \[3, 4\]"):
         open_data(str(tmp_path), [Spec()])
+
+
+def test_samples_are_used_while_all_are_read(tmp_path: Path, monkeypatch) -> None:
+    """The digest is the same then; samples come before it is known, and what is wrong is told once it was found."""
+    path = tmp_path / "data.npz"
+    np.savez(path, x=X)
+    go = threading.Event()
+    scan = arrays._scan
+    monkeypatch.setattr(arrays, "_scan", lambda *given, **more: go.wait(60) and scan(*given, **more))
+    found = open_data(str(path), (Spec(),), meanwhile=True)
+    same(next(found.span(1, 2)), x=X[1:2])
+    found.check()
+    go.set()
+    assert found.content() == open_data(str(path), (Spec(),)).content()
+    found.check()
+    np.savez(path, x=np.where(np.arange(3) == 1, np.nan, X))
+    found = open_data(str(path), (Spec(),), meanwhile=True)
+    for tell in (found.content, found.check):
+        with pytest.raises(DataError, match="has 4 NaN or infinite values"):
+            tell()
 
 
 def test_nan_may_be_let_through(tmp_path: Path) -> None:
