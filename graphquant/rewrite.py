@@ -39,14 +39,19 @@ class Inserted:
     Attributes:
         site: The site.
         params: Its scale and zero point, or that its range is that of each run.
-        output: The dequantized tensor that its uses read now; in several graphs, that of the first.
+        outputs: The dequantized tensors that its uses read now, one for each graph that reads it.
         folded: Whether the weight was stored as integers.
     """
 
     site: Site
     params: QParams | Dynamic
-    output: TensorRef
+    outputs: tuple[TensorRef, ...]
     folded: bool
+
+    @property
+    def output(self) -> TensorRef:
+        """The dequantized tensor that its first use reads."""
+        return self.outputs[0]
 
 
 @bulk()
@@ -80,15 +85,15 @@ def rewrite(
         lowering = _lowering(model, parameters, site, params[index], name, float_weights=float_weights)
         learned = variables.take(site, name) if site.scheme.range == "learned" else ""
         lowering = replace(lowering, in_frame=site.graph in framed, learned=learned)
-        output = _insert(changed, site, lowering, fed)
-        inserted.append(Inserted(site=site, params=params[index], output=output, folded=lowering.value is not None))
+        outputs = _insert(changed, site, lowering, fed)
+        inserted.append(Inserted(site=site, params=params[index], outputs=outputs, folded=lowering.value is not None))
     drop_unread(changed, (done.site.tensor for done in inserted if done.folded))
     check(changed, "rewrite")
     return changed, inserted
 
 
-def _insert(model: Model, site: Site, lowering: Lowering, fed: AbstractSet[Use]) -> TensorRef:
-    """Adds the ops of one site and lets its uses read them; returns the dequantized tensor that the first use reads.
+def _insert(model: Model, site: Site, lowering: Lowering, fed: AbstractSet[Use]) -> tuple[TensorRef, ...]:
+    """Adds the ops of one site and lets its uses read them; returns the dequantized tensor of each graph.
 
     What is quantized in one graph is dequantized in each body that reads it: an op runs on integers only if the
     DequantizeLinear is in its own graph, and what it reads was quantized by an op that nobody else reads in float.
@@ -117,7 +122,7 @@ def _insert(model: Model, site: Site, lowering: Lowering, fed: AbstractSet[Use])
         outputs.append(output)
     if made is not None and site.graph not in readers:
         home.remove(made.op)
-    return outputs[0]
+    return tuple(outputs)
 
 
 def _alone(graph: Graph, uses: Sequence[Use], fed: AbstractSet[Use]) -> bool:

@@ -106,6 +106,7 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
                 "tensor": tensor_json(done.site.tensor),
                 "uses": [use_json(use) for use in done.site.uses],
                 "output": tensor_json(done.output),
+                "outputs": [tensor_json(output) for output in done.outputs],
                 "rule": done.site.rule,
                 "why": done.site.why,
                 "folded": done.folded,
