@@ -25,7 +25,7 @@ def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 def test_a_statistics_file(cli: Callable[..., Any], here: Path) -> None:
     """The file by itself is a table of its tensors, JSON data, or a page."""
     lines = cli("inspect", "stats.gqs").stdout.splitlines()
-    assert lines[0] == "stats.gqs: 16 tensors on 100 samples in 4 blocks"
+    assert lines[0] == "stats.gqs: 13 tensors on 100 samples in 4 blocks"
     assert lines[1].split() == ["tensor", "histogram", "seen", "values", "NaN", "inf"]
     assert lines[2].startswith("stem/conv__6:0")
     assert len(lines) == 19
