@@ -11,7 +11,7 @@ from calibration_models import keywords, noise, photographs
 from oracle import LIGHT, ROOT, light, lstm, transformer, truth
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 Arrays = dict[str, np.ndarray]
@@ -65,13 +65,13 @@ def cases(given: Path, folder: Path, only: list[str], left_out: list[str]) -> It
             image = {"image": others["image"][:200]}
             yield case(name, onnx.load(ROOT / f"sample_models/{name}.onnx"), pool, image, 80)
     if given.is_dir():
-        yield from (case(*real) for real in _real(given, folder) if wanted(real[0]))
+        yield from (case(name, *make(given, folder)) for name, make in REAL.items() if wanted(name))
         left_out.append("qlstm_tract: it is quantized already")
     else:
         left_out.append(f"face detector, keyword net and silero: there is no folder {given}")
     for path in sorted(LIGHT.glob("*.onnx")):
         if wanted(path.stem):
-            message = light(path)
+            message = _without_softmax(light(path))
             key = _key(message)
             pictures = np.concatenate(list(noise(24)))
             yield case(path.stem, message, {key: pictures[:16]}, {key: pictures[16:]}, 8)
@@ -96,18 +96,46 @@ def upgraded(message: onnx.ModelProto) -> onnx.ModelProto:
     return onnx.version_converter.convert_version(message, 13)
 
 
-def _real(given: Path, folder: Path) -> Iterator[tuple[str, onnx.ModelProto, Arrays, Arrays, int]]:
-    """The trained models that lie in `given`: name, model, two sets of samples, how many a calibration takes."""
+def _without_softmax(message: onnx.ModelProto) -> onnx.ModelProto:
+    """The net without the Softmax that ends it, which makes ones and zeros of what random weights give."""
+    graph = message.graph
+    last = next((node for node in graph.node if node.output[0] == graph.output[0].name), None)
+    if last is not None and last.op_type == "Softmax":
+        graph.node.remove(last)
+        graph.output[0].name = last.input[0]
+        graph.output[0].type.tensor_type.ClearField("shape")
+    return message
+
+
+Real = tuple[onnx.ModelProto, Arrays, Arrays, int]
+"""A trained model, two sets of samples, how many a calibration takes."""
+
+
+def _face_detector(given: Path, _: Path) -> Real:
     detector = onnx.load(given / "ultraface/version-RFB-320.onnx")
-    faces, others = list(photographs(given, 100)), list(photographs(given, 25, start=20))
-    yield "face_detector", detector, {"input": np.concatenate(faces)}, {"input": np.concatenate(others)}, 40
-    silero, voice = onnx.load(given / "silero_vad_16k_op15.onnx"), _read(given / "silero_vad.npz")
-    odd, even = ({k: v[start::2] if v.ndim else v for k, v in voice.items()} for start in (1, 0))
-    yield "silero_vad", silero, even, odd, 80
+    faces, others = (np.concatenate(list(photographs(given, *span))) for span in ((100, 0), (25, 20)))
+    return detector, {"input": faces}, {"input": others}, 40
+
+
+def _silero_vad(given: Path, _: Path) -> Real:
+    voice = _read(given / "silero_vad.npz")
+    even, odd = ({k: v[start::2] if v.ndim else v for k, v in voice.items()} for start in (0, 1))
+    return onnx.load(given / "silero_vad_16k_op15.onnx"), even, odd, 80
+
+
+def _keyword_net(given: Path, folder: Path) -> Real:
     keywords(given, folder / "converted.onnx")
     net = onnx.load(folder / "converted.onnx")
     pool, words = (next(a for a in _read(given / f"kws/{n}.npz").values() if a.ndim > 1) for n in ("calib", "eval"))
-    yield "keyword_net", net, {_key(net): pool}, {_key(net): words}, 80
+    return net, {_key(net): pool}, {_key(net): words}, 80
+
+
+REAL: dict[str, Callable[[Path, Path], Real]] = {
+    "face_detector": _face_detector,
+    "silero_vad": _silero_vad,
+    "keyword_net": _keyword_net,
+}
+"""What makes the trained models, of the folder of such and one for files between, by name."""
 
 
 def _read(path: Path | str) -> Arrays:
