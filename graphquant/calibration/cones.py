@@ -37,9 +37,11 @@ def cones(
     model: Model, tensors: Iterable[TensorRef], same: Mapping[TensorRef, str] | None = None
 ) -> dict[TensorRef, str]:
     """The digest of each of `tensors`, which graphs that run must hold; a tensor of `same` has the one given there."""
-    known = same or {}
+    wanted, known = list(tensors), same or {}
+    if not wanted:
+        return {}
     work = _Work(model, known)
-    return {tensor: known.get(tensor) or work.tensor(tensor) for tensor in tensors}
+    return {tensor: known.get(tensor) or work.tensor(tensor) for tensor in wanted}
 
 
 @bulk()
@@ -108,9 +110,8 @@ class _Work:
             for node in [*nodes, *([("entry", name, "")] if name else [])]:
                 graph.add_node(node)
                 graph.add_edges_from((node, other) for other in self._reads(node))
-        order = nx.condensation(graph)
-        for part in reversed(list(nx.topological_sort(order))):
-            self._settle(sorted(order.nodes[part]["members"]), graph)
+        for part in nx.strongly_connected_components(graph):  # by Tarjan's algorithm: what a part reads comes before it
+            self._settle(sorted(part), graph)
 
     def tensor(self, tensor: TensorRef) -> str:
         """The digest of a tensor."""
@@ -217,7 +218,8 @@ def _content(op: Op) -> bytes:
 def _plain(value: Any) -> bytes:
     """An attribute's value, or a constant's, as bytes that equal values share."""
     if isinstance(value, np.ndarray):
-        held = repr(value.tolist()).encode() if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
+        flat = np.ascontiguousarray(value).reshape(-1)
+        held = repr(value.tolist()).encode() if value.dtype.hasobject else flat.view(np.uint8).data
         return _digest(b"array", value.dtype.name.encode(), repr(value.shape).encode(), held)
     if isinstance(value, list | tuple):
         return _digest(b"list", *map(_plain, value))
@@ -226,7 +228,7 @@ def _plain(value: Any) -> bytes:
     return repr(value).encode()
 
 
-def _digest(*parts: bytes) -> bytes:
+def _digest(*parts: bytes | memoryview) -> bytes:
     whole = hashlib.sha256()
     for part in parts:
         whole.update(len(part).to_bytes(8, "little"))
