@@ -669,6 +669,8 @@ function drawConstants(app, op, below) {
 function makeMap(app) {
   const { m, s, map, colour } = app, ratio = window.devicePixelRatio || 1;
   const width = map.clientWidth, height = map.clientHeight;
+  app.mapped = null;
+  if (!width || !height) return; // hidden on paper and on small screens
   map.width = Math.round(width * ratio);
   map.height = Math.round(height * ratio);
   const made = new OffscreenCanvas(map.width, map.height), ctx = made.getContext("2d");
@@ -1030,7 +1032,7 @@ function search(app) {
     const ops = m.readers[one].map((reader) => reader.op).filter(passes);
     if (!ops.length) return;
     for (const op of ops) matched[op] = 1;
-    found.push({ what: { kind: "badge", badge: one }, rank: rank(m.badges[one].tensor.toLowerCase()) });
+    found.push({ what: { kind: "badge", badge: one }, rank: rank((m.badges[one].name || m.badges[one].tensor).toLowerCase()) });
   });
   if (sqnr !== null) found.sort((a, b) => m.badges[a.what.badge].sqnr - m.badges[b.what.badge].sqnr);
   for (let op = 0; op < m.count; op++) {
@@ -1056,7 +1058,7 @@ function listResults(app, any) {
     const scale = badge && badge.scale && badge.scale.length === 1 ? ` ${Math.fround(badge.scale[0])}` : "";
     const sqnr = badge && badge.sqnr !== undefined ? `, ${badge.sqnr.toFixed(1)} dB` : "";
     const said = badge ? `${badge.dtype || "?"}${scale || (badge.scale ? `[${badge.scale.length}]` : "")}${sqnr}` : m.type(what.op);
-    return el("li", {}, el("button", { onclick: () => pick(app, i) }, el("span", {}, badge ? badge.tensor : m.full(what.op)), el("small", {}, said)));
+    return el("li", {}, el("button", { onclick: () => pick(app, i) }, el("span", {}, badge ? badge.name || badge.tensor : m.full(what.op)), el("small", {}, said)));
   };
   const more = found.length > RESULTS ? [el("li", { className: "more" }, `and ${(found.length - RESULTS).toLocaleString("en")} more`)] : [];
   results.replaceChildren(el("li", { className: "more" }, counted(found.length, "result")), ...found.slice(0, RESULTS).map(line), ...more);

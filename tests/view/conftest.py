@@ -1,0 +1,69 @@
+"""A headless browser that opens pages from disk; tests that want it are skipped where there is none."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A Chromium that was installed, driven by playwright; it draws in software."""
+    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        pytest.skip("no Chromium is installed")
+    with driver.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield made
+        made.close()
+
+
+def wait(page: Any, expression: str) -> None:
+    """Waits until the expression is true; playwright's own way evaluates text in the page, which its policy forbids."""
+    end = time.monotonic() + 20
+    while not page.evaluate(expression):
+        assert time.monotonic() < end, expression
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def until() -> Callable[[Any, str], None]:
+    """A function that waits until an expression is true in a page."""
+    return wait
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Callable[..., Any]]:
+    """A function that opens a page of the viewer, at a link and in a colour scheme; at the end nothing may be amiss.
+
+    Amiss is a message on the console, an error, a dialog, and anything that is fetched but the file itself.
+    """
+    contexts, amiss = [], []
+
+    def show(path: Path, op: str = "", scheme: str = "light") -> Any:
+        context = browser.new_context(viewport={"width": 1300, "height": 820}, color_scheme=scheme)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: amiss.append(message.text))
+        page.on("pageerror", lambda error: amiss.append(str(error)))
+        page.on("dialog", lambda dialog: (amiss.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda one: None if one.url.startswith(path.as_uri()) else amiss.append(one.url))
+        page.goto(path.as_uri() + (f"#op={quote(op, safe='')}" if op else ""))
+        wait(page, "performance.getEntriesByName('drawn').length > 0")
+        return page
+
+    yield show
+    for context in contexts:
+        context.close()
+    assert not amiss
