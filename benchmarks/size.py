@@ -20,7 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import onnxruntime
 from onnx import TensorProto, helper
+
+import graphquant as gq
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,6 +32,12 @@ GIGABYTE, MEGABYTE = 10**9, 10**6
 VOCABULARY, WIDTH, INNER = 50_000, 2048, 8192
 LIMIT = GIGABYTE
 """Bytes that a command on weights alone may take."""
+
+ROWS = 64
+"""Rows of each weight that are looked at."""
+
+HALF = 0.501
+"""Steps that rounding may be off; the bound is a division in float32."""
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -90,7 +99,7 @@ def _write(path: Path, shapes: dict[str, tuple[int, ...]]) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
     with path.open("wb") as file:
         for k, (name, shape) in enumerate(shapes.items()):
-            size, count = (1 + k % 7) * shape[0] ** -0.5, int(np.prod(shape))
+            size, count = (1 + k % 7) * 0.1 * shape[0] ** -0.5, int(np.prod(shape))
             weights[name] = Weight(shape, file.tell(), size)
             here = np.roll(noise, 1009 * k) * np.float32(size)
             for start in range(0, count, here.size):
@@ -122,31 +131,96 @@ def measured(arguments: Sequence[str]) -> Cost:
     return Cost(time.perf_counter() - start, peak, whole)
 
 
+def worst(folder: Path, weights: dict[str, Weight], out: Path) -> tuple[float, int]:
+    """How far weights of the result are from the source's, in steps of their scale, and how many values were looked at.
+
+    Raises:
+        SystemExit: A weight is not there, or its scale is not its channel's largest magnitude by 127.
+    """
+    model = gq.load(out)
+    farthest, looked = 0.0, 0
+    for name, weight in weights.items():
+        if not name.startswith(("up", "down", "head")) or "b" in name:
+            continue
+        source = np.memmap(folder / "big.data", np.float32, "r", weight.offset, weight.shape)
+        integers = [op for op in model.main.ops() if op.name.startswith(f"{name}/quant/int8")]
+        scales = [op for op in model.main.ops() if op.name == f"{name}/quant/scale"]
+        if len(integers) != 1 or integers[0].value is None or scales[0].value is None:
+            raise SystemExit(f"{name} has {len(integers)} twins of int8 in the result")
+        held, scale = integers[0].value(), scales[0].value()
+        channels = [0, weight.shape[1] // 3, weight.shape[1] - 1]
+        if not np.array_equal(scale[channels], (np.abs(source[:, channels]).max(axis=0) / 127).astype(np.float32)):
+            raise SystemExit(f"the scales of {name} are others than its channels' largest magnitudes by 127")
+        rows = slice(0, None, weight.shape[0] // ROWS)
+        steps = np.abs(source[rows] / scale - held[rows].astype(np.float32))
+        farthest, looked = max(farthest, float(steps.max())), looked + steps.size
+    return farthest, looked
+
+
+def sqnr(folder: Path, out: Path) -> float:
+    """Signal to noise of the result's output in decibels; both models run with their weights mapped, not copied."""
+    results = []
+    for path in (folder / "big.onnx", out):
+        options = onnxruntime.SessionOptions()
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        options.add_session_config_entry("session.disable_prepacking", "1")
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        results.append(session.run(None, {"tokens": np.array([[1, 30_000, 7, 49_999]])})[0].astype(np.float64))
+        del session
+    return float(10 * np.log10((results[0] ** 2).sum() / ((results[0] - results[1]) ** 2).sum()))
+
+
+def show(arguments: Sequence[str], cost: Cost) -> None:
+    """Prints a line."""
+    names = " ".join(Path(each).name if "/" in each else each for each in arguments)
+    peaks = f"{cost.anonymous / MEGABYTE:7.0f} MB {cost.all / MEGABYTE:7.0f} MB"
+    print(f"{names:66} {cost.seconds:8.1f} {peaks}", flush=True)
+
+
 def main() -> int:
-    """Prints a line for each command."""
+    """Prints a line for each command; 1 if one on weights alone takes too much, or a weight is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=6.0)
-    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--folder", type=Path, help="where there is room, by default where temporary files go")
+    parser.add_argument("--nodes", action="store_true", help="weights in Constant nodes")
+    parser.add_argument("--quick", action="store_true", help="nothing that makes onnxruntime read the whole model")
     options = parser.parse_args()
+    failed = 0
     with tempfile.TemporaryDirectory(dir=options.folder) as made:
         folder = Path(made)
-        weights = make(folder, int(options.gigabytes * GIGABYTE), 13, nodes=False)
+        weights = make(folder, int(options.gigabytes * GIGABYTE), 13, nodes=options.nodes)
         big, out = str(folder / "big.onnx"), str(folder / "q.onnx")
         total = folder.joinpath("big.data").stat().st_size
-        print(f"{len(weights)} weights, {total / GIGABYTE:.2f} GB", flush=True)
-        print(f"{'command':50} {'seconds':>8} {'anonymous':>10} {'all':>10}")
+        print(
+            f"{len(weights)} weights, {total / GIGABYTE:.2f} GB; the largest {4 * VOCABULARY * WIDTH / MEGABYTE:.0f} MB"
+        )
+        print(f"{'command':66} {'seconds':>8} {'anonymous':>10} {'all':>10}", flush=True)
         for arguments in (
             ["inspect", big],
             ["plan", big, "--rules", "weight_only"],
+            ["check", big, "--for", "onnxruntime"],
             ["insert", big, "-o", out, "--rules", "weight_only"],
+            ["inspect", out],
+            ["check", out, "--for", "onnxruntime"],
         ):
             cost = measured(arguments)
-            shown = " ".join(Path(each).name if "/" in each else each for each in arguments)
-            print(
-                f"{shown:50} {cost.seconds:8.1f} {cost.anonymous / MEGABYTE:7.0f} MB {cost.all / MEGABYTE:7.0f} MB",
-                flush=True,
-            )
-    return 0
+            show(arguments, cost)
+            failed |= cost.anonymous > LIMIT or cost.all > LIMIT
+        sizes = [
+            Path(out + suffix).stat().st_size / MEGABYTE for suffix in ("", ".data") if Path(out + suffix).exists()
+        ]
+        farthest, looked = worst(folder, weights, Path(out))
+        written = " and ".join(f"{size:.1f} MB" for size in sizes)
+        print(f"result: {written}; {looked} weights, {farthest:.4f} steps off at most")
+        failed |= farthest > HALF
+        if not options.quick:
+            print(f"output: {sqnr(folder, Path(out)):.1f} dB")
+            for arguments in (
+                ["insert", big, "-o", out, "--rules", "weight_only_int8", "--force"],
+                ["insert", big, "-o", out, "--rules", "onnxruntime", "--data", "random:1", "--force"],
+            ):
+                show(arguments, measured(arguments))
+    return int(failed)
 
 
 if __name__ == "__main__":

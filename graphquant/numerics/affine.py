@@ -71,7 +71,6 @@ class QParams:
         narrow: Whether the most negative value is left out.
         axis: The channel axis if `scale` is (C,), the axis of the blocks if there are any, else None.
         block: How many elements along `axis` have one scale; None where there are no blocks.
-        range: The float64 range that `scale` and `zero_point` stand for: (low - zero_point) * scale and so on.
         given: The range that an op is told as it stands, of which it makes `scale` and `zero_point` itself; else None.
     """
 
@@ -81,7 +80,6 @@ class QParams:
     narrow: bool = False
     axis: int | None = None
     block: int | None = None
-    range: Range
     given: Range | None = None
 
     def __post_init__(self) -> None:
@@ -92,6 +90,13 @@ class QParams:
             raise InternalError("QParams whose scale, zero point, axis and block do not fit each other were made.")
         if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
             raise InternalError("QParams with a scale that is not positive and finite were made.")
+
+    @property
+    def range(self) -> Range:
+        """The float64 range that `scale` and `zero_point` stand for. It is made when asked for: blocks are many."""
+        low, high = self.type.limits(narrow=self.narrow)
+        wide, zero = self.scale.astype(np.float64), self.zero_point.astype(np.float64)
+        return Range((low - zero) * wide, (high - zero) * wide)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +141,8 @@ def choose(
     else:
         scale = high / (qmax - qmin) - low / (qmax - qmin)  # not high - low, which can overflow
     scale = _round(np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0), power_of_two=power_of_two)
-    zero_point = np.full(low.shape, middle) if symmetric else np.clip(np.rint(qmin - low / scale), qmin, qmax)
+    alike = np.broadcast_to(np.int32(middle), low.shape)  # takes no memory, however many blocks there are
+    zero_point = alike if symmetric else np.clip(np.rint(qmin - low / scale), qmin, qmax)
     farthest = np.maximum(zero_point - qmin, qmax - zero_point)
     scale = np.minimum(scale, _round(LARGEST_VALUE / farthest, power_of_two=power_of_two, down=True))
     return from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis, block=block)
@@ -190,14 +196,8 @@ def from_scale(
     axis: int | None = None,
     block: int | None = None,
 ) -> QParams:
-    """QParams for a known scale and zero point; their range is what the type can then represent."""
-    qmin, qmax = dtype.limits(narrow=narrow)
-    wide = np.asarray(scale, np.float32).astype(np.float64)
-    zero = np.asarray(zero_point, np.float64)
-    represented = Range((qmin - zero) * wide, (qmax - zero) * wide)
-    return QParams(
-        scale=scale, zero_point=zero_point, type=dtype, narrow=narrow, axis=axis, block=block, range=represented
-    )
+    """QParams for a known scale and zero point."""
+    return QParams(scale=scale, zero_point=zero_point, type=dtype, narrow=narrow, axis=axis, block=block)
 
 
 def over(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:

@@ -62,4 +62,4 @@ def test_scales_must_fit() -> None:
     """Scales of several axes without a block size are an error of the program."""
     ones = np.ones((2, 3))
     with pytest.raises(InternalError, match="block"):
-        QParams(scale=ones, zero_point=ones, type=IntType(8, signed=True), axis=0, range=Range(-ones, ones))
+        QParams(scale=ones, zero_point=ones, type=IntType(8, signed=True), axis=0)

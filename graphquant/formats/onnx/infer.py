@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import networkx as nx
 from google.protobuf.message import DecodeError
-from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, checker, shape_inference
+from onnx import AttributeProto, ModelProto, TensorProto, checker, shape_inference
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.calls import add_types, graphs, inlined
+from graphquant.formats.onnx.hide import INTEGERS, hide_crashing, hide_endless, show_safe
 from graphquant.formats.onnx.tensors import is_external, tensor_value
 
 if TYPE_CHECKING:
@@ -35,18 +36,13 @@ SMALL = 1 << 10
 SCALES = 8
 """Elements up to which float constants keep their data: they may be what Resize multiplies each axis by."""
 
-LONGEST = 1 << 20
-"""Elements of all integer vectors of a graph up to which onnx may compute their values: it keeps an object for each."""
+ROUNDS = 4
+"""How often nodes are shown again of which more is known than before; each time all types are found anew."""
 
 MAX_CALLED = 1 << 18
 """Nodes that a model may have once its functions are put in place of their calls, as onnx and onnxruntime do."""
 
-_INTEGERS = (TensorProto.INT32, TensorProto.INT64)
-
-_KEPT = {TensorProto.FLOAT: SCALES, **dict.fromkeys(_INTEGERS, SMALL)}
-
-_GROWING = frozenset({"Concat", "ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"})
-"""Ops that make vectors of any length out of few numbers."""
+_KEPT = {TensorProto.FLOAT: SCALES, **dict.fromkeys(INTEGERS, SMALL)}
 
 
 def inferred(message: Any, folder: Path | None = None) -> Any:
@@ -72,12 +68,17 @@ def inferred(message: Any, folder: Path | None = None) -> Any:
 
 def _inferred(light: Any) -> Any:
     """The model with types, as far as onnx finds them."""
+    hide_crashing(light)
     try:
         known = shape_inference.infer_shapes(light)
+        for _ in range(ROUNDS):
+            if not show_safe(known):
+                break
+            known = shape_inference.infer_shapes(known)
     except ERRORS:
         # An op unknown to onnx, or a model that is wrong in some place: the types that the file states remain.
         return light
-    if not _tame(known):
+    if not hide_endless(known):
         return known
     try:
         return shape_inference.infer_shapes(known, data_prop=True)
@@ -111,31 +112,6 @@ def _check_calls(message: Any) -> None:
             f"With its functions put in place, the model has {total[main]} nodes. At most {MAX_CALLED} are read: export"
             " the model without functions."
         )
-
-
-def _tame(known: Any) -> bool:
-    """Whether vectors are small enough for onnx to compute their values; hides ops that could make longer ones."""
-    length = 0
-    for holder in [known.graph, *known.functions]:
-        for graph in graphs(holder):
-            ends = [*graph.input, *graph.output] if isinstance(graph, GraphProto) else []
-            shapes = {info.name: _vector(info.type) for info in [*graph.value_info, *ends]}
-            length += sum(size or 0 for size in shapes.values())
-            for node in graph.node:
-                if node.op_type in _GROWING and shapes.get(next(iter(node.output), "")) is None:
-                    node.domain = "graphquant.hidden"
-    return length <= LONGEST
-
-
-def _vector(type_: Any) -> int | None:
-    """Elements of what may be a vector of integers; 0 if it is known to be none, None if that is not known."""
-    tensor = type_.tensor_type
-    if (tensor.elem_type and tensor.elem_type not in _INTEGERS) or len(tensor.shape.dim) > 1:
-        return 0
-    if not tensor.HasField("shape"):
-        return None
-    sizes = [dim.dim_value if dim.HasField("dim_value") else None for dim in tensor.shape.dim]
-    return sizes[0] if sizes else 1
 
 
 def _nodes(holder: Any) -> Iterator[Any]:

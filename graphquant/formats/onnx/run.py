@@ -19,7 +19,7 @@ from graphquant.formats.onnx import inputs
 from graphquant.formats.onnx.batching import batchable
 from graphquant.formats.onnx.files import binary, external_tensors
 from graphquant.formats.onnx.observe import Probe, fetches, watch
-from graphquant.formats.onnx.tensors import first_line
+from graphquant.formats.onnx.tensors import NAMES, bytes_of, first_line
 from graphquant.formats.onnx.write import emit
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ ERRORS: tuple[type[Exception], ...] = (
     *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
 )
 """What onnxruntime raises; its own kinds have no common base."""
+
+MAPPED = 1 << 29
+"""Bytes of external data from which a model is run from the file as it is mapped, which is slower."""
 
 _ONLY_FATAL = 4  # errors are raised, with the same words
 _SPINNING = "session.intra_op.allow_spinning"
@@ -79,7 +82,7 @@ class OnnxRunner:
         """
         if self._session is None:
             data, external = _contents(self._emission.message)
-            self._session = session(data, self._model.source.folder if external else None)
+            self._session = session(data, self._model.source.folder, external)
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """The model's outputs by name, for one feed.
@@ -171,8 +174,7 @@ class OnnxRunner:
             return _Watch(None, probes, flags)
         data, external = _contents(watched.message)
         del watched  # weights need not be there three times while onnxruntime reads them
-        folder = self._model.source.folder
-        return _Watch(session(data, folder if external else None, watched=True), probes, flags)
+        return _Watch(session(data, self._model.source.folder, external, watched=True), probes, flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,12 +237,14 @@ def _ahead(run: Callable[[Feeds], Result], feeds: Iterable[Feeds], at_once: int)
                 left.cancel()
 
 
-def session(data: bytes, folder: Path | None, *, watched: bool = False) -> Any:
+def session(data: bytes, folder: Path | None, external: int = 0, *, watched: bool = False) -> Any:
     """An onnxruntime session for a ModelProto.
 
     Args:
         data: The ModelProto as bytes.
-        folder: Where its external data is, None if it has none.
+        folder: Where its external data is.
+        external: Bytes of that. From `MAPPED` on, weights stay where the file is mapped, instead of being put into the
+            order that kernels like best: that is a copy of all of them, in memory that nobody can take back.
         watched: Whether most of its values are outputs, which no plan of how values share memory can hold: making one
             then costs time and memory for nothing. A run takes one thread, for there are several runs at once.
 
@@ -253,7 +257,9 @@ def session(data: bytes, folder: Path | None, *, watched: bool = False) -> Any:
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = not watched
     options.add_session_config_entry(_SPINNING, "0")
-    if folder is not None:
+    if external >= MAPPED:
+        options.add_session_config_entry("session.disable_prepacking", "1")
+    if folder is not None and external:
         options.add_session_config_entry(_EXTERNAL_FOLDER, str(folder.resolve()))
     try:
         return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
@@ -263,9 +269,10 @@ def session(data: bytes, folder: Path | None, *, watched: bool = False) -> Any:
         ) from error
 
 
-def _contents(message: Any) -> tuple[bytes, bool]:
-    """A ModelProto as bytes, and whether it has external data."""
-    return binary(message), any(True for _ in external_tensors(message))
+def _contents(message: Any) -> tuple[bytes, int]:
+    """A ModelProto as bytes, and how many bytes of external data it has."""
+    external = sum(bytes_of(NAMES[tensor.data_type], math.prod(tensor.dims)) for tensor in external_tensors(message))
+    return binary(message), external
 
 
 def _run(started: Any, names: Sequence[str], feeds: Feeds, flags: Feeds | None = None) -> list[Any]:

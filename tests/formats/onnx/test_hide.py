@@ -1,0 +1,103 @@
+"""Nodes on which onnx's shape inference ends the process or takes no end: models with them are read all the same."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import onnx
+import onnx.parser
+import pytest
+
+import graphquant as gq
+
+SPOILT = [
+    "(double[6, 2] x) => (y, float z, w) { y, z, w = Split<num_outputs = 2>(x) }",
+    "(float[3] x) => (y, z) { y, z = Split<num_outputs = 1>(x) }",
+    """(float[4, 4] x, bool c) => (y) { y = If(c) <
+      then_branch = t () => (float o) { o, p = Split<num_outputs = 3>(x) },
+      else_branch = e () => (float q) { n = own.Unknown(x) q = EyeLike(n) }> }""",
+    "(float[2, 3, 4] x, float[4] s) => (y) { y = LayerNormalization<axis = 2147483648>(x, s) }",
+    "(float[2, 3, 4] x, float[4] s) => (y) { y = LayerNormalization<axis = -4294967296>(x, s) }",
+    "(float[2, 2] x) => (float[2, 2] y) { u = own.Unknown(x) y = EyeLike(u) }",
+    '(float[2, 2] x) => (y) { u = own.Unknown(x) y = RegexFullMatch<pattern = "a">(u) }',
+    "(int64[4, N, 2] x, int64[0] i) => (y) { y = GatherND<batch_dims = -1>(x, i) }",
+    """(float[4, 4] x, int64[2] p) => (y) {
+      i = Conv(x, x) j = Cast<to = 7>(i) y = GatherND<batch_dims = -2147483649>(x, j) }""",
+    "(float[1099511627776] x, int64 a) => (y) { y = Squeeze(x, a) }",
+    "(uint8[4611686018427387904] x) => (y) { y = Size(x) }",
+    "(float[3] x, float[4611686018427387904] i) => (y) { y = Gather<axis = -9223372036854775808>(x, i) }",
+    "(float[1099511627776] x, float z) => (y) { y = Add(x, z) }",
+    "(float[1, 3] x, float[4611686018427387904] s) => (y) { y = Expand(x, s) }",
+    """(float[1, 3] x, float[2147483648, 2147483647] s) => (y) {
+      m = Constant<value_ints = [-1]>() t = Reshape(s, m) y = Expand(x, t) }""",
+    "(float16[4611686018427387904] x) => (y) { y = MeanVarianceNormalization(x) }",
+    "(int64[3] x) => (y) { y = ai.onnx.ml.LabelEncoder(x) }",
+]
+
+CHILD = """
+import sys
+from pathlib import Path
+import graphquant as gq
+from graphquant.errors import ModelError
+for path in sorted(Path(sys.argv[1]).glob("*.onnx")):
+    print(path.name, flush=True)
+    try:
+        gq.load(path)
+    except ModelError as error:
+        print(error)
+"""
+
+
+def write(text: str, path: Path) -> Path:
+    """The model, whose values may have no types, as a file."""
+    onnx.save(
+        onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20, "own": 1, "ai.onnx.ml": 4]> g {text}'), path
+    )
+    return path
+
+
+def test_process_lives(tmp_path: Path) -> None:
+    """Each model is read in a process that would end, or not, if onnx saw its node."""
+    for number, text in enumerate(SPOILT):
+        write(text, tmp_path / f"{number:02}.onnx")
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert child.returncode == 0, child.stdout
+    assert child.stdout.count(".onnx") >= len(SPOILT)
+
+
+@pytest.mark.parametrize(
+    ("text", "shape"),
+    [
+        ("(float[3, 4] x) => (y) { u = Relu(x) y = EyeLike(u) }", (3, 4)),
+        ("(float[5, 3, 4] x, int64[7, 2] i) => (y) { u = Relu(x) y = GatherND(u, i) }", (7, 4)),
+        ("(float[5, 3, 4] x, int64[5, 1] i) => (y) { y = GatherND<batch_dims = 1>(x, i) }", (5, 4)),
+        (
+            "(float[3, 1] x, int64[3] n) => (y) { s = Shape(n) e = Expand(x, n) t = Shape(e) y = Expand(x, t) }",
+            (None, 3, None),
+        ),
+        ("(float[3, 1] x) => (y) { s = Constant<value_ints = [2, 1, 4]>() u = Expand(x, s) y = Relu(u) }", (2, 3, 4)),
+        ("(float[6, 2] x) => (y, z) { y, z = Split<num_outputs = 2>(x) }", (3, 2)),
+        ("(float[2, 3, 4] x, float[4] s) => (y) { y = LayerNormalization<axis = -1>(x, s) }", (2, 3, 4)),
+    ],
+)
+def test_sound_ones_have_types(text: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """The same ops in a model that is right have the type that onnx finds."""
+    model = gq.load(write(text, tmp_path / "m.onnx"))
+    output = model.main.op("y").outputs[0]
+    assert (output.dtype, output.shape) == ("float32", shape)
+
+
+def test_many_long_vectors(tmp_path: Path) -> None:
+    """Biases of a usual size keep the types of what is added to them; only all too many long ones lose the values."""
+    text = """(float[2, 12] x) => (y) {
+      s = Shape(x) two = Constant<value_ints = [0]>() n = Gather(s, two)
+      rest = Constant<value_ints = [3, 4]>() all = Concat<axis = 0>(n, rest) r = Reshape(x, all)
+      b = Constant<value_floats = [1.0, 2.0, 3.0, 4.0]>() y = Add(r, b)
+    }"""
+    assert gq.load(write(text, tmp_path / "m.onnx")).main.op("y").outputs[0].shape == (2, 3, 4)
