@@ -20,6 +20,9 @@ POINT = 1e-3
 """Of a step: a piece narrower than that stands for one value and a spread, which is exact but at the border of a cell,
 and keeps clear of small differences of large numbers."""
 
+UNSURE = 1e-9
+"""Of sums of squares: more than rounding can make of a difference of such."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
@@ -34,12 +37,16 @@ class Distribution:
         width: float64 (K,): how wide it is, 0 for one value.
         weight: float64 (K,): how many values it has.
         before: float64 (K + 1,): how many values the pieces before it have.
+        sums: float64 (K + 1,): what these values add up to.
+        squares: float64 (K + 1,): what their squares add up to.
     """
 
     left: Array
     width: Array
     weight: Array
     before: Array
+    sums: Array
+    squares: Array
 
     @property
     def count(self) -> float:
@@ -49,8 +56,7 @@ class Distribution:
     @property
     def power(self) -> float:
         """The mean square of the values, in the tensor's unit squared."""
-        center = self.left + self.width / 2
-        return float((self.weight * (np.square(center) + np.square(self.width) / 12)).sum() / self.count)
+        return float(self.squares[-1] / self.count)
 
     def below(self, x: Array) -> Array:
         """How many values are below each of `x`, of the shape of `x`; of the piece around it, the part below."""
@@ -83,13 +89,36 @@ class Distribution:
         parts = [slice(first, first + step) for first in range(0, scale.size, step)]
         return np.concatenate([self._squared(scale[part], low[part], high[part]) for part in parts])
 
+    def clipping_error(self, params: QParams) -> Array:
+        """No more than the part of `squared_error` that comes of values beyond the range; found at once.
+
+        Args:
+            params: Scale and zero point of each candidate, (C,).
+        """
+        scale = params.scale.astype(np.float64)
+        low, high = ((limit - params.zero_point) * scale for limit in params.type.limits(narrow=params.narrow))
+        below, above = np.maximum(np.searchsorted(self.left, low) - 1, 0), np.searchsorted(self.left, high)
+        moments = (self.before, self.sums, self.squares)
+        beyond = (
+            (low, [values[below] for values in moments]),
+            (high, [values[-1] - values[above] for values in moments]),
+        )
+        error = np.zeros(scale.shape)
+        for end, (count, sums, squares) in beyond:
+            largest = squares + end * end * count
+            error += largest - 2 * end * sums - UNSURE * largest
+        return np.asarray(error / self.count)
+
     def _squared(self, scale: Array, low: Array, high: Array) -> Array:
         """The same for scales (C, 1) and the whole numbers of them that there are, from `low` to `high`, (C, 1)."""
-        point = self.width <= POINT * scale.min()
-        left, width, weight = self.left[point], self.width[point], self.weight[point]
-        away = _distance((left + width / 2) / scale, low, high)
-        error = np.einsum("ck,ck,k->c", away, away, weight) * scale[:, 0] ** 2 + (weight * np.square(width)).sum() / 12
-        left, width, weight = (values[~point] for values in (self.left, self.width, self.weight))
+        first, last = np.searchsorted(self.left, [-scale.min() / 2, scale.min() / 2])
+        last = max(last - 1, first)  # the pieces between become zero with all of the scales
+        left, width, weight = (np.delete(part, slice(first, last)) for part in (self.left, self.width, self.weight))
+        point = width <= POINT * scale.min()
+        away = _distance((left[point] + width[point] / 2) / scale, low, high)
+        error = np.einsum("ck,ck,k->c", away, away, weight[point]) * scale[:, 0] ** 2
+        error += (weight[point] * np.square(width[point])).sum() / 12 + self.squares[last] - self.squares[first]
+        left, width, weight = left[~point], width[~point], weight[~point]
         start, end = left / scale, (left + width) / scale
         evenly = (_area(end, low, high) - _area(start, low, high)) / (end - start)
         return np.asarray((error + np.einsum("ck,k->c", evenly, weight) * scale[:, 0] ** 2) / self.count)
@@ -121,4 +150,7 @@ def distribution(sketch: Sketch) -> Distribution:
 
 def _sorted(left: Array, width: Array, weight: Array) -> Distribution:
     order = np.argsort(left, kind="stable")
-    return Distribution(left[order], width[order], weight[order], np.append(0.0, np.cumsum(weight[order])))
+    left, width, weight = left[order], width[order], weight[order]
+    center = left + width / 2
+    moments = (weight, weight * center, weight * (np.square(center) + np.square(width) / 12))
+    return Distribution(left, width, weight, *(np.append(0.0, np.cumsum(moment)) for moment in moments))

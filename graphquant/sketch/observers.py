@@ -189,7 +189,7 @@ def _mse(stats: Sketch, grid: Grid, _arguments: Arguments) -> Range:
     """
     known = _values(stats, grid.type)
     _check_steps(grid)
-    return cheapest(_seen(stats), known.squared_error, grid)
+    return cheapest(_seen(stats), known.squared_error, grid, floor=known.clipping_error)
 
 
 def _auto(stats: Sketch, grid: Grid, arguments: Arguments) -> Range:

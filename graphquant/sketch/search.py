@@ -23,6 +23,12 @@ REFINEMENTS = tuple(2.0 ** (reach * np.linspace(-1, 1, 17)) for reach in (2**-1,
 """By what the best so far is then multiplied, one after the other: the last steps are a ten-thousandth. Errors are flat
 there, except for tensors whose values are nearly the same."""
 
+FLAT = 1e-2
+"""Where costs around the best differ by less than that share, no finer steps, an eighth as far, are tried."""
+
+SMALLEST = 1e-300
+"""Instead of zero, to divide by."""
+
 OCTAVES, PLACES = 12, 33
 """How many powers of two are tried, from that which holds all values down, and in how many places each."""
 
@@ -33,7 +39,7 @@ SUBDIVISIONS = 8
 """Into how many parts `information_lost` divides a step."""
 
 
-def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False) -> Range:
+def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False, floor: Cost | None = None) -> Range:
     """The range within `seen` and around 0 whose scale and zero point have the least `cost`; of equal ones the widest.
 
     Both ends are drawn in together, then each by itself, from coarse steps to fine ones. Where scales are powers of
@@ -44,30 +50,41 @@ def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False) -> 
         cost: Of scale and zero point of candidates, (C,), gives a number for each.
         grid: What the scheme can represent.
         together: Whether both ends are cut at the same magnitude, instead of each by itself.
+        floor: What no cost is below, sooner found: candidates of which it is not below the least cost are left out.
     """
     ends = np.array([min(float(seen.low), 0.0), max(float(seen.high), 0.0)])
     together = together or grid.symmetric or not ends.all()
     reach = np.abs(ends).max() * np.array([-1.0, 1.0]) if together else ends
     best, least = np.ones(2), np.inf
 
-    def improve(shares: Array) -> None:
+    def candidates(shares: Array) -> QParams:
+        low, high = np.clip(shares * reach, *ends).T
+        return grid.choose(Range(low, high), axis=0)
+
+    def improve(shares: Array, *, floor: Cost | None = None) -> float:
+        """Takes the best of the candidates if it is better; by what share of the least cost theirs differ."""
         nonlocal best, least
         shares = np.minimum(shares, 1.0)
-        low, high = np.clip(shares * reach, *ends).T
-        costs = cost(grid.choose(Range(low, high), axis=0))
-        found = int(costs.argmin())
+        if floor is not None:
+            shares = shares[floor(candidates(shares)) < least]
+        if not len(shares):
+            return 0.0
+        costs = cost(candidates(shares))
+        found, most = int(costs.argmin()), costs.max()
         if costs[found] < least:
             best, least = shares[found], costs[found]
+        return float((most - least) / max(least, SMALLEST))
 
     moves = [np.array([True, True])] if together else [np.array([True, False]), np.array([False, True])]
-    improve(np.stack([COARSE, COARSE], axis=1))
+    improve(np.ones((1, 2)))
+    improve(np.stack([COARSE, COARSE], axis=1)[1:], floor=floor)
     for moved in moves if len(moves) > 1 else ():
-        improve(np.where(moved, COARSE[:, None], best))
+        improve(np.where(moved, COARSE[:, None], best), floor=floor)
     if grid.power_of_two and not together:
         improve(_windows(ends, grid) / ends)
     for steps in REFINEMENTS:
-        for moved in moves:
-            improve(np.where(moved, best * steps[:, None], best))
+        if max([improve(np.where(moved, best * steps[:, None], best)) for moved in moves]) < FLAT:
+            break
     return Range(*np.clip(best * reach, *ends))
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from graphquant.numerics import IntType, QParams, Range, choose, dequantize, quantize
 from graphquant.sketch import estimate, sketch
+from graphquant.sketch.distribution import distribution
 
 RANDOM = np.random.default_rng(7)
 TENSORS = {
@@ -73,3 +74,18 @@ def test_what_cannot_be_estimated() -> None:
     each = choose(Range(-np.ones(4), np.ones(4)), UINT8, symmetric=False, axis=0)
     assert estimate(sketch(values, bits=7), each) is None
     assert estimate(sketch(np.full(3, np.nan), bits=7), _params(-1, 1)) is None
+
+
+@pytest.mark.parametrize("dtype", [UINT8, INT4, INT16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("name", TENSORS)
+def test_clipping_alone_costs_no_more_than_all(name: str, dtype: IntType) -> None:
+    """What is told at once of candidates is below their errors, and near them where nearly all values are clipped."""
+    values = TENSORS[name].astype(np.float32)
+    shares = np.append(2.0 ** -np.arange(0, 16, 0.25), 1e-9)
+    ends = shares * float(values.min()), shares * float(values.max())
+    params = choose(Range(*ends), dtype, symmetric=False, axis=0)
+    known = distribution(sketch(values, bits=10 if dtype is INT16 else 7))
+    least, error = known.clipping_error(params), known.squared_error(params)
+    assert (least <= error).all()
+    assert (least[:1] < error[:1] / 2).all()
+    assert least[-1] == pytest.approx(error[-1], rel=1e-3)
