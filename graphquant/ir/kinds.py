@@ -108,6 +108,7 @@ KINDS = {
     "stateful": "reads or changes state",
     "input": "an input of the graph",
     "output": "an output of the graph",
+    "integer": "computes on integers by itself, as QLinearConv and MatMulInteger do",
     "other": "anything without a kind of its own",
 }
 """Every word that may stand where a rule file wants a kind, and what it means."""

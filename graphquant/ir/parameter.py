@@ -21,7 +21,8 @@ FORWARDING = frozenset({"identity", "enter", "switch", "read_variable"})
 """Kinds whose output 0 (for "switch" every output) is their slot 0, unchanged."""
 
 IMPURE = frozenset(
-    {"input", "output", "constant", "variable", "call", "merge", "random", "stateful", "quantize", "dequantize", "qdq"}
+    {"input", "output", "constant", "variable", "call", "merge", "random", "stateful"}
+    | {"quantize", "dequantize", "qdq", "integer"}
 )
 """Kinds whose outputs do not follow from their inputs alone, or which are quantization already."""
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import (
     FORWARDING,
-    QUANTIZATION_KINDS,
+    Graph,
     Model,
     Op,
     TensorRef,
@@ -19,6 +19,7 @@ from graphquant.ir import (
     summed_axis,
 )
 from graphquant.match import Match, Matcher, name_matches
+from graphquant.plans.already import HANDED, quantized_already, reads_quantized
 from graphquant.plans.copies import copied
 from graphquant.plans.types import Plan, Site, Skip
 from graphquant.qdq import FAMILIES, Family
@@ -67,6 +68,7 @@ def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence
     for match in matcher.matches():
         draft.take(match)
     draft.follow_ties()
+    draft.heed_bodies()
     sites = draft.sites()
     return Plan(
         format=model.format,
@@ -93,6 +95,8 @@ JOINING = frozenset({"concat", "pack"})
 """Kinds whose output holds all of their inputs, weights too."""
 
 WEIGHT_MADE = "its consumer makes a weight of weights alone, and that is quantized where it is used"
+
+CAPTURED = "a body reads what its consumer makes of it, past which onnxruntime moves the pair, and then it ends at once"
 
 INPUTLESS = "the rule ties it to its input, and its producer has none"
 
@@ -142,6 +146,7 @@ class _Draft:
         """
         ties = {op: self._ties(*op, matches) for op, matches in self._tied.items()}
         by_use = {use: op for op, uses in ties.items() for use in uses}
+        self._hand_on(ties, by_use)
         self._spread([(use, site.scheme) for site in self._sites.values() for use in site.uses], ties, by_use)
         for op in list(self._tied):
             for match in self._tied.pop(op, ()):
@@ -153,6 +158,17 @@ class _Draft:
                 scheme = self._settle(later)
                 if scheme is not None:
                     self._spread([(later.use, scheme)], ties, by_use)
+
+    def _hand_on(self, ties: dict[tuple[str, str], tuple[Use, ...]], by_use: dict[Use, tuple[str, str]]) -> None:
+        """Leaves what is handed on of tensors that are quantized already."""
+        queue = [use for uses in ties.values() for use in uses if reads_quantized(self.matcher, use)]
+        for fed in queue:
+            op = by_use.get(fed)
+            matches = self._tied.get(op, []) if op is not None else []
+            for match in [one for one in matches if one.rule.rule.quantize == PASSED]:
+                matches.remove(match)
+                self._skip(match, HANDED)
+                queue.append(match.use)
 
     def _settle(self, match: Match) -> Scheme | None:
         """Adds one match as part of a site, whose scheme is returned, or as a skip."""
@@ -175,11 +191,25 @@ class _Draft:
             op = by_use.get(fed)
             for match in self._tied.pop(op, ()) if op is not None else ():
                 per_tensor = replace(scheme, per="tensor", axis=None, block_size=None)
-                if match.rule.rule.quantize == PASSED:
+                if match.rule.rule.quantize == PASSED and match.use.graph == match.tensor.graph:
                     self._passed[match.use] = self._passed.get(fed, fed)
                 elif not self._place(match, per_tensor, ties[match.tensor.graph, match.tensor.op]):
                     continue
                 queue.append((match.use, per_tensor))
+
+    def heed_bodies(self) -> None:
+        """Takes out uses whose consumer onnxruntime would move the pair past, to where only a body can read it."""
+        model = self.matcher.model
+        placed = {use for site in self._sites.values() for use in site.uses}
+        for key, site in list(self._sites.items()) if model.format == "onnx" else ():
+            for use in list(site.uses):
+                graph = model.graphs[use.graph]
+                read = [one for uses in graph.readers(use.op).values() for one in uses] if _moved(graph, use) else []
+                if any(one.graph != use.graph and one not in placed for one in read):
+                    site.uses.remove(use)
+                    self._skip(replace(site.first, use=use), CAPTURED)
+            if not site.uses:
+                del self._sites[key]
 
     def _next(self, match: Match) -> Match | None:
         """The next rule that holds for a use whose tie came to nothing; ties do not."""
@@ -274,8 +304,9 @@ class _Draft:
         if rule.quantize in {"leave", ABSORBED}:
             return rule.why or f"rule {rule.name!r} leaves it in float"
         consumer = model.graphs[match.use.graph].op(match.use.op)
-        if model.op(match.tensor).kind in QUANTIZATION_KINDS or consumer.kind in QUANTIZATION_KINDS:
-            return "it is quantized already"
+        already = quantized_already(self.matcher, match.tensor, match.use)
+        if already:
+            return already
         if not (rule.producer.name or rule.consumer.name) and self._makes_weights(match.use, consumer):
             return WEIGHT_MADE
         labels = (match.use.op, *self.matcher.labels(match.tensor))
@@ -327,6 +358,16 @@ class _Draft:
         if key not in self._skips:
             self._skips[key] = _Open(first=match, uses=[], reason=reason)
         self._skips[key].uses.append(match.use)
+
+
+MOVED = frozenset({"max_pool", "reshape", "transpose", "squeeze", "unsqueeze", "slice"})
+"""Kinds past which onnxruntime moves pairs."""
+
+
+def _moved(graph: Graph, use: Use) -> bool:
+    """Whether onnxruntime would move a pair on `use` past its op."""
+    op = graph.op(use.op)
+    return op.kind in MOVED and op.role(use.slot) == "input"
 
 
 def _no_axis(scheme: Scheme, use: Use) -> str:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, NodeProto, checker, helper, shape_inference, version_converter
+from onnx import ModelProto, NodeProto, checker, defs, helper, shape_inference, version_converter
 
 from graphquant.errors import ModelError
+from graphquant.formats.onnx.calls import graphs
 from graphquant.formats.onnx.files import external_tensors
 from graphquant.formats.onnx.read import index
 from graphquant.formats.onnx.run import OnnxRunner
@@ -71,6 +72,10 @@ def upgrade(model: Model, opset: int) -> Model:
     for field in ("functions", "training_info"):
         if not getattr(converted, field):
             getattr(converted, field).extend(getattr(source, field))
+    for function in converted.functions:
+        other = _raised(function, opset)
+        if other:
+            raise _failed(model, opset, f"{other} in its function {function.name!r} is another op there")
     least = helper.find_min_ir_version_for(converted.opset_import, ignore_unknown=True)
     converted.ir_version = max(source.ir_version, least)
     try:
@@ -84,6 +89,28 @@ def upgrade(model: Model, opset: int) -> Model:
     result = index(converted, path=model.path)
     _compare(model, result, opset)
     return result
+
+
+def _raised(function: Any, opset: int) -> str:
+    """Raises a function, which onnx's converter leaves as it is; gives an op that means something else then, or ""."""
+    entries = [entry for entry in function.opset_import if entry.domain in {"", "ai.onnx"} and entry.version < opset]
+    for entry in entries:
+        for node in (node for graph in graphs(function) for node in graph.node if node.domain in {"", "ai.onnx"}):
+            try:
+                forms = [_form(node.op_type, version) for version in (entry.version, opset)]
+            except defs.SchemaError:
+                return str(node.op_type)
+            if forms[0] != forms[1]:
+                return str(node.op_type)
+        entry.version = opset
+    return ""
+
+
+def _form(op_type: str, opset: int) -> tuple[Any, ...]:
+    """What an op takes; of what it gives, newer opsets change nothing but the types, which only become more."""
+    schema = defs.get_schema(op_type, opset, "")
+    attributes = {name: (attr.required, str(attr.default_value)) for name, attr in schema.attributes.items()}
+    return attributes, [(one.name, one.option) for one in schema.inputs], len(schema.outputs)
 
 
 def skeleton(model: Model) -> str:
@@ -118,10 +145,10 @@ def _lightened(source: Any) -> tuple[Any, list[_Hoisted]]:
     light = ModelProto()
     light.CopyFrom(source)
     inputs = {info.name for info in light.graph.input}
-    graphs = _graphs(light.graph)
-    times = Counter(name for graph, _ in graphs for name in _made(graph))
+    nested = _graphs(light.graph)
+    times = Counter(name for graph, _ in nested for name in _made(graph))
     hoisted: list[_Hoisted] = []
-    for graph, path in reversed(graphs):  # a list of nodes that is written anew has copies of their bodies
+    for graph, path in reversed(nested):  # a list of nodes that is written anew has copies of their bodies
         heavy = [
             (held, name, tensor)
             for held, name, tensor in _constants(graph)
@@ -169,12 +196,12 @@ def _restore(source: Any, converted: Any, hoisted: Sequence[_Hoisted]) -> None:
     Raises:
         KeyError: The body that a weight is from is gone.
     """
-    graphs = {path: graph for graph, path in _graphs(converted.graph)}
+    held = {path: graph for graph, path in _graphs(converted.graph)}
     for one in reversed(hoisted):  # Constants stand before all that could read them
         if isinstance(one.held, NodeProto):
-            graphs[one.path].node.insert(0, one.held)
+            held[one.path].node.insert(0, one.held)
         elif one.path:
-            graphs[one.path].initializer.insert(0, one.held)
+            held[one.path].initializer.insert(0, one.held)
     graph = converted.graph
     weights = {one.name: one.held for one in hoisted if not one.path and not isinstance(one.held, NodeProto)}
     now = {tensor.name: tensor for tensor in graph.initializer}

@@ -128,6 +128,13 @@ DEFAULT_DOMAIN: dict[str, OpInfo] = {
     "Bernoulli": OpInfo("random"),
 }
 
+INTEGER_OPS = (
+    *("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger", "DynamicQuantizeLinear", "QGemm"),
+    *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"),
+    *("MatMulInteger16", "QAttention", "QOrderedMatMul", "QEmbedLayerNormalization", "MatMulBnb4"),
+)
+"""Ops that compute on integers by themselves, beside those called QLinear..."""
+
 MICROSOFT_DOMAIN: dict[str, OpInfo] = {
     "QuantizeLinear": OpInfo("quantize", _QUANT),
     "DequantizeLinear": OpInfo("dequantize", _QUANT),
@@ -136,6 +143,8 @@ MICROSOFT_DOMAIN: dict[str, OpInfo] = {
 
 def classify(op_type: str, domain: str, facts: Facts) -> OpInfo:
     """Kind, roles and channel axis of a node of type `op_type` in `domain` ("" is the default one)."""
+    if domain in {"", "com.microsoft"} and (op_type.startswith("QLinear") or op_type in INTEGER_OPS):
+        return OpInfo("integer")
     if domain == "com.microsoft":
         return MICROSOFT_DOMAIN.get(op_type, OTHER)
     if domain:
