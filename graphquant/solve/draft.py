@@ -41,6 +41,8 @@ class Draft:
         self.conflicts: list[Conflict] = []
         self.alike: dict[int, tuple[int, ...]] = {}
         self.explicit: set[Use] = set()
+        self._movable: dict[int, bool] = {}
+        self._weights: dict[int, bool] = {}
         self._biases: dict[TensorRef, Array | None] = {}
 
     def note(self, index: int, text: str) -> None:
@@ -65,15 +67,25 @@ class Draft:
         return None if index is None else self.params.get(index)
 
     def group(self, index: int) -> tuple[int, ...]:
-        """The sites that share the params of a site, itself among them."""
+        """The sites that share the params of a site, itself among them, in ascending order."""
         return self.alike.get(index, (index,))
 
     def movable(self, index: int) -> bool:
         """Whether the scale of a site is the solver's to choose."""
-        return all(
-            site.scale is None and site.scheme.range == "observed" and site.scheme.observe.name != "fixed-point"
-            for site in (self.sites[one] for one in self.group(index))
-        )
+        group = self.group(index)
+        if group[0] not in self._movable:
+            self._movable[group[0]] = all(
+                site.scale is None and site.scheme.range == "observed" and site.scheme.observe.name != "fixed-point"
+                for site in (self.sites[one] for one in group)
+            )
+        return self._movable[group[0]]
+
+    def weights_alone(self, index: int) -> bool:
+        """Whether only weights have the scale of a site."""
+        group = self.group(index)
+        if group[0] not in self._weights:
+            self._weights[group[0]] = all(self.sites[one].parameter for one in group)
+        return self._weights[group[0]]
 
     def split(self, index: int, uses: Iterable[Use]) -> int:
         """The position of a copy of a site, for some of its uses, which the site has no longer."""

@@ -105,7 +105,7 @@ class Worklist:
         counts = self._counts(shift)
         for use in shift.more:
             index = self.draft.feeding[use]
-            times = counts.get(min(self.draft.group(index)), 0)
+            times = counts.get(self.draft.group(index)[0], 0)
             if over <= 0 or times <= 0 or not self.draft.movable(index):
                 continue
             steps = min(-(-over // times), self._left(index))
@@ -121,7 +121,7 @@ class Worklist:
         counts: dict[int, int] = {}
         for sign, uses in ((1, shift.more), (-1, shift.less)):
             for use in uses:
-                first = min(self.draft.group(self.draft.feeding[use]))
+                first = self.draft.group(self.draft.feeding[use])[0]
                 counts[first] = counts.get(first, 0) + sign
         return counts
 
@@ -140,13 +140,13 @@ class Worklist:
 
     def _left(self, index: int) -> int:
         """How many more times the scale of a site may double."""
-        weight = all(self.draft.sites[one].parameter for one in self.draft.group(index))
-        most = OF_WEIGHTS if weight else self.draft.params[index].type.bits - 1
-        return most - self.doublings.get(min(self.draft.group(index)), 0)
+        first = self.draft.group(index)[0]
+        most = OF_WEIGHTS if self.draft.weights_alone(index) else self.draft.params[index].type.bits - 1
+        return most - self.doublings.get(first, 0)
 
     def _double(self, index: int, use: Use, steps: int, why: str) -> None:
         copy = self._raise(index, use, np.ldexp(self.draft.params[index].scale, steps), why)
-        first, old = min(self.draft.group(copy)), min(self.draft.group(index))
+        first, old = self.draft.group(copy)[0], self.draft.group(index)[0]
         self.doublings[first] = self.doublings.get(old, 0) + steps
 
     def _raise(self, index: int, use: Use, scale: Array, why: str) -> int:
