@@ -200,8 +200,8 @@ def _mapped(copy: IO[bytes], stream: IO[bytes], stored: np.dtype[Any], shape: tu
     return np.memmap(copy, stored, "r", shape=shape, order="F")
 
 
-def _exactly(stream: IO[bytes], size: int) -> bytearray:
-    data = bytearray(stream.read(size))
+def _exactly(stream: IO[bytes], size: int) -> bytes:
+    data = stream.read(size)
     if len(data) != size:
         raise EOFError("the file ends inside an array")
     return data
