@@ -185,7 +185,7 @@ def _original(told: dict[str, Any], now: Array) -> tuple[Array, bool]:
     factor = plain(told["factor"])
     guess = _quotient(now, factor, told["split"], told["along"])
     steps = _unpacked(told["steps"], now.size)
-    exact = _from_order(_order(guess) + steps.reshape(guess.shape))
+    exact = (_bits(guess) + steps.reshape(guess.shape)).view(np.float32)
     if _digest(exact) == told["sha256"]:
         return exact, True
     return guess, False
@@ -202,40 +202,36 @@ def _reference(scaled: Scaled) -> dict[str, Any]:
         "factor": array(scaled.factor),
         "split": list(scaled.split),
         "along": list(scaled.along),
-        "steps": _packed(_order(scaled.weight) - _order(guess)),
+        "steps": _packed(_bits(scaled.weight) - _bits(guess)),
     }
 
 
 def _quotient(product: Array, factor: Array, split: Any, along: Any) -> Array:
     """float32: the product over the factor, 0 where that is 0."""
-    wide, by = product.astype(np.float64).reshape(split), factor.reshape(along)
+    by = np.where(factor == 0, np.inf, factor).reshape(along)
     with np.errstate(all="ignore"):
-        made = np.where(by == 0, 0.0, wide / by).astype(np.float32)
+        made = (product.reshape(split) / by).astype(np.float32)
     return made.reshape(product.shape)
 
 
-def _order(value: Array) -> Array:
-    """int64: the place of each float32 among all of them; neighbours differ by 1."""
-    bits = np.ascontiguousarray(value, np.float32).view(np.int32).astype(np.int64)
-    return np.where(bits < 0, -(bits & 0x7FFFFFFF) - 1, bits)
-
-
-def _from_order(places: Array) -> Array:
-    bits = np.where(places < 0, -(places + 1) | 0x80000000, places)
-    return bits.astype(np.uint32).view(np.float32)
+def _bits(value: Array) -> Array:
+    """int32: float32 numbers of one sign that are neighbours differ by 1."""
+    return np.ascontiguousarray(value, np.float32).view(np.int32)
 
 
 def _packed(steps: Array) -> dict[str, Any]:
-    """Whole numbers, mostly 0, in as few bytes as they need."""
+    """int32, mostly 0, in as few bytes as they need; sums and differences that leave the type come round again."""
     low, high = (int(steps.min()), int(steps.max())) if steps.size else (0, 0)
-    dtype = next(t for t in ("<i1", "<i2", "<i4", "<i8") if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
-    return {"dtype": dtype, "data": base64.b64encode(zlib.compress(steps.astype(dtype).tobytes(), 1)).decode()}
+    dtype = next(t for t in ("<i1", "<i2", "<i4") if np.iinfo(t).min <= low and high <= np.iinfo(t).max)
+    pack = zlib.compressobj(1, strategy=zlib.Z_HUFFMAN_ONLY)
+    packed = pack.compress(steps.astype(dtype).tobytes()) + pack.flush()
+    return {"dtype": dtype, "data": base64.b64encode(packed).decode()}
 
 
 def _unpacked(told: dict[str, Any], size: int) -> Array:
     dtype = np.dtype(told["dtype"])
     found = zlib.decompressobj().decompress(base64.b64decode(told["data"]), size * dtype.itemsize + 1)
-    return np.frombuffer(found, dtype).astype(np.int64)
+    return np.frombuffer(found, dtype).astype(np.int32)
 
 
 def _digest(value: Array) -> str:
