@@ -107,7 +107,8 @@ TABLE = Table(
         "mul": Row(requires=(*_COMMON, _mul_shift)),
         **dict.fromkeys(("relu", "relu6", "leaky_relu", "prelu", "clip"), Row(requires=_COMMON)),
         **dict.fromkeys(
-            ("concat", "max_pool", "avg_pool", "global_avg_pool", "pad", "slice", "reshape", "transpose"), _SHARED
+            ("concat", "max_pool", "avg_pool", "global_avg_pool", "pad", "slice", "reshape", "flatten", "transpose"),
+            _SHARED,
         ),
     },
     fuses=dict.fromkeys(

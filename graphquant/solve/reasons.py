@@ -72,5 +72,5 @@ def _by_scheme(model: Model, site: Site, own: str, *, solved: bool) -> str:
         return f"{rule} gives it the scale of its consumer's input times that of its weight"
     if solved and not own:
         return ""
-    where = "of its values" if site.parameter else "of what the calibration data showed"
-    return f"its range {own} is {name} {where}" if own else f"its range is {name} {where}"
+    where = "of its values" if site.parameter else f"of what the calibration data {'showed' if own else 'shows'}"
+    return f"its range {own} is {name} {where}" if own else f"its range will be {name} {where}"

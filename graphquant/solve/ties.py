@@ -14,6 +14,7 @@ from graphquant.solve.types import Conflict
 from graphquant.solve.words import shown, spelled
 
 if TYPE_CHECKING:
+    from graphquant.ir import TensorRef
     from graphquant.plans import Site
     from graphquant.solve.draft import Draft
 
@@ -128,7 +129,7 @@ def _share(draft: Draft, members: list[int], edges: dict[int, _Edge]) -> None:
         draft.params[index] = chosen
         if len(known) > 1:
             other = draft.sites[known[0] if index != known[0] else known[1]].tensor
-            draft.note(index, f"shares scale and zero point with {other}{_by(draft, edges.get(index))}")
+            draft.note(index, f"shares scale and zero point with {other}{_by(draft, edges.get(index), other)}")
         raised = shared.high > np.maximum(told.high, 0.0)
         if first.scheme.smallest_range is not None and raised.any():
             where = f" in {int(raised.sum())} of {raised.size} channels" if raised.ndim else ""
@@ -143,7 +144,7 @@ def _dictate(draft: Draft, members: list[int], given: int, edges: dict[int, _Edg
     for index in members:
         if index not in draft.params and (index in draft.ranges or draft.sites[index].tie):
             draft.params[index] = params
-            draft.note(index, f"shares the scale that the plan gives {source}{_by(draft, edges.get(index))}")
+            draft.note(index, f"shares the scale that the plan gives {source}{_by(draft, edges.get(index), source)}")
         elif index in draft.params and _differ(draft.params[index], params):
             draft.note(index, f"is tied to {source}, for which the plan gives another scale")
             found = Conflict(
@@ -214,11 +215,12 @@ def _words(site: Site) -> str:
     return f"{scheme.type.name} {scheme.zero}{narrow}{power} per {scheme.per}"
 
 
-def _by(draft: Draft, edge: _Edge | None) -> str:
-    """The rule that ties a site, and to what, as the end of a sentence."""
+def _by(draft: Draft, edge: _Edge | None, named: TensorRef) -> str:
+    """The rule that ties a site, and to what if that is not `named` already, as the end of a sentence."""
     if edge is None or not edge.rule:
         return ""
-    return f", as rule {edge.rule!r} ties it to {draft.sites[edge.other].tensor}"
+    other = draft.sites[edge.other].tensor
+    return f", by rule {edge.rule!r}" if other == named else f", as rule {edge.rule!r} ties it to {other}"
 
 
 def _widened(found: Range, least: float | None) -> Range:

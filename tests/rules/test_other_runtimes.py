@@ -269,7 +269,7 @@ CASES = {
         "f = Flatten(x) g = Tile(f, ones) h = Expand(g, big) d = DepthToSpace<blocksize = 2>(x)",
         ("x>f+d", "f g h d"),
         ("", ""),
-        ("", ""),
+        ("f>g x>f", "f"),
     ),
     "linear-resize": (
         IMAGE,

@@ -100,7 +100,7 @@ def test_each_scale_is_explained(net):
         ),
         "y": (
             "its range [0, 0.9] is minmax of what the calibration data showed",
-            "shares scale and zero point with x:0, as rule 'join' ties it to x:0",
+            "shares scale and zero point with x:0, by rule 'join'",
             "scale 0.00392157, range [0, 1]",
         ),
         "z": (
@@ -166,7 +166,7 @@ def test_without_data_the_plan_tells_what_it_can(net):
     told = {site.tensor.op: because(net, made, k) for k, site in enumerate(made.sites)}
     assert told["s"] == ("its range is fixed: rule 'softmax' says [0, 1], and Softmax never leaves [0, 1]",)
     assert told["y"] == (
-        "its range is minmax of what the calibration data showed",
+        "its range will be minmax of what the calibration data shows",
         "rule 'join' ties it to what y[0], y[1] reads: one scale for both",
     )
 
