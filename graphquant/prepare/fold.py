@@ -197,9 +197,9 @@ def _apply(model: Model, place: Place, fold: _Fold, parameters: Parameters) -> S
         named_so = edits.add(graph, _namesake(norm), [result])
         for use in ends:
             edits.connect(use, named_so)
-    single = frozenset({"constant", "identity"})
-    drop_unread(model, stale[:1], single, edits.remove)
-    drop_unread(model, stale[1:], single if place.mul is None else None, edits.remove)
+    single = frozenset({"constant", "identity", "input"})
+    drop_unread(model, stale[:1], single, edits)
+    drop_unread(model, stale[1:], single if place.mul is None else None, edits)
     detail, undo = f"folded into {weighted.name}", {"weighted": weighted.name, **edits.undo()}
     return Step(step=NAME, target=named(graph, norm.name), detail=detail, undo=undo)
 

@@ -10,9 +10,10 @@ from pydantic import ConfigDict
 from graphquant.ir import TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
 
     from graphquant.ir import Graph, Model
+    from graphquant.prepare.undo import Edits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +56,7 @@ def drop_unread(
     model: Model,
     tensors: Iterable[TensorRef],
     kinds: frozenset[str] | None = None,
-    remove: Callable[[Graph, str], None] | None = None,
+    edits: Edits | None = None,
 ) -> None:
     """Takes out constants, and what was computed from them alone, that nothing reads or waits for any more.
 
@@ -65,7 +66,7 @@ def drop_unread(
         model: The model, which is changed.
         tensors: Parameters that may have lost their last reader.
         kinds: If given, only ops of these kinds are taken out.
-        remove: Takes an op out in the place of the graph's own `remove`.
+        edits: Keeps the record of what is done.
     """
     todo = list(dict.fromkeys(tensors))
     callers = model.callers() if any(tensor.graph for tensor in todo) and model.format == "onnx" else {}
@@ -75,24 +76,28 @@ def drop_unread(
         if tensor.op not in graph or graph.nx.adj[tensor.op]:
             continue
         op = graph.op(tensor.op)
-        if op.kind == "input" and kinds is None and graph.name and graph.parent is None:
-            todo.extend(_leave_out(model, [use for use, _ in callers.get(graph.name, ())], graph.inputs.index(op.name)))
+        if op.kind == "input" and (kinds is None or op.kind in kinds) and graph.name and graph.parent is None:
+            calls = [use for use, _ in callers.get(graph.name, ())]
+            todo.extend(_leave_out(model, calls, graph.inputs.index(op.name), edits))
         if op.kind in {"input", "output"} or op.calls or (kinds is not None and op.kind not in kinds):
             continue
         todo.extend(read for read in graph.slots(tensor.op) if read is not None)
-        if remove is None:
+        if edits is None:
             graph.remove(tensor.op)
         else:
-            remove(graph, tensor.op)
+            edits.remove(graph, tensor.op)
 
 
-def _leave_out(model: Model, calls: Iterable[Use], slot: int) -> Iterator[TensorRef]:
+def _leave_out(model: Model, calls: Iterable[Use], slot: int, edits: Edits | None) -> Iterator[TensorRef]:
     """Empties a slot of the ops that call a function; gives what they read there."""
     for graph, name, _ in calls:
         use = Use(graph, name, slot)
         read = model.graphs[graph].producer(use)
         if read is not None:
-            model.graphs[graph].connect(use, None)
+            if edits is None:
+                model.graphs[graph].connect(use, None)
+            else:
+                edits.connect(use, None)
             yield read
 
 

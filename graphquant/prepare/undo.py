@@ -71,8 +71,8 @@ class Edits:
         self._added: list[dict[str, Any]] = []
         self._scaled: dict[tuple[str, str], Scaled] = {}
 
-    def connect(self, use: Use, tensor: TensorRef) -> None:
-        """Makes `use` read `tensor`."""
+    def connect(self, use: Use, tensor: TensorRef | None) -> None:
+        """Makes `use` read `tensor`, or nothing."""
         graph = self._model.graphs[use.graph]
         told = {**_place(use.graph, use.op), "slot": use.slot, "read": _told(graph.producer(use))}
         graph.connect(use, tensor)

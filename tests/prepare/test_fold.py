@@ -1,6 +1,7 @@
 """BatchNorm folding against onnxruntime and by hand, and BatchNorms in training mode."""
 
 import base64
+import json
 
 import numpy as np
 import onnx
@@ -14,6 +15,7 @@ from graphquant.formats.tensorflow import emit as tf_emit
 from graphquant.formats.tensorflow import load as tf_load
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import Parameters, TensorRef
+from graphquant.plans import from_json, to_json
 from graphquant.prepare import left_alone, originals, prepare, prepared_digest
 
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
@@ -485,3 +487,68 @@ def test_the_plan_says_why_not(tmp_path, text):
     else:
         assert [(one.step, str(one.tensor)) for one in left] == [("fold-batchnorm", "n:0")]
         assert left[0].reason.startswith(REASONS[text])
+
+
+def nested(folder):
+    """Convolutions with BatchNorms in a branch, whose weight is outside of it, and in a function of the model's own."""
+    text = """<ir_version: 8, opset_import: ["": 13, "own": 1]>
+    g (float[1,3,5,5] x, bool b) => (float[1,4,5,5] y) {
+        i = If (b) <
+            then_branch = t () => (float[1,4,5,5] p) {
+                c = Conv (x, w)  n = BatchNormalization (c, s, o, m, v)  p = Relu (n)
+            },
+            else_branch = e () => (float[1,4,5,5] q) { q = own.block (x, w) }
+        >
+        y = own.norm (i, w2)
+    }
+    <domain: "own", opset_import: ["": 13]> block (a, k) => (r) { r = Conv (a, k) }
+    <domain: "own", opset_import: ["": 13]> norm (a, k) => (r) {
+        s = Constant <value_floats = [1.0, 2.0, 3.0, 4.0]> ()
+        c = Conv (a, k)
+        n = BatchNormalization (c, s, s, s, s)
+        r = Relu (n)
+    }"""
+    message = onnx.parser.parse_model(text)
+    values = constants(w=(4, 3, 1, 1), w2=(4, 4, 1, 1), **STATS)
+    message.graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    onnx.save(message, folder / "model.onnx")
+    return onnx_format.load(folder / "model.onnx")
+
+
+def test_branches_and_functions(tmp_path):
+    """They are folded where they are; the weight outside of the branch stays for who else reads it."""
+    model = nested(tmp_path)
+    folded, steps = prepare(model, FOLD)
+    assert [step.target for step in steps] == ["i/then_branch/n", "own:norm/n"]
+    message = onnx_format.emit(folded)
+    assert "BatchNormalization" not in str(message)
+    assert {"w", "w2"} & {one.name for one in message.graph.initializer} == {"w"}
+    for way in (True, False):
+        feeds = {"x": RNG.normal(size=(1, 3, 5, 5)).astype(np.float32), "b": np.array(way)}
+        before, after = run(onnx_format.emit(model), feeds), run(message, feeds)
+        np.testing.assert_allclose(after[0], before[0], rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_file_makes_the_same_steps(tmp_path):
+    """A plan read from its JSON prepares the model as the one that was made, and gives the same bytes."""
+    nested(tmp_path)
+    path, rules = tmp_path / "model.onnx", ["prepare = ['constant-nodes', 'fold-batchnorm']\n", "weight_only"]
+    made = gq.plan(path, rules=rules)
+    assert [step.step for step in made.steps] == ["fold-batchnorm"] * 2
+    again = from_json(json.loads(json.dumps(to_json(made))))
+    one, two = gq.insert(path, plan=made), gq.insert(path, plan=again)
+    assert one.inserted
+    assert onnx_format.emit(one.model) == onnx_format.emit(two.model)
+
+
+def test_half_floats_are_left(tmp_path):
+    """Weights of another type than float32 are not folded, and that is said."""
+    text = """<ir_version: 8, opset_import: ["": 15]> g (float16[1,3,5,5] x) => (float16[1,4,5,5] y) {
+        c = Conv (x, w)  y = BatchNormalization (c, s, o, m, v)
+    }"""
+    message = onnx.parser.parse_model(text)
+    for name, value in constants(w=(4, 3, 1, 1), **STATS).items():
+        message.graph.initializer.append(onnx.numpy_helper.from_array(value.astype(np.float16), name))
+    onnx.save(message, tmp_path / "model.onnx")
+    (left,) = left_alone(gq.load(tmp_path / "model.onnx"), FOLD)
+    assert left.reason == "the weight of c is float16; only float32 is folded"
