@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     help="Say which tensor of the model is which of that file's.",
 )
 @click.option("--float-weights", is_flag=True, help="Keep weights float, behind a whole QDQ pair.")
+@click.option("--requantize", is_flag=True, help="Take out the quantization that MODEL has already.")
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result as a page.")
@@ -66,15 +67,17 @@ def insert(  # click passes what the user gave
     ranges: Path | None,
     ranges_map: Path | None,
     float_weights: bool,
+    requantize: bool,
     dry_run: bool,
     report: Path | None,
     html: Path | None,
     force: bool,
 ) -> None:
     """Quantize MODEL: plan, calibrate, rewrite, write."""
-    if plan_file is not None and (rules or include or exclude or family):
+    if plan_file is not None and (rules or include or exclude or family or requantize):
         raise UsageError(
-            "--plan applies a plan as it is; --rules, --include, --exclude and --family make one. Give either."
+            "--plan applies a plan as it is; --rules, --include, --exclude, --family and --requantize make one. Give"
+            " either."
         )
     if stats is not None and (data is not None or samples is not None):
         raise UsageError("--stats takes the place of --data and --samples. Give either.")
@@ -105,6 +108,7 @@ def insert(  # click passes what the user gave
             exclude=exclude,
             family=family,
             float_weights=float_weights,
+            requantize=requantize,
             progress=progress,
         )
     _deliver(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)

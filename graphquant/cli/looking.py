@@ -21,6 +21,7 @@ DRAWN = ("dot", "svg", "graphml", "graph-json")
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @selection
+@click.option("--requantize", is_flag=True, help="Take out the quantization that MODEL has already.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page instead.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
@@ -31,6 +32,7 @@ def plan(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     family: str | None,
+    requantize: bool,
     form: str,
     html: Path | None,
     output: Path | None,
@@ -44,7 +46,7 @@ def plan(
             outputs.check_output(path, model, force=force)
     _check_page(html, output, form)
     loaded = pipeline.load(model)
-    made = pipeline.plan(loaded, rules=rules, include=include, exclude=exclude, family=family)
+    made = pipeline.plan(loaded, rules=rules, include=include, exclude=exclude, family=family, requantize=requantize)
     if html is not None:
         from graphquant.view.graph import plan_drawing
 

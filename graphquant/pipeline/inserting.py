@@ -41,6 +41,7 @@ def insert(
     exclude: Several = (),
     family: str | None = None,
     float_weights: bool = False,
+    requantize: bool = False,
     progress: Progress | None = None,
 ) -> Result:
     """Quantizes a model: the whole story from rules to a rewritten graph.
@@ -60,6 +61,7 @@ def insert(
         exclude: Globs or /regexes/; what they name is left.
         family: The QDQ family for schemes that name none.
         float_weights: Keep weights float, with a whole QDQ pair.
+        requantize: Take out the quantization that the model has already.
         progress: Is told how far the work is.
 
     Raises:
@@ -74,7 +76,7 @@ def insert(
 
         check_spec(data)
     source = loaded(model)
-    prepared, made = prepared_and_plan(source, plan, rules, include, exclude, family)
+    prepared, made = prepared_and_plan(source, plan, rules, include, exclude, family, requantize=requantize)
     made = with_method(made, method)
     taken = None
     if ranges is not None:

@@ -30,6 +30,7 @@ def plan(
     exclude: Several = (),
     family: str | None = None,
     method: str | None = None,
+    requantize: bool = False,
 ) -> Plan:
     """What `insert` would do to `model`.
 
@@ -40,6 +41,7 @@ def plan(
         exclude: Globs or /regexes/; what they name is left.
         family: The QDQ family for schemes that name none.
         method: The observer of all activations whose range comes from data, instead of what the rules say.
+        requantize: Take out the quantization that the model has already.
 
     Raises:
         ModelError: The model cannot be read or prepared.
@@ -47,7 +49,8 @@ def plan(
         UsageError: A selector matches nothing, or there is no such method.
     """
     source = loaded(model)
-    return with_method(prepared_and_plan(source, None, rules, include, exclude, family)[1], method)
+    made = prepared_and_plan(source, None, rules, include, exclude, family, requantize=requantize)[1]
+    return with_method(made, method)
 
 
 def prepared_and_plan(
@@ -57,10 +60,15 @@ def prepared_and_plan(
     include: Several,
     exclude: Several,
     family: str | None,
+    *,
+    requantize: bool = False,
 ) -> tuple[Model, Plan]:
     """The prepared model and its plan, the one given or the one that the rules make."""
     if plan is None:
-        return planned_by(source, ruleset_for(source, rules), choice_of(source, include, exclude, family))
+        ruleset = ruleset_for(source, rules)
+        if requantize:
+            ruleset = replace(ruleset, prepare=tuple(dict.fromkeys(("requantize", *ruleset.prepare))))
+        return planned_by(source, ruleset, choice_of(source, include, exclude, family))
     made = plan if isinstance(plan, Plan) else read_plan(Path(plan))
     return prepared_for(source, made), made
 

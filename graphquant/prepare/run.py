@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from graphquant.ir import Model, bulk, check
-from graphquant.prepare import constants, fold, forwarding, inference
+from graphquant.prepare import constants, fold, forwarding, inference, requantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +33,11 @@ class Preparation:
 
 
 STEPS: dict[str, Preparation] = {
+    requantize.NAME: Preparation(
+        why="it was asked for: rules place their own quantization in the place of the model's",
+        run=requantize.requantize,
+        left=requantize.left,
+    ),
     constants.INITIALIZERS: Preparation(
         why="a weight that callers may override is no constant, and cannot be quantized beforehand",
         run=constants.initializer_inputs,

@@ -458,6 +458,7 @@ class Rule:
 
 
 PREPARATIONS = (
+    "requantize",
     *("initializer-inputs", "constant-nodes", "inference-batchnorm", "drop-identity", "drop-dropout"),
     "fold-batchnorm",
 )
