@@ -344,7 +344,10 @@ class _Drawer:
         for name, paths in by_graph.items():
             if name:
                 self.graph_groups[name] = len(self.groups)
-                self.groups.append(Group(label=name, parent=self._home(name, callers, homes), graph=name))
+                parent = self._home(name, callers, homes)
+                outer = self.model.graphs[name].parent
+                label = name.removeprefix(f"{outer[0]}/") if outer is not None and outer[0] else name
+                self.groups.append(Group(label=label, parent=parent, graph=name))
             self._scope_groups(name, paths, homes)
         return [homes[graph.name, _scopes(op.name)] for graph, op in drawn]
 
@@ -388,8 +391,7 @@ def _both(read: list[Wire], constants: list[Constant]) -> list[Wire | Constant]:
 
 def _scopes(name: str) -> tuple[str, ...]:
     """The name scopes of an op; a leading slash starts none."""
-    parts = name.split("/")
-    return tuple(parts[:-1][:MAX_DEPTH]) if len(parts) > 1 else ()
+    return tuple(name.lstrip("/").split("/")[:-1][:MAX_DEPTH])
 
 
 def shape_text(output: Output) -> str:

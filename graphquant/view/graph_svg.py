@@ -74,10 +74,11 @@ def _frames(drawing: Drawing, layout: Placement) -> Iterator[str]:
     for group in sorted(ends):
         left, top, right, bottom = ends[group]
         pad = 6 + 7 * deep[group]
-        wide, tall = right - left + 2 * pad, bottom - top + 2 * pad + 8
-        yield f'<rect class="frame" x="{left - pad}" y="{top - pad - 8}" width="{wide}" height="{tall}"/>'
+        above = 14 + 13 * deep[group]
+        wide, tall = right - left + 2 * pad, bottom - top + pad + above
+        yield f'<rect class="frame" x="{left - pad}" y="{top - above}" width="{wide}" height="{tall}"/>'
         label = _cut(drawing.groups[group].label, wide - 8)
-        yield f'<text class="label" x="{left - pad + 4}" y="{top - pad + 3}">{label}</text>'
+        yield f'<text class="label" x="{left - pad + 4}" y="{top - above + 11}">{label}</text>'
 
 
 def _wire(drawing: Drawing, layout: Placement, wire: Wire, trunk: Sequence[int], lane: int, badges: list[str]) -> str:

@@ -9,6 +9,7 @@ const GAP = 58; // room above a row of boxes, for wires and badges
 const OPENED = 64; // more room above a row where a badge is unfolded
 const NEAR = 0.5; // from this zoom on, words are drawn
 const MIDDLE = 0.16; // from this one, wires as curves and badges as dots
+const ROUND = 0.35; // from this one, boxes with an outline and their type
 const RESULTS = 100; // results of a search that are listed
 const STATES = ["computes on no float", "float", "partly quantized", "quantized"];
 
@@ -89,7 +90,10 @@ function model(data) {
     group: { ...groups, count: groups.label.length },
   };
   m.constants = ranges(m.constant.op, count);
-  m.short = (op) => m.name(op).replace(/\/+$/, "").split("/").pop() || m.name(op);
+  m.short = (op) => {
+    const name = m.name(op), cut = name.lastIndexOf("/", name.length - 2) + 1;
+    return name.slice(cut);
+  };
   m.groupOps = groupOps(m);
   m.portX = ports(m);
   m.readers = badges.map(() => []);
@@ -106,7 +110,7 @@ function model(data) {
 /** How many ops each group holds, those of groups in it too, and the rows and columns they take. */
 function groupOps(m) {
   const { parent, count } = m.group;
-  const found = Array.from({ length: count }, () => ({ ops: 0, deep: 0, top: Infinity, bottom: -1, left: Infinity, right: -Infinity }));
+  const found = Array.from({ length: count }, () => ({ ops: 0, deep: 0, level: 0, top: Infinity, bottom: -1, left: Infinity, right: -Infinity }));
   for (let op = 0; op < m.count; op++) {
     const group = m.ops.group[op];
     if (group < 0) continue;
@@ -117,6 +121,7 @@ function groupOps(m) {
     one.left = Math.min(one.left, m.x[op] - half);
     one.right = Math.max(one.right, m.x[op] + half);
   }
+  for (let group = 0; group < count; group++) if (parent[group] >= 0) found[group].level = found[parent[group]].level + 1;
   for (let group = count - 1; group >= 0; group--) {
     if (parent[group] < 0) continue;
     const one = found[group], outer = found[parent[group]];
@@ -288,9 +293,15 @@ function fillOf(app, op) {
   return inputs === 2 ? colour.part : colour.box;
 }
 
-/** `text` cut so that it is at most `room` wide in the context's font. */
+/** Sets the font, if it is not set already: asking the canvas for it takes long. */
+function font(app, name) {
+  if (app.font !== name) app.ctx.font = FONTS[name];
+  app.font = name;
+}
+
+/** `text` cut so that it is at most `room` wide in the font that is set. */
 function fitted(app, ctx, text, room) {
-  const key = `${ctx.font}|${Math.round(room)}|${text}`;
+  const key = `${app.font}|${Math.round(room)}|${text}`;
   let found = app.fitted.get(key);
   if (found === undefined) {
     found = text;
@@ -326,6 +337,7 @@ function draw(app) {
   area.first = rowAt(s.top, area.top, m.rows);
   area.last = Math.min(m.rows - 1, rowAt(s.top, area.bottom, m.rows) + 1);
   app.hits = [];
+  app.font = "";
   drawFrames(app, area);
   drawWires(app, area);
   drawBoxes(app, area);
@@ -347,7 +359,7 @@ function rowAt(top, y, rows) {
 /** Where the frame of a group is, with room for those in it. */
 function frameOf(app, group) {
   const { m, s } = app, one = m.groupOps[group], pad = 6 + 7 * one.deep;
-  return { x: one.left - pad, y: s.boxTop(one.top) - pad - 8, right: one.right + pad, bottom: s.top[one.bottom + 1] + pad };
+  return { x: one.left - pad, y: s.boxTop(one.top) - 14 - 13 * one.deep, right: one.right + pad, bottom: s.top[one.bottom + 1] + pad };
 }
 
 function drawFrames(app, area) {
@@ -365,10 +377,10 @@ function drawFrames(app, area) {
     ctx.strokeRect(frame.x, frame.y, frame.right - frame.x, frame.bottom - frame.y);
     ctx.setLineDash([]);
     if (view.k < NEAR * 0.6) continue;
-    ctx.font = FONTS.name;
+    font(app, "name");
     ctx.fillStyle = colour.soft;
     const label = fitted(app, ctx, `− ${m.text(m.group.label[group])}`, Math.max(60, frame.right - frame.x - 8));
-    const y = Math.min(Math.max(frame.y, area.top + 2), frame.bottom - 12);
+    const y = Math.min(Math.max(frame.y, area.top + 2 + 13 * one.level), frame.bottom - 12);
     ctx.textAlign = "left";
     ctx.fillText(label, frame.x + 4, y + 11);
     app.hits.push({ x: frame.x, y, right: frame.x + ctx.measureText(label).width + 8, bottom: y + 15, frame: group });
@@ -388,7 +400,7 @@ function drawWires(app, area) {
   const bright = new Set(app.selected ? wiresOf(app, app.selected) : []);
   const paths = { plain: new Path2D(), dashed: new Path2D(), bright: new Path2D(), dim: new Path2D() };
   const marked = new Map();
-  const stride = Math.max(1, Math.floor(1 / (view.k * (BOX + GAP))));
+  const stride = Math.max(1, Math.floor(4 / (view.k * (BOX + GAP)))); // from afar, some say as much as all
   const { x0, x1, wire, last } = s.pieces;
   for (let row = area.first - (area.first % stride); row <= Math.min(area.last + 1, m.rows - 1); row += stride) {
     const above = s.top[row], below = s.boxTop(row) > above ? s.boxTop(row) : above;
@@ -453,7 +465,7 @@ function drawFar(app, area, paths, bright) {
 }
 
 function drawBoxes(app, area) {
-  const { ctx, m, s, view } = app;
+  const { m, s, view } = app, seen = [];
   const stride = Math.max(1, Math.floor(0.7 / (view.k * (BOX + GAP))));
   for (let row = area.first - (area.first % stride); row <= area.last; row += stride) {
     if (!s.filled[row]) continue;
@@ -463,12 +475,16 @@ function drawBoxes(app, area) {
       const op = inRow[i];
       if (s.behind(op) >= 0) continue;
       if (view.k < MIDDLE && s.x[op] * view.k < pixel) continue; // another one is drawn on this pixel
-      drawOp(app, op, y);
-      pixel = s.x[op] * view.k + 0.5;
+      pixel = s.x[op] * view.k + 1;
+      seen.push({ op, y });
     }
-    for (const box of s.rowBoxes.get(row) || []) drawGroup(app, box, y);
   }
-  ctx.globalAlpha = 1;
+  const parts = view.k < ROUND ? [drawSpot] : view.k < NEAR ? [drawBox, drawType] : [drawBox, drawType, drawName, drawChips];
+  for (const part of parts) for (const one of seen) part(app, one.op, one.y); // each part has one font
+  for (const [row, boxes] of s.rowBoxes) {
+    if (row >= area.first && row <= area.last) for (const box of boxes) drawGroup(app, box, s.boxTop(row));
+  }
+  app.ctx.globalAlpha = 1;
 }
 
 /** The first of `items`, which are ordered by x, at or right of `left`; boxes of groups may have moved some a little. */
@@ -482,48 +498,66 @@ function firstFrom(x, items, left) {
   return Math.max(0, low - 1);
 }
 
-function drawOp(app, op, y) {
-  const { ctx, m, s, view, colour } = app;
-  const width = m.ops.width[op], x = s.x[op] - width / 2;
+/** An op from afar. */
+function drawSpot(app, op, y) {
+  const { ctx, m, s, view, colour } = app, width = m.ops.width[op], fill = app.fills[op];
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
-  ctx.fillStyle = fillOf(app, op);
-  if (view.k < MIDDLE) {
-    ctx.fillStyle = ctx.fillStyle === colour.box ? colour.soft : ctx.fillStyle;
-    ctx.fillRect(x, y, Math.max(width, 1.5 / view.k), Math.max(BOX, 1 / view.k));
-    return;
-  }
-  const chosen = app.selected && app.selected.op === op && app.selected.kind === "op";
+  ctx.fillStyle = fill === colour.box ? colour.wire : fill;
+  ctx.fillRect(s.x[op] - width / 2, y, Math.max(width, 1.5 / view.k), Math.max(BOX, 1 / view.k));
+}
+
+function drawBox(app, op, y) {
+  const { ctx, m, s, colour } = app, width = m.ops.width[op];
+  const chosen = app.selected && app.selected.kind === "op" && app.selected.op === op;
+  ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
+  ctx.fillStyle = app.fills[op];
   ctx.strokeStyle = chosen ? colour.accent : colour.line;
   ctx.lineWidth = chosen ? 3 : 1;
   ctx.beginPath();
-  ctx.roundRect(x, y, width, BOX, 6);
+  ctx.roundRect(s.x[op] - width / 2, y, width, BOX, 6);
   ctx.fill();
   ctx.stroke();
-  if (view.k < NEAR * 0.7) return;
+}
+
+function drawType(app, op, y) {
+  const { ctx, m, s, colour } = app;
+  ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.textAlign = "center";
   ctx.fillStyle = colour.ink;
-  ctx.font = FONTS.type;
-  ctx.fillText(fitted(app, ctx, m.type(op), width - 10), s.x[op], y + 16);
-  if (view.k < NEAR) return;
-  ctx.font = FONTS.name;
+  font(app, "type");
+  ctx.fillText(fitted(app, ctx, m.type(op), m.ops.width[op] - 10), s.x[op], y + 16);
+}
+
+/** The last part of an op's name, and the shape it makes where no quantized constants are shown. */
+function drawName(app, op, y) {
+  const { ctx, m, s, colour } = app, room = m.ops.width[op] - 10;
+  ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.fillStyle = colour.soft;
-  ctx.fillText(fitted(app, ctx, m.short(op), width - 10), s.x[op], y + 30);
-  if (!drawChips(app, op, x, y, width) && m.ops.outputs[op].length) {
-    ctx.fillText(fitted(app, ctx, m.text(m.ops.outputs[op][2]), width - 10), s.x[op], y + 44);
+  font(app, "name");
+  ctx.fillText(fitted(app, ctx, m.short(op), room), s.x[op], y + 30);
+  if (!chipsOf(app, op).length && m.ops.outputs[op].length) {
+    ctx.fillText(fitted(app, ctx, m.text(m.ops.outputs[op][2]), room), s.x[op], y + 44);
   }
 }
 
-/** The quantized constants of an op, and badges of its own, along its lower edge. Whether there are any. */
-function drawChips(app, op, x, y, width) {
-  const { ctx, m, colour } = app, chips = [];
+/** The quantized constants of an op, and badges of its own. */
+function chipsOf(app, op) {
+  const { m } = app, chips = [];
   for (const one of m.constants.of(op)) {
     const marked = m.constant.badges[one];
     if (marked) chips.push({ text: m.text(m.constant.role[one])[0].toUpperCase(), badge: marked[marked.length - 1] });
   }
   for (const badge of m.ops.badges[op] || []) chips.push({ text: "", badge });
-  if (!chips.length) return false;
+  return chips;
+}
+
+function drawChips(app, op, y) {
+  const { ctx, m, s, colour } = app, width = m.ops.width[op], x = s.x[op] - width / 2, chips = chipsOf(app, op);
+  if (!chips.length) return;
+  ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
+  ctx.textAlign = "center";
   const room = (width - 8) / chips.length, own = chips.length === 1 && !chips[0].text;
-  ctx.font = FONTS.badge;
+  font(app, "badge");
   chips.forEach((chip, i) => {
     const badge = m.badges[chip.badge], left = x + 4 + room * i;
     const said = own ? badgeText(badge) : `${chip.text} ${shortType(badge.dtype)}`.trim();
@@ -535,7 +569,6 @@ function drawChips(app, op, x, y, width) {
     ctx.fillText(fitted(app, ctx, said, room - 4), left + room / 2, y + 45.5);
     app.hits.push({ x: left, y: y + 34, right: left + room, bottom: y + 50, badge: chip.badge });
   });
-  return true;
 }
 
 function drawGroup(app, box, y) {
@@ -554,10 +587,10 @@ function drawGroup(app, box, y) {
   if (view.k < NEAR * 0.7) return;
   ctx.textAlign = "center";
   ctx.fillStyle = colour.ink;
-  ctx.font = FONTS.type;
+  font(app, "type");
   ctx.fillText(fitted(app, ctx, `+ ${m.text(m.group.label[box.group])}`, box.width - 10), box.x, y + 22);
   ctx.fillStyle = colour.soft;
-  ctx.font = FONTS.name;
+  font(app, "name");
   ctx.fillText(counted(m.groupOps[box.group].ops, "op"), box.x, y + 38);
 }
 
@@ -596,7 +629,7 @@ function drawBadge(app, number, target, piece, t) {
     app.hits.push({ x: x - 7, y: y - 7, right: x + 7, bottom: y + 7, badge: number });
     return;
   }
-  ctx.font = FONTS.badge;
+  font(app, "badge");
   const text = fitted(app, ctx, badgeText(badge), 120), half = ctx.measureText(text).width / 2 + 5;
   ctx.beginPath();
   ctx.roundRect(x - half, y - 8, 2 * half, 16, 8);
@@ -615,7 +648,7 @@ function drawBadge(app, number, target, piece, t) {
 /** The ops that an unfolded badge stands for, one below the other; a plan's will get names when they are inserted. */
 function drawPair(app, number, x, y) {
   const { ctx, m, colour } = app, badge = m.badges[number];
-  const ops = (badge.ops || [["quantize", ""], ["dequantize", ""]]).slice(-4), tall = 26;
+  const ops = (badge.ops || (m.planned ? [["quantize", ""], ["dequantize", ""]] : [[badge.dtype, badge.name || ""]])).slice(-4), tall = 26;
   ctx.textAlign = "center";
   ops.forEach(([type, name], i) => {
     const top = y + (i - ops.length / 2) * (tall + 4);
@@ -627,7 +660,7 @@ function drawPair(app, number, x, y) {
     ctx.fill();
     ctx.stroke();
     ctx.fillStyle = colour.ink;
-    ctx.font = FONTS.name;
+    font(app, "name");
     ctx.fillText(fitted(app, ctx, type, 118), x, top + 11);
     ctx.fillStyle = colour.soft;
     ctx.fillText(fitted(app, ctx, name.split("/").pop() || badgeText(badge), 118), x, top + 22);
@@ -642,24 +675,27 @@ function drawConstants(app, op, below) {
     const marked = m.constant.badges[one];
     if (marked && marked.some((badge) => app.unfolded.has(badge))) open.push({ one, badge: marked[marked.length - 1] });
   }
-  const x = s.x[op] - m.ops.width[op] / 2;
+  const x = Math.min(s.x[op] - m.ops.width[op] / 2, s.x[op] - 76); // left of the ops of an unfolded badge
   ctx.textAlign = "left";
-  ctx.font = FONTS.name;
+  font(app, "name");
   open.slice(0, 4).forEach(({ one, badge }, i) => {
     const y = below - 26 - i * 22;
     ctx.fillStyle = colour.back;
     ctx.strokeStyle = badgeColour(app, m.badges[badge].dtype);
     ctx.lineWidth = 1.5;
     ctx.beginPath();
-    ctx.moveTo(x + 10, below);
-    ctx.lineTo(x + 10, y + 18);
-    ctx.roundRect(x - 70, y, 130, 18, 4);
+    ctx.moveTo(x, y + 9);
+    ctx.lineTo(x + 6, y + 9);
+    ctx.lineTo(s.x[op] - m.ops.width[op] / 2 + 8, below);
+    ctx.stroke();
+    ctx.beginPath();
+    ctx.roundRect(x - 130, y, 130, 18, 4);
     ctx.fill();
     ctx.stroke();
     ctx.fillStyle = colour.ink;
     const said = `${m.text(m.constant.role[one])} ${shortType(m.badges[badge].dtype)} ${m.text(m.constant.shape[one])}`;
-    ctx.fillText(fitted(app, ctx, said, 122), x - 66, y + 12);
-    app.hits.push({ x: x - 70, y, right: x + 60, bottom: y + 18, badge });
+    ctx.fillText(fitted(app, ctx, said, 122), x - 126, y + 12);
+    app.hits.push({ x: x - 130, y, right: x, bottom: y + 18, badge });
   });
 }
 
@@ -685,8 +721,8 @@ function makeMap(app) {
     if (x === before && y === row) continue;
     before = x;
     row = y;
-    const fill = fillOf(app, op);
-    ctx.fillStyle = app.matched ? (app.matched[op] ? colour.accent : colour.line) : fill === colour.box ? colour.soft : fill;
+    const fill = app.fills[op];
+    ctx.fillStyle = app.matched ? (app.matched[op] ? colour.accent : colour.line) : fill === colour.box ? colour.wire : fill;
     ctx.fillRect(x, y, Math.max(1, m.ops.width[op] * wide), Math.max(1, BOX * tall));
   }
   for (const box of s.boxes.values()) {
@@ -1313,12 +1349,18 @@ function bar(app) {
   );
 }
 
+/** The colours of the scheme that is on, and the fill of each op. */
+function coloured(app) {
+  app.colour = palette();
+  app.fills = Array.from({ length: app.m.count }, (_, op) => fillOf(app, op));
+}
+
 const dark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 
 function theme(app, name) {
   if (name) document.documentElement.dataset.theme = name;
   else delete document.documentElement.dataset.theme;
-  app.colour = palette();
+  coloured(app);
   app.panel.replaceChildren(...told(app, app.selected));
   app.mapLater();
   app.redraw();
@@ -1340,7 +1382,7 @@ async function start() {
   const canvas = el("canvas", { id: "graph", tabIndex: 0, role: "application", "aria-label": "The model's graph; keys are listed under ?" });
   const map = el("canvas", { id: "map", "aria-hidden": "true" });
   const app = {
-    m, canvas, map, ctx: canvas.getContext("2d", { alpha: false }), colour: palette(), fitted: new Map(),
+    m, canvas, map, ctx: canvas.getContext("2d", { alpha: false }), fitted: new Map(),
     view: { x: 0, y: 0, k: 1 }, collapsed: new Set(), unfolded: new Set(), selected: null, hits: [], mapped: null,
     found: [], at: -1, matched: null, asked: { text: "", state: "", rule: "", kind: "", sqnr: null }, linked: "",
   };
@@ -1364,6 +1406,7 @@ async function start() {
   };
   app.panel = el("aside", { id: "panel", "aria-live": "polite" });
   app.results = el("ol", { id: "results", hidden: true });
+  coloured(app);
   app.bar = bar(app);
   document.body.append(app.bar, el("main", {}, canvas, app.results, map, app.panel));
   app.s = scene(m, app.collapsed, app.unfolded);

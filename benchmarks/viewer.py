@@ -1,0 +1,161 @@
+"""How long the viewer's page takes to make, to open and to move about in, by the size of the model.
+
+Run with `python benchmarks/viewer.py` (some minutes; needs a Chromium and playwright). Quantized residual nets and nets
+of 25 towers, are drawn and opened in headless Chromium, which draws in software. Each figure is the median of three
+runs; those of Python are processor time. First paint is counted from the start of the navigation until the frame after
+the drawing; frames while moving are counted for two seconds at three zooms, and the worst zoom is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from scale import residual
+
+from graphquant import formats, pipeline
+from graphquant.numerics import Range
+from graphquant.rewrite import rewrite
+from graphquant.sketch import Sketch
+from graphquant.solve import solve
+from graphquant.view.graph import model_drawing
+from graphquant.view.html import page as made_page
+from graphquant.view.layout import place
+from graphquant.view.payload import payload, width_of
+
+if TYPE_CHECKING:
+    from graphquant.ir import Model
+    from graphquant.view.drawing import Drawing
+
+REPEATS, TOWERS = 3, 25
+BARS = {"layout s": 1.0, "file MB": 5.0, "frames/s": 30.0}
+FIRST_PAINT = {5_000: 0.5, 50_000: 2.0}
+
+MOVE = """
+async (zoom) => {
+  const app = window.viewer;
+  app.view.k = zoom;
+  app.view.x = app.canvas.clientWidth / 2 - (app.m.width / 2) * zoom;
+  app.view.y = -app.s.height * zoom * 0.4;
+  const start = performance.now();
+  let frames = 0;
+  while (performance.now() - start < 2000) {
+    app.view.y -= 17;
+    app.view.x += frames % 40 < 20 ? 5 : -5;
+    app.redraw();
+    await new Promise((done) => requestAnimationFrame(done));
+    frames++;
+  }
+  return (1000 * frames) / (performance.now() - start);
+}
+"""
+
+
+def wide(ops: int) -> onnx.ModelProto:
+    """25 towers of Conv and Relu side by side that are summed with their neighbour now and then."""
+    rng = np.random.default_rng(0)
+    weight = numpy_helper.from_array(rng.normal(0, 0.3, (4, 4, 1, 1)).astype(np.float32), "w")
+    nodes, here, made = [], ["x"] * TOWERS, 0
+    while made < ops:
+        for tower in range(TOWERS):
+            name = f"tower_{tower}/block_{made // 500}/n{made}"
+            nodes.append(helper.make_node("Conv", [here[tower], "w"], [f"c{made}"], name=f"{name}/conv"))
+            nodes.append(helper.make_node("Relu", [f"c{made}"], [f"r{made}"], name=f"{name}/relu"))
+            here[tower] = f"r{made}"
+            made += 2
+            if rng.random() < 0.3:  # noqa: PLR2004  # a share of them
+                nodes.append(helper.make_node("Add", [here[tower], here[tower - 1]], [f"a{made}"], name=f"{name}/add"))
+                here[tower] = f"a{made}"
+                made += 1
+    nodes.append(helper.make_node("Sum", here, ["y"], name="sum"))
+    shape = [1, 4, 4, 4]
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, shape) for name in ("x", "y")]
+    graph = helper.make_graph(nodes, "wide", ends[:1], ends[1:], [weight])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+
+
+def quantized(source: onnx.ModelProto, folder: Path) -> Model:
+    """The model with QDQ pairs, whose ranges are made up."""
+    path = folder / "float.onnx"
+    path.write_bytes(source.SerializeToString())
+    model = formats.module("onnx").load(path)
+    plan = pipeline.plan(model)
+    prepared = pipeline.prepared_for(model, plan)
+    seen = Range(np.float64(-1.0), np.float64(1.0))
+    sketches = {site.tensor: Sketch(seen.low, seen.high, 1) for site in plan.sites}
+    return rewrite(prepared, plan, solve(prepared, plan, sketches).params)[0]
+
+
+def layout_seconds(drawing: Drawing) -> float:
+    """Seconds that placing takes."""
+    widths, paths = [width_of(box) for box in drawing.boxes], drawing.paths()
+    tensors = [(source, [drawing.wires[wire].target for wire in wires]) for source, _, wires in drawing.tensors()]
+    started = time.process_time()
+    place(widths, tensors, paths)
+    return time.process_time() - started
+
+
+def opened(browser: Any, path: Path) -> dict[str, float]:
+    """What the browser takes for one page."""
+    page = browser.new_page(viewport={"width": 1300, "height": 820})
+    page.goto(path.as_uri())
+    while not page.evaluate("performance.getEntriesByName('drawn').length"):
+        time.sleep(0.02)
+    first = page.evaluate("performance.getEntriesByName('drawn')[0].startTime") / 1000
+    frames = min(page.evaluate(MOVE, zoom) for zoom in (1.0, 0.2, 0.01))
+    page.close()
+    return {"first paint s": first, "frames/s": frames}
+
+
+def measured(browser: Any, model: Model, folder: Path) -> dict[str, float]:
+    """All figures of one model, medians."""
+    drawing = model_drawing(model)
+    rows = []
+    for _ in range(REPEATS):
+        laid = layout_seconds(drawing)
+        started = time.process_time()
+        text = made_page(payload(drawing))
+        took = time.process_time() - started
+        path = folder / "page.html"
+        path.write_text(text, "utf-8")
+        sizes = {"ops": len(drawing.boxes), "layout s": laid, "page s": took, "file MB": len(text) / 1e6}
+        rows.append({**sizes, **opened(browser, path)})
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def main() -> None:
+    """Prints a row for each model."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="5,000 ops only")
+    sizes = (5_000,) if parser.parse_args().quick else (5_000, 50_000)
+    from playwright.sync_api import sync_playwright
+
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    misses = []
+    print("| model | ops | layout s | page s | file MB | first paint s | frames/s |\n|---|--:|--:|--:|--:|--:|--:|")
+    with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        for build in (residual, wide):
+            for ops in sizes:
+                row = measured(browser, quantized(build(ops), Path(scratch)), Path(scratch))
+                cells = [f"{row['ops']:,.0f}", *(f"{row[name]:.2f}" for name in list(row)[1:])]
+                print(f"| {build.__name__} | {' | '.join(cells)} |", flush=True)
+                late = row["first paint s"] > FIRST_PAINT[ops]
+                slow = row["frames/s"] < BARS["frames/s"] or row["layout s"] > BARS["layout s"]
+                if late or slow or row["file MB"] > BARS["file MB"]:
+                    misses.append(f"{build.__name__} {ops}")
+        browser.close()
+    print("\nNetron's figures for layout alone: 5,000 ops 6 s, 50,000 ops 23 s.")
+    print(f"Missed: {', '.join(misses)}" if misses else "All bars are met.")
+
+
+if __name__ == "__main__":
+    main()
