@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +53,7 @@ class Accumulator:
             low, high, finite = self._histogram.add(values)
         else:
             low, high = values.min(axis=over), values.max(axis=over)
-            finite = bool(np.isfinite(low).all() and np.isfinite(high).all())
+            finite = isfinite(low) and isfinite(high) if over is None else bool(np.isfinite([low, high]).all())
         self._count += values.size
         if not finite:
             which = np.isfinite(values)

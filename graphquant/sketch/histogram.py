@@ -20,7 +20,7 @@ class Histogram:
 
     def __init__(self, bits: int) -> None:
         """Of no values yet; `bits` are the mantissa bits of its bins."""
-        self._bits = bits
+        self._bits, self._shift = bits, MANTISSA - bits
         self._table = kernel.new_table(bits)
         self._room = kernel.ROOM
         self._emptied: list[tuple[Array, Array, Array]] = []
@@ -33,18 +33,22 @@ class Histogram:
         """
         flat = values.ravel(order="K")
         flat = flat if flat.flags.aligned else flat.copy()
-        low, high, finite = np.inf, -np.inf, True
-        for start in range(0, flat.size, kernel.ROOM):
-            part = flat[start : start + kernel.ROOM]
-            if part.size > self._room:
-                self._relieve()
-            self._room -= part.size
-            found = kernel.fill(part, MANTISSA - self._bits, self._table)
-            low, high, finite = min(low, found[0]), max(high, found[1]), finite and found[2]
-            if not found[2]:
-                for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
-                    self._table[code << self._bits : code + 1 << self._bits] = 0
-        return low, high, finite
+        if flat.size <= kernel.ROOM:
+            return self._count(flat)
+        parts = [self._count(flat[start : start + kernel.ROOM]) for start in range(0, flat.size, kernel.ROOM)]
+        lows, highs, finite = zip(*parts, strict=True)
+        return min(lows), max(highs), all(finite)
+
+    def _count(self, values: Array) -> tuple[float, float, bool]:
+        """The same for no more values than a table has room for."""
+        if values.size > self._room:
+            self._relieve()
+        self._room -= values.size
+        found = kernel.fill(values, self._shift, self._table)
+        if not found[2]:
+            for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
+                self._table[code << self._bits : code + 1 << self._bits] = 0
+        return found
 
     def _relieve(self) -> None:
         """Takes full entries out of the table; they are few, as only such bins have them that most values are in."""

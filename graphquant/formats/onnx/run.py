@@ -7,7 +7,7 @@ import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -120,10 +120,9 @@ class OnnxRunner:
                 return stated
             self._all = None
         watch = self._watch(tensors, "sizes")
-        found = watch.run(tensors, feed)
         return {
-            tensor: sum(int(value) if probe.places else value.size for value in probe.values(found, feed))
-            for tensor, probe in watch.probes.items()
+            tensor: sum(int(value) if watch.probes[tensor].places else value.size for value in values)
+            for tensor, values in watch.values(tensors)(feed).items()
         }
 
     def observe(
@@ -155,7 +154,7 @@ class OnnxRunner:
             found = self._shared({*tensors, *beside})
         elif found is None or found.probes.keys() != set(tensors):
             found = self._watch(tensors)
-        yield from _ahead(partial(found.values, tensors), feeds, at_once)
+        yield from _ahead(found.values(tensors), feeds, at_once)
 
     def _shared(self, tensors: set[TensorRef]) -> _Watch:
         """A session that shows any of `tensors` by flag."""
@@ -202,20 +201,18 @@ class _Watch:
             found[tensor] = math.prod(shape)
         return found
 
-    def values(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, list[Array]]:
-        """The values that each of `tensors` takes in one run."""
-        found = self.run(tensors, feed)
-        return {tensor: self.probes[tensor].values(found, feed) for tensor in tensors}
-
-    def run(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[str, Any]:
-        """What a run gives for `tensors`, by output."""
-        probes = [self.probes[tensor] for tensor in tensors]
-        names = fetches(probes)
-        if not names:
-            return {}
-        wanted = {probe.flag for probe in probes}
+    def values(self, tensors: Sequence[TensorRef]) -> Callable[[Feeds], dict[TensorRef, list[Array]]]:
+        """What gives the values that each of `tensors` takes in one run of a feed."""
+        probes = {tensor: self.probes[tensor] for tensor in tensors}
+        names = fetches(probes.values())
+        wanted = {probe.flag for probe in probes.values()}
         flags = {flag: np.array(flag in wanted, np.int64) for flag in self.flags}
-        return dict(zip(names, _run(self.session, names, feed, flags), strict=True))
+
+        def run(feed: Feeds) -> dict[TensorRef, list[Array]]:
+            found = dict(zip(names, _run(self.session, names, feed, flags), strict=True)) if names else {}
+            return {tensor: probe.values(found, feed) for tensor, probe in probes.items()}
+
+        return run
 
 
 def _ahead(run: Callable[[Feeds], Result], feeds: Iterable[Feeds], at_once: int) -> Generator[Result, None, None]:
