@@ -53,6 +53,38 @@ def _inputs_tied(seen: Seen) -> Broken | None:
     return tied(type(seen)(op=seen.op, graph=seen.graph, sides=seen.sides, inputs=seen.inputs, pairs=(), readers=()))
 
 
+def _joined(seen: Seen) -> Broken | None:
+    """Zero points of a Concat's parts lie along the axis that a convolution or product behind it sums over.
+
+    Measured with OpenVINO 2026.4, which keeps them apart, each for its part, and takes constants to be float.
+    """
+    for side in seen.inputs:
+        concat = seen.sides.model.op(side.source)
+        if concat.kind != "concat" or side.params is None or side.role != "input":
+            continue
+        parts = seen.sides.inputs(seen.sides.model.graphs[side.source.graph], concat)
+        if side.params.type.signed and any(part.parameter for part in parts):
+            says = f"a part of the Concat {concat.name} before it is constant, which is int8 to nobody"
+            return Broken(rule="constant-part", says=says, fix="leave the parts of that Concat float")
+        rank = len(concat.outputs[0].shape or ())
+        axis, product = int(concat.number("axis", 0)), seen.op.kind in {"matmul", "gemm"}
+        place = axis + rank if axis < 0 else axis
+        if rank and side.params.zero_point.any() and place != (rank - 1 if product else 1):
+            says = f"its input is a Concat along axis {axis}, and has a zero point"
+            fix = "quantize the parts of that Concat symmetrically, and what is behind it"
+            return Broken(rule="refused" if product else "zero-point", says=says, fix=fix)
+    return None
+
+
+def _signed_constant(seen: Seen) -> Broken | None:
+    """No part of a Concat is an int8 constant."""
+    for side in seen.inputs:
+        if side.parameter and side.params is not None and side.params.type.signed:
+            says = f"its part {side.source} is a constant, and the others are int8"
+            return Broken(rule="constant-part", says=says, fix="quantize the parts to uint8, or leave them float")
+    return None
+
+
 def _nearest(op: Op) -> bool:
     return op.attrs.get("mode", "nearest") in {"nearest", b"nearest"}
 
@@ -72,6 +104,7 @@ _WEIGHTED = Row(
         inputs_quantized,
         types(BYTES, frozenset({"int8"})),
         activations_per_tensor,
+        _joined,
         weight_axis(_axis),
         _symmetric_weight,
         bias_float,
@@ -90,7 +123,7 @@ TABLE = Table(
             Row(requires=_COMMON),
         ),
         "resize": Row(requires=(*_COMMON, _linear_or_nearest)),
-        "concat": Row(requires=(*_COMMON, _inputs_tied)),
+        "concat": Row(requires=(*_COMMON, _inputs_tied, _signed_constant)),
         **dict.fromkeys(sorted(MOVES), Row(requires=_COMMON)),
     },
     fuses=dict.fromkeys(

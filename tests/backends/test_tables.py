@@ -34,6 +34,10 @@ CONSTANTS = {
     "wd": (np.arange(144) % 15 - 7).astype(np.int8).reshape(16, 1, 3, 3),
     "ws": (np.arange(64) % 15 - 7).astype(np.int8).reshape(4, 16, 1, 1),
     "m": (np.arange(256) % 15 - 7).astype(np.int8).reshape(16, 16),
+    "w32": (np.arange(512) % 15 - 7).astype(np.int8).reshape(16, 32, 1, 1),
+    "m32": np.ones((32, 16), np.int8),
+    "k8": np.ones((1, 16, 4, 4), np.int8),
+    "ku8": np.ones((1, 16, 4, 4), np.uint8),
     "b": np.linspace(-1, 1, 16, dtype=np.float32),
     "bi": np.arange(16, dtype=np.int32),
     "b8": np.arange(16, dtype=np.int8),
@@ -57,6 +61,11 @@ P, YP = pair("x", "a", "p4"), pair("r", "y", "p4")
 W, WC = "v = DequantizeLinear(w, s, i0) ", "v = DequantizeLinear<axis = 0>(w, v0, zz) "
 W1 = "v = DequantizeLinear<axis = 1>(w, v0, zz) "
 WP = "v = DequantizeLinear(w, p6, i0) "
+K, KU = pair("x2", "k"), pair("x2", "k", zero="z")
+K8, KU8 = "k = DequantizeLinear(k8, s, i0)", "k = DequantizeLinear(ku8, s, z)"
+CJ, W32 = "r = Conv(j, v) y = Sqrt(r)", "v = DequantizeLinear<axis = 0>(w32, v0, zz) "
+MJ, M32J = (f"v = DequantizeLinear({m}, s, i0) r = MatMul(j, v) y = Sqrt(r)" for m in ("m", "m32"))
+N, NU = (f"n = Neg(x) {pair('n', 'k', zero=zero)}" for zero in ("i0", "z"))
 B8 = "c = DequantizeLinear(b8, p6, i0) "
 
 CASES = [
@@ -140,6 +149,15 @@ CASES = [
     ("openvino", U + WC + "t = Conv(a, v) r = Relu(t) y = Sqrt(r)", "absorbed"),
     ("openvino", U + "r = Softmax(a) y = Sqrt(r)", "no-kernel"),
     ("openvino", pair("x", "a", zero="u32") + WC + "r = Conv(a, v) y = Sqrt(r)", "type"),
+    ("openvino", U + KU + f"t = Concat<axis = 0>(a, k) {pair('t', 'j', zero='z')}" + WC + CJ, "zero-point"),
+    ("openvino", U + KU + f"t = Concat<axis = -3>(a, k) {pair('t', 'j', zero='z')}" + W32 + CJ, "low"),
+    ("openvino", A + K + f"t = Concat<axis = 2>(a, k) {pair('t', 'j')}" + WC + CJ, "low"),
+    ("openvino", U + NU + f"t = Concat<axis = 0>(a, k) {pair('t', 'j', zero='z')}" + MJ, "refused"),
+    ("openvino", U + NU + f"t = Concat<axis = -1>(a, k) {pair('t', 'j', zero='z')}" + M32J, "low"),
+    ("openvino", A + N + f"t = Concat<axis = 0>(a, k) {pair('t', 'j')}" + MJ, "low"),
+    ("openvino", A + f"{K8} r = Concat<axis = 1>(a, k) y = Sqrt(r)", "constant-part"),
+    ("openvino", U + f"{KU8} r = Concat<axis = 1>(a, k) y = Sqrt(r)", "low"),
+    ("openvino", A + f"{K8} t = Concat<axis = 0>(a, k) {pair('t', 'j')}" + WC + CJ, "constant-part"),
     # Vitis AI
     ("vitis_ai", P + WP + B8 + "r = Conv(a, v, c)" + YP, "low"),
     ("vitis_ai", P + WP + "r = Conv(a, v, b)" + YP, "float-bias"),

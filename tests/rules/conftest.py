@@ -149,7 +149,10 @@ def placed(quantized):
         report = gq.check(path, backend=backend)
         assert " ".join(verdict.op for verdict in report.verdicts if verdict.status != "float") == runs
         assert not any(verdict.note for verdict in report.verdicts)
-        assert {finding.code for finding in report.findings} <= ({"GQ101"} if "Concat" in text else set())
+        findings = {"GQ101"} if "Concat" in text else set()
+        if backend == "openvino" and "token) e" in text:  # a constant part is float to OpenVINO, and `check` knows
+            findings |= {"GQ102", "GQ108"}
+        assert {finding.code for finding in report.findings} <= findings
 
     return hold
 
