@@ -37,8 +37,18 @@ def quantized_already(matcher: Matcher, tensor: TensorRef, use: Use) -> str:
         return INTEGER
     if _limits(matcher, graph, use.op):
         return LIMITED
-    others = graph.slots(use.op) if consumer.kind == "mul" else []
-    return SUMMED if any(one is not None and _of_integers(matcher, one) for one in (tensor, *others)) else ""
+    others = graph.slots(use.op) if consumer.kind in {"mul", "add"} else []
+    read = [one for one in others if one is not None]
+    if consumer.kind == "add":
+        sums = [one for one in read if _is_rescaled(matcher, one)]
+        return SUMMED if sums and all(one in sums or matcher.parameters.is_parameter(one) for one in read) else ""
+    return SUMMED if any(_of_integers(matcher, one) for one in (tensor, *read)) else ""
+
+
+def _is_rescaled(matcher: Matcher, tensor: TensorRef) -> bool:
+    """Whether `tensor` is a sum of integers times its scale: a product that was quantized while the model runs."""
+    read = [one for one in matcher.model.graphs[tensor.graph].slots(tensor.op) if one is not None]
+    return matcher.model.op(tensor).kind == "mul" and bool(read) and all(_of_integers(matcher, one) for one in read)
 
 
 def reads_quantized(matcher: Matcher, use: Use) -> bool:

@@ -206,7 +206,7 @@ def _unshape(model: Model, edits: Edits, floats: TensorRef) -> None:
             continue
         for reader in home.consumers(back):
             edits.connect(reader, before)
-        drop_unread(model, [back], None, edits.remove)
+        drop_unread(model, [back], None, edits)
 
 
 def _drop(model: Model, edits: Edits, tensors: list[TensorRef]) -> None:
@@ -222,4 +222,4 @@ def _drop(model: Model, edits: Edits, tensors: list[TensorRef]) -> None:
             edits.remove(graph, here.op)
             constants = [one for one in constants if one != here] + read
             here = next((one for one in read if model.op(one).kind in _LIMITS), None)
-    drop_unread(model, constants, frozenset({"constant"}), edits.remove)
+    drop_unread(model, constants, frozenset({"constant"}), edits)
