@@ -44,7 +44,10 @@ def calls(model: Path, *options: object) -> list[list[object]]:
     """Insert with a report, plan, inspect and explain."""
     out = f"out{model.suffix}"
     return [
-        ["insert", model, "-o", out, "--report", "report.json", *options],
+        ["insert", model, "-o", out, "--report", "report.json", "--html", "insert.html", *options],
+        ["plan", model, "--html", "plan.html"],
+        ["inspect", out, "--format", "svg"],
+        ["inspect", out, "--format", "graph-json"],
         ["plan", model, "--format", "json", "-o", "plan.json"],
         ["plan", model],
         ["inspect", out, "--format", "json"],

@@ -41,6 +41,11 @@ from graphquant.survey import survey
 from graphquant.view import data as view_data
 from graphquant.view import text as view_text
 from graphquant.view.dot import dot
+from graphquant.view.exchange import graphml
+from graphquant.view.graph import model_drawing
+from graphquant.view.graph_svg import svg
+from graphquant.view.html import page
+from graphquant.view.payload import payload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -258,6 +263,10 @@ def look(model: Model) -> None:
     found = survey(model)
     json.dumps(view_data.survey_json(found))
     dot(model)
+    drawing = model_drawing(model)
+    page(payload(drawing))
+    svg(drawing)
+    graphml(drawing)
     console = Console(file=io.StringIO(), width=80)
     console.print(view_text.survey_view(found))
 

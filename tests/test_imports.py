@@ -28,6 +28,7 @@ def verbs(model: Path, folder: Path) -> list[list[object]]:
         ["plan", model, "--format", "json"],
         ["inspect", model],
         ["inspect", model, "--format", "dot"],
+        ["inspect", model, "--html", folder / "page.html", "--force"],
         ["check", model],
         ["insert", model, "--rules", "fixed_point", "-o", folder / "out"],
         ["rules", "list"],
@@ -44,7 +45,7 @@ def test_no_tensorflow_for_saved_models(samples: Path, tmp_path: Path) -> None:
 
 def test_no_tensorflow_for_a_real_saved_model(shared: Path, tmp_path: Path) -> None:
     """The same for one of 197 functions."""
-    for arguments in verbs(shared / "kws/saved_model", tmp_path)[:5]:
+    for arguments in verbs(shared / "kws/saved_model", tmp_path)[:6]:
         assert imported("-m", "graphquant", *arguments) & {"tensorflow", "keras", "onnx", "onnxruntime"} == set()
 
 
