@@ -108,6 +108,7 @@ def insert(
         skips=(*solved.skips, *(skips[index] for index in sorted(skips))),
         notes=_notes(solution),
         choices=tuple(because(prepared, solved, index, solution) for index in places),
+        changes=solution.changes,
         conflicts=solution.conflicts,
         stats=found if wanting else None,
         statistics=statistics if wanting else None,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from graphquant.plans import Plan, Skip
     from graphquant.ranges import Ranges
     from graphquant.rewrite import Inserted
-    from graphquant.solve import Conflict
+    from graphquant.solve import Change, Conflict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class Result:
         skips: What the plan or the solver left out, with the reason.
         notes: A word on some sites, by their tensor.
         choices: For each of `inserted` why its scale is what it is, in sentences.
+        changes: Scales that were raised, copies that were made, pairs that were added, with the reason.
         conflicts: Where not everything that rules want could be had.
         stats: What the ranges of activations come from, None where no data was needed.
         statistics: The statistics file, None where they were made now.
@@ -47,6 +48,7 @@ class Result:
     skips: tuple[Skip, ...]
     notes: Mapping[TensorRef, str] = field(default_factory=dict)
     choices: tuple[tuple[str, ...], ...] = ()
+    changes: tuple[Change, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
     stats: Stats | None = None
     statistics: Path | None = None

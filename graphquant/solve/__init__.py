@@ -4,7 +4,7 @@ from graphquant.solve.clips import absorbs, clip_ends
 from graphquant.solve.limits import ADD_READ, ADD_WRITE, BIAS_CUT, CUT, MUL_WRITE
 from graphquant.solve.reasons import because
 from graphquant.solve.solver import FLOAT8_BETWEEN, solve
-from graphquant.solve.types import Conflict, Solution
+from graphquant.solve.types import Change, Conflict, Solution
 from graphquant.solve.worklist import position_of
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "CUT",
     "FLOAT8_BETWEEN",
     "MUL_WRITE",
+    "Change",
     "Conflict",
     "Solution",
     "absorbs",

@@ -41,7 +41,9 @@ def solve_biases(draft: Draft) -> None:
 def _settle(draft: Draft, index: int, found: list[tuple[QParams, list[Use]]], refused: dict[str, list[Use]]) -> None:
     """Keeps a site for the first of its scales; each other one, and each refusal, gets a copy of it."""
     parts = [uses for _, uses in found] + list(refused.values())
-    places = [index, *(draft.split(index, uses) for uses in parts[1:])]
+    places = draft.divide(index, parts)
+    if len(found) > 1:
+        draft.change(index, f"it has {len(found)} copies, as its consumers need different scales")
     for place, (params, uses) in zip(places, found, strict=False):
         draft.params[place] = params
         if len(found) > 1:

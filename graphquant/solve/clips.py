@@ -116,7 +116,9 @@ def _explicit(draft: Draft, skip: Skip, use: Use, found: list[int], ends: tuple[
     draft.params[index] = params
     draft.explicit.add(use)
     draft.note(found[0], f"{use.op} runs by itself, with the same pair before it: {because}")
-    draft.note(index, f"has the pair of {site.tensor}, as {use.op} cannot be absorbed: {because}; no value changes")
+    why = f"has the pair of {site.tensor}, as {use.op} cannot be absorbed: {because}; no value changes"
+    draft.note(index, why)
+    draft.change(index, why)
 
 
 def _before(site: Site, skip: Skip, use: Use) -> Site:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -11,13 +11,19 @@ from graphquant.ir import Parameters, TensorRef, Use
 from graphquant.numerics import QParams, from_scale
 from graphquant.plans import Plan, Site, Skip
 from graphquant.qdq import FAMILIES
+from graphquant.solve.types import Change
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Sequence
 
     from graphquant.ir import Model
     from graphquant.numerics import Array, Range
     from graphquant.solve.types import Conflict
+
+T = TypeVar("T")
+
+MOST_READERS = 32
+"""How many readers a weight may have to be copied for one of them."""
 
 
 class Draft:
@@ -38,6 +44,7 @@ class Draft:
         self.params: dict[int, QParams] = {}
         self.skips: dict[int, Skip] = {}
         self.notes: dict[int, list[str]] = {}
+        self.changes: list[Change] = []
         self.conflicts: list[Conflict] = []
         self.alike: dict[int, tuple[int, ...]] = {}
         self.explicit: set[Use] = set()
@@ -48,6 +55,10 @@ class Draft:
     def note(self, index: int, text: str) -> None:
         """Says something of a site."""
         self.notes.setdefault(index, []).append(text)
+
+    def change(self, index: int, text: str) -> None:
+        """Tells of what was done to a site beyond its own range."""
+        self.changes.append(Change(tensor=self.sites[index].tensor, says=text))
 
     def skip(self, index: int, reason: str) -> None:
         """Leaves a site out."""
@@ -87,29 +98,67 @@ class Draft:
             self._weights[group[0]] = all(self.sites[one].parameter for one in group)
         return self._weights[group[0]]
 
-    def split(self, index: int, uses: Iterable[Use]) -> int:
-        """The position of a copy of a site, for some of its uses, which the site has no longer."""
-        site, moved = self.sites[index], tuple(uses)
-        copy = len(self.sites)
-        self.sites[index] = replace(site, uses=tuple(use for use in site.uses if use not in set(moved)))
-        self.sites.append(replace(site, uses=moved))
-        self.feeding.update(dict.fromkeys(moved, copy))
-        if index in self.params:
-            self.params[copy] = self.params[index]
-        if index in self.ranges:
-            self.ranges[copy] = self.ranges[index]
-        if index in self.notes:
-            self.notes[copy] = list(self.notes[index])
-        return copy
+    def divide(self, index: int, parts: Sequence[Sequence[Use]]) -> list[int]:
+        """The positions of the parts of a site's uses, each a site now: it has the first, and copies the others."""
+        site = self.sites[index]
+        self.sites[index] = replace(site, uses=tuple(parts[0]))
+        places = [index]
+        for uses in parts[1:]:
+            copy = len(self.sites)
+            places.append(copy)
+            self.sites.append(replace(site, uses=tuple(uses)))
+            self.feeding.update(dict.fromkeys(uses, copy))
+            if index in self.params:
+                self.params[copy] = self.params[index]
+            if index in self.ranges:
+                self.ranges[copy] = self.ranges[index]
+            if index in self.notes:
+                self.notes[copy] = list(self.notes[index])
+        return places
+
+    def split(self, index: int, use: Use) -> int:
+        """The position of a copy of a site for one of its uses, which the site has no longer."""
+        others = [one for one in self.sites[index].uses if one != use]
+        return self.divide(index, [others, [use]])[1]
+
+    def rejoin(self) -> None:
+        """Takes back copies that came to have the scale of what they were copied from, or of a copy before them."""
+        if len(self.sites) == len(self.plan.sites):
+            return
+        order = {use: place for place, use in enumerate(use for site in self.plan.sites for use in site.uses)}
+        kept: dict[tuple[object, ...], int] = {}
+        sites: list[Site] = []
+        places: list[int] = []
+        own = len(self.plan.sites)
+        for index, site in enumerate(self.sites):
+            scale = self.params[index].scale.tobytes() if index in self.params else index
+            key = (*(getattr(site, name) for name in ("tensor", "graph", "scheme", "axis", "view", "rule")), scale)
+            place = kept.get(key, len(sites)) if index >= own else index
+            if place < len(sites):
+                uses = sorted((*sites[place].uses, *site.uses), key=order.__getitem__)
+                sites[place] = replace(sites[place], uses=tuple(uses))
+            else:
+                kept[key] = place
+                sites.append(site)
+            places.append(place)
+        self.sites = sites
+        self.feeding = {use: place for place, site in enumerate(sites) for use in site.uses}
+        _move(self.params, places, own)
+        _move(self.ranges, places, own)
+        _move(self.notes, places, own)
 
     def divisible(self, index: int) -> bool:
-        """Whether the uses of a site may have scales of their own: those of a weight that nothing else follows."""
+        """Whether the uses of a site may have scales of their own: those of a weight that nothing else follows.
+
+        One that very many read is raised for all of them, as copies are made one at a time.
+        """
         site = self.sites[index]
         alone = len(self.group(index)) == 1 and not site.tie and site.twin is None
-        return site.parameter and alone and self.followed.isdisjoint(site.uses)
+        return site.parameter and alone and len(site.uses) <= MOST_READERS and self.followed.isdisjoint(site.uses)
 
     def raise_scale(self, index: int, scale: Array, why: str) -> None:
         """Gives a site and all that share its params a larger scale, of the same shape, and the reason to each."""
+        self.change(index, why)
         old = self.params[index]
         made = from_scale(
             np.maximum(scale, old.scale), old.zero_point, old.type, narrow=old.narrow, axis=old.axis, block=old.block
@@ -128,17 +177,26 @@ class Draft:
     def state(self) -> tuple[object, ...]:
         """What `go_back` needs."""
         notes = {index: list(told) for index, told in self.notes.items()}
-        return list(self.sites), dict(self.feeding), dict(self.ranges), dict(self.params), notes
+        return list(self.sites), dict(self.feeding), dict(self.ranges), dict(self.params), notes, list(self.changes)
 
     def go_back(self, state: tuple[object, ...]) -> None:
         """Forgets all that was done since `state` was asked for."""
-        self.sites, self.feeding, self.ranges, self.params, self.notes = state  # type: ignore[assignment]  # as made there
+        self.sites, self.feeding, self.ranges, self.params, self.notes, self.changes = state  # type: ignore[assignment]  # as made there
 
     def bias(self, tensor: TensorRef) -> Array | None:
         """The value of a bias, read once; None where it is not known."""
         if tensor not in self._biases:
             self._biases[tensor] = self.parameters.value(tensor)
         return self._biases[tensor]
+
+
+def _move(known: dict[int, T], places: Sequence[int], own: int) -> None:
+    """Gives what is known of copies its new position; that of a copy that is gone is dropped."""
+    for index in range(own, len(places)):
+        if index in known and places[index] != index:
+            value = known.pop(index)
+            if places[index] >= own:
+                known.setdefault(places[index], value)
 
 
 def follows(site: Site) -> bool:

@@ -57,6 +57,7 @@ def solve(
     _as_written(draft)
     follow_skips(draft)
     meet(draft)
+    draft.rejoin()
     solve_biases(draft)
     make_explicit(draft)
     _follow_twins(draft)
@@ -67,6 +68,7 @@ def solve(
         params={**draft.params, **dynamic},
         skips=draft.skips,
         notes={index: tuple(draft.notes[index]) for index in sorted(draft.notes) if index in draft.params},
+        changes=tuple(draft.changes),
         conflicts=tuple(draft.conflicts),
         ranges=draft.ranges,
     )

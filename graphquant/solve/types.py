@@ -39,6 +39,23 @@ class Conflict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What was done to a tensor beyond what its own values ask for.
+
+    Attributes:
+        tensor: The tensor.
+        says: What was done, and for what.
+    """
+
+    tensor: TensorRef
+    says: str
+
+    def __str__(self) -> str:
+        """One sentence."""
+        return f"{self.tensor}: {self.says}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
     """What was found.
 
@@ -48,6 +65,7 @@ class Solution:
         params: For each site of `plan`, by its position, its scale and zero point.
         skips: Sites that have none, by position, with the reason.
         notes: Sites whose outcome needs a word, by position: what shares a scale, what was raised, what was left out.
+        changes: Scales that were raised, copies that were made, pairs that were added.
         conflicts: Where not everything could be had.
         ranges: The range that a site would have by itself, by position; sites that follow others have none.
     """
@@ -56,5 +74,6 @@ class Solution:
     params: Mapping[int, QParams | Dynamic]
     skips: Mapping[int, Skip]
     notes: Mapping[int, tuple[str, ...]]
+    changes: tuple[Change, ...] = ()
     conflicts: tuple[Conflict, ...] = ()
     ranges: Mapping[int, Range] = field(default_factory=dict)

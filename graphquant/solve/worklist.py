@@ -131,9 +131,12 @@ class Worklist:
             index = self.draft.feeding[use]
             own, params = self.draft.ranges.get(index), self.draft.params[index]
             zeros = own is not None and not own.low.any() and not own.high.any()
+            many = len(self.draft.sites[index].uses) > 1
+            if many and not self.draft.divisible(index):
+                continue
             if zeros and self.draft.sites[index].scheme.observe.name != "fixed" and len(self.draft.group(index)) == 1:
-                if len(self.draft.sites[index].uses) > 1:
-                    index = self.draft.split(index, [use])
+                if many:
+                    index = self.draft.split(index, use)
                 self.draft.lower_scale(index, np.ldexp(params.scale, -over))
                 return True
         return False
@@ -152,7 +155,7 @@ class Worklist:
     def _raise(self, index: int, use: Use, scale: Array, why: str) -> int:
         """Raises the scale of what is read at `use`: of a copy where others read it too; returns its position."""
         if len(self.draft.sites[index].uses) > 1 and self.draft.divisible(index):
-            index = self.draft.split(index, [use])
+            index = self.draft.split(index, use)
             why = f"is a copy for {use}: {why}"
         self.draft.raise_scale(index, scale, why)
         for one in self.draft.group(index):

@@ -117,6 +117,7 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
             }
             for done, choices in zip(result.inserted, result.choices, strict=True)
         ],
+        "changes": [{"tensor": tensor_json(change.tensor), "says": change.says} for change in result.changes],
         "conflicts": [conflict_json(conflict) for conflict in result.conflicts],
         "losses": [
             {"tensor": tensor_json(loss.tensor), "sqnr": round(loss.sqnr, 2), "clipped": loss.clipped}

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 SHOWN = 3
 """Consumers named in a cell; the rest are counted."""
 
-CONFLICTS = 20
-"""How many conflicts are told."""
+TOLD = 20
+"""How many changes and conflicts are told."""
 
 PARAMS = ("dtype", "scale", "zero", "range")
 """The columns that `_params` fills."""
@@ -62,9 +62,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     """What `insert` did: for each rule a table, with scale, zero point and range of each site."""
     rows = [(done.site, _params(done.params)) for done in result.inserted]
     parts: list[RenderableType] = [*_steps(result.plan), *_by_rule(rows, *PARAMS), *_skips(result.skips)]
-    parts += [plain(f"conflict: {conflict}", style="yellow") for conflict in result.conflicts[:CONFLICTS]]
-    if len(result.conflicts) > CONFLICTS:
-        parts.append(plain(f"{len(result.conflicts) - CONFLICTS} more conflicts are in --report.", style="yellow"))
+    parts += _told("changed", result.changes) + _told("conflict", result.conflicts)
     if result.ranges is not None:
         parts += _ranges(result.ranges)
     if result.random:
@@ -96,6 +94,14 @@ def _limiting(result: Result) -> list[RenderableType]:
         f" {worst.sqnr:.1f} dB. To leave its op float: --exclude {shlex.quote(worst.tensor.op)}"
     )
     return [plain(said, style="yellow")]
+
+
+def _told(what: str, found: Sequence[object]) -> list[RenderableType]:
+    """What the solver did or could not do, a line each."""
+    lines: list[RenderableType] = [plain(f"{what}: {one}", style="yellow") for one in found[:TOLD]]
+    if len(found) > TOLD:
+        lines.append(plain(f"{what}: {len(found) - TOLD} more, which --report has", style="yellow"))
+    return lines
 
 
 def stats_view(stats: Stats, output: Path) -> RenderableType:

@@ -217,6 +217,7 @@ def test_the_report_has_choices_and_conflicts(net):
     assert done.exit_code == 0, done.output
     assert "conflict: rule 'softmax' for s:0 wants the range [0, 1], and rule 'join' for x:0 wants" in done.output
     report = json.loads(Path("r.json").read_text(encoding="utf-8"))
+    assert report["changes"] == []
     assert [conflict["rules"] for conflict in report["conflicts"]] == [["softmax", "join"]]
     choices = {site["tensor"]["op"]: site["choices"] for site in report["sites"]}
     assert choices["w"] == ["its range [-1, 1] is absmax of its values", "scale 0.00787402, range [-1.00787, 1]"]

@@ -1,5 +1,6 @@
 """Models that rules alone cannot have as they want: each is resolved, reported, and computes what numpy computes."""
 
+import io
 import json
 
 import numpy as np
@@ -13,6 +14,7 @@ from graphquant.ir import TensorRef, Use
 from graphquant.numerics import QParams, dequantize, from_scale, quantize
 from graphquant.plans import to_json
 from graphquant.view.data import result_json
+from graphquant.view.text import console, result_view
 
 OFF = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
 ALL = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -122,6 +124,9 @@ def test_a_bias_that_overflows_int32(tmp_path, rules):
     steps = np.abs(B) / (float(x.scale) * w.scale.astype(np.float64))
     least = np.abs(W).max((1, 2, 3)) / 127
     np.testing.assert_allclose(w.scale[[0, 2, 3]], least[[0, 2, 3]], rtol=1e-6)
+    shown = io.StringIO()
+    console(file=shown).print(result_view(case.result, None))
+    assert ("changed: w:0: its scale was raised" in shown.getvalue()) == (rules == "onnxruntime")
     if rules == "onnxruntime":
         assert 2**31 * (1 - 1e-5) < steps[1] < 2**31 - 1
         assert "its scale was raised" in case.result.notes[TensorRef("", "w")]
@@ -218,6 +223,9 @@ def test_a_shared_bias_that_needs_two_scales(tmp_path):
     ]
     said = "is one of 2 copies, as its consumers need different scales: that for"
     assert [one for one in case.choices("b") if "copies" in one] == [f"{said} y[2], v[2]", f"{said} z[2]"]
+    assert [str(change) for change in case.result.changes] == [
+        "b:0: it has 2 copies, as its consumers need different scales"
+    ]
     stored = {one.name for one in onnx.load(case.path).graph.initializer}
     assert {"b/quant/bias/int32", "b/quant/bias_1/int32"} <= stored
     assert "b" not in stored
@@ -284,6 +292,7 @@ def test_a_tie_that_breaks_a_relu(tmp_path, backend):
     }
     assert tied[backend] in case.choices("r")
     assert any(said.startswith("has the pair of r:0, as r cannot be absorbed") for said in case.choices("c"))
+    assert [str(one.tensor) for one in case.result.changes if "has the pair of r:0" in one.says] == ["c:0"]
     assert all(skip.tensor.op != "c" for skip in case.result.skips)
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend=backend).verdicts}
     assert statuses["c"] == "low"

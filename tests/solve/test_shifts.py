@@ -130,6 +130,25 @@ def test_a_weight_that_two_ops_read_is_copied(tmp_path):
     assert any(note.startswith("is a copy for z[1]: ") for notes in solution.notes.values() for note in notes)
 
 
+def test_copies_that_are_alike_are_one(tmp_path):
+    """Both readers need the weight as much coarser: it stays one weight, with all of its uses."""
+    text = (
+        "(float[1,3,8,8] x, float[1,3,8,8] t) => (float[1,4,6,6] y, float[1,4,6,6] z, float[1,4,6,6] v) "
+        "{ y = Conv(x, w, b) z = Conv(t, w, b) v = Conv(x, w, b) }"
+    )
+    loaded = model(tmp_path, text, w=W * 2.0**-12, b=B * 2.0**-12)
+    solution = found_for(loaded, x=1.0, t=1.0, y=8.0, z=8.0, v=8.0)
+    weights = [k for k, site in enumerate(solution.plan.sites) if site.tensor.op == "w"]
+    assert [str(use) for use in solution.plan.sites[weights[0]].uses] == ["y[1]", "z[1]", "v[1]"]
+    assert len(weights) == 1
+    assert len(solution.plan.sites) == len(solution.params) == 7
+    solution = found_for(loaded, x=1.0, t=1.0, y=2.0**-8, z=8.0, v=8.0)
+    weights = [k for k, site in enumerate(solution.plan.sites) if site.tensor.op == "w"]
+    assert [[str(use) for use in solution.plan.sites[k].uses] for k in weights] == [["y[1]"], ["z[1]", "v[1]"]]
+    assert [position_of(solution.params[k]) for k in weights] == [19, 13]
+    assert excess(loaded, solution) == []
+
+
 def test_what_was_done_for_nothing_is_taken_back(tmp_path):
     """The product would need 9 doublings and has 7: it keeps its scale, and the conflict says so."""
     loaded = model(tmp_path, "(float[4] x, float[4] t) => (float[4] y, float[4] m) { y = Add(x, t) m = Mul(t, t) }")
