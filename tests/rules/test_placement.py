@@ -97,6 +97,7 @@ CASES = [
     ),
     (IMAGE, f"c = Conv(x, w) r = Relu(c) {SHUFFLE.format('r')} z = Conv(y, w3)", "w3>z y>z z>@z", "r s t y z"),
     (IMAGE, f"c = Conv(x, w) {SHUFFLE.format('c')}", "", ""),
+    (IMAGE, "c = Conv(x, w) s = Sum(c, x2) z = Conv(s, w3)", "c>s s>z w3>z w>c x>c z>@z", "c z"),
     # masks of attention: the sum with one stays float, and so do the scores before it
     (
         "float[1,2,16,16] q, float[1,2,16,16] kk, float[1,2,16,16] u, float[1,1,16,16] mask",
