@@ -207,7 +207,7 @@ def test_an_output_that_is_there(cli: Callable[..., Any], here: Path) -> None:
         (["--all"], "they are of another model, other tensors or other data."),
     ):
         result = cli("calibrate", *CNN, *more, "-o", "stats.gqs", code=2)
-        assert f"There are statistics already, and {said}" in result.stderr
+        assert f"There are statistics already in stats.gqs, and {said}" in result.stderr
         assert Path("stats.gqs").read_bytes() == before
     cli("calibrate", *CNN, "--samples", 50, "-o", "stats.gqs", "--force")
     assert load_stats(Path("stats.gqs")).samples == 50
@@ -235,7 +235,7 @@ main()
 def interrupted(blocks: int, *arguments: object, times: int = 1) -> subprocess.CompletedProcess[str]:
     """Runs graphquant, which gets SIGINT before its block of that number."""
     command = [sys.executable, "-c", INTERRUPTING, str(blocks), str(times), *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(Path(pipeline.__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(pipeline.__file__).parents[2])}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
@@ -268,6 +268,27 @@ def test_interrupted_twice_stops_at_once(here: Path) -> None:
     """The second Ctrl-C does not wait for the block; nothing is written."""
     result = interrupted(1, "calibrate", *CNN, "-o", "stats.gqs", times=2)
     assert (result.returncode, result.stderr.splitlines()[-1]) == (130, "Interrupted.")
+    assert not Path("stats.gqs").exists()
+
+
+COUNTING = """
+import os, signal
+import numpy as np
+def feeds():
+    for number in range(1000):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        if number == 10:
+            raise SystemExit("it went on")
+        yield {"image": np.zeros((1, 8, 8, 1), np.float32)}
+"""
+
+
+def test_interrupted_while_samples_are_counted(here: Path) -> None:
+    """Before anything is run there is nothing to keep, so the first Ctrl-C stops at once."""
+    Path("counting.py").write_text(COUNTING, "utf-8")
+    result = interrupted(0, "calibrate", "digits_cnn.onnx", "--data", "counting:feeds", "-o", "stats.gqs", times=0)
+    assert (result.returncode, result.stderr) == (130, "Interrupted.\n")
     assert not Path("stats.gqs").exists()
 
 

@@ -4,7 +4,7 @@ from graphquant.calibration.cones import kept
 from graphquant.calibration.file import load_stats, save_stats
 from graphquant.calibration.memory import parse_size
 from graphquant.calibration.passes import Observing
-from graphquant.calibration.run import Load, calibrate, load_of
+from graphquant.calibration.run import Load, NoContinuationError, calibrate, load_of
 from graphquant.calibration.stats import Run, Stats, merge, select
 from graphquant.calibration.targets import (
     METHODS,
@@ -20,6 +20,7 @@ from graphquant.calibration.targets import (
 __all__ = [
     "METHODS",
     "Load",
+    "NoContinuationError",
     "Observing",
     "Run",
     "Stats",

@@ -58,6 +58,18 @@ class Load:
     elements: int | None
 
 
+class NoContinuationError(DataError):
+    """The statistics to go on from are of something else, or complete."""
+
+    def __init__(self, what: str, where: str = "") -> None:
+        """`what` says what they are, `where` the file that holds them, where that is known."""
+        super().__init__(
+            f"There are statistics already{f' in {where}' if where else ''}, and they are {what}. Give another output,"
+            " or --force to replace them."
+        )
+        self.what = what
+
+
 def load_of(model: Model, *, batchable: bool) -> Load:
     """What running `model` takes."""
     live = [(graph, op) for graph in map(model.graphs.__getitem__, model.live()) for op in graph.ops()]
@@ -112,10 +124,12 @@ def calibrate(
             without is taken all the same: the largest tensor, and a histogram for each.
         before: What an earlier, interrupted call for the same found; its blocks are not run again.
         stop: Asked after each block whether to end with what there is.
-        progress: Called after each block with the samples of the shard that are done, and how many it has.
+        progress: Called before the first block and after each with the samples of the shard that are done, and how many
+            it has.
 
     Raises:
-        DataError: `before` is of something else, or complete, or a sample is not what it should be.
+        NoContinuationError: `before` is of something else, or complete.
+        DataError: A sample is not what it should be.
     """
     unwatchable = runner.unwatchable(tuple(targets))
     content = "" if before is None else batches.content()  # else it is known by the end
@@ -136,6 +150,8 @@ def calibrate(
     samples = load.block if runner.batchable else 1
     elements = None if load.elements is None else 2 * load.elements * samples  # some models have more than one says
     passes = observed(runner, tuple(watched), feeds, elements=elements, space=space, threads=THREADS)
+    if progress is not None:
+        progress(already, total)
     with ThreadPoolExecutor(THREADS) as pool, closing(passes):
         for seen, block in passes:
             _fill(pool, [(kept[tensor], values) for tensor, values in seen.items()])
@@ -164,19 +180,13 @@ def _left(now: Stats, before: Stats, first: int, last: int) -> list[tuple[int, i
     run, earlier = now.runs[0], before.runs[0] if len(before.runs) == 1 else None
     same = (now.model, dict(now.targets)) == (before.model, dict(before.targets))
     if earlier is None or not same or replace(earlier, done=()) != run:
-        raise _no_continuation("of another model, other tensors or other data")
+        raise NoContinuationError("of another model, other tensors or other data")
     if any(start < first or stop > last for start, stop in earlier.done):
-        raise _no_continuation("of another shard")
+        raise NoContinuationError("of another shard")
     left = spans(earlier.done, first, last)
     if not left:
-        raise _no_continuation("complete")
+        raise NoContinuationError("complete")
     return left
-
-
-def _no_continuation(what: str) -> DataError:
-    return DataError(
-        f"There are statistics already, and they are {what}. Give another output, or --force to replace them."
-    )
 
 
 def _fill(pool: Executor, work: Iterable[tuple[Accumulator, list[Array]]]) -> None:

@@ -53,7 +53,7 @@ def calibrate(paths: tuple[Path, ...], output: Path, merging: bool, force: bool,
         raise UsageError(f"{paths[1]} is one too many: calibrate takes one model. --merge takes statistics files.")
     before = _unfinished(paths[0], output, force=force)
     _check_name(output)
-    with _interruptible() as stopped, progress_bar() as progress:
+    with _interruptible() as stopped, progress_bar() as progress, _naming(output):
         found = pipeline.calibrate(
             paths[0],
             data=options["data"],
@@ -79,12 +79,12 @@ class _Stop:
     """Whether the user asked to stop, and whether that came before the end."""
 
     def __init__(self) -> None:
-        self._asked = False
+        self._asked = self._begun = False
         self.early = False
 
     def handle(self, *_: object) -> None:
-        """What Ctrl-C does: it asks once, and stops at once the second time."""
-        if self._asked:
+        """What Ctrl-C does: it asks once, and stops at once the second time, or before anything was run."""
+        if self._asked or not self._begun:
             raise KeyboardInterrupt
         self._asked = True
         os.write(2, b"Stopping after this block of samples; Ctrl-C once more stops at once.\n")
@@ -97,6 +97,7 @@ class _Stop:
         """`progress`, listened to."""
 
         def listen(what: str, done: int, total: int) -> None:
+            self._begun = True
             self.early = self._asked and done < total
             if progress is not None:
                 progress(what, done, total)
@@ -113,6 +114,17 @@ def _interruptible() -> Iterator[_Stop]:
         yield stop
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _naming(output: Path) -> Iterator[None]:
+    """Names the statistics that cannot be continued."""
+    from graphquant.calibration import NoContinuationError
+
+    try:
+        yield
+    except NoContinuationError as error:
+        raise NoContinuationError(error.what, str(output)) from error
 
 
 def _unfinished(model: Path, output: Path, *, force: bool) -> Stats | None:
