@@ -195,6 +195,35 @@ def test_opset_8_is_kept(tmp_path: Path) -> None:
         np.testing.assert_array_equal(bits(found), bits(expected))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "per", "folded", "float_weights"),
+    [
+        ("int8", "tensor", 10, 10),
+        ("uint6", "tensor", 10, 10),
+        ("int8", "channel", 13, 13),
+        ("int4", "channel", 8, 8),
+        ("uint16", "tensor", 8, 8),
+        ("float8_e5m2", "tensor", 19, 19),
+        ("int4", "block", 21, 21),
+        ("int8", "block", 21, 21),
+    ],
+)
+def test_opset_is_raised_so_far_and_no_further(
+    dtype: str, per: str, folded: int, float_weights: int, tmp_path: Path
+) -> None:
+    """From any opset on, models get the lowest one that has the ops, keep a higher one, and say the same numbers."""
+    for opset, floats in itertools.product((8, 9, 11, 12, 13, 15, 18, 20, 21, 22, 24), (False, True)):
+        where = rules(tmp_path, dtype, per, WEIGHT)
+        result = pipeline.insert(save(tmp_path, opset), rules=where, float_weights=floats)
+        path = result.save(tmp_path / "made.onnx", force=True)
+        now = {item.domain: item.version for item in onnx.load(path).opset_import}
+        assert now[""] == max(opset, float_weights if floats else folded), (opset, floats)
+        assert ("com.microsoft" in now) == (dtype in {"int4", "uint16"} and now[""] < 21)
+        expected = dequantize(quantize(values(), result.inserted[0].params), result.inserted[0].params)
+        for found in run(path, np.full(SHAPE, -0.0, np.float32)):
+            np.testing.assert_array_equal(bits(found), bits(expected), err_msg=f"{opset} {floats}")
+
+
 def test_blocks_of_activations_are_refused(tmp_path: Path) -> None:
     """No statistics are kept per block, and the plan says what to take instead."""
     plan = pipeline.plan(save(tmp_path, 21), rules=rules(tmp_path, "int8", "block", ACTIVATION))

@@ -20,7 +20,7 @@ from graphquant.formats.onnx.files import external_tensors
 from graphquant.formats.onnx.read import index
 from graphquant.formats.onnx.run import OnnxRunner
 from graphquant.formats.onnx.tensors import first_line, is_external
-from graphquant.formats.onnx.write import bodies, keep
+from graphquant.formats.onnx.write import IR_FREE_INITIALIZERS, bodies, keep
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -61,6 +61,7 @@ def upgrade(model: Model, opset: int) -> Model:
         return model
     source = model.source.message
     light, hoisted = _lightened(source)
+    light.ir_version = max(light.ir_version, IR_FREE_INITIALIZERS)  # before, the converter does not see initializers
     if any(True for _ in external_tensors(light)):
         raise _failed(
             model, opset, "external data inside its functions, or of one name in two bodies, is not converted"

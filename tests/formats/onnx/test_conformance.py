@@ -184,7 +184,7 @@ def _compare(case: Case, rules: str) -> str:
     if not result.inserted:
         return ""
     message = format_.emit(result.model)
-    onnx.checker.check_model(message)
+    onnx.checker.check_model(message, full_check=True)
     values = {}
     for done in result.inserted:
         name = done.site.tensor.op
