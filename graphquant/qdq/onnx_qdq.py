@@ -154,6 +154,8 @@ def _form(site: Lowering) -> tuple[str, dict[str, int]]:
 
 def why_not(asked: Request) -> str | None:  # noqa: PLR0911  # one for each thing it cannot do
     """The reason why onnxruntime cannot run these ops, or None."""
+    if asked.dtype == "float16":
+        return "onnxruntime runs ops between float16 pairs in float; convert the model to float32 first"
     if asked.dtype != "float32":
         return f"QuantizeLinear with a float32 scale takes no {asked.dtype} tensor"
     if asked.range != "observed":

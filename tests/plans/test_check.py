@@ -74,7 +74,7 @@ def plan(*sites):
         (replace(SITE, scheme=replace(INT8, family="fake-quant")), "onnx models have no family 'fake-quant'"),
         (replace(SITE, scheme=replace(INT8, dtype="int17")), "int17 does not fit the types of 4, 8 and 16 bits"),
         (replace(SITE, scheme=replace(INT8, dtype="int32")), "int32 does not fit the types of 4, 8 and 16 bits"),
-        (replace(SITE, tensor=TensorRef("", "h"), uses=(Use("", "k", 0),)), "takes no float16 tensor"),
+        (replace(SITE, tensor=TensorRef("", "h"), uses=(Use("", "k", 0),)), "between float16 pairs in float"),
         (replace(SITE, scheme=CHANNEL), "x:0 cannot be: its scheme is per channel, and its axis None"),
         (replace(SITE, axis=0), "x:0 cannot be: its scheme is per tensor, and its axis 0"),
         (replace(WEIGHT, scheme=CHANNEL, axis=4), "w:0 cannot be: it has no axis 4"),

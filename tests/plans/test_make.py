@@ -135,7 +135,7 @@ g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
         "x:0 -> q[0]": "it is quantized already",
         "s:0 -> q[1]": "it is quantized already",
         "d:0 -> y[0]": "it is quantized already",
-        "h:0 -> k[0]": "QuantizeLinear with a float32 scale takes no float16 tensor",
+        "h:0 -> k[0]": "onnxruntime runs ops between float16 pairs in float; convert the model to float32 first",
         "u:0 -> e[0]": "scheme 'channel' is per channel, and e[0] has no channel axis",
         "y:0 -> @y[0]": "rule 'free' leaves it in float",
         "k:0 -> @k[0]": "rule 'free' leaves it in float",

@@ -209,7 +209,7 @@ def test_a_range_of_strings_is_not_read() -> None:
     ("family", "asked", "reason"),
     [
         ("onnx-qdq", Request(type=INT8, axis=0, dtype="float32", shape=None), None),
-        ("onnx-qdq", Request(type=INT8, axis=None, dtype="float16", shape=None), "takes no float16"),
+        ("onnx-qdq", Request(type=INT8, axis=None, dtype="float16", shape=None), "convert the model to float32"),
         ("onnx-qdq", Request(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
         ("onnx-qdq", Request(type=IntType(17, True), axis=None, dtype="float32", shape=None), "take 2 to 16 bits"),
         ("onnx-qdq", Request(type=IntType(32, True), axis=None, dtype="float32", shape=None), "take 2 to 16 bits"),
