@@ -1,5 +1,6 @@
 """The sample model with layers in a Loop, a Scan, an If and a function, beside a twin that has all in one graph."""
 
+import importlib.util
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,12 +11,18 @@ import pytest
 from onnx import helper, numpy_helper
 
 import graphquant as gq
+from graphquant.backends import check
 from graphquant.formats import onnx as onnx_format
 from graphquant.ir import Use
 from graphquant.rewrite import rewrite
 from graphquant.sketch import merge
 from graphquant.solve import solve
 
+SPEC = importlib.util.spec_from_file_location(
+    "run_onnxruntime", Path(__file__).with_name("backends") / "run_onnxruntime.py"
+)
+truth = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(truth)
 MODELS = Path(__file__).resolve().parents[1] / "sample_models"
 MODEL = MODELS / "digits_nested.onnx"
 BODIES = ("rounds/features/body", "state/body", "features/then_branch", "features/else_branch", "sample_models:Block")
@@ -228,3 +235,44 @@ def test_bodies_are_quantized_as_the_twin_is(twin, quantized, observed):
         one, two = run(quantized.model, level), run(other, level)
         for part in (images()[bright], images()[~bright], images()[:1]):
             assert np.array_equal(one(part), two(part)), level
+
+
+def test_bodies_run_on_integers(quantized, tmp_path):
+    """In each body and in the function onnxruntime runs the convolution and a product on integers, as check says."""
+    path = quantized.save(tmp_path / "quantized.onnx")
+    written = onnx.load(path)
+    actual = truth.runs_as(truth.optimized(path))
+    actual = truth.of_functions(actual, [function.name for function in written.functions])
+    report = check(gq.load(path), "onnxruntime")
+    assert truth.differences(report.verdicts, actual) == []
+    for body in BODIES:
+        runs = {verdict.runs_as for verdict in report.verdicts if verdict.graph == body and verdict.status == "low"}
+        assert "QLinearConv" in runs
+        assert runs & {"MatMulIntegerToFloat", "QGemm"}
+
+
+def test_arguments_of_functions_are_stored(quantized):
+    """A weight that a function is handed is stored in it, and the calls hand over nothing."""
+    message = onnx_format.emit(quantized.model)
+    assert [list(node.input) for node in message.graph.node if node.op_type == "Block"] == [
+        ["rounds/features"],
+        ["called/once"],
+    ]
+    assert "call/matrix" not in {tensor.name for tensor in message.graph.initializer}
+    held = {node.output[0]: node for node in message.functions[0].node if node.op_type == "Constant"}
+    assert numpy_helper.to_array(held["matrix/quant/int8"].attribute[0].t).shape == (8, 8)
+
+
+@pytest.mark.parametrize("rules", ["onnxruntime", "weight_only_int4", "weight_only_int8", "qnn", "tensorrt", "generic"])
+def test_a_branch_that_no_sample_took(rules, tmp_path):
+    """Its activations are left with the reason; its weights are stored so that onnxruntime takes the model."""
+    calib = images("calib")
+    np.savez(tmp_path / "bright.npz", image=calib[calib.mean(axis=(1, 2, 3)) > THRESHOLD][:20])
+    result = gq.insert(MODEL, rules=rules, data=str(tmp_path / "bright.npz"))
+    left = [skip for skip in result.skips if "reached" in skip.reason]
+    assert all(skip.tensor.graph in {BODIES[3], ""} for skip in left)
+    assert bool(left) == (not rules.startswith("weight_only"))
+    labels = np.load(MODELS / "digits_nested_eval.npz")["labels"]
+    made = run(result.model)
+    for part in (images().mean(axis=(1, 2, 3)) > THRESHOLD, images().mean(axis=(1, 2, 3)) <= THRESHOLD):
+        assert (made(images()[part]).argmax(axis=1) == labels[part]).mean() > 0.9
