@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from graphquant.backends.lint import CODES, lint
@@ -44,21 +45,23 @@ def check(model: Model, backend: str | None = None) -> Report:
             f"{model.path or 'The model'} is a {model.format} model, and {chosen.name} is foretold for ONNX models"
             " only. Leave --for out to check the quantization alone."
         )
-    verdicts = () if chosen is None else _verdicts(chosen, model)
+    verdicts, findings = lint(model, chosen, partial(_verdicts, chosen))
     return Report(
         path=str(model.path or ""),
         backend="" if chosen is None else chosen.name,
         pairs=sum(op.kind in QUANTIZATION_KINDS for name in model.live() for op in model.graphs[name].ops()),
         verdicts=verdicts,
-        findings=lint(model, chosen, verdicts),
+        findings=findings,
     )
 
 
-def _verdicts(backend: Backend, model: Model) -> tuple[Verdict, ...]:
-    """What the backend makes of each op; functions stand in place of their calls when it looks at them.
+def _verdicts(backend: Backend | None, model: Model) -> tuple[Verdict, ...]:
+    """What the backend makes of each op; nothing without one. It sees functions in place of their calls.
 
     An op of a function that stays float in one call of it is told to.
     """
+    if backend is None:
+        return ()
     if not any(name and graph.parent is None for name, graph in model.graphs.items()):
         return backend.predict(model)
     from graphquant.formats.onnx import flattened

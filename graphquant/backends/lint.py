@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from graphquant.backends.types import Backend
-    from graphquant.ir import Graph, Model, Op
+    from graphquant.ir import Graph, Model, Op, Use
     from graphquant.numerics import QParams
+
+    Predict = Callable[[Model], tuple[Verdict, ...]]
 
 
 class Code(NamedTuple):
@@ -76,6 +78,10 @@ NEAR = 0.01
 LARGEST = (1 << 31) - 1
 
 
+Verdicts = dict[tuple[str, str], Verdict]
+"""By graph and op."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """What the checks look at.
@@ -84,21 +90,29 @@ class Context:
         sides: The model's quantizations.
         backend: The backend that was asked for, or None.
         verdicts: Its verdicts, by graph and op.
+        joined: Its verdicts if no quantization stood between ops that it could make one op of.
     """
 
     sides: Sides
     backend: Backend | None
-    verdicts: dict[tuple[str, str], Verdict]
+    verdicts: Verdicts
+    joined: Verdicts
 
 
-def lint(model: Model, backend: Backend | None, verdicts: tuple[Verdict, ...]) -> tuple[Finding, ...]:
-    """The findings, by code and then in the order of the model.
+def lint(model: Model, backend: Backend | None, predict: Predict) -> tuple[tuple[Verdict, ...], tuple[Finding, ...]]:
+    """The verdicts of a backend, and the findings, by code and then in the order of the model.
+
+    Args:
+        model: The model.
+        backend: The backend that was asked for.
+        predict: Gives its verdicts; none without a backend.
 
     Raises:
         ModelError: A weight cannot be read.
     """
-    by_op = {(verdict.graph, verdict.op): verdict for verdict in verdicts}
-    context = Context(sides=Sides(model), backend=backend, verdicts=by_op)
+    sides, verdicts = Sides(model), predict(model)
+    joined = _joined(sides, backend, predict)
+    context = Context(sides=sides, backend=backend, verdicts=_by_op(verdicts), joined=_by_op(joined))
     found: list[Finding] = []
     for name in model.live():
         graph = model.graphs[name]
@@ -106,7 +120,11 @@ def lint(model: Model, backend: Backend | None, verdicts: tuple[Verdict, ...]) -
             for check in _CHECKS:
                 found += check(context, graph, op)
     found += _unreached(model)
-    return tuple(sorted(found, key=lambda finding: finding.code))
+    return verdicts, tuple(sorted(found, key=lambda finding: finding.code))
+
+
+def _by_op(verdicts: tuple[Verdict, ...]) -> Verdicts:
+    return {(verdict.graph, verdict.op): verdict for verdict in verdicts}
 
 
 def _finding(code: str, graph: Graph, op: Op, says: str, fix: str) -> Finding:
@@ -141,22 +159,51 @@ def _weighted(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
             yield _finding("GQ102", graph, op, f"it reads integers and runs in float: {broken.says}", broken.fix)
 
 
-def _between(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
-    """A pair between an op and the activation that would be fused with it."""
-    fused = None if context.backend is None else context.backend.fuses.get(op.kind)
-    pairs, others = context.sides.outputs(graph, op) if fused else ([], [])
+def _behind(sides: Sides, backend: Backend | None, graph: Graph, op: Op) -> tuple[Use, Op] | None:
+    """The activation that could be fused with an op but for the one pair between them, and how it reads the pair."""
+    fused = None if backend is None else backend.fuses.get(op.kind)
+    pairs, others = sides.outputs(graph, op) if fused else ([], [])
     if fused is None or len(pairs) != 1 or others:
-        return
+        return None
     inner = [pairs[0][0]]
     if inner[0].kind == "quantize":
-        inner = [reader for _, reader in context.sides.readers(graph, inner[0])]
-    ends = [end for one in inner if one.name in graph for end in context.sides.readers(graph, one)]
-    if len(ends) == 1 and ends[0][1].kind in fused and ends[0][0].slot == 0:
-        behind = ends[0][1]
-        if _runs_alone(context, graph, behind):
-            return
-        says = f"a quantization stands between it and {behind.name} ({behind.type})"
-        yield _finding("GQ112", graph, op, says, f"quantize behind {behind.name} only")
+        inner = [reader for _, reader in sides.readers(graph, inner[0])]
+    ends = [end for one in inner if one.name in graph for end in sides.readers(graph, one)]
+    return ends[0] if len(ends) == 1 and ends[0][1].kind in fused and ends[0][0].slot == 0 else None
+
+
+def _joined(sides: Sides, backend: Backend | None, predict: Predict) -> tuple[Verdict, ...]:
+    """The verdicts on the model without any such pair; none where it has none."""
+    changed: Model | None = None
+    for name in sides.model.live() if backend is not None else ():
+        for op in sides.model.graphs[name].ops():
+            end = _behind(sides, backend, sides.model.graphs[name], op)
+            if end is not None:
+                changed = changed or sides.model.copy()
+                _take_out(changed, end[0], TensorRef(name, op.name))
+    return () if changed is None else predict(changed)
+
+
+def _take_out(model: Model, use: Use, tensor: TensorRef) -> None:
+    """Makes `use` read `tensor`, and takes out what was between and nobody else reads."""
+    here = model.graphs[use.graph].producer(use)
+    model.graphs[use.graph].connect(use, tensor)
+    while here is not None and here != tensor and not model.graphs[here.graph].readers(here.op):
+        graph = model.graphs[here.graph]
+        before = next(iter(graph.slots(here.op)), None)
+        graph.remove(here.op)
+        here = before
+
+
+def _between(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
+    """A pair between an op and the activation that would be fused with it, so that both stay on integers."""
+    end = _behind(context.sides, context.backend, graph, op)
+    if end is None or _runs_alone(context, graph, end[1]):
+        return
+    told = [context.joined.get(key) for key in ((graph.name, op.name), (end[0].graph, end[1].name))]
+    if all(verdict is not None and verdict.status != "float" for verdict in told):
+        says = f"a quantization stands between it and {end[1].name} ({end[1].type})"
+        yield _finding("GQ112", graph, op, says, f"quantize behind {end[1].name} only")
 
 
 def _runs_alone(context: Context, graph: Graph, op: Op) -> bool:

@@ -26,6 +26,8 @@ CONSTANTS = {
     "prod": np.float32(0.1) * np.float32(0.1),
     "w": (np.arange(16) * 15 - 120).astype(np.int8).reshape(4, 4, 1, 1),
     "wflat": np.array([[1, 0, -1, 0], *[[100, -90, 70, 3]] * 3], np.int8).reshape(4, 4, 1, 1),
+    "rows": np.array([1, 16, 4]),
+    "wm": (np.arange(16) * 15 - 120).astype(np.int8).reshape(4, 4),
     "b": np.linspace(-1, 1, 4, dtype=np.float32),
     "huge": np.array([1, 2, 1e9, 3], np.float32),
     "bi": np.arange(4, dtype=np.int32),
@@ -43,6 +45,8 @@ def pair(source, made, scale="s", zero="z"):
 
 
 A, Y, W = pair("x", "a"), pair("r", "y"), "v = DequantizeLinear(w, s, i0) "
+THREE = "n = Reshape(x, rows)" + pair("n", "a") + "m3 = DequantizeLinear(wm, s, i0) "
+Y0 = pair("r", "y", zero="z0")
 CONV = A + W + "r = Conv(a, v)" + Y
 
 CASES = [
@@ -97,6 +101,8 @@ CASES = [
         "r",
     ),
     ("", "onnxruntime", A + W + "r = Conv(a, v) t = Relu(r)" + pair("t", "y", zero="z0"), ""),
+    ("", "onnxruntime", THREE + "m = MatMul(a, m3) t = Add(m, b)" + pair("t", "k") + "r = Relu(k)" + Y0, ""),
+    ("GQ112", "onnxruntime", THREE + "t = MatMul(a, m3)" + pair("t", "k") + "r = Relu(k)" + Y0, "t"),
     ("GQ113", "tensorrt", "f = Sqrt(x)" + pair("f", "a", zero="i0") + W + "y = Conv(a, v)", "y"),
 ]
 
