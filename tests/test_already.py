@@ -298,6 +298,8 @@ def test_on_the_command_line(tmp_path, monkeypatch):
         return result
 
     ran("insert", "model.onnx", "--rules", "fixed_point", "-o", "once.onnx")
+    again = ran("insert", "once.onnx", "--rules", "fixed_point", "--dry-run").stdout
+    assert "quantized already and stays as it is. --requantize" in again.replace("\n", " ")
     told = json.loads(ran("plan", "once.onnx", "--rules", "fixed_point", "--format", "json").stdout)
     assert told["sites"] == []
     ran("plan", "once.onnx", "--rules", "fixed_point", "--requantize", "--format", "json", "-o", "plan.json")

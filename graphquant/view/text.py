@@ -14,6 +14,7 @@ from rich.text import Text
 from graphquant.errors import printable
 from graphquant.losses import LOW
 from graphquant.numerics import Dynamic
+from graphquant.plans.already import PAIR
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,6 +71,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     if result.stats is not None:
         parts += incomplete(result.stats)
     parts += _limiting(result)
+    if not result.inserted and any(skip.reason == PAIR for skip in result.skips):
+        said = "The model is quantized already and stays as it is. --requantize takes its pairs out and places others."
+        parts.append(plain(said, style="yellow"))
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
     said = f"{counted(len(result.inserted), 'site')} inserted" + (
