@@ -20,6 +20,7 @@ from graphquant.errors import UsageError, did_you_mean
 from graphquant.ir import QUANTIZATION_KINDS
 
 if TYPE_CHECKING:
+    from graphquant.calibration import Stats
     from graphquant.ir import Model
 
 BACKENDS: dict[str, Backend] = {
@@ -27,10 +28,16 @@ BACKENDS: dict[str, Backend] = {
 }
 
 
-def check(model: Model, backend: str | None = None) -> Report:
+def check(model: Model, backend: str | None = None, stats: Stats | None = None) -> Report:
     """How the backend called `backend` will run each op of `model`, and what is probably wrong with the model.
 
+    Args:
+        model: The model.
+        backend: A key of `BACKENDS`, or None.
+        stats: What calibration saw of the model before it was quantized, if that is known.
+
     Raises:
+        DataError: The statistics are of none of the tensors that are quantized.
         ModelError: A weight cannot be read.
         UsageError: There is no such backend, or it does not run models of this format.
     """
@@ -45,7 +52,7 @@ def check(model: Model, backend: str | None = None) -> Report:
             f"{model.path or 'The model'} is a {model.format} model, and {chosen.name} is foretold for ONNX models"
             " only. Leave --for out to check the quantization alone."
         )
-    verdicts, findings = lint(model, chosen, partial(_verdicts, chosen))
+    verdicts, findings = lint(model, chosen, partial(_verdicts, chosen), stats)
     return Report(
         path=str(model.path or ""),
         backend="" if chosen is None else chosen.name,

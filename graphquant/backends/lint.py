@@ -10,6 +10,7 @@ import numpy as np
 
 from graphquant.backends.sides import Side, Sides, same
 from graphquant.backends.types import Finding, Level, Verdict
+from graphquant.errors import DataError
 from graphquant.ir import QUANTIZATION_KINDS, TensorRef
 from graphquant.numerics import SMALLEST_SCALE, IntType
 from graphquant.solve import absorbs, clip_ends
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from graphquant.backends.types import Backend
+    from graphquant.calibration import Stats
     from graphquant.ir import Graph, Model, Op, Use
     from graphquant.numerics import QParams
 
@@ -40,7 +42,7 @@ CODES = {
     "GQ104": Code("error", "a bias does not fit into int32 at its scale"),
     "GQ105": Code("warning", "ranges that share a scale are so unlike that one of them has few integers left"),
     "GQ106": Code("error", "a scale is zero, negative, not finite, or too small for kernels"),
-    "GQ107": Code("warning", "a quantization never sees data: nothing reads it, or nothing reaches its graph"),
+    "GQ107": Code("warning", "a quantization never sees data: nothing reads it, no graph or no sample reaches it"),
     "GQ108": Code("warning", "a graph input is quantized, and no op uses its integers"),
     "GQ109": Code("error", "the backend refuses the model"),
     "GQ110": Code("warning", "the scale of an int32 bias is not that of input times weight"),
@@ -99,15 +101,19 @@ class Context:
     joined: Verdicts
 
 
-def lint(model: Model, backend: Backend | None, predict: Predict) -> tuple[tuple[Verdict, ...], tuple[Finding, ...]]:
+def lint(
+    model: Model, backend: Backend | None, predict: Predict, stats: Stats | None = None
+) -> tuple[tuple[Verdict, ...], tuple[Finding, ...]]:
     """The verdicts of a backend, and the findings, by code and then in the order of the model.
 
     Args:
         model: The model.
         backend: The backend that was asked for.
         predict: Gives its verdicts; none without a backend.
+        stats: What calibration saw of the model before it was quantized, if that is known.
 
     Raises:
+        DataError: That is of none of the tensors that are quantized.
         ModelError: A weight cannot be read.
     """
     sides, verdicts = Sides(model), predict(model)
@@ -120,6 +126,7 @@ def lint(model: Model, backend: Backend | None, predict: Predict) -> tuple[tuple
             for check in _CHECKS:
                 found += check(context, graph, op)
     found += _unreached(model)
+    found += [] if stats is None else _unseen(sides, stats)
     return verdicts, tuple(sorted(found, key=lambda finding: finding.code))
 
 
@@ -384,6 +391,32 @@ def _unreached(model: Model) -> Iterator[Finding]:
             yield _finding(
                 "GQ107", graph, pairs[0], f"nothing calls its graph, which has {counted}", "remove the function"
             )
+
+
+def _unseen(sides: Sides, stats: Stats) -> list[Finding]:
+    """Quantizations of tensors that no sample reached.
+
+    Raises:
+        DataError: The statistics are of none of the tensors that are quantized.
+    """
+    found, known = [], False
+    for name in sides.model.live():
+        graph = sides.model.graphs[name]
+        for op in graph.ops():
+            tensor = next(iter(graph.slots(op.name)), None)
+            if op.kind not in {"quantize", "qdq"} or tensor is None:
+                continue
+            places = [place for place in (tensor, sides.behind(tensor)) if place in stats.targets]
+            known = known or bool(places)
+            if places and not any(place in stats.sketches and stats.sketches[place].count for place in places):
+                says = f"no sample of the statistics reached {places[0]}"
+                found.append(_finding("GQ107", graph, op, says, "calibrate with data that does, or leave it float"))
+    if not known:
+        raise DataError(
+            f"The statistics are of none of the tensors that {sides.model.path or 'the model'} quantizes. Give those"
+            " of the model that it was made from."
+        )
+    return found
 
 
 _CHECKS: tuple[Callable[[Context, Graph, Op], Iterator[Finding]], ...] = (

@@ -61,16 +61,25 @@ def explain(
     return _explain(matcher, made, what, solution)
 
 
-def check(model: Model | str | Path, *, backend: str | None = None) -> CheckReport:
+def check(
+    model: Model | str | Path, *, backend: str | None = None, stats: Stats | str | Path | None = None
+) -> CheckReport:
     """What is probably wrong with a quantized model, and how `backend` will run each of its ops; nothing is run.
 
+    Args:
+        model: A model, or the path of one.
+        backend: What is to run it.
+        stats: Statistics, or the path of a file of them, of the model before it was quantized: they tell which
+            quantizations no sample reaches.
+
     Raises:
+        DataError: The statistics cannot be read, or are of none of the tensors that are quantized.
         ModelError: The model cannot be read.
         UsageError: There is no such backend, or it does not run models of this format.
     """
     from graphquant.backends import check as _check
 
-    return _check(loaded(model), backend)
+    return _check(loaded(model), backend, load_stats(Path(stats)) if isinstance(stats, str | Path) else stats)
 
 
 def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:

@@ -7,7 +7,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.backends import BACKENDS, CODES, check
-from graphquant.errors import UsageError
+from graphquant.errors import DataError, UsageError
 
 CONSTANTS = {
     "s": np.float32(0.1),
@@ -153,6 +153,53 @@ def test_functions_that_nothing_calls(tmp_path):
     found = check(gq.load(tmp_path / "model.onnx")).findings
     assert [finding.code for finding in found] == ["GQ107"]
     assert "1 DequantizeLinear, 1 QuantizeLinear" in found[0].says
+
+
+BRANCHES = """<ir_version: 8, opset_import: ["": 17]> g (bool c, float[4] x) => (float[4] y) {
+  y = If(c) <
+    then_branch = t () => (float[4] p) { pa = Sqrt(x) p = Exp(pa) },
+    else_branch = e () => (float[4] q) { qa = Abs(x) q = Exp(qa) }
+  >
+}"""
+
+
+RULES = """
+[scheme.eight]
+dtype = "uint8"
+zero = "asymmetric"
+observe = {}
+[[rule]]
+name = "inside"
+consumer = {{ type = "Exp" }}
+quantize = "eight"
+"""
+
+
+def test_what_no_sample_reached(tmp_path, cli):
+    """With statistics, a quantization in a branch that no sample took is told, and insert tells why it leaves it."""
+    path = tmp_path / "model.onnx"
+    onnx.save(onnx.parser.parse_model(BRANCHES), path)
+    np.savez(tmp_path / "data.npz", c=np.array([True, True]), x=np.ones((2, 4), np.float32))
+    data = f"{tmp_path / 'data.npz'}"
+    fixed, minmax = tmp_path / "fixed.toml", tmp_path / "minmax.toml"
+    fixed.write_text(RULES.format('{ name = "fixed", low = 0.0, high = 2.0 }'))
+    minmax.write_text(RULES.format('"minmax"'))
+    stats = gq.calibrate(path, data=data, rules=minmax)
+    made = gq.insert(path, rules=fixed).save(tmp_path / "quantized.onnx")
+    assert [finding.code for finding in gq.check(made).findings] == []
+    found = gq.check(made, stats=stats).findings
+    assert [(finding.code, finding.graph, finding.says) for finding in found] == [
+        ("GQ107", "y/else_branch", "no sample of the statistics reached y/else_branch/qa:0")
+    ]
+    result = gq.insert(path, rules=minmax, stats=stats)
+    assert [(str(skip.tensor), skip.reason) for skip in result.skips] == [
+        ("y/else_branch/qa:0", "no sample of the calibration data reached it")
+    ]
+    cli("calibrate", path, "--data", data, "--rules", minmax, "-o", tmp_path / "stats.gqs")
+    assert "no sample" in cli("check", made, "--stats", tmp_path / "stats.gqs", code=1).stdout
+    assert "one model" in cli("check", made, made, "--stats", tmp_path / "stats.gqs", code=2).stderr
+    with pytest.raises(DataError, match="are of none of the tensors"):
+        gq.check(path, stats=stats)
 
 
 def test_float_models_have_no_findings(samples):
