@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnx
@@ -16,6 +17,7 @@ from hypothesis.extra import numpy as arrays
 import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as onnx_format
+from graphquant.numerics import dequantize
 from graphquant.plans import from_json, to_json
 from graphquant.prepare import STEPS, originals, prepare
 from graphquant.prepare.undo import array, plain
@@ -216,3 +218,35 @@ def test_arrays_as_json():
     """An array comes back with its type and shape."""
     value = np.arange(6, dtype=np.int16).reshape(2, 3)
     assert plain(json.loads(json.dumps(array(value)))).tolist() == value.tolist()
+
+
+@pytest.mark.parametrize("float_weights", [True, False])
+def test_weights_come_back_from_what_was_written(tmp_path, float_weights):
+    """With float weights in the file each one is exact; with integers it is within their rounding, and said to be."""
+    samples = Path(__file__).parents[2] / "sample_models"
+    source = gq.load(samples / "digits_cnn_bn.onnx")
+    result = gq.insert(source, data=str(samples / "digits_cnn_calib.npz"), float_weights=float_weights)
+    written = gq.load(result.save(tmp_path / "quant.onnx"))
+    folded = {done.site.tensor.op: done.params for done in result.inserted if done.site.parameter}
+
+    def read(name):
+        if name in written.main:
+            return written.main.op(name).value()
+        held = written.main.op(f"{name}/quant/{folded[name].type.name}").value()
+        return dequantize(held, folded[name])
+
+    found = 0
+    for step in reversed(read_steps(result.plan)):
+        for (_, name), (value, exact) in originals(step, read).items():
+            true = source.main.op(name).value() if name in source.main else None  # an input of the source, too
+            if true is None or true.ndim < 4:
+                continue
+            assert exact == float_weights
+            np.testing.assert_allclose(value, true, atol=0 if exact else np.abs(true).max() / 127)
+            found += 1
+    assert found == 5
+
+
+def read_steps(plan):
+    """The steps as they are read from the plan's JSON."""
+    return from_json(json.loads(json.dumps(to_json(plan)))).steps

@@ -1,5 +1,7 @@
 """A small encoder as exporters write BERT: embeddings, a padding mask, LayerNorm and GELU as single ops, a pooler."""
 
+from collections import Counter
+
 import numpy as np
 import onnx
 import onnx.parser
@@ -137,3 +139,20 @@ def test_encoder(rules, tmp_path):
     products = {name for name, kind in kinds.items() if kind in {"matmul", "gemm"}}
     assert products <= low
     assert not {"sm0", "sm1"} & low or rules == "openvino"  # which quantizes what a sum reads, each by its own scale
+
+
+def test_openvino_runs_the_encoder(tmp_path):
+    """OpenVINO runs every product on integers and each LayerNorm as one op, and answers as onnxruntime does."""
+    openvino = pytest.importorskip("openvino")
+    path, data = encoder(tmp_path)
+    gq.insert(path, rules=["openvino"], data=str(data)).save(tmp_path / "quant.onnx")
+    asked = {"INFERENCE_PRECISION_HINT": "f32"}
+    compiled = openvino.Core().compile_model(tmp_path / "quant.onnx", "CPU", asked)
+    told = [op.get_rt_info() for op in compiled.get_runtime_model().get_ordered_ops()]
+    ran = Counter((str(one["layerType"].astype(str)), str(one["runtimePrecision"].astype(str))) for one in told)
+    products = {precision for kind, precision in ran if kind in {"FullyConnected", "MatMul"}}
+    assert products <= {"u8", "i8"}
+    assert sum(count for (kind, _), count in ran.items() if kind == "MVN") == 3
+    feeds = samples(np.random.default_rng(1), 8)
+    exact, found = answers(path, feeds), compiled(feeds)[0]
+    assert 10 * np.log10((exact**2).sum() / ((exact - found) ** 2).sum()) > LEAST["openvino"] - 1
