@@ -1122,7 +1122,8 @@ function rebuild(app) {
 function lookAt(app, op) {
   const { s, m, view, canvas } = app;
   view.k = Math.max(view.k, 0.8);
-  view.x = canvas.clientWidth / 2 - s.x[op] * view.k;
+  const covered = app.results.hidden ? 0 : app.results.offsetWidth;
+  view.x = (canvas.clientWidth + covered) / 2 - s.x[op] * view.k;
   view.y = canvas.clientHeight / 2 - (s.boxTop(m.layer[op]) + BOX / 2) * view.k;
 }
 
