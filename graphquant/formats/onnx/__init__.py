@@ -43,8 +43,11 @@ def emit(model: Model) -> Any:
 def save(model: Model, path: Path) -> None:
     """Emits the model and writes it to `path`, whole or not at all, with links to its external data in a new folder.
 
+    Where the message would come to over 2 GB, or the source has its weights outside and there are many new ones, all go
+    to one file beside it, which is called like it with `.data` behind.
+
     Raises:
-        ModelError: A change cannot be said in ONNX, or the message is over 2 GB.
+        ModelError: A change cannot be said in ONNX, or a textual form would be over 2 GB.
         UsageError: `path` cannot be written.
     """
     from graphquant.formats.onnx.files import save as write

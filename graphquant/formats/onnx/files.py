@@ -33,10 +33,10 @@ MANY = 1 << 28
 
 @bulk()
 def save(model: Model, path: Path) -> None:
-    """Emits the model and writes it to `path` in the form that its suffix names.
+    """Emits the model and writes it to `path` in the form that its suffix names, with weights beside it if need be.
 
     Raises:
-        ModelError: A change cannot be said in ONNX, or the message is over 2 GB.
+        ModelError: A change cannot be said in ONNX, or a textual form would be over 2 GB.
         UsageError: `path` or a file of external data beside it cannot be written.
     """
     emission = emit(model, bare=True)

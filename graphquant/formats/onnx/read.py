@@ -47,11 +47,17 @@ def load(path: Path) -> Model:
         ModelError: The file is no ONNX model, or what it holds does not fit together.
     """
     try:
+        if _form(path) == "protobuf" and path.stat().st_size > MAX_MESSAGE:
+            raise ModelError(
+                f"{path} is over 2 GB, more than a protocol buffer can hold. Save the model with external data."
+            )
         data = path.read_bytes()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}. Give the path of an ONNX model.") from error
     try:
-        return index(parse(data, path), path=path, digest=hashlib.sha256(data).hexdigest())
+        digest, message = hashlib.sha256(data).hexdigest(), parse(data, path)
+        del data  # all weights may be in it
+        return index(message, path=path, digest=digest)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
 
@@ -64,11 +70,7 @@ def parse(data: bytes, path: Path) -> Any:
     """
     if not data:
         raise ModelError("The file is empty. Export or copy the model again.")
-    form = serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
-    if form == "protobuf" and len(data) > MAX_MESSAGE:
-        raise ModelError(
-            "The file is over 2 GB, more than a protocol buffer can hold. Save the model with external data."
-        )
+    form = _form(path)
     if form == "onnxtxt" and _depth(data) > MAX_DEPTH:
         raise ModelError(f"Its brackets nest over {MAX_DEPTH} deep, more than can be read. Write the model as .onnx.")
     try:
@@ -78,6 +80,11 @@ def parse(data: bytes, path: Path) -> Any:
         raise ModelError(
             f"This is no ONNX model in {form} form ({first_line(error)}). Export or copy the model again."
         ) from error
+
+
+def _form(path: Path) -> str:
+    """The form that a suffix names."""
+    return serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
 
 
 def _depth(data: bytes) -> int:

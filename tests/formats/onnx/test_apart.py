@@ -10,7 +10,7 @@ import pytest
 from onnx import helper, numpy_helper
 
 import graphquant as gq
-from graphquant.errors import UsageError
+from graphquant.errors import ModelError, UsageError
 from graphquant.formats.onnx import files
 from graphquant.survey import survey
 
@@ -157,3 +157,12 @@ def test_nothing_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         result.save(tmp_path / "q.onnx", force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert [tmp_path.joinpath(name).read_bytes() for name in names] == before
+
+
+def test_too_large_to_be_a_message(tmp_path: Path) -> None:
+    """A file that no protocol buffer can be is refused before it is read."""
+    path = tmp_path / "huge.onnx"
+    with path.open("wb") as file:
+        file.truncate((1 << 31) + 5)
+    with pytest.raises(ModelError, match=r"huge\.onnx is over 2 GB.*Save the model with external data"):
+        gq.load(path)
