@@ -4,7 +4,8 @@ Run with `python benchmarks/calibration.py` (about ten minutes). `--models FOLDE
 keyword net, `--nncf PYTHON` is an interpreter that has NNCF, `--quick` takes fewer samples and no repeats.
 
 Each contestant runs in a process of its own, on the same prepared model, one after the other in rounds; figures are
-medians over rounds. Nothing is warm but the files. Imports and planning are not counted, sessions and data are.
+medians over rounds, and each run is told as it ends. Nothing is warm but the files. Imports and planning are not
+counted, sessions and data are.
 
 1. time: plain passes (f), passes that fetch every planned tensor (o), graphquant's min-max and its whole sketch,
    onnxruntime's three calibration methods, and NNCF's.
@@ -15,6 +16,7 @@ medians over rounds. Nothing is warm but the files. Imports and planning are not
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -47,7 +49,9 @@ class Runs:
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # ourselves
         if done.returncode:
             raise SystemExit(f"{kind} failed on {self._model.name}:\n{done.stderr[-2000:]}")
-        self._found.setdefault((kind, data), []).append(json.loads(done.stdout.splitlines()[-1]))
+        found = json.loads(done.stdout.splitlines()[-1])
+        self._found.setdefault((kind, data), []).append(found)
+        print(f"  . {kind:24} {data.stem:8} {found['seconds']:7.2f} s {found['peak']:6.0f} MB", flush=True)
 
     def all(self, kind: str, data: Path, what: str) -> list[float]:
         """The "seconds" or the "peak" in MB of each run."""
@@ -137,7 +141,8 @@ def main() -> int:
     kinds = [kind for kind in CONTESTANTS if kind != "NNCF" or options.nncf]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
-        cases = [(name, prepared(model), *data) for name, model, *data in models(options.models, folder, samples)]
+        made = itertools.islice(models(options.models, folder, samples), 1 if options.only == "memory" else None)
+        cases = [(name, prepared(model), *data) for name, model, *data in made]
         for name, model, data, _ in cases:
             if options.only in {None, "time"} and name != "keyword net":
                 rounds = 1 if options.quick else 3 if name == "ResNet-50" else 5
@@ -146,7 +151,7 @@ def main() -> int:
             name, model, data, _ = cases[0]
             large = folder / "large.npz"
             np.savez(large, **{key: np.concatenate([value] * 10) for key, value in np.load(data).items()})
-            memory(name, Runs(model, None), data, large, 1 if options.quick else 5)
+            memory(name, Runs(model, None), data, large, 1 if options.quick else 3)
         for name, model, data, held_out in cases:
             if options.only in {None, "worth"} and held_out is not None:
                 found = worth(name, model, data, held_out, options.nncf, folder)
