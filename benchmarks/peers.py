@@ -14,8 +14,8 @@ quantize_static with weights per channel, by each of three methods; its best has
    is the median over rounds of ours to theirs. Bar: at most 1.02 of the faster of onnxruntime's best method and NNCF.
 3. int8: of the ops of onnxruntime's optimized model that have a form on integers and compute, those that run in it. Ops
    that only move values are not counted. Bar: no less than onnxruntime's best method and NNCF.
-4. Seconds from file to file, and outside the passes over data; imports come before. Medians over draws. Bars: outside,
-   a fifth of the least of onnxruntime's methods; in all, the least of them.
+4. Time from file to file, imports before: seconds of the processor outside the passes over data, and seconds in all.
+   Medians over draws. Bars: outside, a fifth of the least of onnxruntime's methods; in all, the least of them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Row:
 
     Attributes:
         sqnr: dB by draw.
-        outside: Seconds outside the passes over data, by draw.
+        outside: Seconds of the processor outside the passes over data, by draw.
         seconds: Seconds in all, by draw.
         latency: Median of milliseconds.
         ratio: The median over rounds of ours to this.
@@ -208,7 +208,7 @@ def examine(case: Case, tools: list[str], folder: Path, options: argparse.Namesp
                 row.refused = told
                 continue
             row.sqnr.append(worst_sqnr(expected, outputs(out, samples)))
-            row.outside.append(told["outside"])
+            row.outside.append(told["busy"])
             row.seconds.append(told["seconds"])
             print(f"  {case.name} {draw} {tool}: {row.sqnr[-1]:.2f} dB, {row.seconds[-1]:.2f} s", file=sys.stderr)
     kept = {name: folder / f"{name} 0.onnx" for name in judged(rows) if rows[name].sqnr}

@@ -3,7 +3,8 @@
 TOOL is graphquant, NNCF, or onnxruntime and a method. Imports come before the clock. "seconds" are those from the
 float model's file to the quantized one's, "outside" those of them that were not spent in the passes over data: the
 making of onnxruntime's calibrator and its collect_data, graphquant's `calibrate`, NNCF's collect_statistics. What makes
-ranges of what was collected is outside: onnxruntime's compute_data, graphquant's search.
+ranges of what was collected is outside: onnxruntime's compute_data, graphquant's search. "busy" is the processor's part
+of "outside", of all threads, which says more where a machine has other work to do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import onnx
 from calibration_contestants import Reader, feeds, imported, nncf_quantize
 
@@ -27,21 +29,26 @@ if TYPE_CHECKING:
 
 
 class Clock:
-    """Seconds spent in the functions it watches."""
+    """Seconds spent in the functions it watches, on the wall and of the processor."""
 
     def __init__(self) -> None:
         """Nothing spent yet."""
-        self.spent = 0.0
+        self.spent = np.zeros(2)
+
+    @staticmethod
+    def now() -> np.ndarray:
+        """Seconds on the wall and of the processor, (2,)."""
+        return np.array([time.perf_counter(), time.process_time()])
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, its time counted."""
 
         def run(*arguments: Any, **options: Any) -> Any:
-            start = time.perf_counter()
+            start = self.now()
             try:
                 return function(*arguments, **options)
             finally:
-                self.spent += time.perf_counter() - start
+                self.spent += self.now() - start
 
         return run
 
@@ -121,10 +128,11 @@ def measure(tool: str, model: Path, data: Path, out: Path) -> dict[str, float]:
         run = onnxruntime_static(model, data, out, clock, method)
     else:
         run = {"graphquant": graphquant, "NNCF": nncf}[name](model, data, out, clock)
-    start = time.perf_counter()
+    start = clock.now()
     run()
-    seconds = time.perf_counter() - start
-    return {"seconds": seconds, "outside": seconds - clock.spent}
+    seconds = clock.now() - start
+    outside, busy = (seconds - clock.spent).tolist()
+    return {"seconds": float(seconds[0]), "outside": outside, "busy": busy}
 
 
 if __name__ == "__main__":
