@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 Place = tuple[str, str]
 """A graph's name and an op's."""
 
-SHAPING = frozenset({"reshape"})
-"""Kinds that stand beside quantization ops only so that channels are one axis."""
+BESIDE = frozenset({"reshape", "max", "min", "clip"})
+"""Kinds that are inserted with quantization ops: so that channels are one axis, and values within a narrow range."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ def pair(one: Model, other: Model) -> Pairs:
 
 def inserted(op: Op) -> bool:
     """Whether `op` is a quantization op, or was inserted beside one to be looked through."""
-    return op.kind in QUANTIZATION_KINDS or (bool(op.rule) and op.kind in SHAPING)
+    return op.kind in QUANTIZATION_KINDS or (bool(op.anchor) and op.kind in BESIDE)
 
 
 def behind(model: Model, tensor: TensorRef) -> TensorRef:
@@ -72,6 +72,17 @@ def behind(model: Model, tensor: TensorRef) -> TensorRef:
     for _ in range(len(model.graphs[tensor.graph])):  # a broken model may hold a ring
         read = model.graphs[tensor.graph].producer(Use(tensor.graph, tensor.op, 0))
         if not inserted(model.op(tensor)) or read is None:
+            break
+        tensor = read
+    return tensor
+
+
+def unclipped(model: Model, tensor: TensorRef) -> TensorRef:
+    """What `tensor` is before what was inserted to quantize it changes it."""
+    for _ in range(len(model.graphs[tensor.graph])):
+        op = model.op(tensor)
+        read = model.graphs[tensor.graph].producer(Use(tensor.graph, tensor.op, 0))
+        if op.kind in QUANTIZATION_KINDS or not inserted(op) or read is None:
             break
         tensor = read
     return tensor
@@ -111,7 +122,7 @@ def _pair_graphs(one: Graph, other: Graph, pairs: Pairs) -> None:
             *_targets(models, one, other, name, twin, pairs),
         ):
             free = (one.name, here) not in pairs.to and (other.name, there) not in pairs.back
-            if free and _alike(one.op(here), other.op(there)):
+            if free and _alike(one.op(here), other.op(there)) and _of_one_type(one.op(here), other.op(there)):
                 link(here, there)
 
 
@@ -119,6 +130,11 @@ def _alike(op: Op, twin: Op) -> bool:
     """Whether the two may be the same op."""
     held = {"constant", "variable"}
     return (op.type, op.domain) == (twin.type, twin.domain) or (op.kind in held and twin.kind in held)
+
+
+def _of_one_type(op: Op, twin: Op) -> bool:
+    """Whether what they make may be the same: a weight and the integers that it is stored as are not."""
+    return [output.dtype for output in op.outputs[:1]] == [output.dtype for output in twin.outputs[:1]]
 
 
 def _sources(models: tuple[Model, Model], one: Graph, other: Graph, name: str, twin: str) -> Iterator[tuple[str, str]]:
@@ -150,4 +166,4 @@ def _targets(
             yield from zip(names, there.get(key, []), strict=False)
 
 
-__all__ = ["Pairs", "Place", "behind", "inserted", "pair", "readers"]
+__all__ = ["Pairs", "Place", "behind", "inserted", "pair", "readers", "unclipped"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -17,7 +18,7 @@ from graphquant.prepare import drop_unread
 from graphquant.qdq import FAMILIES, Lowering
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from graphquant.ir import Shape
@@ -85,11 +86,23 @@ def rewrite(
         lowering = _lowering(model, parameters, site, params[index], name, float_weights=float_weights)
         learned = variables.take(site, name) if site.scheme.range == "learned" else ""
         lowering = replace(lowering, in_frame=site.graph in framed, learned=learned)
-        outputs = _insert(changed, site, lowering, fed)
+        with _anchored(changed, site):
+            outputs = _insert(changed, site, lowering, fed)
         inserted.append(Inserted(site=site, params=params[index], outputs=outputs, folded=lowering.value is not None))
     drop_unread(changed, (done.site.tensor for done in inserted if done.folded))
     check(changed, "rewrite")
     return changed, inserted
+
+
+@contextmanager
+def _anchored(model: Model, site: Site) -> Iterator[None]:
+    """Notes in the ops that are added what they are for."""
+    graphs = [model.graphs[name] for name in dict.fromkeys([site.graph, *(use.graph for use in site.uses)])]
+    for graph in graphs:
+        graph.anchor = str(site.tensor)
+    yield
+    for graph in graphs:
+        graph.anchor = ""
 
 
 def _insert(model: Model, site: Site, lowering: Lowering, fed: AbstractSet[Use]) -> tuple[TensorRef, ...]:

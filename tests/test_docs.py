@@ -19,10 +19,12 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "compare.md",
     "data.md",
+    "diff.md",
     "families.md",
     "from-graph-editor.md",
     "live-objects.md",
     "preparation.md",
+    "strip.md",
     "tensorflow.md",
 ]
 
@@ -111,6 +113,15 @@ def test_compare(folder):
     data = json.loads(shell("graphquant compare quant.onnx quant.onnx --data random:2 --format json"))
     for key in {*data, *data["outputs"][0], *data["sites"][0]}:
         assert f"`{key}`" in page, key
+
+
+@pytest.mark.parametrize("page", ["diff.md", "strip.md"])
+def test_undoing(folder, page):
+    """Each snippet runs, and what the page says it prints is printed."""
+    printed = " ".join(run_page(page).split())
+    text = ROOT.joinpath("docs", page).read_text("utf-8")
+    (promised,) = re.findall(r"^It prints `([^`]+)`", text, re.MULTILINE)
+    assert promised in printed
 
 
 def test_preparation(folder):

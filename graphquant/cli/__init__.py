@@ -14,6 +14,7 @@ from graphquant.cli.group import Group
 from graphquant.cli.inserting import insert
 from graphquant.cli.looking import data, explain, inspect, plan
 from graphquant.cli.rule_files import rules
+from graphquant.cli.undoing import diff, strip
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -29,5 +30,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-for command in (insert, calibrate, plan, explain, inspect, check, compare, data, rules):
+for command in (insert, calibrate, plan, explain, inspect, check, compare, diff, strip, data, rules):
     main.add_command(command)

@@ -10,7 +10,7 @@ from graphquant.comparison.difference import Difference
 from graphquant.comparison.types import SiteFigures
 from graphquant.ir import Model, Parameters, TensorRef
 from graphquant.numerics import QParams, dequantize, quantize
-from graphquant.pairs import behind, pair, readers
+from graphquant.pairs import behind, pair, readers, unclipped
 from graphquant.prepare import prepare
 from graphquant.survey import survey
 
@@ -33,6 +33,7 @@ class Site:
 
     Attributes:
         reading: The quantization op.
+        tensor: What it quantizes, before values are clipped for it.
         parameter: Whether it quantizes a weight, whose figures need no run.
         before: What it quantizes, in the quantized model; None where that is integers already.
         after: What it makes.
@@ -43,6 +44,7 @@ class Site:
     """
 
     reading: Reading
+    tensor: TensorRef
     parameter: bool
     before: TensorRef | None
     after: TensorRef
@@ -67,7 +69,7 @@ class Site:
         return SiteFigures(
             graph=self.reading.graph,
             op=self.reading.op,
-            tensor=str(self.reading.tensor),
+            tensor=str(self.tensor),
             rule=self.reading.rule,
             parameter=self.parameter,
             local=_known(self.local),
@@ -123,13 +125,14 @@ def sites_of(plain: Model, quant: Model) -> Sites:
     found = []
     for reading in survey(quant).readings:
         after = TensorRef(reading.graph, reading.op)
-        known = reading.tensor
+        known = unclipped(quant, reading.tensor)
         integers = quant.op(after).kind == "dequantize" and quant.graphs[after.graph].slots(after.op)[0] == known
         if integers and not held.is_parameter(known):
             continue  # integers that the model computes
         raw = behind(quant, known)
         site = Site(
             reading=reading,
+            tensor=known,
             parameter=held.is_parameter(known),
             before=None if integers else known,
             after=after,
@@ -175,7 +178,7 @@ class _Weights:
 
 def _weigh(site: Site, held: Parameters, floats: _Weights) -> None:
     """The figures of a weight, from its values alone."""
-    params, value = site.reading.params, held.value(site.reading.tensor)
+    params, value = site.reading.params, held.value(site.tensor)
     if not isinstance(params, QParams) or value is None:
         site.note = "its scale or its values are not in the model"
         return

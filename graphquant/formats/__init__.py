@@ -98,6 +98,15 @@ class FormatModule(Protocol):
     def upgrade(self, model: Model, opset: int) -> Model:
         """The model at an opset; raises ModelError if that cannot be done."""
 
+    def said(self, model: Model) -> dict[str, str]:
+        """What the model says of where it came from, by key."""
+
+    def origin(self, model: Model) -> tuple[Model, bool] | None:
+        """The model that the record in this one gives back, None if there is no record; raises ModelError.
+
+        With it comes whether this one is as graphquant wrote it, but for its weights.
+        """
+
     def skeleton(self, model: Model) -> str:
         """The source message without the data of its weights, as text: what taking an upgrade back needs."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,7 @@ class Graph:
         inputs: Names of the ops of kind "input", in the order of the graph's signature.
         outputs: Names of the ops of kind "output", in the same order.
         edited: Uses whose source changed since load.
+        anchor: What ops that are added are for, "" if that is not to be noted.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Graph:
         self.outputs: list[str] = []
         self.edited: set[Use] = set()
         self.removed: set[str] = set()
+        self.anchor = ""
         self.taken: set[str] = set() if taken is None else taken
 
     # -- reading ---------------------------------------------------------------------------------
@@ -142,7 +144,7 @@ class Graph:
         """Adds `op` reading `inputs`, with control edges from the ops `after`; returns its first output."""
         if op.name in self.nx:
             raise InternalError(f"op {op.name!r} is already in graph {self.name!r}.")
-        self.nx.add_node(op.name, op=op, slots=[])
+        self.nx.add_node(op.name, op=replace(op, anchor=self.anchor) if self.anchor else op, slots=[])
         self.taken.add(op.name)
         self.taken.update(output.name for output in op.outputs if output.name)
         self.wire(op.name, inputs, after=after)
@@ -288,6 +290,8 @@ class Model:
         alive: The object in memory that the model was made of ("the session"), "" for a file. Its variables go on
             training, so that none may become a constant.
         saver: Writes the model, set by whoever loaded it.
+        provenance: What a written model is to say of where it came from, by key; None leaves what it says.
+        origin: The model that the record in a written one is to give back; None where there is to be none.
     """
 
     format: str
@@ -301,6 +305,8 @@ class Model:
     saved: tuple[str, ...] = ()
     alive: str = ""
     saver: Callable[[Model, Path, bool], Path] | None = None
+    provenance: dict[str, str] | None = None
+    origin: Model | None = None
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the model to `path`, whole or not at all; returns the path.

@@ -127,6 +127,7 @@ class Op:
         calls: The graphs that the op runs.
         source: The node of the source message; None for an op that graphquant made.
         rule: The rule or step that made the op, "" for one of the source.
+        anchor: The tensor that a rule made it for, "" for one of the source.
     """
 
     name: str
@@ -141,6 +142,7 @@ class Op:
     calls: tuple[Call, ...] = ()
     source: Any = None
     rule: str = ""
+    anchor: str = ""
 
     def role(self, slot: int) -> str:
         """The role of input `slot`."""

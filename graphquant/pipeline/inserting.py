@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shlex
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphquant import __version__
 from graphquant.calibration import Stats, kept, load_stats, needs_data, planned, select, with_method
 from graphquant.errors import NeedsDataError, UsageError
 from graphquant.pipeline.calibrating import calibrate_line, observe
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.pipeline.result import Result
-from graphquant.plans import Plan, Skip
+from graphquant.plans import Plan, Skip, to_json
 from graphquant.ranges import Ranges, give, read_map
 from graphquant.rewrite import rewrite
 from graphquant.solve import because, solve
@@ -99,6 +104,8 @@ def insert(
             del params[index]
             skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
     rewritten, inserted = rewrite(prepared, solved, params, float_weights=float_weights)
+    rewritten.provenance = _provenance(source, made, found if wanting else None)
+    rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
     return Result(
         model=rewritten if inserted else source,
@@ -123,6 +130,30 @@ def _notes(solution: Solution) -> dict[TensorRef, str]:
         tensor = solution.plan.sites[index].tensor
         notes[tensor] = "; ".join(filter(None, (notes.get(tensor), *told)))
     return notes
+
+
+def _provenance(source: Model, made: Plan, stats: Stats | None) -> dict[str, str]:
+    """What the written model is to say of where it came from: nothing of this machine and no time."""
+    said = to_json(replace(made, rules=(), steps=()))  # names of rules may be paths
+    said["steps"] = [[step.step, step.target, step.detail] for step in made.steps]
+    plan = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    methods = sorted({site.scheme.observe.name for site in needs_data(made)})
+    told = {
+        "version": __version__,
+        "source": source.digest,
+        "plan": plan,
+        "rules": made.digest,
+        "method": ", ".join(methods) if stats is not None else "",
+        "data": ", ".join(run.data for run in stats.runs) if stats is not None else "",
+        "steps": _steps(made),
+        "random": "yes" if stats is not None and stats.random else "",
+    }
+    return {key: value for key, value in told.items() if value}
+
+
+def _steps(made: Plan) -> str:
+    """The preparations, each with how often it was done."""
+    return ", ".join(f"{name} ({count})" for name, count in Counter(step.step for step in made.steps).items())
 
 
 def _given(

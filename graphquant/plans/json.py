@@ -25,8 +25,8 @@ MAX_BYTES = 1 << 30
 MAX_MISTAKES = 100
 """How many mistakes of one file are told at once."""
 
-_KEYS = {"schema", "format", "model", "prepared", "rules", "steps", "schemes", "sites", "skips", "unused"}
-_PLAIN = ("format", "model", "prepared", "rules", "unused")
+_KEYS = {"schema", "format", "model", "prepared", "rules", "steps", "schemes", "sites", "skips", "unused", "digest"}
+_PLAIN = ("format", "model", "prepared", "rules", "unused", "digest")
 _HINT = "Plans are what `graphquant plan --format json` writes."
 
 _adapter = lru_cache(maxsize=None)(TypeAdapter)
@@ -41,6 +41,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "model": plan.model,
         "prepared": plan.prepared,
         "rules": list(plan.rules),
+        "digest": plan.digest,
         "steps": [asdict(step) for step in plan.steps],
         "schemes": {label: _scheme(scheme, label) for scheme, label in labels.items()},
         "sites": [_site(site, labels[site.scheme]) for site in plan.sites],
@@ -100,6 +101,7 @@ def from_json(data: Any, where: str = "plan") -> Plan:
         sites=tuple(sites),
         skips=tuple(skips),
         unused=plan.unused,
+        digest=plan.digest,
     )
 
 

@@ -113,6 +113,7 @@ class Plan:
         sites: What is quantized.
         skips: What matched and is not, with the reason.
         unused: Rules that matched nothing.
+        digest: Hex SHA-256 of the rule files' contents, "" where that is not known.
     """
 
     format: str
@@ -123,3 +124,4 @@ class Plan:
     sites: tuple[Site, ...] = ()
     skips: tuple[Skip, ...] = ()
     unused: tuple[str, ...] = ()
+    digest: str = ""

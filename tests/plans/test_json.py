@@ -74,6 +74,7 @@ GOLDEN = """\
  "model": "aa",
  "prepared": "bb",
  "rules": ["onnxruntime"],
+ "digest": "",
  "steps": [{"step": "fold-batchnorm", "target": "bn", "detail": "folded into conv", "why": "",
   "undo": {"weight": "w:0"}}],
  "schemes": {

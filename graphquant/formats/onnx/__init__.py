@@ -35,9 +35,12 @@ def emit(model: Model) -> Any:
     Raises:
         ModelError: A change cannot be said in ONNX.
     """
+    from graphquant.formats.onnx.notes import annotate
     from graphquant.formats.onnx.write import emit as write
 
-    return write(model).message
+    message = write(model).message
+    annotate(message, model)
+    return message
 
 
 def save(model: Model, path: Path) -> None:
@@ -94,6 +97,26 @@ def flattened(model: Model) -> tuple[Model, dict[tuple[str, str], tuple[str, str
     from graphquant.formats.onnx.flat import flattened as flat
 
     return flat(model)
+
+
+def said(model: Model) -> dict[str, str]:
+    """What the model says of where it came from."""
+    from graphquant.formats.onnx.notes import said as read
+
+    return read(model.source.message)
+
+
+def origin(model: Model) -> tuple[Model, bool] | None:
+    """The model that the record in this one gives back; see `FormatModule`.
+
+    Raises:
+        ModelError: The record is damaged, or weights were changed.
+    """
+    from graphquant.formats.onnx.notes import restored
+    from graphquant.formats.onnx.read import index
+
+    found = restored(model.source.message)
+    return None if found is None else (index(found[0], path=model.path), found[1])
 
 
 __all__ = ["DEFAULT_RULES", "FAMILY", "emit", "flattened", "load", "runner", "save", "skeleton", "upgrade"]

@@ -14,6 +14,7 @@ from onnx import printer, serialization
 
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.onnx.apart import fill, put_apart, size_of, tensors
+from graphquant.formats.onnx.notes import annotate
 from graphquant.formats.onnx.read import MAX_MESSAGE, parse
 from graphquant.formats.onnx.tensors import external_path, is_external, tensor_value
 from graphquant.formats.onnx.write import emit
@@ -44,6 +45,7 @@ def save(model: Model, path: Path) -> None:
     outside = binary_form(path) and _outside(model, emission)
     if not outside:
         fill(message, emission.later)
+    annotate(message, model, record=not outside)
     try:
         if outside:
             _save_apart(model, emission, path)

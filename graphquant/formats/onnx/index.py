@@ -11,6 +11,7 @@ from onnx import AttributeProto
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.infer import inferred
+from graphquant.formats.onnx.notes import noted, noted_ops
 from graphquant.formats.onnx.ops import Facts, OpInfo, classify
 from graphquant.formats.onnx.rename import value_of
 from graphquant.formats.onnx.source import GraphSource, Source
@@ -104,6 +105,7 @@ class Indexer:
         self._functions: dict[tuple[str, str, str], str] = {}
         self._scopes: list[_Scope] = []
         self._unsorted: dict[str, Graph] = {}
+        self._noted = noted_ops(source.message)
 
     def run(self) -> None:
         """Indexes the main graph, the functions and all bodies, then wires them."""
@@ -233,6 +235,7 @@ class Indexer:
         calls = self._bodies(scope, node, twin, name)
         if called is not None:
             calls = (Call(node.op_type, called, 0), *calls)
+        rule, anchor = self._noted.get(scope.graph.name, {}).get(name) or noted(node)
         scope.position[name] = len(scope.nodes)
         scope.nodes.append(name)
         scope.add(
@@ -248,6 +251,8 @@ class Indexer:
                 value=partial(constant_value, node, folder) if info.kind == "constant" and attrs else None,
                 calls=calls,
                 source=node,
+                rule=rule,
+                anchor=anchor,
             )
         )
 

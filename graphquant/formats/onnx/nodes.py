@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 RULE_KEY = "graphquant.rule"
+ANCHOR_KEY = "graphquant.anchor"
 
 _GRAPHS = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
@@ -85,10 +86,11 @@ def value_of(op: Op) -> Any:
     return op.value()
 
 
-def stamp(node: Any, rule: str) -> None:
-    """Notes in `node` which rule made it."""
-    if rule:
-        node.metadata_props.add(key=RULE_KEY, value=rule)
+def stamp(node: Any, op: Op) -> None:
+    """Notes in `node` which rule made it, and what for."""
+    for key, value in ((RULE_KEY, op.rule), (ANCHOR_KEY, op.anchor)):
+        if value:
+            node.metadata_props.add(key=key, value=value)
 
 
 def _set_attributes(node: Any, op: Op, types: Mapping[str, int]) -> None:

@@ -12,6 +12,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.apart import BULKY, later, size_of
 from graphquant.formats.onnx.nodes import constant_node, new_node, patch_node, stamp, tensor_of
+from graphquant.formats.onnx.notes import IR_METADATA
 from graphquant.formats.onnx.rename import Ends, ends_of
 from graphquant.formats.onnx.tensors import CODES
 from graphquant.ir import Graph, Model, Op, TensorRef, bulk
@@ -22,9 +23,6 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.source import GraphSource, Source
 
 VERSION_KEY = "graphquant.version"
-
-IR_METADATA = 10
-"""First IR version whose nodes have metadata_props."""
 
 IR_FREE_INITIALIZERS = 4
 """First IR version whose initializers need not be graph inputs."""
@@ -183,7 +181,7 @@ class _Emitter:
         else:
             node = new_node(op, [self._name(tensor) for tensor in graph.slots(op.name)], outputs)
         if self._message.ir_version >= IR_METADATA:
-            stamp(node, op.rule)
+            stamp(node, op)
         self._import(imports, node.domain)
         return node
 

@@ -5,15 +5,18 @@ Only running a model imports it, inside the functions of `session`.
 
 from __future__ import annotations
 
+import hashlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow import notes, proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.give_back import give_back
 from graphquant.formats.tensorflow.live import load_live
-from graphquant.formats.tensorflow.load import load
+from graphquant.formats.tensorflow.load import build, load
 from graphquant.formats.tensorflow.run import inputs, runner
 from graphquant.formats.tensorflow.save import save
+from graphquant.provenance import RECORD, restore
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -25,6 +28,26 @@ FAMILY = "fake-quant"
 def upgrade(model: Model, opset: int) -> Model:  # noqa: ARG001  # the protocol's signature
     """The model itself: TensorFlow has no opsets."""
     return model
+
+
+def said(model: Model) -> dict[str, str]:
+    """What the model says of where it came from."""
+    known = notes.said(model.source, model.source.message)
+    return {key: value.decode(errors="replace") for key, value in known.items() if key != RECORD}
+
+
+def origin(model: Model) -> tuple[Model, bool] | None:
+    """The model that the record in this one gives back; see `FormatModule`.
+
+    Raises:
+        ModelError: The record is damaged, or weights were changed.
+    """
+    found = notes.record(model.source)
+    if found is None:
+        return None
+    message, same = restore(*found, type(model.source.message))
+    digest = hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+    return build(replace(model.source, message=message, digest=digest), model.path or model.source.file), same
 
 
 def skeleton(model: Model) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import InternalError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned import add_initializers, learned
-from graphquant.formats.tensorflow.load import ARGUMENT, RESULT, RULE_ATTR
+from graphquant.formats.tensorflow.load import ARGUMENT, RESULT
+from graphquant.formats.tensorflow.notes import ANCHOR_ATTR, RULE_ATTR
 from graphquant.formats.tensorflow.values import Attrs, Stored, encode_attr, encode_tensor, type_number
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, bulk
 
@@ -158,6 +159,8 @@ class _Patch:
         self._infer_types(op, node)
         if op.rule:
             node.attr[RULE_ATTR].s = op.rule.encode()
+        if op.anchor:
+            node.attr[ANCHOR_ATTR].s = op.anchor.encode()
         return node
 
     def _infer_types(self, op: Op, node: Any) -> None:

@@ -15,6 +15,7 @@ from graphquant.formats import KERAS
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.evaluate import evaluate
 from graphquant.formats.tensorflow.learned import MARK, first_values
+from graphquant.formats.tensorflow.notes import ANCHOR_ATTR, RULE_ATTR
 from graphquant.formats.tensorflow.ops import CALLS, describe
 from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.saved import add_saved
@@ -27,13 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["ARGUMENT", "RESULT", "RULE_ATTR", "load"]
+__all__ = ["ARGUMENT", "RESULT", "load"]
 
 ARGUMENT: Final = "_Arg"
 RESULT: Final = "_Retval"
-RULE_ATTR: Final = "_graphquant_rule"
-"""The attribute of a node that graphquant made, which names the rule it came from."""
-
 Ports = list[tuple[str, int, str | None]]
 """Output argument, index in it and dtype of each port of a node."""
 
@@ -167,6 +165,7 @@ class _Loader:
             calls=calls,
             source=node,
             rule=node.attr[RULE_ATTR].s.decode(errors="replace") if RULE_ATTR in node.attr else "",
+            anchor=node.attr[ANCHOR_ATTR].s.decode(errors="replace") if ANCHOR_ATTR in node.attr else "",
         )
 
     def _outputs(self, node: Any, names: Names) -> tuple[Output, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.keep import Kept, keep
 from graphquant.formats.tensorflow.learned import learned
+from graphquant.formats.tensorflow.notes import annotate
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, Source
 from graphquant.whole import whole
 
@@ -36,6 +38,7 @@ def save(model: Model, path: Path) -> None:
     """
     source: Source = model.source
     message = emit(model)
+    annotate(message, model)
     kept = keep(source, message, learned(model)) if source.form != "GraphDef" else None
     try:
         if source.folder is not None:
@@ -56,7 +59,9 @@ def save(model: Model, path: Path) -> None:
 
 def _data(source: Source, message: Any, *, text: bool) -> bytes:
     if text == source.text and message == source.message and source.file.is_file():
-        return source.file.read_bytes()  # the same message may have several binary forms
+        data = source.file.read_bytes()  # the same message may have several binary forms
+        if hashlib.sha256(data).hexdigest() == source.digest:
+            return data
     return proto.to_text(message).encode() if text else proto.to_binary(message)
 
 

@@ -1,0 +1,84 @@
+"""`graphquant strip` and `graphquant diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from graphquant.cli.output import emit, print_view
+from graphquant.errors import FindingsError
+
+if TYPE_CHECKING:
+    from graphquant.pipeline import Stripped
+
+
+@click.command()
+@click.argument("model", type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Where the float model is written.")
+@click.option("--all", "everything", is_flag=True, help="Take out quantization ops of other tools too.")
+@click.option("--check", "original", type=click.Path(path_type=Path), metavar="ORIGINAL", help="Prove that it is this.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+def strip(model: Path, output: Path | None, everything: bool, original: Path | None, force: bool) -> None:
+    """Take out of MODEL what graphquant inserted, and write the float model.
+
+    It is the source model bit for bit where insert kept weights float, and else the prepared model with the rounding
+    that its weights have. With --check, exit code 1 if it is something else than ORIGINAL.
+    """
+    from graphquant import outputs, pipeline
+    from graphquant.errors import UsageError
+    from graphquant.formats import format_of
+    from graphquant.view.strip_text import stripped_view
+    from graphquant.view.text import console
+
+    if output is None and original is None:
+        raise UsageError("There is nowhere to write the float model. Give -o OUT, or --check ORIGINAL alone.")
+    if output is not None:
+        outputs.check_model_output(output, model, format_of(model), force=force)
+    found = pipeline.strip(model, everything=everything)
+    written = pipeline.save(found.model, output, force=force) if output is not None else None
+    console().print(stripped_view(found, written))
+    if original is not None:
+        _prove(found, original)
+
+
+def _prove(found: Stripped, original: Path) -> None:
+    """Tells whether the model is `original`."""
+    from graphquant import pipeline
+    from graphquant.view.strip_text import proof_view
+    from graphquant.view.text import console
+
+    proof = pipeline.prove_stripped(found, original)
+    console().print(proof_view(proof, str(original)))
+    if not proof.holds:
+        raise FindingsError(f"The model is not {original}, nor that but for its weights' rounding; see the list above.")
+
+
+@click.command()
+@click.argument("one", metavar="A", type=click.Path(path_type=Path))
+@click.argument("other", metavar="B", type=click.Path(path_type=Path))
+@click.option("--stat", is_flag=True, help="Only count the differences.")
+@click.option("--ignore", type=click.Choice(["qdq"]), help="Leave out what differs in quantization.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+def diff(one: Path, other: Path, stat: bool, ignore: str | None, form: str, output: Path | None, force: bool) -> None:
+    """Tell what differs between the models A and B, or the plans A and B; nothing is run.
+
+    Ops are matched by name, and by their place in the graph where names differ; quantization ops are looked through
+    and told apart. docs/diff.md explains the lines. Exit code 1 if anything differs.
+    """
+    from graphquant import outputs, pipeline
+    from graphquant.view.diff_text import diff_json, diff_view
+
+    for path in (one, other):
+        if output is not None:
+            outputs.check_output(output, path, force=force)
+    found = pipeline.diff(one, other, quantization=ignore is None)
+    if form == "json":
+        emit(diff_json(found), output)
+    else:
+        print_view(diff_view(found, stat=stat), output)
+    if found:
+        raise click.exceptions.Exit(FindingsError.exit_code)

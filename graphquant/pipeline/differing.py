@@ -1,0 +1,51 @@
+"""Two models, or two plans, beside each other; nothing is run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphquant.errors import UsageError
+from graphquant.pipeline.models import loaded
+from graphquant.plans import Plan, read_plan
+
+if TYPE_CHECKING:
+    from graphquant.differences import Differences
+    from graphquant.ir import Model
+
+PLAN = '"schema"'
+"""What the start of a plan's file has, and that of a model in JSON has not."""
+
+
+def diff(one: Model | Plan | str | Path, other: Model | Plan | str | Path, *, quantization: bool = True) -> Differences:
+    """What differs between two models, or two plans.
+
+    Args:
+        one: The first, or its path.
+        other: The second, or its path.
+        quantization: Tell what differs in quantization too.
+
+    Raises:
+        ModelError: A model cannot be read.
+        UsageError: One is a model and the other a plan, or they are models of two formats.
+    """
+    from graphquant.differences import diff_models, diff_plans
+
+    plans = [_plan(each) for each in (one, other)]
+    if plans[0] is not None and plans[1] is not None:
+        return diff_plans(plans[0], plans[1])
+    if plans != [None, None]:
+        raise UsageError("One of the two is a plan and the other a model. Compare models, or plans.")
+    return diff_models(loaded(one), loaded(other), quantization=quantization)
+
+
+def _plan(given: object) -> Plan | None:
+    """The plan that is given, or that is at a path; None for a model."""
+    if isinstance(given, str | Path) and Path(given).suffix == ".json" and Path(given).is_file():
+        with Path(given).open("rb") as file:
+            start = file.read(64).decode(errors="replace")
+        return read_plan(Path(given)) if PLAN in start else None
+    return given if isinstance(given, Plan) else None
+
+
+__all__ = ["diff"]

@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import base64
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import helper, numpy_helper
+
+import graphquant as gq
+from graphquant import formats, pipeline
+from graphquant.survey import survey
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+ONNX = {"digits_cnn.onnx": "digits_cnn", "digits_cnn_bn.onnx": "digits_cnn", "digits_rnn.onnx": "digits_rnn"}
+TENSORFLOW = ["digits_cnn.pb", "digits_cnn.pbtxt", "digits_rnn.pb", "digits_cnn_saved_model", "digits_rnn_saved_model"]
+
+
+def inserted(samples: Path, name: str, out: Path, **options: Any) -> Path:
+    """The sample model, quantized without data."""
+    return gq.insert(samples / name, rules=["fixed_point"], **options).save(out / name)
+
+
+def message(model: Any) -> Any:
+    """The message of a model, or of the one at a path."""
+    loaded = model if isinstance(model, gq.Model) else gq.load(model)
+    return formats.module(loaded.format).emit(loaded)
+
+
+@pytest.mark.parametrize("name", [*ONNX, "digits_nested.onnx", *TENSORFLOW])
+def test_float_weights_give_back_the_source(samples: Path, tmp_path: Path, name: str) -> None:
+    """The source message comes back, with names, order, weights, opset and BatchNorms as they were."""
+    found = gq.strip(inserted(samples, name, tmp_path, float_weights=True))
+    assert found.exact
+    assert message(found.model) == message(samples / name)
+    out = found.model.save(tmp_path / f"stripped_{name}")
+    assert message(out) == message(samples / name)
+    assert not gq.diff(out, samples / name)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("ultraface/version-RFB-320.onnx", ""), ("silero_vad_16k_op15.onnx", ""), ("kws/saved_model", "")],
+)
+def test_real_models_come_back(shared: Path, tmp_path: Path, name: str, data: str) -> None:
+    """The same for the face detector, whose opset and BatchNorms are undone, and for sound."""
+    result = gq.insert(shared / name, rules=["fixed_point"], float_weights=True)
+    found = gq.strip(result.save(tmp_path / f"out{(shared / name).suffix}"))
+    assert found.exact
+    assert message(found.model) == message(shared / name)
+
+
+@pytest.mark.parametrize("name", ONNX)
+def test_rounded_weights_are_said_to_be(samples: Path, tmp_path: Path, name: str) -> None:
+    """Without float weights it is the prepared model; weights are the integers' values under their old names."""
+    path = inserted(samples, name, tmp_path)
+    quantized = {reading.tensor for reading in survey(gq.load(path)).readings}
+    found = gq.strip(path)
+    assert not found.exact
+    assert not found.left
+    assert not survey(found.model).readings
+    plan = gq.plan(samples / name, rules=["fixed_point"])
+    assert {tensor for tensor, _ in found.weights} == {site.tensor for site in plan.sites if site.parameter}
+    assert quantized
+    proof = pipeline.prove_stripped(found, samples / name)
+    assert proof.holds
+    assert not proof.equal
+    assert proof.rounded == len(found.weights)
+    prepared = pipeline.prepared_for(gq.load(samples / name), plan)
+    kinds = gq.diff(prepared, found.model).counts
+    assert kinds == {"weight": len(found.weights)}
+
+
+def test_it_says_what_stays(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """The command says that weights are rounded and how the graph stays prepared, and proves it."""
+    source = samples / "digits_cnn_bn.onnx"
+    data = str(samples / "digits_cnn_calib.npz")
+    path = gq.insert(source, data=data, samples=4).save(tmp_path / "digits_cnn_bn.onnx")
+    told = cli("strip", path, "-o", tmp_path / "back.onnx", "--check", source).stdout.replace("\n", " ")
+    assert "It stays prepared as it was for quantization: opset (1), initializer-inputs" in told
+    assert "11 weights dequantized, with the rounding they had" in told
+    assert "but for the rounding of 11 weights." in told
+    assert gq.load(tmp_path / "back.onnx").opset == 13
+    other = cli("strip", path, "--check", samples / "digits_cnn.onnx", code=1)
+    assert "nor that but for its weights' rounding" in other.stderr.replace("\n", " ")
+
+
+def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """The source comes back bit for bit; a model without quantization, and no output, are refused."""
+    source = samples / "digits_cnn.onnx"
+    path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
+    told = cli("strip", path, "-o", tmp_path / "back.onnx", "--check", source).stdout.replace("\n", " ")
+    assert "The source model, bit for bit." in told
+    assert "message for message." in told
+    assert "no quantization ops that graphquant inserted" in cli("strip", source, "-o", "x.onnx", code=2).stderr
+    assert "There is nowhere to write" in cli("strip", path, code=2).stderr
+    assert "exists already" in cli("strip", path, "-o", tmp_path / "back.onnx", code=2).stderr
+
+
+@pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_rnn.pb", "digits_rnn.onnx"])
+def test_op_by_op(samples: Path, tmp_path: Path, name: str) -> None:
+    """Without the record the ops are taken out one by one, which gives the same message where nothing was prepared."""
+    rules = (samples.parent / "rules/fixed_point.toml").read_text().replace('prepare = ["', 'prepare = [] # ["')
+    file = tmp_path / "rules.toml"
+    file.write_text(rules)
+    path = gq.insert(samples / name, rules=[file], float_weights=True).save(tmp_path / name)
+    found = gq.strip(path, everything=True)
+    assert not found.exact
+    assert found.ops
+    assert message(found.model) == message(samples / name)
+
+
+def test_a_graph_that_was_changed_since(samples: Path, tmp_path: Path) -> None:
+    """What somebody else did to the quantized model is kept: ops are taken out one by one then, and strip says so."""
+    path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
+    model = onnx.load(path)
+    last = model.graph.output[0].name
+    model.graph.node.append(helper.make_node("Neg", [last], ["negated"], name="negate"))
+    model.graph.output[0].name = "negated"
+    onnx.save(model, path)
+    found = gq.strip(path)
+    assert not found.exact
+    assert "The graph was changed since graphquant wrote it" in found.notes[0]
+    assert "negate" in found.model.main
+    counts = gq.diff(samples / "digits_cnn.onnx", found.model).counts
+    assert counts.keys().isdisjoint({"weight", "site-added", "scale", "attribute"})
+
+
+def test_weights_that_were_trained_since(samples: Path, tmp_path: Path) -> None:
+    """New weights are kept too, and it is said that the source is not to be had."""
+    path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
+    model = onnx.load(path)
+    large = max(model.graph.initializer, key=lambda tensor: tensor.ByteSize())
+    large.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(large) * np.float32(2), large.name))
+    onnx.save(model, path)
+    found = gq.strip(path)
+    assert not found.exact
+    assert "not in the model any more" in found.notes[0]
+    assert gq.diff(samples / "digits_cnn.onnx", found.model).counts == {"weight": 1}
+
+
+@pytest.mark.parametrize("damage", [b"", b"x", b"{}" * 40])
+def test_a_damaged_record(samples: Path, tmp_path: Path, damage: bytes) -> None:
+    """A record that says nothing sensible is no reason to fail."""
+    path = inserted(samples, "digits_cnn.onnx", tmp_path, float_weights=True)
+    model = onnx.load(path)
+    for entry in model.metadata_props:
+        if entry.key == "graphquant.record":
+            entry.value = base64.b64encode(damage).decode() if damage != b"x" else "no base64"
+    onnx.save(model, path)
+    found = gq.strip(path)
+    assert not found.exact
+    assert not gq.diff(samples / "digits_cnn.onnx", found.model)
+
+
+def test_quantization_of_other_tools(samples: Path, tmp_path: Path) -> None:
+    """QDQ ops of onnxruntime's own tool go with --all, and what is left computes what the float model does."""
+    from onnxruntime.quantization import CalibrationDataReader, quantize_static
+
+    class Reader(CalibrationDataReader):
+        def __init__(self) -> None:
+            images = np.load(samples / "digits_cnn_calib.npz")["image"][:4]
+            self._feeds = iter([{"image": image[None]} for image in images])
+
+        def get_next(self) -> Any:
+            return next(self._feeds, None)
+
+    path = tmp_path / "theirs.onnx"
+    quantize_static(str(samples / "digits_cnn.onnx"), str(path), Reader())
+    with pytest.raises(gq.GraphQuantError, match="--all takes out"):
+        gq.strip(path)
+    found = gq.strip(path, everything=True)
+    assert not found.left
+    assert not survey(found.model).readings
+    out = found.model.save(tmp_path / "floats.onnx")
+    same = gq.compare(samples / "digits_cnn.onnx", out, str(samples / "digits_cnn_eval.npz"), samples=20)
+    assert same.sqnr is not None
+    assert same.sqnr > 35  # a Relu that a pair stood for is back
+
+
+def test_ops_say_rule_and_anchor(samples: Path, tmp_path: Path) -> None:
+    """Each inserted op names its rule and the tensor it is for, in its node or, in old ONNX files, in the model."""
+    for name in ("digits_cnn.onnx", "digits_nested.onnx", "digits_cnn.pb", "digits_cnn_saved_model"):
+        result = gq.insert(samples / name, rules=["fixed_point"])
+        again = gq.load(result.save(tmp_path / name))
+        done = {(site.site.tensor, site.site.rule) for site in result.inserted}
+        anchors = {str(tensor) for tensor, _ in done}
+        rules = {rule for _, rule in done}
+        seen = [op for graph in again.graphs.values() for op in graph.ops() if op.kind in {"dequantize", "qdq"}]
+        assert len(seen) >= len(result.inserted)
+        assert {op.anchor for op in seen} == anchors
+        assert {op.rule for op in seen} == rules
+
+
+def test_a_model_says_where_it_came_from(samples: Path, tmp_path: Path) -> None:
+    """Digests of source, rules, plan and data, the method and the version; no time and no path of this machine."""
+    data = str(samples / "digits_cnn_calib.npz")
+    for name in ("digits_cnn.onnx", "digits_cnn_bn.onnx"):
+        source = gq.load(samples / name)
+        result = gq.insert(source, data=data, samples=4)
+        said = formats.module("onnx").said(gq.load(result.save(tmp_path / name)))
+        assert said["source"] == source.digest
+        assert said["version"] == gq.__version__
+        assert result.stats is not None
+        assert said["data"] == result.stats.runs[0].data
+        assert said["method"] == "auto"
+        assert len(said["rules"]) == len(said["plan"]) == 64
+        assert "record" not in said
+        assert str(tmp_path) not in json.dumps(said)
+        assert str(samples) not in json.dumps(said)
+    assert said["steps"] == "opset (1), initializer-inputs (33), constant-nodes (2), fold-batchnorm (5)"
