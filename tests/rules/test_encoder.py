@@ -141,6 +141,28 @@ def test_encoder(rules, tmp_path):
     assert not {"sm0", "sm1"} & low or rules == "openvino"  # which quantizes what a sum reads, each by its own scale
 
 
+@pytest.mark.parametrize("far", [-np.inf, np.finfo(np.float32).min, -10000])
+@pytest.mark.parametrize("rules", LEAST)
+def test_causal_masks(rules, far, tmp_path):
+    """A constant mask of the largest numbers, or of minus infinity, takes nothing from the scores' range."""
+    shape = "float[1, 2, 16, 16]"
+    text = f"""<ir_version: 8, opset_import: ["": 13]> net ({shape} q, {shape} k, {shape} v) => ({shape} y) {{
+        s = MatMul(q, k) d = Mul(s, quarter) a = Add(d, mask) p = Softmax<axis = -1>(a) y = MatMul(p, v)
+    }}"""
+    message = onnx.parser.parse_model(text)
+    mask = np.where(np.triu(np.ones((PLACES, PLACES), bool), 1), np.float32(far), np.float32(0))
+    for name, value in {"mask": mask[None, None], "quarter": np.float32(0.25)}.items():
+        message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value), name))
+    onnx.save(message, tmp_path / "net.onnx")
+    rng = np.random.default_rng(0)
+    data = {name: rng.normal(size=(8, 2, 16, 16)).astype(np.float32) for name in "qkv"}
+    np.savez(tmp_path / "data.npz", **data)
+    gq.insert(tmp_path / "net.onnx", rules=[rules], data=str(tmp_path / "data.npz")).save(tmp_path / "quant.onnx")
+    feeds = {name: value[:1] for name, value in data.items()}
+    exact, found = answers(tmp_path / "net.onnx", feeds), answers(tmp_path / "quant.onnx", feeds)
+    assert 10 * np.log10((exact**2).sum() / ((exact - found) ** 2).sum()) > 27
+
+
 def test_openvino_runs_the_encoder(tmp_path):
     """OpenVINO runs every product on integers and each LayerNorm as one op, and answers as onnxruntime does."""
     openvino = pytest.importorskip("openvino")
