@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from graphquant.errors import InternalError
+from graphquant.errors import InternalError, UsageError
 from graphquant.numerics.blocks import spread
 from graphquant.numerics.types import Array, FloatType, QType
 
@@ -185,6 +185,22 @@ def _round(scale: Array, *, power_of_two: bool, down: bool = False) -> Array:
     with np.errstate(over="ignore"):
         nearest = scale.astype(np.float32).astype(np.float64)
     return np.where(down & (nearest > scale), np.nextafter(nearest.astype(np.float32), np.float32(0)), nearest)
+
+
+def halved(params: QParams) -> QParams:
+    """The nearest params with scales that float16 can hold.
+
+    Raises:
+        UsageError: One is too large or too small for that.
+    """
+    with np.errstate(over="ignore"):
+        scale = params.scale.astype(np.float16)
+    if not (np.isfinite(scale).all() and (scale >= np.finfo(np.float16).smallest_normal).all()):
+        raise UsageError("its scale does not fit float16, the type of the tensor; convert the model to float32 first")
+    zero = params.zero_point
+    return from_scale(
+        scale.astype(np.float32), zero, params.type, narrow=params.narrow, axis=params.axis, block=params.block
+    )
 
 
 def from_scale(

@@ -82,7 +82,7 @@ def planned_by(model: Model, ruleset: RuleSet, choice: Choice) -> tuple[Model, P
         )
     prepared, steps = prepare(model, ruleset.prepare)
     made = make_plan(prepared, ruleset, choice, steps=steps, source=model.digest)
-    opset = _opset(made) if made.sites else 0
+    opset = _opset(prepared, made) if made.sites else 0
     if model.opset and model.opset < opset:
         upgraded, step = _upgraded(model, opset)
         prepared, steps = prepare(upgraded, ruleset.prepare)
@@ -153,11 +153,16 @@ def _upgraded(model: Model, opset: int) -> tuple[Model, Step]:
     return upgraded, Step(step="opset", target="model", detail=f"opset {model.opset} to {opset}", why=why, undo=undo)
 
 
-def _opset(made: Plan) -> int:
+def _opset(prepared: Model, made: Plan) -> int:
     """The lowest opset that has the ops of every site."""
     return max(
         FAMILIES[site.scheme.family or ""].opset(
-            site.scheme.request(axis=site.axis, dtype="float32", shape=None, parameter=site.parameter)
+            site.scheme.request(
+                axis=site.axis,
+                dtype=prepared.output(site.tensor).dtype or "float32",
+                shape=None,
+                parameter=site.parameter,
+            )
         )
         for site in made.sites
     )

@@ -64,7 +64,7 @@ def requantize(model: Model) -> Iterator[Step]:
         if floats is None and params is not None and _is_stored(model, graph, op):
             if tuple(read) not in stored:
                 home = model.graphs[read[0].graph]
-                value = partial(_value, model.op(read[0]), params)
+                value = partial(_value, model.op(read[0]), params, op.outputs[0].dtype)
                 stored[tuple(read)] = edits.add(home, _constant(model, home, op, value))
             floats = stored[tuple(read)]
         elif floats is not None and params is not None and _rectifies(model, floats, params):
@@ -128,7 +128,7 @@ def _is_stored(model: Model, graph: Graph, op: Op) -> bool:
     read = graph.producer(Use(graph.name, op.name, 0))
     held = None if read is None else model.op(read)
     known = held is not None and held.kind == "constant" and held.value is not None
-    return known and model.format in _CONSTANTS and op.outputs[0].dtype == "float32"
+    return known and model.format in _CONSTANTS and op.outputs[0].dtype in {"float16", "float32"}
 
 
 def _rectifies(model: Model, floats: TensorRef, params: QParams) -> bool:
@@ -184,11 +184,11 @@ def _constant(model: Model, graph: Graph, op: Op, value: Any) -> Op:
     return Op(name=label, kind="constant", type=_CONSTANTS[model.format], roles=(), outputs=(made,), value=value)
 
 
-def _value(integers: Op, params: QParams) -> Array:
-    """The floats that the integers of a constant stand for."""
+def _value(integers: Op, params: QParams, dtype: str | None) -> Array:
+    """The floats that the integers of a constant stand for, float32 or float16."""
     if integers.value is None:
         raise InternalError(f"the constant {integers.name!r} has no value.")
-    return dequantize(integers.value(), params)
+    return dequantize(integers.value(), params).astype(dtype)
 
 
 def _unshape(model: Model, edits: Edits, floats: TensorRef) -> None:

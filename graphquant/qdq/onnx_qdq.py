@@ -28,6 +28,7 @@ OPSET_RUN_TIME = 11
 """Where activations are quantized, onnxruntime adds a Round to float biases, which opset 10 has not."""
 
 OPSET_FLOAT8, OPSET_BLOCKS = 19, 21
+"""The first has float16 too, the second of 4 and 16 bits."""
 
 OPSET_OTHER_WIDTHS = 21
 """Where 4 and 16 bits came to the default domain."""
@@ -65,7 +66,9 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
     integer = np.dtype(getattr(ml_dtypes, held, held))
     shape = () if _one_block(params) else params.scale.shape
     zeros = params.zero_point.astype(integer).reshape(shape)
-    scale = constant(graph, f"{site.name}/scale", params.scale.reshape(shape), type_="Constant", rule=site.rule)
+    floats = np.dtype(known.dtype)  # the scale's type is the tensor's
+    scales = params.scale.astype(floats).reshape(shape)
+    scale = constant(graph, f"{site.name}/scale", scales, type_="Constant", rule=site.rule)
     zero = constant(graph, f"{site.name}/zero_point", zeros, type_="Constant", rule=site.rule)
     if site.value is not None:
         label = graph.fresh(f"{site.name}/{integer.name}")
@@ -106,7 +109,7 @@ def _clipped(graph: Graph, site: Lowering) -> TensorRef:
     bounds = ((_MAX, "low", params.range.low), (_MIN, "high", params.range.high))
     for place, (op, word, values) in enumerate(bounds):
         if wraps or ends[place] != container[place]:
-            shaped = _bound(values.astype(np.float32), site)
+            shaped = _bound(values.astype(np.dtype(known.dtype)), site)
             bound = constant(graph, f"{site.name}/{word}", shaped, type_="Constant", rule=site.rule)
             made = Output("", known.dtype, known.shape)
             result = _add(graph, site, f"{site.name}/clip_{word}", op, made, [result, bound])
@@ -154,9 +157,9 @@ def _form(site: Lowering) -> tuple[str, dict[str, int]]:
 
 def why_not(asked: Request) -> str | None:  # noqa: PLR0911  # one for each thing it cannot do
     """The reason why onnxruntime cannot run these ops, or None."""
-    if asked.dtype == "float16":
+    if asked.dtype == "float16" and not (asked.parameter and isinstance(asked.type, IntType)):
         return "onnxruntime runs ops between float16 pairs in float; convert the model to float32 first"
-    if asked.dtype != "float32":
+    if asked.dtype not in {"float16", "float32"}:
         return f"QuantizeLinear with a float32 scale takes no {asked.dtype} tensor"
     if asked.range != "observed":
         return "QuantizeLinear needs a scale that is known; leave 'range' out"
@@ -178,11 +181,12 @@ def why_not(asked: Request) -> str | None:  # noqa: PLR0911  # one for each thin
 
 def opset(asked: Request) -> int:
     """The lowest opset of the default domain that has these ops, or that goes with those of onnxruntime's own."""
-    if asked.block is not None:
+    other = _container(asked.type, parameter=asked.parameter) in OTHER_WIDTHS
+    if asked.block is not None or (asked.dtype == "float16" and other):
         return OPSET_BLOCKS
-    if isinstance(asked.type, FloatType):
+    if isinstance(asked.type, FloatType) or asked.dtype == "float16":
         return OPSET_FLOAT8
-    if _container(asked.type, parameter=asked.parameter) in OTHER_WIDTHS:
+    if other:
         return OPSET_BROADCAST if asked.parameter else OPSET_RUN_TIME
     if asked.axis is not None:
         return OPSET_PER_CHANNEL

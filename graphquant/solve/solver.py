@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError
 from graphquant.ir import Model, TensorRef, Use, bulk
-from graphquant.numerics import Dynamic, FloatType
+from graphquant.numerics import Dynamic, FloatType, halved
 from graphquant.plans import Plan, Site, Skip, check_plan
 from graphquant.qdq import FAMILIES
 from graphquant.solve.biases import solve_biases
@@ -78,7 +78,10 @@ def _as_written(draft: Draft) -> None:
     """Makes each scale that which the family's ops will have; skips sites for which they have none."""
     for index in list(draft.params):
         try:
-            draft.params[index] = FAMILIES[draft.sites[index].scheme.family or ""].settle(draft.params[index])
+            site = draft.sites[index]
+            settled = FAMILIES[site.scheme.family or ""].settle(draft.params[index])
+            half = draft.model.output(site.tensor).dtype == "float16"
+            draft.params[index] = halved(settled) if half else settled
         except UsageError as error:
             draft.skip(index, str(error))
 
