@@ -214,7 +214,7 @@ class _Drawer:
 
     def _behind(self, tensor: TensorRef) -> tuple[TensorRef, tuple[int, ...]]:
         """Where `tensor` comes from, and the badges of the quantization ops on the way."""
-        way: list[TensorRef] = []
+        way: dict[TensorRef, None] = {}
         here = tensor
         while here not in self.ends:
             graph = self.model.graphs[here.graph]
@@ -222,7 +222,7 @@ class _Drawer:
             if op.kind not in QUANTIZATION_KINDS or not self._folds(graph, op) or here in way:
                 self.ends[here] = here, self._own(here)
                 break
-            way.append(here)
+            way[here] = None
             here = graph.slots(here.op)[0] or here
         half: list[Op] = []
         for passed in reversed(way):

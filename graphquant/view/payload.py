@@ -33,6 +33,9 @@ NARROWEST, WIDEST = 84, 240
 BARS = 80
 """Bars of a histogram."""
 
+SCALES = 2048
+"""Scales of one tensor that are kept, at most; a weight in blocks has very many."""
+
 SHOWN = 12
 """Attributes of an op, and numbers of a list, that are shown."""
 
@@ -207,13 +210,15 @@ def _badge(badge: Badge, folded: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _numbers(numbers: Numbers | None) -> dict[str, Any]:
-    """Scales as the shortest decimals that are the same float32, zero points as one number where all are the same."""
+    """Scales as the shortest decimals that are the same float32, of very many some; zero points from least to most."""
     if numbers is None:
         return {}
-    zeros = [int(zero) for zero in numbers.zero_point.reshape(-1)]
+    scales, zeros = numbers.scale.reshape(-1), numbers.zero_point
     told = {
-        "scale": [_finite(float(str(scale))) for scale in numbers.scale.reshape(-1)],
-        "zero": zeros[:1] if len(set(zeros)) == 1 else zeros,
+        "scale": [_finite(float(str(scale))) for scale in scales[:: -(-scales.size // SCALES)]],
+        "count": scales.size,
+        "ends": [_finite(scales.min()), _finite(scales.max())],
+        "zero": [int(zeros.min()), int(zeros.max())],
         "axis": numbers.axis,
         "block": numbers.block,
         "low": _finite(numbers.low.min()) if numbers.low.size else None,

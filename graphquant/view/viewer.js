@@ -278,9 +278,9 @@ const shortType = (dtype) => (dtype || "?").replace("uint", "u").replace("int", 
 function badgeText(badge) {
   if (badge.dynamic) return `${shortType(badge.dtype)} dynamic`;
   if (!badge.scale) return shortType(badge.dtype);
-  if (badge.scale.length > 1) return `${shortType(badge.dtype)}[${badge.scale.length}]`;
+  if (badge.count > 1) return `${shortType(badge.dtype)}[${badge.count}]`;
   const scale = brief(Math.fround(badge.scale[0]));
-  const zero = badge.zero && badge.zero.length === 1 && badge.zero[0] ? ` z${badge.zero[0]}` : "";
+  const zero = badge.zero[0] ? ` z${badge.zero[0]}` : "";
   return `${shortType(badge.dtype)} ${scale}${zero}`;
 }
 
@@ -972,7 +972,7 @@ function aboutGroup(app, { group }) {
 function aboutBadge(app, { badge: number }) {
   const { m } = app, badge = m.badges[number], open = app.unfolded.has(number);
   const scales = (badge.scale || []).map((one) => (one === null ? NaN : Math.fround(one)));
-  const zeros = badge.zero || [], least = Math.min(...zeros), most = Math.max(...zeros);
+  const zeros = badge.zero || [];
   const range = badge.low !== undefined && badge.high !== undefined ? `[${brief(badge.low)}, ${brief(badge.high)}]` : "";
   return [
     el("h2", {}, badge.tensor),
@@ -981,8 +981,8 @@ function aboutBadge(app, { badge: number }) {
       rowOf("type", badge.dtype || "?"),
       badge.dynamic ? rowOf("scale", "computed in each run") : "",
       scales.length === 1 ? rowOf("scale", el("output", { className: "scale" }, `${scales[0]}`)) : "",
-      scales.length > 1 ? rowOf("scales", `${scales.length}, ${brief(Math.min(...scales))} to ${brief(Math.max(...scales))}`) : "",
-      zeros.length ? rowOf("zero point", least === most ? `${least}` : `${least} to ${most}`) : "",
+      scales.length > 1 ? rowOf("scales", `${badge.count}, ${badge.ends.map((one) => (one === null ? "?" : brief(one))).join(" to ")}`) : "",
+      zeros.length ? rowOf("zero point", zeros[0] === zeros[1] ? `${zeros[0]}` : zeros.join(" to ")) : "",
       range ? rowOf("range", range) : "",
       badge.axis !== undefined ? rowOf("axis", `${badge.axis}` + (badge.block ? `, in blocks of ${badge.block}` : "")) : "",
       badge.scheme ? rowOf("scheme", badge.scheme) : "",
@@ -991,7 +991,7 @@ function aboutBadge(app, { badge: number }) {
       badge.note ? rowOf("note", badge.note) : "",
       badge.picked ? rowOf("", badge.picked) : "",
     ),
-    scales.length > 1 ? channelPlot(scales) : "",
+    scales.length > 1 ? channelPlot(scales, badge.count) : "",
     ...seenBy(badge),
     el("h3", {}, "Read by"),
     el("p", {}, ...m.readers[number].slice(0, 30).flatMap((one) => [goto(app, one.op), " "])),
@@ -1002,12 +1002,12 @@ function aboutBadge(app, { badge: number }) {
 }
 
 /** One bar for each channel's scale, from 0 up. */
-function channelPlot(scales) {
-  const width = 300, tall = 90, most = Math.max(...scales), step = width / scales.length;
+function channelPlot(scales, count) {
+  const width = 300, tall = 90, most = scales.reduce((a, b) => (b > a ? b : a), 0), step = width / scales.length;
   const bars = scales.map((one, i) => `M${(i * step).toFixed(2)} ${tall}v${((-one / most) * tall).toFixed(2)}h${(step * 0.85).toFixed(2)}V${tall}z`);
   return el("figure", {},
     svg("svg", { viewBox: `0 0 ${width} ${tall + 2}`, role: "img", "aria-label": "scale of each channel", class: "plot" }, svg("path", { d: bars.join(""), class: "in" })),
-    el("figcaption", {}, `scale of channels 0 to ${scales.length - 1}, from 0 to ${brief(most)}`));
+    el("figcaption", {}, `scale of channels 0 to ${count - 1}, from 0 to ${brief(most)}`));
 }
 
 const share = (part) => (part ? (part < 1e-4 ? `${(part * 1e6).toPrecision(2)} in a million` : `${+(part * 100).toPrecision(3)}%`) : "nothing");
@@ -1091,9 +1091,9 @@ function listResults(app, any) {
   results.hidden = !any;
   const line = (what, i) => {
     const badge = what.kind === "badge" ? m.badges[what.badge] : null;
-    const scale = badge && badge.scale && badge.scale.length === 1 ? ` ${Math.fround(badge.scale[0])}` : "";
+    const scale = badge && badge.count === 1 ? ` ${Math.fround(badge.scale[0])}` : "";
     const sqnr = badge && badge.sqnr !== undefined ? `, ${badge.sqnr.toFixed(1)} dB` : "";
-    const said = badge ? `${badge.dtype || "?"}${scale || (badge.scale ? `[${badge.scale.length}]` : "")}${sqnr}` : m.type(what.op);
+    const said = badge ? `${badge.dtype || "?"}${scale || (badge.scale ? `[${badge.count}]` : "")}${sqnr}` : m.type(what.op);
     return el("li", {}, el("button", { onclick: () => pick(app, i) }, el("span", {}, badge ? badge.name || badge.tensor : m.full(what.op)), el("small", {}, said)));
   };
   const more = found.length > RESULTS ? [el("li", { className: "more" }, `and ${(found.length - RESULTS).toLocaleString("en")} more`)] : [];

@@ -9,6 +9,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 import zlib
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import networkx as nx
@@ -123,6 +124,7 @@ def test_numbers_that_json_has_not_are_left_out(quantized: Drawing) -> None:
     odd.numbers.scale[:2] = np.nan, np.inf
     told = unpacked(page(payload(quantized)))["badges"][quantized.badges.index(odd)]
     assert told["scale"][:2] == [None, None]
+    assert None in told["ends"]
 
 
 @pytest.mark.parametrize("which", ["hostile", "quantized"])
@@ -212,3 +214,14 @@ def test_many_outputs_fork(tmp_path: Path, cli: Callable[..., Any]) -> None:
         "●───╯ Add",
         "● Output",
     ]
+
+
+def test_of_very_many_scales_some_are_kept(quantized: Drawing) -> None:
+    """A weight in blocks may have a million scales: the page has two thousand, their number, and the ends."""
+    place, badge = next((at, one) for at, one in enumerate(quantized.badges) if one.numbers is not None)
+    scale = np.linspace(1, 2, 100_000, dtype=np.float32)
+    zero = np.arange(100_000) % 7
+    quantized.badges[place] = replace(badge, numbers=replace(badge.numbers, scale=scale, zero_point=zero, axis=0))
+    told = unpacked(page(payload(quantized)))["badges"][place]
+    assert 1000 < len(told["scale"]) <= 2048
+    assert (told["count"], told["ends"], told["zero"]) == (100_000, [1.0, 2.0], [0, 6])
