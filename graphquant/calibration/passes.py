@@ -63,11 +63,14 @@ def feeds_of(
     for start, stop in todo:
         samples = batches.span(start * size, stop * size)
         for index in range(start, stop):
-            block = list(itertools.islice(samples, size))
-            joined = _joined(block) if batchable else None
-            *most, last = block if joined is None else [joined]
-            yield from ((feed, None) for feed in most)
-            yield last, index
+            block = itertools.islice(samples, size)
+            ahead, feed = _batched(block) if batchable else block, None
+            for following in ahead:
+                if feed is not None:
+                    yield feed, None
+                feed = following
+            if feed is not None:
+                yield feed, index
 
 
 def observed(
@@ -130,6 +133,13 @@ def _copies(items: Iterator[Item], number: int) -> list[Iterator[Item]]:
             yield mine.popleft()
 
     return [copy(each) for each in waiting]
+
+
+def _batched(block: Iterator[Feeds]) -> Iterator[Feeds]:
+    """The samples as one feed where they can be joined, else as they are."""
+    samples = list(block)
+    joined = _joined(samples)
+    return iter(samples if joined is None else [joined])
 
 
 def _joined(block: Sequence[Feeds]) -> Feeds | None:
