@@ -12,7 +12,7 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir import Graph, Model, Parameters, TensorRef, Use, bulk, check
-from graphquant.numerics import Array, Dynamic, FloatType, IntType, QParams, blocks_of, quantize
+from graphquant.numerics import Array, Dynamic, FloatType, IntType, QParams, blocks_of, quantize, slabs
 from graphquant.plans import Plan, Site, check_plan
 from graphquant.prepare import drop_unread
 from graphquant.qdq import FAMILIES, Lowering
@@ -229,8 +229,12 @@ def _overflows(value: Array, params: QParams, view: tuple[int, ...] | None) -> b
         return False  # its container is the type itself
     if view is not None:
         value = np.resize(value, view)
-    wide = replace(params, type=IntType(MAX_RUN_TIME_BITS * 2, signed=True), narrow=False)
-    return not np.array_equal(quantize(value, params), quantize(value, wide))
+    wide = IntType(MAX_RUN_TIME_BITS * 2, signed=True)
+    parts = ((value[place], part) for place, part in slabs(value.shape, params))
+    return not all(
+        np.array_equal(quantize(part, some), quantize(part, replace(some, type=wide, narrow=False)))
+        for part, some in parts
+    )
 
 
 class _Variables:

@@ -14,6 +14,7 @@ from graphquant.numerics.affine import (
     halved,
     over,
     quantize,
+    slabs,
     stored,
 )
 from graphquant.numerics.blocks import blocks_of, in_blocks
@@ -43,5 +44,6 @@ __all__ = [
     "over",
     "parse_type",
     "quantize",
+    "slabs",
     "stored",
 ]

@@ -10,14 +10,18 @@ to its values instead of whole numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.numerics.blocks import spread
 from graphquant.numerics.types import Array, FloatType, QType
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 """Scales below the smallest normal float32 are flushed to zero by kernels, so none is ever chosen."""
@@ -256,14 +260,21 @@ def quantize(x: Array, params: QParams) -> Array:
 def stored(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
     """`quantize(x, params)` as values of `dtype`, made some rows at a time: a weight may fill much of the memory."""
     result = np.empty(x.shape, dtype)
-    if x.ndim == 0 or x.size <= SLAB:
-        result[...] = quantize(x, params).astype(dtype)
-        return result
-    rows = max(SLAB * x.shape[0] // x.size, 1)
-    step = rows if params.block is None else -(-rows // params.block) * params.block
-    for start in range(0, x.shape[0], step):
-        result[start : start + step] = quantize(x[start : start + step], _rows(params, start, step)).astype(dtype)
+    for place, part in slabs(x.shape, params):
+        result[place] = quantize(x[place], part).astype(dtype)
     return result
+
+
+def slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, QParams]]:
+    """Where the parts of a tensor are that are worked on at a time, and what each is quantized with."""
+    size = math.prod(shape)
+    if not shape or size <= SLAB:
+        yield ..., params
+        return
+    rows = max(SLAB * shape[0] // size, 1)
+    step = rows if params.block is None else -(-rows // params.block) * params.block
+    for start in range(0, shape[0], step):
+        yield slice(start, start + step), _rows(params, start, step)
 
 
 def _rows(params: QParams, start: int, count: int) -> QParams:
