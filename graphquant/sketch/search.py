@@ -73,7 +73,8 @@ def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False, flo
         found, most = int(costs.argmin()), costs.max()
         if costs[found] < least:
             best, least = shares[found], costs[found]
-        return float((most - least) / max(least, SMALLEST))
+        with np.errstate(over="ignore"):  # next to nothing at least is also far apart
+            return float((most - least) / max(least, SMALLEST))
 
     moves = [np.array([True, True])] if together else [np.array([True, False]), np.array([False, True])]
     improve(np.ones((1, 2)))
