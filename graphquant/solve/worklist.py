@@ -39,9 +39,11 @@ if TYPE_CHECKING:
 ROOM = 1e-6
 """Share of int32 that is left free, so that float32 rounding of scales and quotients cannot use it up."""
 
-
 OF_WEIGHTS = 31
 """How often the scale of a weight may double."""
+
+LARGEST_EXPONENT = 127
+"""Of a power of two that is a float32."""
 
 
 def meet(draft: Draft) -> None:
@@ -57,8 +59,12 @@ def meet(draft: Draft) -> None:
     for place in sorted(given_up):
         limit = limits[place]
         found = _unfit(draft, limit) if isinstance(limit, Fit) else _unmet(draft, limit)
-        if found is not None:
-            draft.conflict(found, draft.feeding[limit.weight if isinstance(limit, Fit) else limit.more[0]])
+        index = draft.feeding[limit.weight if isinstance(limit, Fit) else limit.more[0]]
+        if isinstance(found, Conflict):
+            draft.conflict(found, index)
+        elif found:
+            draft.note(index, found)
+            draft.change(index, found)
 
 
 class Worklist:
@@ -68,6 +74,7 @@ class Worklist:
         """`given_up` has those of the run before, by position among `limits`, and gets those of this one."""
         self.draft, self.limits, self.given_up = draft, limits, given_up
         self.doublings: dict[int, int] = {}
+        self.mended: set[int] = set()
         self.touching: dict[Use, list[int]] = {}
         for place, limit in enumerate(limits):
             for use in dict.fromkeys(limit.uses):
@@ -88,12 +95,13 @@ class Worklist:
 
     def _mend_fit(self, place: int, fit: Fit) -> None:
         needed = _needed(self.draft, fit)
-        if needed is None:
+        if needed is None or place in self.mended:
             return
         index = self.draft.feeding[fit.weight]
         if not self.draft.movable(index):
             self.given_up.add(place)
             return
+        self.mended.add(place)
         said = _times(needed, self.draft.params[index].scale)
         self._raise(index, fit.weight, needed, f"its scale was raised {said}, so that bias {fit.bias} fits int32")
 
@@ -131,21 +139,22 @@ class Worklist:
             index = self.draft.feeding[use]
             own, params = self.draft.ranges.get(index), self.draft.params[index]
             zeros = own is not None and not own.low.any() and not own.high.any()
-            many = len(self.draft.sites[index].uses) > 1
-            if many and not self.draft.divisible(index):
+            many, smaller = len(self.draft.sites[index].uses) > 1, np.ldexp(params.scale, -over)
+            if smaller < SMALLEST_SCALE or (many and not self.draft.divisible(index)):
                 continue
             if zeros and self.draft.sites[index].scheme.observe.name != "fixed" and len(self.draft.group(index)) == 1:
                 if many:
                     index = self.draft.split(index, use)
-                self.draft.lower_scale(index, np.ldexp(params.scale, -over))
+                self.draft.lower_scale(index, smaller)
                 return True
         return False
 
     def _left(self, index: int) -> int:
-        """How many more times the scale of a site may double."""
-        first = self.draft.group(index)[0]
-        most = OF_WEIGHTS if self.draft.weights_alone(index) else self.draft.params[index].type.bits - 1
-        return most - self.doublings.get(first, 0)
+        """How many more times the scale of a site may double, so that all of its integers stand for float32 values."""
+        params, done = self.draft.params[index], self.doublings.get(self.draft.group(index)[0], 0)
+        most = OF_WEIGHTS if self.draft.weights_alone(index) else params.type.bits - 1
+        largest = LARGEST_EXPONENT - params.type.bits + (position_of(params) or 0)
+        return max(min(most - done, largest), 0)
 
     def _double(self, index: int, use: Use, steps: int, why: str) -> None:
         copy = self._raise(index, use, np.ldexp(self.draft.params[index].scale, steps), why)
@@ -191,11 +200,15 @@ def _unmet(draft: Draft, shift: Shift) -> Conflict | None:
     return found if over > 0 else None
 
 
-def _unfit(draft: Draft, fit: Fit) -> Conflict | None:
-    """What is told of a weight whose scale is not ours to raise; nothing where the rules leave the bias float."""
+def _unfit(draft: Draft, fit: Fit) -> Conflict | str:
+    """What is told of a weight whose scale is not ours to raise."""
     needed = _needed(draft, fit)
-    if needed is None or not fit.rule:
-        return None
+    if needed is None:
+        return ""
+    if not fit.rule:
+        return (
+            f"with its scale, which is given, bias {fit.bias} does not fit int32; readers that make it so will cut it"
+        )
     site = draft.sites[draft.feeding[fit.weight]]
     said = _times(needed, draft.params[draft.feeding[fit.weight]].scale)
     return Conflict(
@@ -244,7 +257,7 @@ def _needed(draft: Draft, fit: Fit) -> Array | None:
     now = unit * weight.scale.astype(np.float64)
     fits = (bias <= now * fit.most * (1 - ROOM)) & (now >= SMALLEST_SCALE)
     least = np.maximum(bias / (unit * fit.most * (1 - 2 * ROOM)), SMALLEST_SCALE * (1 + ROOM) / unit)
-    if fits.all() or (least > LARGEST_VALUE).any():
+    if fits.all() or (least > LARGEST_VALUE / 2**weight.type.bits).any():
         return None
     larger = np.where(fits, weight.scale, np.maximum(least.astype(np.float32), weight.scale))
     pairs = draft.sites[draft.feeding[fit.weight]].scheme.scale == "power-of-two"

@@ -215,7 +215,8 @@ def nets(draw):
         else:
             lines.append(f"{name} = {kind}({one}, {other})")
         made.append(name)
-    exponents = {name: draw(st.integers(-20, 20)) for name in [*made, *weights]}
+    ends = st.integers(-20, 20) | st.sampled_from([-120, 110])
+    exponents = {name: draw(ends) for name in [*made, *weights]}
     text = f"(float[2,2] x) => (float[2,2] {made[-1]}) {{ {' '.join(lines)} }}"
     return (
         text,
