@@ -11,7 +11,8 @@ from onnx import helper, numpy_helper
 
 import graphquant as gq
 from graphquant.errors import ModelError, UsageError
-from graphquant.formats.onnx import files
+from graphquant.formats import onnx as format_
+from graphquant.formats.onnx import files, run
 from graphquant.survey import survey
 
 FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
@@ -166,3 +167,20 @@ def test_too_large_to_be_a_message(tmp_path: Path) -> None:
         file.truncate((1 << 31) + 5)
     with pytest.raises(ModelError, match=r"huge\.onnx is over 2 GB.*Save the model with external data"):
         gq.load(path)
+
+
+def test_run_from_the_mapped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some size on onnxruntime makes no second copy of the weights, and computes the same."""
+    path = model(tmp_path, external=True)
+    key, made = "session.disable_prepacking", []
+    for most in (run.MAPPED, 1):
+        monkeypatch.setattr(run, "MAPPED", most)
+        made.append(run.session(path.read_bytes(), tmp_path, 70_000))
+    assert made[1].get_session_options().get_session_config_entry(key) == "1"
+    with pytest.raises(RuntimeError, match=key):
+        made[0].get_session_options().get_session_config_entry(key)
+    np.testing.assert_allclose(made[0].run(None, FEED)[0], made[1].run(None, FEED)[0], rtol=1e-4, atol=1e-2)
+    monkeypatch.setattr(run, "MAPPED", 1)
+    np.testing.assert_allclose(
+        format_.runner(gq.load(path)).run(FEED)["y"], made[0].run(None, FEED)[0], rtol=1e-4, atol=1e-2
+    )
