@@ -3,7 +3,8 @@
 Run with `python benchmarks/viewer.py` (some minutes; needs a Chromium and playwright). Quantized residual nets and nets
 of 25 towers, are drawn and opened in headless Chromium, which draws in software. Each figure is the median of three
 runs; those of Python are processor time. First paint is counted from the start of the navigation until the frame after
-the drawing; frames while moving are counted for two seconds at three zooms, and the worst zoom is shown.
+the drawing. Moving is drawn for two seconds at three zooms, and the worst zoom is shown: frames per second by the clock,
+which other work on the machine lowers, and the milliseconds of processor that all of the browser's processes took for one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from graphquant.view.drawing import Drawing
 
 REPEATS, TOWERS = 3, 25
-BARS = {"layout s": 1.0, "file MB": 5.0, "frames/s": 30.0}
+BARS = {"layout s": 1.0, "file MB": 5.0, "ms/frame": 1000 / 30}
 FIRST_PAINT = {5_000: 0.5, 50_000: 2.0}
 
 MOVE = """
@@ -54,7 +55,7 @@ async (zoom) => {
     await new Promise((done) => requestAnimationFrame(done));
     frames++;
   }
-  return (1000 * frames) / (performance.now() - start);
+  return [frames, (performance.now() - start) / 1000];
 }
 """
 
@@ -110,9 +111,20 @@ def opened(browser: Any, path: Path) -> dict[str, float]:
     while not page.evaluate("performance.getEntriesByName('drawn').length"):
         time.sleep(0.02)
     first = page.evaluate("performance.getEntriesByName('drawn')[0].startTime") / 1000
-    frames = min(page.evaluate(MOVE, zoom) for zoom in (1.0, 0.2, 0.01))
+    session = browser.new_browser_cdp_session()
+    rates, costs = [], []
+    for zoom in (1.0, 0.2, 0.01):
+        before = processor_seconds(session)
+        frames, took = page.evaluate(MOVE, zoom)
+        rates.append(frames / took)
+        costs.append(1000 * (processor_seconds(session) - before) / frames)
     page.close()
-    return {"first paint s": first, "frames/s": frames}
+    return {"first paint s": first, "frames/s": min(rates), "ms/frame": max(costs)}
+
+
+def processor_seconds(session: Any) -> float:
+    """What all processes of the browser have taken so far."""
+    return sum(one["cpuTime"] for one in session.send("SystemInfo.getProcessInfo")["processInfo"])
 
 
 def measured(browser: Any, model: Model, folder: Path) -> dict[str, float]:
@@ -140,7 +152,8 @@ def main() -> None:
 
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     misses = []
-    print("| model | ops | layout s | page s | file MB | first paint s | frames/s |\n|---|--:|--:|--:|--:|--:|--:|")
+    print("| model | ops | layout s | page s | file MB | first paint s | frames/s | ms/frame |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|")
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         for build in (residual, wide):
@@ -148,9 +161,7 @@ def main() -> None:
                 row = measured(browser, quantized(build(ops), Path(scratch)), Path(scratch))
                 cells = [f"{row['ops']:,.0f}", *(f"{row[name]:.2f}" for name in list(row)[1:])]
                 print(f"| {build.__name__} | {' | '.join(cells)} |", flush=True)
-                late = row["first paint s"] > FIRST_PAINT[ops]
-                slow = row["frames/s"] < BARS["frames/s"] or row["layout s"] > BARS["layout s"]
-                if late or slow or row["file MB"] > BARS["file MB"]:
+                if row["first paint s"] > FIRST_PAINT[ops] or any(row[name] > bar for name, bar in BARS.items()):
                     misses.append(f"{build.__name__} {ops}")
         browser.close()
     print("\nNetron's figures for layout alone: 5,000 ops 6 s, 50,000 ops 23 s.")

@@ -1426,4 +1426,7 @@ async function start() {
   window.viewer = app; // for the console, and for tests
 }
 
-start();
+start().catch((error) => {
+  document.body.append(el("p", { className: "warn" }, `This page cannot be drawn: ${error}. It needs a browser of 2023 or later.`));
+  throw error;
+});
