@@ -3,8 +3,9 @@
 Run with `python benchmarks/viewer.py` (some minutes; needs a Chromium and playwright). Quantized residual nets and nets
 of 25 towers, are drawn and opened in headless Chromium, which draws in software. Each figure is the median of three
 runs; those of Python are processor time. First paint is counted from the start of the navigation until the frame after
-the drawing. Moving is drawn for two seconds at three zooms, and the worst zoom is shown: frames per second by the clock,
-which other work on the machine lowers, and the milliseconds of processor that all of the browser's processes took for one.
+the drawing. Moving is drawn for two seconds at three zooms, and the worst zoom is shown: frames per second by the
+clock, which other work on the machine lowers, and the milliseconds of processor that the browser's processes took for
+one frame.
 """
 
 from __future__ import annotations
