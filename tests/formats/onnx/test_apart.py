@@ -1,5 +1,6 @@
 """Weights in a file beside the model: when they go there, that they come back the same, and that nothing gets lost."""
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +185,34 @@ def test_run_from_the_mapped_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     np.testing.assert_allclose(
         format_.runner(gq.load(path)).run(FEED)["y"], made[0].run(None, FEED)[0], rtol=1e-4, atol=1e-2
     )
+
+
+def test_memory_is_that_of_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen weights of 4 MB are quantized and written in the memory of a few."""
+    size, count = 1 << 10, 16
+    path, nodes, tensors = tmp_path / "m.onnx", [], []
+    with tmp_path.joinpath("m.data").open("wb") as file:
+        for k in range(count):
+            np.random.default_rng(k).standard_normal((size, size), np.float32).tofile(file)
+            tensor = onnx.TensorProto(name=f"w{k}", data_type=1, dims=[size, size], data_location=1)
+            for key, value in (("location", "m.data"), ("offset", k * 4 * size**2), ("length", 4 * size**2)):
+                tensor.external_data.add(key=key, value=str(value))
+            tensors.append(tensor)
+            nodes.append(helper.make_node("MatMul", [f"x{k}", f"w{k}"], [f"x{k + 1}"]))
+    ends = [[helper.make_tensor_value_info(name, 1, [1, size])] for name in ("x0", f"x{count}")]
+    graph = helper.make_graph(nodes, "g", *ends, tensors)
+    path.write_bytes(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8).SerializeToString()
+    )
+    monkeypatch.setattr(files, "MANY", 0)
+    gq.insert(path, rules="weight_only")  # modules are imported
+    tracemalloc.start()
+    try:
+        result = gq.insert(path, rules="weight_only")
+        result.save(tmp_path / "q.onnx")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(result.inserted) == count
+    assert tmp_path.joinpath("q.onnx.data").stat().st_size >= count * size**2
+    assert peak < count * size**2  # less than all the integers alone
