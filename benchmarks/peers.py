@@ -101,7 +101,8 @@ def quantize(tool: str, model: Path, data: Path, out: Path, nncf: str | None) ->
     command = [python, str(ROOT / "benchmarks/peers_contestants.py"), tool, str(model), str(data), str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)  # ourselves
     if done.returncode:
-        return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1][:160]
+        said = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1].replace("\t", " ")
+        return f"{'onnxruntime fails on its model: ' if done.stdout.startswith('{') else ''}{said}"[:120]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -137,8 +137,8 @@ def measure(tool: str, model: Path, data: Path, out: Path) -> dict[str, float]:
 
 if __name__ == "__main__":
     told = measure(sys.argv[1], *(Path(argument) for argument in sys.argv[2:5]))
+    print(json.dumps(told), flush=True)
     import onnxruntime
 
     # Some models make onnxruntime abort the process that loads them, which is to be this one.
     onnxruntime.InferenceSession(sys.argv[4], providers=["CPUExecutionProvider"])
-    print(json.dumps(told))
