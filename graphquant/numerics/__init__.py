@@ -17,7 +17,7 @@ from graphquant.numerics.affine import (
     slabs,
     stored,
 )
-from graphquant.numerics.blocks import blocks_of, in_blocks
+from graphquant.numerics.blocks import blocks_of, in_blocks, some_in_blocks
 from graphquant.numerics.types import FLOAT8, MAX_BITS, MIN_BITS, Array, FloatType, IntType, QType, parse_type
 
 __all__ = [
@@ -45,5 +45,6 @@ __all__ = [
     "parse_type",
     "quantize",
     "slabs",
+    "some_in_blocks",
     "stored",
 ]

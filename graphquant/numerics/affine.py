@@ -10,14 +10,13 @@ to its values instead of whole numbers.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.numerics.blocks import spread
+from graphquant.numerics.blocks import rows_at_a_time, spread
 from graphquant.numerics.types import Array, FloatType, QType
 
 if TYPE_CHECKING:
@@ -29,9 +28,6 @@ SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 LARGEST_VALUE = float(np.finfo(np.float32).max)
 """No scale is chosen with which a quantized value would stand for more: kernels would make it infinite."""
 
-
-SLAB = 1 << 22
-"""Elements of a weight that are quantized at a time."""
 
 EXACT_BITS = 16
 """Widest type whose quantized values and zero points float32 and int32 hold, with all their sums and differences."""
@@ -267,12 +263,10 @@ def stored(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
 
 def slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, QParams]]:
     """Where the parts of a tensor are that are worked on at a time, and what each is quantized with."""
-    size = math.prod(shape)
-    if not shape or size <= SLAB:
+    if not shape:
         yield ..., params
         return
-    rows = max(SLAB * shape[0] // size, 1)
-    step = rows if params.block is None else -(-rows // params.block) * params.block
+    step = rows_at_a_time(shape, params.block or 1)
     for start in range(0, shape[0], step):
         yield slice(start, start + step), _rows(params, start, step)
 

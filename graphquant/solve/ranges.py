@@ -9,7 +9,7 @@ import numpy as np
 
 from graphquant.errors import DataError
 from graphquant.ir import FLOAT_TYPES, Model, Parameters, readable
-from graphquant.numerics import SMALLEST_SCALE, Array, QParams, Range, blocks_of, from_scale, in_blocks
+from graphquant.numerics import SMALLEST_SCALE, Array, QParams, Range, blocks_of, from_scale, some_in_blocks
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
 from graphquant.solve.draft import Draft, follows, from_zero
 
@@ -88,7 +88,7 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
     if site.parameter:
         value, bits = _weight(parameters, site), observer.bits(site.scheme.type)
         if site.axis is not None and site.scheme.block_size is not None:
-            return [sketch(in_blocks(value, site.axis, site.scheme.block_size), 0)]
+            return [_of_blocks(value, site.axis, site.scheme.block_size)]
         if site.axis is None or not bits:
             return [sketch(value, site.axis, bits=bits)]
         return [sketch(channel, bits=bits) for channel in np.moveaxis(value, site.axis, 0)]
@@ -99,6 +99,14 @@ def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef,
     if sketches[site.tensor].inf:
         raise DataError(INFINITE)
     return [sketches[site.tensor]]
+
+
+def _of_blocks(value: Array, axis: int, block: int) -> Sketch:
+    """The sketch of a weight with ends for each block."""
+    parts = [sketch(part, 0) for part in some_in_blocks(value, axis, block)]
+    low, high = (np.concatenate([getattr(part, end) for part in parts]) for end in ("low", "high"))
+    count, nan, inf = (sum(getattr(part, name) for part in parts) for name in ("count", "nan", "inf"))
+    return Sketch(low=low, high=high, count=count, nan=nan, inf=inf)
 
 
 def _weight(parameters: Parameters, site: Site) -> Array:

@@ -6,7 +6,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from graphquant.numerics import IntType, Range, affine, blocks_of, choose, parse_type, quantize, stored
+from graphquant.numerics import (
+    IntType,
+    Range,
+    blocks,
+    blocks_of,
+    choose,
+    in_blocks,
+    parse_type,
+    quantize,
+    some_in_blocks,
+    stored,
+)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int4", "int16", "float8_e4m3fn"])
@@ -25,7 +36,7 @@ def test_rows(dtype: str, axis: Any, block: Any, shape: tuple[int, ...], monkeyp
     held = np.dtype(getattr(ml_dtypes, dtype, dtype))
     whole = quantize(value, params).astype(held)
     for slab in (1, 10, 37, 1 << 22):
-        monkeypatch.setattr(affine, "SLAB", slab)
+        monkeypatch.setattr(blocks, "SLAB", slab)
         made = stored(value, params, held)
         assert made.dtype == held
         np.testing.assert_array_equal(made.astype(np.float32), whole.astype(np.float32))
@@ -35,3 +46,14 @@ def test_scalar() -> None:
     """A single number has no rows."""
     params = choose(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), symmetric=True)
     assert stored(np.array(0.5, np.float32), params, np.dtype(np.int8)).tolist() == 64
+
+
+@pytest.mark.parametrize(("axis", "block"), [(0, 3), (0, 4), (1, 4), (2, 2)])
+def test_blocks_of_some_rows(axis: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of some rows at a time are, one behind the other, those of all."""
+    value = np.random.default_rng(0).standard_normal((10, 6, 5)).astype(np.float32)
+    for slab in (1, 50, 100, 1 << 22):
+        monkeypatch.setattr(blocks, "SLAB", slab)
+        parts = list(some_in_blocks(value, axis, block))
+        assert len(parts) > 1 or slab >= 100
+        np.testing.assert_array_equal(np.concatenate(parts), in_blocks(value, axis, block))
