@@ -110,7 +110,7 @@ def memory(name: str, runs: Runs, small: Path, large: Path, rounds: int) -> None
         for kind in ("f", *OURS):
             for data in (small, large):
                 runs.measure(kind, data)
-        runs.measure("onnxruntime Percentile", small)
+    runs.measure("onnxruntime Percentile", small)
     title = f"{name}, {rounds} rounds"
     print(f"\n{title:34} peak in MB: 100 samples, 1000; above the plain passes: 100, 1000")
     peer = runs.median("onnxruntime Percentile", small, "peak") - runs.median("f", small, "peak")
@@ -151,7 +151,7 @@ def main() -> int:
             name, model, data, _ = cases[0]
             large = folder / "large.npz"
             np.savez(large, **{key: np.concatenate([value] * 10) for key, value in np.load(data).items()})
-            memory(name, Runs(model, None), data, large, 1 if options.quick else 3)
+            memory(name, Runs(model, None), data, large, 1 if options.quick else 5)
         for name, model, data, held_out in cases:
             if options.only in {None, "worth"} and held_out is not None:
                 found = worth(name, model, data, held_out, options.nncf, folder)
