@@ -21,7 +21,13 @@ print(graphquant.__file__, find("onnxruntime"), load_ruleset(["onnxruntime"]).di
 """
 
 
-DATA = ["formats/tensorflow/opdefs.txt", "formats/tensorflow/schema.txt", "py.typed"]
+DATA = [
+    "formats/tensorflow/opdefs.txt",
+    "formats/tensorflow/schema.txt",
+    "py.typed",
+    "view/viewer.css",
+    "view/viewer.js",
+]
 
 
 @pytest.mark.slow
