@@ -102,27 +102,25 @@ def readers(model: Model, tensor: TensorRef) -> Iterator[Use]:
 
 
 def _pair_graphs(one: Graph, other: Graph, pairs: Pairs) -> None:
-    """Pairs the ops of two graphs: those of one name and type, then what is around them."""
+    """Pairs the ops of two graphs and what they read of graphs around them, by name and type, then by place."""
     left = {op.name: op for op in other.ops() if not inserted(op)}
-    done: list[tuple[str, str]] = []
+    done: list[tuple[Place, Place]] = []
 
-    def link(name: str, twin: str) -> None:
-        pairs.to[one.name, name] = (other.name, twin)
-        pairs.back[other.name, twin] = (one.name, name)
-        done.append((name, twin))
+    def link(place: Place, twin: Place) -> None:
+        pairs.to[place] = twin
+        pairs.back[twin] = place
+        done.append((place, twin))
 
     for op in one.ops():
         same = left.get(op.name)
         if same is not None and not inserted(op) and _alike(op, same):
-            link(op.name, op.name)
+            link((one.name, op.name), (other.name, op.name))
     models = Model(format="", graphs=one.graphs), Model(format="", graphs=other.graphs)
-    for name, twin in done:
-        for here, there in (
-            *_sources(models, one, other, name, twin),
-            *_targets(models, one, other, name, twin, pairs),
-        ):
-            free = (one.name, here) not in pairs.to and (other.name, there) not in pairs.back
-            if free and _alike(one.op(here), other.op(there)) and _of_one_type(one.op(here), other.op(there)):
+    for place, twin in done:  # grows while ops are found
+        for here, there in (*_sources(models, place, twin, pairs), *_targets(models, place, twin, pairs)):
+            op, like = one.graphs[here[0]].op(here[1]), other.graphs[there[0]].op(there[1])
+            free = here not in pairs.to and there not in pairs.back
+            if free and _alike(op, like) and _of_one_type(op, like):
                 link(here, there)
 
 
@@ -137,33 +135,34 @@ def _of_one_type(op: Op, twin: Op) -> bool:
     return [output.dtype for output in op.outputs[:1]] == [output.dtype for output in twin.outputs[:1]]
 
 
-def _sources(models: tuple[Model, Model], one: Graph, other: Graph, name: str, twin: str) -> Iterator[tuple[str, str]]:
+def _sources(models: tuple[Model, Model], place: Place, twin: Place, pairs: Pairs) -> Iterator[tuple[Place, Place]]:
     """The ops that the same slots of two ops read."""
-    for here, there in zip(one.slots(name), other.slots(twin), strict=False):
+    slots = (model.graphs[graph].slots(name) for model, (graph, name) in zip(models, (place, twin), strict=True))
+    for here, there in zip(*slots, strict=False):
         if here is None or there is None:
             continue
-        raw, raw_there = behind(models[0], here), behind(models[1], there)
-        if raw.port == raw_there.port and (raw.graph, raw_there.graph) == (one.name, other.name):
-            yield raw.op, raw_there.op
+        raw, like = behind(models[0], here), behind(models[1], there)
+        if raw.port == like.port and pairs.graphs.get(raw.graph) == like.graph:
+            yield (raw.graph, raw.op), (like.graph, like.op)
 
 
-def _targets(
-    models: tuple[Model, Model], one: Graph, other: Graph, name: str, twin: str, pairs: Pairs
-) -> Iterator[tuple[str, str]]:
-    """The unpaired ops that read the same outputs of two ops with the same slots."""
-    for port in range(min(len(one.op(name).outputs), len(other.op(twin).outputs))):
-        free: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for use in readers(models[0], TensorRef(one.name, name, port)):
-            if use.graph == one.name and (one.name, use.op) not in pairs.to:
-                free[use.slot, one.op(use.op).type].append(use.op)
-        if not free:
-            continue
-        there: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for use in readers(models[1], TensorRef(other.name, twin, port)):
-            if use.graph == other.name and (other.name, use.op) not in pairs.back:
-                there[use.slot, other.op(use.op).type].append(use.op)
-        for key, names in free.items():
-            yield from zip(names, there.get(key, []), strict=False)
+def _targets(models: tuple[Model, Model], place: Place, twin: Place, pairs: Pairs) -> Iterator[tuple[Place, Place]]:
+    """The unpaired ops of the same graphs that read the same outputs of two ops with the same slots."""
+    (one, name), (other, like) = place, twin
+    for port in range(len(models[0].graphs[one].op(name).outputs)):
+        free = _free(models[0], TensorRef(one, name, port), pairs.to)
+        there = _free(models[1], TensorRef(other, like, port), pairs.back) if free else {}
+        for key, places in free.items():
+            yield from zip(places, there.get(key, []), strict=False)
+
+
+def _free(model: Model, tensor: TensorRef, taken: dict[Place, Place]) -> dict[tuple[int, str], list[Place]]:
+    """The ops that read `tensor` in its own graph and are not `taken`, by slot and type."""
+    found: dict[tuple[int, str], list[Place]] = defaultdict(list)
+    for use in readers(model, tensor):
+        if use.graph == tensor.graph and (use.graph, use.op) not in taken:
+            found[use.slot, model.graphs[use.graph].op(use.op).type].append((use.graph, use.op))
+    return found
 
 
 __all__ = ["Pairs", "Place", "behind", "inserted", "pair", "readers", "unclipped"]

@@ -6,12 +6,14 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from graphquant import formats
 from graphquant.comparison.difference import Difference
 from graphquant.comparison.types import SiteFigures
 from graphquant.ir import Model, Parameters, TensorRef
 from graphquant.numerics import QParams, dequantize, quantize
 from graphquant.pairs import behind, pair, readers, unclipped
 from graphquant.prepare import prepare
+from graphquant.prepare.run import STEPS
 from graphquant.survey import survey
 
 if TYPE_CHECKING:
@@ -147,7 +149,10 @@ def sites_of(plain: Model, quant: Model) -> Sites:
 
 
 def _prepared(plain: Model, quant: Model) -> Model:
-    """The float model with those steps that were taken before it was quantized, as its op names tell."""
+    """The float model with those steps that were taken before it was quantized, as it says or its op names tell."""
+    said = formats.module(quant.format).said(quant).get("steps", "")
+    if said:
+        return prepare(plain, [name for name in STEPS if name in said])[0]
     gone = [
         op.name
         for name, graph in plain.graphs.items()
@@ -178,7 +183,7 @@ class _Weights:
 
 def _weigh(site: Site, held: Parameters, floats: _Weights) -> None:
     """The figures of a weight, from its values alone."""
-    params, value = site.reading.params, held.value(site.tensor)
+    params, value = site.reading.params, held.value(site.reading.tensor)
     if not isinstance(params, QParams) or value is None:
         site.note = "its scale or its values are not in the model"
         return
@@ -202,6 +207,8 @@ def _fitting(params: QParams, value: Array) -> QParams:
 
 
 def _add(difference: Difference, expected: Sequence[Array], found: Sequence[Array]) -> None:
+    if not found:
+        return  # it is on a branch that was not taken
     if len(expected) != len(found):
         difference.problem = difference.problem or "it was computed another number of times"
         return

@@ -113,7 +113,8 @@ def _of_op(
 ) -> Iterator[Change]:
     """What is another one in an op that both models have."""
     was, where = graph.op(name), _where(other_graph.name, op.name)
-    if name != op.name:
+    same = was.kind in HELD and op.kind in HELD and was.outputs[:1] and was.outputs[0].name == op.outputs[0].name
+    if name != op.name and not same:  # a Constant node may have become an initializer
         yield Change(kind="op-renamed", where=where, says=f"was {_where(graph.name, name)}")
     yield from _values(where, was, op)
     if was.kind in HELD and op.kind in HELD:

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphquant import formats
+from graphquant.differences import Change
 from graphquant.errors import UsageError
 from graphquant.pipeline.models import loaded
+from graphquant.pipeline.planning import prepared_as
 from graphquant.plans import Plan, read_plan
 
 if TYPE_CHECKING:
     from graphquant.differences import Differences
     from graphquant.ir import Model
+
+PREPARED = ("onnx", "tensorflow")
+"""The formats whose models say how they were prepared."""
 
 PLAN = '"schema"'
 """What the start of a plan's file has, and that of a model in JSON has not."""
@@ -36,7 +43,25 @@ def diff(one: Model | Plan | str | Path, other: Model | Plan | str | Path, *, qu
         return diff_plans(plans[0], plans[1])
     if plans != [None, None]:
         raise UsageError("One of the two is a plan and the other a model. Compare models, or plans.")
-    return diff_models(loaded(one), loaded(other), quantization=quantization)
+    before, after = loaded(one), loaded(other)
+    steps = _steps(before, after)
+    if steps:
+        before = prepared_as(before, steps, after.opset)
+    found = diff_models(before, after, quantization=quantization)
+    return replace(found, changes=(_prepared(steps), *found.changes)) if steps else found
+
+
+def _steps(before: Model, after: Model) -> str:
+    """How `after` says that it was prepared, if it says that it was made of `before`; else ""."""
+    if after.format != before.format or after.format not in PREPARED:
+        return ""
+    said = formats.module(after.format).said(after)
+    return said.get("steps", "") if said.get("source") == before.digest else ""
+
+
+def _prepared(steps: str) -> Change:
+    """What tells that one model is held beside the other as it was prepared."""
+    return Change(kind="model", where="preparation", says=f"{steps}; what follows is beside the prepared model")
 
 
 def _plan(given: object) -> Plan | None:

@@ -14,12 +14,17 @@ from graphquant.errors import ModelError, UsageError
 from graphquant.pipeline.models import loaded
 from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
 from graphquant.prepare import Step, left_alone, prepare
+from graphquant.prepare.run import STEPS
 from graphquant.qdq import FAMILIES
 from graphquant.ruleset import RuleSet, Selector, load_ruleset
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
     from graphquant.pipeline.common import Several
+
+
+OPSET = "opset"
+"""The preparation that is made unasked."""
 
 
 def plan(
@@ -111,6 +116,16 @@ def prepared_for(model: Model, made: Plan) -> Model:
     return prepared
 
 
+def prepared_as(model: Model, steps: str, opset: int) -> Model:
+    """`model` after the `steps` that a quantized model says it was prepared by, at its `opset`.
+
+    Raises:
+        ModelError: The opset cannot be raised.
+    """
+    start = formats.module(model.format).upgrade(model, opset) if OPSET in steps else model
+    return prepare(start, [name for name in STEPS if name in steps])[0]
+
+
 def ruleset_for(model: Model, rules: Several) -> RuleSet:
     """The rules to plan with, by default those of the model's format."""
     if model.format == "tflite":
@@ -173,4 +188,4 @@ def _names(given: Several) -> list[str]:
     return [str(name) for name in ([given] if isinstance(given, str | Path) else given)]
 
 
-__all__ = ["choice_of", "plan", "planned_by", "prepared_and_plan", "prepared_for", "ruleset_for"]
+__all__ = ["choice_of", "plan", "planned_by", "prepared_and_plan", "prepared_as", "prepared_for", "ruleset_for"]

@@ -12,8 +12,7 @@ from graphquant.differences import Differences, diff_models
 from graphquant.ir import Parameters
 from graphquant.numerics import dequantize, quantize
 from graphquant.pipeline.models import loaded
-from graphquant.prepare import prepare
-from graphquant.prepare.run import STEPS
+from graphquant.pipeline.planning import prepared_as
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,20 +55,12 @@ def prove_stripped(stripped: Stripped, original: Model | str | Path) -> Proof:
         message = formats.module(found.format).emit(found)
         if message == formats.module(expected.format).emit(expected):
             return Proof(equal=True, other=Differences(changes=()))
-    prepared = _prepared(expected, stripped)
+    prepared = prepared_as(expected, stripped.steps, stripped.model.opset)
     differences = diff_models(prepared, found)
     fine = _rounded(prepared, stripped)
     other = tuple(one for one in differences.changes if one.kind != "weight" or one.where not in fine)
     changed = sum(change.kind == "weight" and change.where in fine for change in differences.changes)
     return Proof(equal=False, rounded=changed, other=replace(differences, changes=other), steps=stripped.steps)
-
-
-def _prepared(original: Model, stripped: Stripped) -> Model:
-    """The original after the steps that the stripped model stays prepared by."""
-    start = original
-    if "opset" in stripped.steps:
-        start = formats.module(original.format).upgrade(original, stripped.model.opset)
-    return prepare(start, [name for name in STEPS if name in stripped.steps])[0]
 
 
 def _rounded(original: Model, stripped: Stripped) -> set[str]:

@@ -164,6 +164,33 @@ def test_tensorflow(samples: Path, tmp_path: Path) -> None:
         assert not gq.diff(path, path)
 
 
+def test_a_model_beside_what_it_was_prepared_to(samples: Path, tmp_path: Path) -> None:
+    """A model with folded BatchNorms and another opset is held beside its source as that was prepared."""
+    source = samples / "digits_cnn_bn.onnx"
+    result = gq.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=2)
+    first, *rest = gq.diff(source, result.save(tmp_path / "out.onnx")).changes
+    assert (first.kind, first.where) == ("model", "preparation")
+    assert "opset (1)" in first.says
+    assert "fold-batchnorm (5)" in first.says
+    assert {change.kind for change in rest} == {"site-added"}
+    assert len(rest) == len(result.inserted)
+
+
+def test_nested_graphs(samples: Path, tmp_path: Path) -> None:
+    """Ops in bodies are matched, and what they read of the graph around; one that is renamed there is told."""
+    source = samples / "digits_rnn.onnx"
+    path = tmp_path / "source.onnx"
+    path.write_bytes(source.read_bytes())
+
+    def edit(message: Any) -> None:
+        loop = next(node for node in message.graph.node if node.op_type == "Loop")
+        body = next(attr.g for attr in loop.attribute if attr.name == "body")
+        next(node for node in body.node if node.op_type == "MatMul").name = "renamed"
+
+    change = only(path, changed(path, edit))
+    assert (change.kind, change.where.rpartition("/")[2]) == ("op-renamed", "renamed")
+
+
 def test_ops_and_wiring(samples: Path, tmp_path: Path) -> None:
     """An op that is new is told, and that its reader reads it."""
     source = samples / "digits_cnn.onnx"
