@@ -216,8 +216,7 @@ def _numbers(numbers: Numbers | None) -> dict[str, Any]:
     scales, zeros = numbers.scale.reshape(-1), numbers.zero_point
     told = {
         "scale": [_finite(float(str(scale))) for scale in scales[:: -(-scales.size // SCALES)]],
-        "count": scales.size,
-        "ends": [_finite(scales.min()), _finite(scales.max())],
+        **({"count": scales.size, "ends": [_finite(scales.min()), _finite(scales.max())]} if scales.size > 1 else {}),
         "zero": [int(zeros.min()), int(zeros.max())],
         "axis": numbers.axis,
         "block": numbers.block,

@@ -1091,7 +1091,7 @@ function listResults(app, any) {
   results.hidden = !any;
   const line = (what, i) => {
     const badge = what.kind === "badge" ? m.badges[what.badge] : null;
-    const scale = badge && badge.count === 1 ? ` ${Math.fround(badge.scale[0])}` : "";
+    const scale = badge && badge.scale && !badge.count ? ` ${Math.fround(badge.scale[0])}` : "";
     const sqnr = badge && badge.sqnr !== undefined ? `, ${badge.sqnr.toFixed(1)} dB` : "";
     const said = badge ? `${badge.dtype || "?"}${scale || (badge.scale ? `[${badge.count}]` : "")}${sqnr}` : m.type(what.op);
     return el("li", {}, el("button", { onclick: () => pick(app, i) }, el("span", {}, badge ? badge.name || badge.tensor : m.full(what.op)), el("small", {}, said)));
