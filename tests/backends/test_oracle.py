@@ -308,6 +308,7 @@ CASES = {
     "max pool, other scale": (op("MaxPool<kernel_shape = [2, 2]>(a)", scale="s2"), "tie"),
     "max pool, only Q": ("r = MaxPool<kernel_shape = [2, 2]>(x)" + Y, "MaxPool on uint8"),
     "max pool, only DQ": (A + "y = MaxPool<kernel_shape = [2, 2]>(a)", "MaxPool on uint8", "y"),
+    "max pool, Q and float": (A + "r = MaxPool<kernel_shape = [2, 2]>(a) u = Sqrt(r)" + Y, "float-reader"),
     "max pool opset 11": (op("MaxPool<kernel_shape = [2, 2]>(a)"), "opset", "r", "", 11),
     "max pool 16 bit": (
         pair("x", "a", zero="h0") + "r = MaxPool<kernel_shape = [2, 2]>(a)" + pair("r", "y", zero="h0"),

@@ -232,7 +232,7 @@ def _propagates(work: Work, op: Op) -> bool:
 
 
 def _forward(work: Work, graph: Graph, _gone: Gone) -> bool:
-    """Behind an op that a DQ may move past, a pair is put where there is none."""
+    """Behind an op that a DQ may move past, a pair is put, unless something quantizes what it makes already."""
     changed = False
     for name in names(graph, is_dq):
         use = work.only(graph, name)
@@ -247,8 +247,7 @@ def _forward(work: Work, graph: Graph, _gone: Gone) -> bool:
             inner = [one for one in uses if work.model.graphs[one.graph].op(one.op).kind != "output"]
             if inner and len(inner) != len(uses):
                 continue
-            uses = [one for one in uses if not is_q(work.model.graphs[one.graph].op(one.op))]
-            if not uses:
+            if not uses or any(is_q(work.model.graphs[one.graph].op(one.op)) for one in uses):
                 continue
             work.pair(graph, TensorRef(graph.name, passed), uses, name)
             changed = True
