@@ -211,12 +211,16 @@ def _badge(badge: Badge, folded: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 def _numbers(numbers: Numbers | None) -> dict[str, Any]:
     """Scales as the shortest decimals that are the same float32, of very many some; zero points from least to most."""
-    if numbers is None:
+    if numbers is None or not numbers.scale.size:
         return {}
     scales, zeros = numbers.scale.reshape(-1), numbers.zero_point
     told = {
-        "scale": [_finite(float(str(scale))) for scale in scales[:: -(-scales.size // SCALES)]],
-        **({"count": scales.size, "ends": [_finite(scales.min()), _finite(scales.max())]} if scales.size > 1 else {}),
+        "scale": list(map(_shortest, scales[:: -(-scales.size // SCALES)])),
+        **(
+            {"count": scales.size, "ends": [_shortest(scales.min()), _shortest(scales.max())]}
+            if scales.size > 1
+            else {}
+        ),
         "zero": [int(zeros.min()), int(zeros.max())],
         "axis": numbers.axis,
         "block": numbers.block,
@@ -255,6 +259,11 @@ def _seen(pick: Pick | None) -> dict[str, Any]:
         [other.method, _finite(other.cost.sqnr), other.cost.clipped] for other in pick.others if other.cost is not None
     ]
     return {key: value for key, value in told.items() if value is not None}
+
+
+def _shortest(value: Any) -> float | None:
+    """The shortest decimal that is the same float32."""
+    return _finite(float(str(value)))
 
 
 def _finite(value: Any) -> float | None:
