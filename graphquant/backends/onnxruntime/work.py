@@ -116,12 +116,21 @@ class Work:
 
     def sizes(self, tensor: TensorRef) -> tuple[int | str | None, ...] | None:
         """The static shape of `tensor`, with the names of sizes that are no numbers."""
-        shape = self.shape(tensor)
+        shape = self.shape(tensor) or self._product(tensor)
         source = self.model.source.graphs.get(tensor.graph) if self.model.source is not None else None
         names = source.symbols.get(self.model.output(tensor).name) if source is not None else None
         if shape is None or names is None or len(names) != len(shape):
             return shape
         return tuple(name or None if size is None else size for size, name in zip(shape, names, strict=True))
+
+    def _product(self, tensor: TensorRef) -> Shape | None:
+        """The shape of a MatMul behind quantizations of another domain than onnx's own."""
+        graph = self.model.graphs[tensor.graph]
+        read = [self.slot(graph, tensor.op, slot) for slot in (0, 1)]
+        if graph.op(tensor.op).type != "MatMul" or read[0] is None or read[1] is None:
+            return None
+        left, right = self.shape(read[0]), self.shape(read[1])
+        return (*left[:-1], right[-1]) if left and right is not None and len(right) == 2 else None  # noqa: PLR2004  # a matrix
 
     def dtype(self, graph: Graph, name: str) -> str:
         """The integer type of a QuantizeLinear or DequantizeLinear."""
