@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Any
 
 from graphquant.calibration.passes import feeds_of
+from graphquant.comparison.difference import quiet
 from graphquant.comparison.outputs import OutputTally, match_inputs, match_outputs
 from graphquant.comparison.types import Comparison
 
@@ -22,6 +23,13 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
     Seen = Mapping[TensorRef, list[Array]]
+
+
+THREADS = 2
+"""Runs at once: one of each model."""
+
+LARGE = 1 << 16
+"""Values of one run from which they are worth a thread more."""
 
 
 def compare(
@@ -63,13 +71,14 @@ def compare(
     blocks = -(-batches.count // load.block)
     done = 0
     with ExitStack() as stack:
-        pool = stack.enter_context(ThreadPoolExecutor(2))
+        pool = stack.enter_context(ThreadPoolExecutor(THREADS))
         watching = None if sites is None or watched is None else _Watching(sites, watched, quant, inputs, stack)
         for feed, block in feeds_of(batches, [(0, blocks)], load.block, batchable=batched):
             known = {name: value for name, value in feed.items() if name != labels}
             expected, found = plain.run(known), quant.run(_renamed(known, inputs))
-            for tally in tallies:
-                tally.add(expected.get(tally.name), found.get(tally.other), feed.get(labels))
+            with quiet():
+                for tally in tallies:
+                    tally.add(expected.get(tally.name), found.get(tally.other), feed.get(labels))
             del expected, found
             if watching is not None:
                 watching.add(known, pool)
@@ -96,6 +105,7 @@ class _Watching:
         sites.forget(hidden, unseen)
         inside, outside = sites.watched()
         self._feeds: list[Feeds] = [{}, {}]
+        self._large = True
         shown = ((plain, outside, 0), (quant, [tensor for tensor in inside if tensor not in hidden], 1))
         self._runs = [
             stack.enter_context(closing(runner.observe(tensors, self._fed(side)))) if tensors else None
@@ -110,17 +120,17 @@ class _Watching:
     def add(self, feed: Feeds, pool: Executor) -> None:
         """Runs both on `feed` and adds what is seen."""
         self._feeds = [feed, _renamed(feed, self._inputs)]
-        under_way = [None if run is None else pool.submit(next, run) for run in self._runs]
-        plain, quant = ({} if each is None else each.result() for each in under_way)
+        run = pool.map if self._large else map
+        plain, quant = run(lambda one: {} if one is None else next(one), self._runs)
+        self._large = sum(value.size for values in quant.values() for value in values) > LARGE
         left = iter(self._sites.sites)
 
-        def some() -> None:
-            for site in left:
-                site.add(quant, plain)
+        def some(_thread: int) -> None:
+            with quiet():
+                for site in left:
+                    site.add(quant, plain)
 
-        other = pool.submit(some)
-        some()
-        other.result()
+        list(pool.map(some, range(THREADS)) if self._large else map(some, range(1)))
 
 
 def _renamed(feed: Feeds, inputs: Mapping[str, str]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
-from graphquant.comparison.difference import Difference
+from graphquant.comparison.difference import Difference, quiet
 from graphquant.comparison.types import SiteFigures
 from graphquant.ir import Model, Parameters, TensorRef
 from graphquant.numerics import QParams, dequantize, quantize
@@ -190,13 +190,15 @@ def _weigh(site: Site, held: Parameters, floats: _Weights) -> None:
     params = _fitting(params, value)
     made = dequantize(value if site.before is None else quantize(value, params), params)
     if site.before is not None:
-        site.local.add(value, made)
+        with quiet():
+            site.local.add(value, made)
     expected = floats.read_as(site.after)
     if expected is None or expected.size != made.size:
         site.note = "" if site.before is not None else "the float model has no such weight"
         return
     for difference in (site.local, site.accumulated) if site.before is None else (site.accumulated,):
-        difference.add(expected.reshape(made.shape), made)
+        with quiet():
+            difference.add(expected.reshape(made.shape), made)
 
 
 def _fitting(params: QParams, value: Array) -> QParams:

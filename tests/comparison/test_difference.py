@@ -5,13 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from graphquant.comparison.difference import CHUNK, Difference
+from graphquant.comparison.difference import CHUNK, Difference, quiet
 
 
 def difference(expected: object, found: object, dtype: str = "float32") -> Difference:
     """Of two arrays."""
     made = Difference()
-    made.add(np.asarray(expected, dtype), np.asarray(found, dtype), full=True)
+    with quiet():
+        made.add(np.asarray(expected, dtype), np.asarray(found, dtype), full=True)
     return made
 
 
