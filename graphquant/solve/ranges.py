@@ -31,15 +31,32 @@ def find_ranges(draft: Draft, sketches: Mapping[TensorRef, Sketch], unwatchable:
     for index, site in enumerate(draft.sites):
         if site.scheme.range == "dynamic":
             continue
-        if site.scale is not None:
-            draft.params[index] = _dictated(site, site.scale)
-        elif not follows(site) and (site.scheme.observe.name != "bias" or site.range is not None):
-            try:
+        if site.scale is None and (follows(site) or (site.scheme.observe.name == "bias" and site.range is None)):
+            continue
+        try:
+            if site.parameter and _given(site):
+                _check_finite(draft.parameters.value(site.tensor), site)
+            if site.scale is not None:
+                draft.params[index] = _dictated(site, site.scale)
+            else:
                 found = _range(draft, index, sketches)
                 _check_zero(site, found)
                 draft.ranges[index] = found
-            except DataError as error:
-                draft.skip(index, unwatchable.get(site.tensor, str(error)))
+        except DataError as error:
+            draft.skip(index, unwatchable.get(site.tensor, str(error)))
+
+
+def _given(site: Site) -> bool:
+    """Whether the plan or the rule says range or scale, so that no value is looked at for them."""
+    return site.scale is not None or site.range is not None or not OBSERVERS[site.scheme.observe.name].needs_values
+
+
+def _check_finite(value: Array | None, site: Site) -> None:
+    """Refuses a weight that is not finite: integers, with whatever scale, would hide that."""
+    if value is not None and value.dtype.name in FLOAT_TYPES:
+        if np.isinf(value).any() and not np.isnan(value).any():
+            raise DataError(INFINITE)
+        readable(value, site.tensor)
 
 
 def _check_zero(site: Site, found: Range) -> None:
@@ -127,9 +144,7 @@ def _weight(parameters: Parameters, site: Site) -> Array:
         value = value.reshape(site.view)
     if site.axis is not None and site.axis >= value.ndim:
         raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
-    if np.isinf(value).any() and not np.isnan(value).any():
-        raise DataError(INFINITE)
-    readable(value, site.tensor)
+    _check_finite(value, site)
     largest = float(max(value.max(), -value.min()))  # not of abs(value), which is as large again
     if 0 < largest < SMALLEST_SCALE:
         raise DataError(f"its values, {largest:.3g} at most, are denormals, which kernels flush to zero")

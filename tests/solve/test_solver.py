@@ -23,6 +23,7 @@ UINT8 = Scheme(name="act", dtype="uint8", zero="asymmetric", family="onnx-qdq")
 INT8 = Scheme(name="w", dtype="int8", narrow=True, observe=Observe(name="absmax"), family="onnx-qdq")
 CHANNEL = replace(INT8, per="channel")
 BIAS = Scheme(name="bias", dtype="int32", observe=Observe(name="bias"), family="onnx-qdq")
+FIXED = Observe(name="fixed-point", exponent=-4)
 WEIGHT = np.array([[1.0, -2.0, 0.0], [127.0, 0.5, 0.0]], np.float32)
 
 
@@ -138,6 +139,21 @@ def test_constants_with_infinity_are_left(tmp_path):
     found = solve(gemm(tmp_path, np.full((2, 3), -np.inf, np.float32)), plan(W), {})
     assert found.params == {}
     assert found.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
+
+
+@pytest.mark.parametrize(
+    "given", [{"range": (-1.0, 1.0)}, {"scale": (0.5, 0.5)}, {"scheme": replace(CHANNEL, observe=FIXED)}]
+)
+def test_given_ranges_hide_no_nan(tmp_path, given):
+    """A range or scale that is given makes no number of a weight's NaN, and leaves one with infinity float."""
+    nan, infinite = (np.array([[value, 0, 0], [1, 1, 1]], np.float32) for value in (np.nan, np.inf))
+    with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
+        solve(gemm(tmp_path, nan), plan(replace(W, **given)), {})
+    found = solve(gemm(tmp_path, infinite), plan(replace(W, **given)), {})
+    assert (found.params, found.skips[0].reason) == (
+        {},
+        "it takes infinite values, as masks do, and integers stand for none",
+    )
 
 
 def test_weights_whose_value_is_no_float(tmp_path, monkeypatch):
