@@ -38,6 +38,16 @@ def test_first_command_ends_as_shown(tmp_path):
     assert ran.stdout.splitlines()[-1].startswith(f"{shown} Written to")
 
 
+def test_check_ends_as_shown(tmp_path):
+    """What the check command prints of its model is the line that README shows."""
+    model, data = (str(ROOT / "sample_models" / name) for name in ("digits_cnn_bn.onnx", "digits_cnn_calib.npz"))
+    quantized = str(tmp_path / "out.onnx")
+    assert CliRunner().invoke(main, ["insert", model, "--data", data, "-o", quantized]).exit_code == 0
+    ran = CliRunner().invoke(main, ["check", quantized, "--for", "onnxruntime"])
+    (shown,) = re.findall(r"^ {4}(\d+ of \d+ ops run in low precision.*)$", TEXT, re.MULTILINE)
+    assert ran.stdout.splitlines()[0].endswith(f" for onnxruntime: {shown}")
+
+
 def test_rule_file_has_eight_lines(tmp_path):
     """The rule file that README shows has eight lines and no mistakes."""
     (text,) = re.findall(r"<<'END'\n(.*?)^END$", TEXT, re.DOTALL | re.MULTILINE)
