@@ -174,6 +174,8 @@ def test_quantization_of_other_tools(samples: Path, tmp_path: Path) -> None:
     quantize_static(str(samples / "digits_cnn.onnx"), str(path), Reader())
     with pytest.raises(gq.GraphQuantError, match="--all takes out"):
         gq.strip(path)
+    with pytest.raises(gq.GraphQuantError, match="no pairs of quantization and dequantization"):
+        gq.strip(samples / "digits_cnn.onnx", everything=True)
     found = gq.strip(path, everything=True)
     assert not found.left
     assert not survey(found.model).readings

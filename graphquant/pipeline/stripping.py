@@ -83,8 +83,12 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> Stripped:
         left += tuple((one.tensor, one.reason) for one in requantize.left(model))
         model.provenance = {}
     if not ops:
-        more = "" if everything else " --all takes out quantization ops of other tools too."
-        raise UsageError(f"{source.path or 'The model'} has no quantization ops that graphquant inserted.{more}")
+        said = (
+            "no pairs of quantization and dequantization to take out. Take the float model that it was made of."
+            if everything
+            else "no quantization ops that graphquant inserted. --all takes out quantization ops of other tools too."
+        )
+        raise UsageError(f"{source.path or 'The model'} has {said}")
     steps = module.said(source).get("steps", "")
     if steps:
         notes.append(f"It stays prepared as it was for quantization: {steps}.")

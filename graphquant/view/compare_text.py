@@ -27,7 +27,8 @@ def comparison_view(found: Comparison, *, top: int) -> RenderableType:
     if found.random:
         parts.append(Text("The data is RANDOM: the figures say little of real data.", style="bold red"))
     samples = f"{found.samples} sample{'' if found.samples == 1 else 's'}"
-    said = [f"worst output {_db(found.sqnr)} dB" if found.sqnr is not None else ""]
+    worst = "the worst output has no SQNR" if found.sqnr == -math.inf else f"worst output {_db(found.sqnr)} dB"
+    said = [worst if found.sqnr is not None else ""]
     said.append(f"{_share(found.agreement)} agree" if found.agreement is not None else "")
     parts.append(Text(f"{', '.join(filter(None, said)) or 'Compared'}, over {samples}.", style="bold"))
     return Group(*parts)
