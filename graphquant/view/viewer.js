@@ -1160,7 +1160,8 @@ function fit(app, whole) {
   const { m, s, view, canvas } = app, width = canvas.clientWidth, height = canvas.clientHeight;
   const k = Math.min(1, (width - 40) / Math.max(m.width, 1), (height - 40) / Math.max(s.height, 1));
   view.k = whole || k > 0.4 ? Math.max(k, 0.002) : 0.75;
-  const first = m.rows && view.k > k ? m.inRow.of(0) : [];
+  const top = m.rows && view.k > k ? Array.from(m.inRow.of(0)) : [], read = top.filter((op) => m.outgoing.of(op).length);
+  const first = read.length ? read : top;  // inputs that nobody reads say little
   const middle = first.length ? (s.x[first[0]] + s.x[first[first.length - 1]]) / 2 : m.width / 2;
   view.x = width / 2 - middle * view.k;
   view.y = view.k > k ? 10 : Math.max(10, (height - s.height * view.k) / 2);
