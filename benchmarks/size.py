@@ -86,7 +86,7 @@ def make(folder: Path, count: int, opset: int, *, nodes: bool) -> dict[str, Weig
             tensor.external_data.add(key=key, value=str(value))
         tensors.append(tensor)
     if nodes:
-        graph = [helper.make_node("Constant", [], [t.name], f"make_{t.name}", value=t) for t in tensors] + graph
+        graph = [helper.make_node("Constant", [], [t.name], t.name, value=t) for t in tensors] + graph
     model = helper.make_graph(graph, "big", *ends, [] if nodes else tensors)
     message = helper.make_model(model, opset_imports=[helper.make_opsetid("", opset)], ir_version=8)
     folder.joinpath("big.onnx").write_bytes(message.SerializeToString())

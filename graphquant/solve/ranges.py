@@ -12,6 +12,7 @@ from graphquant.ir import FLOAT_TYPES, Model, Parameters, readable
 from graphquant.numerics import SMALLEST_SCALE, Array, QParams, Range, blocks_of, from_scale, some_in_blocks
 from graphquant.sketch import EMPTY, OBSERVERS, Sketch, sketch
 from graphquant.solve.draft import Draft, follows, from_zero
+from graphquant.solve.ties import settle_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -42,6 +43,8 @@ def find_ranges(draft: Draft, sketches: Mapping[TensorRef, Sketch], unwatchable:
                 found = _range(draft, index, sketches)
                 _check_zero(site, found)
                 draft.ranges[index] = found
+                if site.scheme.block_size is not None:
+                    settle_blocks(draft, index)
         except DataError as error:
             draft.skip(index, unwatchable.get(site.tensor, str(error)))
 

@@ -45,6 +45,15 @@ def share(draft: Draft) -> None:
         draft.skips.pop(index, None)
 
 
+def settle_blocks(draft: Draft, index: int) -> None:
+    """Gives a site with a scale for each block these at once, as no tie reaches them, and forgets its range.
+
+    Of all weights together the ranges are half as large as their int8 values.
+    """
+    _share(draft, [index], {})
+    del draft.ranges[index]
+
+
 def follow_skips(draft: Draft) -> None:
     """Tied sites that no living site leads to, however long the chain or ring of ties, are skipped."""
     tied: dict[int, list[int]] = {}
