@@ -97,6 +97,18 @@ CASES = [
     ),
     (IMAGE, f"c = Conv(x, w) r = Relu(c) {SHUFFLE.format('r')} z = Conv(y, w3)", "w3>z y>z z>@z", "r s t y z"),
     (IMAGE, f"c = Conv(x, w) {SHUFFLE.format('c')}", "", ""),
+    # the power of a spectrum: what is squared stays float
+    (IMAGE, "c = Conv(x, w) h = Slice(c, one, eight, one) y = Pow(h, two)", "", ""),
+    (
+        IMAGE,
+        (
+            "c = Conv(x, w) h = Slice(c, one, eight, one) r = Slice(h, one, eight, one) s = Slice(r, one, eight, one)"
+            " f = Cast<to = 1>(s) y = Pow(f, two)"
+        ),
+        "",
+        "",
+    ),
+    (IMAGE, "c = Conv(x, w) h = Slice(c, one, eight, one) y = Sin(h)", "c>h h>y w>c x>c", "c h"),
     (IMAGE, "c = Conv(x, w) s = Sum(c, x2) z = Conv(s, w3)", "c>s s>z w3>z w>c x>c z>@z", "c z"),
     # masks of attention: the sum with one stays float, and so do the scores before it
     (
