@@ -35,7 +35,7 @@ def find_ranges(draft: Draft, sketches: Mapping[TensorRef, Sketch], unwatchable:
         if site.scale is None and (follows(site) or (site.scheme.observe.name == "bias" and site.range is None)):
             continue
         try:
-            if site.parameter and _given(site):
+            if site.parameter and given(site):
                 _check_finite(draft.parameters.value(site.tensor), site)
             if site.scale is not None:
                 draft.params[index] = _dictated(site, site.scale)
@@ -49,7 +49,7 @@ def find_ranges(draft: Draft, sketches: Mapping[TensorRef, Sketch], unwatchable:
             draft.skip(index, unwatchable.get(site.tensor, str(error)))
 
 
-def _given(site: Site) -> bool:
+def given(site: Site) -> bool:
     """Whether the plan or the rule says range or scale, so that no value is looked at for them."""
     return site.scale is not None or site.range is not None or not OBSERVERS[site.scheme.observe.name].needs_values
 
@@ -77,7 +77,7 @@ def _range(draft: Draft, index: int, sketches: Mapping[TensorRef, Sketch]) -> Ra
     if site.range is not None:
         found = Range(np.asarray(site.range[0]), np.asarray(site.range[1]))
     else:
-        stats = _statistics(draft.parameters, site, sketches)
+        stats = _statistics(draft, index, sketches)
         if any(one.nan for one in stats):
             draft.note(index, f"{sum(one.nan for one in stats)} NaN values were left out of the range")
         found = _observed(site, stats)
@@ -100,13 +100,14 @@ def _observed(site: Site, stats: Sequence[Sketch]) -> Range:
     return Range(np.array([one.low for one in ranges]), np.array([one.high for one in ranges]))
 
 
-def _statistics(parameters: Parameters, site: Site, sketches: Mapping[TensorRef, Sketch]) -> list[Sketch]:
+def _statistics(draft: Draft, index: int, sketches: Mapping[TensorRef, Sketch]) -> list[Sketch]:
     """The sketch of the site's values; of a parameter one per channel where the observer needs a histogram of each."""
+    site = draft.sites[index]
     observer = OBSERVERS[site.scheme.observe.name]
     if not observer.needs_values:
         return [EMPTY]
     if site.parameter:
-        value, bits = _weight(parameters, site), observer.bits(site.scheme.type)
+        value, bits = _weight(draft, index), observer.bits(site.scheme.type)
         if site.axis is not None and site.scheme.block_size is not None:
             return [_of_blocks(value, site.axis, site.scheme.block_size)]
         if site.axis is None or not bits:
@@ -129,9 +130,13 @@ def _of_blocks(value: Array, axis: int, block: int) -> Sketch:
     return Sketch(low=low, high=high, count=count, nan=nan, inf=inf)
 
 
-def _weight(parameters: Parameters, site: Site) -> Array:
-    """The value of the parameter, if one can quantize it."""
-    value = parameters.value(site.tensor)
+def _weight(draft: Draft, index: int) -> Array:
+    """The value of the parameter, if one can quantize it; zeros where no kernel would tell it from them.
+
+    Left float, denormals would get scales from the kernels themselves, denormal ones, which a bias does not fit.
+    """
+    site = draft.sites[index]
+    value = draft.parameters.value(site.tensor)
     if value is None:
         raise DataError(
             "it has no one value in the model's files (no checkpoint, ops that are not evaluated, or calls of its"
@@ -150,7 +155,8 @@ def _weight(parameters: Parameters, site: Site) -> Array:
     _check_finite(value, site)
     largest = float(max(value.max(), -value.min()))  # not of abs(value), which is as large again
     if 0 < largest < SMALLEST_SCALE:
-        raise DataError(f"its values, {largest:.3g} at most, are denormals, which kernels flush to zero")
+        draft.change(index, f"its values, {largest:.3g} at most, are denormals and taken as zeros, as by kernels")
+        return np.zeros_like(value)
     return value
 
 

@@ -15,6 +15,7 @@ from graphquant.numerics import Dynamic, FloatType, halved
 from graphquant.plans import Plan, Site, Skip, check_plan
 from graphquant.qdq import FAMILIES
 from graphquant.solve.biases import solve_biases
+from graphquant.solve.clipping import tell_clipped
 from graphquant.solve.clips import make_explicit
 from graphquant.solve.draft import Draft, follows
 from graphquant.solve.ranges import find_ranges
@@ -60,6 +61,7 @@ def solve(
     draft.rejoin()
     solve_biases(draft)
     make_explicit(draft)
+    tell_clipped(draft)
     _follow_twins(draft)
     _remark(draft)
     dynamic = {index: _dynamic(site) for index, site in enumerate(draft.sites) if site.scheme.range == "dynamic"}

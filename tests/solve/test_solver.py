@@ -59,11 +59,45 @@ def numbers(params):
 X, W = site("x"), site("w", 1, scheme=CHANNEL, axis=0, parameter=True)
 
 
-def test_denormal_weights_are_left(tmp_path):
-    """A tensor of denormals would become zeros without a word; it is left, with that reason."""
+def test_denormal_weights_are_taken_as_zeros(tmp_path):
+    """A tensor of denormals gets what zeros get, with a word on it; one with a normal value in it its own scale."""
     found = solve(gemm(tmp_path, np.full((2, 3), 1e-42, np.float32)), plan(W), {})
-    assert found.params == {}
-    assert found.skips[0].reason == "its values, 1e-42 at most, are denormals, which kernels flush to zero"
+    assert (numbers(found.params[0]), found.skips) == (([1.0, 1.0], [0, 0]), {})
+    said = "w:0: its values, 1e-42 at most, are denormals and taken as zeros, as by kernels"
+    assert list(map(str, found.changes)) == [said]
+    mixed = solve(gemm(tmp_path, np.array([[1e-42] * 3, [127.0] * 3], np.float32)), plan(W), {})
+    assert numbers(mixed.params[0]) == ([pytest.approx(2.0**-126), 1.0], [0, 0])
+    assert mixed.changes == ()
+
+
+def clipped(tmp_path, *sites, weight=WEIGHT):
+    """What is said of the weights of a Gemm with these sites."""
+    return list(map(str, solve(gemm(tmp_path, weight), plan(*sites), {}).changes))
+
+
+def test_weights_outside_a_fixed_range_are_told(tmp_path):
+    """How many values of a weight the range that a rule fixes clips, beyond half a step; none where all fit."""
+    fixed = replace(W, scheme=replace(INT8, observe=FIXED), axis=None, rule="mine")  # up to 127 / 16 = 7.9375
+    said = "w:0: 1 of 6 values lies outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and is clipped"
+    assert clipped(tmp_path, fixed) == [said]
+    edge = np.array([[7.9375, -7.96, 7.96], [-8.0, 8.0, 100.0]], np.float32)
+    said = "w:0: 3 of 6 values lie outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and are clipped"
+    assert clipped(tmp_path, fixed, weight=edge) == [said]
+    assert clipped(tmp_path, fixed, weight=edge.clip(-7.96, 7.96)) == []
+
+
+def test_weights_outside_a_given_range_are_told(tmp_path):
+    """The plan's own range or scales clip too; scales of channels are held against their channels."""
+    tensor = replace(W, scheme=INT8, axis=None, range=(-1.27, 1.27), rule="mine")
+    said = "w:0: 2 of 6 values lie outside [-1.27, 1.27], the range that the plan gives, and are clipped"
+    assert clipped(tmp_path, tensor) == [said]
+    channels = replace(W, scale=(0.01, 1.0))
+    said = (
+        "w:0: 1 of 6 values lies outside [-127, 127], the range that the plan gives (of all channels; each has its"
+        " own), and is clipped"
+    )
+    assert clipped(tmp_path, channels) == [said]
+    assert clipped(tmp_path, W) == []
 
 
 def test_weights_have_the_range_of_their_values(tmp_path):
