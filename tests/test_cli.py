@@ -77,6 +77,15 @@ def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 # -- insert ----------------------------------------------------------------------------------------
 
 
+def test_help_tells_of_each_command_in_a_whole_line() -> None:
+    """No command's sentence is cut at 80 columns."""
+    told = program("--help").stdout
+    assert "  compare    Run FLOAT and QUANT on the same data and tell how they differ.\n" in told
+    assert "  diff       Tell what differs between two models or two plans, A and B.\n" in told
+    assert "  strip      Take out of MODEL what graphquant inserted.\n" in told
+    assert "..." not in told.split("Commands:")[1]
+
+
 def test_insert_names_its_output_after_the_model(cli: Callable[..., Any], here: Path) -> None:
     """The default output stands beside the model with .quant in its name, and stdout ends with it."""
     for name, made in (

@@ -40,6 +40,15 @@ def probabilities(model: gq.Model, images: Array) -> Array:
 # -- verbs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("argument", ["rules", "include", "exclude"])
+@pytest.mark.parametrize("value", [None, 3])
+def test_what_is_no_name_is_refused(cnn: Path, argument: str, value: Any) -> None:
+    """None, or a number, where names belong is an error that says what to give."""
+    with pytest.raises(UsageError) as caught:
+        gq.plan(cnn, **{argument: value})
+    assert str(caught.value) == f"{argument} is {value}. Give a name or a list of names, or leave it out."
+
+
 def test_the_whole_story(cnn: Path, calib: str, tmp_path: Path) -> None:
     """Load, insert and save give a model that holds together, runs and has the result's scales."""
     model = gq.load(cnn)

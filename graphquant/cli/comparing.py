@@ -41,9 +41,10 @@ def compare(
     output: Path | None,
     force: bool,
 ) -> None:
-    """Run FLOAT and QUANT on the same data and tell how far they are apart, and which quantized tensors cost most.
+    """Run FLOAT and QUANT on the same data and tell how they differ.
 
-    docs/compare.md explains the figures. Exit code 1 if a bound is missed.
+    That is how far they are apart, and which quantized tensors cost most. docs/compare.md explains the
+    figures. Exit code 1 if a bound is missed.
     """
     from graphquant import outputs, pipeline
     from graphquant.view.compare_text import comparison_json, comparison_view

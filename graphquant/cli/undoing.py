@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 @click.option("--check", "original", type=click.Path(path_type=Path), metavar="ORIGINAL", help="Prove that it is this.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def strip(model: Path, output: Path | None, everything: bool, original: Path | None, force: bool) -> None:
-    """Take out of MODEL what graphquant inserted, and write the float model.
+    """Take out of MODEL what graphquant inserted.
 
-    It is the source model bit for bit where insert kept weights float, and else the prepared model with the rounding
-    that its weights have. With --check, exit code 1 if it is something else than ORIGINAL.
+    The float model that is written is the source model bit for bit where insert kept weights float, and else the
+    prepared model with the rounding that its weights have. With --check, exit code 1 if it is something else than
+    ORIGINAL.
     """
     from graphquant import outputs, pipeline
     from graphquant.errors import UsageError
@@ -64,10 +65,10 @@ def _prove(found: Stripped, original: Path) -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def diff(one: Path, other: Path, stat: bool, ignore: str | None, form: str, output: Path | None, force: bool) -> None:
-    """Tell what differs between the models A and B, or the plans A and B; nothing is run.
+    """Tell what differs between two models or two plans, A and B.
 
-    Ops are matched by name, and by their place in the graph where names differ; quantization ops are looked through
-    and told apart. docs/diff.md explains the lines. Exit code 1 if anything differs.
+    Nothing is run. Ops are matched by name, and by their place in the graph where names differ; quantization ops are
+    looked through and told apart. docs/diff.md explains the lines. Exit code 1 if anything differs.
     """
     from graphquant import outputs, pipeline
     from graphquant.view.diff_text import diff_json, diff_view

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from pydantic import ValidationError
 
 from graphquant import formats
 from graphquant.calibration import with_method
-from graphquant.errors import ModelError, UsageError
+from graphquant.errors import ModelError, UsageError, printable
 from graphquant.pipeline.models import loaded
 from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
 from graphquant.prepare import Step, left_alone, prepare
@@ -133,7 +134,7 @@ def ruleset_for(model: Model, rules: Several) -> RuleSet:
             f"{model.path or 'The model'} is a TFLite model, which can be read, not rewritten. Quantize the TensorFlow"
             " model that it was made from and give -o NAME.tflite; --ranges uses this file's scales for that."
         )
-    return load_ruleset(_names(rules) or [formats.module(model.format).DEFAULT_RULES])
+    return load_ruleset(_names(rules, "rules") or [formats.module(model.format).DEFAULT_RULES])
 
 
 def choice_of(model: Model, include: Several, exclude: Several, family: str | None) -> Choice:
@@ -141,7 +142,7 @@ def choice_of(model: Model, include: Several, exclude: Several, family: str | No
     if family is not None and (family not in FAMILIES or FAMILIES[family].format != model.format):
         known = ", ".join(name for name, made in FAMILIES.items() if made.format == model.format)
         raise UsageError(f"There is no family {family!r} for {model.format} models. Known are: {known}.")
-    included, excluded = tuple(_names(include)), tuple(_names(exclude))
+    included, excluded = tuple(_names(include, "include")), tuple(_names(exclude, "exclude"))
     for option, patterns in (("--include", included), ("--exclude", excluded)):
         for pattern in patterns:
             try:
@@ -183,9 +184,12 @@ def _opset(prepared: Model, made: Plan) -> int:
     )
 
 
-def _names(given: Several) -> list[str]:
+def _names(given: Several, called: str) -> list[str]:
     """One name is a name, not a sequence of letters."""
-    return [str(name) for name in ([given] if isinstance(given, str | Path) else given)]
+    names = [given] if isinstance(given, str | Path) else given
+    if not isinstance(names, Iterable):
+        raise UsageError(f"{called} is {printable(repr(given))}. Give a name or a list of names, or leave it out.")
+    return [str(name) for name in names]
 
 
 __all__ = ["choice_of", "plan", "planned_by", "prepared_and_plan", "prepared_as", "prepared_for", "ruleset_for"]
