@@ -23,14 +23,14 @@ def tell_clipped(draft: Draft) -> None:
     """
     for index, params in draft.params.items():
         site = draft.sites[index]
-        if not site.parameter or not given(site) or (site.scale is None and index not in draft.ranges):
+        own = site.scale is not None or site.range is not None
+        if not site.parameter or not given(site) or (site.scheme.observe.name == "bias" and not own):
             continue
         value = draft.parameters.value(site.tensor)
         if value is None or value.dtype.name not in FLOAT_TYPES:
             continue
         outside = _outside(value if site.view is None else value.reshape(site.view), params)
         if outside:
-            own = site.scale is not None or site.range is not None
             by = f"rule {site.rule!r} fixes" if site.rule and not own else "the plan gives"
             lie = "lies" if outside == 1 else "lie"
             said = f"{outside} of {value.size} values {lie} outside {spelled(params.range)}, the range that {by}"

@@ -27,12 +27,11 @@ FIXED = Observe(name="fixed-point", exponent=-4)
 WEIGHT = np.array([[1.0, -2.0, 0.0], [127.0, 0.5, 0.0]], np.float32)
 
 
-def gemm(tmp_path, weight=WEIGHT, bias=(1.0, -0.25)):
+def gemm(tmp_path, weight=WEIGHT, bias=(1.0, -0.25), opset=13):
     """X (1, 3) times the transposed weight (2, 3) plus bias."""
     bias = np.asarray(bias, np.float32)
-    text = (
-        '<ir_version: 8, opset_import: ["": 13]> g (float[1,3] x) => (float[1,2] y) { y = Gemm <transB = 1> (x, w, b) }'
-    )
+    opsets = f'<ir_version: 8, opset_import: ["": {opset}]>'
+    text = f"{opsets} g (float[1,3] x) => (float[1,2] y) {{ y = Gemm <transB = 1> (x, w, b) }}"
     message = onnx.parser.parse_model(text)
     message.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
     message.graph.initializer.append(onnx.numpy_helper.from_array(bias, "b"))
@@ -70,9 +69,9 @@ def test_denormal_weights_are_taken_as_zeros(tmp_path):
     assert mixed.changes == ()
 
 
-def clipped(tmp_path, *sites, weight=WEIGHT):
+def clipped(tmp_path, *sites, weight=WEIGHT, opset=13):
     """What is said of the weights of a Gemm with these sites."""
-    return list(map(str, solve(gemm(tmp_path, weight), plan(*sites), {}).changes))
+    return list(map(str, solve(gemm(tmp_path, weight, opset=opset), plan(*sites), {}).changes))
 
 
 def test_weights_outside_a_fixed_range_are_told(tmp_path):
@@ -84,6 +83,8 @@ def test_weights_outside_a_fixed_range_are_told(tmp_path):
     said = "w:0: 3 of 6 values lie outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and are clipped"
     assert clipped(tmp_path, fixed, weight=edge) == [said]
     assert clipped(tmp_path, fixed, weight=edge.clip(-7.96, 7.96)) == []
+    blocks = replace(fixed, scheme=replace(fixed.scheme, per="block", block_size=2), axis=1)
+    assert clipped(tmp_path, blocks, weight=edge, opset=21) == [said]
 
 
 def test_weights_outside_a_given_range_are_told(tmp_path):
