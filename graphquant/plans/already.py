@@ -25,6 +25,9 @@ LIMITING = frozenset({"max", "min"})
 MOST_LIMITS = 2
 """Such ops in a row."""
 
+MOST_ADDED = 2
+"""What a sum or product of integers and scales reads; a sum of thousands is not looked through for each of them."""
+
 
 def quantized_already(matcher: Matcher, tensor: TensorRef, use: Use) -> str:
     """Why nothing needs be done for `use` reading `tensor`; "" if it is float."""
@@ -37,8 +40,8 @@ def quantized_already(matcher: Matcher, tensor: TensorRef, use: Use) -> str:
         return INTEGER
     if _limits(matcher, graph, use.op):
         return LIMITED
-    others = graph.slots(use.op) if consumer.kind in {"mul", "add"} else []
-    read = [one for one in others if one is not None]
+    slots = graph.slots(use.op)
+    read = [one for one in slots if one] if consumer.kind in {"mul", "add"} and len(slots) == MOST_ADDED else []
     if consumer.kind == "add":
         sums = [one for one in read if _is_rescaled(matcher, one)]
         return SUMMED if sums and all(one in sums or matcher.parameters.is_parameter(one) for one in read) else ""
@@ -72,10 +75,11 @@ def _shaped_back(matcher: Matcher, tensor: TensorRef) -> bool:
 def _limits(matcher: Matcher, graph: Graph, name: str) -> bool:
     """Whether all that op `name` does is to limit, by constants, what the op behind it quantizes."""
     for _ in range(MOST_LIMITS):
-        op = graph.op(name)
+        if graph.op(name).kind not in LIMITING:
+            return False
         data = [tensor for tensor in graph.slots(name) if tensor and not matcher.parameters.is_parameter(tensor)]
         readers = graph.readers(name).get(0, [])
-        if op.kind not in LIMITING or len(data) > 1 or len(readers) != 1 or readers[0].graph != graph.name:
+        if len(data) > 1 or len(readers) != 1 or readers[0].graph != graph.name:
             return False
         name = readers[0].op
         if graph.op(name).kind in QUANTIZATION_KINDS:
@@ -89,10 +93,10 @@ def _of_integers(matcher: Matcher, tensor: TensorRef) -> bool:
     op = model.op(tensor)
     if op.kind == "integer":
         return tensor.port > 0
+    if op.kind not in {"cast", "mul"}:
+        return False
     read = [one for one in model.graphs[tensor.graph].slots(tensor.op) if one is not None]
     if op.kind == "cast":
         return bool(read) and model.op(read[0]).kind == "integer"
-    if op.kind != "mul":
-        return False
     scales = [one for one in read if model.op(one).kind == "integer" and one.port > 0]
     return bool(scales) and all(one in scales or matcher.parameters.is_parameter(one) for one in read)
