@@ -278,7 +278,7 @@ def test_backend_suite_is_quantized(tmp_path: Path, capsys: pytest.CaptureFixtur
     for name in ("onnxruntime", "weight_only"):
         assert set(tables[name].names) <= {"close", "not close", "no rule matches"}
         assert set(tables[name].names.get("not close", [])) <= NOT_CLOSE
-    assert tables["onnxruntime"].counts["close"] > 180
+    assert tables["onnxruntime"].counts["close"] > 170  # average pools alone are no reason to quantize
     found = tables["everything"].names
     assert set(found.pop("not close")) <= NOT_CLOSE
     assert [one for one in found if not one.startswith(("close", "no rule matches", "refused", "onnxruntime"))] == []
