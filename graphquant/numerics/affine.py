@@ -141,9 +141,12 @@ def choose(
     else:
         scale = high / (qmax - qmin) - low / (qmax - qmin)  # not high - low, which can overflow
     scale = _round(np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0), power_of_two=power_of_two)
-    alike = np.broadcast_to(np.int32(middle), low.shape)  # takes no memory, however many blocks there are
-    zero_point = alike if symmetric else np.clip(np.rint(qmin - low / scale), qmin, qmax)
-    farthest = np.maximum(zero_point - qmin, qmax - zero_point)
+    if symmetric:
+        zero_point = np.broadcast_to(np.int32(middle), low.shape)  # takes no memory, however many blocks there are
+        farthest = np.array(max(middle - qmin, qmax - middle), np.float64)
+    else:
+        zero_point = np.clip(np.rint(qmin - low / scale), qmin, qmax)
+        farthest = np.maximum(zero_point - qmin, qmax - zero_point)
     scale = np.minimum(scale, _round(LARGEST_VALUE / farthest, power_of_two=power_of_two, down=True))
     return from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis, block=block)
 
