@@ -68,7 +68,7 @@ def inside(draft: Draft, members: list[int], chosen: QParams) -> QParams:
     qmax = chosen.type.limits(narrow=chosen.narrow)[1]
     for index in members:
         found = clip_ends(draft.model, draft.parameters, draft.sites[index].tensor)
-        steps = float(qmax - chosen.zero_point)
+        steps = qmax - float(chosen.zero_point)
         top = steps * float(chosen.scale)
         if found is not None and steps and found[1] < top <= found[1] * (1 + NEAR):
             smaller = np.nextafter(chosen.scale, np.float32(0))
