@@ -12,7 +12,7 @@ from graphquant.numerics import QParams, dequantize
 from graphquant.pairs import inserted
 from graphquant.prepare import drop_unread
 from graphquant.prepare.run import STEPS
-from graphquant.qdq import FAMILIES
+from graphquant.qdq import params_of
 
 if TYPE_CHECKING:
     from graphquant.numerics import Array
@@ -123,8 +123,7 @@ class _Remover:
     def _floated(self, made: TensorRef, integers: TensorRef) -> TensorRef | None:
         """A constant with the values of a weight that is stored as integers."""
         op = self._model.op(made)
-        family = next((one for one in FAMILIES.values() if op.type in one.types), None)
-        params = family.read(self._model.graphs[made.graph], op, self._parameters) if family is not None else None
+        params = params_of(self._model.graphs[made.graph], op, self._parameters)
         if not isinstance(params, QParams) or not self._parameters.is_parameter(integers):
             return None
         home, name = self._home(made, op.anchor) if op.anchor else (made.graph, f"{integers.op}/float")

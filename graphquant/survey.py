@@ -19,7 +19,7 @@ from graphquant.ir import (
     Twins,
     Use,
 )
-from graphquant.qdq import FAMILIES
+from graphquant.qdq import family_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -185,7 +185,7 @@ def _half(graph: Graph, op: Op) -> bool:
 
 
 def _reading(graph: Graph, op: Op, parameters: Parameters) -> Reading:
-    family = next((family for family in FAMILIES.values() if op.type in family.types), None)
+    family = family_of(op)
     tensor = graph.producer(Use(graph.name, op.name, 0)) or TensorRef(graph.name, op.name)
     if op.kind == "dequantize" and graph.graphs[tensor.graph].op(tensor.op).kind == "quantize":
         tensor = graph.graphs[tensor.graph].producer(Use(tensor.graph, tensor.op, 0)) or tensor

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, TensorRef, Use
 from graphquant.numerics import Array, QParams
-from graphquant.qdq import FAMILIES
+from graphquant.qdq import params_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -127,9 +127,7 @@ class Sides:
         key = graph, name
         if key not in self._params:
             home = self.model.graphs[graph]
-            op = home.op(name)
-            family = next((family for family in FAMILIES.values() if op.type in family.types), None)
-            read = None if family is None else family.read(home, op, self.parameters)
+            read = params_of(home, home.op(name), self.parameters)
             self._params[key] = read if isinstance(read, QParams) else None
         return self._params[key]
 

@@ -17,7 +17,7 @@ from graphquant.ir import QUANTIZATION_KINDS, Graph, Model, Op, Output, Paramete
 from graphquant.numerics import Array, FloatType, QParams, dequantize
 from graphquant.prepare.steps import Left, Step, drop_unread, named
 from graphquant.prepare.undo import Edits
-from graphquant.qdq import FAMILIES
+from graphquant.qdq import params_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -118,8 +118,7 @@ def _floats(model: Model, graph: Graph, op: Op) -> TensorRef | None:
 
 def _params(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
     """Scale and zero point of a quantization op, None where they are not known."""
-    family = next((family for family in FAMILIES.values() if op.type in family.types), None)
-    params = None if family is None else family.read(graph, op, parameters)
+    params = params_of(graph, op, parameters)
     return params if isinstance(params, QParams) else None
 
 

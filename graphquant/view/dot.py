@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from graphquant.errors import printable
 from graphquant.ir import Graph, Model, Op, Parameters, TensorRef
 from graphquant.numerics import Dynamic
-from graphquant.qdq import FAMILIES
+from graphquant.qdq import params_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,8 +65,7 @@ def _edges(graph: Graph, kept: set[tuple[str, str]] | None) -> Iterator[str]:
 
 def _label(graph: Graph, op: Op, parameters: Parameters) -> str:
     text = f"{op.name}\n{op.type}" if op.kind not in {"input", "output"} else op.name.removeprefix("@")
-    family = next((family for family in FAMILIES.values() if op.type in family.types), None)
-    params = None if family is None else family.read(graph, op, parameters)
+    params = params_of(graph, op, parameters)
     if isinstance(params, Dynamic):
         text += f"\n{params.type.name} dynamic"
     elif params is not None:
