@@ -90,4 +90,5 @@ def _gate(found: Comparison, min_sqnr: float | None, min_agreement: float | None
     if problems and (min_sqnr is not None or min_agreement is not None):
         missed = [f"output {problems[0].name!r} cannot be compared, because {problems[0].problem}"]
     if missed:
-        raise FindingsError(f"{'; '.join(missed)[:1].upper()}{'; '.join(missed)[1:]}. The list above has the worst.")
+        said = "; ".join(missed)
+        raise FindingsError(f"{said[:1].upper()}{said[1:]}. The list above has the worst.")

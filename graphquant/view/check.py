@@ -12,6 +12,7 @@ from graphquant import __version__
 from graphquant.backends import CODES
 from graphquant.errors import printable
 from graphquant.view.data import SCHEMA
+from graphquant.view.text import counted, listed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -43,7 +44,7 @@ def report_view(report: Report) -> RenderableType:
 
 def _head(report: Report) -> str:
     where = report.path or "model"
-    found = f"{len(report.findings)} finding{'' if len(report.findings) == 1 else 's'}"
+    found = counted(len(report.findings), "finding")
     if not report.backend:
         return f"{where}: {report.pairs} quantization ops, {found}."
     counts, all_ops = report.counts, len(report.verdicts)
@@ -74,11 +75,7 @@ def _by_type(verdicts: Iterable[Verdict]) -> list[str]:
     named: dict[str, list[str]] = {}
     for verdict in verdicts:
         named.setdefault(verdict.type, []).append(verdict.where)
-    return [f"{kind}: {_some(names)}" for kind, names in sorted(named.items())]
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f", {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+    return [f"{kind}: {listed(names, SHOWN)}" for kind, names in sorted(named.items())]
 
 
 def _finding(finding: Finding) -> list[RenderableType]:

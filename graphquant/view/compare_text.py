@@ -11,6 +11,7 @@ from rich.text import Text
 
 from graphquant.errors import printable
 from graphquant.view.data import SCHEMA
+from graphquant.view.text import counted, plain
 
 if TYPE_CHECKING:
     from graphquant.comparison import Comparison, OutputFigures, SiteFigures
@@ -19,18 +20,18 @@ if TYPE_CHECKING:
 def comparison_view(found: Comparison, *, top: int) -> RenderableType:
     """The outputs, the `top` quantized tensors with the largest errors of their own, and the worst output's figures."""
     parts: list[RenderableType] = [_outputs(found)]
-    parts += [Text(printable(f"{one.name}: {one.problem}"), style="bold red") for one in found.outputs if one.problem]
+    parts += [plain(f"{one.name}: {one.problem}", "bold red") for one in found.outputs if one.problem]
     if found.sites:
         parts += ["", _sites(found.sites[:top])]
         left = len(found.sites) - top
         parts += [Text(f"{left} more with less; --top 0 shows all.", style="dim")] if left > 0 else []
     if found.random:
         parts.append(Text("The data is RANDOM: the figures say little of real data.", style="bold red"))
-    samples = f"{found.samples} sample{'' if found.samples == 1 else 's'}"
     worst = "the worst output has no SQNR" if found.sqnr == -math.inf else f"worst output {_db(found.sqnr)} dB"
     said = [worst if found.sqnr is not None else ""]
     said.append(f"{_share(found.agreement)} agree" if found.agreement is not None else "")
-    parts.append(Text(f"{', '.join(filter(None, said)) or 'Compared'}, over {samples}.", style="bold"))
+    figures = ", ".join(filter(None, said)) or "Compared"
+    parts.append(plain(f"{figures}, over {counted(found.samples, 'sample')}.", "bold"))
     return Group(*parts)
 
 
@@ -97,7 +98,7 @@ def _sites(sites: tuple[SiteFigures, ...]) -> Table:
         cells = [one.tensor, one.rule, _db(one.local), _db(one.accumulated)]
         table.add_row(*map(printable, cells))
         if one.note:
-            table.add_row(Text(printable(f"  {one.note}"), style="dim"))
+            table.add_row(plain(f"  {one.note}", "dim"))
     return table
 
 

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from graphquant.errors import printable
 from graphquant.view.data import SCHEMA
+from graphquant.view.text import counted, plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,11 +32,10 @@ def report_view(report: DataReport) -> RenderableType:
     if report.ignored:
         more = len(report.ignored) - IGNORED_SHOWN
         shown = ", ".join(report.ignored[:IGNORED_SHOWN]) + (f" and {more} more" if more > 0 else "")
-        parts.append(Text(printable(f"No input takes: {shown}"), style="dim"))
-    parts += [Text(printable(found.says), style="yellow") for found in report.findings]
-    samples = f"{report.samples} sample{'' if report.samples == 1 else 's'}"
-    found = f"{len(report.findings)} finding{'' if len(report.findings) == 1 else 's'}"
-    parts.append(Text(f"{samples}, {found if report.findings else 'nothing found'}.", style="bold"))
+        parts.append(plain(f"No input takes: {shown}", "dim"))
+    parts += [plain(found.says, "yellow") for found in report.findings]
+    found = counted(len(report.findings), "finding") if report.findings else "nothing found"
+    parts.append(plain(f"{counted(report.samples, 'sample')}, {found}.", "bold"))
     return Group(*parts)
 
 

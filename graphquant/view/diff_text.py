@@ -10,6 +10,7 @@ from rich.text import Text
 
 from graphquant.errors import printable
 from graphquant.view.data import SCHEMA
+from graphquant.view.text import counted, plain
 
 if TYPE_CHECKING:
     from graphquant.differences import Change, Differences
@@ -42,7 +43,7 @@ NOTABLE = 0.01
 def diff_view(found: Differences, *, stat: bool) -> RenderableType:
     """A line for each difference, and one that counts them; with `stat` that one alone."""
     parts = [] if stat else [_line(change) for change in found.changes]
-    return Group(*parts, Text(printable(summary(found)), style="bold"))
+    return Group(*parts, plain(summary(found), "bold"))
 
 
 def summary(found: Differences) -> str:
@@ -53,12 +54,12 @@ def summary(found: Differences) -> str:
     scales = [change.size for change in found.changes if change.kind == "scale"]
     large = sum(size > NOTABLE for size in scales)
     if large:
-        said.append(f"{large} scale{'' if large == 1 else 's'} changed by more than 1%")
+        said.append(f"{counted(large, 'scale')} changed by more than 1%")
     if len(scales) > large:
         rest = len(scales) - large
-        said.append(f"{rest} scale{'' if rest == 1 else 's'} changed by less")
+        said.append(f"{counted(rest, 'scale')} changed by less")
     if found.rerouted:
-        said.append(f"{found.rerouted} use{'' if found.rerouted == 1 else 's'} rerouted")
+        said.append(f"{counted(found.rerouted, 'use')} rerouted")
     return f"{', '.join(said)}."
 
 

@@ -270,15 +270,14 @@ def _by_rule(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[
 
 
 def _steps(plan: Plan) -> list[RenderableType]:
-    counted: dict[tuple[str, str], list[str]] = {}
+    gathered: dict[tuple[str, str, bool], list[str]] = {}
     for step in plan.steps:
         whole = step.target == "model"
-        head = step.step if whole else f"{step.step}, {{}} op{{}}"
-        counted.setdefault((head, step.why), []).append(step.detail if whole else step.target)
+        gathered.setdefault((step.step, step.why, whole), []).append(step.detail if whole else step.target)
     lines: list[RenderableType] = []
-    for (head, why), targets in counted.items():
-        count = head.format(len(targets), "s" if len(targets) > 1 else "")
-        lines.append(plain(f"prepared: {count}: {listed(targets)}{f'; {why}' if why else ''}"))
+    for (name, why, whole), targets in gathered.items():
+        head = name if whole else f"{name}, {counted(len(targets), 'op')}"
+        lines.append(plain(f"prepared: {head}: {listed(targets)}{f'; {why}' if why else ''}"))
     return lines
 
 
