@@ -145,7 +145,7 @@ def _filled(message: Any, values: dict[str, Any]) -> Any:
 
 def models(folder: Path | None) -> dict[str, tuple[Callable[[], Any], str]]:
     """What makes each model, and the data it is calibrated with, by name."""
-    files = sorted((ROOT / "sample_models").glob("*.onnx"))
+    files = sorted(path for path in (ROOT / "sample_models").glob("*.onnx") if ".quant" not in path.suffixes)
     files += sorted(folder.rglob("*.onnx")) if folder is not None and folder.is_dir() else []
     found: dict[str, tuple[Callable[[], Any], str]] = {
         path.stem: (partial(onnx.load, path), _data(path)) for path in files

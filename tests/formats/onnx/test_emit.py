@@ -19,7 +19,7 @@ Array = np.ndarray[Any, Any]
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = [
-    *sorted((ROOT / "sample_models").glob("*.onnx")),
+    *sorted(path for path in (ROOT / "sample_models").glob("*.onnx") if ".quant" not in path.suffixes),
     *sorted((ROOT.parent / "shared/models").glob("silero*.onnx")),
     *sorted((ROOT.parent / "shared/models").glob("*/*.onnx")),
 ]

@@ -20,7 +20,8 @@ from graphquant.qdq import FAMILIES, Lowering
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
 MODELS = ROOT.parent / "shared" / "models"
-ALL = sorted([*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")])
+FILES = [*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")]
+ALL = sorted(path for path in FILES if ".quant" not in path.suffixes)
 REAL = [path for path in (MODELS / "mtcnn.pb", MODELS / "kws" / "saved_model") if path.exists()]
 all_models = pytest.mark.parametrize("path", [*ALL, *REAL], ids=lambda path: path.name)
 

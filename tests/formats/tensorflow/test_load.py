@@ -22,10 +22,9 @@ SAMPLES = ROOT / "sample_models"
 MODELS = ROOT.parent / "shared" / "models"
 MTCNN, KWS = MODELS / "mtcnn.pb", MODELS / "kws" / "saved_model"
 needs_models = pytest.mark.skipif(not MTCNN.exists(), reason="the shared models are not here")
+FILES = [*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")]
 sample_models = pytest.mark.parametrize(
-    "path",
-    sorted([*SAMPLES.glob("*.pb"), *SAMPLES.glob("*.pbtxt"), *SAMPLES.glob("*_saved_model")]),
-    ids=lambda p: p.name,
+    "path", sorted(path for path in FILES if ".quant" not in path.suffixes), ids=lambda p: p.name
 )
 
 SMALL = """
