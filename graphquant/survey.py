@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from graphquant.ir import (
     FLOAT_TYPES,
     QUANTIZATION_KINDS,
+    WEIGHTED_KINDS,
     Graph,
     Model,
     Op,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
     from graphquant.numerics import Dynamic, QParams
 
-WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm", "lstm", "gru", "rnn", "einsum"})
+WEIGHTED = WEIGHTED_KINDS | {"lstm", "gru", "rnn", "einsum"}
 """Kinds in which a model spends its multiplications."""
 
 LOOK_THROUGH = frozenset({"reshape", "identity", "transpose"})

@@ -11,7 +11,7 @@ import numpy as np
 from graphquant.backends.sides import Side, Sides, same
 from graphquant.backends.types import Finding, Level, Verdict
 from graphquant.errors import DataError
-from graphquant.ir import QUANTIZATION_KINDS, TensorRef
+from graphquant.ir import QUANTIZATION_KINDS, WEIGHTED_KINDS, TensorRef
 from graphquant.numerics import SMALLEST_SCALE, IntType
 from graphquant.solve import absorbs, clip_ends
 
@@ -51,8 +51,6 @@ CODES = {
     "GQ113": Code("note", "an op runs on integers, and would be faster in float"),
 }
 """Every code."""
-
-WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
 
 MOVERS = frozenset(
     {
@@ -159,7 +157,7 @@ def _weighted(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
     broken = verdict.broken
     if broken.rule == "refused":
         yield _finding("GQ109", graph, op, broken.says, broken.fix)
-    elif op.kind in WEIGHTED:
+    elif op.kind in WEIGHTED_KINDS:
         sides = context.sides.inputs(graph, op)
         wanted = [side for side in sides if side.role != "bias"]
         if wanted and all(side.pair for side in wanted):
@@ -247,7 +245,7 @@ def _scale(params: QParams) -> str:
 
 def _bias(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
     """A bias that does not fit int32, or that has a scale of its own."""
-    if op.kind not in WEIGHTED or (context.backend is not None and context.backend.bias != "int32"):
+    if op.kind not in WEIGHTED_KINDS or (context.backend is not None and context.backend.bias != "int32"):
         return
     sides = {side.role: side for side in context.sides.inputs(graph, op)}
     data, weight, bias = (sides.get(role) for role in ("input", "weight", "bias"))
@@ -313,7 +311,7 @@ def _span(context: Context, side: Side) -> float | None:
 
 def _channels(context: Context, graph: Graph, op: Op) -> Iterator[Finding]:
     """Weights whose scales lie along another axis, or whose one scale leaves some channel nothing."""
-    if op.kind not in WEIGHTED or op.channel_axis is None:
+    if op.kind not in WEIGHTED_KINDS or op.channel_axis is None:
         return
     for side in context.sides.inputs(graph, op):
         params = side.params

@@ -15,8 +15,10 @@ from graphquant.ir.parameter import FORWARDING, Parameters, readable
 from graphquant.ir.twins import Twins
 from graphquant.ir.types import (
     FLOAT_TYPES,
+    LIMITING_KINDS,
     NO_ATTRS,
     QUANTIZATION_KINDS,
+    WEIGHTED_KINDS,
     Call,
     DataType,
     Op,
@@ -31,8 +33,10 @@ __all__ = [
     "CONTROL",
     "FLOAT_TYPES",
     "FORWARDING",
+    "LIMITING_KINDS",
     "NO_ATTRS",
     "QUANTIZATION_KINDS",
+    "WEIGHTED_KINDS",
     "Call",
     "DataType",
     "Graph",

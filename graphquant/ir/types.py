@@ -24,6 +24,12 @@ FLOAT_TYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
 QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
 """Kinds that are quantization already: what they make or read is not quantized again."""
 
+WEIGHTED_KINDS = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
+"""Kinds that multiply by one weight and add up; what fuses with them comes behind."""
+
+LIMITING_KINDS = frozenset({"max", "min"})
+"""Kinds that families put before a quantization whose type leaves some of its container out."""
+
 NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphquant.ir import QUANTIZATION_KINDS, Graph, TensorRef, Use
+from graphquant.ir import LIMITING_KINDS, QUANTIZATION_KINDS, Graph, TensorRef, Use
 
 if TYPE_CHECKING:
     from graphquant.match import Matcher
@@ -18,9 +18,6 @@ LIMITED = "its consumer limits what is quantized already behind it"
 SUMMED = "it is a sum that was made of integers, or a scale of such"
 
 HANDED = "its producer hands on what is quantized already"
-
-LIMITING = frozenset({"max", "min"})
-"""Kinds that families put before a quantization whose type leaves some of its container out."""
 
 MOST_LIMITS = 2
 """Such ops in a row."""
@@ -75,7 +72,7 @@ def _shaped_back(matcher: Matcher, tensor: TensorRef) -> bool:
 def _limits(matcher: Matcher, graph: Graph, name: str) -> bool:
     """Whether all that op `name` does is to limit, by constants, what the op behind it quantizes."""
     for _ in range(MOST_LIMITS):
-        if graph.op(name).kind not in LIMITING:
+        if graph.op(name).kind not in LIMITING_KINDS:
             return False
         data = [tensor for tensor in graph.slots(name) if tensor and not matcher.parameters.is_parameter(tensor)]
         readers = graph.readers(name).get(0, [])

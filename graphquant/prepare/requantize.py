@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import QUANTIZATION_KINDS, Graph, Model, Op, Output, Parameters, TensorRef, Use
+from graphquant.ir import LIMITING_KINDS, QUANTIZATION_KINDS, Graph, Model, Op, Output, Parameters, TensorRef, Use
 from graphquant.numerics import Array, FloatType, QParams, dequantize
 from graphquant.prepare.steps import Left, Step, drop_unread, named
 from graphquant.prepare.undo import Edits
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 NAME: Final = "requantize"
-
-_LIMITS: Final = frozenset({"max", "min"})
-"""Kinds that limit what is quantized, where a type leaves some of its container out."""
 
 _KEEPING: Final = frozenset(
     {"max_pool", "avg_pool", "global_avg_pool", "reshape", "flatten", "transpose", "squeeze", "unsqueeze", "slice"}
@@ -106,8 +103,8 @@ def _floats(model: Model, graph: Graph, op: Op) -> TensorRef | None:
     if home.op(read.op).kind != "quantize":
         return None
     floats = home.producer(Use(home.name, read.op, 0))
-    for _ in _LIMITS:
-        if floats is None or floats.graph != home.name or home.op(floats.op).kind not in _LIMITS:
+    for _ in LIMITING_KINDS:
+        if floats is None or floats.graph != home.name or home.op(floats.op).kind not in LIMITING_KINDS:
             break
         data = [one for one in home.slots(floats.op) if one is not None and model.op(one).kind != "constant"]
         if len(home.consumers(floats)) != 1 or len(data) != 1:
@@ -213,12 +210,12 @@ def _drop(model: Model, edits: Edits, tensors: list[TensorRef]) -> None:
     constants = list(tensors)
     for tensor in tensors:
         here: TensorRef | None = tensor
-        while here is not None and model.op(here).kind in {"quantize", *_LIMITS}:
+        while here is not None and model.op(here).kind in {"quantize", *LIMITING_KINDS}:
             graph = model.graphs[here.graph]
             if graph.nx.adj[here.op]:
                 break
             read = [one for one in graph.slots(here.op) if one is not None]
             edits.remove(graph, here.op)
             constants = [one for one in constants if one != here] + read
-            here = next((one for one in read if model.op(one).kind in _LIMITS), None)
+            here = next((one for one in read if model.op(one).kind in LIMITING_KINDS), None)
     drop_unread(model, constants, frozenset({"constant"}), edits)

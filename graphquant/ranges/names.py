@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import CONTROL, FORWARDING, Model, Output, Shape, Stored, TensorRef, Use
+from graphquant.ir import CONTROL, FORWARDING, WEIGHTED_KINDS, Model, Output, Shape, Stored, TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
@@ -26,9 +26,6 @@ PREFIXES = ("StatefulPartitionedCall/", "PartitionedCall/", "serving_default_")
 
 MAX_STEPS = 64
 """Ops that only hand a tensor on, through which it is followed."""
-
-WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
-"""Kinds that a fused op starts with."""
 
 
 def places(model: Model, activations: Mapping[str, Output], names: Collection[str]) -> dict[TensorRef, str]:
@@ -129,7 +126,7 @@ def _last(
         return None
     for other in shared:
         behind = any(source in group and find(source) == first for source in _behind(graph, other.op))
-        if behind and graph.op(other.op).kind not in WEIGHTED:
+        if behind and graph.op(other.op).kind not in WEIGHTED_KINDS:
             return None
     return max((ref for ref in refs if find(ref.op) == first), key=ranks.__getitem__)
 

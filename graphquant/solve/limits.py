@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphquant.ir import TensorRef, Use
+from graphquant.ir import WEIGHTED_KINDS, TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,8 +35,6 @@ MOST_ADDENDS = 8
 
 LARGEST = (1 << 31) - 1
 """What int32 holds."""
-
-WEIGHTED = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
 
 FUSED = frozenset({"bias_add", "relu", "relu6", "leaky_relu", "prelu"})
 """Kinds that are one with the op before them."""
@@ -119,11 +117,11 @@ def _limits(draft: Draft, graph: str, name: str, outputs: dict[TensorRef, Use]) 
     for slot in range(len(draft.model.graphs[graph].slots(name))):
         roles.setdefault(op.role(slot), []).append(Use(graph, name, slot))
     read = [use for role in ("input", "weight") for use in roles.get(role, ()) if draft.of(use) is not None]
-    if op.kind in WEIGHTED and len(read) == 2:  # noqa: PLR2004  # an input and a weight
+    if op.kind in WEIGHTED_KINDS and len(read) == 2:  # noqa: PLR2004  # an input and a weight
         bias = _bias_use(draft, graph, name, roles)
         if bias is not None and not _shifts(draft, read[1]):
             yield from _fits(draft, bias, read[0], read[1])
-    if op.kind in WEIGHTED | {"add", "mul"} and read and all(_shifts(draft, use) for use in read):
+    if op.kind in WEIGHTED_KINDS | {"add", "mul"} and read and all(_shifts(draft, use) for use in read):
         output = _output(draft, TensorRef(graph, name), outputs)
         if output is not None and _shifts(draft, output):
             yield from _shifts_of(draft, op.kind, name, read, roles, output)
