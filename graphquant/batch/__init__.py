@@ -1,0 +1,1 @@
+"""Many models: a manifest of them, workers, a cache, and reports."""
