@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-import re
-import tomllib
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import graphquant
-from graphquant.errors import RuleError, UsageError, did_you_mean, printable
+from graphquant import documents
+from graphquant.errors import RuleError, UsageError, did_you_mean
 from graphquant.ruleset.inline import SIGN, read_inline
-from graphquant.ruleset.locate import KeyPath, NestingError, locate, nearest
 from graphquant.ruleset.mistakes import parse
+from graphquant.ruleset.schema import FORM
 from graphquant.ruleset.types import NOT, BoundRule, RuleFile, RuleSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
+
+    from graphquant.documents import KeyPath
 
 SUFFIX = ".toml"
-
-MAX_BYTES = 1 << 20
-"""Largest rule file; the shipped ones have a few thousand bytes."""
-
-MAX_MISTAKES = 100
-"""How many mistakes of one file are told at once."""
 
 
 def shipped() -> dict[str, Path]:
@@ -71,7 +66,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     for place, (name, path) in enumerate(zip(names, paths, strict=True)):
         label = f"rules[{place}]" if "\n" in name else name
         try:
-            content = name.encode(errors="replace") if path is None else _read(path)
+            content = name.encode(errors="replace") if path is None else documents.read(path, FORM)
             file, lines = _one_line(name) if path is None and label == name else _parse(path or Path(label), content)
         except RuleError as error:
             failures[str(error)] = None
@@ -98,7 +93,7 @@ def _bind(name: str, file: RuleFile, lines: dict[KeyPath, int]) -> list[BoundRul
         BoundRule(
             rule=rule,
             file=name,
-            line=nearest(lines, ("rule", index)),
+            line=documents.nearest(lines, ("rule", index)),
             scheme=schemes.get(rule.quantize),
             patterns=file.pattern,
         )
@@ -106,35 +101,12 @@ def _bind(name: str, file: RuleFile, lines: dict[KeyPath, int]) -> list[BoundRul
     ]
 
 
-def _read(path: Path) -> bytes:
-    if path.is_dir():
-        raise _error(path, [(1, "this is a folder. Name a rule file in it.")])
-    if not path.is_file():
-        raise _error(path, [(1, "this is no regular file. Save the rules to a file first.")])
-    try:
-        with path.open("rb") as stream:
-            content = stream.read(MAX_BYTES + 1)
-    except OSError as error:
-        raise _error(path, [(1, f"the file cannot be read ({error.strerror}). Check its permissions.")]) from error
-    return content
-
-
 def _parse(path: Path, content: bytes) -> tuple[RuleFile, dict[KeyPath, int]]:
     """The file's data and the lines of its keys; a RuleError with all its mistakes."""
-    if len(content) > MAX_BYTES:
-        raise _error(path, [(1, f"the file has more than {MAX_BYTES} bytes. Rule files are small; is this one?")])
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise _error(path, [(line, "the file is not UTF-8. Save it in that encoding.")]) from error
-    try:
-        lines = locate(text)
-    except NestingError as error:
-        raise _error(path, [(error.line, f"this is {error}. Rule files need five.")]) from error
-    file, mistakes = parse(_toml(path, text))
+    data, lines = documents.parse(path, content, FORM)
+    file, mistakes = parse(data)
     if file is None:
-        raise _error(path, [(nearest(lines, key), sentence) for key, sentence in mistakes])
+        raise documents.mistaken(path, lines, mistakes, FORM)
     return file, lines
 
 
@@ -143,34 +115,10 @@ def _one_line(text: str) -> tuple[RuleFile, dict[KeyPath, int]]:
     try:
         file, mistakes = parse(read_inline(text))
     except ValueError as error:
-        raise _error(Path(text), [(1, str(error))]) from error
+        raise documents.failure(Path(text), [(1, str(error))], FORM) from error
     if file is None:
-        raise _error(Path(text), [(1, sentence) for _, sentence in mistakes])
+        raise documents.mistaken(Path(text), {}, mistakes, FORM)
     return file, {}
-
-
-def _toml(path: Path, text: str) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # tomllib lets out int()'s ValueError on a number of 5,000 digits
-        message = str(error)
-        at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
-        line = int(at[1]) if at and at[1] else text.count("\n") + 1 if at else 1
-        column = f" at column {at[2]}" if at and at[2] else ""
-        said = message[: at.start()] if at else message
-        raise _error(
-            path, [(line, f"this is not TOML: {said}{column}. Strings are quoted, as in kind = 'conv'.")]
-        ) from error
-
-
-def _error(path: Path, mistakes: Iterable[tuple[int, str]]) -> RuleError:
-    """One error for all mistakes (line, sentences) of a file, by line; each takes one line."""
-    found = list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake[0])))
-    told = [f"{path}:{line}: {sentence}" for line, sentence in found[:MAX_MISTAKES]]
-    if len(found) > MAX_MISTAKES:
-        more = found[MAX_MISTAKES:]
-        told.append(f"{path}:{more[0][0]}: from here on there are {len(more)} more mistakes. Mend the others first.")
-    return RuleError("\n".join(printable(line) for line in told))
 
 
 def _hint(name: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
+from graphquant.documents import Form, describe, keys
+from graphquant.errors import RuleError
 from graphquant.qdq import FAMILIES, Arguments
 from graphquant.ruleset.types import CONSUMER_ONLY, DTYPES, Observe, Pattern, Rule, RuleFile, Scheme, Selector
 from graphquant.sketch import OBSERVERS
@@ -19,29 +19,39 @@ if TYPE_CHECKING:
 VERSION = 1
 """Raised when a rule file that was valid no longer is."""
 
-TABLES: dict[str, type] = {
-    "": RuleFile,
-    "scheme": Scheme,
-    "scheme.observe": Observe,
-    "scheme.args": Arguments,
-    "pattern": Pattern,
-    "rule": Rule,
-    "rule.producer": Selector,
-    "rule.consumer": Selector,
-}
-"""The dataclass behind each table of a rule file."""
-
-
-def keys(table: type) -> list[str]:
-    """The keys a table may have, in the order of its fields."""
-    return [item.name for item in fields(table) if not (table is Scheme and item.name == "name")]
-
-
-def attributes(table: type) -> dict[str, str]:
-    """What the docstring's "Attributes:" section says of each field."""
-    _, _, section = inspect.cleandoc(table.__doc__ or "").partition("\nAttributes:\n")
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+FORM = Form(
+    noun="rule file",
+    example="kind = 'conv'",
+    error=RuleError,
+    tables={
+        "": RuleFile,
+        "scheme": Scheme,
+        "scheme.observe": Observe,
+        "scheme.args": Arguments,
+        "pattern": Pattern,
+        "rule": Rule,
+        "rule.producer": Selector,
+        "rule.consumer": Selector,
+    },
+    names={
+        "": "a rule file",
+        "rule": "a rule",
+        "scheme": "a scheme",
+        "scheme.observe": "an observer",
+        "scheme.args": "the arguments of a family",
+        "pattern": "a pattern",
+        "rule.producer": "a producer",
+        "rule.consumer": "a consumer",
+    },
+    headings={
+        "rule": " A rule is headed [[rule]].",
+        "scheme": " A scheme is headed [scheme.NAME].",
+        "pattern": " A pattern is headed [pattern.NAME].",
+    },
+    named=frozenset({"scheme", "pattern"}),
+    hidden={Scheme: "name"},
+)
+"""What messages and the schema say of rule files."""
 
 
 def schema() -> dict[str, Any]:
@@ -51,27 +61,14 @@ def schema() -> dict[str, Any]:
     """
     made = TypeAdapter(RuleFile).json_schema()
     for table in (Scheme, Observe, Arguments, Pattern, Rule, Selector):
-        _describe(made["$defs"][table.__name__], table)
-    _describe(made, RuleFile)
+        describe(made["$defs"][table.__name__], table, FORM.hidden.get(table, ""))
+    describe(made, RuleFile)
     _narrow(made["$defs"])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **made,
         "title": f"graphquant rule file, version {VERSION}",
     }
-
-
-def _describe(node: dict[str, Any], table: type) -> None:
-    """Puts the docstring's words on the table and its fields; drops pydantic's titles and the choice of None."""
-    node["description"] = inspect.cleandoc(table.__doc__ or "").partition("\n")[0]
-    node["properties"] = {name: node["properties"][name] for name in keys(table)}
-    for name, field in node["properties"].items():
-        field.pop("title", None)
-        field.setdefault("description", attributes(table).get(name, ""))
-        choices = [choice for choice in field.pop("anyOf", []) if choice != {"type": "null"}]
-        if choices:  # a field that may be None: TOML leaves it out instead
-            del field["default"]
-            field.update(choices[0])
 
 
 def _narrow(tables: dict[str, Any]) -> None:

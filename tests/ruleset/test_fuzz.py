@@ -13,11 +13,11 @@ from jsonschema import Draft202012Validator
 
 from graphquant.errors import RuleError
 from graphquant.ruleset import RuleSet, load_ruleset, schema, shipped
-from graphquant.ruleset.schema import TABLES, keys
+from graphquant.ruleset.schema import FORM
 
 SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
-WORDS = sorted({key for table in TABLES.values() for key in keys(table)})
+WORDS = sorted({key for table in FORM.tables.values() for key in FORM.keys(table)})
 VALUES = [
     *('""', '"x"', "3", "-1", "true", "nan", "inf", "1e400", "1979-05-27", "07:32:00", "0x" + "f" * 100),
     *("[]", "{}", "[[]]", "[1, 'a', {}]", "{a = {b = 1}}", '["y = relu(x)"]', "[", "{", '"', "="),

@@ -161,11 +161,11 @@ def test_unreadable_files(write, monkeypatch):
     Path("folder.toml").mkdir()
     os.mkfifo("pipe.toml")
     assert message("folder.toml") == "folder.toml:1: this is a folder. Name a rule file in it."
-    assert message("pipe.toml") == "pipe.toml:1: this is no regular file. Save the rules to a file first."
+    assert message("pipe.toml") == "pipe.toml:1: this is no regular file. Save its text to a file first."
     assert message(write(b"a = 1\n\nb = '\xff'")) == "rules.toml:3: the file is not UTF-8. Save it in that encoding."
     assert message(write(" " * (1 << 20) + " ")).startswith("rules.toml:1: the file has more than 1048576 bytes.")
     assert message(write("\na = " + "[" * 5000)) == (
-        "rules.toml:2: this is nested more than 16 levels deep. Rule files need five."
+        "rules.toml:2: this is nested more than 16 levels deep. No rule file needs half of that."
     )
 
     def refuse(*_args, **_keywords):

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from graphquant.ruleset.locate import MAX_NESTING, NestingError, locate, nearest
+from graphquant.documents.locate import MAX_NESTING, NestingError, locate, nearest
 
 TEXT = '''\
 # a comment [not.a.table]

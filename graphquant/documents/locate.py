@@ -13,7 +13,7 @@ KeyPath = tuple[str | int, ...]
 """Keys and array positions from the document down, `("rule", 2, "consumer", "kind")`."""
 
 MAX_NESTING = 16
-"""Deepest nesting of keys, arrays and inline tables; rule files need five."""
+"""Deepest nesting of keys, arrays and inline tables; no file needs half of that."""
 
 _TOKEN = re.compile(
     r"""
