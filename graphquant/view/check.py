@@ -8,10 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from graphquant import __version__
 from graphquant.backends import CODES
 from graphquant.errors import printable
 from graphquant.view.data import SCHEMA
+from graphquant.view.notices import Notice
+from graphquant.view.notices import github as as_github
+from graphquant.view.notices import sarif as as_sarif
 from graphquant.view.text import counted, listed
 
 if TYPE_CHECKING:
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
 
 SHOWN = 6
 """Ops named in a line; the rest are counted."""
-
-SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 PLAIN = {"not-quantized": "float all around:", "no-kernel": "no integer"}
 """Rules whose ops are only named, and what is said before their type."""
@@ -116,56 +116,19 @@ def _verdict_json(verdict: Verdict) -> dict[str, Any]:
     return {**told, "runs_as": verdict.runs_as, "broken": why}
 
 
-def sarif(reports: Sequence[Report]) -> dict[str, Any]:
-    """The findings of all models as one SARIF 2.1.0 log, for code scanning."""
-    rules = [
-        {
-            "id": code,
-            "shortDescription": {"text": told.explains},
-            "defaultConfiguration": {"level": told.level},
-        }
-        for code, told in CODES.items()
-    ]
-    places = {code: place for place, code in enumerate(CODES)}
-    results = [
-        {
-            "ruleId": one.code,
-            "ruleIndex": places[one.code],
-            "level": CODES[one.code].level,
-            "message": {"text": f"{one.where}: {one.says}. To mend it: {one.fix}."},
-            "locations": [
-                {
-                    "physicalLocation": {"artifactLocation": {"uri": _uri(report.path)}},
-                    "logicalLocations": [{"name": one.op, "fullyQualifiedName": one.where, "kind": "element"}],
-                }
-            ],
-        }
-        for report in reports
+def notices(report: Report) -> list[Notice]:
+    """The findings of one model, to be told as SARIF or to GitHub."""
+    return [
+        Notice(one.code, CODES[one.code].level, report.path, one.where, one.op, f"{one.says}. To mend it: {one.fix}.")
         for one in report.findings
     ]
-    driver = {"name": "graphquant", "version": __version__, "rules": rules}
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
-    return {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
-def _uri(path: str) -> str:
-    from urllib.parse import quote
-
-    return quote(path.replace("\\", "/"))
+def sarif(reports: Sequence[Report]) -> dict[str, Any]:
+    """The findings of all models as one SARIF 2.1.0 log, for code scanning."""
+    return as_sarif((one for report in reports for one in notices(report)), CODES)
 
 
 def github(report: Report) -> str:
     """The findings as commands that a GitHub workflow shows beside the file."""
-    levels = {"error": "error", "warning": "warning", "note": "notice"}
-    return "".join(
-        f"::{levels[CODES[one.code].level]} file={_escaped(report.path, property_=True)},title={one.code}::"
-        f"{_escaped(f'{one.where}: {one.says}. To mend it: {one.fix}.')}\n"
-        for one in report.findings
-    )
-
-
-def _escaped(text: str, *, property_: bool = False) -> str:
-    """`text` as a workflow command takes it."""
-    for char, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
-        text = text.replace(char, code)
-    return text.replace(":", "%3A").replace(",", "%2C") if property_ else text
+    return as_github(notices(report))

@@ -9,121 +9,9 @@ import pytest
 
 import graphquant as gq
 from graphquant.backends import BACKENDS, CODES
-from graphquant.view import check as view
+from graphquant.view.notices import escaped
 
 ROOT = Path(__file__).resolve().parents[2]
-
-SARIF = {
-    "type": "object",
-    "required": ["version", "runs"],
-    "additionalProperties": False,
-    "properties": {
-        "$schema": {"type": "string", "format": "uri"},
-        "version": {"const": "2.1.0"},
-        "runs": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["tool"],
-                "additionalProperties": False,
-                "properties": {
-                    "tool": {
-                        "type": "object",
-                        "required": ["driver"],
-                        "additionalProperties": False,
-                        "properties": {
-                            "driver": {
-                                "type": "object",
-                                "required": ["name"],
-                                "additionalProperties": False,
-                                "properties": {
-                                    "name": {"type": "string"},
-                                    "version": {"type": "string"},
-                                    "informationUri": {"type": "string", "format": "uri"},
-                                    "rules": {
-                                        "type": "array",
-                                        "uniqueItems": True,
-                                        "items": {
-                                            "type": "object",
-                                            "required": ["id"],
-                                            "additionalProperties": False,
-                                            "properties": {
-                                                "id": {"type": "string"},
-                                                "shortDescription": {"$ref": "#/$defs/text"},
-                                                "defaultConfiguration": {
-                                                    "type": "object",
-                                                    "properties": {"level": {"$ref": "#/$defs/level"}},
-                                                },
-                                            },
-                                        },
-                                    },
-                                },
-                            }
-                        },
-                    },
-                    "columnKind": {"enum": ["utf16CodeUnits", "unicodeCodePoints"]},
-                    "results": {
-                        "type": "array",
-                        "items": {
-                            "type": "object",
-                            "required": ["message"],
-                            "additionalProperties": False,
-                            "properties": {
-                                "ruleId": {"type": "string"},
-                                "ruleIndex": {"type": "integer", "minimum": -1},
-                                "level": {"$ref": "#/$defs/level"},
-                                "message": {"$ref": "#/$defs/text"},
-                                "locations": {
-                                    "type": "array",
-                                    "items": {
-                                        "type": "object",
-                                        "additionalProperties": False,
-                                        "properties": {
-                                            "physicalLocation": {
-                                                "type": "object",
-                                                "required": ["artifactLocation"],
-                                                "properties": {
-                                                    "artifactLocation": {
-                                                        "type": "object",
-                                                        "properties": {
-                                                            "uri": {"type": "string", "format": "uri-reference"}
-                                                        },
-                                                    }
-                                                },
-                                            },
-                                            "logicalLocations": {
-                                                "type": "array",
-                                                "items": {
-                                                    "type": "object",
-                                                    "additionalProperties": False,
-                                                    "properties": {
-                                                        "name": {"type": "string"},
-                                                        "fullyQualifiedName": {"type": "string"},
-                                                        "kind": {"type": "string"},
-                                                    },
-                                                },
-                                            },
-                                        },
-                                    },
-                                },
-                            },
-                        },
-                    },
-                },
-            },
-        },
-    },
-    "$defs": {
-        "text": {
-            "type": "object",
-            "required": ["text"],
-            "additionalProperties": False,
-            "properties": {"text": {"type": "string"}},
-        },
-        "level": {"enum": ["none", "note", "warning", "error"]},
-    },
-}
-"""The parts of SARIF 2.1.0's JSON schema that graphquant writes, with names and limits as they stand there."""
 
 
 @pytest.fixture
@@ -163,12 +51,13 @@ def test_json(cli, quantized, samples):
     assert [one["findings"] for one in both] == [[], []]
 
 
-def test_sarif(cli, quantized, tmp_path):
+def test_sarif(cli, quantized, tmp_path, published):
     """SARIF is as its schema wants it, with a rule for each code and a place for each finding."""
     out = tmp_path / "check.sarif"
     cli("check", quantized, "--for", "onnxruntime", "--format", "sarif", "-o", out, code=1)
     log = json.loads(out.read_text("utf-8"))
-    jsonschema.validate(log, SARIF, format_checker=jsonschema.FormatChecker())
+    schema = published("https://json.schemastore.org/sarif-2.1.0.json")
+    jsonschema.validate(log, schema, format_checker=jsonschema.FormatChecker())
     run = log["runs"][0]
     assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == list(CODES)
     assert run["results"]
@@ -188,8 +77,8 @@ def test_github(cli, quantized):
 
 def test_escapes():
     """Line breaks, percent signs, and in properties colons and commas, are spelled out."""
-    assert view._escaped("50%\r\na:b,c") == "50%25%0D%0Aa:b,c"
-    assert view._escaped("a:b,c", property_=True) == "a%3Ab%2Cc"
+    assert escaped("50%\r\na:b,c") == "50%25%0D%0Aa:b,c"
+    assert escaped("a:b,c", property_=True) == "a%3Ab%2Cc"
 
 
 def test_page():
