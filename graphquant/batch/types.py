@@ -252,6 +252,26 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """How an outcome differs from an earlier report's.
+
+    Attributes:
+        name: The entry's.
+        what: What differs.
+        level: "error" for a regression that fails the batch, "warning" for one that does not, "note" for what is only
+            told.
+        says: What it was, and what it is.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+
+    name: str
+    what: Literal["status", "sqnr", "size", "int8", "seconds", "gone"]
+    level: Literal["error", "warning", "note"]
+    says: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """What became of all entries.
 
@@ -262,6 +282,7 @@ class Report:
         shard: Which part of the manifest it is of, of how many, counted from 1.
         started: When, seconds since 1970.
         seconds: How long it took.
+        changes: Against an earlier report, where one was given.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
@@ -272,6 +293,7 @@ class Report:
     shard: tuple[int, int] = (1, 1)
     started: float = 0.0
     seconds: float = 0.0
+    changes: tuple[Change, ...] = ()
 
     @property
     def fine(self) -> bool:
@@ -357,6 +379,7 @@ __all__ = [
     "FINE",
     "SCHEMA",
     "TIMES",
+    "Change",
     "Digests",
     "Entry",
     "Figures",
