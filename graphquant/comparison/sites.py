@@ -12,8 +12,7 @@ from graphquant.comparison.types import SiteFigures
 from graphquant.ir import Model, Parameters, TensorRef
 from graphquant.numerics import QParams, dequantize, quantize
 from graphquant.pairs import behind, pair, readers, unclipped
-from graphquant.prepare import prepare
-from graphquant.prepare.run import STEPS
+from graphquant.prepare import names_told, prepare
 from graphquant.survey import survey
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def _prepared(plain: Model, quant: Model) -> Model:
     """The float model with those steps that were taken before it was quantized, as it says or its op names tell."""
     said = formats.module(quant.format).said(quant).get("steps", "")
     if said:
-        return prepare(plain, [name for name in STEPS if name in said])[0]
+        return prepare(plain, names_told(said))[0]
     gone = [
         op.name
         for name, graph in plain.graphs.items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.pipeline.result import Result
 from graphquant.plans import Plan, Skip, to_json
+from graphquant.prepare import steps_told
 from graphquant.ranges import Ranges, give, read_map
 from graphquant.rewrite import rewrite
 from graphquant.solve import because, solve
@@ -145,15 +145,10 @@ def _provenance(source: Model, made: Plan, stats: Stats | None) -> dict[str, str
         "rules": made.digest,
         "method": ", ".join(methods) if stats is not None else "",
         "data": ", ".join(run.data for run in stats.runs) if stats is not None else "",
-        "steps": _steps(made),
+        "steps": steps_told(made.steps),
         "random": "yes" if stats is not None and stats.random else "",
     }
     return {key: value for key, value in told.items() if value}
-
-
-def _steps(made: Plan) -> str:
-    """The preparations, each with how often it was done."""
-    return ", ".join(f"{name} ({count})" for name, count in Counter(step.step for step in made.steps).items())
 
 
 def _given(

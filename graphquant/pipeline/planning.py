@@ -14,8 +14,7 @@ from graphquant.calibration import with_method
 from graphquant.errors import ModelError, UsageError, printable
 from graphquant.pipeline.models import loaded
 from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
-from graphquant.prepare import Step, left_alone, prepare
-from graphquant.prepare.run import STEPS
+from graphquant.prepare import Step, left_alone, names_told, prepare
 from graphquant.qdq import FAMILIES
 from graphquant.ruleset import RuleSet, Selector, load_ruleset
 
@@ -123,8 +122,9 @@ def prepared_as(model: Model, steps: str, opset: int) -> Model:
     Raises:
         ModelError: The opset cannot be raised.
     """
-    start = formats.module(model.format).upgrade(model, opset) if OPSET in steps else model
-    return prepare(start, [name for name in STEPS if name in steps])[0]
+    names = names_told(steps)
+    start = formats.module(model.format).upgrade(model, opset) if OPSET in names else model
+    return prepare(start, names)[0]
 
 
 def ruleset_for(model: Model, rules: Several) -> RuleSet:

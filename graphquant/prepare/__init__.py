@@ -1,7 +1,7 @@
 """The named steps before matching, their records, and what they leave alone."""
 
 from graphquant.prepare.forwarding import seen_through
-from graphquant.prepare.run import STEPS, left_alone, prepare, prepared_digest
+from graphquant.prepare.run import STEPS, left_alone, names_told, prepare, prepared_digest, steps_told
 from graphquant.prepare.steps import Left, Step, drop_unread
 from graphquant.prepare.undo import originals
 
@@ -11,8 +11,10 @@ __all__ = [
     "Step",
     "drop_unread",
     "left_alone",
+    "names_told",
     "originals",
     "prepare",
     "prepared_digest",
     "seen_through",
+    "steps_told",
 ]

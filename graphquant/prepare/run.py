@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,16 @@ def prepared_digest(source: str, steps: Sequence[Step]) -> str:
         return source
     said = json.dumps([source, [[step.step, step.target, step.detail] for step in steps]])
     return hashlib.sha256(said.encode()).hexdigest()
+
+
+def steps_told(steps: Sequence[Step]) -> str:
+    """What a written model says of the steps it was prepared by: each, and how often; `names_told` reads it."""
+    return ", ".join(f"{name} ({count})" for name, count in Counter(step.step for step in steps).items())
+
+
+def names_told(said: str) -> list[str]:
+    """The names of the steps in what `steps_told` gave."""
+    return [item.partition(" (")[0] for item in said.split(", ") if item]
 
 
 def _tell_places(source: Model, steps: Sequence[Step]) -> None:
