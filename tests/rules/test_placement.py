@@ -1,23 +1,12 @@
 """Where onnxruntime's rules put quantizations in small nets, and what `check` foretells of the result."""
 
 import pytest
+from nets import HEADS, IMAGE, NORM, ROWS
 
 from graphquant.ruleset import load_ruleset, shipped
 
-IMAGE = "float[1,16,8,8] x, float[1,16,8,8] x2"
-
-ROWS = "float[2,16] t"
-
-HEADS = "float[1,32,16] q, float[1,32,16] kk, float[1,32,16] u"
-
 SHUFFLE = "s = Reshape({}, shuffle) t = Transpose<perm = [0, 2, 1, 3, 4]>(s) y = Reshape(t, image)"
 """A shuffle of channels."""
-
-NORM = (
-    " mu = ReduceMean(c, axes) d = Sub(c, mu) s = Pow(d, two) vr = ReduceMean(s, axes) e = Add(vr, eps)"
-    " r = Sqrt(e) y = Div(d, r)"
-)
-"""LayerNorm as single ops."""
 
 CASES = [
     # patterns: GELU and LayerNorm as single ops stay float inside, SiLU and attention do not
