@@ -8,6 +8,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from onnx import GraphProto, TensorProto, numpy_helper
 
+from graphquant.formats.onnx.calls import graphs
 from graphquant.formats.onnx.nodes import tensor_of, value_of
 from graphquant.formats.onnx.tensors import CODES, SUB_BYTE, bytes_of, is_external, tensor_value
 
@@ -103,15 +104,11 @@ def _raw(value: Array) -> Any:
 
 def tensors(message: Any) -> Iterator[Any]:
     """The tensors of a ModelProto: initializers and attributes, in the graph, its bodies and its functions."""
-    todo: list[Any] = [message.graph, *message.functions]
-    while todo:
-        graph = todo.pop()
+    for graph in (graph for holder in reversed([message.graph, *message.functions]) for graph in graphs(holder)):
         if isinstance(graph, GraphProto):
             yield from graph.initializer
             yield from (part for sparse in graph.sparse_initializer for part in (sparse.values, sparse.indices))
         for node in graph.node:
             for attr in node.attribute:
-                todo += [attr.g] if attr.HasField("g") else []
-                todo += attr.graphs
                 yield from [attr.t] if attr.HasField("t") else []
                 yield from attr.tensors
