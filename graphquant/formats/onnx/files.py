@@ -178,3 +178,14 @@ def link_data(message: Any, source: Path | None, folder: Path) -> None:
 def external_tensors(message: Any) -> Iterator[Any]:
     """The tensors of a ModelProto whose data is in other files, wherever they are."""
     return filter(is_external, tensors(message))
+
+
+def external_files(path: Path) -> tuple[Path, ...]:
+    """The files of external data that the model at `path` has, sorted.
+
+    Raises:
+        ModelError: It is no ONNX model, or a file is missing or out of the model's folder.
+        OSError: It cannot be read.
+    """
+    message = parse(path.read_bytes(), path)
+    return tuple(sorted({external_path(tensor, path.parent) for tensor in external_tensors(message)}))

@@ -1,0 +1,67 @@
+"""The files that a model is in, told without reading more of them than is needed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+from graphquant.errors import ModelError
+from graphquant.formats import format_of
+
+MAX_FILES = 100_000
+"""Files of a SavedModel's folder."""
+
+_EXTERNAL = b"location"
+"""What a message holds that has data in other files: the key under which it names them."""
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """The files of the model at `path`, of which the first names the others; variables and external data are others.
+
+    Raises:
+        ModelError: There is no model, or a file of it is missing or out of its folder.
+        OSError: A file cannot be read.
+    """
+    form = format_of(path)
+    if path.is_dir():
+        return _folder(path)
+    if form == "onnx":
+        return (path, *_external(path))
+    if path.suffix == ".meta":
+        prefix = path.stem
+        beside = sorted(file.name for file in path.parent.iterdir() if file.name.startswith(f"{prefix}."))
+        rest = [name.removeprefix(prefix) for name in beside]
+        found = [name for name, end in zip(beside, rest, strict=True) if end == ".index" or end.startswith(".data-")]
+        return (path, *(path.with_name(name) for name in found))
+    return (path,)
+
+
+def _folder(path: Path) -> tuple[Path, ...]:
+    """The files of a SavedModel, sorted, `saved_model.pb` first."""
+    found = []
+    for at, folders, names in os.walk(path):
+        folders.sort()
+        found += [Path(at) / name for name in sorted(names)]
+        if len(found) > MAX_FILES:
+            raise ModelError(f"{path} has more than {MAX_FILES} files. Give the folder of one SavedModel.")
+    for file in found:
+        if not file.is_file():
+            raise ModelError(f"{file} is no regular file. Take it out of the model.")
+    return tuple(sorted(found, key=lambda file: (file.parent != path or file.stem != "saved_model", file)))
+
+
+def _external(path: Path) -> tuple[Path, ...]:
+    """The files of external data of an ONNX model, sorted."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return ()
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if data.find(_EXTERNAL) < 0:
+                return ()
+    from graphquant.formats.onnx.files import external_files
+
+    return external_files(path)
+
+
+__all__ = ["files_of"]

@@ -1,0 +1,58 @@
+"""Which files a model is in."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from graphquant.errors import ModelError
+from graphquant.formats.parts import files_of
+
+SAMPLES = Path(__file__).parents[2] / "sample_models"
+
+
+def _external(path):
+    weight = numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 64])],
+        [weight],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+
+
+def test_files_of_a_single_file():
+    """A message without data elsewhere is the file alone."""
+    path = SAMPLES / "digits_cnn.onnx"
+    assert files_of(path) == (path,)
+
+
+def test_files_of_external_data(tmp_path):
+    """The file of external data is named behind the message; if it is missing, that is told."""
+    _external(tmp_path / "net.onnx")
+    assert files_of(tmp_path / "net.onnx") == (tmp_path / "net.onnx", tmp_path / "w.bin")
+    (tmp_path / "w.bin").unlink()
+    with pytest.raises(ModelError, match="holds no such file"):
+        files_of(tmp_path / "net.onnx")
+
+
+def test_files_of_a_saved_model():
+    """All files of the folder, `saved_model.pb` first."""
+    folder = SAMPLES / "digits_cnn_saved_model"
+    found = files_of(folder)
+    assert found[0] == folder / "saved_model.pb"
+    assert list(found[1:]) == sorted(path for path in folder.rglob("*") if path.is_file() and path != found[0])
+
+
+def test_files_of_a_meta_graph(tmp_path):
+    """The checkpoint beside a MetaGraph, and nothing that is only called like it."""
+    for name in ("net.meta", "net.index", "net.data-00000-of-00001", "net.txt", "network.index"):
+        shutil.copy(SAMPLES / "digits_cnn.pb", tmp_path / name)
+    names = [path.name for path in files_of(tmp_path / "net.meta")]
+    assert names == ["net.meta", "net.data-00000-of-00001", "net.index"]
