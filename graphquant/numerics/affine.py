@@ -147,7 +147,9 @@ def choose(
     else:
         zero_point = np.clip(np.rint(qmin - low / scale), qmin, qmax)
         farthest = np.maximum(zero_point - qmin, qmax - zero_point)
-    scale = np.minimum(scale, _round(LARGEST_VALUE / farthest, power_of_two=power_of_two, down=True))
+    largest = LARGEST_VALUE / farthest
+    if (scale > largest).any():
+        scale = np.minimum(scale, _round(largest, power_of_two=power_of_two, down=True))
     return from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis, block=block)
 
 
@@ -187,7 +189,9 @@ def _round(scale: Array, *, power_of_two: bool, down: bool = False) -> Array:
         return np.asarray(np.ldexp(1.0, exponent - (down | (mantissa == 0.5))))  # noqa: PLR2004  # frexp's own lower end
     with np.errstate(over="ignore"):
         nearest = scale.astype(np.float32).astype(np.float64)
-    return np.where(down & (nearest > scale), np.nextafter(nearest.astype(np.float32), np.float32(0)), nearest)
+    if not down:
+        return nearest
+    return np.where(nearest > scale, np.nextafter(nearest.astype(np.float32), np.float32(0)), nearest)
 
 
 def halved(params: QParams) -> QParams:

@@ -1,4 +1,5 @@
-/* The kernel of kernel.py in C: counts float32 values in the bins of a table, without Python's lock.
+/* The kernels of kernel.py in C: one counts float32 values in the bins of a table, without Python's lock; the other tells
+ * the squared error of scales and zero points, given such counts.
  *
  * Only the stable interface of Python 3.11 is used, and values come through the buffer interface, so that one build
  * serves every later Python and every numpy.
@@ -119,8 +120,171 @@ static PyObject *fill(PyObject *module, PyObject *arguments)
     return result;
 }
 
+/* The rows of a table of pieces, each of `columns` entries: the last column is for sums over all, which are of what
+ * comes before each piece.
+ */
+typedef struct {
+    Py_ssize_t columns;
+    const double *center, *half, *weight, *density; /* density: weight / width, 0 for what is next to no width */
+    const double *count, *sum, *square, *spread;    /* spread: weight * width^2 / 12 */
+} Pieces;
+
+enum { ROWS = 8, TOGETHER = 4 };
+
+static const double ROUNDS = 6755399441055744.0; /* 1.5 * 2**52: what is added to it is rounded to a whole number */
+static const double NARROW = 256.0; /* so many steps from zero, no piece is wider than two steps: bins are of 7 bits */
+
+/* The first piece whose left end is `x` or more. */
+static Py_ssize_t from_left(const Pieces *p, double x)
+{
+    Py_ssize_t low = 0, high = p->columns - 1;
+    while (low < high) {
+        const Py_ssize_t middle = low + (high - low) / 2;
+        if (p->center[middle] - p->half[middle] < x)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The first piece whose right end is beyond `x`. */
+static Py_ssize_t beyond(const Pieces *p, double x)
+{
+    Py_ssize_t low = 0, high = p->columns - 1;
+    while (low < high) {
+        const Py_ssize_t middle = low + (high - low) / 2;
+        if (p->center[middle] + p->half[middle] <= x)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static double limited(double x, double low, double high)
+{
+    return x < low ? low : x > high ? high : x;
+}
+
+/* The integral from zero to `x` of the squared distance to the nearest whole number from `low` to `high`. */
+static double area(double x, double low, double high)
+{
+    const double whole = limited(x, low, high) + ROUNDS - ROUNDS, away = x - whole;
+    return whole / 12 + away * away * away / 3;
+}
+
+/* The squared error of any piece, in squared steps. */
+static double of_any(const Pieces *p, Py_ssize_t i, double inverse, double low, double high)
+{
+    const double center = p->center[i] * inverse, half = p->half[i] * inverse;
+    if (half < 1e-6) { /* the difference of areas would be of rounding errors */
+        const double away = center - (limited(center, low, high) + ROUNDS - ROUNDS);
+        return p->weight[i] * (away * away + half * half / 3);
+    }
+    return p->weight[i] * (area(center + half, low, high) - area(center - half, low, high)) / (2 * half);
+}
+
+/* The same of pieces from `first` to `last` that are within the range and no wider than two steps, each but for its
+ * spread: the square of the distance of its center from the nearest whole number, less what is gained where a part of it
+ * reaches e beyond the middle between two: the integral of (1/2 + t)^2 - (1/2 - t)^2 = 2t from 0 to e.
+ */
+static double of_narrow(const Pieces *p, Py_ssize_t first, Py_ssize_t last, double inverse)
+{
+    double away[TOGETHER] = {0}, gained[TOGETHER] = {0};
+    const double *center = p->center, *half = p->half, *weight = p->weight, *density = p->density;
+    Py_ssize_t i = first;
+    for (; i + TOGETHER <= last; i += TOGETHER)
+        for (int k = 0; k < TOGETHER; k++) {
+            const double x = center[i + k] * inverse, wide = half[i + k] * inverse - 0.5;
+            const double d = x - (x + ROUNDS - ROUNDS);
+            const double above = wide + d > 0 ? wide + d : 0, below = wide - d > 0 ? wide - d : 0;
+            away[k] += weight[i + k] * (d * d);
+            gained[k] += density[i + k] * (above * above + below * below);
+        }
+    for (; i < last; i++) {
+        const double x = center[i] * inverse, wide = half[i] * inverse - 0.5;
+        const double d = x - (x + ROUNDS - ROUNDS);
+        const double above = wide + d > 0 ? wide + d : 0, below = wide - d > 0 ? wide - d : 0;
+        away[0] += weight[i] * (d * d);
+        gained[0] += density[i] * (above * above + below * below);
+    }
+    return away[0] + away[1] + away[2] + away[3] - (gained[0] + gained[1] + gained[2] + gained[3]) / inverse;
+}
+
+/* What pieces from `first` to `last` add up to if all their values become `x`. */
+static double at_one(const Pieces *p, Py_ssize_t first, Py_ssize_t last, double x)
+{
+    if (first >= last)
+        return 0;
+    return p->square[last] - p->square[first] - 2 * x * (p->sum[last] - p->sum[first])
+        + x * x * (p->count[last] - p->count[first]);
+}
+
+/* The squared error of all pieces together; the range is from `low` to `high` steps of size `scale`. */
+static double squared_error(const Pieces *p, double scale, double low, double high)
+{
+    const double inverse = 1 / scale;
+    const Py_ssize_t all = p->columns - 1, first = from_left(p, low * scale), last = beyond(p, high * scale);
+    const Py_ssize_t start = first;
+    Py_ssize_t end = last, zero = from_left(p, -scale / 2), after = beyond(p, scale / 2);
+    double error = 0, steps = 0;
+    if (first > 0) { /* the one before may reach into the range */
+        steps += of_any(p, first - 1, inverse, low, high);
+        error += at_one(p, 0, first - 1, low * scale);
+    }
+    if (last < all) {
+        if (last >= first)
+            steps += of_any(p, last, inverse, low, high);
+        error += at_one(p, last + 1, all, high * scale);
+    }
+    end = end < start ? start : end; /* one piece may reach beyond both ends */
+    zero = zero < start ? start : zero > end ? end : zero;
+    after = after < zero ? zero : after > end ? end : after;
+    if (-low > NARROW || high > NARROW) {
+        for (Py_ssize_t i = start; i < zero; i++)
+            steps += of_any(p, i, inverse, low, high);
+        for (Py_ssize_t i = after; i < end; i++)
+            steps += of_any(p, i, inverse, low, high);
+    } else if (start < end) {
+        steps += of_narrow(p, start, zero, inverse) + of_narrow(p, after, end, inverse);
+        error += p->spread[zero] - p->spread[start] + p->spread[end] - p->spread[after];
+    }
+    error += at_one(p, zero, after, 0); /* these become zero */
+    return error + steps * scale * scale;
+}
+
+static PyObject *squared_errors(PyObject *module, PyObject *arguments)
+{
+    Py_buffer pieces, candidates, errors;
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "y*y*w*:squared_errors", &pieces, &candidates, &errors))
+        return NULL;
+    PyObject *result = NULL;
+    const Py_ssize_t many = errors.len / 8, columns = pieces.len / 8 / ROWS;
+    if (errors.len % 8 || candidates.len != many * 3 * 8 || columns < 1 || pieces.len != columns * ROWS * 8) {
+        PyErr_SetString(PyExc_ValueError, "squared_errors: the arrays do not fit each other");
+    } else {
+        const double *row = pieces.buf, *one = candidates.buf;
+        const Pieces p = {columns,           row,               row + columns,     row + 2 * columns, row + 3 * columns,
+                          row + 4 * columns, row + 5 * columns, row + 6 * columns, row + 7 * columns};
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < many; i++, one += 3)
+            ((double *)errors.buf)[i] = squared_error(&p, one[0], one[1], one[2]);
+        Py_END_ALLOW_THREADS
+        Py_INCREF(Py_None);
+        result = Py_None;
+    }
+    PyBuffer_Release(&pieces);
+    PyBuffer_Release(&candidates);
+    PyBuffer_Release(&errors);
+    return result;
+}
+
 static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, "fill(values, shift, table): see graphquant.sketch.kernel.in_numpy."},
+    {"squared_errors", squared_errors, METH_VARARGS,
+     "squared_errors(pieces, candidates, errors): see graphquant.sketch.distribution."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphquant.sketch import kernel
 from graphquant.sketch.types import edges, means
 
 if TYPE_CHECKING:
@@ -19,6 +20,9 @@ CHUNK = 1 << 17
 POINT = 1e-3
 """Of a step: a piece narrower than that stands for one value and a spread, which is exact but at the border of a cell,
 and keeps clear of small differences of large numbers."""
+
+NARROW = 1e-9
+"""Of its value: a piece narrower than that has no part beyond the border of a cell that would count."""
 
 UNSURE = 1e-9
 """Of sums of squares: more than rounding can make of a difference of such."""
@@ -35,18 +39,34 @@ class Distribution:
     Attributes:
         left: float64 (K,), ascending: where each piece begins.
         width: float64 (K,): how wide it is, 0 for one value.
-        weight: float64 (K,): how many values it has.
-        before: float64 (K + 1,): how many values the pieces before it have.
-        sums: float64 (K + 1,): what these values add up to.
-        squares: float64 (K + 1,): what their squares add up to.
+        pieces: float64 (8, K + 1): its center, half its width, how many values it has, and these by its width; then how
+            many values the pieces before it have, what they add up to, what their squares do, and how far they are
+            spread. In the first rows the last place is empty.
     """
 
     left: Array
     width: Array
-    weight: Array
-    before: Array
-    sums: Array
-    squares: Array
+    pieces: Array
+
+    @property
+    def weight(self) -> Array:
+        """How many values each piece has, float64 (K,)."""
+        return np.asarray(self.pieces[2, :-1])
+
+    @property
+    def before(self) -> Array:
+        """How many values the pieces before each have, and all, float64 (K + 1,)."""
+        return np.asarray(self.pieces[4])
+
+    @property
+    def sums(self) -> Array:
+        """What these values add up to, float64 (K + 1,)."""
+        return np.asarray(self.pieces[5])
+
+    @property
+    def squares(self) -> Array:
+        """What their squares add up to, float64 (K + 1,)."""
+        return np.asarray(self.pieces[6])
 
     @property
     def count(self) -> float:
@@ -85,6 +105,10 @@ class Distribution:
         """
         scale = params.scale.astype(np.float64)[:, None]
         low, high = (limit - params.zero_point[:, None] for limit in params.type.limits(narrow=params.narrow))
+        if kernel.squared_errors is not None:
+            errors = np.empty(scale.shape[0])
+            kernel.squared_errors(self.pieces, np.hstack([scale, low, high]), errors)
+            return errors / self.count
         step = max(1, CHUNK // self.left.size)
         parts = [slice(first, first + step) for first in range(0, scale.size, step)]
         return np.concatenate([self._squared(scale[part], low[part], high[part]) for part in parts])
@@ -149,8 +173,19 @@ def distribution(sketch: Sketch) -> Distribution:
 
 
 def _sorted(left: Array, width: Array, weight: Array) -> Distribution:
-    order = np.argsort(left, kind="stable")
-    left, width, weight = left[order], width[order], weight[order]
-    center = left + width / 2
-    moments = (weight, weight * center, weight * (np.square(center) + np.square(width) / 12))
-    return Distribution(left, width, weight, *(np.append(0.0, np.cumsum(moment)) for moment in moments))
+    if (np.diff(left) < 0).any():
+        order = np.argsort(left, kind="stable")
+        left, width, weight = left[order], width[order], weight[order]
+    half = width / 2
+    center = left + half
+    spread = np.square(half) / 3
+    wide = width > NARROW * np.abs(center)
+    density = np.divide(weight, width, out=np.zeros(left.size), where=wide)
+    pieces = np.zeros((8, left.size + 1))
+    pieces[:4, :-1] = center, half, weight, density
+    pieces[4, 1:] = weight
+    np.multiply(weight, center, out=pieces[5, 1:])
+    np.multiply(weight, np.square(center) + spread, out=pieces[6, 1:])
+    np.multiply(weight, spread, out=pieces[7, 1:])
+    np.cumsum(pieces[4:], axis=1, out=pieces[4:])
+    return Distribution(left, width, pieces)

@@ -66,8 +66,12 @@ def in_numpy(values: Array, shift: int, table: Array) -> tuple[float, float, boo
 
 
 fill: Callable[[Array, int, Array], tuple[float, float, bool]] = in_numpy
+squared_errors: Callable[[Array, Array, Array], None] | None = None
+"""Of pieces, (8, K + 1), and of scale, least and largest whole number of each candidate, (C, 3), to the sums of squared
+errors, (C,): see `graphquant.sketch.distribution`. None where it was not compiled."""
 with suppress(ImportError):  # there was no C compiler when graphquant was installed
-    fill = import_module("graphquant.sketch._fill").fill
+    compiled = import_module("graphquant.sketch._fill")
+    fill, squared_errors = compiled.fill, getattr(compiled, "squared_errors", None)  # an older build has but one
 
 
 def occupied(table: Array, least: int = 1) -> Array:

@@ -189,10 +189,14 @@ def _mse(stats: Sketch, grid: Grid, _arguments: Arguments) -> Range:
     """
     known = _values(stats, grid.type)
     _check_steps(grid)
+    return _least_error(stats, known, grid)
+
+
+def _least_error(stats: Sketch, known: Distribution, grid: Grid) -> Range:
     return cheapest(_seen(stats), known.squared_error, grid, floor=known.clipping_error)
 
 
-def _auto(stats: Sketch, grid: Grid, arguments: Arguments) -> Range:
+def _auto(stats: Sketch, grid: Grid, _arguments: Arguments) -> Range:
     """The range of least squared error, but wide enough to leave out no more than 1 of 4**(bits - 1) values.
 
     Squared error takes each value for itself. Rounding errors come near to that: they differ from value to value, and
@@ -206,7 +210,7 @@ def _auto(stats: Sketch, grid: Grid, arguments: Arguments) -> Range:
     known, rarest = _values(stats, grid.type), 4.0 ** (1 - grid.type.bits)
     if known.count * rarest < 1:
         return _seen(stats)
-    return _mse(stats, grid, arguments).union(_holding(known, rarest, symmetric=grid.symmetric))
+    return _least_error(stats, known, grid).union(_holding(known, rarest, symmetric=grid.symmetric))
 
 
 # -- without values --------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.numerics import Range
+from graphquant.numerics import Range, from_scale
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,11 +65,13 @@ def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False, flo
         """Takes the best of the candidates if it is better; by what share of the least cost theirs differ."""
         nonlocal best, least
         shares = np.minimum(shares, 1.0)
+        tried = candidates(shares)
         if floor is not None:
-            shares = shares[floor(candidates(shares)) < least]
-        if not len(shares):
-            return 0.0
-        costs = cost(candidates(shares))
+            promising = floor(tried) < least
+            if not promising.any():
+                return 0.0
+            shares, tried = shares[promising], _those(tried, promising)
+        costs = cost(tried)
         found, most = int(costs.argmin()), costs.max()
         if costs[found] < least:
             best, least = shares[found], costs[found]
@@ -87,6 +89,11 @@ def cheapest(seen: Range, cost: Cost, grid: Grid, *, together: bool = False, flo
         if max([improve(np.where(moved, best * steps[:, None], best)) for moved in moves]) < FLAT:
             break
     return Range(*np.clip(best * reach, *ends))
+
+
+def _those(params: QParams, which: Array) -> QParams:
+    """Those of the candidates that are wanted; `which` is bool, (C,)."""
+    return from_scale(params.scale[which], params.zero_point[which], params.type, narrow=params.narrow, axis=0)
 
 
 def _windows(ends: Array, grid: Grid) -> Array:

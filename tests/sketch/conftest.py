@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import math
@@ -89,10 +90,10 @@ def build() -> ModuleType:
 
 
 @pytest.fixture(scope="session")
-def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    """The kernel in C: the installed one, or, where none is, one that is compiled here."""
+def extension(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModuleType:
+    """The kernels in C: the installed ones, or, where none are, those that are compiled here."""
     if kernel.fill is not kernel.in_numpy:
-        return kernel.fill
+        return importlib.import_module("graphquant.sketch._fill")
     if not shutil.which("cc"):
         pytest.skip("there is no C compiler")
     script = request.getfixturevalue("build")
@@ -101,7 +102,13 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     loader = importlib.machinery.ExtensionFileLoader(script.NAME, str(made))
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader(script.NAME, loader))
     loader.exec_module(module)
-    return module.fill
+    return module
+
+
+@pytest.fixture(scope="session")
+def compiled(extension: ModuleType) -> Callable:
+    """The kernel in C that counts."""
+    return extension.fill
 
 
 @pytest.fixture(params=["in_numpy", "compiled"])
