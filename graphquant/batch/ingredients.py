@@ -1,0 +1,144 @@
+"""All that an output depends on, and the key made of it: the same key, the same output."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import graphquant
+from graphquant.batch.types import Digests
+from graphquant.data.files import found, remote
+from graphquant.data.spec import parse
+from graphquant.formats.parts import files_of
+from graphquant.ruleset import find
+from graphquant.ruleset.inline import SIGN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from graphquant.batch.memo import Memo
+    from graphquant.batch.types import Entry
+
+PACKAGES = ("numpy", "ml_dtypes", "protobuf", "onnx", "onnxruntime", "tensorflow", "pillow", "pyarrow")
+"""What may change an output by being of another version."""
+
+RESULT = ("samples", "method", "family", "include", "exclude", "float_weights")
+"""Fields of an entry that go into the key as they are; the others are paths, whose content does, and bounds."""
+
+CODE = {".py", ".c", ".txt", ".toml"}
+"""Suffixes of the files that this program is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ingredients:
+    """What an entry's output is made of.
+
+    Attributes:
+        digests: Of it, and the key; the output's is not known yet.
+        size: Bytes of the model.
+        fixed: Whether the key tells all; what a data function gives is known only when it is run.
+    """
+
+    digests: Digests
+    size: int
+    fixed: bool
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Of graphquant and what it runs on, by package; those that are installed."""
+    told = {"graphquant": graphquant.__version__}
+    for package in PACKAGES:
+        try:
+            told[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return told
+
+
+def program(memo: Memo) -> str:
+    """A digest of this program: its files, which in a checkout change without their version, and what it runs on."""
+    package = Path(graphquant.__file__).parent
+    rules = package / "rules" if (package / "rules").is_dir() else package.parent / "rules"
+    files = {file for home in (package, rules) for file in home.rglob("*") if file.suffix in CODE and file.is_file()}
+    told = sorted((f"{file.parent.name}/{file.name}", memo.digest(file)) for file in files)
+    return _sha256(told, versions(), platform.machine(), platform.system())
+
+
+def ingredients(entry: Entry, memo: Memo, program: str) -> Ingredients:
+    """What the output of `entry` is made of, with `program` from the function of that name.
+
+    Raises:
+        GraphQuantError: A file is not there, or nothing that is known.
+        OSError: A file cannot be read.
+    """
+    model, size = _model(entry.model, memo)
+    rules = _sha256([_rules(name, memo) for name in entry.rules]) if entry.rules else ""
+    data, fixed = "", True
+    if entry.stats is not None:
+        data = _content(entry.stats, memo)
+    elif entry.data is not None:
+        data, fixed = _data(entry.data, memo)
+    told = {name: value for name, value in asdict(entry).items() if name in RESULT}
+    kind = [entry.stats is not None, entry.gates.check, PurePosixPath(entry.output).name]
+    key = _sha256(program, model, rules, data, told, kind)
+    return Ingredients(digests=Digests(model=model, rules=rules, data=data, key=key), size=size, fixed=fixed)
+
+
+def digest_of(files: Iterable[tuple[str, str]]) -> str:
+    """One digest for the files of a model, given their names and digests: its own for one that is a single file."""
+    named = list(files)
+    return named[0][1] if len(named) == 1 else _sha256(named)
+
+
+def _model(path: str, memo: Memo) -> tuple[str, int]:
+    """The digest of a model, its other files included, and its bytes."""
+    if remote(path):
+        return _content(path, memo), 0
+    files = files_of(Path(path))
+    home = Path(path) if Path(path).is_dir() else Path(path).parent
+    named = [(file.relative_to(home).as_posix(), memo.digest(file)) for file in files]
+    return digest_of(named), sum(file.stat().st_size for file in files)
+
+
+def _rules(name: str, memo: Memo) -> str:
+    """What stands in a rule file, or the rule that is one itself."""
+    return name if SIGN in name or "\n" in name else memo.digest(find(name))
+
+
+def _data(spec: str, memo: Memo) -> tuple[str, bool]:
+    """The digest of what a spec names and how it is read, and whether that tells what it gives."""
+    source = parse(spec)
+    said = [source.kind, sorted(source.keys.items()), sorted(source.inputs.items())]
+    if not source.files:
+        return _sha256(spec, *said), source.kind != "function"
+    return _sha256(*said, _named(source.files, memo)), True
+
+
+def _content(path: str, memo: Memo) -> str:
+    """The digest of a file, or of what is at an address."""
+    return _sha256(_named(found(path)[0], memo)) if remote(path) else memo.digest(Path(path))
+
+
+def _named(files: Sequence[Any], memo: Memo) -> list[tuple[str, str]]:
+    """The files' last names, and their digests; for files elsewhere what their service says of them instead."""
+    return [
+        (
+            PurePosixPath(file.name).name,
+            memo.digest(Path(file.name)) if file.system is None else str(file.system.ukey(file.name)),
+        )
+        for file in files
+    ]
+
+
+def _sha256(*told: Any) -> str:
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
+
+
+__all__ = ["Ingredients", "digest_of", "ingredients", "program", "versions"]
