@@ -26,6 +26,10 @@ class RuleError(GraphQuantError):
     """A rule file has mistakes; the message lists all of them, a line each, as `file:line: ...`."""
 
 
+class ManifestError(GraphQuantError):
+    """A manifest has mistakes; the message lists all of them, a line each, as `file:line: ...`."""
+
+
 class DataError(GraphQuantError):
     """Calibration data does not fit the model."""
 

@@ -140,6 +140,16 @@ def parse(spec: str) -> Source:
     return _in_files(path, keys)
 
 
+def moved(spec: str, folder: str) -> str:
+    """`spec`, which names its file from `folder`, as it names it from the current folder."""
+    if not folder or spec.startswith(RANDOM) or remote(spec) or Path(spec).is_absolute():
+        return spec
+    path = spec.partition(",")[0]
+    if _FUNCTION.fullmatch(path) and not (Path(folder) / path).exists():
+        return spec
+    return f"{PurePosixPath(folder, path)}{spec[len(path) :]}" if path else spec
+
+
 def _in_files(path: str, keys: dict[str, str]) -> Source:
     files, folder = found(path)
     kind = keys.pop("kind", None)

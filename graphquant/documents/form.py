@@ -56,10 +56,13 @@ def keys(table: type, hidden: str = "") -> list[str]:
 
 
 def attributes(table: type) -> dict[str, str]:
-    """What the docstring's "Attributes:" section says of each field."""
-    _, _, section = inspect.cleandoc(table.__doc__ or "").partition("\nAttributes:\n")
-    entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in entries}
+    """What the docstring's "Attributes:" section, and those of the classes it is made of, say of each field."""
+    found: dict[str, str] = {}
+    for each in reversed(table.__mro__):
+        _, _, section = inspect.cleandoc(each.__doc__ or "").partition("\nAttributes:\n")
+        entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+        found |= {name: " ".join(text.split()) for name, text in entries}
+    return found
 
 
 def describe(node: dict[str, Any], table: type, hidden: str = "") -> None:

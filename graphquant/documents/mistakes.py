@@ -42,7 +42,7 @@ _SENTENCES = {
     "too_short": "is empty. Leave it out or fill it.",
     "string_too_long": "has more than {max_length} characters. Make it shorter.",
     "too_long": "has more than {max_length} entries. Make it shorter.",
-    "string_pattern_mismatch": "is {shown}; it must be letters, digits, '_', '-' and '.', as ops are named after it.",
+    "string_pattern_mismatch": "is {shown}; it must be letters, digits, '_', '-' and '.'.",
 }
 """What follows the key's name for each type of error of pydantic, with the words of its context."""
 

@@ -1,6 +1,6 @@
 """Rule files: what they may say, how they are found, and all their mistakes at once."""
 
-from graphquant.ruleset.load import find, load_ruleset, shipped
+from graphquant.ruleset.load import find, load_ruleset, moved_rules, shipped
 from graphquant.ruleset.schema import schema
 from graphquant.ruleset.syntax import ANY_PART, Link, PatternOp, compile_regex, parse_chain, parse_pattern
 from graphquant.ruleset.types import BoundRule, Observe, Pattern, Rule, RuleFile, RuleSet, Scheme, Selector
@@ -20,6 +20,7 @@ __all__ = [
     "compile_regex",
     "find",
     "load_ruleset",
+    "moved_rules",
     "parse_chain",
     "parse_pattern",
     "schema",

@@ -16,7 +16,7 @@ from graphquant.ruleset.schema import FORM
 from graphquant.ruleset.types import NOT, BoundRule, RuleFile, RuleSet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from graphquant.documents import KeyPath
 
@@ -46,6 +46,14 @@ def find(name_or_path: str) -> Path:
     if name_or_path in known:
         return known[name_or_path]
     raise UsageError(f"There are no rules called {name_or_path!r}.{_hint(name_or_path)}")
+
+
+def moved_rules(names: Iterable[str], folder: str) -> tuple[str, ...]:
+    """`names`, of which paths are named from `folder`, with paths as they are named from the current folder."""
+    return tuple(
+        str(Path(folder, name)) if name.endswith(SUFFIX) and SIGN not in name and "\n" not in name else name
+        for name in names
+    )
 
 
 def load_ruleset(names: Sequence[str]) -> RuleSet:

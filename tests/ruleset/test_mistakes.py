@@ -122,7 +122,7 @@ bad.toml:45: there is no scheme 'wight'. Did you mean 'weight'?
 bad.toml:47: the rule has no condition; give it a 'producer' or a 'consumer', kind = '*' for any op.
 bad.toml:48: another rule above is called 'one'. Give each its own name.
 bad.toml:55: a rule lacks the key 'quantize'. It says: A scheme, "same-as-input", "passed-on", "absorbed" or "leave".
-bad.toml:56: 'name' is 'no quantize'; it must be letters, digits, '_', '-' and '.', as ops are named after it.
+bad.toml:56: 'name' is 'no quantize'; it must be letters, digits, '_', '-' and '.'.
 bad.toml:57: there is no pattern 'okk'. Did you mean 'ok'?
 bad.toml:62: 'optional' is 'true'; it must be true or false.
 bad.toml:64: '' in 'conv > > relu' is no kind; kinds read 'conv', 'conv|matmul' or 'conv > relu?'.

@@ -1,0 +1,524 @@
+"""What a manifest, or paths and globs, make of the models that there are."""
+
+import json
+import os
+import posixpath
+import random
+import string
+import tomllib
+from pathlib import Path, PurePosixPath
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from graphquant.batch.manifest import NAME, PROJECT, entries
+from graphquant.batch.manifest_types import FORM, Settings, schema
+from graphquant.batch.manifest_types import settings as said
+from graphquant.batch.types import Entry, Gates
+from graphquant.documents import attributes, keys
+from graphquant.errors import ManifestError, UsageError
+
+MODELS = {
+    "a.onnx": "",
+    "a.onnx.data": "",
+    "a.quant.onnx": "",
+    "b.pb": "",
+    "notes.txt": "",
+    "labels.json": "",
+    ".hidden.onnx": "",
+    "net/saved_model.pb": "",
+    "net/variables/variables.index": "",
+    "net/fingerprint.pb": "",
+    "net.quant/saved_model.pb": "",
+    "deep/c.onnx": "",
+    "deep/keras.keras": "",
+    "deep/test_data_set_0/input_0.pb": "",
+}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with models that nobody reads, and the current one."""
+    for name in MODELS:
+        path = tmp_path / "models" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def manifest(text, path=NAME):
+    """Writes a manifest and gives its entries."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(text, "utf-8")
+    return entries([path])
+
+
+def mistakes(text, path=NAME):
+    """The lines that a manifest with mistakes is answered."""
+    with pytest.raises(ManifestError) as caught:
+        manifest(text, path)
+    return str(caught.value).split("\n")
+
+
+def test_a_glob_takes_models_only(here):
+    """Files beside models, outputs of earlier runs and what is inside a SavedModel are none."""
+    assert [one.model for one in entries(["models/*"])] == ["models/a.onnx", "models/b.pb", "models/net"]
+    assert [one.model for one in entries(["models/**/*"])] == [
+        "models/a.onnx",
+        "models/b.pb",
+        "models/deep/c.onnx",
+        "models/deep/keras.keras",
+        "models/net",
+    ]
+    assert [one.model for one in entries(["models/**"])] == [one.model for one in entries(["models/**/*"])]
+
+
+def test_a_glob_takes_what_it_says(here):
+    """A suffix or a .quant in the glob itself is taken at its word."""
+    assert [one.model for one in entries(["models/*.json"])] == ["models/labels.json"]
+    assert [one.model for one in entries(["models/*.quant.onnx"])] == ["models/a.quant.onnx"]
+
+
+def test_outputs_by_default(here):
+    """An output stands beside its model, a SavedModel's and a Keras file's as a folder."""
+    made = {one.model: one.output for one in entries(["models/**/*"])}
+    assert made == {
+        "models/a.onnx": "models/a.quant.onnx",
+        "models/b.pb": "models/b.quant.pb",
+        "models/deep/c.onnx": "models/deep/c.quant.onnx",
+        "models/deep/keras.keras": "models/deep/keras.quant",
+        "models/net": "models/net.quant",
+    }
+
+
+def test_paths_in_the_order_given(here):
+    """Paths keep their order; one that a glob names too stands where it was named, once."""
+    names = ["models/b.pb", "models/*.onnx", "models/a.onnx", "./models//b.pb"]
+    assert [one.name for one in entries(names)] == ["models/b.pb", "models/a.onnx"]
+
+
+def test_options_reach_every_entry(here):
+    """What the command line says is in each entry, and wins over a manifest."""
+    options = {"rules": ("fixed_point",), "samples": 3, "max_size": "2MB", "check": True, "min_sqnr": None}
+    expected = {"rules": ("fixed_point",), "samples": 3, "gates": Gates(max_size=2_000_000, check="")}
+    Path(NAME).write_text('[defaults]\nsamples = 9\n[[model]]\npath = "models/a.onnx"\nrules = "generic"\n', "utf-8")
+    for names in ([], ["models/a.onnx"]):
+        (one,) = entries(names, options)
+        assert one == Entry(name="models/a.onnx", model="models/a.onnx", output="models/a.quant.onnx", **expected)
+
+
+FULL = """
+[defaults]
+rules = ["mine.toml", "onnxruntime"]
+data = "calib/{stem}.npz"
+samples = 100
+output = "out/{variant}/{stem}.quant{suffix}"
+min_sqnr = 20
+check = "onnxruntime"
+exclude = "head/*"
+
+[[model]]
+path = "a.onnx"
+min_sqnr = 30.5
+check = false
+
+[[model]]
+path = ["*.onnx", "*.pb", "deep/*"]
+leave = "deep/k*"
+min_agreement = 98
+include = ["x", "/y/"]
+
+[[model]]
+path = "a.onnx"
+variant = "trt"
+rules = "tensorrt"
+stats = "{name}.gqs"
+min_sqnr = -3
+method = "mse"
+float_weights = true
+"""
+
+
+@pytest.mark.parametrize("folder", ["", "up/", "up/down/../"])
+def test_a_whole_manifest(here, folder):
+    """Defaults are filled in, paths are those of the manifest's folder, a path wins over a glob before or after it."""
+    home = here / folder
+    home.mkdir(parents=True, exist_ok=True)
+    for path in (here / "models").iterdir():
+        path.rename(home / path.name)
+    for stem in ("a", "b", "c"):
+        (home / "calib").mkdir(exist_ok=True)
+        (home / "calib" / f"{stem}.npz").touch()
+    (home / "a.onnx.gqs").touch()
+    (home / "mine.toml").touch()
+    text = FULL.replace("min_sqnr = -3\n", 'data = "calib/a.npz"\nmin_sqnr = -3\n').replace(
+        'stats = "{name}.gqs"\n', ""
+    )
+    at = posixpath.normpath(folder) + "/" if folder else ""
+    found = manifest(text, f"{folder}{NAME}")
+    common = {"rules": (f"{folder.rstrip('/')}/mine.toml" if folder else "mine.toml", "onnxruntime")}
+    assert [one.name for one in found] == ["a.onnx", "b.pb", "deep/c.onnx", "a.onnx [trt]"]
+    assert [one.model for one in found] == [f"{at}{name}" for name in ("a.onnx", "b.pb", "deep/c.onnx", "a.onnx")]
+    assert [one.output for one in found] == [
+        f"{at}out/{name}" for name in ("a.quant.onnx", "b.quant.pb", "c.quant.onnx", "trt/a.quant.onnx")
+    ]
+    assert [PurePosixPath(os.path.normpath(one.data)).as_posix() for one in found] == [
+        f"{at}calib/{stem}.npz" for stem in ("a", "b", "c", "a")
+    ]
+    assert [one.rules for one in found] == [common["rules"]] * 3 + [("tensorrt",)]
+    assert [one.gates for one in found] == [
+        Gates(min_sqnr=30.5),
+        Gates(min_sqnr=20, min_agreement=98, check="onnxruntime"),
+        Gates(min_sqnr=20, min_agreement=98, check="onnxruntime"),
+        Gates(min_sqnr=-3, check="onnxruntime"),
+    ]
+    assert [(one.include, one.exclude) for one in found[1:]] == [
+        (("x", "/y/"), ("head/*",)),
+        (("x", "/y/"), ("head/*",)),
+        ((), ("head/*",)),
+    ]
+    assert [(one.method, one.float_weights) for one in found] == [(None, False)] * 3 + [("mse", True)]
+
+
+def test_statistics_take_the_place_of_data(here):
+    """An entry's statistics take the place of the defaults' data, and the other way about."""
+    Path("s.gqs").touch()
+    (one, other) = manifest(
+        '[defaults]\ndata = "random:3"\n'
+        '[[model]]\npath = "models/a.onnx"\nstats = "s.gqs"\n[[model]]\npath = "models/b.pb"'
+    )
+    assert (one.data, one.stats, other.data, other.stats) == (None, "s.gqs", "random:3", None)
+
+
+def test_a_pyproject(here):
+    """[tool.graphquant] of a pyproject.toml is a manifest where there is no graphquant.toml; lines are the file's."""
+    text = '[project]\nname = "x"\n[tool.other]\na = 1\n[[tool.graphquant.model]]\npath = "models/*.pb"\n'
+    Path(PROJECT).write_text(text, "utf-8")
+    assert [one.model for one in entries()] == ["models/b.pb"]
+    assert mistakes(f"{text}rule = 'x'\n", PROJECT) == [
+        "pyproject.toml:7: 'rule' is no key of a model's entry. Did you mean 'rules'?"
+    ]
+    Path(NAME).write_text('[[model]]\npath = "models/a.onnx"\n', "utf-8")
+    assert [one.model for one in entries()] == ["models/a.onnx"]
+
+
+def test_no_manifest(here):
+    """Without a manifest, or with a pyproject.toml of others, it is said what to name."""
+    with pytest.raises(UsageError, match=r"There is no graphquant\.toml here, nor a pyproject\.toml with"):
+        entries()
+    Path(PROJECT).write_text("[project]\n", "utf-8")
+    with pytest.raises(UsageError, match=r"There is no graphquant\.toml here"):
+        entries()
+    with pytest.raises(UsageError, match=r"pyproject\.toml has no table \[tool\.graphquant\]"):
+        entries([PROJECT])
+    with pytest.raises(UsageError, match=r"There is no manifest no\.toml"):
+        entries(["no.toml"])
+
+
+def test_all_mistakes_of_values_at_once(here):
+    """Each wrong key and value has its line, and the nearest of what was meant."""
+    assert mistakes(
+        """[default]
+[defaults]
+check = "onnxruntme"
+max_size = "5 apples"
+samples = 0
+rules = 3
+
+[[model]]
+method = "minmx"
+min_agreement = 101
+path = []
+float_weights = "yes"
+variant = "a b"
+"""
+    ) == [
+        "graphquant.toml:1: 'default' is no key of a manifest. Did you mean 'defaults' or 'model'?",
+        ("graphquant.toml:3: there is no backend 'onnxruntme'. Did you mean 'onnxruntime' or 'onnxruntime-arm'?"),
+        "graphquant.toml:4: '5 apples' is no amount of memory. Write it as 512MB or 2GB.",
+        "graphquant.toml:5: 'samples' is 0; it must be at least 1.",
+        "graphquant.toml:6: a string or an array of strings is wanted here.",
+        "graphquant.toml:9: there is no observer 'minmx'. Did you mean 'minmax' or 'mean-minmax'?",
+        "graphquant.toml:10: 'min_agreement' is 101; it must be at most 100.0.",
+        "graphquant.toml:11: 'path' is empty. Leave it out or fill it.",
+        "graphquant.toml:12: 'float_weights' is 'yes'; it must be true or false.",
+        "graphquant.toml:13: 'variant' is 'a b'; it must be letters, digits, '_', '-' and '.'.",
+    ]
+
+
+def test_all_mistakes_of_models_at_once(here):
+    """Names that name nothing, data, statistics and rules that are not there, and clashes come together, by line."""
+    Path("bad.toml").write_text("a = 1\nb = 2\n", "utf-8")
+    told = mistakes(
+        """[defaults]
+data = "nowhere.npz"
+rules = ["onnxruntme"]
+
+[[model]]
+path = ["models/x.onnx", "models/*.onx", "models/a.onx"]
+
+[[model]]
+path = "models/a.onnx"
+rules = "bad.toml"
+stats = "no.gqs"
+output = "models/{stm}b.pb"
+
+[[model]]
+path = "models/b.pb"
+
+[[model]]
+path = "./models/a.onnx"
+"""
+    )
+    assert [line.partition(". ")[0] for line in told] == [
+        "graphquant.toml:2: There is no file nowhere.npz",
+        "graphquant.toml:3: There are no rules called 'onnxruntme'",
+        "graphquant.toml:6: There is no model 'models/x.onnx'",
+        "graphquant.toml:6: 'models/*.onx' names nothing",
+        "graphquant.toml:6: There is no model 'models/a.onx'",
+        "graphquant.toml:11: There is no statistics file no.gqs",
+        "graphquant.toml:12: there is no '{stm}'",
+        "graphquant.toml:12: the output of models/a.onnx would be written over models/b.pb, which is a model",
+        "graphquant.toml:18: 'models/a.onnx' has an entry of its own above",
+        "bad.toml:1: 'a' is no key of a rule file",
+        "bad.toml:2: 'b' is no key of a rule file",
+    ]
+    assert told[6].endswith("Did you mean 'stem'?")
+
+
+def test_outputs_that_clash(here):
+    """Two entries cannot write one output, nor one into a SavedModel's folder, however the paths are spelled."""
+    Path("link").symlink_to("models")
+    assert mistakes(
+        """
+[[model]]
+path = ["models/*.onnx", "models/deep/*.onnx"]
+output = "models/net/x/../all.onnx"
+
+[[model]]
+path = "models/b.pb"
+output = "link/b.pb"
+
+[[model]]
+path = "models/net"
+
+[[model]]
+path = "models/b.pb"
+variant = "other"
+output = "models/net.quant"
+"""
+    ) == [
+        (
+            "graphquant.toml:4: the output of models/a.onnx would be written into the folder of models/net,"
+            " which is a model. Give another 'output', or leave that model out."
+        ),
+        (
+            "graphquant.toml:4: models/net/all.onnx is the output of models/a.onnx and of models/deep/c.onnx."
+            " Put {parent} into 'output'."
+        ),
+        (
+            "graphquant.toml:4: the output of models/deep/c.onnx would be written into the folder of models/net,"
+            " which is a model. Give another 'output', or leave that model out."
+        ),
+        (
+            "graphquant.toml:8: the output of models/b.pb would be written over models/b.pb, which is a model."
+            " Give another 'output', or leave that model out."
+        ),
+        (
+            "graphquant.toml:16: models/net.quant is the output of models/net and of models/b.pb [other]."
+            " Put {parent} into 'output'."
+        ),
+    ]
+
+
+def test_a_gate_without_data(here):
+    """A gate that is measured wants data, told where the gate is."""
+    assert mistakes('[defaults]\nmin_sqnr = 20\n[[model]]\npath = "models/a.onnx"\n') == [
+        "graphquant.toml:2: 'min_sqnr' is measured on data, and none is named for models/a.onnx. Give it 'data'."
+    ]
+
+
+def test_no_models_and_no_toml(here):
+    """An empty manifest, and what is none, are told as such."""
+    assert mistakes("[defaults]\n") == [
+        "graphquant.toml:1: the manifest has no models. Give some: [[model]] and path = 'models/*.onnx'."
+    ]
+    assert mistakes("path = models") == [
+        (
+            "graphquant.toml:1: this is not TOML: Invalid value at column 8. Strings are quoted, as in"
+            " path = 'models/*.onnx'."
+        )
+    ]
+    assert mistakes("[model]\npath = 'x'") == [
+        "graphquant.toml:1: 'model' is a table; it must be an array. An entry is headed [[model]]."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("names", "says"),
+    [
+        (["models/x.onnx"], "There is no model 'models/x.onnx'."),
+        (["modls/*"], "'modls/*' names nothing. Did you mean 'models'?"),
+        (["models/*.txt"], "'models/*.txt' names 1 files and folders, none of which is a model to quantize."),
+        (["models"], "models is a folder without saved_model.pb. Give models/* for the models in it."),
+        (["models/notes.txt"], "models/notes.txt is no model. Give a file with one of .onnx, "),
+        (["models/a.onx"], "There is no model 'models/a.onx'. Did you mean 'a.onnx'"),
+    ],
+)
+def test_names_that_name_nothing(here, names, says):
+    """The command line is answered without a file's name, with what is nearest."""
+    with pytest.raises(ManifestError) as caught:
+        entries(names)
+    assert str(caught.value).startswith(says)
+
+
+def test_options_that_are_none(here):
+    """An option's value is told as a manifest's would be."""
+    with pytest.raises(UsageError, match="there is no observer 'minmx'"):
+        entries(["models/*"], {"method": "minmx"})
+
+
+def test_addresses(here):
+    """Models elsewhere are found through fsspec, with outputs beside them."""
+    fsspec = pytest.importorskip("fsspec")
+    system = fsspec.filesystem("memory")
+    try:
+        for name in MODELS:
+            system.pipe(f"/zoo/{name}", b"")
+        found = entries(["memory://zoo/**/*"])
+        assert [one.model for one in found] == [
+            f"memory:///zoo/{name}" for name in ("a.onnx", "b.pb", "deep/c.onnx", "deep/keras.keras", "net")
+        ]
+        assert [one.output for one in found][-2:] == ["memory:///zoo/deep/keras.quant", "memory:///zoo/net.quant"]
+        (one,) = entries(["memory://zoo/a.onnx"], {"output": "memory://out/{name}"})
+        assert (one.model, one.output) == ("memory://zoo/a.onnx", "memory://out/a.onnx")
+        with pytest.raises(ManifestError, match=r"There is no model 'memory://zoo/aa\.onnx'\. Did you mean 'a\.onnx'"):
+            entries(["memory://zoo/aa.onnx"])
+    finally:
+        system.rm("/zoo", recursive=True)
+
+
+def test_the_schema(here):
+    """Editors are told the same: what is a manifest fits the schema, with all keys described."""
+    made = schema()
+    Draft202012Validator.check_schema(made)
+    validator = Draft202012Validator(made)
+    assert list(validator.iter_errors(tomllib.loads(FULL))) == []
+    for wrong in (
+        '[defaults]\nmethod = "x"',
+        "[[model]]\nrules = 'x'",
+        "[[model]]\npath = 3",
+        "[defaults]\nmin_sqnr = 'x'",
+    ):
+        assert len(list(validator.iter_errors(tomllib.loads(wrong)))) == 1
+    for name in ("Settings", "ModelTable"):
+        assert all(len(entry["description"]) > 10 for entry in made["$defs"][name]["properties"].values())
+    json.dumps(made)
+
+
+def test_docstrings_name_every_key():
+    """Each key has its sentence."""
+    for table in FORM.tables.values():
+        assert attributes(table).keys() >= set(keys(table))
+
+
+_VALUES = st.fixed_dictionaries(
+    {},
+    optional={
+        "samples": st.integers(1, 9),
+        "method": st.sampled_from(["minmax", "mse"]),
+        "family": st.just("onnx-qdq"),
+        "include": st.tuples(st.sampled_from("xyz")),
+        "float_weights": st.booleans(),
+        "max_size": st.integers(1, 99),
+        "check": st.sampled_from([True, False, "onnxruntime"]),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(defaults=_VALUES, own=_VALUES, over=_VALUES)
+def test_layers(tmp_path_factory, defaults, own, over):
+    """Each value comes from the command line, else the entry, else the defaults, else it is what it always is."""
+    folder = tmp_path_factory.getbasetemp() / "layers"
+    folder.mkdir(exist_ok=True)
+    (folder / "a.onnx").touch()
+    path = folder / NAME
+    rows = ["[defaults]", *_rows(defaults), "[[model]]", 'path = "a.onnx"', *_rows(own)]
+    path.write_text("\n".join(rows), "utf-8")
+    (one,) = entries([str(path)], over)
+    wanted = {"samples": None, "method": None, "family": None, "include": (), "float_weights": False}
+    wanted |= {"max_size": None, "check": False, **defaults, **own, **over}
+    check = {True: "", False: None}.get(wanted.pop("check"), "onnxruntime")
+    gates = Gates(max_size=wanted.pop("max_size"), check=check)
+    assert {key: getattr(one, key) for key in wanted} == wanted
+    assert one.gates == gates
+
+
+def _rows(values):
+    return [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    files=st.lists(st.text("ab.", min_size=1, max_size=3).map(lambda text: f"x{text}x.onnx"), max_size=6, unique=True),
+    globs=st.lists(st.sampled_from(["x*", "*.onnx", "xa*", "**/*", "xab*x.onnx", "x[ab]*"]), min_size=1, max_size=3),
+    picked=st.randoms(use_true_random=False),
+)
+def test_globs(tmp_path_factory, files, globs, picked):
+    """Every model that one of the tables names is there once: with the first path's settings, else the first glob's."""
+    folder = Path(tmp_path_factory.mktemp("globs"))
+    for name in files:
+        (folder / name).touch()
+    named = [*globs, *picked.sample(files, min(2, len(files)))]
+    picked.shuffle(named)
+    tables = [f"[[model]]\npath = {json.dumps(name)}\nsamples = {place + 1}" for place, name in enumerate(named)]
+    path = folder / NAME
+    path.write_text("\n".join(tables), "utf-8")
+    expected = {}
+    for exact in (True, False):
+        for place, name in enumerate(named):
+            for file in files:
+                if exact == (name in files) and (PurePosixPath(file).match(name.replace("**/", ""))):
+                    expected.setdefault(file, place + 1)
+    unmatched = [
+        name for name in named if not any(PurePosixPath(file).match(name.replace("**/", "")) for file in files)
+    ]
+    if unmatched:
+        with pytest.raises(ManifestError) as caught:
+            entries([str(path)])
+        assert len(str(caught.value).split("\n")) == len(unmatched)
+    else:
+        assert [(one.name, one.samples) for one in entries([str(path)])] == sorted(
+            expected.items(), key=lambda item: (item[1], item[0])
+        )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from(
+            [*FULL.splitlines(), "[[model]]", "[model]", "path = 'a'", "x = 1", "{", "path = [1]", "defaults = 3"]
+        )
+        | st.text(string.printable, max_size=20),
+        max_size=12,
+    ).map("\n".join)
+)
+def test_anything_is_entries_or_mistakes(tmp_path_factory, text):
+    """Whatever stands in a manifest, it is entries or a list of mistakes, each a line with its place."""
+    path = tmp_path_factory.getbasetemp() / f"any-{random.Random(text).getrandbits(32)}.toml"  # noqa: S311  # a name
+    path.write_text(text, "utf-8")
+    try:
+        told = entries([str(path)]) and []
+    except ManifestError as error:
+        told = str(error).split("\n")
+    path.unlink()
+    assert [line for line in told if not line.startswith(f"{path}:")] == []
+
+
+def test_settings_are_what_was_said():
+    """Only keys that were given are settings."""
+    assert said(Settings(samples=3, check=False)) == {"samples": 3, "check": False}
