@@ -290,12 +290,11 @@ def _entry(asked: _Asked, one: _Chosen, rules: _Rules, specs: dict[str, str], mi
 
 
 def _layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of all layers, the last one's winning; data and statistics take each other's place."""
+    """The keys of all layers, the last one's winning; data takes the place of statistics that an earlier one has."""
     said: dict[str, Any] = {}
     for layer in layers:
-        for key, other in (("data", "stats"), ("stats", "data")):
-            if key in layer:
-                said.pop(other, None)
+        if "data" in layer:
+            said.pop("stats", None)
         said |= layer
     return said
 

@@ -183,14 +183,13 @@ def test_a_whole_manifest(here, folder):
     assert [(one.method, one.float_weights) for one in found] == [(None, False)] * 3 + [("mse", True)]
 
 
-def test_statistics_take_the_place_of_data(here):
-    """An entry's statistics take the place of the defaults' data, and the other way about."""
+def test_data_takes_the_place_of_statistics(here):
+    """An entry's data replaces the defaults' statistics; its own statistics stand beside the defaults' data."""
     Path("s.gqs").touch()
-    (one, other) = manifest(
-        '[defaults]\ndata = "random:3"\n'
-        '[[model]]\npath = "models/a.onnx"\nstats = "s.gqs"\n[[model]]\npath = "models/b.pb"'
-    )
-    assert (one.data, one.stats, other.data, other.stats) == (None, "s.gqs", "random:3", None)
+    (one,) = manifest('[defaults]\nstats = "s.gqs"\n[[model]]\npath = "models/a.onnx"\ndata = "random:3"\n')
+    assert (one.data, one.stats) == ("random:3", None)
+    (one,) = manifest('[defaults]\ndata = "random:3"\n[[model]]\npath = "models/a.onnx"\nstats = "s.gqs"\n')
+    assert (one.data, one.stats) == ("random:3", "s.gqs")
 
 
 def test_a_pyproject(here):
