@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
 from contextlib import closing
 from importlib.util import find_spec
@@ -16,9 +17,11 @@ from hypothesis import settings
 from graphquant.cli import main
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 settings.register_profile("any machine", deadline=None)  # a machine that others use too may take its time
 settings.load_profile("any machine")
@@ -53,6 +56,19 @@ def published() -> Callable[[str], Any]:
         return json.JSONDecoder().raw_decode(text)[0]
 
     return schema
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A Chromium that was installed, driven by playwright; it draws in software."""
+    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None:
+        pytest.skip("no Chromium is installed")
+    with driver.sync_playwright() as playwright:
+        made = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        yield made
+        made.close()
 
 
 @pytest.fixture

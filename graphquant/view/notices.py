@@ -91,7 +91,8 @@ def github(notices: Iterable[Notice]) -> str:
 
 
 def escaped(text: str, *, property_: bool = False) -> str:
-    """`text` as a workflow command takes it."""
+    """`text` as a workflow command takes it, and without what a terminal would act on."""
+    text = "".join(char if char in "\r\n" else printable(char) for char in text)
     for char, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         text = text.replace(char, code)
     return text.replace(":", "%3A").replace(",", "%2C") if property_ else text

@@ -1,8 +1,7 @@
-"""A headless browser that opens pages from disk; tests that want it are skipped where there is none."""
+"""Pages of the viewer in the browser."""
 
 from __future__ import annotations
 
-import shutil
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -12,21 +11,6 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
-
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Any]:
-    """A Chromium that was installed, driven by playwright; it draws in software."""
-    driver = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = next(filter(None, map(shutil.which, NAMES)), None)
-    if found is None:
-        pytest.skip("no Chromium is installed")
-    with driver.sync_playwright() as playwright:
-        made = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
-        yield made
-        made.close()
 
 
 def wait(page: Any, expression: str) -> None:

@@ -1,0 +1,217 @@
+"""Each form of a report is as its schema wants it, and says the same."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import jsonschema
+import pytest
+import xmlschema
+
+from graphquant.batch.reports import REPORTS, as_annotations, check_report, write_report
+from graphquant.batch.reports.findings import ALL_CODES, BATCH_CODES
+from graphquant.batch.reports.schema import report_schema
+from graphquant.batch.reports.text import report_view
+from graphquant.batch.types import Outcome, read_report
+from graphquant.errors import UsageError
+from graphquant.view.text import console
+
+HERE = Path(__file__).parent
+SHIPPED = HERE.parents[2] / "graphquant" / "batch" / "reports" / "report.schema.json"
+
+
+def test_json_is_as_its_schema_says(report, tmp_path):
+    """What is written has every key of the shipped schema and no other, and is read back as it was."""
+    path = tmp_path / "report.json"
+    write_report(path, report)
+    data = json.loads(path.read_text("utf-8"))
+    schema = json.loads(SHIPPED.read_text("utf-8"))
+    jsonschema.validate(data, schema, cls=jsonschema.Draft202012Validator)
+    assert read_report(path) == report
+    data["outcomes"][0]["status"] = "good"
+    with pytest.raises(jsonschema.ValidationError, match="'good' is not one of"):
+        jsonschema.validate(data, schema)
+
+
+def test_the_shipped_schema_is_up_to_date():
+    """It is what the types say; `python tests/batch/reports/write_schema.py` writes it."""
+    assert json.loads(SHIPPED.read_text("utf-8")) == report_schema()
+
+
+def _no_descriptions(node, where=""):
+    if not isinstance(node, dict):
+        return
+    for name, entry in node.get("properties", {}).items():
+        if "description" not in entry and "Found" not in where:  # whose one sentence names all of its fields
+            yield f"{where}.{name}"
+    for name, inner in node.get("$defs", {}).items():
+        yield from _no_descriptions(inner, name)
+
+
+def test_the_schema_explains_every_key():
+    """Each key has the words of the docstring."""
+    assert list(_no_descriptions(report_schema())) == []
+
+
+def test_junit_is_as_its_schemas_say(report):
+    """JUnit XML is valid, with a case for each model, and one for a model that is gone; counts are right."""
+    xml = REPORTS[".xml"](report)
+    xmlschema.XMLSchema(HERE / "junit.xsd").validate(xml)
+    (suite,) = ET.fromstring(xml)  # noqa: S314  # our own
+    cases = suite.findall("testcase")
+    assert len(cases) == len(report.outcomes) + 1
+    found = {case.get("name"): [child.tag for child in case] for case in cases}
+    assert [found[name] for name in ("net", "kept", "gated", "timeout", "crashed", "memory", "later", "old")] == [
+        ["failure"],
+        [],
+        ["failure"],
+        ["error"],
+        ["error"],
+        ["error"],
+        ["skipped"],
+        ["failure"],
+    ]
+    counted = {key: int(suite.get(key)) for key in ("tests", "failures", "errors", "skipped")}
+    assert counted == {"tests": 9, "failures": 4, "errors": 3, "skipped": 1}
+    (regression,) = cases[0]
+    assert regression.get("type") == "regression"
+    assert regression.get("message") == "regression: SQNR is 38.2 dB, and was 42.0 dB"
+
+
+def test_junit_of_regressions_that_do_not_fail(report):
+    """A case stays good where a regression is only a warning."""
+    mild = replace(report, changes=tuple(replace(one, level="warning") for one in report.changes))
+    (suite,) = ET.fromstring(REPORTS[".xml"](mild))  # noqa: S314  # our own
+    assert suite.find("testcase[@name='net']").findall("*") == []
+    assert suite.get("failures") == "2"
+    assert "net: SQNR is 38.2 dB" in suite.findtext("system-err")
+
+
+def test_sarif_is_as_its_schema_says(report, published):
+    """SARIF is valid by the schema that OASIS publishes, and has each failure, finding and regression."""
+    log = json.loads(REPORTS[".sarif"](report))
+    schema = published("https://json.schemastore.org/sarif-2.1.0.json")
+    jsonschema.validate(log, schema, format_checker=jsonschema.FormatChecker())
+    (run,) = log["runs"]
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == list(ALL_CODES)
+    told = [(one["ruleId"], one["level"]) for one in run["results"]]
+    assert told == [
+        ("GQ205", "error"),
+        ("GQ102", "warning"),
+        ("GQ201", "error"),
+        ("GQ202", "error"),
+        ("GQ203", "error"),
+        ("GQ204", "error"),
+        ("GQ206", "warning"),
+        ("GQ207", "error"),
+        ("GQ207", "error"),
+    ]
+    for one in run["results"]:
+        assert run["tool"]["driver"]["rules"][one["ruleIndex"]]["id"] == one["ruleId"]
+    finding = run["results"][1]["locations"][0]
+    assert finding["physicalLocation"]["artifactLocation"]["uri"] == "models/gated.quant.onnx"
+    assert finding["logicalLocations"][0]["fullyQualifiedName"] == "then/conv 1"
+
+
+def test_sarif_of_a_shard(report):
+    """Models of other shards are no findings."""
+    log = json.loads(REPORTS[".sarif"](replace(report, shard=(1, 2))))
+    assert "GQ206" not in {one["ruleId"] for one in log["runs"][0]["results"]}
+
+
+def test_annotations(report):
+    """A command on a line of its own for each, with what would end it spelled out."""
+    *lines, end = as_annotations(report).split("\n")
+    assert end == ""
+    assert len(lines) == 9
+    assert lines[0] == ("::error file=models/gated.onnx,title=GQ205::gated: SQNR is 12.0 dB, and 30 were asked for")
+    for line in lines:
+        assert re.match(r"::(error|warning|notice) file=[^:,\n]*,title=GQ\d{3}::[^\n\r]+$", line)
+
+
+def test_markdown(report, hostile):
+    """Failures come first, each model has one row of as many cells, and no name is markup."""
+    text = REPORTS[".md"](report)
+    assert text.startswith("### ❌ graphquant batch\n\n8 models&#58; 1 done, 1 unchanged, 1 failed, 1 gate missed,")
+    assert "2 regressions" in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(rows) == 2 + len(report.outcomes)
+    assert {row.count("|") for row in rows} == {8}
+    assert "| net | done | 52.1 KB → 17.3 KB (33 %) | 24 | 87 % | 38.2 dB | 1.2 s |" in rows
+    assert rows[2].startswith("| gated | **gate missed** |")
+    assert "**old** regressed" in text
+    assert "<script>" not in text
+    assert "alert(1)</" not in text
+
+
+def test_markdown_fits_into_a_step_summary(report):
+    """GitHub drops a summary that is larger than 1 MiB; what is left out is counted."""
+    failed = report.outcomes[3]
+    many = tuple(replace(failed, name=f"{number}{'x' * 100}") for number in range(20_000))
+    text = REPORTS[".md"](replace(report, outcomes=many))
+    assert len(text.encode()) < 1 << 20
+    left = [int(one) for one in re.findall(r"^(\d+) more are in the other reports", text, re.MULTILINE)]
+    rows = sum(line.startswith("| ") for line in text.splitlines()) - 2
+    assert left[1] + rows == len(many)
+
+
+def test_markdown_of_a_good_report(report):
+    """It says so at once."""
+    good = replace(report, outcomes=report.outcomes[:2], changes=())
+    text = REPORTS[".md"](good)
+    assert text.startswith("### ✅ graphquant batch\n\n2 models&#58; 1 done, 1 unchanged; 2 min 4 s.")
+
+
+def test_text(report, capsys):
+    """The terminal's table has a line for each model, then the reasons, then all in a line."""
+    console().print(report_view(report))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["net", "done", "17.3", "KB", "33", "%", "24", "87", "%", "38.2", "dB", "1.2", "s"]
+    assert "gated: SQNR is 12.0 dB, and 30 were asked for" in lines
+    assert "net: SQNR is 38.2 dB, and was 42.0 dB" in lines
+    assert lines[-1] == (
+        "8 models: 1 done, 1 unchanged, 1 failed, 1 gate missed, 1 timed out, 1 crashed, 1 out of memory, 1 not begun,"
+        " 2 regressions; 2 min 4 s."
+    )
+
+
+def test_every_form_of_an_empty_report(report, tmp_path):
+    """A batch without models has a report of each kind."""
+    empty = replace(report, outcomes=(), changes=())
+    for suffix in REPORTS:
+        path = tmp_path / f"empty{suffix}"
+        write_report(path, empty)
+        assert path.stat().st_size
+
+
+def test_forms_repeat(report):
+    """The same report gives the same text in each form."""
+    for form in REPORTS.values():
+        assert form(report) == form(report)
+
+
+def test_an_unknown_suffix(tmp_path):
+    """It is refused with what there is."""
+    with pytest.raises(UsageError, match=r"'\.htm', which is of no kind of report\. Give it one of \.json, \.xml,"):
+        check_report(tmp_path / "report.htm")
+
+
+def test_a_report_that_cannot_be_written(report, tmp_path):
+    """It is refused in words."""
+    with pytest.raises(UsageError, match="cannot be written"):
+        write_report(tmp_path / "nowhere" / "report.json", report)
+
+
+def test_statuses_have_words_and_codes(report):
+    """Each status of an outcome that failed has its code, and each code is of one."""
+    told = {one["ruleId"] for one in json.loads(REPORTS[".sarif"](report))["runs"][0]["results"]}
+    assert set(BATCH_CODES) <= told
+
+
+def test_an_outcome_without_figures(report):
+    """Nothing is made up for what was not measured."""
+    bare = Outcome(name="a", model="a.onnx", output="b.onnx", status="done", size_after=10)
+    row = REPORTS[".md"](replace(report, outcomes=(bare,), changes=())).splitlines()[-1]
+    assert row == "| a | done |  | 0 |  |  | 0.0 s |"

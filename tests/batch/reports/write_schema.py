@@ -1,0 +1,10 @@
+"""Writes the JSON Schema of reports anew, after graphquant/batch/types.py was changed."""
+
+import json
+from pathlib import Path
+
+from graphquant.batch.reports.schema import report_schema
+
+if __name__ == "__main__":
+    folder = Path(__file__).parents[3] / "graphquant" / "batch" / "reports"
+    folder.joinpath("report.schema.json").write_text(json.dumps(report_schema(), indent=2) + "\n", "utf-8")

@@ -1,0 +1,101 @@
+"""What counts as a regression against an earlier report."""
+
+from dataclasses import replace
+
+import pytest
+
+from graphquant.batch.regressions import compared, regressed
+from graphquant.batch.types import Figures, Outcome, Problem, Report
+
+
+def _outcome(name="net", **changed):
+    made = {
+        "model": f"{name}.onnx",
+        "output": f"{name}.quant.onnx",
+        "status": "done",
+        "size_before": 40_000,
+        "size_after": 10_000,
+        "low": (9, 10),
+        "figures": Figures(sqnr=40.0, samples=8),
+        "seconds": 2.0,
+    }
+    return Outcome(name=name, **{**made, **changed})
+
+
+def _changes(was, now, **options):
+    old = Report(version="1", outcomes=(was,) if was else ())
+    new = Report(version="1", outcomes=(now,) if now else ())
+    return [(one.what, one.level, one.says) for one in compared(new, old, **options).changes]
+
+
+FAILED = _outcome(
+    status="failed", problem=Problem(kind="ModelError", says="no"), size_after=None, figures=None, low=None
+)
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        ({}, []),
+        ({"status": "unchanged"}, []),
+        ({"figures": Figures(sqnr=39.6)}, []),
+        ({"figures": Figures(sqnr=39.4)}, [("sqnr", "warning", "SQNR is 39.4 dB, and was 40.0 dB")]),
+        ({"figures": Figures(sqnr=45.0)}, []),
+        ({"figures": Figures(exact=True)}, []),
+        ({"figures": None}, []),
+        ({"size_after": 10_100}, []),
+        ({"size_after": 10_101}, [("size", "warning", "the output has 10.1 KB, and had 10 KB")]),
+        ({"size_after": 9_000}, []),
+        ({"low": (8, 10)}, [("int8", "warning", "80 % of the ops run in low precision, and 90 % did")]),
+        ({"low": (10, 10)}, []),
+        ({"low": None}, []),
+        ({"seconds": 3.0}, []),
+        ({"seconds": 3.1}, [("seconds", "note", "it took 3.1 s, and took 2.0 s")]),
+        ({"status": "unchanged", "seconds": 9.0}, []),
+        ({"status": "gate"}, [("status", "warning", "gate missed, and was done")]),
+        ({"status": "timeout"}, [("status", "warning", "timed out, and was done")]),
+    ],
+)
+def test_what_is_told(now, told):
+    """Each figure by itself: what is worse by more than its step is a regression; slower is only told."""
+    assert _changes(_outcome(), _outcome(**now)) == told
+
+
+def test_exact_before():
+    """An output that did not differ and now does has lost more than any step."""
+    assert _changes(_outcome(figures=Figures(exact=True)), _outcome(), sqnr_step=100.0) == [
+        ("sqnr", "warning", "SQNR is 40.0 dB, and was exact")
+    ]
+
+
+def test_the_step_is_an_option():
+    """How much SQNR may go is for the caller to say."""
+    assert _changes(_outcome(), _outcome(figures=Figures(sqnr=35.0)), sqnr_step=5.0) == []
+    assert len(_changes(_outcome(), _outcome(figures=Figures(sqnr=39.9)), sqnr_step=0.05)) == 1
+
+
+def test_failing():
+    """A new failure is a regression, an old one is none, and a mended one is told."""
+    assert [one[:2] for one in _changes(_outcome(), FAILED)] == [("status", "warning")]
+    assert _changes(FAILED, FAILED) == []
+    assert _changes(FAILED, _outcome()) == [("status", "note", "done, and was failed")]
+
+
+def test_coming_and_going():
+    """A model that is gone is a regression, a new one and one of another shard are none."""
+    assert _changes(None, _outcome()) == []
+    assert _changes(_outcome(), None) == [("gone", "warning", "the last report has it, and this batch does not")]
+    assert _changes(_outcome(), _outcome(status="skipped")) == []
+    assert _changes(_outcome(status="skipped"), _outcome()) == []
+
+
+def test_fail_on_regression():
+    """Only then a regression is an error, and what is only told never is."""
+    old = Report(version="1", outcomes=(_outcome("a"), _outcome("b")))
+    new = Report(version="1", outcomes=(_outcome("a", size_after=20_000), _outcome("b", seconds=9.0)))
+    assert not regressed(compared(new, old))
+    failing = compared(new, old, fail=True)
+    assert regressed(failing)
+    assert [one.level for one in failing.changes] == ["error", "note"]
+    slower = compared(replace(new, outcomes=new.outcomes[1:]), replace(old, outcomes=old.outcomes[1:]), fail=True)
+    assert not regressed(slower)
