@@ -65,10 +65,9 @@ def _check_shards(reports: Mapping[Path, Report]) -> None:
 
 
 def _order(lists: Sequence[Sequence[str]]) -> Iterable[str]:
-    """The names of all shards: where each has all of them, in that order; else the first of each shard, then on."""
-    longest = max(map(len, lists), default=0)
-    rows = ([names[place] for names in lists if place < len(names)] for place in range(longest))
-    return dict.fromkeys(name for row in rows for name in row)
+    """The names of all shards: in the manifest's order, where each report has it, else in their own."""
+    named = {name for names in lists for name in names}
+    return dict.fromkeys(lists[0]) if all(set(names) == named for names in lists) else sorted(named)
 
 
 def _one(name: str, made: Sequence[Outcome]) -> Outcome:
