@@ -7,6 +7,7 @@ from io import TextIOWrapper
 
 import click
 
+from graphquant.cli.batching import batch
 from graphquant.cli.calibrating import calibrate
 from graphquant.cli.checking import check
 from graphquant.cli.comparing import compare
@@ -30,5 +31,5 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-for command in (insert, calibrate, plan, explain, inspect, check, compare, diff, strip, data, rules):
+for command in (insert, calibrate, plan, explain, inspect, check, compare, diff, strip, batch, data, rules):
     main.add_command(command)

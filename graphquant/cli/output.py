@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from graphquant.batch.types import Entry, Outcome
     from graphquant.calibration import Stats
     from graphquant.pipeline import Progress
     from graphquant.view.drawing import Drawing
@@ -86,3 +87,52 @@ def progress_bar() -> Iterator[Progress | None]:
             bar.update(tasks[what], completed=done)
 
         yield told
+
+
+class Bars:
+    """Tells on stderr how far a batch is: with bars on a terminal, else with a line for each model that was worked on.
+
+    Args:
+        total: How many models there are.
+        bar: What draws the bars, None where stderr is no terminal.
+    """
+
+    def __init__(self, total: int, bar: Any) -> None:
+        self._total, self._bar, self._count = total, bar, 0
+        self._tasks: dict[str, Any] = {}
+        self._all = bar.add_task("models", total=total) if bar is not None else None
+
+    def told(self, entry: Entry, what: str, done: int, total: int) -> None:
+        """A worker is so far with a model."""
+        if self._bar is None:
+            return
+        said = printable(f"  {entry.name}: {what}" if what else f"  {entry.name}")
+        if entry.name not in self._tasks:
+            self._tasks[entry.name] = self._bar.add_task(said, total=None)
+        self._bar.update(self._tasks[entry.name], description=said, completed=done, total=total or None)
+
+    def done(self, outcome: Outcome) -> None:
+        """A model is finished."""
+        self._count += 1
+        if self._bar is not None:
+            self._bar.update(self._all, completed=self._count)
+            if outcome.name in self._tasks:
+                self._bar.remove_task(self._tasks.pop(outcome.name))
+        elif outcome.status != "unchanged":
+            click.echo(printable(f"[{self._count}/{self._total}] {outcome.name}: {outcome.status}"), err=True)
+
+
+@contextmanager
+def batch_bars(total: int) -> Iterator[Bars]:
+    """What shows how far a batch of so many models is."""
+    if not sys.stderr.isatty():
+        yield Bars(total, None)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+
+    from graphquant.view import text
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Bar(*columns, console=text.console(stderr=True), transient=True) as bar:
+        yield Bars(total, bar)

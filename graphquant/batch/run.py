@@ -1,0 +1,249 @@
+"""The story of a batch: what is known already, what has to be done, and the report of both."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import graphquant
+from graphquant.batch.cache import Cache
+from graphquant.batch.ingredients import digest_of, ingredients, program
+from graphquant.batch.journal import Journal, journal_of
+from graphquant.batch.litter import sweep
+from graphquant.batch.memo import Memo
+from graphquant.batch.types import Outcome, Report
+from graphquant.batch.work import judged, unmade
+from graphquant.data.files import remote
+from graphquant.errors import GraphQuantError, UsageError
+from graphquant.formats.parts import files_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from graphquant.batch.ingredients import Ingredients
+    from graphquant.batch.types import Entry
+
+    Execute = Callable[[Sequence[Entry]], Iterator[Outcome]]
+
+MADE = ("done", "gate")
+"""Statuses of entries that were worked on and have an output."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a batch is run.
+
+    Attributes:
+        folder: Where the cache, the journals and the digests of files are kept.
+        cache: Whether outputs are taken from the cache, and put there.
+        resume: Whether what an earlier run of the same batch finished counts.
+        force: Whether outputs are replaced that no batch wrote.
+        shard: Which part of the manifest the entries are of, of how many; the report tells it.
+    """
+
+    folder: Path
+    cache: bool = True
+    resume: bool = False
+    force: bool = False
+    shard: tuple[int, int] = (1, 1)
+
+
+def run_batch(
+    entries: Sequence[Entry],
+    options: Options,
+    execute: Execute,
+    *,
+    told: Callable[[Outcome], None] | None = None,
+    warned: Callable[[str], None] | None = None,
+) -> Report:
+    """Does what is not done yet. Ctrl-C ends it with what is finished, and the rest skipped.
+
+    Args:
+        entries: The models; no two have one name or one output.
+        options: How to.
+        execute: Gives the outcomes of entries as they come, in any order; what does the work.
+        told: Is told each outcome as soon as it is on the disk.
+        warned: Is told what went wrong beside the models.
+
+    Raises:
+        UsageError: The batch is being run already, or the folder for the cache cannot be used.
+    """
+    started, begun = time.time(), time.monotonic()
+    with Memo(options.folder / "files.sqlite") as memo:
+        path = journal_of(options.folder, entries)
+        with Journal(path, resume=options.resume) as journal:
+            sweep(entry.output for entry in entries if not remote(entry.output))
+            batch = _Batch(entries, options, memo, journal, warned or (lambda _said: None))
+            for outcome in batch.outcomes(execute):
+                if told is not None:
+                    told(outcome)
+    found = {entry.name: batch.found.get(entry.name) or _skipped(entry) for entry in entries}
+    return Report(
+        version=graphquant.__version__,
+        outcomes=tuple(found.values()),
+        shard=options.shard,
+        started=round(started, 3),
+        seconds=round(time.monotonic() - begun, 3),
+    )
+
+
+def _skipped(entry: Entry) -> Outcome:
+    return unmade(
+        entry, "Skipped", "The batch was stopped before this model was done. Run it with --resume.", 130, "skipped"
+    )
+
+
+class _Batch:
+    """A run of a batch.
+
+    Attributes:
+        found: What became of entries so far, by their name.
+    """
+
+    def __init__(
+        self, entries: Sequence[Entry], options: Options, memo: Memo, journal: Journal, warned: Callable[[str], None]
+    ) -> None:
+        self._entries, self._options, self._memo, self._journal, self._warned = entries, options, memo, journal, warned
+        self._cache = Cache(options.folder) if options.cache else None
+        self._made: dict[str, Ingredients | None] = {}
+        self._program = program(memo)
+        self.found: dict[str, Outcome] = {}
+
+    def outcomes(self, execute: Execute) -> Iterator[Outcome]:
+        """Each outcome once it is in the journal: first what is known, then what comes of the work."""
+        todo = []
+        try:
+            for entry in self._entries:
+                made = self._made[entry.name] = self._ingredients(entry)
+                outcome = self._finished(entry, made)
+                if outcome is not None:
+                    self.found[entry.name] = outcome
+                    yield outcome
+                    continue
+                outcome = self._cached(entry, made) or self._blocked(entry)
+                if outcome is not None:
+                    yield self._enter(outcome)
+                else:
+                    todo.append(entry)
+            if todo:
+                yield from self._worked(todo, execute)
+        except KeyboardInterrupt:
+            return
+
+    def _worked(self, todo: Sequence[Entry], execute: Execute) -> Iterator[Outcome]:
+        """The outcomes of what has to be done; the largest models are begun first, so that none is left for the end."""
+        by_name = {entry.name: entry for entry in todo}
+        for entry in todo:
+            if not remote(entry.output):
+                self._memo.own(Path(entry.output))
+        for outcome in execute(sorted(todo, key=lambda entry: -self._size(entry))):
+            yield self._enter(self._taken_in(by_name[outcome.name], outcome))
+
+    def _enter(self, outcome: Outcome) -> Outcome:
+        """Puts an outcome into the journal."""
+        try:
+            self._journal.add(outcome)
+        except OSError as error:
+            self._warned(
+                f"What is finished cannot be kept in {self._options.folder}: {error.strerror}. --resume will not know"
+                " of it."
+            )
+        self.found[outcome.name] = outcome
+        return outcome
+
+    def _taken_in(self, entry: Entry, outcome: Outcome) -> Outcome:
+        """An outcome of the work, with the digests of what it was made of; its output goes to the cache."""
+        made = self._made[entry.name]
+        if made is None:
+            return outcome
+        digests = replace(
+            made.digests, rules=outcome.digests.rules or made.digests.rules, output=outcome.digests.output
+        )
+        outcome = replace(outcome, digests=digests)
+        if outcome.status not in MADE or remote(entry.output):
+            return outcome
+        self._memo.own(Path(entry.output), outcome.digests.output)
+        if self._cache is not None and made.fixed and self._ingredients(entry) == made:  # nothing changed meanwhile
+            try:
+                self._cache.keep(outcome)
+            except OSError as error:
+                self._warned(
+                    f"The cache in {self._options.folder} takes no more: {error.strerror}. Prune it, or make room."
+                )
+                self._cache = None
+        return outcome
+
+    def _ingredients(self, entry: Entry) -> Ingredients | None:
+        """What the output is made of; None where something cannot be read, which whoever does the work tells best."""
+        try:
+            return ingredients(entry, self._memo, self._program)
+        except (GraphQuantError, OSError):
+            return None
+
+    def _size(self, entry: Entry) -> int:
+        made = self._made[entry.name]
+        return 0 if made is None else made.size
+
+    def _finished(self, entry: Entry, made: Ingredients | None) -> Outcome | None:
+        """What an earlier run of this batch did with the entry, if nothing has changed since."""
+        outcome = self._journal.finished.get(entry.name)
+        if outcome is None or outcome.digests.key != (made.digests.key if made is not None else ""):
+            return None
+        if not outcome.products:
+            return outcome if outcome.status != "skipped" else None
+        if not self._intact(entry, outcome):
+            return None
+        return judged(entry, outcome, "unchanged" if outcome.status == "unchanged" else "done")
+
+    def _cached(self, entry: Entry, made: Ingredients | None) -> Outcome | None:
+        """What any earlier run made of the same, with its output where it belongs."""
+        if self._cache is None or made is None or not made.fixed or remote(entry.output):
+            return None
+        outcome, output = self._cache.outcome(made.digests.key), Path(entry.output)
+        if outcome is None:
+            return None
+        if not self._intact(entry, outcome):
+            if self._blocked(entry) is not None:
+                return None
+            self._memo.own(output)
+            try:
+                if not self._cache.restore(outcome, output):
+                    return None
+            except OSError:  # whoever does the work tells it
+                return None
+        self._memo.own(output, outcome.digests.output)
+        return judged(entry, outcome, "unchanged")
+
+    def _intact(self, entry: Entry, outcome: Outcome) -> bool:
+        """Whether the output is there as it was made."""
+        home = Path(entry.output).parent
+        try:
+            return not remote(entry.output) and all(
+                self._memo.digest(home / name) == digest for name, digest in outcome.products.items()
+            )
+        except OSError:
+            return False
+
+    def _blocked(self, entry: Entry) -> Outcome | None:
+        """What is said where something stands at the output that no batch wrote, and --force is not given."""
+        output = Path(entry.output)
+        if self._options.force or remote(entry.output) or not (output.exists() or output.is_symlink()):
+            return None
+        ours = self._memo.ours(output)
+        if ours is not None and ours in {"", self._digest(output)}:
+            return None
+        said = f"{output} exists already, and no batch wrote it. Give another output, or --force to replace it."
+        return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
+
+    def _digest(self, output: Path) -> str | None:
+        """The digest of what is at an output, None if it is no model."""
+        try:
+            files = files_of(output)
+            return digest_of((file.relative_to(output.parent).as_posix(), self._memo.digest(file)) for file in files)
+        except (GraphQuantError, OSError):
+            return None
+
+
+__all__ = ["Options", "run_batch"]

@@ -1,0 +1,136 @@
+"""`graphquant batch`."""
+
+from __future__ import annotations
+
+import signal
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from graphquant.cli.group import INTERRUPTED
+from graphquant.cli.options import memory, selection
+from graphquant.cli.output import batch_bars
+from graphquant.errors import FindingsError, printable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphquant.batch.run import Execute, Options
+    from graphquant.batch.types import Entry, Outcome, Report
+
+GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "max_size", "check")
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[MANIFEST|MODEL...]")
+@selection
+@click.option("--data", metavar="SPEC", help="Calibration data of all models; {stem} stands for a model's name.")
+@click.option("--stats", metavar="FILE", help="Statistics in its place; likewise.")
+@click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use only the first N samples.")
+@click.option("--method", metavar="NAME", help="How ranges are picked from the data, whatever the rules say.")
+@click.option("--float-weights", is_flag=True, default=None, help="Keep weights float, behind a whole QDQ pair.")
+@click.option("-o", "--output", metavar="PATTERN", help="Default: {parent}/{stem}.quant{suffix}.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="An output that has less fails.")
+@click.option("--min-agreement", type=click.FloatRange(0, 100), metavar="PERCENT", help="Likewise, top-1 agreement.")
+@click.option("--max-accuracy-drop", type=click.FloatRange(0, 100), metavar="POINTS", help="Likewise, with labels.")
+@click.option("--max-size", metavar="SIZE", help="A larger output fails.")
+@click.option("--check", metavar="BACKEND", help="An output that `check --for BACKEND` finds fault with fails.")
+@click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Workers; by default by cores and memory.")
+@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop a model then.")
+@click.option("--max-memory", metavar="SIZE", help="Stop a model whose worker takes more, as in 4GB.")
+@click.option("--retries", type=click.IntRange(min=0), default=1, show_default=True, help="After a crash, say.")
+@click.option("--resume", is_flag=True, help="Go on with a run that was stopped or killed.")
+@click.option("--force", is_flag=True, help="Replace outputs that no batch wrote.")
+@click.option("--no-cache", is_flag=True, help="Make everything anew, and keep nothing.")
+@click.option("--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Default: the user's cache folder.")
+@click.option("--prune-cache", metavar="SIZE|AGE", help="Make the cache that small, or remove what is older than 30d.")
+def batch(
+    names: tuple[str, ...],
+    jobs: int | None,
+    timeout: float | None,
+    max_memory: str | None,
+    retries: int,
+    resume: bool,
+    force: bool,
+    no_cache: bool,
+    cache_dir: Path | None,
+    prune_cache: str | None,
+    **settings: Any,
+) -> None:
+    """Quantize many models: those of a MANIFEST, graphquant.toml by default, or MODELs and globs.
+
+    What did not change since it was made is not made again. docs/batch.md tells of manifests, gates and the cache. Exit
+    code 1 if a model failed.
+    """
+    from graphquant.batch.cache import Cache, default_folder
+    from graphquant.batch.run import Options
+
+    folder = cache_dir or default_folder()
+    if prune_cache is not None:
+        _prune(Cache(folder), prune_cache)
+        if not names:
+            return
+    from graphquant.batch.manifest import entries
+
+    given = {key: list(said) if isinstance(said, tuple) else said for key, said in settings.items() if said}
+    made = entries(names, given)
+    limit = memory(max_memory)
+    options = Options(folder=folder, cache=not no_cache, resume=resume, force=force)
+    report = _run(made, options, jobs, timeout, limit, retries)
+    _end(report)
+
+
+def _run(
+    entries: list[Entry], options: Options, jobs: int | None, timeout: float | None, limit: int | None, retries: int
+) -> Report:
+    """Runs the batch on this machine."""
+    from graphquant.batch.processes import Limits, default_jobs, run
+    from graphquant.batch.run import run_batch
+    from graphquant.batch.work import work
+    from graphquant.calibration.memory import free
+
+    workers = min(jobs or default_jobs(), max(len(entries), 1))
+    worker = partial(work, max_memory=(limit or free() // workers) // 2)
+    limits = Limits(jobs=workers, timeout=timeout, memory=limit, retries=retries)
+    with _stoppable(), batch_bars(len(entries)) as bars:
+
+        def execute(todo: Any) -> Iterator[Outcome]:
+            return run(todo, worker, limits, bars.told)
+
+        made: Execute = execute
+        return run_batch(entries, options, made, told=bars.done, warned=_warn)
+
+
+def _warn(said: str) -> None:
+    click.echo(printable(said), err=True)
+
+
+def _end(report: Report) -> None:
+    """Shows the report, and ends as it says."""
+    from graphquant.batch.reports.text import report_view
+    from graphquant.view import text
+
+    text.console().print(report_view(report))
+    if any(one.status == "skipped" for one in report.outcomes):
+        click.echo("Interrupted. What is finished is kept: go on with --resume.", err=True)
+        raise click.exceptions.Exit(INTERRUPTED)
+    if not report.fine:
+        raise click.exceptions.Exit(FindingsError.exit_code)
+
+
+def _prune(cache: Any, limit: str) -> None:
+    gone, freed = cache.prune(limit)
+    click.echo(f"Removed {gone} outputs from the cache, {freed} bytes.")
+
+
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """What ends a CI job ends the batch as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
