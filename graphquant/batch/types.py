@@ -257,7 +257,7 @@ class Change:
 
     Attributes:
         name: The entry's.
-        what: What differs.
+        what: What differs; "digest" where an output that was built again is not what there is.
         level: "error" for a regression that fails the batch, "warning" for one that does not, "note" for what is only
             told.
         says: What it was, and what it is.
@@ -266,7 +266,7 @@ class Change:
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
 
     name: str
-    what: Literal["status", "sqnr", "size", "int8", "seconds", "gone"]
+    what: Literal["status", "sqnr", "size", "int8", "seconds", "gone", "digest"]
     level: Literal["error", "warning", "note"]
     says: str
 

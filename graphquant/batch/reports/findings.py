@@ -22,6 +22,7 @@ BATCH_CODES = {
     "GQ205": Code("error", "an output does not keep a gate"),
     "GQ206": Code("warning", "a model was not begun, for the batch was stopped"),
     "GQ207": Code("warning", "an output is worse than in an earlier report"),
+    "GQ208": Code("error", "an output is not what is built of its model now"),
 }
 """What a batch adds to the codes of `check`."""
 
@@ -47,7 +48,8 @@ def notices(report: Report) -> Iterator[Notice]:
     for change in report.changes:
         if change.level != "note":
             path = paths.get(change.name, change.name)
-            yield Notice("GQ207", change.level, path, "", "", f"{change.name}: {change.says}.")
+            code = "GQ208" if change.what == "digest" else "GQ207"
+            yield Notice(code, change.level, path, "", "", f"{change.name}: {change.says}.")
 
 
 def _of_outcome(outcome: Outcome) -> Iterator[Notice]:

@@ -94,6 +94,7 @@ def _head(column: str) -> str:
 def _row(outcome: Outcome, changes: list[Change], graph: str | None) -> str:
     fine = outcome.fine and all(one.level == "note" for one in changes)
     kind = "soft" if outcome.status == "skipped" else "good" if fine else "bad"
+    shown = "regressed" if outcome.fine and not fine else status(outcome)
     part = ratio(outcome)
     sqnr = outcome.figures.sqnr if outcome.figures is not None else None
     exact = outcome.figures is not None and outcome.figures.exact
@@ -101,7 +102,7 @@ def _row(outcome: Outcome, changes: list[Change], graph: str | None) -> str:
     link = f'<a href="{_text(graph)}">graph</a>' if graph is not None else ""
     cells = [
         f'<td class="name" data-v="{_text(outcome.name)}">{_name(outcome, changes)}</td>',
-        f'<td data-v="{status(outcome)}"><span class="{kind}">{status(outcome)}</span></td>',
+        f'<td data-v="{shown}"><span class="{kind}">{shown}</span></td>',
         _number(outcome.size_before, size(outcome.size_before)),
         _number(outcome.size_after, size(outcome.size_after)),
         _number(part, percent(part)),
@@ -127,7 +128,7 @@ def _bar(outcome: Outcome) -> str:
     width = round(60 * outcome.int8_share, 1)
     band, bar = '<rect class="band" width="60" height="8"/>', f'<rect width="{width}" height="8"/>'
     drawn = f'<svg width="60" height="8" aria-hidden="true">{band}{bar}</svg>'
-    return f'<span title="{low} of {all_ops} ops">{drawn} {percent(outcome.int8_share)}</span>'
+    return f'<span title="{low} of {all_ops} ops">{percent(outcome.int8_share)} {drawn}</span>'
 
 
 def _name(outcome: Outcome, changes: list[Change]) -> str:

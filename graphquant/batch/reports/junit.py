@@ -10,7 +10,7 @@ from graphquant.batch.reports.words import decibels, percent, reasons, size, sta
 from graphquant.errors import printable
 
 if TYPE_CHECKING:
-    from graphquant.batch.types import Outcome, Report
+    from graphquant.batch.types import Change, Outcome, Report
 
 
 def junit(report: Report) -> str:
@@ -19,12 +19,15 @@ def junit(report: Report) -> str:
     suite = ET.SubElement(suites, "testsuite", _attributes(report))
     properties = ET.SubElement(suite, "properties")
     ET.SubElement(properties, "property", name="graphquant", value=report.version)
-    failing = {name: [one.says for one in report.changes if one.name == name] for name in _regressed(report)}
+    failing: dict[str, list[Change]] = {}
+    for change in report.changes:
+        if change.level == "error":
+            failing.setdefault(change.name, []).append(change)
     for one in report.outcomes:
         suite.append(_case(one, failing.pop(one.name, [])))
-    for name, said in failing.items():  # entries that are there no more
+    for name, changes in failing.items():  # entries that are there no more
         case = ET.SubElement(suite, "testcase", name=printable(name), classname="graphquant.batch", time="0")
-        _tell(case, "failure", "regression", said)
+        _tell(case, "failure", "regression", [one.says for one in changes])
     ET.SubElement(suite, "system-out").text = _lines([summary(report)])
     ET.SubElement(suite, "system-err").text = _lines([f"{one.name}: {one.says}" for one in report.changes])
     ET.indent(suites)
@@ -59,16 +62,18 @@ def _kind(outcome: Outcome, regressed: bool) -> str:
     return {"skipped": "skipped", "failed": "failure", "gate": "failure"}.get(outcome.status, "error")
 
 
-def _case(outcome: Outcome, regressions: list[str]) -> ET.Element:
+def _case(outcome: Outcome, changes: list[Change]) -> ET.Element:
     named = {"name": printable(outcome.name), "classname": "graphquant.batch", "time": f"{outcome.seconds:.3f}"}
     case = ET.Element("testcase", named)
-    kind = _kind(outcome, bool(regressions))
+    kind = _kind(outcome, bool(changes))
     if kind == "skipped":
         ET.SubElement(case, "skipped")
     elif kind:
         why = outcome.problem.kind if outcome.problem is not None else status(outcome)
-        said = reasons(outcome) + [f"regression: {one}" for one in regressions]
-        _tell(case, kind, "regression" if outcome.fine else why, [*said, *_figures(outcome)])
+        said = reasons(outcome) + [one.says for one in changes]
+        if outcome.fine:
+            why = "difference" if changes[0].what == "digest" else "regression"
+        _tell(case, kind, why, [*said, *_figures(outcome)])
     return case
 
 

@@ -83,7 +83,9 @@ def summary(report: Report) -> str:
     for one in report.outcomes:
         counts[status(one)] = counts.get(status(one), 0) + 1
     parts = [f"{counts[word]} {word}" for word in STATUSES.values() if word in counts]
-    worse = sum(one.level != "note" for one in report.changes)
-    parts += [counted(worse, "regression")] if worse else []
+    worse = [one.what for one in report.changes if one.level != "note"]
+    unlike = worse.count("digest")
+    parts += [counted(len(worse) - unlike, "regression")] if len(worse) > unlike else []
+    parts += [counted(unlike, "difference")] if unlike else []
     shard = f" of shard {report.shard[0]}/{report.shard[1]}" if report.shard[1] > 1 else ""
     return f"{counted(len(report.outcomes), 'model')}{shard}: {', '.join(parts)}; {seconds(report.seconds)}."

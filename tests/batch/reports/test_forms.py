@@ -77,7 +77,15 @@ def test_junit_is_as_its_schemas_say(report):
     assert counted == {"tests": 9, "failures": 4, "errors": 3, "skipped": 1}
     (regression,) = cases[0]
     assert regression.get("type") == "regression"
-    assert regression.get("message") == "regression: SQNR is 38.2 dB, and was 42.0 dB"
+    assert regression.get("message") == "SQNR is 38.2 dB, and was 42.0 dB"
+
+
+def test_an_output_that_is_not_what_is_built(report):
+    """It is a difference, not a regression, and fails."""
+    unlike = replace(report, changes=(replace(report.changes[0], what="digest", says="it differs"),))
+    (suite,) = ET.fromstring(REPORTS[".xml"](unlike))  # noqa: S314  # our own
+    assert suite.find("testcase[@name='net']/failure").attrib == {"type": "difference", "message": "it differs"}
+    assert "1 not begun, 1 difference; 2 min" in suite.findtext("system-out")
 
 
 def test_junit_of_regressions_that_do_not_fail(report):
@@ -207,6 +215,10 @@ def test_a_report_that_cannot_be_written(report, tmp_path):
 def test_statuses_have_words_and_codes(report):
     """Each status of an outcome that failed has its code, and each code is of one."""
     told = {one["ruleId"] for one in json.loads(REPORTS[".sarif"](report))["runs"][0]["results"]}
+    unlike = replace(report.changes[0], what="digest")
+    told |= {
+        one["ruleId"] for one in json.loads(REPORTS[".sarif"](replace(report, changes=(unlike,))))["runs"][0]["results"]
+    }
     assert set(BATCH_CODES) <= told
 
 

@@ -1,0 +1,97 @@
+"""Outputs built again, elsewhere and without the cache, and held against what there is."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphquant.batch.statements import stated, statement_path
+from graphquant.batch.types import Change, Gates
+from graphquant.data.files import remote
+from graphquant.errors import GraphQuantError
+from graphquant.view.text import listed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from graphquant.batch.types import Entry, Outcome, Report
+
+
+def verified(
+    entries: Sequence[Entry], build: Callable[[Sequence[Entry], Path], Report], last: Report | None = None
+) -> Report:
+    """The report of building every entry again in a temporary folder; what differs from what there is fails it.
+
+    What there is: the output's files, its statement where it has one, and the report of an earlier batch where one is
+    given.
+
+    Args:
+        entries: The models, with their outputs where they should be.
+        build: Makes the report of a batch, given its entries and a folder for all that it wants to keep.
+        last: The report.
+    """
+    with tempfile.TemporaryDirectory(prefix="graphquant-") as room:
+        moved = [
+            replace(entry, output=str(Path(room, str(place), Path(entry.output).name)), gates=Gates())
+            for place, entry in enumerate(entries)
+        ]
+        report = build(moved, Path(room))
+    before = {} if last is None else {one.name: one for one in last.outcomes}
+    outcomes, changes = [], []
+    for entry, outcome in zip(entries, report.outcomes, strict=True):
+        outcomes.append(replace(outcome, output=entry.output))
+        if outcome.products:
+            told = _differences(entry, outcome, before.get(entry.name))
+            changes += [Change(name=entry.name, what="digest", level="error", says=says) for says in told]
+    return replace(report, outcomes=tuple(outcomes), changes=tuple(changes))
+
+
+def _differences(entry: Entry, built: Outcome, before: Outcome | None) -> Iterator[str]:
+    """What does not agree with the output that was built again, a sentence for each."""
+    if remote(entry.output):
+        yield "the output is elsewhere, where its files cannot be digested"
+        return
+    home = Path(entry.output).parent
+    wrong = _unlike(built.products, {name: _digest(home / name) for name in built.products})
+    if wrong:
+        yield f"the output is not what is built now: {wrong}"
+    path = statement_path(entry.output)
+    if path.exists():
+        try:
+            wrong = _unlike(built.products, stated(path))
+        except GraphQuantError as error:
+            wrong = str(error).rstrip(".")
+        if wrong:
+            yield f"the statement is not of what is built now: {wrong}"
+    if before is not None and before.products:
+        wrong = _unlike(built.products, before.products)
+        if wrong:
+            yield f"the report is not of what is built now: {wrong}{_causes(before, built)}"
+
+
+def _unlike(built: Mapping[str, str], there: Mapping[str, str | None]) -> str:
+    """Which files are not the same, "" if all are."""
+    names = [name for name in sorted({*built, *there}) if built.get(name) != there.get(name)]
+    return listed([name if there.get(name) else f"{name} is missing" for name in names])
+
+
+def _causes(before: Outcome, built: Outcome) -> str:
+    """What else differs, which may be why."""
+    parts = ("model", "rules", "data")
+    differ = [f"the {part}" for part in parts if getattr(before.digests, part) != getattr(built.digests, part)]
+    for package in sorted({*before.versions, *built.versions}):
+        was, now = before.versions.get(package, "none"), built.versions.get(package, "none")
+        if was != now:
+            differ.append(f"{package} ({was}, now {now})")
+    return f"; so do {', '.join(differ)}" if differ else ""
+
+
+def _digest(path: Path) -> str | None:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
