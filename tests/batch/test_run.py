@@ -1,0 +1,287 @@
+"""The story of a batch, done in this process: what is known, what is done, what is kept."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from graphquant.batch.cache import Cache
+from graphquant.batch.journal import journal_of
+from graphquant.batch.run import Options, run_batch
+from graphquant.batch.types import Entry, Gates, Outcome, report_json
+from graphquant.batch.work import work
+from graphquant.errors import UsageError
+
+
+class Executor:
+    """Does entries one after the other, and remembers which; stops as Ctrl-C does after so many."""
+
+    def __init__(self, stop=None):
+        self.done, self._stop = [], stop
+
+    def __call__(self, entries):
+        """Gives their outcomes."""
+        for entry in entries:
+            if len(self.done) == self._stop:
+                raise KeyboardInterrupt
+            self.done.append(entry.name)
+            yield work(entry)
+
+
+@pytest.fixture
+def here(tmp_path, samples, monkeypatch):
+    """A folder with three models, two of them with data."""
+    for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
+        shutil.copy(samples / name, tmp_path)
+        data = f"{Path(name).stem}_calib.npz"
+        shutil.copy(samples / data, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def entry(stem, **options):
+    """The entry of a sample model."""
+    given = {"data": f"{stem}_calib.npz", "samples": 4} | options
+    return Entry(name=f"{stem}.onnx", model=f"{stem}.onnx", output=f"out/{stem}.onnx", **given)
+
+
+def options(**given):
+    """Where things are kept here."""
+    return Options(folder=Path("cache"), **given)
+
+
+def both():
+    """The two entries."""
+    return [entry("digits_cnn"), entry("digits_rnn", gates=Gates(min_sqnr=1, check=""))]
+
+
+def run(entries, execute=None, **given):
+    """The outcomes of a batch, and what was worked on."""
+    execute = execute or Executor()
+    report = run_batch(entries, options(**given), execute)
+    return list(report.outcomes), execute.done
+
+
+def test_a_batch(here):
+    """Models are made in the order of their size and reported in that of the manifest, with what they are made of."""
+    outcomes, done = run([*both()][::-1])
+    assert [one.name for one in outcomes] == ["digits_rnn.onnx", "digits_cnn.onnx"]
+    assert done == ["digits_rnn.onnx", "digits_cnn.onnx"]  # 39 and 38 kB
+    assert [one.status for one in outcomes] == ["done", "done"]
+    one = outcomes[1]
+    assert one.products == {"digits_cnn.onnx": one.digests.output}
+    assert one.size_before == Path("digits_cnn.onnx").stat().st_size
+    assert one.size_after == Path("out/digits_cnn.onnx").stat().st_size
+    assert one.sites == 24
+    assert one.figures.samples == 4
+    assert one.figures.sqnr > 20
+    assert one.low[1] == 27
+
+
+def test_nothing_is_made_twice(here):
+    """A second run works on nothing and tells the same but for the word "unchanged"."""
+    first, _ = run(both())
+    second, done = run(both())
+    assert done == []
+    assert second == [replace(one, status="unchanged") for one in first]
+
+
+def test_an_output_that_went_comes_back_from_the_cache(here):
+    """It has the same bytes; one that somebody changed is not touched without --force."""
+    run(both())
+    outputs = [Path("out/digits_cnn.onnx"), Path("out/digits_rnn.onnx")]
+    before = outputs[0].read_bytes()
+    outputs[0].unlink()
+    outputs[1].write_bytes(b"mine")
+    outcomes, done = run(both())
+    assert done == []
+    assert outputs[0].read_bytes() == before
+    assert outputs[1].read_bytes() == b"mine"
+    assert [one.status for one in outcomes] == ["unchanged", "failed"]
+    assert "no batch wrote it" in outcomes[1].problem.says
+    assert outcomes[1].problem.exit_code == 2
+    outcomes, done = run(both(), force=True)
+    assert ([one.status for one in outcomes], done) == (["unchanged", "unchanged"], [])
+    assert outputs[1].read_bytes() != b"mine"
+
+
+def test_a_damaged_cache_is_not_used(here):
+    """A file in it that has other bytes than its name says is made anew."""
+    (first, _), _ = run(both())
+    kept = next(Path("cache/files").glob(f"*/{first.digests.output}"))
+    kept.write_bytes(b"x" * kept.stat().st_size)
+    Path("out/digits_cnn.onnx").unlink()
+    outcomes, done = run(both())
+    assert done == ["digits_cnn.onnx"]
+    assert outcomes[0].digests.output == first.digests.output
+    assert kept.read_bytes() == Path("out/digits_cnn.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"samples": 5},
+        {"method": "minmax"},
+        {"rules": ("fixed_point",)},
+        {"exclude": ("conv1",)},
+        {"float_weights": True},
+        {"gates": Gates(check="")},
+    ],
+)
+def test_what_an_output_depends_on(here, change):
+    """Another option is another output."""
+    run([entry("digits_cnn")])
+    assert run([entry("digits_cnn", **change)])[1] == ["digits_cnn.onnx"]
+
+
+def test_the_content_of_files_counts(here):
+    """A model, data or rules that changed are seen; the same content under another time is the same."""
+    Path("mine.toml").write_text(Path(__file__).parents[2].joinpath("rules/tensorrt.toml").read_text())
+    made = entry("digits_cnn", rules=("mine.toml",))
+    run([made])
+    Path("digits_cnn.onnx").touch()
+    assert run([made])[1] == []
+    with Path("mine.toml").open("a") as file:
+        file.write("# more\n")
+    assert run([made])[1] == ["digits_cnn.onnx"]
+    shutil.copy("digits_rnn_calib.npz", "digits_cnn_calib.npz")
+    assert run([made])[1] == ["digits_cnn.onnx"]
+
+
+def test_bounds_are_held_against_what_is_known(here):
+    """Another bound needs no work: the figures are there."""
+    first, _ = run([entry("digits_cnn")])
+    outcomes, done = run([entry("digits_cnn", gates=Gates(min_sqnr=500, min_agreement=1, max_size=10))])
+    assert done == []
+    assert outcomes[0].status == "gate"
+    assert [miss.gate for miss in outcomes[0].misses] == ["min_sqnr", "max_size"]
+    assert f"{first[0].figures.sqnr:.2f} dB" in outcomes[0].misses[0].says
+
+
+def test_without_the_cache(here):
+    """Everything is made, and what a batch wrote may be replaced by it."""
+    run(both(), cache=False)
+    assert not Path("cache/files").exists()
+    outcomes, done = run(both(), cache=False)
+    assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
+    assert [one.status for one in outcomes] == ["done", "done"]
+
+
+def test_failures_are_the_models_own(here):
+    """A damaged or missing model, missing data, mistaken rules are told as insert tells them; the rest is done."""
+    Path("broken.onnx").write_bytes(b"\xff" * 100)
+    Path("bad.toml").write_text("[[rule]]\nname = 'x'\n")
+    entries = [
+        Entry(name="broken", model="broken.onnx", output="out/broken.onnx"),
+        Entry(name="missing", model="missing.onnx", output="out/missing.onnx"),
+        replace(entry("digits_rnn"), name="no data", data="nothing.npz"),
+        replace(entry("digits_rnn"), name="rules", rules=("bad.toml",), output="out/2.onnx"),
+        replace(entry("digits_rnn"), name="needs", data=None, output="out/3.onnx"),
+        entry("digits_cnn"),
+    ]
+    outcomes, _ = run(entries)
+    assert [one.status for one in outcomes] == ["failed"] * 5 + ["done"]
+    kinds = ["ModelError", "ModelError", "DataError", "RuleError", "NeedsDataError"]
+    assert [one.problem.kind for one in outcomes[:5]] == kinds
+    assert [one.problem.exit_code for one in outcomes[:5]] == [3, 3, 2, 2, 2]
+    assert "There is no file missing.onnx" in outcomes[1].problem.says
+    assert sorted(path.name for path in Path("out").iterdir()) == ["digits_cnn.onnx"]
+
+
+def test_stopped_and_resumed(here):
+    """What was finished is kept and not done again; the report is that of a run that nobody stopped."""
+    expected = [replace(one, seconds=0.0) for one in run(both())[0]]
+    shutil.rmtree("cache")
+    shutil.rmtree("out")
+    outcomes, done = run(both(), Executor(stop=1), cache=False)
+    assert [one.status for one in outcomes] == ["skipped", "done"]
+    assert done == ["digits_rnn.onnx"]
+    outcomes, done = run(both(), cache=False, resume=True)
+    assert done == ["digits_cnn.onnx"]
+    assert [replace(one, seconds=0.0) for one in outcomes] == expected
+
+
+def test_resume_looks_at_what_is_there(here):
+    """A finished model whose output is gone, or whose rules changed, is made again."""
+    run(both(), cache=False)
+    Path("out/digits_cnn.onnx").unlink()
+    assert run(both(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
+    changed = [entry("digits_cnn"), replace(both()[1], method="minmax")]
+    assert run(changed, cache=False, resume=True)[1] == ["digits_rnn.onnx"]
+
+
+def test_a_journal_that_was_cut(here):
+    """A line that was not written to its end counts for nothing, and what is added later is read again."""
+    run(both(), cache=False)
+    path = journal_of(Path("cache"), both())
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[1][:50])
+    assert run(both(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
+    assert run(both(), cache=False, resume=True)[1] == []
+    assert [json.loads(line)["name"] for line in path.read_bytes().splitlines()] == [
+        "digits_rnn.onnx",
+        "digits_cnn.onnx",
+    ]
+
+
+def test_a_batch_runs_once_at_a_time(here):
+    """A second run of the same outputs is refused while the first is at it."""
+
+    def execute(entries):
+        with pytest.raises(UsageError, match="being run already"):
+            run_batch(both(), options(), Executor())
+        yield from map(work, entries)
+
+    report = run_batch(both(), options(), execute)
+    assert [one.status for one in report.outcomes] == ["done", "done"]
+
+
+def test_a_model_that_changes_meanwhile_is_not_cached(here):
+    """Nobody knows which of the two the output was made of."""
+
+    def execute(entries):
+        for one in entries:
+            made = work(one)
+            shutil.copy("digits_rnn.onnx", "digits_cnn.onnx")
+            yield made
+
+    outcomes = run_batch([entry("digits_cnn")], options(), execute).outcomes
+    assert outcomes[0].status == "done"
+    assert Cache(Path("cache")).outcome(outcomes[0].digests.key) is None
+
+
+def test_data_functions_are_run(here):
+    """What they give is known only then, so that nothing made with them comes from the cache; --resume trusts them."""
+    Path("feeds.py").write_text(
+        "import numpy\n\ndef feeds():\n    data = numpy.load('digits_cnn_calib.npz')\n"
+        "    return [{name: data[name][i : i + 1] for name in data.files} for i in range(4)]\n"
+    )
+    made = entry("digits_cnn", data="feeds:feeds", samples=None)
+    assert run([made])[0][0].status == "done"
+    assert run([made])[1] == ["digits_cnn.onnx"]
+    assert run([made], resume=True)[1] == []
+
+
+def test_a_report_without_times(here):
+    """Two runs give the same report but for times."""
+    made = [run_batch(both(), options(cache=False), Executor()) for _ in range(2)]
+    reports = [report_json(report, times=False) for report in made]
+    assert reports[0] == reports[1]
+    assert isinstance(reports[0]["outcomes"][0]["sites"], int)
+
+
+def test_what_is_pruned(here):
+    """What was not used longest goes first, and files that no outcome needs go with it."""
+    (rnn, cnn), _ = run(both()[::-1])
+    run([entry("digits_rnn", gates=Gates(check=""))])  # used once more
+    cache = Cache(Path("cache"))
+    assert cache.prune("1d") == (0, 0)
+    assert cache.prune(f"{rnn.size_after + 10}") == (1, cnn.size_after)
+    assert cache.outcome(cnn.digests.key) is None
+    assert isinstance(cache.outcome(rnn.digests.key), Outcome)
+    assert cache.prune("0d") == (1, rnn.size_after)
+    assert list(Path("cache/files").glob("*/*")) == []
+    with pytest.raises(UsageError, match="no amount"):
+        cache.prune("soon")
