@@ -1,0 +1,160 @@
+"""Worker processes: what ends one of them is told of its model, and the others go on."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from graphquant.batch.processes import Limits, memory_of, run
+from graphquant.batch.types import Entry
+from graphquant.batch.work import work
+
+pytestmark = pytest.mark.slow  # a worker takes a second or more to start
+
+FAULTS = """
+import ctypes, os, sys, time
+
+def hang():
+    while True:
+        time.sleep(0.1)
+
+def leave():
+    print("so long", file=sys.stderr)
+    os._exit(7)
+
+def fault():
+    ctypes.string_at(0)
+
+def eat():
+    held = []
+    while True:
+        held.append(bytearray(b"x" * (8 << 20)))
+
+def once():
+    if not os.path.exists("tried"):
+        open("tried", "w").close()
+        os._exit(1)
+    import numpy
+    data = numpy.load("digits_cnn_calib.npz")
+    return [{name: data[name][:1] for name in data.files}]
+
+def wait():
+    open(f"started-{os.getpid()}", "w").close()
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def here(tmp_path, samples, monkeypatch):
+    """A folder with a model, its data, and functions for data that go wrong."""
+    for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
+        shutil.copy(samples / name, tmp_path)
+    tmp_path.joinpath("faults.py").write_text(FAULTS)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def entry(name, data="digits_cnn_calib.npz"):
+    """The model with some data."""
+    return Entry(name=name, model="digits_cnn.onnx", output=f"{name}.onnx", data=data)
+
+
+def outcomes(entries, **limits):
+    """What becomes of them, by name."""
+    return {one.name: one for one in run(entries, partial(work, max_memory=1 << 28), Limits(**limits))}
+
+
+def test_what_ends_a_worker_ends_no_other(here):
+    """A worker that leaves, one that faults and one that eats memory: each is told, and the other models are done."""
+    faulty = ("leave", "fault", "eat")
+    entries = [entry(name, f"faults:{name}") for name in faulty] + [entry("a"), entry("b")]
+    found = outcomes(entries, jobs=2, memory=1 << 30)
+    assert {name: one.status for name, one in found.items()} == {
+        "leave": "crashed",
+        "fault": "crashed",
+        "eat": "memory",
+        "a": "done",
+        "b": "done",
+    }
+    assert [found[name].attempts for name in (*faulty, "a", "b")] == [2, 2, 2, 1, 1]
+    assert "exit code 7. The last it said: so long" in found["leave"].problem.says
+    assert "was ended by SIGSEGV" in found["fault"].problem.says
+    assert "more than 1024 MiB" in found["eat"].problem.says
+    assert Path("a.onnx").read_bytes() == Path("b.onnx").read_bytes()
+    assert sorted(path.name for path in here.glob("*.onnx")) == ["a.onnx", "b.onnx", "digits_cnn.onnx"]
+
+
+def test_what_hangs_is_stopped(here):
+    """After the time that it has; it is not tried again, and the other model is done."""
+    found = outcomes([entry("hang", "faults:hang"), entry("a")], jobs=1, timeout=20)
+    assert (found["hang"].status, found["a"].status) == ("timeout", "done")
+    assert found["hang"].attempts == 1
+    assert found["hang"].seconds >= 20
+    assert "not done after 20 s" in found["hang"].problem.says
+
+
+def test_another_try(here):
+    """What goes well the second time is done; without retries it is not."""
+    found = outcomes([entry("once", "faults:once")])
+    assert (found["once"].status, found["once"].attempts) == ("done", 2)
+    Path("tried").unlink()
+    found = outcomes([entry("once", "faults:once")], retries=0)
+    assert (found["once"].status, found["once"].attempts) == ("crashed", 1)
+
+
+def test_progress_and_warm_workers(here):
+    """Each model is told when it begins and how far it is; one worker does all of them."""
+    told = []
+    entries = [entry(name) for name in "abc"]
+    done = list(run(entries, work, Limits(), lambda one, what, at, of: told.append((one.name, what, at, of))))
+    assert [one.name for one in done] == ["a", "b", "c"]
+    assert [each for each in told if not each[1]] == [(name, "", 0, 0) for name in "abc"]
+    assert ("a", "calibrating", 100, 100) in told
+    assert done[1].seconds < done[0].seconds + 5
+
+
+def test_leaving_early_ends_the_workers(here):
+    """Nothing is left of them, and none goes on."""
+    going = run([entry("a"), entry("wait", "faults:wait")], work, Limits(jobs=2))
+    assert next(going).name == "a"
+    while not (started := list(here.glob("started-*"))):
+        time.sleep(0.05)
+    going.close()
+    process = int(started[0].name.rpartition("-")[2])
+    with pytest.raises(ProcessLookupError):
+        os.kill(process, 0)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c(here, sent):
+    """It ends the batch and its workers with 130; what was done is kept and told, and --resume does the rest."""
+    Path("graphquant.toml").write_text(
+        "[[model]]\npath = 'digits_cnn.onnx'\nvariant = 'a'\noutput = 'a.onnx'\ndata = 'digits_cnn_calib.npz'\n"
+        "[[model]]\npath = 'digits_cnn.onnx'\nvariant = 'b'\noutput = 'b.onnx'\ndata = 'faults:wait'\n"
+    )
+    command = [sys.executable, "-m", "graphquant", "batch", "--cache-dir", "cache", "-j", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        guard = threading.Timer(120, process.kill)
+        guard.start()
+        while not (started := list(here.glob("started-*"))) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(sent)
+        out, err = process.communicate()
+        guard.cancel()
+    assert process.returncode == 130, err
+    assert "1 done" in out
+    assert "go on with --resume" in err
+    assert memory_of(int(started[0].name.rpartition("-")[2])) == 0
+    assert Path("a.onnx").exists()
+    Path("faults.py").write_text("def wait():\n    return []\n")
+    again = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+    assert again.returncode == 1
+    assert "1 done, 1 failed" in again.stdout
+    assert "a.onnx" not in again.stderr
