@@ -37,7 +37,7 @@ def compared(report: Report, last: Report, *, sqnr_step: float = SQNR_STEP, fail
     changes += [
         _change(one, "gone", "warning", "the last report has it, and this batch does not")
         for one in before.values()
-        if one.name not in named
+        if one.name not in named and report.shard[1] == 1  # else it may be another shard's
     ]
     if fail:
         changes = [replace(one, level="error") if one.level == "warning" else one for one in changes]

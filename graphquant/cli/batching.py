@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,15 @@ import click
 from graphquant.cli.group import INTERRUPTED
 from graphquant.cli.options import memory, selection
 from graphquant.cli.output import batch_bars
+from graphquant.cli.reporting import report_options
 from graphquant.errors import FindingsError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from graphquant.batch.run import Execute, Options
     from graphquant.batch.types import Entry, Outcome, Report
+    from graphquant.cli.reporting import Reporting
 
 GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "max_size", "check")
 
@@ -47,6 +50,7 @@ GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "max_size", "check")
 @click.option("--no-cache", is_flag=True, help="Make everything anew, and keep nothing.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Default: the user's cache folder.")
 @click.option("--prune-cache", metavar="SIZE|AGE", help="Make the cache that small, or remove what is older than 30d.")
+@report_options
 def batch(
     names: tuple[str, ...],
     jobs: int | None,
@@ -58,6 +62,7 @@ def batch(
     no_cache: bool,
     cache_dir: Path | None,
     prune_cache: str | None,
+    asked: Reporting,
     **settings: Any,
 ) -> None:
     """Quantize many models: those of a MANIFEST, graphquant.toml by default, or MODELs and globs.
@@ -73,18 +78,38 @@ def batch(
         _prune(Cache(folder), prune_cache)
         if not names:
             return
+    asked.check(names)
+    last = asked.earlier()
+    if asked.merge:
+        _end(asked.deliver(asked.merged(names), last))
+        return
     from graphquant.batch.manifest import entries
 
     given = {key: list(said) if isinstance(said, tuple) else said for key, said in settings.items() if said}
     made = entries(names, given)
     limit = memory(max_memory)
     options = Options(folder=folder, cache=not no_cache, resume=resume, force=force)
-    report = _run(made, options, jobs, timeout, limit, retries)
-    _end(report)
+
+    def run(todo: Sequence[Entry], options: Options) -> Report:
+        return _run(todo, options, jobs, timeout, limit, retries)
+
+    report = _verified(made, options, run, last) if asked.verify else run(made, options)
+    _end(asked.deliver(report, last, made))
+
+
+def _verified(
+    entries: Sequence[Entry], options: Options, run: Callable[[Sequence[Entry], Options], Report], last: Report | None
+) -> Report:
+    """Builds all again, with nothing of what was kept."""
+    from graphquant.batch.verifying import verified
+
+    return verified(
+        entries, lambda moved, room: run(moved, replace(options, folder=room, cache=False, resume=False)), last
+    )
 
 
 def _run(
-    entries: list[Entry], options: Options, jobs: int | None, timeout: float | None, limit: int | None, retries: int
+    entries: Sequence[Entry], options: Options, jobs: int | None, timeout: float | None, limit: int | None, retries: int
 ) -> Report:
     """Runs the batch on this machine."""
     from graphquant.batch.processes import Limits, default_jobs, run
@@ -109,15 +134,13 @@ def _warn(said: str) -> None:
 
 
 def _end(report: Report) -> None:
-    """Shows the report, and ends as it says."""
-    from graphquant.batch.reports.text import report_view
-    from graphquant.view import text
+    """Ends as the report says."""
+    from graphquant.batch.regressions import regressed
 
-    text.console().print(report_view(report))
     if any(one.status == "skipped" for one in report.outcomes):
         click.echo("Interrupted. What is finished is kept: go on with --resume.", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
-    if not report.fine:
+    if not report.fine or regressed(report):
         raise click.exceptions.Exit(FindingsError.exit_code)
 
 

@@ -147,14 +147,14 @@ class Reporting:
             click.echo(REPORTS[".json"](report) if self.form == "json" else as_annotations(report), nl=False)
 
 
-def reporting(command: F) -> F:
-    """The options about reports; the command is given them as one argument, `reporting`."""
+def report_options(command: F) -> F:
+    """The options about reports; the command is given them as one argument, `asked`."""
     names = [field.name for field in fields(Reporting)]
 
     @wraps(command)
     def gathered(**given: Any) -> Any:
         asked = Reporting(**{name: given.pop(name) for name in names})
-        return command(reporting=asked, **given)
+        return command(asked=asked, **given)
 
     decorated: Any = gathered
     for option in reversed(_OPTIONS):

@@ -1,0 +1,148 @@
+"""`graphquant batch` with its options about reports, on models that need no data."""
+
+import json
+import shutil
+
+import pytest
+
+from graphquant.batch.reports import REPORTS
+from graphquant.batch.types import read_report, report_json
+
+
+@pytest.fixture
+def batch(tmp_path, samples, cli, monkeypatch):
+    """A function that quantizes the weights of two sample models in an empty folder."""
+    for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
+        shutil.copy(samples / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*options, code=0):
+        models = ("digits_cnn.onnx", "digits_rnn.onnx", "--rules", "weight_only")
+        return cli("batch", *models, "-j", 1, "--cache-dir", tmp_path / "kept", *options, code=code)
+
+    return run
+
+
+def test_reports(batch, tmp_path):
+    """A report of each kind is written, what is printed is the form asked for, and a second run tells the same."""
+    every = [option for suffix in REPORTS for option in ("--report", f"report{suffix}")]
+    printed = batch(*every, "--format", "json").stdout
+    assert printed == tmp_path.joinpath("report.json").read_text("utf-8")
+    first = read_report(tmp_path / "report.json")
+    assert [(one.name, one.status, one.sites > 0) for one in first.outcomes] == [
+        ("digits_cnn.onnx", "done", True),
+        ("digits_rnn.onnx", "done", True),
+    ]
+    assert "### ✅" in tmp_path.joinpath("report.md").read_text("utf-8")
+    assert len([*tmp_path.joinpath("report_graphs").iterdir()]) == 2
+    assert tmp_path.joinpath("report.html").read_text("utf-8").count('<a href="report_graphs/digits_') == 2
+    assert batch("--report", "second.json", "--format", "github").stdout == ""
+    second = report_json(read_report(tmp_path / "second.json"), times=False)
+    for one in second["outcomes"]:
+        assert one.pop("status") == "unchanged"
+    wanted = report_json(first, times=False)
+    for one in wanted["outcomes"]:
+        assert one.pop("status") == "done"
+    assert second == wanted
+
+
+def test_failures_are_told_in_each_form(batch, cli, tmp_path):
+    """A broken model is the other's affair nowhere; the terminal and GitHub get its reason."""
+    tmp_path.joinpath("broken.onnx").write_bytes(b"no model")
+    result = batch("broken.onnx", "--format", "github", "--report", "report.xml", code=1)
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("::error file=broken.onnx,title=GQ201::broken.onnx: ")
+    assert '<failure type="ModelError"' in tmp_path.joinpath("report.xml").read_text("utf-8")
+
+
+def test_compare(batch, tmp_path):
+    """Only with --fail-on a regression fails the batch, and it is in the report."""
+    batch("--report", "last.json")
+    assert "regression" not in batch("--compare", "last.json", "--fail-on", "regression").stdout
+    data = json.loads(tmp_path.joinpath("last.json").read_text("utf-8"))
+    data["outcomes"][0]["size_after"] //= 2
+    tmp_path.joinpath("last.json").write_text(json.dumps(data), "utf-8")
+    assert "1 regression;" in batch("--compare", "last.json").stdout
+    batch("--compare", "last.json", "--fail-on", "regression", "--report", "now.json", code=1)
+    (change,) = read_report(tmp_path / "now.json").changes
+    assert (change.name, change.what, change.level) == ("digits_cnn.onnx", "size", "error")
+
+
+def test_merge(batch, cli, tmp_path):
+    """Two shards' reports are one, and a missing one is named."""
+    batch("--report", "whole.json")
+    whole = json.loads(tmp_path.joinpath("whole.json").read_text("utf-8"))
+    for shard, outcome in enumerate(whole["outcomes"]):
+        part = {**whole, "outcomes": [outcome], "shard": [shard + 1, 2]}
+        tmp_path.joinpath(f"{shard}.json").write_text(json.dumps(part), "utf-8")
+    cli("batch", "--merge", "1.json", "0.json", "--report", "merged.json")
+    assert read_report(tmp_path / "merged.json") == read_report(tmp_path / "whole.json")
+    assert "No report is of shard 2/2." in cli("batch", "--merge", "0.json", code=2).stderr
+    assert "is no JSON text" in cli("batch", "--merge", "digits_cnn.onnx", code=2).stderr
+
+
+@pytest.mark.slow
+def test_attest_and_verify(batch, tmp_path):
+    """Statements are the same from the cache and anew; an output, statement or report that differs is told."""
+    batch("--attest", "--report", "last.json")
+    path = tmp_path / "digits_cnn.quant.onnx.intoto.json"
+    text = path.read_text("utf-8")
+    statement = json.loads(text)
+    assert statement["subject"] == [
+        {"name": name, "digest": {"sha256": digest}}
+        for name, digest in read_report(tmp_path / "last.json").outcomes[0].products.items()
+    ]
+    assert statement["predicateType"] == "https://slsa.dev/provenance/v1"
+    assert statement["predicate"]["buildDefinition"]["externalParameters"]["rules"] == ["weight_only"]
+    path.unlink()
+    batch("--attest")
+    assert path.read_text("utf-8") == text
+    batch("--attest", "--no-cache")
+    assert path.read_text("utf-8") == text
+    before = {one.name: one.read_bytes() for one in tmp_path.glob("*.onnx*")}
+    batch("--verify", "--compare", "last.json")
+    assert {one.name: one.read_bytes() for one in tmp_path.glob("*.onnx*")} == before
+
+    output = tmp_path / "digits_rnn.quant.onnx"
+    output.write_bytes(output.read_bytes() + b"\0")
+    path.write_text(text.replace('"sha256": "', '"sha256": "0'), "utf-8")
+    data = json.loads(tmp_path.joinpath("last.json").read_text("utf-8"))
+    data["outcomes"][0]["products"] = {"digits_cnn.quant.onnx": "0" * 64}
+    data["outcomes"][0]["digests"]["model"] = "0" * 64
+    data["outcomes"][0]["versions"]["onnx"] = "1.0"
+    tmp_path.joinpath("last.json").write_text(json.dumps(data), "utf-8")
+    told = batch("--verify", "--compare", "last.json", code=1).stdout
+    assert "digits_rnn.onnx: the output is not what is built now: digits_rnn.quant.onnx\n" in told
+    assert "digits_cnn.onnx: the statement is not of what is built now: digits_cnn.quant.onnx\n" in told
+    assert (
+        "digits_cnn.onnx: the report is not of what is built now: digits_cnn.quant.onnx; so do the model, onnx (1.0"
+        in (told)
+    )
+    assert "2 done, 3 differences;" in told
+    output.unlink()
+    assert "digits_rnn.quant.onnx is missing" in batch("--verify", code=1).stdout
+    path.write_text("{}", "utf-8")
+    assert "is no in-toto statement on files" in batch("--verify", code=1).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--sqnr-step", "1"), "--sqnr-step is about a comparison"),
+        (("--fail-on", "regression"), "--fail-on regression is about a comparison"),
+        (("--merge", "--verify"), "--merge makes no models"),
+        (("--verify", "--attest"), "--verify compares digests and writes no output"),
+        (("--report", "x.txt"), "is of no kind of report"),
+        (("--report", "nowhere/x.md"), "There is no folder nowhere"),
+        (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
+    ],
+)
+def test_what_does_not_go_together(batch, options, says, tmp_path):
+    """It is refused before any work is done."""
+    assert says in batch(*options, code=2).stderr
+    assert not tmp_path.joinpath("digits_cnn.quant.onnx").exists()
+
+
+def test_merge_without_reports(cli):
+    """It says what it wants."""
+    assert "--merge wants the JSON reports" in cli("batch", "--merge", code=2).stderr
