@@ -9,11 +9,10 @@ from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, Type
 from pydantic.dataclasses import dataclass
 
 from graphquant.backends import BACKENDS
-from graphquant.calibration import parse_size
+from graphquant.calibration import METHODS, parse_size
 from graphquant.documents import Form, describe
 from graphquant.errors import ManifestError, UsageError, did_you_mean
 from graphquant.qdq import FAMILIES
-from graphquant.sketch import OBSERVERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -81,7 +80,7 @@ class Settings:
     @field_validator("method")
     @classmethod
     def _method(cls, value: str | None) -> str | None:
-        return _known("observer", value, OBSERVERS)
+        return _known("method", value, METHODS)
 
     @field_validator("family")
     @classmethod
@@ -168,7 +167,7 @@ def schema() -> dict[str, Any]:
                     "description": entries[name].pop("description"),
                     "anyOf": [entries[name]["items"], entries[name]],
                 }
-        entries["method"]["enum"], entries["family"]["enum"] = list(OBSERVERS), sorted(FAMILIES)
+        entries["method"]["enum"], entries["family"]["enum"] = list(METHODS), sorted(FAMILIES)
         entries["check"] = {
             "description": entries["check"]["description"],
             "anyOf": [{"enum": list(BACKENDS)}, {"type": "boolean"}],

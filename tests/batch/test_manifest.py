@@ -240,7 +240,7 @@ variant = "a b"
         "graphquant.toml:4: '5 apples' is no amount of memory. Write it as 512MB or 2GB.",
         "graphquant.toml:5: 'samples' is 0; it must be at least 1.",
         "graphquant.toml:6: a string or an array of strings is wanted here.",
-        "graphquant.toml:9: there is no observer 'minmx'. Did you mean 'minmax' or 'mean-minmax'?",
+        "graphquant.toml:9: there is no method 'minmx'. Did you mean 'minmax' or 'mean-minmax'?",
         "graphquant.toml:10: 'min_agreement' is 101; it must be at most 100.0.",
         "graphquant.toml:11: 'path' is empty. Leave it out or fill it.",
         "graphquant.toml:12: 'float_weights' is 'yes'; it must be true or false.",
@@ -376,7 +376,7 @@ def test_names_that_name_nothing(here, names, says):
 
 def test_options_that_are_none(here):
     """An option's value is told as a manifest's would be."""
-    with pytest.raises(UsageError, match="there is no observer 'minmx'"):
+    with pytest.raises(UsageError, match="there is no method 'minmx'"):
         entries(["models/*"], {"method": "minmx"})
 
 

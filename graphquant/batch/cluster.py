@@ -1,0 +1,221 @@
+"""A batch on a dask.distributed cluster: models, and the calibration of few models on many samples.
+
+dask hands out the work and hands it out again where a worker is lost. On each of its workers a model is done as on this
+machine: by a process of its own, under the same limits. Workers must see the same files under the same paths, or the
+entries name addresses for fsspec.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from collections import deque
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
+
+from graphquant.batch.ingredients import versions
+from graphquant.batch.processes import dismiss, run
+from graphquant.batch.work import unmade
+from graphquant.errors import GraphQuantError, MissingDependencyError, UsageError
+
+try:
+    from distributed import Client, WorkerPlugin, as_completed, get_worker
+except ImportError as _missing:
+    raise MissingDependencyError(
+        "A cluster needs dask.distributed. Install it: pip install 'graphquant[dask]'"
+    ) from _missing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from distributed import Future
+    from distributed import Worker as DaskWorker
+
+    from graphquant.batch.processes import Limits, Told, Worker
+    from graphquant.batch.types import Entry, Outcome
+    from graphquant.calibration import Stats
+
+PATIENCE = "10s"
+"""How long a scheduler may take to answer."""
+
+
+def run_on(
+    address: str, entries: Sequence[Entry], worker: Worker, limits: Limits, told: Told | None = None
+) -> Iterator[Outcome]:
+    """Gives the outcome of each entry as soon as it is there, like `processes.run`; leaving early ends the work.
+
+    How many are done at once is for the cluster to say: one for each thread of its workers. If there are fewer entries
+    than threads, the samples of each are dealt out too; their statistics merge exactly.
+
+    Args:
+        address: The scheduler's, "tcp://host:8786".
+        entries: What is to be done.
+        worker: Does one; something that can be pickled.
+        limits: What each may take.
+        told: Is told which entry was given out.
+
+    Raises:
+        UsageError: There is no scheduler at the address, or it has no workers.
+    """
+    if not entries:
+        return
+    with _client(address) as client:
+        threads = sum(client.nthreads().values())
+        if not threads:
+            raise UsageError(f"The cluster at {address} has no workers. Start some: dask worker {address}.")
+        name = f"graphquant-{uuid4().hex}"
+        client.register_plugin(_Crews(), name=name)
+        try:
+            yield from _outcomes(client, list(entries), worker, limits, told, name, max(threads // len(entries), 1))
+        finally:
+            client.unregister_worker_plugin(name)
+
+
+def _client(address: str) -> Client:
+    try:
+        return Client(address, timeout=PATIENCE, set_as_default=False)
+    except (OSError, ValueError, TimeoutError) as error:
+        said = str(error).strip().split("\n")[0].rstrip(".")
+        raise UsageError(f"There is no dask scheduler at {address}: {said}. Start one: dask scheduler.") from error
+
+
+def _outcomes(
+    client: Client, entries: list[Entry], worker: Worker, limits: Limits, told: Told | None, crews: str, parts: int
+) -> Iterator[Outcome]:
+    here = str(Path.cwd())
+    one = replace(limits, jobs=1)
+    todo: dict[Future[Outcome], Entry] = {}
+    try:
+        for entry in entries:
+            stats = _calibrated(client, entry, here, parts) if parts > 1 else None
+            done = client.submit(_done, entry, stats, worker, one, crews, here, versions(), pure=False)
+            todo[done] = entry
+            if told is not None:
+                told(entry, "", 0, 0)
+        for future in as_completed(list(todo), loop=client.loop):
+            yield _outcome(future, todo[future])
+    finally:
+        client.cancel(list(todo), force=True)
+
+
+def _outcome(future: Future[Outcome], entry: Entry) -> Outcome:
+    """What became of an entry; that of one at which workers died again and again is their end."""
+    error = future.exception()
+    if error is None:
+        return future.result()
+    said = str(error).strip().split("\n")[0]
+    return unmade(entry, "Crash", f"The cluster gave it up: {said} Try the model alone with -j 1.", status="crashed")
+
+
+def _calibrated(client: Client, entry: Entry, here: str, parts: int) -> Future[Stats | None] | None:
+    """The statistics of an entry, made in as many parts; None where it needs none or has some."""
+    if entry.data is None or entry.stats is not None:
+        return None
+    shards = [
+        client.submit(_part, entry, (number, parts), here, versions(), pure=False) for number in range(1, parts + 1)
+    ]
+    return client.submit(_merged, shards, pure=False)
+
+
+# -- on a worker ---------------------------------------------------------------------------------
+
+
+def _part(entry: Entry, shard: tuple[int, int], here: str, wanted: dict[str, str]) -> Stats | None:
+    """Statistics of a part of the samples; None where something is wrong, which whoever does the model will tell."""
+    from graphquant import pipeline
+    from graphquant.calibration import with_method
+    from graphquant.data.files import remote
+    from graphquant.data.spec import moved
+    from graphquant.ruleset import moved_rules
+
+    if remote(entry.model) or wanted != versions():
+        return None
+    try:
+        model = pipeline.load(Path(here, entry.model))
+        rules = moved_rules(entry.rules, here)
+        made = pipeline.plan(model, rules=rules, include=entry.include, exclude=entry.exclude, family=entry.family)
+        return pipeline.calibrate(
+            model,
+            with_method(made, entry.method),
+            moved(entry.data or "", here),
+            full=False,
+            samples=entry.samples,
+            shard=shard,
+        )
+    except (GraphQuantError, OSError):
+        return None
+
+
+def _merged(parts: Sequence[Stats | None]) -> Stats | None:
+    from graphquant import pipeline
+
+    whole = [part for part in parts if part is not None]
+    return pipeline.merge_stats(whole) if len(whole) == len(parts) else None
+
+
+def _done(
+    entry: Entry, stats: Stats | None, worker: Worker, limits: Limits, crews: str, here: str, wanted: dict[str, str]
+) -> Outcome:
+    """The outcome of an entry, done by a process of its own that stays for the next one."""
+    found = versions()
+    differing = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
+    if differing:
+        told = ", ".join(f"{name} {found.get(name, 'is missing')}" for name in differing)
+        here_told = ", ".join(f"{name} {wanted.get(name, 'is missing')}" for name in differing)
+        said = f"A worker of the cluster has {told}, and whoever started the batch {here_told}. Install the same."
+        return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
+    free = cast("_Crews", get_worker().plugins[crews]).free
+    crew = free.popleft() if free else []
+    try:
+        with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as room:
+            given = replace(entry, stats=_saved(stats, Path(room))) if stats is not None else entry
+            (outcome,) = run([given], partial(_in_folder, worker, here), limits, crew=crew)
+    finally:
+        free.append(crew)
+    return outcome
+
+
+def _saved(stats: Stats, room: Path) -> str:
+    from graphquant.calibration import save_stats
+
+    path = room / "stats.gqs"
+    save_stats(stats, path)
+    return str(path)
+
+
+def _in_folder(worker: Callable[..., Outcome], here: str, entry: Entry, **options: Any) -> Outcome:
+    """Has the entry done in the folder in which the batch was started, as its paths may be relative."""
+    try:
+        os.chdir(here)
+    except OSError as error:
+        said = (
+            f"A worker of the cluster cannot use {here}: {error.strerror}. Give all the same file system, or addresses."
+        )
+        return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
+    return worker(entry, **options)
+
+
+class _Crews(WorkerPlugin):
+    """Keeps, on each of dask's workers, the processes that do models, from one to the next.
+
+    Attributes:
+        free: Those at no model.
+    """
+
+    def __init__(self) -> None:
+        self.free: deque[list[Any]] = deque()
+
+    def setup(self, worker: DaskWorker) -> None:
+        """Lets the process of a worker start others; dask's nanny ends it with all of them."""
+        del worker
+        multiprocessing.current_process().daemon = False
+
+    def teardown(self, worker: DaskWorker) -> None:
+        """Ends them."""
+        del worker
+        while self.free:
+            dismiss(self.free.popleft())

@@ -1,0 +1,224 @@
+"""A batch on a dask cluster: the same outputs and report as on this machine, whatever becomes of a worker."""
+
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from graphquant import pipeline
+from graphquant.batch import processes
+from graphquant.batch.manifest import entries
+from graphquant.batch.run import Options, run_batch
+from graphquant.batch.types import report_json
+from graphquant.batch.work import work
+from graphquant.errors import MissingDependencyError, UsageError
+
+ROOT = Path(__file__).parent.parent.parent
+
+MANIFEST = """
+[defaults]
+output = "out/{stem}.quant{suffix}"
+
+[[model]]
+path = ["digits_cnn.onnx", "digits_rnn.onnx", "digits_nested.onnx"]
+data = "{stem}_calib.npz"
+samples = 16
+
+[[model]]
+path = "digits_cnn_bn.onnx"
+data = "random:5"
+min_sqnr = 200
+
+[[model]]
+path = "digits_cnn.pb"
+rules = "fixed_point"
+
+[[model]]
+path = "digits_rnn.onnx"
+variant = "misfit"
+data = "digits_cnn_calib.npz"
+output = "out/never.onnx"
+
+[[model]]
+path = "broken.onnx"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Starts a cluster of so many workers, of one thread each; gives its address, and the processes of the workers."""
+    pytest.importorskip("distributed")
+    started = []
+
+    def start(workers):
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        module, file = [sys.executable, "-m"], str(tmp_path / "scheduler.json")
+        own = ["--scheduler-file", file, "--no-dashboard"]
+        commands = [[*module, "distributed.cli.dask_scheduler", *own, "--host", "127.0.0.1", "--port", "0"]]
+        commands += [[*module, "distributed.cli.dask_worker", *own, "--nthreads", "1"] for _ in range(workers)]
+        for command in commands:
+            with (tmp_path / f"log{len(started)}").open("wb") as log:
+                started.append(
+                    subprocess.Popen(command, env=environment, cwd=tmp_path, stderr=log, start_new_session=True)
+                )
+        from distributed import Client
+
+        with Client(scheduler_file=file, timeout="60s", set_as_default=False) as client:
+            if workers:
+                client.wait_for_workers(workers, timeout=60)
+            return client.scheduler.address, started[1:]
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def batch(folder, execute):
+    """Runs the manifest's batch in a folder of its own; gives the report without times, and the outputs' digests."""
+    folder.mkdir()
+    models = ROOT / "sample_models"
+    wanted = ["digits_cnn.onnx", "digits_rnn.onnx", "digits_nested.onnx", "digits_cnn_bn.onnx"]
+    wanted += ["digits_cnn.pb", *(path.name for path in models.glob("*_calib.npz"))]
+    for name in wanted:
+        shutil.copy(models / name, folder / name)
+    folder.joinpath("broken.onnx").write_bytes(b"\x0a\x03abc")
+    folder.joinpath("graphquant.toml").write_text(MANIFEST, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        report = run_batch(entries(), Options(folder=folder / "cache"), execute)
+        return report_json(report, times=False), digests(folder / "out")
+
+
+def digests(folder):
+    """The files of a folder with their digests."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def here(jobs):
+    """Processes of this machine."""
+    return partial(processes.run, worker=partial(work), limits=processes.Limits(jobs=jobs))
+
+
+def there(address):
+    """A cluster."""
+    from graphquant.batch.cluster import run_on
+
+    return partial(run_on, address, worker=partial(work), limits=processes.Limits())
+
+
+@pytest.mark.slow
+def test_the_same_anywhere(tmp_path, cluster):
+    """One process, two, and two workers of a cluster give the same bytes and reports that differ in times alone."""
+    address, _ = cluster(2)
+    report, outputs = batch(tmp_path / "one", here(1))
+    assert [one["status"] for one in report["outcomes"]] == ["done", "done", "done", "gate", "done", "failed", "failed"]
+    assert len(outputs) == 5
+    assert batch(tmp_path / "two", here(2)) == (report, outputs)
+    assert batch(tmp_path / "cluster", there(address)) == (report, outputs)
+
+
+@pytest.mark.slow
+def test_a_killed_worker(tmp_path, monkeypatch, cluster):
+    """What a worker was at when it was killed is done by the other, with the same result."""
+    from distributed import Client
+
+    address, workers = cluster(2)
+    shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
+    for name in "bcd":
+        shutil.copy(tmp_path / "a.onnx", tmp_path / f"{name}.onnx")
+    monkeypatch.chdir(tmp_path)
+    asked = entries(["*.onnx"], {"data": "random:64", "output": "out/{name}"})
+    going = there(address)(asked)
+    first = next(going)
+    victim = workers[0]
+    with Client(address, set_as_default=False) as client:
+        at = next(worker for worker, parent in client.run(os.getppid).items() if parent == victim.pid)
+        deadline = time.monotonic() + 60
+        while not client.processing()[at] and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.processing()[at]
+        os.killpg(victim.pid, signal.SIGKILL)
+    found = [first, *going]
+    assert {one.name: one.status for one in found} == dict.fromkeys([f"{name}.onnx" for name in "abcd"], "done")
+    assert len(set(digests(tmp_path / "out").values())) == 1
+    pipeline.insert(tmp_path / "a.onnx", data="random:64").save(tmp_path / "plain.onnx")
+    assert hashlib.sha256((tmp_path / "plain.onnx").read_bytes()).hexdigest() in digests(tmp_path / "out").values()
+
+
+@pytest.mark.slow
+def test_few_models_are_calibrated_in_parts(tmp_path, monkeypatch, cluster):
+    """With more threads than models the samples are dealt out; the output is the one of a single process."""
+    address, _ = cluster(2)
+    shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
+    monkeypatch.chdir(tmp_path)
+    (asked,) = entries(["a.onnx"], {"data": "random:64", "method": "percentile", "exclude": ("residual/*",)})
+    (found,) = there(address)([asked])
+    assert (found.status, found.problem) == ("done", None)
+    plain = pipeline.insert("a.onnx", data="random:64", method="percentile", exclude="residual/*")
+    plain.save("plain.onnx")
+    assert Path("a.quant.onnx").read_bytes() == Path("plain.onnx").read_bytes()
+
+
+def test_parts_are_the_whole(tmp_path, monkeypatch):
+    """The statistics of parts, merged, are those of all samples; a part that fails leaves the model to one worker."""
+    pytest.importorskip("distributed")
+    from graphquant.batch.cluster import _merged, _part
+    from graphquant.batch.ingredients import versions
+
+    shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
+    monkeypatch.chdir(tmp_path)
+    (asked,) = entries(["a.onnx"], {"data": "random:40", "method": "percentile"})
+    monkeypatch.chdir("/")
+    parts = [_part(asked, (number, 3), str(tmp_path), versions()) for number in (1, 2, 3)]
+    whole = _merged(parts)
+    assert whole.samples == 40
+    source = pipeline.load(tmp_path / "a.onnx")
+    result = pipeline.insert(source, data="random:40", method="percentile")
+    assert whole.sketches.keys() == result.stats.sketches.keys()
+    result.save(tmp_path / "one.onnx")
+    pipeline.insert(source, stats=whole, method="percentile").save(tmp_path / "parts.onnx")
+    assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "parts.onnx").read_bytes()
+    assert _part(asked, (1, 3), "/", versions()) is None
+    assert _part(asked, (1, 3), str(tmp_path), {}) is None
+    assert _merged([*parts[:2], None]) is None
+
+
+def test_no_dask(monkeypatch):
+    """Without dask.distributed it is said what to install."""
+    monkeypatch.setitem(sys.modules, "distributed", None)
+    monkeypatch.delitem(sys.modules, "graphquant.batch.cluster", raising=False)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'graphquant\[dask\]'"):
+        import graphquant.batch.cluster  # noqa: F401  # that it cannot be is what is tested
+
+
+def test_no_scheduler(tmp_path, monkeypatch):
+    """Where nobody answers, the address is told; so is an address that is none."""
+    pytest.importorskip("distributed")
+    from graphquant.batch import cluster
+
+    monkeypatch.setattr(cluster, "PATIENCE", "0.5s")
+    (tmp_path / "a.onnx").touch()
+    asked = entries([str(tmp_path / "a.onnx")])
+    for address in ("tcp://127.0.0.1:9", "nothing://here"):
+        with pytest.raises(UsageError, match=f"There is no dask scheduler at {address}"):
+            list(there(address)(asked))
+    assert list(there("tcp://127.0.0.1:9")([])) == []
+
+
+@pytest.mark.slow
+def test_no_workers(tmp_path, cluster):
+    """A cluster without workers would wait for ever; it is told instead."""
+    address, _ = cluster(0)
+    (tmp_path / "a.onnx").touch()
+    with pytest.raises(UsageError, match=f"The cluster at {address} has no workers"):
+        list(there(address)(entries([str(tmp_path / "a.onnx")])))
