@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from graphquant import formats
 from graphquant.comparison.difference import Difference, quiet
 from graphquant.comparison.types import SiteFigures
-from graphquant.ir import Model, Parameters, TensorRef
+from graphquant.ir import QUANTIZATION_KINDS, Model, Parameters, TensorRef
 from graphquant.numerics import QParams, dequantize, quantize
 from graphquant.pairs import behind, pair, readers, unclipped
 from graphquant.prepare import names_told, prepare
@@ -54,13 +56,13 @@ class Site:
     accumulated: Difference = field(default_factory=Difference)
     note: str = ""
 
-    def add(self, quant: Seen, plain: Seen) -> None:
-        """Adds what one run of each model showed."""
-        found = quant.get(self.after, ())
+    def add(self, runs: Sequence[tuple[Seen, Seen]]) -> None:
+        """Adds what each of some runs showed, of the quantized model and of the float one."""
         if self.before is not None:
-            _add(self.local, quant.get(self.before, ()), found)
-        if self.reference is not None and self.reference in plain:
-            _add(self.accumulated, plain[self.reference], found)
+            _add(self.local, [(quant.get(self.before, ()), quant.get(self.after, ())) for quant, _ in runs])
+        if self.reference is not None:
+            pairs = [(plain[self.reference], quant.get(self.after, ())) for quant, plain in runs if plain]
+            _add(self.accumulated, pairs)
 
     def figures(self) -> SiteFigures:
         """What was found over all samples."""
@@ -86,10 +88,12 @@ class Sites:
     Attributes:
         sites: All of them, in the order of the model.
         plain: The float model as its tensors are to be watched: prepared as the quantized one was.
+        quantized: Whether the float model has quantization of its own, so that it computes otherwise while watched.
     """
 
     sites: tuple[Site, ...]
     plain: Model
+    quantized: bool
 
     def watched(self) -> tuple[list[TensorRef], list[TensorRef]]:
         """The tensors to watch in the quantized model, and in the float one."""
@@ -144,7 +148,8 @@ def sites_of(plain: Model, quant: Model) -> Sites:
         elif pairs is not None and site.reference is None:
             site.note = "no tensor of the float model is its match"
         found.append(site)
-    return Sites(sites=tuple(found), plain=ready)
+    kinds = {op.kind for graph in plain.graphs.values() for op in graph.ops()}
+    return Sites(sites=tuple(found), plain=ready, quantized=not kinds.isdisjoint(QUANTIZATION_KINDS))
 
 
 def _prepared(plain: Model, quant: Model) -> Model:
@@ -207,14 +212,27 @@ def _fitting(params: QParams, value: Array) -> QParams:
     return params if fits else replace(params, axis=last)
 
 
-def _add(difference: Difference, expected: Sequence[Array], found: Sequence[Array]) -> None:
-    if not found:
-        return  # it is on a branch that was not taken
-    if len(expected) != len(found):
-        difference.problem = difference.problem or "it was computed another number of times"
-        return
-    for one, other in zip(expected, found, strict=True):
+def _add(difference: Difference, runs: Iterable[tuple[Sequence[Array], Sequence[Array]]]) -> None:
+    """Adds the values of all runs, in one go if there are several: small arrays take longer by themselves."""
+    pairs: list[tuple[Array, Array]] = []
+    for expected, found in runs:
+        if not found:
+            continue  # it is on a branch that was not taken
+        if len(expected) != len(found):
+            difference.problem = difference.problem or "it was computed another number of times"
+            continue
+        pairs += zip(expected, found, strict=True)
+    alike = [pair for pair in pairs if pair[0].shape == pair[1].shape]
+    if len(alike) > 1:
+        others = [pair for pair in pairs if pair[0].shape != pair[1].shape]
+        pairs = [(_joined([one for one, _ in alike]), _joined([other for _, other in alike])), *others]
+    for one, other in pairs:
         difference.add(one, other)
+
+
+def _joined(arrays: Sequence[Array]) -> Array:
+    """All values in a row."""
+    return np.concatenate([array.reshape(-1) for array in arrays])
 
 
 def _known(difference: Difference) -> float | None:

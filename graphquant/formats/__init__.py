@@ -49,6 +49,10 @@ class Runner(Protocol):
         Known from the model alone; False where that cannot be shown.
         """
 
+    @property
+    def ends(self) -> Mapping[str, TensorRef]:
+        """The tensors that `outputs` are; an output that is no tensor of the main graph is left out."""
+
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """The model's outputs by name, for one feed."""
 

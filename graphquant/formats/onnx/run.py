@@ -21,6 +21,7 @@ from graphquant.formats.onnx.files import binary, external_tensors
 from graphquant.formats.onnx.observe import Probe, fetches, watch
 from graphquant.formats.onnx.tensors import NAMES, bytes_of, first_line
 from graphquant.formats.onnx.write import emit
+from graphquant.ir import Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -98,6 +99,14 @@ class OnnxRunner:
         inside = [tensor for tensor in tensors if tensor.graph]
         refused = watch(self._model, self._emission, inside).refused if inside else {}
         return {tensor: str(error) for tensor, error in refused.items()}
+
+    @property
+    def ends(self) -> Mapping[str, TensorRef]:
+        """The tensors that `outputs` are."""
+        main, wanted = self._model.main, set(self.outputs)
+        infos = zip(self._emission.message.graph.output, main.outputs, strict=True)
+        made = {info.name: main.producer(Use("", label, 0)) for info, label in infos if info.name in wanted}
+        return {name: tensor for name, tensor in made.items() if tensor is not None}
 
     @cached_property
     def batchable(self) -> bool:

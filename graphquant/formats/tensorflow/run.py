@@ -14,7 +14,7 @@ from graphquant.formats.tensorflow.session import INIT_SIGNATURE, Session, Watch
 from graphquant.ir import Model, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -79,7 +79,7 @@ class TensorFlowRunner:
             ModelError: TensorFlow cannot run the model.
         """
         fed = self._feed(feeds)
-        tensors = {key: _tensor(name) for key, name in self._fetches.items()}
+        tensors = self.ends
         if self._reached is None:
             try:
                 return dict(zip(tensors, self._session.run(list(self._fetches.values()), fed), strict=True))
@@ -91,6 +91,11 @@ class TensorFlowRunner:
         seen = self._reached.values(fed)
         return {key: seen[tensor][-1] for key, tensor in tensors.items() if seen[tensor]}
 
+    @property
+    def ends(self) -> Mapping[str, TensorRef]:
+        """The tensors that `outputs` are."""
+        return {key: _tensor(name) for key, name in self._fetches.items()}
+
     @staticmethod
     def unwatchable(_tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """None: queues carry values out of every function and frame."""
@@ -99,7 +104,7 @@ class TensorFlowRunner:
     @cached_property
     def batchable(self) -> bool:
         """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
-        return batchable(self._tf, self._model, self.inputs, list(map(_tensor, self._fetches.values())))
+        return batchable(self._tf, self._model, self.inputs, list(self.ends.values()))
 
     def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
         """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached.

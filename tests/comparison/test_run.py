@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant import formats
+from graphquant.comparison.difference import Difference
+from graphquant.comparison.run import same
+from graphquant.comparison.sites import _add
+from graphquant.formats.onnx.run import OnnxRunner
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def noise(decibels: float) -> np.ndarray:
+    """Values that are 1 but for noise."""
+    return np.array([1, 1 + math.sqrt(2) * 10 ** (-decibels / 20)], np.float32)
+
+
+def test_rounding_makes_no_difference() -> None:
+    """Outputs are the same from 80 dB on, integers where they are equal, and never where one is missing or longer."""
+    one = {"y": np.ones(2, np.float32), "n": np.array([3])}
+    assert same(one, one)
+    assert same(one, {**one, "y": noise(90)})
+    assert not same(one, {**one, "y": noise(70)})
+    assert not same(one, {**one, "n": np.array([4])})
+    assert not same(one, {"y": one["y"]})
+    assert not same(one, {**one, "y": np.ones(3, np.float32)})
+    assert not same(one, {**one, "y": np.array([1, np.nan], np.float32)})
+
+
+def test_several_runs_are_added_as_one() -> None:
+    """Values of several runs give the same sums as one by one; what differs in shape or number is told."""
+    random = np.random.default_rng(0)
+    values = [(random.random((2, 3), np.float32), random.random((2, 3), np.float32)) for _ in range(4)]
+    together, single = Difference(), Difference()
+    _add(together, [([one], [other]) for one, other in values] + [([], [])])
+    for pair in values:
+        single.add(*pair)
+    assert (together.count, single.count, together.problem) == (24, 24, "")
+    assert together.sqnr == pytest.approx(single.sqnr, abs=1e-5)
+    _add(together, [([values[0][0]], [values[0][1][:1]])])
+    assert together.problem == "shapes differ: [2, 3] and [1, 3]"
+    other = Difference()
+    _add(other, [([values[0][0]], list(values[0]))])
+    assert other.problem == "it was computed another number of times"
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_cnn_bn", "digits_rnn"])
+def test_the_float_model_runs_once_by_itself(
+    samples: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it gives the same while its tensors are shown, no further run of its own is made, and figures stay."""
+    data = samples / f"digits_{'rnn' if name == 'digits_rnn' else 'cnn'}_calib.npz"
+    path = gq.insert(samples / f"{name}.onnx", data=str(data), samples=8).save(tmp_path / "quant.onnx")
+    runs: list[OnnxRunner] = []
+    run = OnnxRunner.run
+
+    def counted(self: OnnxRunner, feeds: Any) -> Any:
+        runs.append(self)
+        return run(self, feeds)
+
+    monkeypatch.setattr(OnnxRunner, "run", counted)
+    plain = gq.compare(samples / f"{name}.onnx", path, str(data), samples=40, sites=False)
+    alone = len(runs)
+    found = gq.compare(samples / f"{name}.onnx", path, str(data), samples=40)
+    feeds = alone // 2
+    assert feeds > 1
+    assert len(runs) - alone == feeds + 1
+    assert (found.samples, len(found.outputs)) == (plain.samples, len(plain.outputs))
+    for one, other in zip(found.outputs, plain.outputs, strict=True):
+        assert one.sqnr == pytest.approx(other.sqnr, abs=0.01)
+        assert one.agreement == other.agreement
+
+
+def test_a_quantized_model_beside_itself(samples: Path, tmp_path: Path) -> None:
+    """It computes on integers only while nobody looks, so its outputs come from runs of its own and are equal."""
+    data = str(samples / "digits_cnn_calib.npz")
+    path = gq.insert(samples / "digits_cnn.onnx", data=data, samples=8).save(tmp_path / "quant.onnx")
+    found = gq.compare(path, path, data, samples=40)
+    assert found.sites
+    assert (found.sqnr, found.agreement) == (math.inf, 1.0)
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn", "digits_nested"])
+def test_outputs_can_be_watched(samples: Path, name: str) -> None:
+    """The tensors that a runner says its outputs are hold what a run gives."""
+    model = gq.load(samples / f"{name}.onnx")
+    runner = formats.module("onnx").runner(model)
+    with np.load(samples / f"{name}_calib.npz") as data:
+        feed = {spec.name: data[spec.name][:1] for spec in runner.inputs}
+    (seen,) = runner.observe(list(runner.ends.values()), [feed])
+    ran = runner.run(feed)
+    assert list(runner.ends) == list(ran) == list(runner.outputs)
+    for key, tensor in runner.ends.items():
+        np.testing.assert_allclose(seen[tensor][-1], ran[key], rtol=1e-5, atol=1e-6)
