@@ -19,6 +19,9 @@ from graphquant.errors import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+SCRIPTS = ("data", "scene", "drawing", "map", "pointed", "panel", "search", "input", "start")
+"""The files of the script, in their order; they share one scope."""
+
 
 def page(data: Mapping[str, Any]) -> str:
     """The whole page; the same data gives the same bytes."""
@@ -26,7 +29,7 @@ def page(data: Mapping[str, Any]) -> str:
 
 
 def _page(data: Mapping[str, Any]) -> Iterator[str]:
-    script, style = _shipped("viewer.js"), _shipped("viewer.css")
+    script, style = _script(), _shipped("style.css")
     policy = f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}"
     yield "<!DOCTYPE html>"
     yield f'<html lang="en"><head><meta charset="utf-8"><title>{escape(printable(str(data["title"])))}</title>'
@@ -38,8 +41,13 @@ def _page(data: Mapping[str, Any]) -> Iterator[str]:
     yield f"<script>{script}</script></body></html>"
 
 
+def _script() -> str:
+    """All of the script: its files one behind the other."""
+    return '"use strict";\n' + "\n".join(_shipped(f"{name}.js") for name in SCRIPTS)
+
+
 def _shipped(name: str) -> str:
-    return files("graphquant.view").joinpath(name).read_text("utf-8")
+    return files("graphquant.view").joinpath("viewer", name).read_text("utf-8")
 
 
 def digest(text: str) -> str:

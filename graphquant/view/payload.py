@@ -1,6 +1,6 @@
 """A drawing and its layout as the data of the viewer: columns of numbers, and texts that are kept once.
 
-`viewer.js` reads exactly this; whoever changes one changes the other. Texts are numbers of the list `texts`.
+`viewer/data.js` reads exactly this; whoever changes one changes the other. Texts are numbers of the list `texts`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ DATA = [
     "formats/tensorflow/opdefs.txt",
     "formats/tensorflow/schema.txt",
     "py.typed",
-    "view/viewer.css",
-    "view/viewer.js",
+    "view/viewer/data.js",
+    "view/viewer/style.css",
 ]
 
 

@@ -1,0 +1,195 @@
+// View and input.
+
+/** Makes the scene anew after something was folded. */
+function rebuild(app) {
+  app.s = scene(app.m, app.collapsed, app.unfolded);
+  app.mapLater();
+  app.redraw();
+}
+
+function lookAt(app, op) {
+  const { s, m, view, canvas } = app;
+  view.k = Math.max(view.k, 0.8);
+  const covered = app.results.hidden ? 0 : app.results.offsetWidth;
+  view.x = (canvas.clientWidth + covered) / 2 - s.x[op] * view.k;
+  view.y = canvas.clientHeight / 2 - (s.boxTop(m.layer[op]) + BOX / 2) * view.k;
+}
+
+function collapse(app, group, shut) {
+  if (shut) app.collapsed.add(group);
+  else app.collapsed.delete(group);
+  const before = app.s.boxTop(app.m.groupOps[group].top);
+  rebuild(app);
+  app.view.y += (before - app.s.boxTop(app.m.groupOps[group].top)) * app.view.k;
+  select(app, { kind: "group", group }, { link: false });
+}
+
+/** Unfolds or folds one badge, or all of them. */
+function unfold(app, badge = -1) {
+  if (badge >= 0) app.unfolded[app.unfolded.has(badge) ? "delete" : "add"](badge);
+  else if (app.unfolded.size) app.unfolded.clear();
+  else app.m.badges.forEach((_, one) => app.unfolded.add(one));
+  const op = app.selected ? opOf(app, app.selected) : -1, before = op < 0 ? 0 : app.s.boxTop(app.m.layer[op]);
+  rebuild(app);
+  if (op >= 0) app.view.y += (before - app.s.boxTop(app.m.layer[op])) * app.view.k;
+  if (app.selected) select(app, app.selected, { link: false });
+}
+
+function zoom(app, factor, x = app.canvas.clientWidth / 2, y = app.canvas.clientHeight / 2) {
+  const { view } = app, k = Math.min(4, Math.max(0.002, view.k * factor));
+  view.x = x - ((x - view.x) * k) / view.k;
+  view.y = y - ((y - view.y) * k) / view.k;
+  view.k = k;
+  app.redraw();
+}
+
+/** All of the model, or its beginning at a zoom at which it can be read. */
+function fit(app, whole) {
+  const { m, s, view, canvas } = app, width = canvas.clientWidth, height = canvas.clientHeight;
+  const k = Math.min(1, (width - 40) / Math.max(m.width, 1), (height - 40) / Math.max(s.height, 1));
+  view.k = whole || k > 0.4 ? Math.max(k, 0.002) : 0.75;
+  const top = m.rows && view.k > k ? Array.from(m.inRow.of(0)) : [], read = top.filter((op) => m.outgoing.of(op).length);
+  const first = read.length ? read : top;  // inputs that nobody reads say little
+  const middle = first.length ? (s.x[first[0]] + s.x[first[first.length - 1]]) / 2 : m.width / 2;
+  view.x = width / 2 - middle * view.k;
+  view.y = view.k > k ? 10 : Math.max(10, (height - s.height * view.k) / 2);
+  app.redraw();
+}
+
+/** The op beside the selected one: what it reads, who reads it, or its neighbour in the row. */
+function step(app, key) {
+  const { m } = app, op = app.selected ? opOf(app, app.selected) : -1;
+  const { view } = app;
+  if (op < 0) {
+    view.x += { ArrowLeft: 80, ArrowRight: -80 }[key] || 0;
+    view.y += { ArrowUp: 80, ArrowDown: -80 }[key] || 0;
+    return app.redraw();
+  }
+  const row = Array.from(m.inRow.of(m.layer[op])), at = row.indexOf(op);
+  const next = {
+    ArrowUp: () => Array.from(m.incoming.of(op), (wire) => m.wire.source[wire])[0],
+    ArrowDown: () => Array.from(m.outgoing.of(op), (wire) => m.wire.target[wire])[0],
+    ArrowLeft: () => row[at - 1],
+    ArrowRight: () => row[at + 1],
+  }[key]();
+  if (next !== undefined) select(app, { kind: "op", op: next }, { move: true });
+}
+
+function onKey(app, event) {
+  const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
+  if (event.key === "Escape") {
+    for (const one of app.bar.querySelectorAll("input,select")) one.value = "";
+    app.asked = { text: "", state: "", rule: "", kind: "", sqnr: null };
+    search(app);
+    select(app, null);
+    app.canvas.focus();
+    return;
+  }
+  if (typing) {
+    const move = { Enter: event.shiftKey ? -1 : 1, ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (event.target === app.query && move) {
+      event.preventDefault();
+      pick(app, app.at + move);
+    }
+    return;
+  }
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const keys = {
+    "/": () => app.query.focus(),
+    n: () => pick(app, app.at + 1),
+    p: () => pick(app, app.at - 1),
+    "+": () => zoom(app, 1.3),
+    "=": () => zoom(app, 1.3),
+    "-": () => zoom(app, 1 / 1.3),
+    0: () => fit(app, true),
+    1: () => zoom(app, 1 / app.view.k),
+    u: () => unfold(app, app.selected && app.selected.kind === "badge" ? app.selected.badge : -1),
+    c: () => {
+      const group = app.selected && app.selected.kind === "group" ? app.selected.group : app.selected ? app.m.ops.group[opOf(app, app.selected)] : -1;
+      if (group >= 0) collapse(app, group, !app.collapsed.has(group));
+    },
+    e: () => { app.collapsed.clear(); rebuild(app); },
+    "?": () => select(app, null),
+  };
+  const act = event.key.startsWith("Arrow") ? () => step(app, event.key) : keys[event.key];
+  if (!act || (event.key.startsWith("Arrow") && event.target !== document.body && event.target !== app.canvas)) return;
+  event.preventDefault();
+  act();
+}
+
+/** Dragging moves, two fingers zoom, a click selects, two clicks on a group open or shut it. */
+function onPointer(app) {
+  const { canvas, view } = app, down = new Map();
+  let moved = 0;
+  const at = (event) => ({ x: event.offsetX, y: event.offsetY });
+  const here = (event) => under(app, (event.offsetX - view.x) / view.k, (event.offsetY - view.y) / view.k);
+  canvas.addEventListener("pointerdown", (event) => {
+    canvas.setPointerCapture(event.pointerId);
+    down.set(event.pointerId, at(event));
+    moved = 0;
+  });
+  canvas.addEventListener("pointermove", (event) => {
+    const before = down.get(event.pointerId), now = at(event);
+    if (!before) {
+      const what = here(event);
+      canvas.style.cursor = what ? "pointer" : "grab";
+      return;
+    }
+    const other = [...down].find(([id]) => id !== event.pointerId);
+    if (other) {
+      const far = (one) => Math.hypot(one.x - other[1].x, one.y - other[1].y) || 1;
+      zoom(app, far(now) / far(before), other[1].x, other[1].y);
+    } else {
+      view.x += now.x - before.x;
+      view.y += now.y - before.y;
+    }
+    moved += Math.abs(now.x - before.x) + Math.abs(now.y - before.y);
+    down.set(event.pointerId, now);
+    app.redraw();
+  });
+  const up = (event) => {
+    const known = down.delete(event.pointerId);
+    if (known && event.type === "pointerup" && moved < 5) select(app, here(event));
+  };
+  canvas.addEventListener("pointerup", up);
+  canvas.addEventListener("pointercancel", up);
+  canvas.addEventListener("dblclick", (event) => {
+    const what = here(event);
+    if (what && what.kind === "group") collapse(app, what.group, !app.collapsed.has(what.group));
+    if (what && what.kind === "badge") unfold(app, what.badge);
+  });
+  canvas.addEventListener("wheel", (event) => {
+    event.preventDefault();
+    const unit = event.deltaMode ? 20 : 1;
+    if (event.ctrlKey || event.metaKey) return zoom(app, Math.exp(-event.deltaY * unit * 0.004), event.offsetX, event.offsetY);
+    view.x -= (event.shiftKey ? event.deltaY : event.deltaX) * unit;
+    view.y -= (event.shiftKey ? 0 : event.deltaY) * unit;
+    app.redraw();
+  }, { passive: false });
+  const jump = (event) => {
+    if (!event.buttons || !app.mapped) return;
+    view.x = canvas.clientWidth / 2 - ((event.offsetX - app.mapped.x) / app.mapped.kx) * view.k;
+    view.y = canvas.clientHeight / 2 - ((event.offsetY - app.mapped.y) / app.mapped.ky) * view.k;
+    app.redraw();
+  };
+  app.map.addEventListener("pointerdown", jump);
+  app.map.addEventListener("pointermove", jump);
+}
+
+/** Follows a link: `#op=NAME` is an op, or a tensor by its name. */
+function follow(app) {
+  const found = /^#op=(.*)$/s.exec(location.hash);
+  if (!found || location.hash === app.linked) return;
+  let name = found[1];
+  try {
+    name = decodeURIComponent(name);
+  } catch {
+    // a % that is no escape is part of the name
+  }
+  const { m } = app;
+  app.linked = location.hash;
+  for (let op = 0; op < m.count; op++) if (m.full(op) === name) return select(app, { kind: "op", op }, { move: true, link: false });
+  const badge = m.badges.findIndex((one) => one.tensor === name || one.name === name || (one.ops || []).some(([, made]) => made === name));
+  if (badge >= 0) return select(app, { kind: "badge", badge }, { move: true, link: false });
+  app.panel.replaceChildren(el("h2", {}, "Not found"), el("p", { className: "warn" }, `Nothing here is called ${name}.`));
+}

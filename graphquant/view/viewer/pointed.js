@@ -1,0 +1,42 @@
+// Finding what is under the pointer.
+
+/** What is at a point of the drawing: a badge, a frame's name, a box, or a wire. */
+function under(app, x, y) {
+  const { m, s, view } = app;
+  for (let i = app.hits.length - 1; i >= 0; i--) {
+    const one = app.hits[i];
+    if (x >= one.x && x <= one.right && y >= one.y && y <= one.bottom) {
+      return one.badge !== undefined ? { kind: "badge", badge: one.badge } : { kind: "group", group: one.frame };
+    }
+  }
+  const row = rowAt(s.top, y, m.rows);
+  if (m.rows && s.filled[row] && y >= s.boxTop(row)) {
+    for (const box of s.rowBoxes.get(row) || []) {
+      if (Math.abs(x - box.x) <= box.width / 2) return { kind: "group", group: box.group };
+    }
+    const inRow = m.inRow.of(row);
+    for (let i = firstFrom(s.x, inRow, x - 130); i < inRow.length && s.x[inRow[i]] <= x + 130; i++) {
+      const op = inRow[i];
+      if (s.behind(op) < 0 && Math.abs(x - s.x[op]) <= m.ops.width[op] / 2) return { kind: "op", op };
+    }
+  }
+  return wireAt(app, row, x, y, 6 / view.k);
+}
+
+function wireAt(app, row, x, y, reach) {
+  const { m, s } = app, { x0, x1, wire, last } = s.pieces;
+  const above = s.top[row], below = s.boxTop(row);
+  let best = reach, found = null;
+  for (const i of m.rows ? s.intoRow.of(row) : []) {
+    if (y > below) {
+      if (!last[i] && Math.abs(x - x1[i]) < best) [best, found] = [Math.abs(x - x1[i]), wire[i]];
+      continue;
+    }
+    for (let t = 0; t <= 1; t += 0.05) {
+      const dx = x0[i] + (x1[i] - x0[i]) * t * t * (3 - 2 * t) - x;
+      const far = Math.hypot(dx, above + (below - above) * (1.5 * t * (1 - t) + t * t * t) - y);
+      if (far < best) [best, found] = [far, wire[i]];
+    }
+  }
+  return found === null ? null : { kind: "wire", wire: found };
+}
