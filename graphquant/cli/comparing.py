@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.output import emit, print_view, progress_bar
-from graphquant.errors import FindingsError, UsageError
+from graphquant.cli.output import emit, print_view, progress_bar, write
+from graphquant.errors import FindingsError, UsageError, printable
 
 if TYPE_CHECKING:
     from graphquant.comparison import Comparison
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 @click.option("--min-sqnr", type=float, metavar="DB", help="Exit code 1 if an output has less.")
 @click.option("--min-agreement", type=click.FloatRange(0, 100), metavar="PERCENT", help="Likewise, of top-1 agreement.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw both as a page too, with heat.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def compare(
@@ -38,29 +39,38 @@ def compare(
     min_sqnr: float | None,
     min_agreement: float | None,
     form: str,
+    html: Path | None,
     output: Path | None,
     force: bool,
 ) -> None:
     """Run FLOAT and QUANT on the same data and tell how they differ.
 
     That is how far they are apart, and which quantized tensors cost most. docs/compare.md explains the
-    figures. Exit code 1 if a bound is missed.
+    figures. --html draws both beside each other, with the errors as heat. Exit code 1 if a bound is missed.
     """
     from graphquant import outputs, pipeline
     from graphquant.view.compare_text import comparison_json, comparison_view
 
     for path in (plain, quant):
-        if output is not None:
-            outputs.check_output(output, path, force=force)
+        for written in filter(None, (output, html)):
+            outputs.check_output(written, path, force=force)
+    if html is not None and outputs_only:
+        raise UsageError("--html shows the figures of quantized tensors. Leave --outputs-only out.")
     named = _named(pairs)
+    models = pipeline.load(plain), pipeline.load(quant)
     with progress_bar() as progress:
         found = pipeline.compare(
-            plain, quant, data, samples=samples, outputs=named, sites=not outputs_only, progress=progress
+            *models, data, samples=samples, outputs=named, sites=not outputs_only, progress=progress
         )
     if form == "json":
         emit(comparison_json(found), output)
     else:
         print_view(comparison_view(found, top=top or len(found.sites)), output)
+    if html is not None:
+        from graphquant.view.two import comparison_page
+
+        write(html, comparison_page(*models, found))
+        click.echo(f"Written to {printable(str(html))}", err=True)
     _gate(found, min_sqnr, min_agreement)
 
 

@@ -7,11 +7,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.output import emit, print_view
-from graphquant.errors import FindingsError
+from graphquant.cli.output import emit, print_view, write
+from graphquant.errors import FindingsError, UsageError, printable
 
 if TYPE_CHECKING:
+    from graphquant.differences import Differences
+    from graphquant.ir import Model
     from graphquant.pipeline import Stripped
+    from graphquant.plans import Plan
 
 
 @click.command()
@@ -28,7 +31,6 @@ def strip(model: Path, output: Path | None, everything: bool, original: Path | N
     ORIGINAL.
     """
     from graphquant import outputs, pipeline
-    from graphquant.errors import UsageError
     from graphquant.formats import format_of
     from graphquant.view.strip_text import stripped_view
     from graphquant.view.text import console
@@ -62,9 +64,21 @@ def _prove(found: Stripped, original: Path) -> None:
 @click.option("--stat", is_flag=True, help="Only count the differences.")
 @click.option("--ignore", type=click.Choice(["qdq"]), help="Leave out what differs in quantization.")
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw both sides as a page too.")
+@click.option("--model", type=click.Path(path_type=Path), metavar="FILE", help="With --html: what two plans are of.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
-def diff(one: Path, other: Path, stat: bool, ignore: str | None, form: str, output: Path | None, force: bool) -> None:
+def diff(
+    one: Path,
+    other: Path,
+    stat: bool,
+    ignore: str | None,
+    form: str,
+    html: Path | None,
+    model: Path | None,
+    output: Path | None,
+    force: bool,
+) -> None:
     """Tell what differs between two models or two plans, A and B.
 
     Nothing is run. Ops are matched by name, and by their place in the graph where names differ; quantization ops are
@@ -73,13 +87,33 @@ def diff(one: Path, other: Path, stat: bool, ignore: str | None, form: str, outp
     from graphquant import outputs, pipeline
     from graphquant.view.diff_text import diff_json, diff_view
 
-    for path in (one, other):
-        if output is not None:
-            outputs.check_output(output, path, force=force)
-    found = pipeline.diff(one, other, quantization=ignore is None)
+    for path in filter(None, (one, other, model)):
+        for written in filter(None, (output, html)):
+            outputs.check_output(written, path, force=force)
+    sides = [pipeline.plan_at(path) or pipeline.load(path) for path in (one, other)]
+    found = pipeline.diff(*sides, quantization=ignore is None)
+    page = _difference_page(sides, found, model) if html is not None else ""
     if form == "json":
         emit(diff_json(found), output)
     else:
         print_view(diff_view(found, stat=stat), output)
+    if html is not None:
+        write(html, page)
+        click.echo(f"Written to {printable(str(html))}", err=True)
     if found:
         raise click.exceptions.Exit(FindingsError.exit_code)
+
+
+def _difference_page(sides: list[Model | Plan], found: Differences, path: Path | None) -> str:
+    """The page of a difference; that of two plans wants their model, at `path`."""
+    from graphquant import pipeline
+    from graphquant.ir import Model
+    from graphquant.view.two import difference_page, plans_page
+
+    models = [side for side in sides if isinstance(side, Model)]
+    if len(models) == len(sides):
+        return difference_page(models[0], models[1], found)
+    plans = [side for side in sides if not isinstance(side, Model)]
+    if path is None:
+        raise UsageError("A and B are plans, which hold no graph to draw. Give their model with --model FILE.")
+    return plans_page(pipeline.load(path), plans[0], plans[1], found)

@@ -124,7 +124,7 @@ def sites_of(plain: Model, quant: Model) -> Sites:
         plain: The float model, of whatever format.
         quant: The quantized one.
     """
-    ready = _prepared(plain, quant) if plain.format == quant.format else plain
+    ready = prepared_beside(plain, quant) if plain.format == quant.format else plain
     pairs = pair(quant, ready) if plain.format == quant.format else None
     held, floats = Parameters(quant), _Weights(quant, ready, pairs)
     found = []
@@ -152,7 +152,7 @@ def sites_of(plain: Model, quant: Model) -> Sites:
     return Sites(sites=tuple(found), plain=ready, quantized=not kinds.isdisjoint(QUANTIZATION_KINDS))
 
 
-def _prepared(plain: Model, quant: Model) -> Model:
+def prepared_beside(plain: Model, quant: Model) -> Model:
     """The float model with those steps that were taken before it was quantized, as it says or its op names tell."""
     said = formats.module(quant.format).said(quant).get("steps", "")
     if said:
@@ -245,4 +245,4 @@ def _rank(site: SiteFigures) -> tuple[float, float, str, str]:
     return local, accumulated, site.graph, site.op
 
 
-__all__ = ["Site", "Sites", "sites_of"]
+__all__ = ["Site", "Sites", "prepared_beside", "sites_of"]

@@ -3,7 +3,7 @@
 from graphquant.pipeline.calibrating import calibrate, merge_stats
 from graphquant.pipeline.common import Progress, Several
 from graphquant.pipeline.comparing import compare
-from graphquant.pipeline.differing import diff
+from graphquant.pipeline.differing import aligned, diff, plan_at
 from graphquant.pipeline.inserting import insert
 from graphquant.pipeline.looking import check, check_data, explain, inspect_stats
 from graphquant.pipeline.models import load, save
@@ -18,6 +18,7 @@ __all__ = [
     "Result",
     "Several",
     "Stripped",
+    "aligned",
     "calibrate",
     "check",
     "check_data",
@@ -29,6 +30,7 @@ __all__ = [
     "load",
     "merge_stats",
     "plan",
+    "plan_at",
     "prepared_for",
     "prove_stripped",
     "save",

@@ -38,17 +38,24 @@ def diff(one: Model | Plan | str | Path, other: Model | Plan | str | Path, *, qu
     """
     from graphquant.differences import diff_models, diff_plans
 
-    plans = [_plan(each) for each in (one, other)]
+    plans = [plan_at(each) for each in (one, other)]
     if plans[0] is not None and plans[1] is not None:
         return diff_plans(plans[0], plans[1])
     if plans != [None, None]:
         raise UsageError("One of the two is a plan and the other a model. Compare models, or plans.")
-    before, after = loaded(one), loaded(other)
-    steps = _steps(before, after)
-    if steps:
-        before = prepared_as(before, steps, after.opset)
+    before, after, steps = aligned(loaded(one), loaded(other))
     found = diff_models(before, after, quantization=quantization)
     return replace(found, changes=(_prepared(steps), *found.changes)) if steps else found
+
+
+def aligned(before: Model, after: Model) -> tuple[Model, Model, str]:
+    """Two models, the first prepared as the second says if that was made of it, and the steps of that.
+
+    Raises:
+        ModelError: The opset cannot be raised.
+    """
+    steps = _steps(before, after)
+    return (prepared_as(before, steps, after.opset) if steps else before), after, steps
 
 
 def _steps(before: Model, after: Model) -> str:
@@ -64,7 +71,7 @@ def _prepared(steps: str) -> Change:
     return Change(kind="model", where="preparation", says=f"{steps}; what follows is beside the prepared model")
 
 
-def _plan(given: object) -> Plan | None:
+def plan_at(given: object) -> Plan | None:
     """The plan that is given, or that is at a path; None for a model."""
     if isinstance(given, str | Path) and Path(given).suffix == ".json" and Path(given).is_file():
         with Path(given).open("rb") as file:
@@ -73,4 +80,4 @@ def _plan(given: object) -> Plan | None:
     return given if isinstance(given, Plan) else None
 
 
-__all__ = ["diff"]
+__all__ = ["aligned", "diff", "plan_at"]

@@ -44,6 +44,11 @@ def around(drawing: Drawing, what: str, hops: int) -> tuple[Drawing, list[int]]:
             for wire in drawing.wires
             if wire.source in numbers and wire.target in numbers
         ],
+        controls=[
+            (numbers[source], numbers[target])
+            for source, target in drawing.controls
+            if source in numbers and target in numbers
+        ],
     )
     return part, [numbers[box] for box in starts]
 

@@ -61,6 +61,7 @@ class Badge:
         scheme: The scheme in words, "" where it is not known.
         note: A word on it: with what it shares its scale, that its range is learned, how it rounds.
         pick: What calibration saw of the tensor and what the range costs.
+        place: The quantization op, as graph and name; two empty texts where none is in the model.
     """
 
     tensor: TensorRef
@@ -73,6 +74,7 @@ class Badge:
     scheme: str = ""
     note: str = ""
     pick: Pick | None = None
+    place: tuple[str, str] = ("", "")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,6 +120,7 @@ def of_survey(found: Survey, why: Mapping[str, str], picks: Picks | None = None)
             why=why.get(one.rule, ""),
             note="; ".join(note for note in notes if note),
             pick=seen.get(one.tensor),
+            place=(one.graph, one.op),
         )
         marks.badges.append(badge)
     for stored in found.tensors:

@@ -119,6 +119,7 @@ class Drawing:
         badges: Quantization, which boxes, wires and constants name by number.
         folded: For each badge the types and names of the ops that it stands for.
         groups: Name scopes and nested graphs, each behind what it is in.
+        controls: Boxes that run one before the other though the second reads nothing of the first.
         planned: Whether badges are what would be inserted, not what is there.
     """
 
@@ -129,6 +130,7 @@ class Drawing:
     badges: list[Badge] = field(default_factory=list)
     folded: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
     groups: list[Group] = field(default_factory=list)
+    controls: list[tuple[int, int]] = field(default_factory=list)
     planned: bool = False
 
     def paths(self) -> list[tuple[int, ...]]:
@@ -188,6 +190,7 @@ class _Drawer:
             badges=self.marks.badges,
             folded=[tuple(names) for names in self.folded],
             groups=self.groups,
+            controls=list(self._controls(drawn)),
             planned=not self.marks.coverage and bool(self.marks.by_use),
         )
 
@@ -311,6 +314,14 @@ class _Drawer:
         if not marked or op.kind == "output":
             return ""
         return "all" if all(marked) else "some" if any(marked) else "none"
+
+    def _controls(self, drawn: list[tuple[Graph, Op]]) -> Iterator[tuple[int, int]]:
+        """The control edges between ops that are drawn."""
+        for target, (graph, op) in enumerate(drawn):
+            for name in graph.control_inputs(op.name):
+                source = self.numbers.get((graph.name, name))
+                if source is not None:
+                    yield source, target
 
     def _into_bodies(self) -> Iterator[Wire]:
         """What goes into and comes out of each graph that a single op runs."""

@@ -12,17 +12,21 @@ from graphquant.errors import ModelError
 from graphquant.ir import bulk
 from graphquant.sketch import distribution
 from graphquant.survey import WEIGHTED
+from graphquant.view.both import FIRST, SECOND
 from graphquant.view.drawing import shape_text
+from graphquant.view.heat import heat_data
 from graphquant.view.histogram import axis_of, bars, heights, marks
 from graphquant.view.layout import place
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from graphquant.ir import Op
     from graphquant.picked import Pick
     from graphquant.view.badges import Badge, Numbers
+    from graphquant.view.both import Both
     from graphquant.view.drawing import Box, Drawing
+    from graphquant.view.heat import Heat
     from graphquant.view.layout import Placement
 
 VERSION = 1
@@ -76,14 +80,26 @@ class _Texts:
 
 
 @bulk()
-def payload(drawing: Drawing, notes: Sequence[str] = ()) -> dict[str, Any]:
+def payload(
+    drawing: Drawing,
+    notes: Sequence[str] = (),
+    *,
+    both: Both | None = None,
+    heat: Heat | None = None,
+    changes: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
     """The data of one page.
 
     Args:
         drawing: What is drawn.
         notes: Warnings that stand at the top of the page.
+        both: What of the drawing is on which of two sides, where it is of two models.
+        heat: Figures of the quantized tensors.
+        changes: What differs between the two sides, as `changes_data` gives it.
     """
     text, widths = _Texts(), [width_of(box) for box in drawing.boxes]
+    for number, was in both.was.items() if both is not None else ():
+        widths[number] = max(widths[number], width_of(was))
     layout = placed(drawing, widths)
     text("")
     data = {
@@ -102,7 +118,14 @@ def payload(drawing: Drawing, notes: Sequence[str] = ()) -> dict[str, Any]:
             "parent": [group.parent for group in drawing.groups],
             "graph": [int(bool(group.graph)) for group in drawing.groups],
         },
+        "controls": [_steps([one[end] for one in drawing.controls]) for end in (0, 1)],
     }
+    if both is not None:
+        data["sides"] = _sides(both, text)
+    if heat is not None:
+        data["heat"] = heat_data(heat, drawing.badges)
+    if changes is not None:
+        data["changes"] = list(changes)
     return {**data, "texts": list(text.known)}
 
 
@@ -165,6 +188,33 @@ def _wires(drawing: Drawing, layout: Placement, text: _Texts) -> dict[str, Any]:
     }
 
 
+def _sides(both: Both, text: _Texts) -> dict[str, Any]:
+    """What is on one side only, and what looks otherwise on the first."""
+
+    def alone(sides: Sequence[int]) -> dict[int, int]:
+        return {number: side for number, side in enumerate(sides) if side != FIRST + SECOND}
+
+    return {
+        "titles": list(both.titles),
+        "split": both.split,
+        "boxes": alone(both.boxes),
+        "wires": alone(both.wires),
+        "constants": alone(both.constants),
+        "twins": both.twins,
+        "was": {
+            number: [
+                text(box.graph),
+                text(box.op.name),
+                text(box.op.type),
+                INPUTS.index(box.inputs),
+                text(box.reason),
+                text(shape_text(box.op.outputs[0]) if box.op.outputs else ""),
+            ]
+            for number, box in both.was.items()
+        },
+    }
+
+
 def attrs_text(op: Op) -> str:
     """The op's attributes that are numbers, words or short lists of them, a line each."""
     lines = []
@@ -176,7 +226,8 @@ def attrs_text(op: Op) -> str:
         shown = _value(value)
         if shown:
             lines.append(f"{name} = {shown}")
-    return "\n".join(lines)
+    more = len(op.attrs) - SHOWN
+    return "\n".join([*lines, *([f"and {more} more"] if more > 0 else [])])
 
 
 def _value(value: Any) -> str:

@@ -8,11 +8,14 @@ const OPENED = 64; // more room above a row where a badge is unfolded
 const NEAR = 0.5; // from this zoom on, words are drawn
 const MIDDLE = 0.16; // from this one, wires as curves and badges as dots
 const ROUND = 0.35; // from this one, boxes with an outline and their type
+const LABEL = 15; // height of a frame's label; frames that begin in a row have room above it
 const RESULTS = 100; // results of a search that are listed
+const CONTROLS = 60; // up to so many control edges they are drawn from the beginning
+const FIRST = 1, SECOND = 2; // the sides of a page of two models; what is on both, or of one model, is their sum
 const STATES = ["computes on no float", "float", "partly quantized", "quantized"];
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const counted = (number, what) => `${number.toLocaleString("en")} ${what}${number === 1 ? "" : "s"}`;
+const counted = (number, what, several = `${what}s`) => `${number.toLocaleString("en")} ${number === 1 ? what : several}`;
 
 /** An element with properties, listeners ("onclick") and children; strings become text. */
 function el(tag, props = {}, ...children) {
@@ -85,12 +88,21 @@ function model(data) {
     incoming: ranges(target, count),
     constant: { ...constants, op: summed(constants.op) },
     group: { ...groups, count: groups.label.length },
+    control: { source: summed(data.controls[0]), target: summed(data.controls[1]) },
+    two: Boolean(data.sides),
+    side: sides(data, count, source.length),
+    twins: data.sides ? data.sides.twins : {},
+    heat: data.heat || null,
+    changes: data.changes || null,
   };
+  const was = data.sides ? data.sides.was : {};
+  for (const [op, [graph, name, type, inputs, reason, shape]] of Object.entries(was)) {
+    was[op] = { full: (graph ? `${texts[graph]}/` : "") + texts[name], name: texts[name], type: texts[type], inputs, reason: texts[reason], shape: texts[shape] };
+  }
+  m.was = was;
   m.constants = ranges(m.constant.op, count);
-  m.short = (op) => {
-    const name = m.name(op), cut = name.lastIndexOf("/", name.length - 2) + 1;
-    return name.slice(cut);
-  };
+  m.last = (name) => name.slice(name.lastIndexOf("/", name.length - 2) + 1);
+  m.short = (op) => m.last(m.name(op));
   m.groupOps = groupOps(m);
   m.portX = ports(m);
   m.readers = badges.map(() => []);
@@ -102,6 +114,20 @@ function model(data) {
   const flat = m.readers.flatMap((all, badge) => all.map(() => badge));
   m.badgesOf = (op) => [...new Set(Array.from(m.opBadges.of(op), (i) => flat[i]))];
   return m;
+}
+
+/** The sides that ops, wires, constants and badges are on. */
+function sides(data, ops, wires) {
+  const { sides: told, constants, badges } = data;
+  const of = (count, alone) => {
+    const found = new Uint8Array(count).fill(FIRST + SECOND);
+    for (const [one, side] of Object.entries(alone || {})) found[one] = side;
+    return found;
+  };
+  const badge = of(badges.length);
+  if (told) badge.fill(FIRST, 0, told.split).fill(SECOND, told.split);
+  const [boxes, between, held] = told ? [told.boxes, told.wires, told.constants] : [];
+  return { op: of(ops, boxes), wire: of(wires, between), constant: of(constants.op.length, held), badge };
 }
 
 /** How many ops each group holds, those of groups in it too, and the rows and columns they take. */

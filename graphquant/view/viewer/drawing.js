@@ -3,7 +3,7 @@
 const FONTS = { type: "600 12px system-ui,sans-serif", name: "10px system-ui,sans-serif", badge: "10px ui-monospace,monospace" };
 
 function palette() {
-  const names = ["ink", "soft", "line", "back", "box", "io", "quant", "part", "float", "frame", "accent", "wire", "onbadge", "b4", "b8", "b16", "b32", "f8"];
+  const names = ["ink", "soft", "line", "back", "box", "io", "quant", "part", "float", "frame", "accent", "wire", "onbadge", "b4", "b8", "b16", "b32", "f8", "added", "removed", "changed", "addedbox", "removedbox", "changedbox", "h0", "h1", "h2", "h3", "h4", "l0", "l1", "l2", "l3", "l4"];
   return Object.fromEntries(names.map((name) => [name, css(`--${name}`)]));
 }
 
@@ -16,6 +16,21 @@ function badgeColour(app, dtype) {
 const brief = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4) ? +value.toPrecision(3) : value.toExponential(1)).toString();
 const shortType = (dtype) => (dtype || "?").replace("uint", "u").replace("int", "i").replace("float8_", "f8 ");
 
+/** A scale in words, with the old one before it where the other side has another. */
+function scaleText(app, number) {
+  const badge = app.m.badges[number], before = app.m.badges[app.m.twins[number]];
+  const one = (which) => (which.scale && !which.count ? brief(Math.fround(which.scale[0])) : "");
+  return before && one(before) && one(badge) && one(before) !== one(badge) ? `${one(before)} → ${one(badge)}` : "";
+}
+
+/** What a badge says: its figure where heat is shown, type, scale and zero point else. */
+function badgeSays(app, number) {
+  const badge = app.m.badges[number], figure = heated(app) ? figureOf(app, number) : undefined;
+  if (figure !== undefined) return `${shortType(badge.dtype)} ${figureText(app, figure)}`;
+  const scales = app.by === "changes" ? scaleText(app, number) : "";
+  return scales ? `${shortType(badge.dtype)} ${scales}` : badgeText(badge);
+}
+
 /** What a badge says on the drawing. */
 function badgeText(badge) {
   if (badge.dynamic) return `${shortType(badge.dtype)} dynamic`;
@@ -26,9 +41,21 @@ function badgeText(badge) {
   return `${shortType(badge.dtype)} ${scale}${zero}`;
 }
 
-/** The fill of an op: how much of what it computes on is quantized. */
+/** The colour of a badge and of its wire: that of its type, of its figure, or of what changed. */
+function dyeOf(app, number, as = "h") {
+  if (heated(app)) return heatColour(app, figureOf(app, number), as) || app.colour.b32;
+  if (app.by === "changes") return app.colour[statusOf(app, "badge", number)] || app.colour.b32;
+  return badgeColour(app, app.m.badges[number].dtype);
+}
+
+const looks = (app, op) => (app.side === FIRST && app.m.was[op]) || null; // how an op looked on the first side
+const inputsOf = (app, op) => { const was = looks(app, op); return was ? was.inputs : app.m.ops.inputs[op]; };
+
+/** The fill of an op: how much of what it computes on is quantized, what changed, or the worst figure around it. */
 function fillOf(app, op) {
-  const { m, colour } = app, inputs = m.ops.inputs[op], kind = m.kind(op);
+  const { m, colour } = app, inputs = inputsOf(app, op), kind = m.kind(op);
+  if (heated(app)) return heatColour(app, worstOf(app, op)) || colour.box;
+  if (app.by === "changes") return colour[`${statusOf(app, "op", op)}box`] || colour.box;
   if (kind === "input" || kind === "output") return colour.io;
   if (inputs === 3) return colour.quant;
   if (m.ops.multiplies[op]) return colour.float;
@@ -62,9 +89,19 @@ function fitted(app, ctx, text, room) {
   return found;
 }
 
-/** Draws what is in view. Rows outside of it are not looked at; far away, rows that share a pixel are drawn once. */
+/** Draws all sides that are shown, and the frame of the view on the small map. */
 function draw(app) {
-  const { canvas, ctx, s, m, view } = app;
+  for (const pane of app.panes) {
+    if (pane.canvas.hidden) continue;
+    Object.assign(app, { ctx: pane.ctx, side: pane.side });
+    app.hits = pane.hits = [];
+    drawPane(app, pane.canvas);
+  }
+}
+
+/** Draws what is in view. Rows outside of it are not looked at; far away, rows that share a pixel are drawn once. */
+function drawPane(app, canvas) {
+  const { ctx, s, m, view } = app;
   const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
   if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio);
@@ -78,12 +115,14 @@ function draw(app) {
   const area = { left: -view.x / view.k, right: (width - view.x) / view.k, top: -view.y / view.k, bottom: (height - view.y) / view.k };
   area.first = rowAt(s.top, area.top, m.rows);
   area.last = Math.min(m.rows - 1, rowAt(s.top, area.bottom, m.rows) + 1);
-  app.hits = [];
   app.font = "";
-  drawFrames(app, area);
+  const frames = framesIn(app, area);
+  drawFrames(app, frames);
   drawWires(app, area);
+  if (app.controls) drawControls(app, area);
   drawBoxes(app, area);
   if (view.k >= MIDDLE) drawBadges(app, area);
+  if (view.k >= NEAR * 0.6) drawLabels(app, area, frames);
   drawMap(app, area);
 }
 
@@ -100,32 +139,53 @@ function rowAt(top, y, rows) {
 
 /** Where the frame of a group is, with room for those in it. */
 function frameOf(app, group) {
-  const { m, s } = app, one = m.groupOps[group], pad = 6 + 7 * one.deep;
-  return { x: one.left - pad, y: s.boxTop(one.top) - 14 - 13 * one.deep, right: one.right + pad, bottom: s.top[one.bottom + 1] + pad };
+  const { m, s } = app, one = m.groupOps[group], pad = 6 + 6 * one.deep;
+  const y = s.boxTop(one.top) - LABEL * s.lift[group], bottom = s.top[one.bottom + 1] + 2 + 4 * s.drop[group];
+  return { group, x: one.left - pad, y, right: one.right + pad, bottom };
 }
 
-function drawFrames(app, area) {
-  const { ctx, m, s, view, colour } = app;
-  ctx.strokeStyle = colour.line;
-  ctx.lineWidth = 1 / view.k;
+/** The frames that are in view. */
+function framesIn(app, area) {
+  const { m, s, view } = app, found = [];
   for (let group = 0; group < m.group.count; group++) {
     const one = m.groupOps[group];
     if (!one.ops || s.hiding[group] >= 0 || one.bottom < area.first || one.top > area.last) continue;
     const frame = frameOf(app, group);
     if (frame.right < area.left || frame.x > area.right || (frame.bottom - frame.y) * view.k < 6) continue;
-    ctx.fillStyle = colour.frame;
+    found.push(frame);
+  }
+  return found;
+}
+
+function drawFrames(app, frames) {
+  const { ctx, m, view, colour } = app;
+  ctx.strokeStyle = colour.line;
+  ctx.fillStyle = colour.frame;
+  ctx.lineWidth = 1 / view.k;
+  for (const frame of frames) {
     ctx.fillRect(frame.x, frame.y, frame.right - frame.x, frame.bottom - frame.y);
-    ctx.setLineDash(m.group.graph[group] ? [6, 4] : []);
+    ctx.setLineDash(m.group.graph[frame.group] ? [6, 4] : []);
     ctx.strokeRect(frame.x, frame.y, frame.right - frame.x, frame.bottom - frame.y);
-    ctx.setLineDash([]);
-    if (view.k < NEAR * 0.6) continue;
-    font(app, "name");
+  }
+  ctx.setLineDash([]);
+}
+
+/** The names of frames, over all else; they stay in view as long as their frame does. */
+function drawLabels(app, area, frames) {
+  const { ctx, m, colour } = app;
+  font(app, "name");
+  ctx.textAlign = "left";
+  for (const frame of frames) {
+    const label = fitted(app, ctx, `− ${m.text(m.group.label[frame.group])}`, Math.max(60, frame.right - frame.x - 8));
+    const y = Math.min(Math.max(frame.y, area.top + 2 + LABEL * m.groupOps[frame.group].level), frame.bottom - LABEL);
+    const right = frame.x + ctx.measureText(label).width + 8;
+    ctx.fillStyle = colour.back;
+    ctx.globalAlpha = 0.85;
+    ctx.fillRect(frame.x + 1, y + 1, right - frame.x - 2, LABEL - 3);
+    ctx.globalAlpha = 1;
     ctx.fillStyle = colour.soft;
-    const label = fitted(app, ctx, `− ${m.text(m.group.label[group])}`, Math.max(60, frame.right - frame.x - 8));
-    const y = Math.min(Math.max(frame.y, area.top + 2 + 13 * one.level), frame.bottom - 12);
-    ctx.textAlign = "left";
     ctx.fillText(label, frame.x + 4, y + 11);
-    app.hits.push({ x: frame.x, y, right: frame.x + ctx.measureText(label).width + 8, bottom: y + 15, frame: group });
+    app.hits.push({ x: frame.x, y, right, bottom: y + LABEL, frame: frame.group });
   }
 }
 
@@ -137,30 +197,42 @@ function curve(ctx, x0, y0, x1, y1) {
   else ctx.bezierCurveTo(x0, middle, x1, middle, x1, y1);
 }
 
+const NONE = [];
+
+/** Those of some badges that are on the side that is drawn. */
+function shown(app, badges) {
+  if (!badges) return NONE;
+  return app.m.two ? badges.filter((badge) => app.m.side.badge[badge] & app.side) : badges;
+}
+
 function drawWires(app, area) {
   const { ctx, m, s, view, colour } = app;
   const bright = new Set(app.selected ? wiresOf(app, app.selected) : []);
   const paths = { plain: new Path2D(), dashed: new Path2D(), bright: new Path2D(), dim: new Path2D() };
   const marked = new Map();
   const stride = Math.max(1, Math.floor(4 / (view.k * (BOX + GAP)))); // from afar, some say as much as all
-  const { x0, x1, wire, last } = s.pieces;
+  const { x0, x1, wire, last, side } = s.pieces;
   for (let row = area.first - (area.first % stride); row <= Math.min(area.last + 1, m.rows - 1); row += stride) {
-    const above = s.top[row], below = s.boxTop(row) > above ? s.boxTop(row) : above;
+    const above = s.top[row], below = s.entry(row), end = Math.max(s.boxTop(row), above);
     for (const i of s.intoRow.of(row)) {
+      if (!(side[i] & app.side)) continue;
       if (Math.max(x0[i], x1[i]) < area.left || Math.min(x0[i], x1[i]) > area.right) continue;
-      const badges = last[i] ? m.wire.badges[wire[i]] : undefined;
+      const badges = last[i] ? shown(app, m.wire.badges[wire[i]]) : NONE;
+      const dye = badges.length ? dyeOf(app, badges[badges.length - 1], "l") : app.by === "changes" && side[i] !== FIRST + SECOND ? colour[statusOf(app, "wire", wire[i])] : "";
       let path = last[i] === 2 ? paths.dashed : paths.plain;
       if (app.matched && !app.matched[m.wire.target[wire[i]]]) path = paths.dim;
-      else if (badges) {
-        const dye = badgeColour(app, m.badges[badges[badges.length - 1]].dtype);
+      else if (dye) {
         if (!marked.has(dye)) marked.set(dye, new Path2D());
         path = marked.get(dye);
       }
       if (bright.has(wire[i])) path = paths.bright;
       if (view.k < MIDDLE) {
         path.moveTo(x0[i], above);
-        path.lineTo(x1[i], below);
-      } else curve(path, x0[i], above, x1[i], below);
+        path.lineTo(x1[i], end);
+      } else {
+        curve(path, x0[i], above, x1[i], below);
+        if (below < end) path.lineTo(x1[i], end);
+      }
       if (!last[i]) path.lineTo(x1[i], s.top[row + 1]);
     }
   }
@@ -186,6 +258,7 @@ function drawWires(app, area) {
 function drawFar(app, area, paths, bright) {
   const { m, s } = app;
   for (const one of s.far) {
+    if (!(m.side.wire[one.wire] & app.side)) continue;
     const y0 = s.top[one.from.row + 1], y1 = s.boxTop(one.to.row);
     if (Math.max(y0, y1) < area.top || Math.min(y0, y1) > area.bottom) continue;
     let path = m.wire.slot[one.wire] < 0 ? paths.dashed : paths.plain;
@@ -206,6 +279,23 @@ function drawFar(app, area, paths, bright) {
   }
 }
 
+/** Control edges: what runs before what without being read by it. */
+function drawControls(app, area) {
+  const { ctx, m, s, view, colour } = app, { source, target } = m.control, path = new Path2D();
+  for (let i = 0; i < source.length; i++) {
+    const from = source[i], to = target[i];
+    if (s.behind(from) >= 0 || s.behind(to) >= 0 || !(m.side.op[from] & m.side.op[to] & app.side)) continue;
+    const y0 = s.top[m.layer[from] + 1], y1 = s.boxTop(m.layer[to]);
+    if (Math.max(y0, y1) < area.top || Math.min(y0, y1) > area.bottom) continue;
+    curve(path, s.x[from] + m.ops.width[from] / 2 - 8, y0, s.x[to] + m.ops.width[to] / 2 - 8, y1);
+  }
+  ctx.strokeStyle = colour.soft;
+  ctx.lineWidth = Math.max(1, 0.6 / view.k);
+  ctx.setLineDash([2, 4]);
+  ctx.stroke(path);
+  ctx.setLineDash([]);
+}
+
 function drawBoxes(app, area) {
   const { m, s, view } = app, seen = [];
   const stride = Math.max(1, Math.floor(0.7 / (view.k * (BOX + GAP))));
@@ -215,7 +305,7 @@ function drawBoxes(app, area) {
     let pixel = -Infinity;
     for (let i = firstFrom(s.x, inRow, area.left - 130); i < inRow.length && s.x[inRow[i]] < area.right + 130; i++) {
       const op = inRow[i];
-      if (s.behind(op) >= 0) continue;
+      if (s.behind(op) >= 0 || !(m.side.op[op] & app.side)) continue;
       if (view.k < MIDDLE && s.x[op] * view.k < pixel) continue; // another one is drawn on this pixel
       pixel = s.x[op] * view.k + 1;
       seen.push({ op, y });
@@ -242,7 +332,7 @@ function firstFrom(x, items, left) {
 
 /** An op from afar. */
 function drawSpot(app, op, y) {
-  const { ctx, m, s, view, colour } = app, width = m.ops.width[op], fill = app.fills[op];
+  const { ctx, m, s, view, colour } = app, width = m.ops.width[op], fill = app.fills[app.side][op];
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.fillStyle = fill === colour.box ? colour.wire : fill;
   ctx.fillRect(s.x[op] - width / 2, y, Math.max(width, 1.5 / view.k), Math.max(BOX, 1 / view.k));
@@ -252,13 +342,28 @@ function drawBox(app, op, y) {
   const { ctx, m, s, colour } = app, width = m.ops.width[op];
   const chosen = app.selected && app.selected.kind === "op" && app.selected.op === op;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
-  ctx.fillStyle = app.fills[op];
-  ctx.strokeStyle = chosen ? colour.accent : colour.line;
+  const x = s.x[op] - width / 2, inputs = inputsOf(app, op), float = m.ops.multiplies[op] && inputs && inputs < 3;
+  ctx.fillStyle = app.fills[app.side][op];
+  ctx.strokeStyle = chosen ? colour.accent : float ? colour.ink : colour.line;
   ctx.lineWidth = chosen ? 3 : 1;
+  if (float) ctx.setLineDash([4, 3]); // multiplies in float, at least in part: also told without colours
   ctx.beginPath();
-  ctx.roundRect(s.x[op] - width / 2, y, width, BOX, 6);
+  ctx.roundRect(x, y, width, BOX, 6);
   ctx.fill();
   ctx.stroke();
+  if (float) ctx.setLineDash([]);
+  if (inputs >= 2) { // a bar at the left: computes on quantized tensors; half of it: on some
+    ctx.fillStyle = colour.b8;
+    ctx.fillRect(x + 1, y + 6, 4, (BOX - 12) / (inputs === 3 ? 1 : 2));
+  }
+  const status = app.by === "changes" ? statusOf(app, "op", op) : "";
+  if (status) {
+    ctx.strokeStyle = colour[status];
+    ctx.lineWidth = 2;
+    ctx.beginPath();
+    ctx.roundRect(x, y, width, BOX, 6);
+    ctx.stroke();
+  }
 }
 
 function drawType(app, op, y) {
@@ -267,7 +372,8 @@ function drawType(app, op, y) {
   ctx.textAlign = "center";
   ctx.fillStyle = colour.ink;
   font(app, "type");
-  ctx.fillText(fitted(app, ctx, m.type(op), m.ops.width[op] - 10), s.x[op], y + 16);
+  const was = looks(app, op), sign = app.by === "changes" ? SIGNS[statusOf(app, "op", op)] || "" : "";
+  ctx.fillText(fitted(app, ctx, sign + (was ? was.type : m.type(op)), m.ops.width[op] - 10), s.x[op], y + 16);
 }
 
 /** The last part of an op's name, and the shape it makes where no quantized constants are shown. */
@@ -276,9 +382,10 @@ function drawName(app, op, y) {
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.fillStyle = colour.soft;
   font(app, "name");
-  ctx.fillText(fitted(app, ctx, m.short(op), room), s.x[op], y + 30);
+  const was = looks(app, op);
+  ctx.fillText(fitted(app, ctx, was ? m.last(was.name) : m.short(op), room), s.x[op], y + 30);
   if (!chipsOf(app, op).length && m.ops.outputs[op].length) {
-    ctx.fillText(fitted(app, ctx, m.text(m.ops.outputs[op][2]), room), s.x[op], y + 44);
+    ctx.fillText(fitted(app, ctx, was ? was.shape : m.text(m.ops.outputs[op][2]), room), s.x[op], y + 44);
   }
 }
 
@@ -286,10 +393,10 @@ function drawName(app, op, y) {
 function chipsOf(app, op) {
   const { m } = app, chips = [];
   for (const one of m.constants.of(op)) {
-    const marked = m.constant.badges[one];
-    if (marked) chips.push({ text: m.text(m.constant.role[one])[0].toUpperCase(), badge: marked[marked.length - 1] });
+    const marked = shown(app, m.constant.badges[one]);
+    if (marked.length) chips.push({ text: m.text(m.constant.role[one])[0].toUpperCase(), badge: marked[marked.length - 1] });
   }
-  for (const badge of m.ops.badges[op] || []) chips.push({ text: "", badge });
+  for (const badge of shown(app, m.ops.badges[op])) chips.push({ text: "", badge });
   return chips;
 }
 
@@ -298,16 +405,18 @@ function drawChips(app, op, y) {
   if (!chips.length) return;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.textAlign = "center";
-  const room = (width - 8) / chips.length, own = chips.length === 1 && !chips[0].text;
+  const from = inputsOf(app, op) >= 2 ? 7 : 4, room = (width - 4 - from) / chips.length, own = chips.length === 1 && !chips[0].text;
   font(app, "badge");
   chips.forEach((chip, i) => {
-    const badge = m.badges[chip.badge], left = x + 4 + room * i;
-    const said = own ? badgeText(badge) : `${chip.text} ${shortType(badge.dtype)}`.trim();
-    ctx.fillStyle = badgeColour(app, badge.dtype);
+    const badge = m.badges[chip.badge], left = x + from + room * i;
+    const figure = heated(app) ? figureOf(app, chip.badge) : undefined;
+    const word = figure === undefined ? shortType(badge.dtype) : figureText(app, figure, true);
+    const said = own ? badgeSays(app, chip.badge) : `${chip.text} ${word}`.trim();
+    ctx.fillStyle = dyeOf(app, chip.badge);
     ctx.beginPath();
     ctx.roundRect(left + 1, y + 35, room - 2, 14, 4);
     ctx.fill();
-    ctx.fillStyle = colour.onbadge;
+    ctx.fillStyle = heated(app) && figure !== undefined ? colour.ink : colour.onbadge;
     ctx.fillText(fitted(app, ctx, said, room - 4), left + room / 2, y + 45.5);
     app.hits.push({ x: left, y: y + 34, right: left + room, bottom: y + 50, badge: chip.badge });
   });
@@ -340,10 +449,10 @@ function drawGroup(app, box, y) {
 function drawBadges(app, area) {
   const { m, s } = app, { x0, x1, wire, last } = s.pieces;
   for (let row = area.first; row <= Math.min(area.last + 1, m.rows - 1); row++) {
-    const above = s.top[row], below = s.boxTop(row), lanes = new Map();
+    const above = s.top[row], below = s.entry(row), lanes = new Map();
     for (const i of s.intoRow.of(row)) {
-      const marked = last[i] ? m.wire.badges[wire[i]] : undefined;
-      if (!marked || Math.max(x0[i], x1[i]) < area.left - 60 || Math.min(x0[i], x1[i]) > area.right + 60) continue;
+      const marked = last[i] ? shown(app, m.wire.badges[wire[i]]) : NONE;
+      if (!marked.length || Math.max(x0[i], x1[i]) < area.left - 60 || Math.min(x0[i], x1[i]) > area.right + 60) continue;
       const target = m.wire.target[wire[i]];
       for (const badge of marked) {
         const lane = lanes.get(target) || 0;
@@ -351,7 +460,7 @@ function drawBadges(app, area) {
         drawBadge(app, badge, target, { x0: x0[i], x1: x1[i], above, below }, [0.7, 0.36, 0.88][lane % 3]);
       }
     }
-    for (const op of app.unfolded.size ? m.inRow.of(row) : []) if (s.behind(op) < 0) drawConstants(app, op, below);
+    for (const op of app.unfolded.size ? m.inRow.of(row) : []) if (s.behind(op) < 0 && m.side.op[op] & app.side) drawConstants(app, op, below);
   }
   app.ctx.globalAlpha = 1;
 }
@@ -363,7 +472,7 @@ function drawBadge(app, number, target, piece, t) {
   ctx.globalAlpha = app.matched && !app.matched[target] ? 0.2 : 1;
   if (app.unfolded.has(number)) return drawPair(app, number, x, (piece.above + piece.below) / 2);
   const chosen = app.selected && app.selected.badge === number;
-  ctx.fillStyle = badgeColour(app, badge.dtype);
+  ctx.fillStyle = dyeOf(app, number);
   if (view.k < NEAR) {
     ctx.beginPath();
     ctx.arc(x, y, 7, 0, 2 * Math.PI);
@@ -372,7 +481,7 @@ function drawBadge(app, number, target, piece, t) {
     return;
   }
   font(app, "badge");
-  const text = fitted(app, ctx, badgeText(badge), 120), half = ctx.measureText(text).width / 2 + 5;
+  const text = fitted(app, ctx, badgeSays(app, number), 150), half = ctx.measureText(text).width / 2 + 5;
   ctx.beginPath();
   ctx.roundRect(x - half, y - 8, 2 * half, 16, 8);
   ctx.fill();
@@ -382,7 +491,7 @@ function drawBadge(app, number, target, piece, t) {
     ctx.stroke();
   }
   ctx.textAlign = "center";
-  ctx.fillStyle = colour.onbadge;
+  ctx.fillStyle = heated(app) && figureOf(app, number) !== undefined ? colour.ink : colour.onbadge;
   ctx.fillText(text, x, y + 3.5);
   app.hits.push({ x: x - half, y: y - 8, right: x + half, bottom: y + 8, badge: number });
 }
@@ -390,7 +499,8 @@ function drawBadge(app, number, target, piece, t) {
 /** The ops that an unfolded badge stands for, one below the other; a plan's will get names when they are inserted. */
 function drawPair(app, number, x, y) {
   const { ctx, m, colour } = app, badge = m.badges[number];
-  const ops = (badge.ops || (m.planned ? [["quantize", ""], ["dequantize", ""]] : [[badge.dtype, badge.name || ""]])).slice(-4), tall = 26;
+  const all = badge.ops || (m.planned ? [["quantize", ""], ["dequantize", ""]] : [[badge.dtype, badge.name || ""]]), tall = 26;
+  const ops = all.length > 4 ? [[`${all.length - 3} more`, "in the panel"], ...all.slice(-3)] : all;
   ctx.textAlign = "center";
   ops.forEach(([type, name], i) => {
     const top = y + (i - ops.length / 2) * (tall + 4);
@@ -414,29 +524,30 @@ function drawPair(app, number, x, y) {
 function drawConstants(app, op, below) {
   const { ctx, m, s, colour } = app, open = [];
   for (const one of m.constants.of(op)) {
-    const marked = m.constant.badges[one];
-    if (marked && marked.some((badge) => app.unfolded.has(badge))) open.push({ one, badge: marked[marked.length - 1] });
+    const marked = shown(app, m.constant.badges[one]);
+    if (marked.some((badge) => app.unfolded.has(badge))) open.push({ one, badge: marked[marked.length - 1] });
   }
   const x = Math.min(s.x[op] - m.ops.width[op] / 2, s.x[op] - 76); // left of the ops of an unfolded badge
   ctx.textAlign = "left";
   font(app, "name");
-  open.slice(0, 4).forEach(({ one, badge }, i) => {
+  if (open.length > 4) open.splice(3, open.length, { more: open.length - 3 });
+  open.forEach(({ one, badge, more }, i) => {
     const y = below - 26 - i * 22;
     ctx.fillStyle = colour.back;
-    ctx.strokeStyle = badgeColour(app, m.badges[badge].dtype);
+    ctx.strokeStyle = more ? colour.line : badgeColour(app, m.badges[badge].dtype);
     ctx.lineWidth = 1.5;
     ctx.beginPath();
     ctx.moveTo(x, y + 9);
     ctx.lineTo(x + 6, y + 9);
-    ctx.lineTo(s.x[op] - m.ops.width[op] / 2 + 8, below);
+    ctx.lineTo(s.x[op] - m.ops.width[op] / 2 + 8, s.boxTop(m.layer[op]));
     ctx.stroke();
     ctx.beginPath();
     ctx.roundRect(x - 130, y, 130, 18, 4);
     ctx.fill();
     ctx.stroke();
     ctx.fillStyle = colour.ink;
-    const said = `${m.text(m.constant.role[one])} ${shortType(m.badges[badge].dtype)} ${m.text(m.constant.shape[one])}`;
+    const said = more ? `and ${more} more` : `${m.text(m.constant.role[one])} ${shortType(m.badges[badge].dtype)} ${m.text(m.constant.shape[one])}`;
     ctx.fillText(fitted(app, ctx, said, 122), x - 126, y + 12);
-    app.hits.push({ x: x - 130, y, right: x, bottom: y + 18, badge });
+    if (!more) app.hits.push({ x: x - 130, y, right: x, bottom: y + 18, badge });
   });
 }

@@ -24,6 +24,23 @@ function collapse(app, group, shut) {
   select(app, { kind: "group", group }, { link: false });
 }
 
+/** Shows both sides of a page of two models, or one of them. */
+function showSides(app, sides) {
+  if (!app.m.two) return;
+  app.sides = sides;
+  for (const pane of app.panes) pane.box.hidden = pane.canvas.hidden = !(pane.side & sides);
+  app.canvas = app.panes.find((pane) => !pane.canvas.hidden).canvas;
+  document.getElementById("by-side").value = `${sides}`;
+  app.redraw();
+}
+
+function showControls(app, on) {
+  app.controls = on && app.m.control.source.length > 0;
+  const button = document.getElementById("controls");
+  if (button) button.setAttribute("aria-pressed", `${app.controls}`);
+  app.redraw();
+}
+
 /** Unfolds or folds one badge, or all of them. */
 function unfold(app, badge = -1) {
   if (badge >= 0) app.unfolded[app.unfolded.has(badge) ? "delete" : "add"](badge);
@@ -78,7 +95,7 @@ function step(app, key) {
 function onKey(app, event) {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
   if (event.key === "Escape") {
-    for (const one of app.bar.querySelectorAll("input,select")) one.value = "";
+    for (const one of app.bar.querySelectorAll("input,select.filter")) one.value = "";
     app.asked = { text: "", state: "", rule: "", kind: "", sqnr: null };
     search(app);
     select(app, null);
@@ -96,8 +113,14 @@ function onKey(app, event) {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const keys = {
     "/": () => app.query.focus(),
-    n: () => pick(app, app.at + 1),
-    p: () => pick(app, app.at - 1),
+    n: () => (app.matched ? pick(app, app.at + 1) : listed(app, app.listAt + 1)),
+    p: () => (app.matched ? pick(app, app.at - 1) : listed(app, app.listAt - 1)),
+    h: () => {
+      const all = colourings(app.m).map(([by]) => by);
+      colourBy(app, all[(all.indexOf(app.by) + 1) % all.length]);
+    },
+    v: () => showSides(app, { 3: FIRST, [FIRST]: SECOND, [SECOND]: FIRST + SECOND }[app.sides]),
+    d: () => showControls(app, !app.controls),
     "+": () => zoom(app, 1.3),
     "=": () => zoom(app, 1.3),
     "-": () => zoom(app, 1 / 1.3),
@@ -111,18 +134,32 @@ function onKey(app, event) {
     e: () => { app.collapsed.clear(); rebuild(app); },
     "?": () => select(app, null),
   };
+  const canvas = app.panes.some((pane) => pane.canvas === event.target);
   const act = event.key.startsWith("Arrow") ? () => step(app, event.key) : keys[event.key];
-  if (!act || (event.key.startsWith("Arrow") && event.target !== document.body && event.target !== app.canvas)) return;
+  if (!act || (event.key.startsWith("Arrow") && event.target !== document.body && !canvas)) return;
   event.preventDefault();
   act();
 }
 
 /** Dragging moves, two fingers zoom, a click selects, two clicks on a group open or shut it. */
 function onPointer(app) {
-  const { canvas, view } = app, down = new Map();
+  for (const pane of app.panes) onPane(app, pane);
+  const { map, view } = app;
+  const jump = (event) => {
+    if (!event.buttons || !app.mapped) return;
+    view.x = app.canvas.clientWidth / 2 - ((event.offsetX - app.mapped.x) / app.mapped.kx) * view.k;
+    view.y = app.canvas.clientHeight / 2 - ((event.offsetY - app.mapped.y) / app.mapped.ky) * view.k;
+    app.redraw();
+  };
+  map.addEventListener("pointerdown", jump);
+  map.addEventListener("pointermove", jump);
+}
+
+function onPane(app, pane) {
+  const { view } = app, { canvas } = pane, down = new Map();
   let moved = 0;
   const at = (event) => ({ x: event.offsetX, y: event.offsetY });
-  const here = (event) => under(app, (event.offsetX - view.x) / view.k, (event.offsetY - view.y) / view.k);
+  const here = (event) => under(app, pane, (event.offsetX - view.x) / view.k, (event.offsetY - view.y) / view.k);
   canvas.addEventListener("pointerdown", (event) => {
     canvas.setPointerCapture(event.pointerId);
     down.set(event.pointerId, at(event));
@@ -133,6 +170,7 @@ function onPointer(app) {
     if (!before) {
       const what = here(event);
       canvas.style.cursor = what ? "pointer" : "grab";
+      canvas.title = what ? nameOf(app, what) : "";
       return;
     }
     const other = [...down].find(([id]) => id !== event.pointerId);
@@ -166,14 +204,6 @@ function onPointer(app) {
     view.y -= (event.shiftKey ? 0 : event.deltaY) * unit;
     app.redraw();
   }, { passive: false });
-  const jump = (event) => {
-    if (!event.buttons || !app.mapped) return;
-    view.x = canvas.clientWidth / 2 - ((event.offsetX - app.mapped.x) / app.mapped.kx) * view.k;
-    view.y = canvas.clientHeight / 2 - ((event.offsetY - app.mapped.y) / app.mapped.ky) * view.k;
-    app.redraw();
-  };
-  app.map.addEventListener("pointerdown", jump);
-  app.map.addEventListener("pointermove", jump);
 }
 
 /** Follows a link: `#op=NAME` is an op, or a tensor by its name. */

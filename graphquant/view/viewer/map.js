@@ -20,7 +20,7 @@ function makeMap(app) {
     if (x === before && y === row) continue;
     before = x;
     row = y;
-    const fill = app.fills[op];
+    const fill = app.fills[m.two ? SECOND : FIRST + SECOND][op];
     ctx.fillStyle = app.matched ? (app.matched[op] ? colour.accent : colour.line) : fill === colour.box ? colour.wire : fill;
     ctx.fillRect(x, y, Math.max(1, m.ops.width[op] * wide), Math.max(1, BOX * tall));
   }

@@ -36,6 +36,16 @@ function select(app, what, { move = false, link = true } = {}) {
   app.redraw();
 }
 
+/** What something is called, all of it: shown where the pointer is, for the drawing cuts long names. */
+function nameOf(app, what) {
+  const { m } = app;
+  if (what.kind === "op") return `${m.type(what.op)} ${m.full(what.op)}`;
+  if (what.kind === "wire") return `${m.full(m.wire.source[what.wire])}:${m.wire.port[what.wire]}`;
+  if (what.kind === "group") return m.text(m.group.label[what.group]);
+  const badge = m.badges[what.badge];
+  return `${badge.name || badge.tensor}: ${badgeSays(app, what.badge)}`;
+}
+
 function told(app, what) {
   if (!what) return aboutModel(app);
   return { op: aboutOp, wire: aboutWire, badge: aboutBadge, group: aboutGroup }[what.kind](app, what);
@@ -52,32 +62,26 @@ const pill = (app, badge) => {
 
 function aboutModel(app) {
   const { m } = app;
-  const rules = new Map(), by = [0, 0, 0, 0];
+  const rules = new Map();
   for (const badge of m.badges) if (badge.rule) rules.set(badge.rule, (rules.get(badge.rule) || 0) + 1);
-  for (const inputs of m.ops.inputs) by[inputs]++;
-  const swatch = (name, said) => {
-    const made = el("span", { className: "swatch" });
-    made.style.background = app.colour[name];
-    return el("div", {}, made, said);
-  };
   return [
     el("h2", {}, m.title),
     el("p", {}, `${m.format}, ${counted(m.count, "op")}, ${counted(m.badges.length, m.planned ? "site" : "quantized tensor")}.`),
     m.planned ? el("p", {}, "This is a plan: badges are what insert would put there.") : "",
     ...m.notes.map((note) => el("p", { className: "warn" }, note)),
-    el("h3", {}, "Colours"),
-    swatch("quant", `computes on quantized tensors (${by[3].toLocaleString("en")})`),
-    swatch("part", `on some (${by[2].toLocaleString("en")})`),
-    swatch("float", "multiplies in float"),
-    swatch("box", "all else"),
-    swatch("b8", "8 bits"), swatch("b16", "16 bits"), swatch("b4", "4 bits or fewer"), swatch("f8", "float8"), swatch("b32", "32 bits, bias"),
+    ...(m.heat ? m.heat.says.map((said) => el("p", {}, said)) : []),
+    ...legend(app),
     rules.size ? el("h3", {}, "Rules") : "",
     table(...[...rules].map(([rule, number]) => rowOf(rule, counted(number, "tensor")))),
     el("h3", {}, "Keys"),
     table(
-      rowOf("/", "search"), rowOf("n  p", "next, previous result"), rowOf("arrows", "to what an op reads, to who reads it, along its row"),
+      rowOf("/", "search"), rowOf("n  p", m.heat || m.changes ? "next, previous result, or entry of the list" : "next, previous result"), rowOf("arrows", "to what an op reads, to who reads it, along its row"),
       rowOf("+  −  0  1", "nearer, farther, all, full size"), rowOf("u", "unfold or fold the selected badge, or all"),
-      rowOf("c  e", "collapse the group around, expand all"), rowOf("Esc", "clear"), rowOf("wheel", "moves; with Ctrl it zooms"),
+      rowOf("c  e", "collapse the group around, expand all"),
+      colourings(m).length > 1 ? rowOf("h", "other colours") : "",
+      m.two ? rowOf("v", "both sides, the first, the second") : "",
+      m.control.source.length ? rowOf("d", "control edges on or off") : "",
+      rowOf("?", "this"), rowOf("Esc", "clear"), rowOf("wheel", "moves; with Ctrl it zooms"),
     ),
   ];
 }
@@ -90,6 +94,9 @@ function aboutOp(app, { op }) {
   return [
     el("h2", {}, m.name(op)),
     el("p", {}, `${m.type(op)} (${m.kind(op)})` + (m.ops.graph[op] ? `, in graph ${m.text(m.ops.graph[op])}` : "") + (state ? `, ${STATES[state]}` : "")),
+    ...changesOf(app, "op", op),
+    onlyIn(app, m.side.op[op]),
+    m.was[op] && m.was[op].full !== m.full(op) ? el("p", {}, `In ${m.sides.titles[0]} it is ${m.was[op].full}, ${m.was[op].type}.`) : "",
     m.ops.reason[op] ? el("p", { className: "warn" }, `Float: ${m.text(m.ops.reason[op])}.`) : "",
     rule ? el("p", {}, `Made by ${rule}.`) : "",
     groupPath(app, op),
@@ -104,6 +111,19 @@ function aboutOp(app, { op }) {
   ];
 }
 
+/** What changed about something. */
+function changesOf(app, kind, number) {
+  return ((app.changed[kind] && app.changed[kind].get(number)) || []).map((change) => el("p", { className: `is-${statusOf(app, kind, number) || "changed"}` }, `${change.sign} ${change.kind}: ${change.says}`));
+}
+
+/** Which side alone something is on. */
+function onlyIn(app, side) {
+  return app.m.two && side !== FIRST + SECOND ? el("p", {}, `Only in ${app.m.sides.titles[side - 1]}.`) : "";
+}
+
+/** Tells apart what of an input is on which side. */
+const sideMark = (app, side) => (app.m.two && side !== FIRST + SECOND ? el("small", {}, ` (${app.m.sides.titles[side - 1]})`) : "");
+
 function inputRows(app, op) {
   const { m } = app, found = [];
   for (const wire of m.incoming.of(op)) {
@@ -112,13 +132,13 @@ function inputRows(app, op) {
     const into = m.wire.slot[wire] < 0;
     const outputs = m.ops.outputs[m.wire.source[wire]], at = 3 * m.wire.port[wire];
     const kind = at + 2 < outputs.length ? `${m.text(outputs[at + 1])} ${m.text(outputs[at + 2])}` : "";
-    found.push([m.wire.slot[wire], rowOf(into ? "↳" : `${m.wire.slot[wire]}`, goto(app, m.wire.source[wire]), ` ${kind} `, ...pills, reason ? el("div", { className: "warn" }, reason) : "")]);
+    found.push([m.wire.slot[wire], rowOf(into ? "↳" : `${m.wire.slot[wire]}`, goto(app, m.wire.source[wire]), ` ${kind} `, ...pills, sideMark(app, m.side.wire[wire]), reason ? el("div", { className: "warn" }, reason) : "")]);
   }
   for (const one of m.constants.of(op)) {
     const pills = (m.constant.badges[one] || []).map((badge) => pill(app, badge));
     const said = `${m.text(m.constant.role[one])}: ${m.text(m.constant.name[one])} ${m.text(m.constant.dtype[one])} ${m.text(m.constant.shape[one])} `;
     const reason = m.text(m.constant.reason[one]);
-    found.push([m.constant.slot[one], rowOf(`${m.constant.slot[one]}`, said, ...pills, reason ? el("div", { className: "warn" }, reason) : "")]);
+    found.push([m.constant.slot[one], rowOf(`${m.constant.slot[one]}`, said, ...pills, sideMark(app, m.side.constant[one]), reason ? el("div", { className: "warn" }, reason) : "")]);
   }
   return found.sort((a, b) => a[0] - b[0]).map(([, row]) => row);
 }
@@ -152,6 +172,7 @@ function aboutWire(app, { wire }) {
   return [
     el("h2", {}, `${m.full(from)}:${m.wire.port[wire]}`),
     el("p", {}, at + 2 < outputs.length ? outputs.slice(at, at + 3).map(m.text).join(" ") : ""),
+    onlyIn(app, m.side.wire[wire]),
     table(rowOf("from", goto(app, from)), rowOf("to", goto(app, to), m.wire.slot[wire] < 0 ? "" : ` [${m.wire.slot[wire]}]`)),
     badges.length ? el("p", {}, ...badges.map((badge) => pill(app, badge))) : "",
     float ? el("p", { className: "warn" }, `Not quantized here: ${float}.`) : "",
@@ -174,7 +195,7 @@ function aboutGroup(app, { group }) {
     el("p", {}, el("button", { onclick: () => collapse(app, group, !shut) }, shut ? "Expand" : "Collapse")),
     table(rowOf("quantized", `${by[3]}`), rowOf("partly", `${by[2]}`), rowOf("float", `${by[1]}`)),
     el("h3", {}, "Ops"),
-    table(...top.slice(0, 12).map(([type, number]) => rowOf(type, `${number}`))),
+    table(...top.slice(0, 12).map(([type, number]) => rowOf(type, `${number}`)), top.length > 12 ? rowOf("", `and ${counted(top.length - 12, "other type")}`) : ""),
   ];
 }
 
@@ -186,6 +207,8 @@ function aboutBadge(app, { badge: number }) {
   return [
     el("h2", {}, badge.tensor),
     badge.name ? el("p", {}, badge.name) : "",
+    ...changesOf(app, "badge", number),
+    onlyIn(app, m.changes && m.twins[number] === undefined && !Object.values(m.twins).includes(number) ? m.side.badge[number] : FIRST + SECOND),
     table(
       rowOf("type", badge.dtype || "?"),
       badge.dynamic ? rowOf("scale", "computed in each run") : "",
@@ -201,12 +224,40 @@ function aboutBadge(app, { badge: number }) {
       badge.picked ? rowOf("", badge.picked) : "",
     ),
     scales.length > 1 ? channelPlot(scales, badge.count) : "",
+    ...figuresOf(app, number),
+    ...beforeOf(app, number),
     ...seenBy(badge),
     el("h3", {}, "Read by"),
-    el("p", {}, ...m.readers[number].slice(0, 30).flatMap((one) => [goto(app, one.op), " "])),
+    el("p", {}, ...m.readers[number].slice(0, 30).flatMap((one) => [goto(app, one.op), " "]), m.readers[number].length > 30 ? `and ${counted(m.readers[number].length - 30, "more", "more")}` : ""),
     badge.ops ? el("h3", {}, "Stands for") : "",
     table(...(badge.ops || []).map(([type, name]) => rowOf(type, name))),
     el("p", {}, el("button", { onclick: () => unfold(app, number) }, open ? "Fold" : "Unfold")),
+  ];
+}
+
+/** The figures of a badge, each with its colour. */
+function figuresOf(app, number) {
+  const { m } = app, found = m.heat && m.heat.of[number], note = m.heat && m.heat.notes[number];
+  if (!found) return [];
+  const said = (figure, column) => (figure === null ? "not known" : typeof figure === "number" ? `${figure.toFixed(2)} ${column.unit}` : figure === "equal" ? "no error" : "nothing is left");
+  return [
+    el("h3", {}, "Compared"),
+    table(...m.heat.columns.map((column, i) => rowOf(column.name, el("output", { className: "figure" }, said(found[i], column)))), note ? rowOf("note", note) : ""),
+  ];
+}
+
+/** What stands in a badge's place on the other side. */
+function beforeOf(app, number) {
+  const { m } = app, one = m.twins[number] === undefined ? Object.keys(m.twins).find((badge) => m.twins[badge] === number) : number;
+  if (one === undefined) return [];
+  const old = m.badges[m.twins[one]], now = m.badges[one];
+  const scale = (badge) => (badge.dynamic ? "of each run" : !badge.scale ? "" : badge.count ? badge.ends.map((end) => (end === null ? "?" : brief(end))).join(" to ") : `${Math.fround(badge.scale[0])}`);
+  const span = ([least, most]) => (least === most ? `${least}` : `${least} to ${most}`);
+  const change = (from, to) => (`${from}` === `${to}` ? `${to}` : `${from} → ${to}`);
+  return [
+    el("h3", {}, `${m.sides.titles[0]} → ${m.sides.titles[1]}`),
+    table(rowOf("type", change(old.dtype || "?", now.dtype || "?")), scale(old) || scale(now) ? rowOf("scale", change(scale(old), scale(now))) : "",
+      old.zero && now.zero ? rowOf("zero point", change(span(old.zero), span(now.zero))) : ""),
   ];
 }
 

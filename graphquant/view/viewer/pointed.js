@@ -1,10 +1,10 @@
 // Finding what is under the pointer.
 
 /** What is at a point of the drawing: a badge, a frame's name, a box, or a wire. */
-function under(app, x, y) {
+function under(app, pane, x, y) {
   const { m, s, view } = app;
-  for (let i = app.hits.length - 1; i >= 0; i--) {
-    const one = app.hits[i];
+  for (let i = pane.hits.length - 1; i >= 0; i--) {
+    const one = pane.hits[i];
     if (x >= one.x && x <= one.right && y >= one.y && y <= one.bottom) {
       return one.badge !== undefined ? { kind: "badge", badge: one.badge } : { kind: "group", group: one.frame };
     }
@@ -17,19 +17,20 @@ function under(app, x, y) {
     const inRow = m.inRow.of(row);
     for (let i = firstFrom(s.x, inRow, x - 130); i < inRow.length && s.x[inRow[i]] <= x + 130; i++) {
       const op = inRow[i];
-      if (s.behind(op) < 0 && Math.abs(x - s.x[op]) <= m.ops.width[op] / 2) return { kind: "op", op };
+      if (s.behind(op) < 0 && m.side.op[op] & pane.side && Math.abs(x - s.x[op]) <= m.ops.width[op] / 2) return { kind: "op", op };
     }
   }
-  return wireAt(app, row, x, y, 6 / view.k);
+  return wireAt(app, pane, row, x, y, 6 / view.k);
 }
 
-function wireAt(app, row, x, y, reach) {
-  const { m, s } = app, { x0, x1, wire, last } = s.pieces;
-  const above = s.top[row], below = s.boxTop(row);
+function wireAt(app, pane, row, x, y, reach) {
+  const { m, s } = app, { x0, x1, wire, last, side } = s.pieces;
+  const above = s.top[row], below = s.entry(row), end = s.boxTop(row);
   let best = reach, found = null;
   for (const i of m.rows ? s.intoRow.of(row) : []) {
+    if (!(side[i] & pane.side)) continue;
     if (y > below) {
-      if (!last[i] && Math.abs(x - x1[i]) < best) [best, found] = [Math.abs(x - x1[i]), wire[i]];
+      if ((!last[i] || y < end) && Math.abs(x - x1[i]) < best) [best, found] = [Math.abs(x - x1[i]), wire[i]];
       continue;
     }
     for (let t = 0; t <= 1; t += 0.05) {

@@ -18,9 +18,11 @@ function scene(m, collapsed, unfolded) {
     s.filled[row] = 1;
     s.x = makeRoom(m, s, row, boxes);
   }
+  labelRoom(m, s);
   s.top = rowTops(m, s, unfolded);
   s.height = s.top[m.rows];
   s.boxTop = (row) => s.top[row + 1] - BOX;
+  s.entry = (row) => Math.max(s.top[row], s.boxTop(row) - LABEL * s.strip[row]); // below are labels of frames
   const end = (op, side) => {
     const group = s.behind(op), row = group < 0 ? m.layer[op] : s.boxes.get(group).row;
     return { node: group < 0 ? op : -1 - group, x: group < 0 ? s.x[op] : s.boxes.get(group).x, row, side };
@@ -55,6 +57,22 @@ function makeRoom(m, s, row, boxes) {
   return x;
 }
 
+/** How many labels of frames stand one above the other over each row, and which place each frame's has. */
+function labelRoom(m, s) {
+  const { parent, count } = m.group;
+  s.strip = new Uint8Array(m.rows);
+  s.lift = new Uint8Array(count).fill(1);
+  s.drop = new Uint8Array(count).fill(1);
+  for (let group = count - 1; group >= 0; group--) {
+    const one = m.groupOps[group], outer = parent[group];
+    if (!one.ops || s.hiding[group] >= 0) continue;
+    s.strip[one.top] = Math.max(s.strip[one.top], s.lift[group]);
+    if (outer < 0) continue;
+    if (m.groupOps[outer].top === one.top) s.lift[outer] = Math.max(s.lift[outer], s.lift[group] + 1);
+    if (m.groupOps[outer].bottom === one.bottom) s.drop[outer] = Math.max(s.drop[outer], s.drop[group] + 1);
+  }
+}
+
 /** Where each row begins: with the room above its boxes; rows without any take none. */
 function rowTops(m, s, unfolded) {
   const more = new Uint8Array(m.rows);
@@ -62,14 +80,14 @@ function rowTops(m, s, unfolded) {
     for (const one of m.readers[badge]) if (s.behind(one.op) < 0) more[m.layer[one.op]] = 1;
   }
   const top = new Float64Array(m.rows + 1);
-  for (let row = 0; row < m.rows; row++) top[row + 1] = top[row] + (s.filled[row] ? BOX + GAP + more[row] * OPENED : 0);
+  for (let row = 0; row < m.rows; row++) top[row + 1] = top[row] + (s.filled[row] ? BOX + GAP + LABEL * s.strip[row] + more[row] * OPENED : 0);
   return top;
 }
 
 /** Pieces of wires between neighbouring rows, by the row that they end at, and those that run past rows. */
 function route(m, s, end) {
   const { source, target, tensor, slot, lanes, count } = m.wire;
-  const row = [], x0 = [], x1 = [], wire = [], last = [];
+  const row = [], x0 = [], x1 = [], wire = [], last = [], side = [];
   s.far = [];
   const seen = new Set(), led = new Map();
   for (let i = 0; i < count; i++) {
@@ -84,20 +102,25 @@ function route(m, s, end) {
       continue;
     }
     const moved = s.x[target[i]] - m.x[target[i]];
-    for (let k = led.get(tensor[i]) || 0; k < layers - 1; k++) {
+    if (!led.has(tensor[i])) led.set(tensor[i], []);
+    const passed = led.get(tensor[i]);
+    for (let k = 0; k < Math.min(passed.length, layers - 1); k++) side[passed[k]] |= m.side.wire[i];
+    for (let k = passed.length; k < layers - 1; k++) {
+      passed.push(row.length);
+      side.push(m.side.wire[i]);
       row.push(m.layer[source[i]] + k + 1);
       x0.push(k ? trunk[k - 1] : from.x);
       x1.push(trunk[k]);
       wire.push(i);
       last.push(0);
     }
-    led.set(tensor[i], Math.max(led.get(tensor[i]) || 0, layers - 1));
+    side.push(m.side.wire[i]);
     row.push(m.layer[target[i]]);
     x0.push(layers > 1 ? trunk[layers - 2] : from.x);
     x1.push(m.portX[i] + moved);
     wire.push(i);
     last.push(slot[i] < 0 ? 2 : 1);
   }
-  s.pieces = { x0: Float32Array.from(x0), x1: Float32Array.from(x1), wire: Int32Array.from(wire), last: Uint8Array.from(last) };
+  s.pieces = { x0: Float32Array.from(x0), x1: Float32Array.from(x1), wire: Int32Array.from(wire), last: Uint8Array.from(last), side: Uint8Array.from(side) };
   s.intoRow = ranges(row, m.rows);
 }

@@ -13,7 +13,7 @@ function searched(app) {
 /** Ops and badges that pass the filters and have the text; what is called exactly that comes first. */
 function search(app) {
   const { m } = app, { text, state, rule, kind, sqnr } = app.asked, words = searched(app), low = text.trim().toLowerCase();
-  const badge = (one) => (!rule || m.badges[one].rule === rule) && (sqnr === null || (m.badges[one].sqnr !== undefined && m.badges[one].sqnr < sqnr));
+  const badge = (one) => (!rule || m.badges[one].rule === rule) && (sqnr === null || worseThan(app, one, sqnr));
   const passes = (op) =>
     (!state || (state === "reason" ? m.ops.reason[op] > 0 : state === "unquantized" ? m.ops.inputs[op] === 1 || m.ops.inputs[op] === 2 : m.ops.inputs[op] === 3)) &&
     (!kind || m.kind(op) === kind) && ((!rule && sqnr === null) || m.badgesOf(op).some(badge));
@@ -26,7 +26,10 @@ function search(app) {
     for (const op of ops) matched[op] = 1;
     found.push({ what: { kind: "badge", badge: one }, rank: rank((m.badges[one].name || m.badges[one].tensor).toLowerCase()) });
   });
-  if (sqnr !== null) found.sort((a, b) => m.badges[a.what.badge].sqnr - m.badges[b.what.badge].sqnr);
+  if (sqnr !== null) {
+    const order = new Map(worstFirst(app, found.map((one) => one.what.badge)).map((one, i) => [one, i]));
+    found.sort((a, b) => order.get(a.what.badge) - order.get(b.what.badge));
+  }
   for (let op = 0; op < m.count; op++) {
     if ((low && !words.ops[op].includes(low)) || !passes(op)) continue;
     matched[op] = 1;
@@ -48,8 +51,10 @@ function listResults(app, any) {
   const line = (what, i) => {
     const badge = what.kind === "badge" ? m.badges[what.badge] : null;
     const scale = badge && badge.scale && !badge.count ? ` ${Math.fround(badge.scale[0])}` : "";
-    const sqnr = badge && badge.sqnr !== undefined ? `, ${badge.sqnr.toFixed(1)} dB` : "";
-    const said = badge ? `${badge.dtype || "?"}${scale || (badge.scale ? `[${badge.count}]` : "")}${sqnr}` : m.type(what.op);
+    const figure = badge && m.heat ? figureOf(app, what.badge) : undefined;
+    const sqnr = figure !== undefined ? `, ${figureText(app, figure)}` : badge && badge.sqnr !== undefined ? `, ${badge.sqnr.toFixed(1)} dB` : "";
+    const alone = m.two ? { 1: " (A)", 2: " (B)" }[badge ? m.side.badge[what.badge] : m.side.op[what.op]] || "" : "";
+    const said = badge ? `${badge.dtype || "?"}${scale || (badge.scale ? `[${badge.count}]` : "")}${sqnr}${alone}` : m.type(what.op) + alone;
     return el("li", {}, el("button", { onclick: () => pick(app, i) }, el("span", {}, badge ? badge.name || badge.tensor : m.full(what.op)), el("small", {}, said)));
   };
   const more = found.length > RESULTS ? [el("li", { className: "more" }, `and ${(found.length - RESULTS).toLocaleString("en")} more`)] : [];
