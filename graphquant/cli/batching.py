@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,9 +14,10 @@ import click
 
 from graphquant.cli.group import INTERRUPTED
 from graphquant.cli.options import memory, selection
+from graphquant.cli.options import shard as shard_part
 from graphquant.cli.output import batch_bars
 from graphquant.cli.reporting import report_options
-from graphquant.errors import FindingsError, printable
+from graphquant.errors import FindingsError, UsageError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -41,6 +43,8 @@ GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "max_size", "check")
 @click.option("--max-accuracy-drop", type=click.FloatRange(0, 100), metavar="POINTS", help="Likewise, with labels.")
 @click.option("--max-size", metavar="SIZE", help="A larger output fails.")
 @click.option("--check", metavar="BACKEND", help="An output that `check --for BACKEND` finds fault with fails.")
+@click.option("--shard", metavar="I/N", help="Do only part I of N; --merge makes one report of those of all parts.")
+@click.option("--scheduler", metavar="ADDRESS", help="Do the work on a dask cluster, tcp://host:8786.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Workers; by default by cores and memory.")
 @click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop a model then.")
 @click.option("--max-memory", metavar="SIZE", help="Stop a model whose worker takes more, as in 4GB.")
@@ -50,9 +54,12 @@ GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "max_size", "check")
 @click.option("--no-cache", is_flag=True, help="Make everything anew, and keep nothing.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Default: the user's cache folder.")
 @click.option("--prune-cache", metavar="SIZE|AGE", help="Make the cache that small, or remove what is older than 30d.")
+@click.option("--schema", is_flag=True, help="Print the JSON Schema of manifests, for editors.")
 @report_options
 def batch(
     names: tuple[str, ...],
+    shard: str | None,
+    scheduler: str | None,
     jobs: int | None,
     timeout: float | None,
     max_memory: str | None,
@@ -62,6 +69,7 @@ def batch(
     no_cache: bool,
     cache_dir: Path | None,
     prune_cache: str | None,
+    schema: bool,
     asked: Reporting,
     **settings: Any,
 ) -> None:
@@ -70,6 +78,13 @@ def batch(
     What did not change since it was made is not made again. docs/batch.md tells of manifests, gates and the cache. Exit
     code 1 if a model failed.
     """
+    if schema:
+        from graphquant.batch import manifest_types
+
+        click.echo(json.dumps(manifest_types.schema(), indent=2))
+        return
+    if scheduler is not None and jobs is not None:
+        raise UsageError("The cluster says how many models are done at once. Leave -j out, or --scheduler.")
     from graphquant.batch.cache import Cache, default_folder
     from graphquant.batch.run import Options
 
@@ -84,14 +99,18 @@ def batch(
         _end(asked.deliver(asked.merged(names), last))
         return
     from graphquant.batch.manifest import entries
+    from graphquant.batch.shards import shard_of
 
-    given = {key: list(said) if isinstance(said, tuple) else said for key, said in settings.items() if said}
-    made = entries(names, given)
+    part = shard_part(shard)
+    given = {
+        key: list(said) if isinstance(said, tuple) else said for key, said in settings.items() if said not in {None, ()}
+    }
+    made = shard_of(entries(names, given), part)
     limit = memory(max_memory)
-    options = Options(folder=folder, cache=not no_cache, resume=resume, force=force)
+    options = Options(folder=folder, cache=not no_cache, resume=resume, force=force, shard=part)
 
     def run(todo: Sequence[Entry], options: Options) -> Report:
-        return _run(todo, options, jobs, timeout, limit, retries)
+        return _run(todo, options, scheduler, jobs, timeout, limit, retries)
 
     report = _verified(made, options, run, last) if asked.verify else run(made, options)
     _end(asked.deliver(report, last, made))
@@ -109,21 +128,32 @@ def _verified(
 
 
 def _run(
-    entries: Sequence[Entry], options: Options, jobs: int | None, timeout: float | None, limit: int | None, retries: int
+    entries: Sequence[Entry],
+    options: Options,
+    scheduler: str | None,
+    jobs: int | None,
+    timeout: float | None,
+    limit: int | None,
+    retries: int,
 ) -> Report:
-    """Runs the batch on this machine."""
+    """Runs the batch on this machine, or on the cluster of the scheduler."""
     from graphquant.batch.processes import Limits, default_jobs, run
     from graphquant.batch.run import run_batch
     from graphquant.batch.work import work
     from graphquant.calibration.memory import free
 
-    workers = min(jobs or default_jobs(), max(len(entries), 1))
-    worker = partial(work, max_memory=(limit or free() // workers) // 2)
+    workers = min(jobs or default_jobs(), max(len(entries), 1)) if scheduler is None else 1
     limits = Limits(jobs=workers, timeout=timeout, memory=limit, retries=retries)
     with _stoppable(), batch_bars(len(entries)) as bars:
 
         def execute(todo: Any) -> Iterator[Outcome]:
-            return run(todo, worker, limits, bars.told)
+            if scheduler is None:
+                worker = partial(work, max_memory=(limit or free() // workers) // 2)
+                return run(todo, worker, limits, bars.told)
+            from graphquant.batch.cluster import run_on
+
+            worker = partial(work, max_memory=limit // 2 if limit else None)
+            return run_on(scheduler, todo, worker, limits, bars.told)
 
         made: Execute = execute
         return run_batch(entries, options, made, told=bars.done, warned=_warn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.cli.group import INTERRUPTED
-from graphquant.cli.options import MAX_MEMORY, memory
+from graphquant.cli.options import MAX_MEMORY, memory, shard
 from graphquant.cli.output import progress_bar
 from graphquant.errors import DataError, UsageError
 
@@ -60,7 +59,7 @@ def calibrate(paths: tuple[Path, ...], output: Path, merging: bool, force: bool,
             rules=options["rules"],
             everything=options["everything"],
             samples=options["samples"],
-            shard=_shard(options["shard"]),
+            shard=shard(options["shard"]),
             max_memory=memory(options["max_memory"]),
             before=before,
             stop=stopped.asked,
@@ -154,15 +153,6 @@ def _finish(found: Stats, output: Path) -> None:
 
     found.save(output)
     text.console().print(text.stats_view(found, output))
-
-
-def _shard(given: str | None) -> tuple[int, int]:
-    """What --shard says: which part, counted from 1, of how many."""
-    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", given or "1/1")
-    part, parts = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not 1 <= part <= parts:
-        raise UsageError(f"--shard {given} is no part of a whole. Write 2/8 for the second of eight.")
-    return part, parts
 
 
 def _command(ctx: click.Context) -> str:

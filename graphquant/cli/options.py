@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
+
+from graphquant.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,3 +49,12 @@ def memory(given: str | None) -> int | None:
     from graphquant.calibration import parse_size
 
     return parse_size(given) if given is not None else None
+
+
+def shard(given: str | None) -> tuple[int, int]:
+    """What --shard says: which part, counted from 1, of how many."""
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", given or "1/1")
+    part, parts = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not 1 <= part <= parts:
+        raise UsageError(f"--shard {given} is no part of a whole. Write 2/8 for the second of eight.")
+    return part, parts

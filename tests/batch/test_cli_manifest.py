@@ -1,0 +1,82 @@
+"""`graphquant batch` with manifests, shards and a scheduler, as on the command line."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from graphquant.batch.manifest_types import schema
+from graphquant.batch.types import read_report, report_json
+from graphquant.cli import main
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def batch(tmp_path, monkeypatch):
+    """Runs the command in a folder with three models and a manifest; gives exit code, output and complaints."""
+    for name in ("digits_cnn", "digits_rnn", "digits_nested"):
+        shutil.copy(ROOT / "sample_models" / f"{name}.onnx", tmp_path)
+    tmp_path.joinpath("graphquant.toml").write_text('[defaults]\nrules = "weight_only"\n[[model]]\npath = "*.onnx"\n')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def run(*words):
+        ran = CliRunner().invoke(main, ["batch", *words])
+        return ran.exit_code, ran.stdout, ran.stderr
+
+    return run
+
+
+@pytest.mark.slow
+def test_shards_are_one_batch(batch):
+    """The merged report of all shards is that of the whole, and so are the outputs."""
+    code, _, _ = batch("--report", "whole.json", "-j", "1")
+    assert code == 0
+    whole = {path.name: path.read_bytes() for path in Path().glob("*.quant.onnx")}
+    assert len(whole) == 3
+    for path in Path().glob("*.quant.onnx"):
+        path.unlink()
+    for part in ("1/2", "2/2"):
+        assert batch("--shard", part, "--no-cache", "--force", "-j", "1", "--report", f"{part[0]}.json")[0] == 0
+    assert {path.name: path.read_bytes() for path in Path().glob("*.quant.onnx")} == whole
+    shards = [read_report(Path(f"{number}.json")) for number in (1, 2)]
+    assert sorted(len(shard.outcomes) for shard in shards) == [1, 2]
+    assert [shard.shard for shard in shards] == [(1, 2), (2, 2)]
+    assert batch("--merge", "1.json", "2.json", "--report", "merged.json")[0] == 0
+    merged, plain = (report_json(read_report(Path(name)), times=False) for name in ("merged.json", "whole.json"))
+    assert merged == plain
+
+
+def test_the_schema(batch):
+    """--schema prints the schema of manifests."""
+    code, said, _ = batch("--schema")
+    assert (code, json.loads(said)) == (0, schema())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--shard", "3/2"], "Error: --shard 3/2 is no part of a whole. Write 2/8 for the second of eight."),
+        (["--scheduler", "tcp://127.0.0.1:9", "-j", "2"], "Error: The cluster says how many models are done at once."),
+        (["no.toml"], "Error: There is no manifest no.toml. Name one, or models and globs."),
+        (["--method", "minmx"], "Error: there is no method 'minmx'. Did you mean 'minmax' or 'mean-minmax'?"),
+        (["*.onx"], "Error: '*.onx' names nothing."),
+        (["--min-sqnr", "0"], "Error: graphquant.toml:3: 'min_sqnr' is measured on data, and none is named"),
+    ],
+)
+def test_refusals(batch, words, says):
+    """What cannot be carried out is told before any work is done."""
+    code, said, told = batch(*words)
+    assert (code, said) == (2, "")
+    assert told.startswith(says)
+
+
+def test_mistakes_of_a_manifest(batch):
+    """All mistakes of a manifest are told, with exit code 2."""
+    Path("graphquant.toml").write_text("[[model]]\npath = 'x.onnx'\nrule = 'a'\nsamples = 0\n", "utf-8")
+    code, _, told = batch()
+    assert code == 2
+    assert [line.split(": ")[-2:][0] for line in told.strip().split("\n")] == ["graphquant.toml:3", "graphquant.toml:4"]
