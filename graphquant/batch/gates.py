@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from graphquant.batch.types import Figures, Miss
-from graphquant.view.text import counted
+from graphquant.errors import GraphQuantError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,19 +18,15 @@ if TYPE_CHECKING:
 
 
 def measure(plain: Model, quant: Model, entry: Entry, progress: Progress | None) -> Figures | None:
-    """How far `quant` is from `plain` on the entry's data; None without data.
-
-    Raises:
-        DataError: The data does not fit the models.
-        MissingDependencyError: The models' framework is not installed.
-        ModelError: A model cannot be run.
-        UsageError: Their outputs do not match.
-    """
+    """How far `quant` is from `plain` on the entry's data, or why that cannot be told; None without data."""
     if entry.data is None:
         return None
     from graphquant import pipeline
 
-    found = pipeline.compare(plain, quant, entry.data, samples=entry.samples, sites=False, progress=progress)
+    try:
+        found = pipeline.compare(plain, quant, entry.data, samples=entry.samples, sites=False, progress=progress)
+    except GraphQuantError as error:  # what cannot be run can be quantized, and only a gate minds
+        return Figures(problem=str(error))
     return figures_of(found)
 
 
@@ -72,7 +68,7 @@ def misses(gates: Gates, figures: Figures | None, size: int, findings: Sequence[
         said["max_size"] = f"the output has {size} bytes and may have {gates.max_size}"
     if gates.check is not None and findings:
         codes = ", ".join(dict.fromkeys(one.code for one in findings))
-        said["check"] = f"{counted(len(findings), 'finding')}: {codes}"
+        said["check"] = f"the check found {codes}"
     return tuple(Miss(gate=name, says=what) for name, what in said.items() if what)
 
 

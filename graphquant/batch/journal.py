@@ -61,14 +61,15 @@ class Journal:
         self._file.close()
 
     def add(self, outcome: Outcome) -> None:
-        """Appends an outcome; when this returns, it is on the disk.
+        """Appends an outcome; when this returns, it is on the disk, but for one that the cache has too.
 
         Raises:
             OSError: The disk is full.
         """
         self._file.write(json.dumps(outcome_json(outcome)).encode() + b"\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
+        if outcome.status != "unchanged":
+            os.fsync(self._file.fileno())
 
     def _lock(self) -> None:
         try:
