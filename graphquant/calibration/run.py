@@ -17,10 +17,10 @@ from graphquant.calibration.memory import room
 from graphquant.calibration.passes import feeds_of, observed
 from graphquant.calibration.stats import Run, Stats, merge, spans
 from graphquant.errors import DataError
-from graphquant.sketch import Accumulator
+from graphquant.sketch import Accumulator, add_each
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping
+    from collections.abc import Callable, Container, Mapping
     from concurrent.futures import Executor
 
     from graphquant.calibration.passes import Observing
@@ -42,7 +42,10 @@ REPEATED = frozenset({"loop", "scan", "while", "enter"})
 """Kinds around ops that run more than once, so that static shapes do not tell how much they make."""
 
 THREADS = min(4, os.cpu_count() or 1)
-"""Runs at once, and threads that fill sketches, each of another tensor."""
+"""Runs at once."""
+
+FILLING = max(THREADS // 2, 1)
+"""Threads that fill sketches, each of other tensors. A run takes longer than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,16 +192,10 @@ def _left(now: Stats, before: Stats, first: int, last: int) -> list[tuple[int, i
     return left
 
 
-def _fill(pool: Executor, work: Iterable[tuple[Accumulator, list[Array]]]) -> None:
-    """Adds values to their accumulators, with all threads; each takes the next of the work until there is none."""
-    left = iter(work)
-
-    def some() -> None:
-        for accumulator, values in left:
-            for value in values:
-                accumulator.add(value)
-
-    others = [pool.submit(some) for _ in range(THREADS - 1)]
-    some()
+def _fill(pool: Executor, work: list[tuple[Accumulator, list[Array]]]) -> None:
+    """Adds values to their accumulators, on some threads, each of which has its own; others run the model meanwhile."""
+    first, *parts = (work[start::FILLING] for start in range(FILLING))
+    others = [pool.submit(add_each, part) for part in parts]
+    add_each(first)
     for other in others:
         other.result()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import struct
 import tempfile
 import zipfile
 from contextlib import ExitStack, contextmanager
@@ -58,7 +59,7 @@ class _Part:
     Attributes:
         fit: How the input takes it.
         open: Opens its npy form.
-        start: Where its values start in there.
+        start: Where in there its values start.
         stored: Its dtype as it lies in the file.
         fortran: Whether the first axis runs fastest.
     """
@@ -109,15 +110,21 @@ def _scanned(files: Sequence[File], wanted: Wanted, counts: Sequence[int]) -> st
 
 
 @contextmanager
-def _opened(file: File, wanted: Wanted) -> Iterator[tuple[list[_Part], list[str]]]:
-    """The arrays of `file` that the inputs take, and the keys that none takes."""
+def _opened(file: File, wanted: Wanted, *, checked: bool = True) -> Iterator[tuple[list[_Part], list[str]]]:
+    """The arrays of `file` that the inputs take, and the keys that none takes.
+
+    Unless they are to be `checked`, no checksums are made of those that lie in the file as they are.
+    """
     with reading(file, ADVICE), ExitStack() as stack:
         if file.name.lower().endswith(".npy"):
             members = _single(file, wanted)
         else:
             archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(file.open())))
             members = {
-                info.filename.removesuffix(".npy"): (info.file_size, partial(archive.open, info))
+                info.filename.removesuffix(".npy"): (
+                    info.file_size,
+                    partial(archive.open, info) if checked or not _plain(info) else partial(_inside, file, info),
+                )
                 for info in archive.infolist()
                 if info.filename.endswith(".npy")
             }
@@ -127,6 +134,27 @@ def _opened(file: File, wanted: Wanted) -> Iterator[tuple[list[_Part], list[str]
             for taker, key in zip(wanted.inputs, keys, strict=True)
         ]
         yield parts, [key for key in members if key not in keys]
+
+
+LOCAL_HEADER = 30
+"""Bytes of what stands before an entry of a zip, but for its name and what else is said of it."""
+
+ENCRYPTED = 1
+"""The flag of an encrypted entry."""
+
+
+def _plain(info: zipfile.ZipInfo) -> bool:
+    """Whether the bytes of an entry are in the file as they are."""
+    return info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & ENCRYPTED
+
+
+def _inside(file: File, info: zipfile.ZipInfo) -> IO[bytes]:
+    """The file at the start of a plain entry; unlike zipfile's, reading it makes no checksum and no second copy."""
+    stream = file.open()
+    stream.seek(info.header_offset)
+    header = _exactly(stream, LOCAL_HEADER)
+    stream.seek(sum(struct.unpack_from("<HH", header, LOCAL_HEADER - 4)), 1)
+    return stream
 
 
 def _single(file: File, wanted: Wanted) -> Members:
@@ -144,13 +172,15 @@ def _single(file: File, wanted: Wanted) -> Members:
 def _part(where: str, size: int, opener: Callable[[], IO[bytes]], taker: Any) -> _Part:
     """What the header of an array says, checked against its input."""
     with opener() as stream:
+        begin = stream.tell()
         shape, fortran, stored = _header(stream)
         start = stream.tell()
     if stored.hasobject:
         raise DataError(f"{where} holds Python objects, which are never loaded. Save it as numbers.")
-    if any(axis < 0 for axis in shape) or math.prod(shape) * stored.itemsize != size - start:
+    follow = size - (start - begin)
+    if any(axis < 0 for axis in shape) or math.prod(shape) * stored.itemsize != follow:
         raise DataError(
-            f"{where} says that it is {stored} {shape_text(shape)}, but {size - start} bytes follow. Save it again."
+            f"{where} says that it is {stored} {shape_text(shape)}, but {follow} bytes follow. Save it again."
         )
     if fortran and size > MAX_FEED_BYTES:
         raise DataError(f"{where} has {size} bytes in Fortran order. Save it in C order: numpy.ascontiguousarray.")
@@ -217,11 +247,13 @@ def _scan(part: _Part, count: int, update: Callable[[bytes | memoryview], None],
         values = _values(part, block)
         update(values.reshape(-1).view(np.uint8).data)
         wrong = not_finite(values)
-        if not bad and wrong.any():
-            first = seen + int(wrong.argmax())
-        bad += int(wrong.sum())
+        if wrong.any():
+            first = first if bad else seen + int(wrong.argmax())
+            bad += int(wrong.sum())
+            check_convertible(one, values[~wrong])
+        else:
+            check_convertible(one, values)
         seen += values.size
-        check_convertible(one, values[~wrong] if wrong.any() else values)
     if bad and finite:
         index = [int(axis) for axis in np.unravel_index(first, one.shape)]
         raise DataError(infinite(one.where, bad, index))
@@ -242,7 +274,7 @@ def _feeds(files: Sequence[File], wanted: Wanted, counts: Sequence[int], start: 
         before += count
         if first >= last:
             continue
-        with _opened(file, wanted) as (parts, _):
+        with _opened(file, wanted, checked=False) as (parts, _):  # they were, or are meanwhile, for the digest
             streams: Mapping[str, Iterator[Array]] = {part.fit.input: _stream(part, first, last) for part in parts}
             for _ in range(first, last):
                 yield {name: next(stream) for name, stream in streams.items()}

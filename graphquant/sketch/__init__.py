@@ -1,6 +1,6 @@
 """What calibration keeps of a tensor, and the observers that turn it into a range."""
 
-from graphquant.sketch.accumulator import Accumulator, sketch
+from graphquant.sketch.accumulator import Accumulator, add_each, sketch
 from graphquant.sketch.distribution import Distribution, distribution
 from graphquant.sketch.estimate import Cost, estimate
 from graphquant.sketch.observers import OBSERVERS, Argument, Observer, histogram_bits
@@ -16,6 +16,7 @@ __all__ = [
     "Distribution",
     "Observer",
     "Sketch",
+    "add_each",
     "coarsen",
     "distribution",
     "edges",

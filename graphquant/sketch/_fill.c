@@ -80,43 +80,142 @@ static int all_finite(const uint64_t *table, int shift)
     return !any;
 }
 
-static PyObject *fill(PyObject *module, PyObject *arguments)
+/* Adds what is not finite, as NaN, to each lane; what is finite adds nothing. */
+static void spoil(float *lanes, const float *values, Py_ssize_t n)
 {
+    float odd[LANES];
+    memcpy(odd, lanes, sizeof odd);
+    Py_ssize_t i = 0;
+    for (; i + LANES <= n; i += LANES)
+        for (int k = 0; k < LANES; k++)
+            odd[k] += values[i + k] - values[i + k];
+    for (; i < n; i++)
+        odd[0] += values[i] - values[i];
+    memcpy(lanes, odd, sizeof odd);
+}
+
+/* Values and the table that they are counted in, which may be none, and what is found. */
+typedef struct {
     Py_buffer values, table;
-    int shift;
-    (void)module;
-    if (!PyArg_ParseTuple(arguments, "y*iw*:fill", &values, &shift, &table))
-        return NULL;
-    PyObject *result = NULL;
-    if (shift < 1 || shift > 22 || table.len != (((Py_ssize_t)1 << (32 - shift)) + SPARE) * 8) {
+    int shift, counts, finite;
+    float low, high;
+} Job;
+
+static void work(Job *job)
+{
+    float low[LANES], high[LANES], odd[LANES] = {0};
+    const Py_ssize_t n = job->values.len / 4;
+    for (int k = 0; k < LANES; k++) {
+        low[k] = (float)Py_HUGE_VAL;
+        high[k] = (float)-Py_HUGE_VAL;
+    }
+    for (Py_ssize_t start = 0; start < n; start += CHUNK) {
+        const float *part = (const float *)job->values.buf + start;
+        const Py_ssize_t size = n - start < CHUNK ? n - start : CHUNK;
+        widen(low, high, part, size);
+        if (job->counts)
+            count(job->table.buf, part, size, job->shift);
+        else
+            spoil(odd, part, size);
+    }
+    for (int k = 1; k < LANES; k++) {
+        low[0] = low[k] < low[0] ? low[k] : low[0];
+        high[0] = high[k] > high[0] ? high[k] : high[0];
+        odd[0] += odd[k];
+    }
+    job->low = low[0];
+    job->high = high[0];
+    job->finite = job->counts ? all_finite(job->table.buf, job->shift) : odd[0] == 0;
+}
+
+/* Takes (values, shift, table) or (values, 0, None) as they come from Python. */
+static int take(Job *job, PyObject *given)
+{
+    PyObject *table;
+    if (!PyTuple_Check(given)) {
+        PyErr_SetString(PyExc_TypeError, "fill: (values, shift, table) is wanted");
+        return 0;
+    }
+    if (!PyArg_ParseTuple(given, "y*iO:fill", &job->values, &job->shift, &table))
+        return 0;
+    job->counts = table != Py_None;
+    if (job->counts && PyObject_GetBuffer(table, &job->table, PyBUF_WRITABLE) < 0) {
+        PyBuffer_Release(&job->values);
+        return 0;
+    }
+    if (job->counts && (job->shift < 1 || job->shift > 22
+                        || job->table.len != (((Py_ssize_t)1 << (32 - job->shift)) + SPARE) * 8)) {
         PyErr_SetString(PyExc_ValueError, "fill: the table is not one for this shift");
-    } else if (values.len % 4 || (uintptr_t)values.buf % 4) {
+    } else if (job->values.len % 4 || (uintptr_t)job->values.buf % 4) {
         PyErr_SetString(PyExc_ValueError, "fill: the values are not aligned float32");
     } else {
-        float low[LANES], high[LANES];
-        int finite;
-        const Py_ssize_t n = values.len / 4;
-        Py_BEGIN_ALLOW_THREADS
-        for (int k = 0; k < LANES; k++) {
-            low[k] = (float)Py_HUGE_VAL;
-            high[k] = (float)-Py_HUGE_VAL;
-        }
-        for (Py_ssize_t start = 0; start < n; start += CHUNK) {
-            const float *part = (const float *)values.buf + start;
-            const Py_ssize_t size = n - start < CHUNK ? n - start : CHUNK;
-            widen(low, high, part, size);
-            count(table.buf, part, size, shift);
-        }
-        for (int k = 1; k < LANES; k++) {
-            low[0] = low[k] < low[0] ? low[k] : low[0];
-            high[0] = high[k] > high[0] ? high[k] : high[0];
-        }
-        finite = all_finite(table.buf, shift);
-        Py_END_ALLOW_THREADS
-        result = Py_BuildValue("ddN", (double)low[0], (double)high[0], PyBool_FromLong(finite));
+        return 1;
     }
-    PyBuffer_Release(&values);
-    PyBuffer_Release(&table);
+    PyBuffer_Release(&job->values);
+    if (job->counts)
+        PyBuffer_Release(&job->table);
+    return 0;
+}
+
+static PyObject *told(const Job *job)
+{
+    return Py_BuildValue("ddN", (double)job->low, (double)job->high, PyBool_FromLong(job->finite));
+}
+
+static void give_back(Job *job)
+{
+    PyBuffer_Release(&job->values);
+    if (job->counts)
+        PyBuffer_Release(&job->table);
+}
+
+static PyObject *fill(PyObject *module, PyObject *arguments)
+{
+    Job job;
+    (void)module;
+    if (!take(&job, arguments))
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    work(&job);
+    Py_END_ALLOW_THREADS
+    PyObject *result = told(&job);
+    give_back(&job);
+    return result;
+}
+
+static PyObject *fill_all(PyObject *module, PyObject *list)
+{
+    (void)module;
+    if (!PyList_Check(list)) {
+        PyErr_SetString(PyExc_TypeError, "fill_all: a list is wanted");
+        return NULL;
+    }
+    const Py_ssize_t all = PyList_Size(list);
+    Py_ssize_t taken = 0;
+    PyObject *result = PyList_New(all);
+    Job *jobs = PyMem_Calloc((size_t)all + 1, sizeof *jobs);
+    if (jobs == NULL || result == NULL)
+        PyErr_NoMemory();
+    else
+        while (taken < all && take(&jobs[taken], PyList_GetItem(list, taken)))
+            taken++;
+    if (!PyErr_Occurred()) {
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; i < taken; i++)
+            work(&jobs[i]);
+        Py_END_ALLOW_THREADS
+    }
+    for (Py_ssize_t i = 0; i < taken; i++) {
+        PyObject *one = PyErr_Occurred() ? NULL : told(&jobs[i]);
+        if (one != NULL)
+            PyList_SetItem(result, i, one);
+        give_back(&jobs[i]);
+    }
+    PyMem_Free(jobs);
+    if (PyErr_Occurred()) {
+        Py_XDECREF(result);
+        return NULL;
+    }
     return result;
 }
 
@@ -283,6 +382,7 @@ static PyObject *squared_errors(PyObject *module, PyObject *arguments)
 
 static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, "fill(values, shift, table): see graphquant.sketch.kernel.in_numpy."},
+    {"fill_all", fill_all, METH_O, "fill_all([(values, shift, table), ...]): the results of `fill` for each."},
     {"squared_errors", squared_errors, METH_VARARGS,
      "squared_errors(pieces, candidates, errors): see graphquant.sketch.distribution."},
     {NULL, NULL, 0, NULL},

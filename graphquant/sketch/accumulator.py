@@ -9,11 +9,15 @@ import numpy as np
 
 from graphquant.errors import DataError
 from graphquant.numerics import LARGEST_VALUE
+from graphquant.sketch import kernel
 from graphquant.sketch.histogram import Histogram
 from graphquant.sketch.types import Sketch, check_channels
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from graphquant.numerics import Array
+    from graphquant.sketch.kernel import Job
 
 UNIT = 1074
 """Every float64 is a whole number of times 2**-1074."""
@@ -54,6 +58,30 @@ class Accumulator:
         else:
             low, high = values.min(axis=over), values.max(axis=over)
             finite = isfinite(low) and isfinite(high) if over is None else bool(np.isfinite([low, high]).all())
+        self._found(values, low, high, finite=finite, over=over)
+
+    def job(self, values: Array) -> Job | None:
+        """What is to be told the kernel, which then must be told, to add `values`; None where that is not all."""
+        if values.dtype != np.float32 or not 0 < values.size <= kernel.ROOM or self._axis is not None:
+            return None
+        flags = values.flags
+        if not (flags.c_contiguous and flags.aligned):
+            return None
+        flat = values.reshape(-1)
+        return (flat, 0, None) if self._histogram is None else self._histogram.job(flat)
+
+    def done(self, values: Array, low: float, high: float, *, finite: bool) -> None:
+        """Takes over what the kernel found in `values`."""
+        if finite:
+            self._count += values.size
+            self._block_low, self._block_high = min(self._block_low, low), max(self._block_high, high)
+            return
+        if self._histogram is not None:
+            self._histogram.leave_out()
+        self._found(values, low, high, finite=False, over=None)
+
+    def _found(self, values: Array, low: Any, high: Any, *, finite: bool, over: tuple[int, ...] | None) -> None:
+        """Takes over the ends of `values`, which mean nothing where not all are finite."""
         self._count += values.size
         if not finite:
             which = np.isfinite(values)
@@ -122,6 +150,25 @@ class Accumulator:
             high_sum=self._high_sum,
             **dict(read),
         )
+
+
+def add_each(work: Iterable[tuple[Accumulator, list[Array]]]) -> None:
+    """Adds arrays to accumulators, as `add` does, but for the most part without coming back to Python in between.
+
+    Raises:
+        DataError: An axis is missing, or has another number of channels than before.
+    """
+    jobs, whose = [], []
+    for accumulator, arrays in work:
+        job = accumulator.job(arrays[0]) if len(arrays) == 1 else None
+        if job is not None:
+            jobs.append(job)
+            whose.append((accumulator, arrays[0]))
+            continue
+        for values in arrays:
+            accumulator.add(values)
+    for (accumulator, values), (low, high, finite) in zip(whose, kernel.fill_all(jobs), strict=True):
+        accumulator.done(values, low, high, finite=finite)
 
 
 def _wide(values: Array) -> Array:

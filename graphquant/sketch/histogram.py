@@ -41,14 +41,22 @@ class Histogram:
 
     def _count(self, values: Array) -> tuple[float, float, bool]:
         """The same for no more values than a table has room for."""
+        found = kernel.fill(*self.job(values))
+        if not found[2]:
+            self.leave_out()
+        return found
+
+    def job(self, values: Array) -> tuple[Array, int, Array]:
+        """What is to be told the kernel, which then must be told, to count `values`, no more than there is room for."""
         if values.size > self._room:
             self._relieve()
         self._room -= values.size
-        found = kernel.fill(values, self._shift, self._table)
-        if not found[2]:
-            for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
-                self._table[code << self._bits : code + 1 << self._bits] = 0
-        return found
+        return values, self._shift, self._table
+
+    def leave_out(self) -> None:
+        """Forgets values that are not finite, which the kernel counts with the others."""
+        for code in (0x0FF, 0x1FF):  # sign and exponent of infinities and NaN
+            self._table[code << self._bits : code + 1 << self._bits] = 0
 
     def _relieve(self) -> None:
         """Takes full entries out of the table; they are few, as only such bins have them that most values are in."""

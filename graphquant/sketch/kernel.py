@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from graphquant.numerics import Array
+
+    Job = tuple[Array, int, Array | None]
 
 ONE = np.uint64(1 << 40)
 """What an entry grows by for each value, beside its dropped bits."""
@@ -45,33 +47,41 @@ def new_table(bits: int) -> Array:
     return np.frombuffer(space, np.uint64)
 
 
-def in_numpy(values: Array, shift: int, table: Array) -> tuple[float, float, bool]:
-    """Counts each value in its bin, as the compiled `fill` does.
+def in_numpy(values: Array, shift: int, table: Array | None) -> tuple[float, float, bool]:
+    """Counts each value in its bin, as the compiled `fill` does; without a table only its ends are looked for.
 
     Args:
         values: float32 (N,), aligned and without gaps; none is no value.
         shift: How many of the low bits of their patterns the bins drop.
         table: What `new_table` made, for 23 - shift bits, with room for them; no NaN or infinity is counted in it.
+            None: they are not counted.
 
     Returns:
         The smallest and the largest value, and whether all are finite; if not, the two mean nothing, and the others
         are in bins too.
     """
     pattern, dropped = values.view(np.uint32), np.uint32((1 << shift) - 1)
-    for start in range(0, pattern.size, CHUNK):
-        part = pattern[start : start + CHUNK]
-        np.add.at(table, (part >> shift).astype(np.intp), (part & dropped) | ONE)
+    if table is not None:
+        for start in range(0, pattern.size, CHUNK):
+            part = pattern[start : start + CHUNK]
+            np.add.at(table, (part >> shift).astype(np.intp), (part & dropped) | ONE)
     low, high = float(values.min(initial=np.inf)), float(values.max(initial=-np.inf))
     return low, high, bool(np.isfinite(values).all())
 
 
-fill: Callable[[Array, int, Array], tuple[float, float, bool]] = in_numpy
+def all_in_numpy(jobs: Sequence[Job]) -> list[tuple[float, float, bool]]:
+    """The results of `in_numpy` for each of the jobs, as the compiled `fill_all` gives them."""
+    return [in_numpy(*job) for job in jobs]
+
+
+fill: Callable[[Array, int, Array | None], tuple[float, float, bool]] = in_numpy
+fill_all: Callable[[list[Job]], list[tuple[float, float, bool]]] = all_in_numpy
 squared_errors: Callable[[Array, Array, Array], None] | None = None
 """Of pieces, (8, K + 1), and of scale, least and largest whole number of each candidate, (C, 3), to the sums of squared
 errors, (C,): see `graphquant.sketch.distribution`. None where it was not compiled."""
-with suppress(ImportError):  # there was no C compiler when graphquant was installed
+with suppress(ImportError, AttributeError):  # there was no C compiler when graphquant was installed, or less in C
     compiled = import_module("graphquant.sketch._fill")
-    fill, squared_errors = compiled.fill, getattr(compiled, "squared_errors", None)  # an older build has but one
+    fill, fill_all, squared_errors = compiled.fill, compiled.fill_all, compiled.squared_errors
 
 
 def occupied(table: Array, least: int = 1) -> Array:

@@ -114,6 +114,10 @@ def compiled(extension: ModuleType) -> Callable:
 @pytest.fixture(params=["in_numpy", "compiled"])
 def fill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable:
     """Each kernel, which is also the one that sketches use."""
-    chosen = kernel.in_numpy if request.param == "in_numpy" else request.getfixturevalue("compiled")
+    if request.param == "in_numpy":
+        chosen, several = kernel.in_numpy, kernel.all_in_numpy
+    else:
+        chosen, several = request.getfixturevalue("compiled"), request.getfixturevalue("extension").fill_all
     monkeypatch.setattr(kernel, "fill", chosen)
+    monkeypatch.setattr(kernel, "fill_all", several)
     return chosen

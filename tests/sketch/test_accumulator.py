@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from graphquant.errors import DataError
-from graphquant.sketch import EMPTY, Accumulator, Sketch, merge, sketch
+from graphquant.sketch import EMPTY, Accumulator, Sketch, add_each, merge, sketch
 
 TINY, LARGEST = float(np.finfo(np.float32).smallest_subnormal), float(np.finfo(np.float32).max)
 
@@ -194,3 +194,37 @@ def test_threads_may_fill_different_accumulators() -> None:
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(gather, tensors))
     assert together == [gather(values) for values in tensors]
+
+
+@pytest.mark.parametrize("axis", [None, 0])
+@pytest.mark.parametrize("bits", [0, 7, 10])
+def test_many_are_added_as_one_by_one(fill, bits: int, axis: int | None) -> None:
+    """Whatever their types, layouts and values, and however many there are of a tensor."""
+    rng = np.random.default_rng(2)
+    normal = rng.standard_normal((4, 30)).astype(np.float32)
+    odd = normal.copy()
+    odd[1, 2], odd[2, 3], odd[3, 4] = np.nan, np.inf, -np.inf
+    tensors = [
+        [normal],
+        [normal, -3 * normal],
+        [normal.astype(np.float16)],
+        [normal.astype(np.float64)],
+        [normal[:, ::2]],
+        [normal.T.copy().T],
+        [odd],
+        [np.full((4, 2), np.nan, np.float32)],
+        [np.zeros((4, 0), np.float32)],
+        [],
+    ]
+    together, alone = ([Accumulator(axis, bits) for _ in tensors] for _ in range(2))
+    for _ in range(2):
+        add_each(list(zip(together, tensors, strict=True)))
+        for accumulator, arrays in zip(alone, tensors, strict=True):
+            for values in arrays:
+                accumulator.add(values)
+        for accumulator in (*together, *alone):
+            accumulator.close_block()
+    for one, other in zip(together, alone, strict=True):
+        first, second = one.sketch(), other.sketch()
+        for name in Sketch.__dataclass_fields__:
+            np.testing.assert_array_equal(getattr(first, name), getattr(second, name), err_msg=name)

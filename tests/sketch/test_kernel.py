@@ -51,6 +51,41 @@ def test_what_is_not_finite_is_said(fill, place: int, odd: float) -> None:
     assert fill(values, 16, kernel.new_table(7))[2] is False
 
 
+def test_many_at_once_are_as_one_by_one(extension) -> None:
+    """With a table and without, finite or not, in both kernels; what does not fit is refused before all."""
+    rng = np.random.default_rng(1)
+    arrays = [rng.standard_normal(size).astype(np.float32) for size in (0, 1, 33, 5000, 2048, 7)]
+    arrays[3][4999], arrays[4][17], arrays[5][0] = np.nan, -np.inf, np.inf
+    for bits in (7, 10):
+        tables = [[kernel.new_table(bits) for _ in arrays] for _ in range(3)]
+        jobs = [[(one, 23 - bits, table) for one, table in zip(arrays, some, strict=True)] for some in tables]
+        found = [kernel.in_numpy(*job) for job in jobs[0]]
+        for other in (extension.fill_all(jobs[1]), kernel.all_in_numpy(jobs[2])):
+            assert [each[2] for each in other] == [each[2] for each in found] == [True] * 3 + [False] * 3
+            assert other[:3] == found[:3]
+        for some in tables[1:]:
+            assert all(
+                (one == other).all() for one, other in zip(map(folded, tables[0]), map(folded, some), strict=True)
+            )
+    ends = extension.fill_all([(one, 0, None) for one in arrays])
+    assert ends[:3] == [kernel.in_numpy(one, 0, None) for one in arrays[:3]]
+    assert [each[2] for each in ends] == [True] * 3 + [False] * 3
+    assert extension.fill_all([]) == []
+    table = kernel.new_table(7)
+    for wrong in ((arrays[2], 13, table), (arrays[2][::2], 16, table), (arrays[2], 16), (None, 16, table), "abc"):
+        with pytest.raises((TypeError, ValueError)):
+            extension.fill_all([(arrays[1], 16, table), wrong])
+    with pytest.raises(TypeError, match="list"):
+        extension.fill_all(((arrays[1], 16, table),))
+    assert not table.any()
+
+
+def folded(table: np.ndarray) -> np.ndarray:
+    """The entries of a table, those for zeros as one."""
+    bins, counts, sums = unpacked(table)
+    return np.stack([bins.astype(np.int64), counts, sums.astype(np.int64)])
+
+
 def test_a_table_is_emptied_before_it_overflows(fill, reference, monkeypatch) -> None:
     """Whether many small arrays or one large one come, nothing is lost or counted twice, also not by a look between."""
     monkeypatch.setattr(kernel, "ROOM", 100)

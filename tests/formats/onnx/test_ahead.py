@@ -66,9 +66,9 @@ def test_no_more_is_read_than_may_run(at_once: int) -> None:
 
 
 def test_runs_are_under_way_together() -> None:
-    """Two runs that wait for each other both end."""
+    """Two runs that wait for each other both end; a third result is what is looked at."""
     together = threading.Barrier(2, timeout=30)
-    assert list(_ahead(lambda feed: together.wait() * 0 + feed, iter(range(4)), 2)) == [0, 1, 2, 3]
+    assert list(_ahead(lambda feed: together.wait() * 0 + feed, iter(range(4)), 3)) == [0, 1, 2, 3]
 
 
 def test_leaving_early_runs_no_more() -> None:
