@@ -55,6 +55,7 @@ class Matcher:
         self.parameters = self.around.parameters
         self._fitting: dict[tuple[str, bool], list[BoundRule]] = {}
         self._patterns: dict[tuple[PatternOp, ...], dict[str, set[tuple[str, str]]]] = {}
+        self._parts: dict[tuple[int, str], set[tuple[str, str]]] = {}
         self._claimed: dict[tuple[int, str, str], frozenset[Use]] = {}
         self._longest: dict[tuple[int, str, str], Use | None] = {}
         self._named = {(rule.file, rule.rule.name): rule for rule in ruleset.rules}
@@ -69,7 +70,13 @@ class Matcher:
             UsageError: A pattern can be read into the model in too many ways.
         """
         for tensor, uses in self.tensors():
-            rules = [rule for rule in self._candidates(tensor) if not self._producer_miss(rule, tensor)]
+            place = (tensor.graph, tensor.op)
+            rules = [
+                rule
+                for rule in self._candidates(tensor)
+                if (rule.rule.producer.pattern is None or place in self._pattern(rule, rule.rule.producer.pattern))
+                and not self._producer_miss(rule, tensor)
+            ]
             for use in uses if rules else ():
                 for rule in rules:
                     if not self._consumer_miss(rule, tensor, use):
@@ -188,8 +195,11 @@ class Matcher:
 
     def _pattern(self, rule: BoundRule, text: str) -> set[tuple[str, str]]:
         """(graph, op) of every op that plays the named part in a match of the pattern."""
-        name, _, part = text.partition(".")
-        parts = parts_of(rule.patterns[name].ops)
-        if parts not in self._patterns:
-            self._patterns[parts] = find_pattern(self.around, name, parts)
-        return self._patterns[parts][part or parts[-1].name]
+        key = (id(rule.patterns), text)
+        if key not in self._parts:
+            name, _, part = text.partition(".")
+            parts = parts_of(rule.patterns[name].ops)
+            if parts not in self._patterns:
+                self._patterns[parts] = find_pattern(self.around, name, parts)
+            self._parts[key] = self._patterns[parts][part or parts[-1].name]
+        return self._parts[key]

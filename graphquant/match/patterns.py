@@ -27,9 +27,13 @@ def find_pattern(around: Around, name: str, parts: tuple[PatternOp, ...]) -> dic
     """For each part the ops that play it; the first match found at each op counts."""
     found: dict[str, set[tuple[str, str]]] = {part.name: set() for part in parts}
     search = _Search(around, name, parts)
+    kinds = parts[-1].kinds
+    any_kind = not kinds.isdisjoint(("*", "parameter"))
     for graph in around.model.live():
         for op in around.model.graphs[graph].ops():
-            bound = (search.bind(TensorRef(graph, op.name)) if op.outputs else None) or {}
+            if not op.outputs or not (any_kind or op.kind in kinds):
+                continue
+            bound = search.bind(TensorRef(graph, op.name)) or {}
             for part in parts if bound else ():
                 found[part.name].add((graph, bound[part.name].op))
     found[ANY_PART] = set().union(*found.values())
