@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from graphquant.cli.options import SHARE
 from graphquant.cli.output import emit, print_view, progress_bar, write
 from graphquant.errors import FindingsError, UsageError, printable
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
 @click.option("--outputs-only", is_flag=True, help="Leave out the quantized tensors, which takes less time.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Tensors to list; 0 for all.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Exit code 1 if an output has less.")
-@click.option("--min-agreement", type=click.FloatRange(0, 100), metavar="PERCENT", help="Likewise, of top-1 agreement.")
+@click.option(
+    "--min-agreement", type=SHARE, metavar="SHARE", help="Likewise, of top-1 agreement: 0.99, or 99 for percent."
+)
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw both as a page too, with heat.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
@@ -94,8 +97,8 @@ def _gate(found: Comparison, min_sqnr: float | None, min_agreement: float | None
     missed = []
     if min_sqnr is not None and found.sqnr is not None and not found.sqnr >= min_sqnr:
         missed.append(f"the worst output has {found.sqnr:.2f} dB and --min-sqnr wants {min_sqnr:g}")
-    if min_agreement is not None and found.agreement is not None and not 100 * found.agreement >= min_agreement:
-        missed.append(f"{100 * found.agreement:.2f}% agree and --min-agreement wants {min_agreement:g}")
+    if min_agreement is not None and found.agreement is not None and not found.agreement >= min_agreement:
+        missed.append(f"{100 * found.agreement:.2f}% agree and --min-agreement wants {100 * min_agreement:g}%")
     problems = [one for one in found.outputs if one.problem]
     if problems and (min_sqnr is not None or min_agreement is not None):
         missed = [f"output {problems[0].name!r} cannot be compared, because {problems[0].problem}"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.options import MAX_MEMORY, memory, selection
+from graphquant.cli.options import MAX_MEMORY, SHARE, memory, selection
 from graphquant.cli.output import progress_bar, write, write_page
 from graphquant.errors import FindingsError, UsageError
 
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Apply this plan instead of rules."
 )
 @click.option(
-    "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Statistics from calibrate, in place of --data."
+    "--stats",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Statistics from calibrate; --data is then for the check alone.",
 )
 @click.option("--method", metavar="NAME", help="How ranges are picked from the data, whatever the rules say.")
 @MAX_MEMORY
@@ -47,6 +50,18 @@ if TYPE_CHECKING:
 )
 @click.option("--float-weights", is_flag=True, help="Keep weights float, behind a whole QDQ pair.")
 @click.option("--requantize", is_flag=True, help="Take out the quantization that MODEL has already.")
+@click.option("--no-check", is_flag=True, help="Calibrate on all samples, and do not measure what was made.")
+@click.option("--min-sqnr", type=float, metavar="DB", help="Exit code 1 if an output has less than this in the check.")
+@click.option(
+    "--min-agreement", type=SHARE, metavar="SHARE", help="Likewise, of top-1 agreement: 0.99, or 99 for percent."
+)
+@click.option(
+    "--max-accuracy-drop",
+    type=click.FloatRange(0, 100),
+    metavar="POINTS",
+    help="Likewise, of accuracy by the data's labels, in points of 100.",
+)
+@click.option("--strict", is_flag=True, help="Exit code 1 if an output has less than 20 dB in the check.")
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result as a page.")
@@ -68,19 +83,30 @@ def insert(  # click passes what the user gave
     ranges_map: Path | None,
     float_weights: bool,
     requantize: bool,
+    no_check: bool,
+    min_sqnr: float | None,
+    min_agreement: float | None,
+    max_accuracy_drop: float | None,
+    strict: bool,
     dry_run: bool,
     report: Path | None,
     html: Path | None,
     force: bool,
 ) -> None:
-    """Quantize MODEL: plan, calibrate, rewrite, write."""
+    """Quantize MODEL: plan, calibrate, rewrite, check, write.
+
+    With data, the last fifth of it is kept for the check, at least 4 samples of 8 or more.
+    """
     if plan_file is not None and (rules or include or exclude or family or requantize):
         raise UsageError(
             "--plan applies a plan as it is; --rules, --include, --exclude, --family and --requantize make one. Give"
             " either."
         )
-    if stats is not None and (data is not None or samples is not None):
-        raise UsageError("--stats takes the place of --data and --samples. Give either.")
+    if data is None and samples is not None:
+        raise UsageError("--samples counts samples of --data. Give that too.")
+    bounds = (min_sqnr, min_agreement, max_accuracy_drop)
+    if (strict or bounds != (None, None, None)) and (no_check or data is None):
+        raise UsageError("--strict and bounds are for the check, which takes --data. Give that, and no --no-check.")
     if ranges_map is not None and ranges is None:
         raise UsageError("--ranges-map names tensors of the file that --ranges gives. Give that too.")
     from graphquant import outputs, pipeline
@@ -109,9 +135,15 @@ def insert(  # click passes what the user gave
             family=family,
             float_weights=float_weights,
             requantize=requantize,
+            check=not no_check,
+            min_sqnr=min_sqnr,
+            min_agreement=min_agreement,
+            max_accuracy_drop=max_accuracy_drop,
             progress=progress,
         )
     _deliver(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
+    if result.check is not None and result.check.missed and (strict or result.check.bounds):
+        raise FindingsError(f"The check is missed: {'; '.join(result.check.missed)}. {_left(target, dry_run)}")
 
 
 def _check_outputs(
@@ -135,6 +167,11 @@ def _check_outputs(
         if html.resolve() in {target.resolve(), report.resolve() if report is not None else None}:
             raise UsageError(f"--html {html} is another of the outputs. Give the page another name.")
     return to_tflite
+
+
+def _left(target: Path, dry_run: bool) -> str:
+    """What there is all the same."""
+    return "Nothing was written." if dry_run else f"{target} was written all the same."
 
 
 def _deliver(

@@ -44,6 +44,20 @@ MAX_MEMORY = click.option(
 )
 
 
+class _Share(click.ParamType[float]):
+    """A share of all: 0.99, or 99 for percent."""
+
+    name = "share"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The share, 0 to 1."""
+        given = click.FloatRange(0, 100).convert(value, param, ctx)
+        return float(given if given <= 1 else given / 100)
+
+
+SHARE = _Share()
+
+
 def memory(given: str | None) -> int | None:
     """The bytes that --max-memory says, None where it is not given."""
     from graphquant.calibration import parse_size

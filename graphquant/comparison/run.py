@@ -48,6 +48,7 @@ def compare(
     watched: Runner | None,
     outputs: Mapping[str, str],
     labels: str = "",
+    inside: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Runs both models on all samples.
@@ -64,6 +65,7 @@ def compare(
         watched: Runs the float model as `sites` has it, None without sites.
         outputs: For names of the float model's outputs those of the quantized one's; others are matched.
         labels: The key under which `batches` has labels, "" if there are none.
+        inside: The sites are measured in runs until so many samples are done, None for all.
         progress: Told how many samples are done, and of how many.
 
     Raises:
@@ -80,7 +82,9 @@ def compare(
         pool = stack.enter_context(ThreadPoolExecutor(THREADS))
         models = _Models(plain, quant, watched, sites, inputs, stack)
         for feed, block in feeds_of(batches, [(0, blocks)], load.block, batchable=batched):
-            expected, found = models.run({name: value for name, value in feed.items() if name != labels}, pool)
+            known = {name: value for name, value in feed.items() if name != labels}
+            run = models.run if inside is None or done < inside else models.run_plainly
+            expected, found = run(known, pool)
             with quiet():
                 for tally in tallies:
                     tally.add(expected.get(tally.name), found.get(tally.other), feed.get(labels))
@@ -180,6 +184,12 @@ class _Models:
         self._waiting.append((quant, plain))
         if self._values > LARGE:
             self.measure(pool)
+        return expected, found
+
+    def run_plainly(self, feed: Feeds, pool: Executor) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+        """The outputs of both for `feed`, with nothing seen inside of them."""
+        work = [partial(self._plain.run, feed), partial(self._quant.run, _renamed(feed, self._inputs))]
+        expected, found = (pool.map if self._large else map)(lambda one: one(), work)
         return expected, found
 
     def _seen(self, side: int) -> Seen:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from graphquant.numerics import Array
     from graphquant.pairs import Pairs
-    from graphquant.survey import Reading
+    from graphquant.survey import Coverage, Reading
 
     Seen = Mapping[TensorRef, Sequence[Array]]
 
@@ -89,11 +89,13 @@ class Sites:
         sites: All of them, in the order of the model.
         plain: The float model as its tensors are to be watched: prepared as the quantized one was.
         quantized: Whether the float model has quantization of its own, so that it computes otherwise while watched.
+        coverage: The ops of the quantized model that multiply, and whether they do so on integers.
     """
 
     sites: tuple[Site, ...]
     plain: Model
     quantized: bool
+    coverage: tuple[Coverage, ...]
 
     def watched(self) -> tuple[list[TensorRef], list[TensorRef]]:
         """The tensors to watch in the quantized model, and in the float one."""
@@ -127,8 +129,8 @@ def sites_of(plain: Model, quant: Model) -> Sites:
     ready = prepared_beside(plain, quant) if plain.format == quant.format else plain
     pairs = pair(quant, ready) if plain.format == quant.format else None
     held, floats = Parameters(quant), _Weights(quant, ready, pairs)
-    found = []
-    for reading in survey(quant).readings:
+    found, whole = [], survey(quant)
+    for reading in whole.readings:
         after = TensorRef(reading.graph, reading.op)
         known = unclipped(quant, reading.tensor)
         integers = quant.op(after).kind == "dequantize" and quant.graphs[after.graph].slots(after.op)[0] == known
@@ -149,7 +151,8 @@ def sites_of(plain: Model, quant: Model) -> Sites:
             site.note = "no tensor of the float model is its match"
         found.append(site)
     kinds = {op.kind for graph in plain.graphs.values() for op in graph.ops()}
-    return Sites(sites=tuple(found), plain=ready, quantized=not kinds.isdisjoint(QUANTIZATION_KINDS))
+    quantized = not kinds.isdisjoint(QUANTIZATION_KINDS)
+    return Sites(sites=tuple(found), plain=ready, quantized=quantized, coverage=whole.coverage)
 
 
 def prepared_beside(plain: Model, quant: Model) -> Model:

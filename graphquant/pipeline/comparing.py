@@ -63,7 +63,10 @@ def compare(
     watched = None
     if found is not None:
         watched = runner if found.plain is plain else formats.module(plain.format).runner(found.plain)
-    batches, labels = _opened(data, runner.inputs, samples)
+    from graphquant.data import open_data
+
+    batches = open_data(data, runner.inputs, samples=samples, finite=False)
+    batches, labels = with_labels(batches, data, runner.inputs, samples)
     return _compare(
         runner,
         formats.module(quant.format).runner(quant),
@@ -77,11 +80,10 @@ def compare(
     )
 
 
-def _opened(data: str, inputs: Sequence[InputSpec], samples: int | None) -> tuple[Batches, str]:
-    """The data, with its labels where it has some, and their key."""
+def with_labels(batches: Batches, data: str, inputs: Sequence[InputSpec], samples: int | None) -> tuple[Batches, str]:
+    """The data that was opened as `batches` with its labels where it has some, and their key."""
     from graphquant.data import open_data
 
-    batches = open_data(data, inputs, samples=samples, finite=False)
     for name in LABELS:
         if name in batches.ignored:
             taken = [*inputs, InputSpec(name=name, dtype="int64", shape=(None,))]
@@ -92,4 +94,4 @@ def _opened(data: str, inputs: Sequence[InputSpec], samples: int | None) -> tupl
     return batches, ""
 
 
-__all__ = ["compare"]
+__all__ = ["compare", "with_labels"]

@@ -9,10 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphquant import __version__
+from graphquant import __version__, formats
 from graphquant.calibration import Stats, kept, load_stats, needs_data, planned, select, with_method
 from graphquant.errors import NeedsDataError, UsageError
 from graphquant.pipeline.calibrating import calibrate_line, observe
+from graphquant.pipeline.checking import Bounds, beside, measured, parted
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.pipeline.result import Result
@@ -25,6 +26,7 @@ from graphquant.solve import because, solve
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from graphquant.data import Batches
     from graphquant.ir import Model, TensorRef
     from graphquant.pipeline.common import Progress, Several
     from graphquant.solve import Solution
@@ -47,15 +49,22 @@ def insert(
     family: str | None = None,
     float_weights: bool = False,
     requantize: bool = False,
+    check: bool = True,
+    min_sqnr: float | None = None,
+    min_agreement: float | None = None,
+    max_accuracy_drop: float | None = None,
     progress: Progress | None = None,
 ) -> Result:
-    """Quantizes a model: the whole story from rules to a rewritten graph.
+    """Quantizes a model: the whole story from rules to a rewritten graph, and a check on samples kept for it.
+
+    Where there is data, its last fifth and at least 4 samples are kept from calibration, if there are 8 or more; what
+    was made is measured on these. `Result.check` says what was found, nothing is refused for it.
 
     Args:
         model: A model, or the path of one.
         rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
         data: A calibration data spec, as in docs/data.md; not needed where ranges come from rules or weights.
-        stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is not read.
+        stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is for the check alone.
         plan: A plan, or the path of an edited one, instead of rules.
         method: The observer of all activations whose range comes from data, instead of what the rules say.
         ranges: A TFLite file, whose scales are used for the same-named activations.
@@ -67,6 +76,10 @@ def insert(
         family: The QDQ family for schemes that name none.
         float_weights: Keep weights float, with a whole QDQ pair.
         requantize: Take out the quantization that the model has already.
+        check: Whether to keep samples and to measure; else calibration uses all.
+        min_sqnr: What each output must have, dB; with a bound the check is on all samples that were kept.
+        min_agreement: Share of rows of each output whose largest value must stay where it is, 0 to 1.
+        max_accuracy_drop: Points of accuracy that each output may lose, 0 to 100; the data must have labels.
         progress: Is told how far the work is.
 
     Raises:
@@ -88,13 +101,16 @@ def insert(
         made, taken = _given(prepared, made, ranges, ranges_map)
     statistics = Path(stats) if isinstance(stats, str | Path) else None
     found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
-    wanting = needs_data(made)
+    wanting, held = needs_data(made), None
     if found is not None or wanting:
         targets = planned(prepared, made, full=False, same=kept(source, prepared))
         if found is not None:
             found = select(found, targets, source.digest, calibrate_line(source, made, plan))
         elif data is not None:
-            found = observe(prepared, targets, data, samples, progress, model=source.digest, max_memory=max_memory)
+            used = _opened(prepared, data, samples)
+            if check:
+                used, held = parted(data, samples, used)
+            found = observe(prepared, targets, used, None, progress, model=source.digest, max_memory=max_memory)
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
     solution = solve(prepared, made, found.sketches, found.unwatchable) if found else solve(prepared, made, {})
@@ -107,6 +123,9 @@ def insert(
     rewritten.provenance = _provenance(source, made, found if wanting else None)
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
+    bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
+    if data is not None and check and held is None and inserted:
+        held = beside(data, samples, _opened(prepared, data, samples), found if wanting else None)
     return Result(
         model=rewritten if inserted else source,
         source=source,
@@ -120,7 +139,15 @@ def insert(
         stats=found if wanting else None,
         statistics=statistics if wanting else None,
         ranges=taken,
+        check=measured(source, rewritten, held, bounds, progress) if held is not None and inserted else None,
     )
+
+
+def _opened(prepared: Model, data: str, samples: int | None) -> Batches:
+    """The data, read through once for its digest while it is used."""
+    from graphquant.data import open_data
+
+    return open_data(data, formats.module(prepared.format).inputs(prepared), samples=samples, meanwhile=True)
 
 
 def _notes(solution: Solution) -> dict[TensorRef, str]:

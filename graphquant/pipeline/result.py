@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from graphquant.calibration import Stats
     from graphquant.ir import Model, TensorRef
     from graphquant.losses import Loss
+    from graphquant.pipeline.checking import Check
     from graphquant.plans import Plan, Skip
     from graphquant.ranges import Ranges
     from graphquant.rewrite import Inserted
@@ -39,6 +40,7 @@ class Result:
         stats: What the ranges of activations come from, None where no data was needed.
         statistics: The statistics file, None where they were made now.
         ranges: What a TFLite file's scales were used for, None where none was given.
+        check: How far the rewritten model is from the source, None without data to measure on.
     """
 
     model: Model
@@ -53,6 +55,7 @@ class Result:
     stats: Stats | None = None
     statistics: Path | None = None
     ranges: Ranges | None = None
+    check: Check | None = None
 
     @property
     def samples(self) -> int:

@@ -89,6 +89,8 @@ def receipt_json(receipt: Receipt) -> dict[str, Any]:
 
 def result_json(result: Result, output: str | None, receipt: Receipt | None = None) -> dict[str, Any]:
     """The report of `insert`, with the receipt of a conversion to TFLite."""
+    from graphquant.view.measured import check_json
+
     return {
         "schema": SCHEMA,
         "input": str(result.source.path) if result.source.path else None,
@@ -123,6 +125,7 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
             {"tensor": tensor_json(loss.tensor), "sqnr": round(loss.sqnr, 2), "clipped": loss.clipped}
             for loss in result.losses
         ],
+        "check": check_json(result.check),
         "skips": [skip_json(skip) for skip in result.skips],
         "unused": list(result.plan.unused),
         "ranges": None if result.ranges is None else ranges_json(result.ranges),

@@ -74,6 +74,10 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     if not result.inserted and any(skip.reason == PAIR for skip in result.skips):
         said = "The model is quantized already and stays as it is. --requantize takes its pairs out and places others."
         parts.append(plain(said, style="yellow"))
+    if result.inserted:
+        from graphquant.view.measured import check_view
+
+        parts += check_view(result.check)
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
     said = f"{counted(len(result.inserted), 'site')} inserted" + (

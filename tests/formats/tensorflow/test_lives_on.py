@@ -86,7 +86,7 @@ def kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
     """The keyword spotter quantized, and where it was saved."""
     if not KWS.is_dir():
         pytest.skip("the shared models are not here")
-    result = gq.insert(KWS / "saved_model", data=str(KWS / "calib.npz"))
+    result = gq.insert(KWS / "saved_model", data=str(KWS / "calib.npz"), check=False)
     return result, result.save(tmp_path_factory.mktemp("kws") / "kws")
 
 
@@ -234,7 +234,7 @@ def gate(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, 
     (spec,) = formats.module("tensorflow").runner(loaded).inputs
     # Samples of which the Gate's input is above and below its threshold, so that both branches are calibrated.
     np.savez(folder / "data.npz", **{spec.name: np.concatenate([pictures(8), 0.05 * pictures(8)])})
-    result = gq.insert(loaded, data=str(folder / "data.npz"))
+    result = gq.insert(loaded, data=str(folder / "data.npz"), check=False)
     return result, result.save(folder / "quantized")
 
 
@@ -373,7 +373,7 @@ def test_old_models_live_on(tf: Any, old: Path, tmp_path: Path, form: str) -> No
     The steps go through the graph itself, by `tf.gradients` of the signature's output.
     """
     v1 = tf.compat.v1
-    result = gq.insert(old / form, data=str(old / "data.npz"))
+    result = gq.insert(old / form, data=str(old / "data.npz"), check=False)
     path = result.save(tmp_path / form)
     config = v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True

@@ -1,0 +1,248 @@
+"""What `insert` made beside its float model, on samples that calibration did not use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from graphquant import formats
+from graphquant.calibration import load_of
+from graphquant.errors import MissingDependencyError, ModelError
+from graphquant.multiply_adds import multiply_adds, unsized
+from graphquant.pipeline.comparing import with_labels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphquant.calibration import Stats
+    from graphquant.comparison import Comparison, SiteFigures, Sites
+    from graphquant.data import Batches
+    from graphquant.formats import Runner
+    from graphquant.ir import Model
+    from graphquant.pipeline.common import Progress
+
+SQNR = 20.0
+"""Signal to noise in decibels that an output is expected to have; 8 bits mostly leave 25 to 45."""
+
+LEAST = 4
+"""Samples that are kept from calibration, if there are twice as many."""
+
+FIFTHS = 5
+"""One in so many samples is kept from calibration."""
+
+ENOUGH = 32
+"""Samples of a check that no bound asks for: it is to say whether a model is ruined, in little time."""
+
+INSIDE = 4
+"""Samples on which each quantized tensor is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """What a quantized model must keep of its float model; None where nothing is asked.
+
+    Attributes:
+        sqnr: Signal to noise of each output, dB.
+        agreement: Share of rows of each output whose largest value stays where it is, 0 to 1.
+        drop: Points of accuracy that may be lost, 0 to 100.
+    """
+
+    sqnr: float | None = None
+    agreement: float | None = None
+    drop: float | None = None
+
+    def __bool__(self) -> bool:
+        return (self.sqnr, self.agreement, self.drop) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What the check at the end of `insert` found.
+
+    Attributes:
+        comparison: Figures of each output and of each quantized tensor; None where they could not be had.
+        problem: Why not, "" if they are there.
+        reused: Whether calibration used samples that are measured here.
+        bounds: What was asked for.
+        low: Multiply-adds for one sample of ops whose inputs are all quantized.
+        multiply_adds: Of all ops whose sizes are known.
+    """
+
+    comparison: Comparison | None
+    problem: str = ""
+    reused: bool
+    bounds: Bounds
+    low: int = 0
+    multiply_adds: int = 0
+
+    @property
+    def share(self) -> float | None:
+        """The share of multiply-adds in low precision; None where there are none."""
+        return self.low / self.multiply_adds if self.multiply_adds else None
+
+    @property
+    def costly(self) -> tuple[SiteFigures, ...]:
+        """The quantized tensors with a figure of their own that lose something, that which loses most first."""
+        sites = () if self.comparison is None else self.comparison.sites
+        return tuple(one for one in sites if one.local is not None and one.local < math.inf)
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """What is not as it should be, a sentence's part each; the usual bound holds where none is given."""
+        if self.comparison is None:
+            return (f"it could not be measured: {self.problem}",)
+        found, bounds = self.comparison, self.bounds or Bounds(sqnr=SQNR)
+        broken = [f"output {one.name!r} cannot be compared: {one.problem}" for one in found.outputs if one.problem]
+        return tuple(broken) or (*_sqnr(found, bounds), *_agreement(found, bounds), *_drop(found, bounds))
+
+
+def _sqnr(found: Comparison, bounds: Bounds) -> list[str]:
+    if bounds.sqnr is None:
+        return []
+    return [
+        f"output {one.name!r} has {one.sqnr:.2f} dB, and {bounds.sqnr:g} are wanted"
+        for one in found.outputs
+        if one.sqnr is not None and not one.sqnr >= bounds.sqnr
+    ]
+
+
+def _agreement(found: Comparison, bounds: Bounds) -> list[str]:
+    if bounds.agreement is None:
+        return []
+    known = [one for one in found.outputs if one.agreement is not None]
+    missed = [
+        f"{100 * (one.agreement or 0):.2f}% of output {one.name!r} agree, and {100 * bounds.agreement:g}% are wanted"
+        for one in known
+        if one.agreement is not None and one.agreement < bounds.agreement
+    ]
+    return missed if known else ["no output has class scores or integers, which alone agree or not"]
+
+
+def _drop(found: Comparison, bounds: Bounds) -> list[str]:
+    if bounds.drop is None:
+        return []
+    known = [(one.name, one.accuracy) for one in found.outputs if one.accuracy is not None]
+    missed = [
+        f"accuracy of output {name!r} falls from {100 * before:.2f}% to {100 * after:.2f}%, and"
+        f" {bounds.drop:g} points are allowed"
+        for name, (before, after) in known
+        if 100 * (before - after) > bounds.drop
+    ]
+    return missed if known else ["the data has no 'labels' that fit an output, which accuracy needs"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """Samples that are kept for the check.
+
+    Attributes:
+        spec: The data spec that the samples are of.
+        asked: How many of its samples are used at all, None for all.
+        batches: These, as they were opened.
+        start: The first that is kept.
+        reused: Whether calibration uses what is kept too.
+    """
+
+    spec: str
+    asked: int | None
+    batches: Batches
+    start: int
+    reused: bool
+
+
+def parted(spec: str, asked: int | None, batches: Batches) -> tuple[Batches, Kept]:
+    """What calibration uses, and what is kept for the check: the last fifth and at least 4, of 8 or more samples."""
+    start = max(batches.count - max(LEAST, batches.count // FIFTHS), 0)
+    few = batches.count < 2 * LEAST
+    kept = Kept(spec=spec, asked=asked, batches=batches, start=start, reused=few)
+    return batches if few else replace(batches, count=start), kept
+
+
+def beside(spec: str, asked: int | None, batches: Batches, stats: Stats | None) -> Kept:
+    """What to check on where the ranges come from elsewhere: all samples, or the last fifth of what made the ranges."""
+    runs = [] if stats is None else [run for run in stats.runs if run.data == batches.content()]
+    kept = parted(spec, asked, batches)[1]
+    if not runs:
+        return replace(kept, start=0, reused=False)
+    return replace(kept, reused=any(run.samples > kept.start for run in runs))
+
+
+def measured(source: Model, made: Model, kept: Kept, bounds: Bounds, progress: Progress | None) -> Check:
+    """Compares the model that was `made` with its source on the samples that were kept, few where no bound is given.
+
+    Args:
+        source: The float model.
+        made: The quantized one.
+        kept: The samples, with labels where their data has some.
+        bounds: What is asked for.
+        progress: Is told how far the work is.
+
+    Raises:
+        DataError: A sample is not what it should be.
+    """
+    from graphquant.comparison import sites_of
+
+    try:
+        runner = formats.module(source.format).runner(source)
+        batches, labels = with_labels(kept.batches, kept.spec, runner.inputs, kept.asked)
+        batches = _from(batches, kept.start, None if bounds else ENOUGH)
+        sites = sites_of(source, made)
+        comparison = _compared(source, made, sites, runner, batches, labels, progress)
+        low, everything = _work(source, sites, runner, batches, labels)
+    except (MissingDependencyError, ModelError) as error:
+        return Check(comparison=None, problem=str(error), reused=kept.reused, bounds=bounds)
+    return Check(comparison=comparison, reused=kept.reused, bounds=bounds, low=low, multiply_adds=everything)
+
+
+def _from(batches: Batches, start: int, most: int | None) -> Batches:
+    """The samples from `start` on, at most so many."""
+    count = batches.count - start
+    feeds = batches.feeds
+    return replace(
+        batches,
+        count=count if most is None else min(count, most),
+        feeds=lambda first, last: feeds(start + first, start + last),
+    )
+
+
+def _compared(
+    source: Model, made: Model, sites: Sites, runner: Runner, batches: Batches, labels: str, progress: Progress | None
+) -> Comparison:
+    """Both models on the samples, with the quantized tensors on the first few."""
+    from graphquant.comparison import compare
+
+    told: Callable[[int, int], None] | None = None
+    if progress is not None:
+        show = progress
+        told = lambda done, total: show("checking", done, total)  # noqa: E731  # as short as it gets
+    load = load_of(source, batchable=runner.batchable)
+    return compare(
+        runner,
+        formats.module(made.format).runner(made),
+        batches,
+        load=replace(load, block=min(load.block, INSIDE)),
+        sites=sites,
+        watched=runner if sites.plain is source else formats.module(source.format).runner(sites.plain),
+        outputs={},
+        labels=labels,
+        inside=INSIDE,
+        progress=told,
+    )
+
+
+def _work(source: Model, sites: Sites, runner: Runner, batches: Batches, labels: str) -> tuple[int, int]:
+    """Multiply-adds in low precision and all, for one sample."""
+    open_ = unsized(source)
+    sizes = {}
+    if open_:
+        hidden = runner.unwatchable(open_)
+        feed = next(batches.span(0, 1))
+        known = {name: value for name, value in feed.items() if name != labels}
+        sizes = runner.sizes([tensor for tensor in open_ if tensor not in hidden], known)
+    counts = multiply_adds(source, sizes)
+    low = {(one.graph, one.op) for one in sites.coverage if one.quantized}
+    return sum(count for place, count in counts.items() if place in low), sum(counts.values())
+
+
+__all__ = ["Bounds", "Check", "Kept", "beside", "measured", "parted"]

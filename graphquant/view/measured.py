@@ -1,0 +1,89 @@
+"""What the check at the end of `insert` found, as lines and as JSON data."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from graphquant.view.compare_text import comparison_json
+from graphquant.view.text import counted, listed, plain
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from graphquant.comparison import Comparison, OutputFigures
+    from graphquant.pipeline.checking import Check
+
+WORST = 3
+"""Outputs and tensors that are named where all is well."""
+
+NAMED = 6
+"""Tensors that are named where something is missed."""
+
+UNCHECKED = "Not checked against the float model. With --data, insert measures what it made."
+
+
+def check_view(check: Check | None) -> list[RenderableType]:
+    """The outputs, the share of multiply-adds in low precision, the tensors that lose most, and what is missed."""
+    if check is None:
+        return [plain(UNCHECKED, "dim")]
+    if check.comparison is None:
+        return [plain(f"The check failed: {said}.", "bold red") for said in check.missed]
+    lines: list[RenderableType] = [plain(f"{_measured(check, check.comparison)}.")]
+    missed, costly = check.missed, check.costly[: NAMED if check.missed else WORST]
+    if check.share is not None:
+        said = f"  {_percent(check.share)} of {check.multiply_adds:,} multiply-adds have quantized inputs"
+        lines.append(plain(said))
+    if costly:
+        named = [f"{one.tensor} {one.local:.1f} dB" for one in costly]
+        lines.append(plain(f"  losing most by themselves: {listed(named, NAMED)}"))
+    lines += [plain(f"missed: {said}.", "bold red") for said in missed]
+    if missed:
+        said = "  compare lists every tensor; --exclude leaves some float, --method picks other ranges."
+        lines.append(plain(said, "red"))
+    return lines
+
+
+def check_json(check: Check | None) -> dict[str, Any] | None:
+    """The same as JSON data; null where nothing was measured."""
+    if check is None:
+        return None
+    return {
+        "met": not check.missed,
+        "missed": list(check.missed),
+        "reused": check.reused,
+        "bounds": {
+            "sqnr": check.bounds.sqnr,
+            "agreement": check.bounds.agreement,
+            "accuracy_drop": check.bounds.drop,
+        },
+        "multiply_adds": {"low": check.low, "all": check.multiply_adds},
+        "comparison": None if check.comparison is None else comparison_json(check.comparison),
+    }
+
+
+def _measured(check: Check, found: Comparison) -> str:
+    """On how many samples, and the figures of the worst outputs."""
+    used = "calibration used too, since there are few" if check.reused else "calibration did not use"
+    ranked = sorted(found.outputs, key=lambda one: math.inf if one.sqnr is None else one.sqnr)
+    outputs = listed([_output(one) for one in ranked], WORST)
+    return f"Checked on {counted(found.samples, 'sample')} that {used}: {outputs}"
+
+
+def _output(one: OutputFigures) -> str:
+    figures = []
+    if one.sqnr is not None:
+        figures.append({math.inf: "equal", -math.inf: "no SQNR"}.get(one.sqnr, f"{one.sqnr:.1f} dB"))
+    if one.agreement is not None:
+        figures.append(f"{_percent(one.agreement)} agree")
+    if one.accuracy is not None:
+        figures.append(f"accuracy {_percent(one.accuracy[0])} to {_percent(one.accuracy[1])}")
+    return " ".join([one.name, " and ".join(figures)]) if figures else one.name
+
+
+def _percent(share: float) -> str:
+    """As a percentage that says 100 only where it is all."""
+    return f"{math.floor(round(1000 * share, 6)) / 10:g}%"
+
+
+__all__ = ["check_json", "check_view"]

@@ -1,0 +1,171 @@
+"""The check at the end of `insert`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from click.testing import CliRunner
+
+import graphquant as gq
+from graphquant.cli import main
+from graphquant.data import open_data
+from graphquant.formats import module
+from graphquant.pipeline.checking import parted
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXT = """
+<ir_version: 8, opset_import: ["" : 13]>
+net (float[N, 8] x) => (float[N, 4] y)
+{ y = MatMul(x, w) }
+"""
+
+RUINED = """
+[scheme.two]
+bits = 8
+observe = { name = "fixed-point", exponent = 1 }
+[[rule]]
+name = "coarse"
+producer = { name = "x" }
+consumer = { kind = "matmul" }
+quantize = "two"
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Path:
+    """A matrix product with data of 20 labelled samples."""
+    rng = np.random.default_rng(0)
+    model = onnx.parser.parse_model(TEXT)
+    weight = rng.normal(size=(8, 4)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(model, tmp_path / "net.onnx")
+    x = rng.normal(size=(20, 8)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, labels=(x @ weight).argmax(-1))
+    (tmp_path / "ruined.toml").write_text(RUINED)
+    return tmp_path
+
+
+def run(*arguments: Any) -> Any:
+    """One call of the command line."""
+    return CliRunner().invoke(main, [str(one) for one in arguments])
+
+
+@pytest.mark.parametrize(
+    ("count", "used", "reused"), [(1, 1, True), (7, 7, True), (8, 4, False), (20, 16, False), (100, 80, False)]
+)
+def test_the_last_fifth_is_kept(net: Path, count: int, used: int, reused: bool) -> None:
+    """The last fifth, at least 4 samples; what is too few for that is used twice, and said to be."""
+    np.savez(net / "some.npz", x=np.arange(count * 8, dtype=np.float32).reshape(count, 8))
+    batches = open_data(str(net / "some.npz"), module("onnx").inputs(gq.load(net / "net.onnx")))
+    calibration, kept = parted("", None, batches)
+    assert (calibration.count, kept.reused) == (used, reused)
+    assert kept.start == (max(count - 4, 0) if reused else used)
+
+
+def test_figures_are_those_of_the_kept_samples(net: Path) -> None:
+    """SQNR, agreement and accuracy are those of the last fifth alone, as numpy has them."""
+    result = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
+    x, labels = (np.load(net / "data.npz")[key][16:] for key in ("x", "labels"))
+    one, other = (module("onnx").runner(model).run({"x": x})["y"] for model in (result.source, result.model))
+    (output,) = result.check.comparison.outputs
+    assert result.samples == 16
+    assert output.sqnr == pytest.approx(10 * np.log10((one**2).sum() / ((one - other) ** 2).sum()), abs=1e-3)
+    assert output.agreement == (one.argmax(-1) == other.argmax(-1)).mean()
+    assert output.accuracy == ((one.argmax(-1) == labels).mean(), (other.argmax(-1) == labels).mean())
+    assert (result.check.low, result.check.multiply_adds, result.check.share) == (32, 32, 1.0)
+    assert result.check.missed == ()
+
+
+def test_ruined_models_are_told(net: Path) -> None:
+    """Below 20 dB the output and the tensor are named, the model is written, and --strict ends with 1."""
+    call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--force")
+    plain = run(*call, "-o", net / "out.onnx", "--report", net / "report.json")
+    assert plain.exit_code == 0
+    assert "Checked on 20 samples that calibration did not use: y " in plain.stdout
+    assert "losing most by themselves: x:0 " in plain.stdout
+    assert "missed: output 'y' has " in plain.stdout
+    assert "\x1b" not in plain.stdout
+    report = json.loads((net / "report.json").read_text())["check"]
+    assert report["met"] is False
+    assert report["comparison"]["sqnr"] < 20
+    assert report["multiply_adds"] == {"low": 0, "all": 32}
+    strict = run(*call, "-o", net / "strict.onnx", "--strict")
+    assert strict.exit_code == 1
+    assert strict.stderr.startswith("Error: The check is missed: output 'y' has ")
+    assert (net / "strict.onnx").read_bytes() == (net / "out.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--min-sqnr", "90", "dB, and 90 are wanted"),
+        ("--min-agreement", "1", ""),
+        ("--min-agreement", "99.9", ""),
+        ("--max-accuracy-drop", "0", ""),
+    ],
+)
+def test_bounds(net: Path, option: str, value: str, said: str) -> None:
+    """A bound that is missed ends the command with 1 and says what was wanted; one that is met does not."""
+    made = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", option, value)
+    assert made.exit_code == (1 if said else 0)
+    assert said in made.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--max-accuracy-drop", "accuracy of output 'y' falls from 100.00% to "),
+        ("--min-agreement", "of output 'y' agree, and 99% are wanted"),
+    ],
+)
+def test_bounds_of_classes(net: Path, option: str, said: str) -> None:
+    """Accuracy by the data's labels and agreement are held to their bounds."""
+    call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--dry-run")
+    missed = run(*call, option, "0.99")
+    assert missed.exit_code == 1
+    assert said in missed.stderr
+    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"])
+    without = run(*call, option, "0.99")
+    assert ("the data has no 'labels'" in without.stderr) == (option == "--max-accuracy-drop")
+
+
+def test_statistics_and_data(net: Path) -> None:
+    """With statistics the data is for the check: all of it, or the last fifth of what they are of, which is said."""
+    stats = gq.calibrate(net / "net.onnx", data=str(net / "data.npz"))
+    same = gq.insert(net / "net.onnx", stats=stats, data=str(net / "data.npz")).check
+    assert (same.reused, same.comparison.samples) == (True, 4)
+    other = gq.insert(net / "net.onnx", stats=stats, data="random:6").check
+    assert (other.reused, other.comparison.samples, other.comparison.random) == (False, 6, True)
+    part = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
+    again = gq.insert(net / "net.onnx", stats=part.stats, data=str(net / "data.npz")).check
+    assert (again.reused, again.comparison.samples) == (False, 4)
+    assert gq.insert(net / "net.onnx", stats=stats).check is None
+
+
+def test_no_check(net: Path) -> None:
+    """Without a check calibration has all samples, and the output says that nothing was measured."""
+    assert gq.insert(net / "net.onnx", data=str(net / "data.npz"), check=False).samples == 20
+    told = run("insert", net / "net.onnx", "--data", net / "data.npz", "--no-check", "--dry-run").stdout
+    assert "Not checked against the float model." in told
+
+
+def test_what_cannot_be_measured_is_told(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that its framework refuses is written all the same, and misses every bound."""
+    from graphquant.errors import ModelError
+    from graphquant.formats.onnx.run import OnnxRunner
+
+    def refuse(*_: Any) -> None:
+        raise ModelError("It is refused. Mend it.")
+
+    monkeypatch.setattr(OnnxRunner, "start", refuse)
+    made = run("insert", net / "net.onnx", "--data", net / "data.npz", "-o", net / "out.onnx", "--strict")
+    assert made.exit_code == 1
+    assert "The check failed: it could not be measured: It is refused. Mend it." in made.stdout
+    assert (net / "out.onnx").is_file()
