@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
-from typing import IO, TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self
 
 from graphquant.batch.types import Entry, Outcome, outcome_from, outcome_json
 from graphquant.errors import UsageError
@@ -42,7 +43,7 @@ class Journal:
         self.finished: dict[str, Outcome] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file: IO[bytes] = path.open("a+b")
+            self._file = path.open("a+b", buffering=0)  # what is not written does not wait for the end
         except OSError as error:
             raise UsageError(
                 f"{path}, where a batch keeps what is finished, cannot be written: {error.strerror}. Give another"
@@ -66,8 +67,10 @@ class Journal:
         Raises:
             OSError: The disk is full.
         """
-        self._file.write(json.dumps(outcome_json(outcome)).encode() + b"\n")
-        self._file.flush()
+        line, end = json.dumps(outcome_json(outcome)).encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        if self._file.write(line) != len(line):  # as a raw file may, where the disk is full
+            self._file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if outcome.status != "unchanged":
             os.fsync(self._file.fileno())
 

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from graphquant.batch.types import Entry, Outcome, Report
     from graphquant.cli.reporting import Reporting
 
-GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "max_size", "check")
-
 
 @click.command()
 @click.argument("names", nargs=-1, metavar="[MANIFEST|MODEL...]")
@@ -175,7 +173,11 @@ def _end(report: Report) -> None:
 
 
 def _prune(cache: Any, limit: str) -> None:
+    from graphquant.batch.memo import Memo
+
     gone, freed = cache.prune(limit)
+    with Memo(cache.folder / "files.sqlite") as memo:
+        memo.tidy()
     click.echo(f"Removed {gone} outputs from the cache, {freed} bytes.")
 
 
