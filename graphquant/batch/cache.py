@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from graphquant.batch.types import Outcome, outcome_from, outcome_json
+from graphquant.data.files import remote
 from graphquant.errors import UsageError
 from graphquant.whole import whole
 
@@ -52,7 +53,7 @@ class Cache:
         return found
 
     def keep(self, outcome: Outcome) -> None:
-        """Keeps an output, whose files are where the outcome says, and the outcome under its key.
+        """Keeps an output, whose files are where the outcome says, and the outcome under its key; no files elsewhere.
 
         Raises:
             OSError: The folder is full, or cannot be written.
@@ -60,7 +61,7 @@ class Cache:
         home = Path(outcome.output).parent
         for name, digest in outcome.products.items():
             path = self._object(digest)
-            if not path.is_file():
+            if not remote(outcome.output) and not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
                 _copy(home / name, path, digest)
         path = self._outcome(outcome.digests.key)

@@ -15,6 +15,7 @@ import graphquant
 from graphquant.batch.types import Digests
 from graphquant.data.files import found, remote
 from graphquant.data.spec import parse
+from graphquant.formats import SUFFIXES
 from graphquant.formats.parts import files_of
 from graphquant.ruleset import find
 from graphquant.ruleset.inline import SIGN
@@ -100,11 +101,21 @@ def digest_of(files: Iterable[tuple[str, str]]) -> str:
 def _model(path: str, memo: Memo) -> tuple[str, int]:
     """The digest of a model, its other files included, and its bytes."""
     if remote(path):
-        return _content(path, memo), 0
+        return _elsewhere(path, memo)
     files = files_of(Path(path))
     home = Path(path) if Path(path).is_dir() else Path(path).parent
     named = [(file.relative_to(home).as_posix(), memo.digest(file)) for file in files]
     return digest_of(named), sum(file.stat().st_size for file in files)
+
+
+def _elsewhere(path: str, memo: Memo) -> tuple[str, int]:
+    """The same of a model that is not here; what else is in its folder and no model may be its data, and counts too."""
+    files, folder = found(path)
+    home = PurePosixPath(files[0].name).parent
+    others = [] if folder else [(file, PurePosixPath(file.name)) for file in found(path.rpartition("/")[0])[0]]
+    beside = [file for file, name in others if name.parent == home and name.suffix not in SUFFIXES]
+    size = sum(file.system.size(file.name) or 0 for file in files)
+    return _sha256(_named(files, memo), _named(beside, memo)), size
 
 
 def _rules(name: str, memo: Memo) -> str:

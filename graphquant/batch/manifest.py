@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant import documents
 from graphquant.batch.manifest_types import FORM, OUTPUT, Manifest, ModelTable, Settings, settings
-from graphquant.batch.models_at import folder_of, models_at, suffix_of
+from graphquant.batch.models_at import HERE, folder_of, models_at, suffix_of
 from graphquant.batch.types import Entry, Gates
 from graphquant.data import check_spec
 from graphquant.data.files import remote
@@ -336,6 +336,7 @@ def _spec_mistake(spec: str, seen: dict[str, str]) -> str:
 
 def _joined(folder: str, path: str) -> str:
     """`path` as it is named from the current folder."""
+    path = path.removeprefix(HERE)
     return path if remote(path) else posixpath.normpath(posixpath.join(folder, path))
 
 

@@ -6,14 +6,15 @@ import hashlib
 import os
 import sqlite3
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from graphquant.data.files import remote
 from graphquant.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
     from types import TracebackType
 
 RACY = 2_000_000_000
@@ -78,27 +79,30 @@ class Memo:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if look[0] + RACY < now and _look(path) == look:  # else it may change again and look the same
-            with self._told():
-                self._base.execute("replace into files values (?, ?, ?, ?, ?)", (name, *look, found))
+            self._remember("replace into files values (?, ?, ?, ?, ?)", (name, *look, found))
         return found
 
-    def ours(self, output: Path) -> str | None:
+    def ours(self, output: str | Path) -> str | None:
         """The digest of what a batch wrote to `output` last, "" if it was about to write, None if none did."""
         with self._told():
             row = self._base.execute("select sha256 from outputs where path = ?", (_place(output),)).fetchone()
         return None if row is None else str(row[0])
 
-    def own(self, output: Path, digest: str = "") -> None:
+    def own(self, output: str | Path, digest: str = "") -> None:
         """Remembers that what is at `output` is a batch's: what has this digest, or whatever is about to be written."""
-        with self._told():
-            self._base.execute("replace into outputs values (?, ?)", (_place(output), digest))
+        self._remember("replace into outputs values (?, ?)", (_place(output), digest))
+
+    def _remember(self, said: str, values: tuple[str | int, ...]) -> None:
+        """Writes what can be found out again, or asked with --force; a full disk is not to end a batch."""
+        with suppress(sqlite3.OperationalError):
+            self._base.execute(said, values)
 
     def tidy(self) -> None:
         """Forgets what is not there any more."""
         with self._told():
             for table in ("files", "outputs"):
                 rows = self._base.execute(f"select path from {table}").fetchall()  # noqa: S608  # of our own two names
-                gone = [row for row in rows if not os.path.lexists(row[0])]
+                gone = [row for row in rows if not remote(row[0]) and not os.path.lexists(row[0])]
                 self._base.executemany(f"delete from {table} where path = ?", gone)  # noqa: S608  # the same
 
 
@@ -108,9 +112,12 @@ def _look(path: Path) -> tuple[int, int, int]:
     return (told.st_mtime_ns, told.st_size, told.st_ino)
 
 
-def _place(output: Path) -> str:
-    """The path itself, whether or not something is there."""
-    return os.path.join(os.path.realpath(output.parent), output.name)  # noqa: PTH118  # a string, for the database
+def _place(output: str | Path) -> str:
+    """The path itself, whether or not something is there, or the address."""
+    if remote(str(output)):
+        return str(output)
+    path = Path(output)
+    return os.path.join(os.path.realpath(path.parent), path.name)  # noqa: PTH118  # a string, for the database
 
 
 __all__ = ["Memo"]

@@ -28,6 +28,9 @@ _MADE = re.compile(r"\.quant(\.|$)")
 _TEST_DATA = re.compile(r"(in|out)put_\d+\.pb")
 """Names of tensors that ONNX test sets have beside a model."""
 
+HERE = "file://"
+"""What begins an address that is a path of this machine."""
+
 _SAVED = ("saved_model.pb", "saved_model.pbtxt")
 
 
@@ -105,6 +108,7 @@ def models_at(pattern: str, start: str) -> tuple[list[str], bool]:
         MissingDependencyError: fsspec, or what it needs, is not installed.
         UsageError: There is none.
     """
+    pattern = pattern.removeprefix(HERE)
     folder = folder_of(pattern, start)
     if folder.is_file(pattern):
         if suffix_of(pattern) not in SUFFIXES:

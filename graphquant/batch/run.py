@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import graphquant
 from graphquant.batch.cache import Cache
+from graphquant.batch.elsewhere import exists, look
 from graphquant.batch.ingredients import digest_of, ingredients, program
 from graphquant.batch.journal import Journal, journal_of
 from graphquant.batch.litter import sweep
@@ -75,7 +78,8 @@ def run_batch(
         path = journal_of(options.folder, entries)
         with Journal(path, resume=options.resume) as journal:
             sweep(entry.output for entry in entries if not remote(entry.output))
-            batch = _Batch(entries, options, memo, journal, warned or (lambda _said: None))
+            once = cache(warned or (lambda _said: None))
+            batch = _Batch(entries, options, memo, journal, once)
             for outcome in batch.outcomes(execute):
                 if told is not None:
                     told(outcome)
@@ -136,8 +140,7 @@ class _Batch:
         """The outcomes of what has to be done; the largest models are begun first, so that none is left for the end."""
         by_name = {entry.name: entry for entry in todo}
         for entry in todo:
-            if not remote(entry.output):
-                self._memo.own(Path(entry.output))
+            self._memo.own(entry.output)
         for outcome in execute(sorted(todo, key=lambda entry: -self._size(entry))):
             yield self._enter(self._taken_in(by_name[outcome.name], outcome))
 
@@ -162,9 +165,9 @@ class _Batch:
             made.digests, rules=outcome.digests.rules or made.digests.rules, output=outcome.digests.output
         )
         outcome = replace(outcome, digests=digests)
-        if outcome.status not in MADE or remote(entry.output):
+        if outcome.status not in MADE:
             return outcome
-        self._memo.own(Path(entry.output), outcome.digests.output)
+        self._memo.own(entry.output, _state(entry, outcome))
         if self._cache is not None and made.fixed and self._ingredients(entry) == made:  # nothing changed meanwhile
             try:
                 self._cache.keep(outcome)
@@ -199,42 +202,42 @@ class _Batch:
 
     def _cached(self, entry: Entry, made: Ingredients | None) -> Outcome | None:
         """What any earlier run made of the same, with its output where it belongs."""
-        if self._cache is None or made is None or not made.fixed or remote(entry.output):
+        if self._cache is None or made is None or not made.fixed:
             return None
         outcome, output = self._cache.outcome(made.digests.key), Path(entry.output)
         if outcome is None:
             return None
         if not self._intact(entry, outcome):
-            if self._blocked(entry) is not None:
+            if remote(entry.output) or self._blocked(entry) is not None:
                 return None
-            self._memo.own(output)
+            self._memo.own(entry.output)
             try:
                 if not self._cache.restore(outcome, output):
                     return None
             except OSError:  # whoever does the work tells it
                 return None
-        self._memo.own(output, outcome.digests.output)
+        self._memo.own(entry.output, _state(entry, outcome))
         return judged(entry, outcome, "unchanged")
 
     def _intact(self, entry: Entry, outcome: Outcome) -> bool:
-        """Whether the output is there as it was made."""
+        """Whether the output is there as it was made; elsewhere, whether it looks as it did then."""
+        if remote(entry.output):
+            return self._memo.ours(entry.output) == (_state(entry, outcome) or None)
         home = Path(entry.output).parent
         try:
-            return not remote(entry.output) and all(
-                self._memo.digest(home / name) == digest for name, digest in outcome.products.items()
-            )
+            return all(self._memo.digest(home / name) == digest for name, digest in outcome.products.items())
         except OSError:
             return False
 
     def _blocked(self, entry: Entry) -> Outcome | None:
         """What is said where something stands at the output that no batch wrote, and --force is not given."""
         output = Path(entry.output)
-        if self._options.force or remote(entry.output) or not (output.exists() or output.is_symlink()):
+        if self._options.force or not _there(entry.output):
             return None
-        ours = self._memo.ours(output)
-        if ours is not None and ours in {"", self._digest(output)}:
+        ours = self._memo.ours(entry.output)
+        if ours is not None and (remote(entry.output) or ours in {"", self._digest(output)}):
             return None
-        said = f"{output} exists already, and no batch wrote it. Give another output, or --force to replace it."
+        said = f"{entry.output} exists already, and no batch wrote it. Give another output, or --force to replace it."
         return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
 
     def _digest(self, output: Path) -> str | None:
@@ -244,6 +247,26 @@ class _Batch:
             return digest_of((file.relative_to(output.parent).as_posix(), self._memo.digest(file)) for file in files)
         except (GraphQuantError, OSError):
             return None
+
+
+def _there(output: str) -> bool:
+    """Whether something is at an output; if nobody can tell, whoever writes it will."""
+    if remote(output):
+        try:
+            return exists(output)
+        except GraphQuantError:
+            return False
+    return os.path.lexists(output)
+
+
+def _state(entry: Entry, outcome: Outcome) -> str:
+    """What tells that an output is as it was made: its digest, or how it looks where it is elsewhere."""
+    if not remote(entry.output):
+        return outcome.digests.output
+    try:
+        return look(entry.output, outcome.products)
+    except GraphQuantError:
+        return ""
 
 
 __all__ = ["Options", "run_batch"]

@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphquant.batch.elsewhere import is_elsewhere, through
 from graphquant.batch.gates import measure, misses
 from graphquant.batch.ingredients import digest_of, versions
 from graphquant.batch.types import Digests, Found, Outcome, Problem
 from graphquant.errors import GraphQuantError, InternalError, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from graphquant.batch.types import Entry, Status
     from graphquant.ir import Model
     from graphquant.pipeline import Progress
@@ -33,16 +36,25 @@ def work(entry: Entry, *, max_memory: int | None = None, progress: Progress | No
         progress: Is told how far the work is.
     """
     start = time.monotonic()
+
+    def made(one: Entry) -> Outcome:
+        return _tried(one, lambda: _made(one, max_memory, progress))
+
+    outcome = _tried(entry, lambda: through(entry, made)) if is_elsewhere(entry) else made(entry)
+    return replace(outcome, seconds=round(time.monotonic() - start, 3))
+
+
+def _tried(entry: Entry, make: Callable[[], Outcome]) -> Outcome:
+    """The outcome that `make` gives, or that tells why it gives none."""
     try:
-        outcome = _made(entry, max_memory, progress)
+        return make()
     except GraphQuantError as error:
-        outcome = unmade(entry, type(error).__name__, str(error), error.exit_code)
+        return unmade(entry, type(error).__name__, str(error), error.exit_code)
     except OSError as error:
-        outcome = unmade(entry, type(error).__name__, _refused(error), UsageError.exit_code)
+        return unmade(entry, type(error).__name__, _refused(error), UsageError.exit_code)
     except MemoryError:
         said = "There is not enough memory for this model. Give more with --max-memory, or fewer jobs with -j."
-        outcome = unmade(entry, "Memory", said, InternalError.exit_code, "memory")
-    return replace(outcome, seconds=round(time.monotonic() - start, 3))
+        return unmade(entry, "Memory", said, InternalError.exit_code, "memory")
 
 
 def unmade(entry: Entry, kind: str, says: str, exit_code: int = 1, status: Status = "failed") -> Outcome:
@@ -90,6 +102,7 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
         exclude=entry.exclude,
         family=entry.family,
         float_weights=entry.float_weights,
+        check=False,  # `measure` is on all of the data
         progress=progress,
     )
     result.save(output, force=True)

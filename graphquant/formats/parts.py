@@ -5,9 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphquant.errors import ModelError
 from graphquant.formats import format_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 MAX_FILES = 100_000
 """Files of a SavedModel's folder."""
@@ -29,12 +33,38 @@ def files_of(path: Path) -> tuple[Path, ...]:
     if form == "onnx":
         return (path, *_external(path))
     if path.suffix == ".meta":
-        prefix = path.stem
-        beside = sorted(file.name for file in path.parent.iterdir() if file.name.startswith(f"{prefix}."))
-        rest = [name.removeprefix(prefix) for name in beside]
-        found = [name for name, end in zip(beside, rest, strict=True) if end == ".index" or end.startswith(".data-")]
-        return (path, *(path.with_name(name) for name in found))
+        return (
+            path,
+            *(path.with_name(name) for name in _variables(path, [file.name for file in path.parent.iterdir()])),
+        )
     return (path,)
+
+
+def names_beside(path: Path, there: Iterable[str]) -> tuple[str, ...]:
+    """What else the model in the file at `path` is in, relative to its folder, whether or not it is there.
+
+    Args:
+        path: The file; it alone needs to be there.
+        there: Names of what is in the folder that it comes from.
+
+    Raises:
+        ModelError: It is no model.
+        OSError: It cannot be read.
+    """
+    if path.suffix == ".meta":
+        return tuple(_variables(path, there))
+    if format_of(path) != "onnx" or not _has_external(path):
+        return ()
+    from graphquant.formats.onnx.files import external_names
+
+    return external_names(path)
+
+
+def _variables(path: Path, there: Iterable[str]) -> list[str]:
+    """The names of the checkpoint's files of a MetaGraph."""
+    prefix = path.stem
+    ends = {name: name.removeprefix(prefix) for name in sorted(there) if name.startswith(f"{prefix}.")}
+    return [name for name, end in ends.items() if end == ".index" or end.startswith(".data-")]
 
 
 def _folder(path: Path) -> tuple[Path, ...]:
@@ -53,15 +83,20 @@ def _folder(path: Path) -> tuple[Path, ...]:
 
 def _external(path: Path) -> tuple[Path, ...]:
     """The files of external data of an ONNX model, sorted."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            return ()
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            if data.find(_EXTERNAL) < 0:
-                return ()
+    if not _has_external(path):
+        return ()
     from graphquant.formats.onnx.files import external_files
 
     return external_files(path)
 
 
-__all__ = ["files_of"]
+def _has_external(path: Path) -> bool:
+    """Whether an ONNX model may have external data; told without parsing it."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return data.find(_EXTERNAL) >= 0
+
+
+__all__ = ["files_of", "names_beside"]

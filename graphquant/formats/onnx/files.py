@@ -6,6 +6,7 @@ import filecmp
 import os
 import shutil
 import warnings
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -189,3 +190,18 @@ def external_files(path: Path) -> tuple[Path, ...]:
     """
     message = parse(path.read_bytes(), path)
     return tuple(sorted({external_path(tensor, path.parent) for tensor in external_tensors(message)}))
+
+
+def external_names(path: Path) -> tuple[str, ...]:
+    """Where the model at `path` says its external data is, relative to its folder, sorted; nothing out of that.
+
+    Raises:
+        ModelError: It is no ONNX model.
+        OSError: It cannot be read.
+    """
+    said = (
+        next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        for tensor in external_tensors(parse(path.read_bytes(), path))
+    )
+    pure = {PurePosixPath(name) for name in said if name and "\0" not in name}
+    return tuple(sorted(str(name) for name in pure if not name.is_absolute() and ".." not in name.parts))
