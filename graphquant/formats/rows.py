@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-import networkx as nx
-
 from graphquant.ir import TensorRef
 
 if TYPE_CHECKING:
@@ -129,7 +127,7 @@ class Shown:
 def kept_apart(graph: Graph, shown: Shown, table: Table) -> bool:
     """Whether all inputs and outputs of `graph`, which has no loops, have rows, and nothing on the way mixes them."""
     walk = _Walk(graph, shown, table)
-    return all(walk.holds(graph.op(name)) for name in nx.topological_sort(graph.nx))
+    return all(walk.holds(graph.op(name)) for name in graph.in_order())
 
 
 class _Walk:

@@ -86,6 +86,21 @@ class Graph:
         for _, data in self.nx.nodes(data=True):
             yield data["op"]
 
+    def in_order(self) -> list[str]:
+        """The names of the ops, each after those it has edges from; those in a ring, or behind one, are left out."""
+        behind = {name: list(targets) for name, targets in self.nx.adjacency()}
+        waiting = dict.fromkeys(behind, 0)
+        for targets in behind.values():
+            for target in targets:
+                waiting[target] += 1
+        ready = [name for name, count in waiting.items() if not count]
+        for name in ready:  # grows meanwhile
+            for target in behind[name]:
+                waiting[target] -= 1
+                if not waiting[target]:
+                    ready.append(target)
+        return ready
+
     def op(self, name: str) -> Op:
         """The op called `name`; a KeyError if there is none."""
         return self.nx.nodes[name]["op"]  # type: ignore[no-any-return]  # node data is untyped

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from onnx import ModelProto
 
-from graphquant.formats.onnx.infer import inferred
+from graphquant.formats.onnx.infer import lightened, typed
 from graphquant.formats.onnx.rows import TABLE
 from graphquant.formats.onnx.tensors import type_of
 from graphquant.formats.rows import COUNTS, Shown, kept_apart
@@ -28,7 +28,7 @@ def batchable(model: Model, emission: Emission, inputs: Sequence[str]) -> bool:
         return False
     if len(own) > 1 and (len(set(map(_batch, own))) > 1 or not _batch(own[0])):
         return False  # they may have different numbers of rows
-    light = inferred(emission.message, model.source.folder)
+    light = lightened(emission.message, model.source.folder)
     shapes = [_shapes(light, frozenset(inputs), count) for count in COUNTS]
 
     def shape(tensor: TensorRef, index: int) -> Shape | None:
@@ -61,5 +61,5 @@ def _shapes(light: Any, inputs: frozenset[str], count: int) -> dict[str, Shape |
     for info in message.graph.input:
         if info.name in inputs:
             info.type.tensor_type.shape.dim[0].dim_value = count
-    graph = inferred(message).graph
+    graph = typed(message).graph
     return {info.name: type_of(info.type)[1] for info in (*graph.input, *graph.value_info, *graph.output)}

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import networkx as nx
 from onnx import AttributeProto
 
 from graphquant.errors import ModelError
@@ -123,7 +122,7 @@ class Indexer:
         for scope in self._scopes:
             self._wire(scope)
         for name, graph in self._unsorted.items():
-            if not nx.is_directed_acyclic_graph(graph.nx):
+            if len(graph.in_order()) < len(graph):
                 raise ModelError(
                     f"The nodes of graph {name or message.graph.name!r} depend on each other in a circle. "
                     "Export the model again."

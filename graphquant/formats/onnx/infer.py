@@ -55,11 +55,25 @@ def inferred(message: Any, folder: Path | None = None) -> Any:
     Raises:
         ModelError: A function calls itself, or the calls come to too many nodes.
     """
+    return typed(lightened(message, folder))
+
+
+def lightened(message: Any, folder: Path | None = None) -> Any:
+    """A ModelProto with the nodes of `message` and without the data of what is surely no shape, for `typed`.
+
+    Raises:
+        ModelError: A function calls itself, or the calls come to too many nodes.
+    """
     _check_calls(message)
     light = ModelProto(ir_version=message.ir_version, opset_import=message.opset_import, functions=message.functions)
     _graph(message.graph, light.graph, folder)
+    return light
+
+
+def typed(light: Any) -> Any:
+    """The model, which may be changed, with all value types that could be found."""
     known = _inferred(light)
-    if message.functions:
+    if light.functions:
         with suppress(*ERRORS):  # their values have no types then
             flat, places = inlined(light)
             add_types(known.functions, _inferred(flat), places)
