@@ -47,9 +47,11 @@ def ratio(outcome: Outcome) -> float | None:
 
 
 def percent(share: float | None) -> str:
-    """A share as whole percents, 100 % only where nothing is missing."""
+    """A share as whole percents, 100 % only where nothing is missing; many times the whole as such."""
     if share is None:
         return ""
+    if share >= 10:  # noqa: PLR2004  # from where on percents have four figures
+        return f"{share:.0f} x"
     whole = round(share * 100)
     return f"{min(whole, 99) if share < 1 else whole} %"
 

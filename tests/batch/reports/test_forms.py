@@ -14,6 +14,7 @@ from graphquant.batch.reports import REPORTS, as_annotations, check_report, writ
 from graphquant.batch.reports.findings import ALL_CODES, BATCH_CODES
 from graphquant.batch.reports.schema import report_schema
 from graphquant.batch.reports.text import report_view
+from graphquant.batch.reports.words import percent, size
 from graphquant.batch.types import Outcome, read_report
 from graphquant.errors import UsageError
 from graphquant.view.text import console
@@ -220,6 +221,32 @@ def test_statuses_have_words_and_codes(report):
         one["ruleId"] for one in json.loads(REPORTS[".sarif"](replace(report, changes=(unlike,))))["runs"][0]["results"]
     }
     assert set(BATCH_CODES) <= told
+
+
+@pytest.mark.parametrize(
+    ("share", "said"),
+    [(None, ""), (0.0, "0 %"), (0.996, "99 %"), (1.0, "100 %"), (1.33, "133 %"), (9.99, "999 %"), (5874.9, "5875 x")],
+)
+def test_percents(share, said):
+    """All but all is not all, and what grew beyond measure is told in times."""
+    assert percent(share) == said
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (None, ""),
+        (0, "0 B"),
+        (999, "999 B"),
+        (1000, "1 KB"),
+        (52_143, "52.1 KB"),
+        (999_600, "1 MB"),
+        (1 << 31, "2.15 GB"),
+    ],
+)
+def test_sizes(count, said):
+    """Three figures, in the unit that needs no more."""
+    assert size(count) == said
 
 
 def test_an_outcome_without_figures(report):
