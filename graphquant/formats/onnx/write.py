@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from onnx import GraphProto, ModelProto, NodeProto, helper
 
+from graphquant import __version__
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.apart import BULKY, later, size_of
 from graphquant.formats.onnx.nodes import constant_node, new_node, patch_node, stamp, tensor_of
@@ -96,7 +96,7 @@ class _Emitter:
             self._graph(graph, target, target)
         if self._grown:
             keep(self._message.metadata_props, lambda entry: entry.key != VERSION_KEY)
-            self._message.metadata_props.add(key=VERSION_KEY, value=_version())
+            self._message.metadata_props.add(key=VERSION_KEY, value=__version__)
         return Emission(message=self._message, renamed=self._renamed, later=tuple(self._later))
 
     def _name(self, tensor: TensorRef | None) -> str:
@@ -293,10 +293,3 @@ def bodies(node: Any) -> dict[str, Any]:
             found[attr.name] = attr.g
         found.update((f"{attr.name}[{k}]", graph) for k, graph in enumerate(attr.graphs))
     return found
-
-
-def _version() -> str:
-    try:
-        return version("graphquant")
-    except PackageNotFoundError:
-        return "unknown"  # run from a source tree that is not installed
