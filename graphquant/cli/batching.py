@@ -94,7 +94,7 @@ def batch(
     asked.check(names)
     last = asked.earlier()
     if asked.merge:
-        _end(asked.deliver(asked.merged(names), last))
+        _end(asked.deliver(asked.merged(names), last), merged=True)
         return
     from graphquant.batch.manifest import entries
     from graphquant.batch.shards import shard_of
@@ -104,6 +104,7 @@ def batch(
         key: list(said) if isinstance(said, tuple) else said for key, said in settings.items() if said not in {None, ()}
     }
     made = shard_of(entries(names, given), part)
+    asked.check_entries(made)
     limit = memory(max_memory)
     options = Options(folder=folder, cache=not no_cache, resume=resume, force=force, shard=part)
 
@@ -161,11 +162,11 @@ def _warn(said: str) -> None:
     click.echo(printable(said), err=True)
 
 
-def _end(report: Report) -> None:
+def _end(report: Report, *, merged: bool = False) -> None:
     """Ends as the report says."""
     from graphquant.batch.regressions import regressed
 
-    if any(one.status == "skipped" for one in report.outcomes):
+    if not merged and any(one.status == "skipped" for one in report.outcomes):
         click.echo("Interrupted. What is finished is kept: go on with --resume.", err=True)
         raise click.exceptions.Exit(INTERRUPTED)
     if not report.fine or regressed(report):

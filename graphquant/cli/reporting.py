@@ -93,6 +93,24 @@ class Reporting:
         for path in self.reports:
             check_report(path)
 
+    def check_entries(self, entries: Sequence[Entry]) -> None:
+        """Refuses reports that would take the place of a model, and statements that have none.
+
+        Raises:
+            UsageError: A report is a model or an output, or an output is elsewhere and wants a statement.
+        """
+        from graphquant.data.files import remote
+
+        taken = {Path(path).resolve(): path for entry in entries for path in (entry.model, entry.output)}
+        for report in self.reports:
+            if report.resolve() in taken:
+                raise UsageError(f"--report {report} is a model of the batch. Give the report another name.")
+        far = [entry.output for entry in entries if remote(entry.output)]
+        if self.attest and far:
+            raise UsageError(
+                f"--attest writes beside outputs on this machine, and {far[0]} is elsewhere. Leave it out."
+            )
+
     def earlier(self) -> Report | None:
         """The report of --compare.
 

@@ -78,6 +78,9 @@ def test_merge(batch, cli, tmp_path):
     cli("batch", "--merge", "1.json", "0.json", "--report", "merged.json")
     assert read_report(tmp_path / "merged.json") == read_report(tmp_path / "whole.json")
     assert "No report is of shard 2/2." in cli("batch", "--merge", "0.json", code=2).stderr
+    part["outcomes"][0]["status"] = "skipped"
+    tmp_path.joinpath("1.json").write_text(json.dumps(part), "utf-8")
+    assert "1 not begun" in cli("batch", "--merge", "1.json", "0.json", code=1).stdout
     assert "is no JSON text" in cli("batch", "--merge", "digits_cnn.onnx", code=2).stderr
 
 
@@ -135,10 +138,13 @@ def test_attest_and_verify(batch, tmp_path):
         (("--report", "x.txt"), "is of no kind of report"),
         (("--report", "nowhere/x.md"), "There is no folder nowhere"),
         (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
+        (("net.json", "--report", "./net.json"), "--report net.json is a model of the batch"),
+        (("--attest", "-o", "memory://models/{stem}.onnx"), "is elsewhere. Leave it out"),
     ],
 )
 def test_what_does_not_go_together(batch, options, says, tmp_path):
     """It is refused before any work is done."""
+    shutil.copy(tmp_path / "digits_cnn.onnx", tmp_path / "net.json")
     assert says in batch(*options, code=2).stderr
     assert not tmp_path.joinpath("digits_cnn.quant.onnx").exists()
 
