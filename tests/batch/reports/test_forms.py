@@ -9,17 +9,20 @@ from xml.etree import ElementTree as ET
 import jsonschema
 import pytest
 import xmlschema
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from graphquant.batch.reports import REPORTS, as_annotations, check_report, write_report
 from graphquant.batch.reports.findings import ALL_CODES, BATCH_CODES
 from graphquant.batch.reports.schema import report_schema
 from graphquant.batch.reports.text import report_view
 from graphquant.batch.reports.words import percent, size
-from graphquant.batch.types import Outcome, read_report
+from graphquant.batch.types import Change, Outcome, Problem, Report, read_report, report_from
 from graphquant.errors import UsageError
 from graphquant.view.text import console
 
 HERE = Path(__file__).parent
+XSD = xmlschema.XMLSchema(HERE / "junit.xsd")
 SHIPPED = HERE.parents[2] / "graphquant" / "batch" / "reports" / "report.schema.json"
 
 
@@ -59,7 +62,7 @@ def test_the_schema_explains_every_key():
 def test_junit_is_as_its_schemas_say(report):
     """JUnit XML is valid, with a case for each model, and one for a model that is gone; counts are right."""
     xml = REPORTS[".xml"](report)
-    xmlschema.XMLSchema(HERE / "junit.xsd").validate(xml)
+    XSD.validate(xml)
     (suite,) = ET.fromstring(xml)  # noqa: S314  # our own
     cases = suite.findall("testcase")
     assert len(cases) == len(report.outcomes) + 1
@@ -254,3 +257,21 @@ def test_an_outcome_without_figures(report):
     bare = Outcome(name="a", model="a.onnx", output="b.onnx", status="done", size_after=10)
     row = REPORTS[".md"](replace(report, outcomes=(bare,), changes=())).splitlines()[-1]
     assert row == "| a | done |  | 0 |  |  | 0.0 s |"
+
+
+@settings(max_examples=60)
+@given(name=st.text(st.characters(), min_size=1, max_size=40), says=st.text(st.characters(), max_size=60))
+def test_no_text_breaks_a_form(name, says):
+    """Whatever characters a name or a message has, surrogates too: each form is UTF-8, and as well-formed as ever."""
+    problem = Problem(kind="ModelError", says=says, exit_code=3)
+    one = Outcome(name=name, model=name, output=f"{name}.quant", status="failed", problem=problem)
+    change = Change(name=name, what="size", level="error", says=says)
+    made = Report(version="1", outcomes=(one,), changes=(change,))
+    texts = {suffix: form(made).encode().decode() for suffix, form in REPORTS.items()}
+    XSD.validate(texts[".xml"])
+    assert len(json.loads(texts[".sarif"])["runs"][0]["results"]) == 2
+    assert report_from(json.loads(texts[".json"]), "it") == made
+    assert len([line for line in texts[".md"].split("\n") if line.startswith("| ")]) == 3
+    assert texts[".html"].count("<tr data-status=") == 1
+    assert texts[".html"].count("<script") == 1
+    assert len(as_annotations(made).split("\n")) == 3
