@@ -126,10 +126,12 @@ def _calibrated(client: Client, entry: Entry, here: str, parts: int) -> Future[S
 
 def _part(entry: Entry, shard: tuple[int, int], here: str, wanted: dict[str, str]) -> Stats | None:
     """Statistics of a part of the samples; None where something is wrong, which whoever does the model will tell."""
-    from graphquant import pipeline
+    from graphquant import formats, pipeline
     from graphquant.calibration import with_method
+    from graphquant.data import open_data
     from graphquant.data.files import remote
     from graphquant.data.spec import moved
+    from graphquant.pipeline.checking import parted
     from graphquant.ruleset import moved_rules
 
     if remote(entry.model) or wanted != versions():
@@ -138,14 +140,10 @@ def _part(entry: Entry, shard: tuple[int, int], here: str, wanted: dict[str, str
         model = pipeline.load(Path(here, entry.model))
         rules = moved_rules(entry.rules, here)
         made = pipeline.plan(model, rules=rules, include=entry.include, exclude=entry.exclude, family=entry.family)
-        return pipeline.calibrate(
-            model,
-            with_method(made, entry.method),
-            moved(entry.data or "", here),
-            full=False,
-            samples=entry.samples,
-            shard=shard,
-        )
+        data = moved(entry.data or "", here)
+        batches = open_data(data, formats.module(model.format).inputs(model), samples=entry.samples, meanwhile=True)
+        used, _ = parted(data, entry.samples, batches)  # `insert` keeps the rest for its check
+        return pipeline.calibrate(model, with_method(made, entry.method), used, full=False, shard=shard)
     except (GraphQuantError, OSError):
         return None
 

@@ -6,38 +6,28 @@ import math
 from typing import TYPE_CHECKING
 
 from graphquant.batch.types import Figures, Miss
-from graphquant.errors import GraphQuantError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphquant.batch.types import Entry, Found, Gates
-    from graphquant.comparison import Comparison
-    from graphquant.ir import Model
-    from graphquant.pipeline import Progress
+    from graphquant.batch.types import Found, Gates
+    from graphquant.pipeline import Result
 
 
-def measure(plain: Model, quant: Model, entry: Entry, progress: Progress | None) -> Figures | None:
-    """How far `quant` is from `plain` on the entry's data, or why that cannot be told; None without data."""
-    if entry.data is None:
+def figures_of(result: Result) -> Figures | None:
+    """What the check at the end of `insert` found, as a batch keeps it; None where there was no data for it."""
+    if not result.inserted:
+        return Figures(exact=True)
+    if result.check is None:
         return None
-    from graphquant import pipeline
-
-    try:
-        found = pipeline.compare(plain, quant, entry.data, samples=entry.samples, sites=False, progress=progress)
-    except GraphQuantError as error:  # what cannot be run can be quantized, and only a gate minds
-        return Figures(problem=str(error))
-    return figures_of(found)
-
-
-def figures_of(found: Comparison) -> Figures:
-    """What a batch keeps of a comparison."""
+    found = result.check.comparison
+    if found is None:
+        return Figures(problem=result.check.problem)
     problem = next((f"output {one.name!r}: {one.problem}" for one in found.outputs if one.problem), "")
-    exact = not problem and all(one.largest == 0 for one in found.outputs)
     pairs = [one.accuracy for one in found.outputs if one.accuracy is not None]
     return Figures(
         sqnr=found.sqnr if found.sqnr is not None and math.isfinite(found.sqnr) else None,
-        exact=exact,
+        exact=not problem and all(one.largest == 0 for one in found.outputs),
         agreement=found.agreement,
         accuracy=max(pairs, key=lambda pair: pair[0] - pair[1], default=None),
         samples=found.samples,
@@ -90,7 +80,7 @@ def _agreement(least: float | None, figures: Figures | None) -> str:
 
 
 def _accuracy(most: float | None, figures: Figures | None) -> str:
-    if most is None or figures is None:
+    if most is None or figures is None or figures.exact:
         return ""
     if figures.accuracy is None:
         return "the data has no labels that an output can be held against"
@@ -99,4 +89,4 @@ def _accuracy(most: float | None, figures: Figures | None) -> str:
     return "" if fine else f"accuracy fell from {before:.2f}% to {after:.2f}%, by more than {most:g}"
 
 
-__all__ = ["figures_of", "measure", "misses"]
+__all__ = ["figures_of", "misses"]

@@ -81,13 +81,11 @@ def ingredients(entry: Entry, memo: Memo, program: str) -> Ingredients:
     """
     model, size = _model(entry.model, memo)
     rules = _sha256([_rules(name, memo) for name in entry.rules]) if entry.rules else ""
-    data, fixed = "", True
+    data, fixed = ("", True) if entry.data is None else _data(entry.data, memo)
     if entry.stats is not None:
-        data = _content(entry.stats, memo)
-    elif entry.data is not None:
-        data, fixed = _data(entry.data, memo)
+        data = _sha256(_content(entry.stats, memo), data) if data else _content(entry.stats, memo)
     told = {name: value for name, value in asdict(entry).items() if name in RESULT}
-    kind = [entry.stats is not None, entry.gates.check, PurePosixPath(entry.output).name]
+    kind = [entry.stats is not None, entry.gates.measures, entry.gates.check, PurePosixPath(entry.output).name]
     key = _sha256(program, model, rules, data, told, kind)
     return Ingredients(digests=Digests(model=model, rules=rules, data=data, key=key), size=size, fixed=fixed)
 

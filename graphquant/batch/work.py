@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant.batch.elsewhere import is_elsewhere, through
-from graphquant.batch.gates import measure, misses
+from graphquant.batch.gates import figures_of, misses
 from graphquant.batch.ingredients import digest_of, versions
 from graphquant.batch.types import Digests, Found, Outcome, Problem
 from graphquant.errors import GraphQuantError, InternalError, UsageError
@@ -93,7 +93,7 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
     result = pipeline.insert(
         pipeline.load(model),
         rules=entry.rules,
-        data=None if entry.stats is not None else entry.data,
+        data=entry.data,
         stats=entry.stats,
         method=entry.method,
         samples=entry.samples,
@@ -102,7 +102,9 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
         exclude=entry.exclude,
         family=entry.family,
         float_weights=entry.float_weights,
-        check=False,  # `measure` is on all of the data
+        min_sqnr=entry.gates.min_sqnr,
+        min_agreement=None if entry.gates.min_agreement is None else entry.gates.min_agreement / 100,
+        max_accuracy_drop=entry.gates.max_accuracy_drop,
         progress=progress,
     )
     result.save(output, force=True)
@@ -126,7 +128,7 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
             sites=len(result.inserted),
             skips=dict(sorted(Counter(skip.reason for skip in result.skips).items())),
             low=low,
-            figures=measure(result.source, written, entry, progress),
+            figures=figures_of(result),
             versions=versions(),
         ),
         "done",

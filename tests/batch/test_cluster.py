@@ -181,7 +181,7 @@ def test_parts_are_the_whole(tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     parts = [_part(asked, (number, 3), str(tmp_path), versions()) for number in (1, 2, 3)]
     whole = _merged(parts)
-    assert whole.samples == 40
+    assert whole.samples == 32  # the rest is for the check
     source = pipeline.load(tmp_path / "a.onnx")
     result = pipeline.insert(source, data="random:40", method="percentile")
     assert whole.sketches.keys() == result.stats.sketches.keys()
