@@ -12,6 +12,7 @@ from graphquant.batch.statements import stated, statement_path
 from graphquant.batch.types import Change, Gates
 from graphquant.data.files import remote
 from graphquant.errors import GraphQuantError
+from graphquant.formats.parts import files_of
 from graphquant.view.text import listed
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ def _differences(entry: Entry, built: Outcome, before: Outcome | None) -> Iterat
     if remote(entry.output):
         yield "the output is elsewhere, where its files cannot be digested"
         return
-    home = Path(entry.output).parent
-    wrong = _unlike(built.products, {name: _digest(home / name) for name in built.products})
+    wrong = _unlike(built.products, _there(Path(entry.output), built))
     if wrong:
         yield f"the output is not what is built now: {wrong}"
     path = statement_path(entry.output)
@@ -72,10 +72,25 @@ def _differences(entry: Entry, built: Outcome, before: Outcome | None) -> Iterat
             yield f"the report is not of what is built now: {wrong}{_causes(before, built)}"
 
 
+def _there(output: Path, built: Outcome) -> dict[str, str | None]:
+    """The digests of the output's files, more or fewer than were built; None for one that is missing."""
+    try:
+        names = {file.relative_to(output.parent).as_posix() for file in files_of(output)}
+    except (GraphQuantError, OSError):  # no model any more, which the files' digests tell
+        names = set()
+    return {name: _digest(output.parent / name) for name in {*names, *built.products}}
+
+
 def _unlike(built: Mapping[str, str], there: Mapping[str, str | None]) -> str:
     """Which files are not the same, "" if all are."""
     names = [name for name in sorted({*built, *there}) if built.get(name) != there.get(name)]
-    return listed([name if there.get(name) else f"{name} is missing" for name in names])
+    return listed([f"{name}{_why(name, built, there)}" for name in names])
+
+
+def _why(name: str, built: Mapping[str, str], there: Mapping[str, str | None]) -> str:
+    if name not in built:
+        return " is no part of it"
+    return "" if there.get(name) else " is missing"
 
 
 def _causes(before: Outcome, built: Outcome) -> str:

@@ -128,6 +128,23 @@ def test_attest_and_verify(batch, tmp_path):
     assert "is no in-toto statement on files" in batch("--verify", code=1).stdout
 
 
+@pytest.mark.slow
+def test_verifying_a_folder(cli, samples, tmp_path):
+    """A file too many in a SavedModel is told, and one too few."""
+    out, kept = tmp_path / "net", tmp_path / "kept"
+    call = ("batch", samples / "digits_rnn_saved_model", "--rules", "weight_only", "-o", out, "--cache-dir", kept)
+    cli(*call)
+    out.joinpath("assets").mkdir(exist_ok=True)
+    out.joinpath("assets", "more.txt").write_text("more", "utf-8")
+    assert (
+        "the output is not what is built now: net/assets/more.txt is no part of it\n"
+        in cli(*call, "--verify", code=1).stdout
+    )
+    out.joinpath("assets", "more.txt").unlink()
+    out.joinpath("variables", "variables.index").unlink()
+    assert "net/variables/variables.index is missing" in cli(*call, "--verify", code=1).stdout
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
