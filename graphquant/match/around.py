@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from graphquant.ir import Graph, Model, Parameters, Shape, TensorRef, Use
@@ -25,6 +26,12 @@ class Around:
         self._mains: dict[tuple[str, str], TensorRef | None] = {}
         self._ups: dict[TensorRef, TensorRef | None] = {}
         self._downs: dict[tuple[str, str], str | None] = {}
+
+    @cached_property
+    def results(self) -> list[tuple[TensorRef, str]]:
+        """The first output of each op that can run, with the op's kind."""
+        graphs = [self.model.graphs[name] for name in self.model.live()]
+        return [(TensorRef(graph.name, op.name), op.kind) for graph in graphs for op in graph.ops() if op.outputs]
 
     def shape(self, tensor: TensorRef) -> Shape | None:
         """The static shape of `tensor`; a parameter's also from the variable or argument behind it."""

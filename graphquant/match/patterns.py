@@ -6,12 +6,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError
-from graphquant.ir import TensorRef
 from graphquant.ruleset import ANY_PART, PatternOp, parse_pattern
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from graphquant.ir import TensorRef
     from graphquant.match.around import Around
 
 COMMUTATIVE = frozenset({"add", "mul", "max", "min"})
@@ -29,13 +29,10 @@ def find_pattern(around: Around, name: str, parts: tuple[PatternOp, ...]) -> dic
     search = _Search(around, name, parts)
     kinds = parts[-1].kinds
     any_kind = not kinds.isdisjoint(("*", "parameter"))
-    for graph in around.model.live():
-        for op in around.model.graphs[graph].ops():
-            if not op.outputs or not (any_kind or op.kind in kinds):
-                continue
-            bound = search.bind(TensorRef(graph, op.name)) or {}
-            for part in parts if bound else ():
-                found[part.name].add((graph, bound[part.name].op))
+    for tensor, kind in around.results:
+        bound = search.bind(tensor) or {} if any_kind or kind in kinds else {}
+        for part in parts if bound else ():
+            found[part.name].add((tensor.graph, bound[part.name].op))
     found[ANY_PART] = set().union(*found.values())
     return found
 
