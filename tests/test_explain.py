@@ -1,9 +1,13 @@
 """Why a tensor is quantized as it is."""
 
+import json
+
 import onnx
 import onnx.parser
 import pytest
 
+import graphquant as gq
+from graphquant import pipeline
 from graphquant.errors import UsageError
 from graphquant.explain import explain
 from graphquant.formats.onnx import load
@@ -104,3 +108,103 @@ def test_what_is_not_there(asked):
         asked("i")
     with pytest.raises(UsageError, match=r"called 'nothing_like_it'\. `graphquant plan` prints the names"):
         asked("nothing_like_it")
+
+
+def test_how_close_rules_came(asked):
+    """A rule for another op is far, one that fails on the other side only is near, one that holds is nearest."""
+    for item in asked("r:0"):
+        near = {miss.rule.rule.name: miss.near for miss in item.misses}
+        if str(item.use) == "v[0]":
+            assert near == {"leave-tanh": 1, "pass": 1}  # neither says anything of the other side
+        else:
+            assert near == {"relu": 3, "pass": 1}
+
+
+def test_which_op_was_asked_for(asked):
+    """A tensor's name asks for what makes it, an op's for what it reads too, and each use tells if it is quantized."""
+    assert {(str(one.use), one.asked, one.quantized) for one in asked("r")} == {
+        ("r[0]", ("", "r"), False),
+        ("/layer[0]/tanh[0]", ("", "r"), False),
+        ("v[0]", ("", "r"), True),
+    }
+
+
+def sample(samples, name="digits_cnn.onnx"):
+    """A sample model."""
+    return gq.load(samples / name)
+
+
+def test_the_backend_of_a_plan(samples):
+    """What the rules are for tells how it will run the op, on made-up ranges; `backend` asks another."""
+    found = pipeline.explain(sample(samples), "stem/conv")
+    assert (found.backend, found.assumed, found.written) == ("onnxruntime", True, False)
+    assert [(one.op, one.status, one.runs_as) for one in found.verdicts] == [("stem/conv", "low", "QLinearConv")]
+    left = pipeline.explain(sample(samples), "stem/conv", rules="weight_only", backend="onnxruntime")
+    assert [(one.status, one.broken.rule) for one in left.verdicts if one.broken] == [("float", "no-quantized-output")]
+    assert pipeline.explain(sample(samples), "stem/conv", rules="qnn16").backend == "qnn"
+    assert pipeline.explain(sample(samples, "digits_cnn.pb"), "stem/conv").backend == ""
+    with pytest.raises(UsageError, match="no backend 'onnxrt'"):
+        pipeline.explain(sample(samples), "stem/conv", backend="onnxrt")
+
+
+def test_a_plan_with_data_is_foretold_as_it_is_written(samples, tmp_path):
+    """The verdicts on a plan are those on the model that insert writes, with data and with made-up ranges."""
+    data = str(samples / "digits_cnn_calib.npz")
+    written = gq.insert(sample(samples), data=data, samples=8)
+    expected = {(one.graph, one.op): one.status for one in gq.check(written.model, backend="onnxruntime").verdicts}
+    for found in (
+        pipeline.explain(sample(samples), "*", data=data),
+        pipeline.explain(sample(samples), "*"),
+        pipeline.explain(gq.load(written.save(tmp_path / "q.onnx")), "*"),
+    ):
+        told = {(one.graph, one.op): one.status for one in found.verdicts}
+        assert len(told) > 20
+        assert told.items() <= expected.items()
+
+
+def test_a_written_model_tells_what_is_in_it(samples, tmp_path):
+    """Rule, type and scale of each tensor that an op reads, and which others have the same scale."""
+    result = gq.insert(sample(samples), data=str(samples / "digits_cnn_calib.npz"), samples=8)
+    model = gq.load(result.save(tmp_path / "quant.onnx"))
+    found = pipeline.explain(model, "max_pool")
+    assert found.written
+    (read,) = [one for one in found.uses if one.use.op == "max_pool"]
+    (done,) = [one for one in result.inserted if any(use.op == "max_pool" for use in one.site.uses)]
+    assert read.quantized
+    assert (read.tensor, read.winner) == (done.site.tensor, done.site.rule)
+    assert read.outcome.startswith(f"quantized to uint8, scale {done.params.scale.item():.6g}, zero point 0, by ")
+    assert read.choices == ("one scale and zero point with max_pool:0",)
+    readers = [str(one.use) for one in found.uses if one.tensor.op == "max_pool"]
+    assert readers == ["residual_1/conv[0]", "residual/add[0]"]
+    unquantized = pipeline.explain(model, "probabilities").uses
+    assert [one.quantized for one in unquantized if one.use.op == "@probabilities"] == [False]
+    assert not pipeline.explain(model, "max_pool", rules="onnxruntime").written
+
+
+def test_what_a_user_reads_first(samples, cli):
+    """The first lines say what becomes of the op; rules that came close follow, all of them only when asked for."""
+    model = samples / "digits_cnn.onnx"
+    lines = cli("explain", model, "stem/conv").stdout.splitlines()
+    assert lines[:2] == [
+        "stem/conv: reads 2 of 3 float inputs quantized, what it makes is not quantized.",
+        "  onnxruntime will run it on integers, as QLinearConv.",
+    ]
+    rules = len(load_ruleset(["onnxruntime"]).rules)
+    uses = sum(" read by " in line for line in lines)
+    assert len(lines) < uses * 10
+    listed = cli("explain", model, "stem/conv", "--all").stdout.splitlines()
+    assert len(listed) > uses * (rules - 1)
+    data = json.loads(cli("explain", model, "stem/conv", "--format", "json").stdout)
+    assert [len(use["others"]) + (use["rule"] is not None) for use in data["uses"]] == [rules] * uses
+    assert data["ops"][0]["runs_as"] == "QLinearConv"
+
+
+def test_a_passed_on_tensor_is_no_miss(samples):
+    """Where a rule says that the producer hands quantized values on, that is the outcome and the rule."""
+    (found,) = [
+        one
+        for one in pipeline.explain(sample(samples), "residual/add", rules="qnn").uses
+        if one.use.op == "residual/add" and one.tensor.op == "max_pool"
+    ]
+    assert (found.winner, found.quantized) == ("passed-on", True)
+    assert found.outcome.startswith("quantized already: what makes it hands quantized values on")

@@ -71,10 +71,10 @@ def batch(
     asked: Reporting,
     **settings: Any,
 ) -> None:
-    """Quantize many models: those of a MANIFEST, graphquant.toml by default, or MODELs and globs.
+    """Quantize many models: those of a MANIFEST, or MODELs and globs.
 
-    What did not change since it was made is not made again. docs/batch.md tells of manifests, gates and the cache. Exit
-    code 1 if a model failed.
+    MANIFEST is graphquant.toml by default. What did not change since it was made is not made again. docs/batch.md tells
+    of manifests, gates and the cache. Exit code 1 if a model failed.
     """
     if schema:
         from graphquant.batch import manifest_types

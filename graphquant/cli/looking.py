@@ -69,18 +69,35 @@ def plan(
 @click.option(
     "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Statistics from calibrate, in place of --data."
 )
-def explain(model: Path, what: str, rules: tuple[str, ...], data: str | None, stats: Path | None) -> None:
-    """Tell which rule took each use of TENSOR, or around OP. For the other rules it says why they did not.
+@click.option("--for", "backend", metavar="BACKEND", help="What is to run it; by default what the rules are for.")
+@click.option("--all", "everything", is_flag=True, help="List every rule that did not apply.")
+@click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
+def explain(
+    model: Path,
+    what: str,
+    rules: tuple[str, ...],
+    data: str | None,
+    stats: Path | None,
+    backend: str | None,
+    everything: bool,
+    form: str,
+) -> None:
+    """Tell why TENSOR, or what is around OP, is quantized as it is.
 
-    With --data or --stats it also says why the scale is what it is: what it is tied to, and what had to be raised.
+    That is which rule took each use and which came close, and what a backend will make of it. With --data or --stats it
+    also says why the scale is what it is: what it is tied to, and what had to be raised.
+    Of a MODEL that is quantized already it tells what is in it.
     """
     if data is not None and stats is not None:
         raise UsageError("--stats takes the place of --data. Give either.")
     from graphquant import pipeline
-    from graphquant.view import text
+    from graphquant.view.explain_text import explain_json, explain_view
 
-    found = pipeline.explain(pipeline.load(model), what, rules=rules, data=data, stats=stats)
-    text.console().print(text.explain_view(found))
+    found = pipeline.explain(pipeline.load(model), what, rules=rules, data=data, stats=stats, backend=backend)
+    if form == "json":
+        emit(explain_json(found), None)
+    else:
+        print_view(explain_view(found, everything=everything), None)
 
 
 @click.command()

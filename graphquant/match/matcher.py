@@ -15,12 +15,12 @@ from graphquant.match.branches import lengths
 from graphquant.match.chains import chain_down, chain_up, last_links, links_of
 from graphquant.match.names import check_names, consumer_labels, name_matches, op_labels, producer_labels, tensor_labels
 from graphquant.match.patterns import find_pattern, parts_of
-from graphquant.match.sizes import op_miss, size_miss
+from graphquant.match.sizes import attribute_miss, size_miss, type_miss
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphquant.ruleset import BoundRule, PatternOp, RuleSet
+    from graphquant.ruleset import BoundRule, PatternOp, RuleSet, Selector
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +34,18 @@ class Match:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
-    """A rule that does not hold for one use, with the first condition that failed; "" if another rule was first."""
+    """A rule that does not hold for one use.
+
+    Attributes:
+        rule: The rule.
+        reason: The first condition that failed; "" if another rule was first.
+        near: How close it came, 0 to 4: for the producer and the consumer 2 each if it is all that the rule wants, 1 if
+            it is that but for sizes and the like, or the rule does not say of which ops it is.
+    """
 
     rule: BoundRule
     reason: str
+    near: int = 0
 
 
 class Matcher:
@@ -99,6 +107,15 @@ class Matcher:
         """Why `rule` does not hold for `use` reading `tensor`; "" if it holds."""
         return self._producer_miss(rule, tensor) or self._consumer_miss(rule, tensor, use)
 
+    def tried(self, rule: BoundRule, tensor: TensorRef, use: Use) -> Miss:
+        """Why `rule` does not hold for `use` reading `tensor`, and how close it comes."""
+        sides = (
+            (rule.rule.producer, self._other_producer(rule, tensor), self._producer_miss(rule, tensor)),
+            (rule.rule.consumer, self._other_consumer(rule, use), self._consumer_miss(rule, tensor, use)),
+        )
+        near = sum(0 if other else 1 if missed or not _tells(selector) else 2 for selector, other, missed in sides)
+        return Miss(rule=rule, reason=sides[0][2] or sides[1][2], near=near)
+
     def tensors(self) -> Iterator[tuple[TensorRef, list[Use]]]:
         """Each float tensor of the live graphs with its consumers; one of unknown dtype may be float."""
         for name in self.model.live():
@@ -125,33 +142,43 @@ class Matcher:
 
     def _producer_miss(self, rule: BoundRule, tensor: TensorRef) -> str:
         selector, op = rule.rule.producer, self.model.op(tensor)
-        reason = ""
+        reason = self._other_producer(rule, tensor)
+        if not reason and selector.readers is not None and len(self.around.uses(tensor)) != selector.readers:
+            reason = f"{tensor} has {len(self.around.uses(tensor))} readers, not {selector.readers}"
+        reason = reason or attribute_miss(selector, op) or size_miss(self.around, selector, tensor, None)
+        return f"producer {reason}" if reason else ""
+
+    def _other_producer(self, rule: BoundRule, tensor: TensorRef) -> str:
+        """Why another op makes `tensor` than `rule` is about; "" if it is that."""
+        selector, op = rule.rule.producer, self.model.op(tensor)
         if selector.kind is not None and not chain_up(self.around, links_of(selector.kind), tensor):
             what = "a parameter" if self.parameters.is_parameter(tensor) else repr(op.kind)
-            reason = f"{op.name} is {what}, not {selector.kind!r}"
-        elif selector.name is not None and not name_matches(selector.name, *self.labels(tensor)):
-            reason = f"{tensor} is not called {selector.name!r}"
-        elif selector.pattern is not None and (tensor.graph, tensor.op) not in self._pattern(rule, selector.pattern):
-            reason = f"{op.name} is not {selector.pattern!r} of that pattern"
-        elif selector.readers is not None and len(self.around.uses(tensor)) != selector.readers:
-            reason = f"{tensor} has {len(self.around.uses(tensor))} readers, not {selector.readers}"
-        reason = reason or op_miss(selector, op) or size_miss(self.around, selector, tensor, None)
-        return f"producer {reason}" if reason else ""
+            return f"{op.name} is {what}, not {selector.kind!r}"
+        if selector.name is not None and not name_matches(selector.name, *self.labels(tensor)):
+            return f"{tensor} is not called {selector.name!r}"
+        if selector.pattern is not None and (tensor.graph, tensor.op) not in self._pattern(rule, selector.pattern):
+            return f"{op.name} is not {selector.pattern!r} of that pattern"
+        return type_miss(selector, op)
 
     def _consumer_miss(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
         selector, op = rule.rule.consumer, self.model.graphs[use.graph].op(use.op)
-        reason = ""
-        if selector.kind is not None and not chain_down(self.around, links_of(selector.kind), use):
-            reason = f"{op.name} is {op.kind!r}, not {selector.kind!r}"
-        elif selector.name is not None and not name_matches(selector.name, *op_labels(use.graph, op.name)):
-            reason = f"{op.name} is not called {selector.name!r}"
-        elif selector.pattern is not None and (use.graph, use.op) not in self._pattern(rule, selector.pattern):
-            reason = f"{op.name} is not {selector.pattern!r} of that pattern"
-        elif selector.input is not None and op.role(use.slot) not in selector.input.split("|"):
+        reason = self._other_consumer(rule, use)
+        if not reason and selector.input is not None and op.role(use.slot) not in selector.input.split("|"):
             reason = f"{use} reads it as {op.role(use.slot)!r}, not as {selector.input!r}"
-        reason = reason or op_miss(selector, op) or size_miss(self.around, selector, tensor, use)
+        reason = reason or attribute_miss(selector, op) or size_miss(self.around, selector, tensor, use)
         reason = reason or self._inputs_miss(rule, use)
         return f"consumer {reason}" if reason else ""
+
+    def _other_consumer(self, rule: BoundRule, use: Use) -> str:
+        """Why another op reads than `rule` is about; "" if it is that."""
+        selector, op = rule.rule.consumer, self.model.graphs[use.graph].op(use.op)
+        if selector.kind is not None and not chain_down(self.around, links_of(selector.kind), use):
+            return f"{op.name} is {op.kind!r}, not {selector.kind!r}"
+        if selector.name is not None and not name_matches(selector.name, *op_labels(use.graph, op.name)):
+            return f"{op.name} is not called {selector.name!r}"
+        if selector.pattern is not None and (use.graph, use.op) not in self._pattern(rule, selector.pattern):
+            return f"{op.name} is not {selector.pattern!r} of that pattern"
+        return type_miss(selector, op)
 
     # -- the other inputs of an op -----------------------------------------------------------------
 
@@ -203,3 +230,8 @@ class Matcher:
                 self._patterns[parts] = find_pattern(self.around, name, parts)
             self._parts[key] = self._patterns[parts][part or parts[-1].name]
         return self._parts[key]
+
+
+def _tells(selector: Selector) -> bool:
+    """Whether a selector says of which ops it is; any weight is no particular one."""
+    return selector.kind not in {None, "parameter"} or any((selector.name, selector.pattern, selector.type))

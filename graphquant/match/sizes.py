@@ -78,10 +78,15 @@ def _measure(around: Around, what: str, use: Use) -> int | None:
     return None if shape is None else _MEASURES[what](op, shape)
 
 
-def op_miss(selector: Selector, op: Op) -> str:
-    """Which condition on the type or an attribute of `op` fails."""
+def type_miss(selector: Selector, op: Op) -> str:
+    """Whether the condition on the type of `op` fails."""
     if selector.type is not None and op.type not in selector.type.split("|"):
         return f"{op.name} is of type {op.type!r}, not {selector.type!r}"
+    return ""
+
+
+def attribute_miss(selector: Selector, op: Op) -> str:
+    """Which condition on an attribute of `op` fails."""
     for name, wanted in selector.attr.items():
         given = _plain(op.attrs.get(name))
         if not _same(given, wanted) and not (isinstance(wanted, list) and any(_same(given, one) for one in wanted)):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from graphquant import formats, picked
 from graphquant.calibration import Stats, kept, load_stats, planned, select
 from graphquant.errors import UsageError
-from graphquant.explain import Explanation
+from graphquant.explain import Explained, explain_written, foretold, meant_for
 from graphquant.explain import explain as _explain
+from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.match import Matcher
 from graphquant.pipeline.calibrating import calibrate_line, observe
 from graphquant.pipeline.models import loaded
@@ -32,8 +33,11 @@ def explain(
     rules: Several = (),
     data: str | None = None,
     stats: Stats | str | Path | None = None,
-) -> tuple[Explanation, ...]:
+    backend: str | None = None,
+) -> Explained:
     """For each use of the tensor or op `what`, the rules in order and why each did or did not apply.
+
+    Of a model that is quantized already it tells what is in it instead, unless rules, data or statistics are given.
 
     Args:
         model: The model.
@@ -41,13 +45,19 @@ def explain(
         rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
         data: A calibration data spec; with it, or `stats`, scales are explained too.
         stats: Statistics from `calibrate`, or the path of a file of them.
+        backend: What is to run the model; by default what the rules are for.
 
     Raises:
         DataError: The data does not fit the model, or the statistics lack what the plan needs.
         ModelError: The model cannot be prepared or run.
-        UsageError: Nothing float is called that.
+        UsageError: Nothing float is called that, or there is no such backend.
     """
     ruleset = ruleset_for(model, rules)
+    meant = backend or meant_for(model, ruleset.files)
+    if not rules and data is None and stats is None and _is_quantized(model):
+        uses = explain_written(model, what)
+        verdicts = foretold(model, meant, uses) if meant else ()
+        return Explained(uses=uses, verdicts=verdicts, backend=meant, written=True)
     prepared, made = planned_by(model, ruleset, choice_of(model, (), (), None))
     matcher, solution = Matcher(prepared, ruleset), None
     if data is not None or stats is not None:
@@ -58,7 +68,15 @@ def explain(
         elif data is not None:
             found = observe(prepared, targets, data, None, None, model=model.digest)
         solution = solve(prepared, made, found.sketches, found.unwatchable) if found is not None else None
-    return _explain(matcher, made, what, solution)
+    uses = _explain(matcher, made, what, solution)
+    verdicts = foretold(prepared, meant, uses, made, solution) if meant else ()
+    return Explained(uses=uses, verdicts=verdicts, backend=meant, assumed=solution is None)
+
+
+def _is_quantized(model: Model) -> bool:
+    """Whether quantization ops are in the graphs that run."""
+    graphs = [model.graphs[name] for name in model.live()]
+    return any(op.kind in QUANTIZATION_KINDS for graph in graphs for op in graph.ops())
 
 
 def check(

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from graphquant.calibration import Stats
-    from graphquant.explain import Explanation
     from graphquant.numerics import Array, QParams
     from graphquant.pipeline import Result
     from graphquant.plans import Plan, Site, Skip
@@ -224,19 +223,6 @@ def _stored(found: Survey) -> list[RenderableType]:
         where = f" in {graph}" if graph else ""
         lines += [plain(f"{counted(table.row_count, 'tensor')}{where}", style="bold"), table]
     return lines
-
-
-def explain_view(explanations: Sequence[Explanation]) -> RenderableType:
-    """Each use with the rules that were tried."""
-    parts: list[RenderableType] = []
-    for one in explanations:
-        parts.append(plain(f"{one.tensor} read by {one.use}", style="bold"))
-        parts.append(plain(f"  {one.outcome}" + (f" (rule {one.winner})" if one.winner else "")))
-        parts += [plain(f"    {choice}") for choice in one.choices]
-        for miss in one.misses:
-            reason = miss.reason or f"matches too, but {one.winner} came first"
-            parts.append(plain(f"  {miss.rule.rule.name}: {reason}", style="dim"))
-    return Group(*parts)
 
 
 def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
