@@ -10,13 +10,17 @@ from typing import get_args
 
 import pytest
 
+from graphquant.batch.manifest import PARTS
+from graphquant.batch.manifest_types import ModelTable
 from graphquant.data.pixels import PRESETS
 from graphquant.data.spec import KINDS, PIXELS
+from graphquant.documents import keys as keys_of
 from graphquant.prepare import STEPS
 from graphquant.qdq import FAMILIES, RangeFrom
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
+    "batch.md",
     "compare.md",
     "data.md",
     "diff.md",
@@ -113,6 +117,27 @@ def test_compare(folder):
     data = json.loads(shell("graphquant compare quant.onnx quant.onnx --data random:2 --format json"))
     for key in {*data, *data["outputs"][0], *data["sites"][0]}:
         assert f"`{key}`" in page, key
+
+
+@pytest.mark.slow
+def test_batch(folder, monkeypatch):
+    """Each snippet runs, what the page says it prints is printed, and the outputs that it names appear."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    printed = run_page("batch.md")
+    page = ROOT.joinpath("docs", "batch.md").read_text("utf-8")
+    (promised,) = re.findall(r"^It prints `([^`]+)`", page, re.MULTILINE)
+    assert f"{promised}\n" in printed
+    names = {path.relative_to(folder / "out").as_posix() for path in (folder / "out").rglob("*.onnx")}
+    made = {f"digits_{name}.quant.onnx" for name in ("cnn", "cnn_bn", "rnn", "nested")}
+    assert names == {*made, "trt/digits_cnn.onnx"}
+    assert folder.joinpath("whole.html").is_file()
+
+
+def test_batch_tables():
+    """The page has a row for each key of a manifest, and for each part that may stand in braces."""
+    page = ROOT.joinpath("docs", "batch.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\S+)` \| .* \|$", page, re.MULTILINE)
+    assert sorted(rows) == sorted([*keys_of(ModelTable), *(f"{{{part}}}" for part in PARTS)])
 
 
 @pytest.mark.parametrize("page", ["diff.md", "strip.md"])
