@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import tempfile
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ def run_on(
         told: Is told which entry was given out.
 
     Raises:
-        UsageError: There is no scheduler at the address, or it has no workers.
+        UsageError: There is no scheduler at the address, it has no workers, or it goes away.
     """
     if not entries:
         return
@@ -72,7 +73,8 @@ def run_on(
         try:
             yield from _outcomes(client, list(entries), worker, limits, told, name, max(threads // len(entries), 1))
         finally:
-            client.unregister_worker_plugin(name)
+            with suppress(OSError):  # the scheduler is gone
+                client.unregister_worker_plugin(name)
 
 
 def _client(address: str) -> Client:
@@ -97,9 +99,12 @@ def _outcomes(
             if told is not None:
                 told(entry, "", 0, 0)
         for future in as_completed(list(todo), loop=client.loop):
+            if future.cancelled():
+                raise UsageError("The cluster's scheduler is gone. Start it again, and the batch with --resume.")
             yield _outcome(future, todo[future])
     finally:
-        client.cancel(list(todo), force=True)
+        with suppress(OSError):
+            client.cancel(list(todo), force=True)
 
 
 def _outcome(future: Future[Outcome], entry: Entry) -> Outcome:

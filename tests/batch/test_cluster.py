@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -54,7 +55,7 @@ path = "broken.onnx"
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Starts a cluster of so many workers, of one thread each; gives its address, and the processes of the workers."""
+    """Starts a cluster of so many workers, of one thread each; gives its address and all processes."""
     pytest.importorskip("distributed")
     started = []
 
@@ -74,7 +75,7 @@ def cluster(tmp_path):
         with Client(scheduler_file=file, timeout="60s", set_as_default=False) as client:
             if workers:
                 client.wait_for_workers(workers, timeout=60)
-            return client.scheduler.address, started[1:]
+            return client.scheduler.address, started
 
     yield start
     for process in started:
@@ -132,7 +133,7 @@ def test_a_killed_worker(tmp_path, monkeypatch, cluster):
     """What a worker was at when it was killed is done by the other, with the same result."""
     from distributed import Client
 
-    address, workers = cluster(2)
+    address, started = cluster(2)
     shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
     for name in "bcd":
         shutil.copy(tmp_path / "a.onnx", tmp_path / f"{name}.onnx")
@@ -140,7 +141,7 @@ def test_a_killed_worker(tmp_path, monkeypatch, cluster):
     asked = entries(["*.onnx"], {"data": "random:64", "output": "out/{name}"})
     going = there(address)(asked)
     first = next(going)
-    victim = workers[0]
+    victim = started[1]
     with Client(address, set_as_default=False) as client:
         at = next(worker for worker, parent in client.run(os.getppid).items() if parent == victim.pid)
         deadline = time.monotonic() + 60
@@ -164,6 +165,9 @@ def test_few_models_are_calibrated_in_parts(tmp_path, monkeypatch, cluster):
     (asked,) = entries(["a.onnx"], {"data": "random:64", "method": "percentile", "exclude": ("residual/*",)})
     (found,) = there(address)([asked])
     assert (found.status, found.problem) == ("done", None)
+    (alone,) = here(1)([replace(asked, output="alone.onnx")])
+    times = {"output": "", "seconds": 0.0, "products": {}}
+    assert replace(found, **times) == replace(alone, **times)
     plain = pipeline.insert("a.onnx", data="random:64", method="percentile", exclude="residual/*")
     plain.save("plain.onnx")
     assert Path("a.quant.onnx").read_bytes() == Path("plain.onnx").read_bytes()
@@ -213,6 +217,29 @@ def test_no_scheduler(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=f"There is no dask scheduler at {address}"):
             list(there(address)(asked))
     assert list(there("tcp://127.0.0.1:9")([])) == []
+
+
+@pytest.mark.slow
+def test_the_scheduler_goes(tmp_path, monkeypatch, cluster):
+    """A scheduler that does not come back ends the batch with a word; what was finished is kept."""
+    from graphquant.batch import cluster as module
+
+    monkeypatch.setattr(module, "PATIENCE", "2s")
+    monkeypatch.chdir(tmp_path)
+    address, started = cluster(1)
+    shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
+    shutil.copy(tmp_path / "a.onnx", tmp_path / "b.onnx")
+    asked = entries(["*.onnx"], {"rules": ("weight_only",), "output": "out/{name}"})
+
+    def execute(todo):
+        for outcome in there(address)(todo):
+            started[0].kill()
+            yield outcome
+
+    with pytest.raises(UsageError, match="The cluster's scheduler is gone"):
+        run_batch(asked, Options(folder=tmp_path / "cache"), execute)
+    report = run_batch(asked, Options(folder=tmp_path / "cache", resume=True), here(1))
+    assert [one.status for one in report.outcomes] == ["done", "done"]
 
 
 @pytest.mark.slow
