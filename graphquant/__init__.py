@@ -10,6 +10,8 @@ result.save("model.quant.onnx")
 from importlib import import_module
 from typing import Any
 
+from graphquant.drawn import draw_with
+
 __version__ = "0.1.0"
 
 _PUBLIC = {
@@ -49,3 +51,12 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_PUBLIC[name])
     return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+
+
+def _html(what: object) -> str:
+    """What a notebook shows of it."""
+    drawn: str = import_module("graphquant.view.notebook").html(what)
+    return drawn
+
+
+draw_with(_html)

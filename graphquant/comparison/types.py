@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from graphquant.drawn import Drawn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFigures:
@@ -61,7 +63,7 @@ class SiteFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class Comparison(Drawn):
     """Two models on the same data.
 
     Attributes:

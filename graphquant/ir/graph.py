@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from graphquant.drawn import Drawn
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir.types import Op, Output, TensorRef, Use
 
@@ -288,7 +289,7 @@ class Graph:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Model:
+class Model(Drawn):
     """A loaded model: its graphs, and the source message that emit patches a copy of.
 
     Attributes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from graphquant.drawn import Drawn
 from graphquant.errors import UsageError
 from graphquant.losses import losses
 from graphquant.pipeline.models import save
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class Result(Drawn):
     """What `insert` made.
 
     Attributes:

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from pydantic import ConfigDict
 
+from graphquant.drawn import Drawn
+
 # pydantic reads the annotations when it checks a plan's JSON.
 from graphquant.ir import TensorRef, Use  # noqa: TC001
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, FloatType
@@ -101,7 +103,7 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(Drawn):
     """Everything that will be done to one model.
 
     Attributes:
