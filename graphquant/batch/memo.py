@@ -88,9 +88,12 @@ class Memo:
             row = self._base.execute("select sha256 from outputs where path = ?", (_place(output),)).fetchone()
         return None if row is None else str(row[0])
 
-    def own(self, output: str | Path, digest: str = "") -> None:
-        """Remembers that what is at `output` is a batch's: what has this digest, or whatever is about to be written."""
-        self._remember("replace into outputs values (?, ?)", (_place(output), digest))
+    def own(self, output: str | Path, digest: str | None = "") -> None:
+        """Remembers what at `output` is a batch's: what has this digest, whatever is written now, or nothing."""
+        if digest is None:
+            self._remember("delete from outputs where path = ?", (_place(output),))
+        else:
+            self._remember("replace into outputs values (?, ?)", (_place(output), digest))
 
     def _remember(self, said: str, values: tuple[str | int, ...]) -> None:
         """Writes what can be found out again, or asked with --force; a full disk is not to end a batch."""

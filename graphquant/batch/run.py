@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,7 +24,7 @@ from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.parts import files_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from graphquant.batch.ingredients import Ingredients
     from graphquant.batch.types import Entry
@@ -80,9 +81,10 @@ def run_batch(
             sweep(entry.output for entry in entries if not remote(entry.output))
             once = cache(warned or (lambda _said: None))
             batch = _Batch(entries, options, memo, journal, once)
-            for outcome in batch.outcomes(execute):
-                if told is not None:
-                    told(outcome)
+            with closing(batch.outcomes(execute)) as outcomes, suppress(KeyboardInterrupt):
+                for outcome in outcomes:
+                    if told is not None:
+                        told(outcome)
     found = {entry.name: batch.found.get(entry.name) or _skipped(entry) for entry in entries}
     return Report(
         version=graphquant.__version__,
@@ -115,34 +117,44 @@ class _Batch:
         self._program = program(memo)
         self.found: dict[str, Outcome] = {}
 
-    def outcomes(self, execute: Execute) -> Iterator[Outcome]:
+    def outcomes(self, execute: Execute) -> Generator[Outcome, None, None]:
         """Each outcome once it is in the journal: first what is known, then what comes of the work."""
         todo = []
-        try:
-            for entry in self._entries:
-                made = self._made[entry.name] = self._ingredients(entry)
-                outcome = self._finished(entry, made)
-                if outcome is not None:
-                    self.found[entry.name] = outcome
-                    yield outcome
-                    continue
-                outcome = self._cached(entry, made) or self._blocked(entry)
-                if outcome is not None:
-                    yield self._enter(outcome)
-                else:
-                    todo.append(entry)
-            if todo:
-                yield from self._worked(todo, execute)
-        except KeyboardInterrupt:
-            return
+        for entry in self._entries:
+            made = self._made[entry.name] = self._ingredients(entry)
+            outcome = self._finished(entry, made)
+            if outcome is not None:
+                self.found[entry.name] = outcome
+                yield outcome
+                continue
+            outcome = self._cached(entry, made) or self._blocked(entry)
+            if outcome is not None:
+                yield self._enter(outcome)
+            else:
+                todo.append(entry)
+        if todo:
+            yield from self._worked(todo, execute)
 
-    def _worked(self, todo: Sequence[Entry], execute: Execute) -> Iterator[Outcome]:
+    def _worked(self, todo: Sequence[Entry], execute: Execute) -> Generator[Outcome, None, None]:
         """The outcomes of what has to be done; the largest models are begun first, so that none is left for the end."""
         by_name = {entry.name: entry for entry in todo}
+        before = {entry.name: self._memo.ours(entry.output) for entry in todo}
         for entry in todo:
             self._memo.own(entry.output)
-        for outcome in execute(sorted(todo, key=lambda entry: -self._size(entry))):
-            yield self._enter(self._taken_in(by_name[outcome.name], outcome))
+        try:
+            for outcome in execute(sorted(todo, key=lambda entry: -self._size(entry))):
+                yield self._enter(self._taken_in(by_name[outcome.name], outcome))
+        finally:
+            for entry in todo:
+                if entry.name not in self.found or self.found[entry.name].status not in MADE:
+                    self._give_back(entry, before[entry.name])
+
+    def _give_back(self, entry: Entry, before: str | None) -> None:
+        """What was not written is no more ours than it was: somebody else may put something there."""
+        if not _there(entry.output):
+            self._memo.own(entry.output, None)
+        elif before and not remote(entry.output) and self._digest(Path(entry.output)) == before:
+            self._memo.own(entry.output, before)
 
     def _enter(self, outcome: Outcome) -> Outcome:
         """Puts an outcome into the journal."""

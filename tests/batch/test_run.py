@@ -287,3 +287,28 @@ def test_what_is_pruned(here):
     assert list(Path("cache/files").glob("*/*")) == []
     with pytest.raises(UsageError, match="no amount"):
         cache.prune("soon")
+
+
+def test_what_failed_leaves_the_output_to_others(here):
+    """A file that somebody puts where a model failed, or where a batch was stopped, is not replaced."""
+    wanting = replace(entry("digits_cnn"), data=None)
+    assert run([wanting])[0][0].problem.kind == "NeedsDataError"
+    assert run([entry("digits_rnn")], Executor(stop=0))[0][0].status == "skipped"
+    for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
+        Path("out", name).write_bytes(b"mine")
+    outcomes, done = run(both())
+    assert done == []
+    assert ["no batch wrote it" in one.problem.says for one in outcomes] == [True, True]
+
+
+def test_what_failed_leaves_an_earlier_output(here):
+    """It stays what it is and the batch's: the next run replaces it, and not what somebody put in its place."""
+    run([entry("digits_cnn")])
+    before = Path("out/digits_cnn.onnx").read_bytes()
+    wanting = replace(entry("digits_cnn"), data=None)
+    assert run([wanting])[0][0].status == "failed"
+    assert Path("out/digits_cnn.onnx").read_bytes() == before
+    assert run([entry("digits_cnn", samples=5)])[0][0].status == "done"
+    run([wanting])
+    Path("out/digits_cnn.onnx").write_bytes(b"mine")
+    assert "no batch wrote it" in run([entry("digits_cnn", samples=6)])[0][0].problem.says
