@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from graphquant.pipeline import Result
 
 
+PLACES = 3
+"""Decimals of dB that are kept: TensorFlow's sums differ in the ninth digit from run to run, and reports should not."""
+
+
 def figures_of(result: Result) -> Figures | None:
     """What the check at the end of `insert` found, as a batch keeps it; None where there was no data for it."""
     if not result.inserted:
@@ -26,7 +30,7 @@ def figures_of(result: Result) -> Figures | None:
     problem = next((f"output {one.name!r}: {one.problem}" for one in found.outputs if one.problem), "")
     pairs = [one.accuracy for one in found.outputs if one.accuracy is not None]
     return Figures(
-        sqnr=found.sqnr if found.sqnr is not None and math.isfinite(found.sqnr) else None,
+        sqnr=round(found.sqnr, PLACES) if found.sqnr is not None and math.isfinite(found.sqnr) else None,
         exact=not problem and all(one.largest == 0 for one in found.outputs),
         agreement=found.agreement,
         accuracy=max(pairs, key=lambda pair: pair[0] - pair[1], default=None),
