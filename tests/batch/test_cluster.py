@@ -13,13 +13,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from graphquant import pipeline
 from graphquant.batch import processes
 from graphquant.batch.manifest import entries
 from graphquant.batch.run import Options, run_batch
-from graphquant.batch.types import report_json
+from graphquant.batch.types import read_report, report_json
 from graphquant.batch.work import work
+from graphquant.cli import main
 from graphquant.errors import MissingDependencyError, UsageError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -118,7 +120,7 @@ def there(address):
 
 
 @pytest.mark.slow
-def test_the_same_anywhere(tmp_path, cluster):
+def test_the_same_anywhere(tmp_path, monkeypatch, cluster):
     """One process, two, and two workers of a cluster give the same bytes and reports that differ in times alone."""
     address, _ = cluster(2)
     report, outputs = batch(tmp_path / "one", here(1))
@@ -126,6 +128,14 @@ def test_the_same_anywhere(tmp_path, cluster):
     assert len(outputs) == 5
     assert batch(tmp_path / "two", here(2)) == (report, outputs)
     assert batch(tmp_path / "cluster", there(address)) == (report, outputs)
+    monkeypatch.chdir(tmp_path / "cluster")
+    Path("out/digits_rnn.quant.onnx").unlink()
+    words = ["batch", "--scheduler", address, "--cache-dir", "cache", "--no-cache", "--report", "report.json"]
+    assert CliRunner().invoke(main, words).exit_code == 1
+    assert [one.status for one in read_report(Path("report.json")).outcomes] == [
+        one["status"] for one in report["outcomes"]
+    ]
+    assert digests(Path("out")) == outputs
 
 
 @pytest.mark.slow
