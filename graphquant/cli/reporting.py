@@ -133,7 +133,7 @@ class Reporting:
         return merged({Path(name): read_report(Path(name)) for name in names})
 
     def deliver(self, report: Report, last: Report | None, entries: Sequence[Entry] = ()) -> Report:
-        """Writes statements and reports, and prints; the report with what changed since `last`.
+        """Prints, and writes statements and reports; the report with what changed since `last`.
 
         Raises:
             UsageError: Something cannot be written.
@@ -143,6 +143,7 @@ class Reporting:
 
             step = SQNR_STEP if self.sqnr_step is None else self.sqnr_step
             report = compared(report, last, sqnr_step=step, fail=self.fail_on is not None)
+        self._print(report)  # first: what cannot be written takes no result away
         if self.attest:
             _attest(report, entries)
         from graphquant.batch.reports import write_report
@@ -150,7 +151,6 @@ class Reporting:
         for path in self.reports:
             with progress_bar() as progress:
                 write_report(path, report, progress)
-        self._print(report)
         return report
 
     def _print(self, report: Report) -> None:

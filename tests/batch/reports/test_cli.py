@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 
+from graphquant.batch import reports
 from graphquant.batch.reports import REPORTS
 from graphquant.batch.types import read_report, report_json
+from graphquant.errors import UsageError
 
 
 @pytest.fixture
@@ -53,6 +55,18 @@ def test_failures_are_told_in_each_form(batch, cli, tmp_path):
     (line,) = result.stdout.splitlines()
     assert line.startswith("::error file=broken.onnx,title=GQ201::broken.onnx: ")
     assert '<failure type="ModelError"' in tmp_path.joinpath("report.xml").read_text("utf-8")
+
+
+def test_a_report_that_cannot_be_written_in_the_end(batch, monkeypatch):
+    """The result is printed all the same, and the exit code is that of the output."""
+
+    def full(path, report, progress):
+        raise UsageError(f"{path} cannot be written: No space left on device. Give another file.")
+
+    monkeypatch.setattr(reports, "write_report", full)
+    result = batch("--report", "report.md", code=2)
+    assert "2 models: 2 done;" in result.stdout
+    assert "report.md cannot be written" in result.stderr
 
 
 def test_compare(batch, tmp_path):
