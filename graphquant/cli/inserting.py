@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.options import MAX_MEMORY, SHARE, memory, selection
+from graphquant.cli.options import CORRECT, MAX_MEMORY, SHARE, memory, selection
 from graphquant.cli.output import progress_bar, write, write_page
 from graphquant.errors import FindingsError, UsageError
 
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 )
 @click.option("--float-weights", is_flag=True, help="Keep weights float, behind a whole QDQ pair.")
 @click.option("--requantize", is_flag=True, help="Take out the quantization that MODEL has already.")
+@CORRECT
 @click.option("--no-check", is_flag=True, help="Calibrate on all samples, and do not measure what was made.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Exit code 1 if an output has less than this in the check.")
 @click.option(
@@ -83,6 +84,7 @@ def insert(  # click passes what the user gave
     ranges_map: Path | None,
     float_weights: bool,
     requantize: bool,
+    correct: tuple[str, ...],
     no_check: bool,
     min_sqnr: float | None,
     min_agreement: float | None,
@@ -97,10 +99,10 @@ def insert(  # click passes what the user gave
 
     With data, the last fifth of it is kept for the check, at least 4 samples of 8 or more.
     """
-    if plan_file is not None and (rules or include or exclude or family or requantize):
+    if plan_file is not None and (rules or include or exclude or family or requantize or correct):
         raise UsageError(
-            "--plan applies a plan as it is; --rules, --include, --exclude, --family and --requantize make one. Give"
-            " either."
+            "--plan applies a plan as it is; --rules, --include, --exclude, --family, --requantize and --correct make"
+            " one. Give either."
         )
     if data is None and samples is not None:
         raise UsageError("--samples counts samples of --data. Give that too.")
@@ -135,6 +137,7 @@ def insert(  # click passes what the user gave
             family=family,
             float_weights=float_weights,
             requantize=requantize,
+            correct=correct,
             check=not no_check,
             min_sqnr=min_sqnr,
             min_agreement=min_agreement,

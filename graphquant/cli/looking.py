@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.options import selection
+from graphquant.cli.options import CORRECT, selection
 from graphquant.cli.output import emit, print_view, write, write_page
 from graphquant.errors import FindingsError, UsageError, printable
 
@@ -22,6 +22,7 @@ DRAWN = ("dot", "svg", "graphml", "graph-json")
 @click.argument("model", type=click.Path(path_type=Path))
 @selection
 @click.option("--requantize", is_flag=True, help="Take out the quantization that MODEL has already.")
+@CORRECT
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page instead.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
@@ -33,6 +34,7 @@ def plan(
     exclude: tuple[str, ...],
     family: str | None,
     requantize: bool,
+    correct: tuple[str, ...],
     form: str,
     html: Path | None,
     output: Path | None,
@@ -46,7 +48,15 @@ def plan(
             outputs.check_output(path, model, force=force)
     _check_page(html, output, form)
     loaded = pipeline.load(model)
-    made = pipeline.plan(loaded, rules=rules, include=include, exclude=exclude, family=family, requantize=requantize)
+    made = pipeline.plan(
+        loaded,
+        rules=rules,
+        include=include,
+        exclude=exclude,
+        family=family,
+        requantize=requantize,
+        correct=correct,
+    )
     if html is not None:
         from graphquant.view.graph import plan_drawing
 

@@ -44,6 +44,14 @@ MAX_MEMORY = click.option(
 )
 
 
+CORRECT = click.option(
+    "--correct",
+    multiple=True,
+    metavar="NAME",
+    help="A correction of weights or biases beside those of the rules, or 'not NAME'; see docs/corrections.md.",
+)
+
+
 class _Share(click.ParamType[float]):
     """A share of all: 0.99, or 99 for percent."""
 

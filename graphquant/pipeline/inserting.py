@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from graphquant.calibration import Stats, kept, load_stats, needs_data, planned,
 from graphquant.errors import NeedsDataError, UsageError
 from graphquant.pipeline.calibrating import calibrate_line, observe
 from graphquant.pipeline.checking import Bounds, beside, measured, parted
+from graphquant.pipeline.correcting import corrected
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.pipeline.result import Result
@@ -26,6 +28,7 @@ from graphquant.solve import because, solve
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from graphquant.corrections import Corrected
     from graphquant.data import Batches
     from graphquant.ir import Model, TensorRef
     from graphquant.pipeline.common import Progress, Several
@@ -49,6 +52,7 @@ def insert(
     family: str | None = None,
     float_weights: bool = False,
     requantize: bool = False,
+    correct: Several = (),
     check: bool = True,
     min_sqnr: float | None = None,
     min_agreement: float | None = None,
@@ -76,6 +80,7 @@ def insert(
         family: The QDQ family for schemes that name none.
         float_weights: Keep weights float, with a whole QDQ pair.
         requantize: Take out the quantization that the model has already.
+        correct: Corrections to make beside those of the rules, or "not NAME" for one that is not to be made.
         check: Whether to keep samples and to measure; else calibration uses all.
         min_sqnr: What each output must have, dB; with a bound the check is on all samples that were kept.
         min_agreement: Share of rows of each output whose largest value must stay where it is, 0 to 1.
@@ -94,14 +99,16 @@ def insert(
 
         check_spec(data)
     source = loaded(model)
-    prepared, made = prepared_and_plan(source, plan, rules, include, exclude, family, requantize=requantize)
+    prepared, made = prepared_and_plan(
+        source, plan, rules, include, exclude, family, requantize=requantize, correct=correct
+    )
     made = with_method(made, method)
     taken = None
     if ranges is not None:
         made, taken = _given(prepared, made, ranges, ranges_map)
     statistics = Path(stats) if isinstance(stats, str | Path) else None
     found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
-    wanting, held = needs_data(made), None
+    wanting, held, used = needs_data(made), None, None
     if found is not None or wanting:
         targets = planned(prepared, made, full=False, same=kept(source, prepared))
         if found is not None:
@@ -114,13 +121,15 @@ def insert(
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
     solution = solve(prepared, made, found.sketches, found.unwatchable) if found else solve(prepared, made, {})
+    draft = corrected(prepared, solution, made, used)
+    prepared, solution = draft.model, draft.solution
     solved, params, skips = solution.plan, dict(solution.params), dict(solution.skips)
     for index, site in enumerate(solved.sites if float_weights else ()):
         if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time
             del params[index]
             skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
     rewritten, inserted = rewrite(prepared, solved, params, float_weights=float_weights)
-    rewritten.provenance = _provenance(source, made, found if wanting else None)
+    rewritten.provenance = _provenance(source, made, found if wanting else None, draft.told)
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
@@ -139,6 +148,7 @@ def insert(
         stats=found if wanting else None,
         statistics=statistics if wanting else None,
         ranges=taken,
+        corrected=draft.told,
         check=measured(source, rewritten, held, bounds, progress) if held is not None and inserted else None,
     )
 
@@ -159,13 +169,14 @@ def _notes(solution: Solution) -> dict[TensorRef, str]:
     return notes
 
 
-def _provenance(source: Model, made: Plan, stats: Stats | None) -> dict[str, str]:
+def _provenance(source: Model, made: Plan, stats: Stats | None, told: Sequence[Corrected]) -> dict[str, str]:
     """What the written model is to say of where it came from: nothing of this machine and no time."""
     said = to_json(replace(made, rules=(), steps=()))  # names of rules may be paths
     said["steps"] = [[step.step, step.target, step.detail] for step in made.steps]
     plan = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+    corrected = Counter(one.correction for one in told if one.done)
     methods = sorted({site.scheme.observe.name for site in needs_data(made)})
-    told = {
+    says = {
         "version": __version__,
         "source": source.digest,
         "plan": plan,
@@ -173,9 +184,10 @@ def _provenance(source: Model, made: Plan, stats: Stats | None) -> dict[str, str
         "method": ", ".join(methods) if stats is not None else "",
         "data": ", ".join(run.data for run in stats.runs) if stats is not None else "",
         "steps": steps_told(made.steps),
+        "corrections": ", ".join(f"{name} ({count})" for name, count in corrected.items()),
         "random": "yes" if stats is not None and stats.random else "",
     }
-    return {key: value for key, value in told.items() if value}
+    return {key: value for key, value in says.items() if value}
 
 
 def _given(

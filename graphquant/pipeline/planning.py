@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from graphquant import formats
 from graphquant.calibration import with_method
 from graphquant.errors import ModelError, UsageError, printable
+from graphquant.pipeline.correcting import chosen
 from graphquant.pipeline.models import loaded
 from graphquant.plans import Choice, Plan, Skip, check_plan, make_plan, read_plan
 from graphquant.prepare import Step, left_alone, names_told, prepare
@@ -36,6 +37,7 @@ def plan(
     family: str | None = None,
     method: str | None = None,
     requantize: bool = False,
+    correct: Several = (),
 ) -> Plan:
     """What `insert` would do to `model`.
 
@@ -47,6 +49,7 @@ def plan(
         family: The QDQ family for schemes that name none.
         method: The observer of all activations whose range comes from data, instead of what the rules say.
         requantize: Take out the quantization that the model has already.
+        correct: Corrections to make beside those of the rules, or "not NAME" for one that is not to be made.
 
     Raises:
         ModelError: The model cannot be read or prepared.
@@ -54,7 +57,7 @@ def plan(
         UsageError: A selector matches nothing, or there is no such method.
     """
     source = loaded(model)
-    made = prepared_and_plan(source, None, rules, include, exclude, family, requantize=requantize)[1]
+    made = prepared_and_plan(source, None, rules, include, exclude, family, requantize=requantize, correct=correct)[1]
     return with_method(made, method)
 
 
@@ -67,12 +70,14 @@ def prepared_and_plan(
     family: str | None,
     *,
     requantize: bool = False,
+    correct: Several = (),
 ) -> tuple[Model, Plan]:
     """The prepared model and its plan, the one given or the one that the rules make."""
     if plan is None:
         ruleset = ruleset_for(source, rules)
         if requantize:
             ruleset = replace(ruleset, prepare=tuple(dict.fromkeys(("requantize", *ruleset.prepare))))
+        ruleset = replace(ruleset, correct=chosen(ruleset.correct, _names(correct, "correct")))
         return planned_by(source, ruleset, choice_of(source, include, exclude, family))
     made = plan if isinstance(plan, Plan) else read_plan(Path(plan))
     return prepared_for(source, made), made

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from graphquant.calibration import Stats
+    from graphquant.corrections import Corrected
     from graphquant.ir import Model, TensorRef
     from graphquant.losses import Loss
     from graphquant.pipeline.checking import Check
@@ -41,6 +42,7 @@ class Result(Drawn):
         stats: What the ranges of activations come from, None where no data was needed.
         statistics: The statistics file, None where they were made now.
         ranges: What a TFLite file's scales were used for, None where none was given.
+        corrected: What corrections did, an op each, and what they left, with the reason.
         check: How far the rewritten model is from the source, None without data to measure on.
     """
 
@@ -56,6 +58,7 @@ class Result(Drawn):
     stats: Stats | None = None
     statistics: Path | None = None
     ranges: Ranges | None = None
+    corrected: tuple[Corrected, ...] = ()
     check: Check | None = None
 
     @property

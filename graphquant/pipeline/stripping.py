@@ -13,6 +13,7 @@ from graphquant.prepare import prepare, requantize
 from graphquant.stripping import take_out
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from graphquant.ir import Model
@@ -83,24 +84,33 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> Stripped:
         left += tuple((one.tensor, one.reason) for one in requantize.left(model))
         model.provenance = {}
     if not ops:
-        said = (
+        missing = (
             "no pairs of quantization and dequantization to take out. Take the float model that it was made of."
             if everything
             else "no quantization ops that graphquant inserted. --all takes out quantization ops of other tools too."
         )
-        raise UsageError(f"{source.path or 'The model'} has {said}")
-    steps = module.said(source).get("steps", "")
-    if steps:
-        notes.append(f"It stays prepared as it was for quantization: {steps}.")
+        raise UsageError(f"{source.path or 'The model'} has {missing}")
+    words = module.said(source)
+    notes += _stays(words)
     return Stripped(
         model=model,
         exact=False,
         ops=ops,
         weights=removed.weights,
         left=left,
-        steps=steps,
+        steps=words.get("steps", ""),
         notes=tuple(notes),
     )
+
+
+def _stays(said: Mapping[str, str]) -> list[str]:
+    """What of the work stays in a model whose quantization is gone, as the model said it."""
+    notes = []
+    if said.get("steps"):
+        notes.append(f"It stays prepared as it was for quantization: {said['steps']}.")
+    if said.get("corrections"):
+        notes.append(f"Its weights and biases stay corrected for rounding that is gone: {said['corrections']}.")
+    return notes
 
 
 def _writable(model: Model, source: Model) -> Model:

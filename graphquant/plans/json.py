@@ -25,8 +25,21 @@ MAX_BYTES = 1 << 30
 MAX_MISTAKES = 100
 """How many mistakes of one file are told at once."""
 
-_KEYS = {"schema", "format", "model", "prepared", "rules", "steps", "schemes", "sites", "skips", "unused", "digest"}
-_PLAIN = ("format", "model", "prepared", "rules", "unused", "digest")
+_KEYS = {
+    "schema",
+    "format",
+    "model",
+    "prepared",
+    "rules",
+    "steps",
+    "schemes",
+    "sites",
+    "skips",
+    "unused",
+    "digest",
+    "corrections",
+}
+_PLAIN = ("format", "model", "prepared", "rules", "unused", "digest", "corrections")
 _HINT = "Plans are what `graphquant plan --format json` writes."
 
 _adapter = lru_cache(maxsize=None)(TypeAdapter)
@@ -47,6 +60,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
         "sites": [_site(site, labels[site.scheme]) for site in plan.sites],
         "skips": [_skip(skip) for skip in plan.skips],
         "unused": list(plan.unused),
+        "corrections": list(plan.corrections),
     }
 
 
@@ -102,6 +116,7 @@ def from_json(data: Any, where: str = "plan") -> Plan:
         skips=tuple(skips),
         unused=plan.unused,
         digest=plan.digest,
+        corrections=plan.corrections,
     )
 
 

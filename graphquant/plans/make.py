@@ -80,6 +80,7 @@ def make_plan(model: Model, ruleset: RuleSet, choice: Choice, *, steps: Sequence
         skips=draft.skips(),
         unused=tuple(rule.rule.name for rule in ruleset.rules if id(rule) not in draft.used),
         digest=ruleset.digest,
+        corrections=ruleset.correct,
     )
 
 

@@ -14,7 +14,7 @@ from graphquant.drawn import Drawn
 from graphquant.ir import TensorRef, Use  # noqa: TC001
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, FloatType
 from graphquant.prepare import Step  # noqa: TC001
-from graphquant.ruleset import Scheme  # noqa: TC001
+from graphquant.ruleset import CORRECTIONS, Scheme
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,7 @@ class Plan(Drawn):
         skips: What matched and is not, with the reason.
         unused: Rules that matched nothing.
         digest: Hex SHA-256 of the rule files' contents, "" where that is not known.
+        corrections: Names of the corrections of weights and biases that are made once scales are known.
     """
 
     format: str
@@ -127,3 +128,10 @@ class Plan(Drawn):
     skips: tuple[Skip, ...] = ()
     unused: tuple[str, ...] = ()
     digest: str = ""
+    corrections: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Checks what an edited plan may get wrong by itself."""
+        for name in self.corrections:
+            if name not in CORRECTIONS:
+                raise ValueError(f"there is no correction {name!r}; known are {', '.join(CORRECTIONS)}")

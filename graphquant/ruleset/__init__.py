@@ -3,10 +3,23 @@
 from graphquant.ruleset.load import find, load_ruleset, moved_rules, shipped
 from graphquant.ruleset.schema import schema
 from graphquant.ruleset.syntax import ANY_PART, Link, PatternOp, compile_regex, parse_chain, parse_pattern
-from graphquant.ruleset.types import BoundRule, Observe, Pattern, Rule, RuleFile, RuleSet, Scheme, Selector
+from graphquant.ruleset.types import (
+    CORRECTIONS,
+    NOT,
+    BoundRule,
+    Observe,
+    Pattern,
+    Rule,
+    RuleFile,
+    RuleSet,
+    Scheme,
+    Selector,
+)
 
 __all__ = [
     "ANY_PART",
+    "CORRECTIONS",
+    "NOT",
     "BoundRule",
     "Link",
     "Observe",

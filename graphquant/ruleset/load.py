@@ -68,6 +68,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     paths = [None if SIGN in name or "\n" in name else find(name) for name in names]
     failures: dict[str, None] = {}
     prepare: dict[str, bool] = {}
+    correct: dict[str, bool] = {}
     rules: list[BoundRule] = []
     descriptions: list[str] = []
     digest = hashlib.sha256()
@@ -80,8 +81,9 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
             failures[str(error)] = None
             continue
         digest.update(hashlib.sha256(content).digest())
-        for step in file.prepare:
-            prepare.setdefault(step.removeprefix(NOT), not step.startswith(NOT))
+        for chosen, steps in ((prepare, file.prepare), (correct, file.correct)):
+            for step in steps:
+                chosen.setdefault(step.removeprefix(NOT), not step.startswith(NOT))
         descriptions.append(file.description)
         rules.extend(_bind(label, file, lines))
     if failures:
@@ -91,6 +93,7 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
         descriptions=tuple(descriptions),
         digest=digest.hexdigest(),
         prepare=tuple(name for name, wanted in prepare.items() if wanted),
+        correct=tuple(name for name, wanted in correct.items() if wanted),
         rules=tuple(rules),
     )
 

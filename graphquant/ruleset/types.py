@@ -464,8 +464,20 @@ PREPARATIONS = (
 )
 """The steps before matching; `graphquant.prepare.STEPS` says what each is for."""
 
+CORRECTIONS = ("bias-correction",)
+"""The steps between scales and rewriting; `graphquant.corrections.CORRECTIONS` says what each is for."""
+
 NOT = "not "
 """What stands before the name of a step that a rule file does not want, whatever the files after it say."""
+
+
+def _steps(value: list[str], known: tuple[str, ...]) -> list[str]:
+    """`value`, a list of steps that are wanted or not, if it makes sense."""
+    _known("step", [name.removeprefix(NOT) for name in value], known)
+    twice = next((name for name in value if NOT + name in value), None)
+    if twice is not None:
+        raise ValueError(f"{twice!r} is wanted and not wanted; leave out one of the two")
+    return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_FROZEN)
@@ -476,6 +488,8 @@ class RuleFile:
         description: One line for `graphquant rules list`.
         prepare: Steps the rules want before matching ("fold-batchnorm"), or do not want though a file after this one
             does ("not fold-batchnorm").
+        correct: Corrections of weights and biases the rules want once scales are known ("bias-correction"), or do not
+            want ("not bias-correction").
         scheme: Schemes by name.
         pattern: Patterns by name.
         rule: The rules, in order.
@@ -485,18 +499,22 @@ class RuleFile:
     prepare: list[
         Annotated[str, Field(json_schema_extra={"enum": [*PREPARATIONS, *(NOT + name for name in PREPARATIONS)]})]
     ] = Field(default_factory=list)
+    correct: list[
+        Annotated[str, Field(json_schema_extra={"enum": [*CORRECTIONS, *(NOT + name for name in CORRECTIONS)]})]
+    ] = Field(default_factory=list)
     scheme: dict[str, Scheme] = Field(default_factory=dict)
     pattern: dict[str, Pattern] = Field(default_factory=dict)
     rule: list[Rule] = Field(default_factory=list)
 
     @field_validator("prepare")
     @classmethod
-    def _steps(cls, value: list[str]) -> list[str]:
-        _known("step", [name.removeprefix(NOT) for name in value], PREPARATIONS)
-        twice = next((name for name in value if NOT + name in value), None)
-        if twice is not None:
-            raise ValueError(f"{twice!r} is wanted and not wanted; leave out one of the two")
-        return value
+    def _preparations(cls, value: list[str]) -> list[str]:
+        return _steps(value, PREPARATIONS)
+
+    @field_validator("correct")
+    @classmethod
+    def _corrections(cls, value: list[str]) -> list[str]:
+        return _steps(value, CORRECTIONS)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,6 +537,7 @@ class RuleSet:
         descriptions: What each file says it is for.
         digest: Hex SHA-256 over the files' contents.
         prepare: The steps the files want, each once; the first file that names a step decides.
+        correct: The corrections, likewise.
         rules: The rules.
     """
 
@@ -526,4 +545,5 @@ class RuleSet:
     descriptions: tuple[str, ...]
     digest: str
     prepare: tuple[str, ...]
+    correct: tuple[str, ...] = ()
     rules: tuple[BoundRule, ...]

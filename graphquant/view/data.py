@@ -119,6 +119,10 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
             }
             for done, choices in zip(result.inserted, result.choices, strict=True)
         ],
+        "corrections": [
+            {"correction": one.correction, "target": one.target, "detail": one.detail, "done": one.done}
+            for one in result.corrected
+        ],
         "changes": [{"tensor": tensor_json(change.tensor), "says": change.says} for change in result.changes],
         "conflicts": [conflict_json(conflict) for conflict in result.conflicts],
         "losses": [

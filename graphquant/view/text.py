@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from graphquant.calibration import Stats
+    from graphquant.corrections import Corrected
     from graphquant.numerics import Array, QParams
     from graphquant.pipeline import Result
     from graphquant.plans import Plan, Site, Skip
@@ -45,6 +46,8 @@ def plan_view(plan: Plan) -> RenderableType:
     """The plan: preparations, a table of sites for each rule, skips, unused rules."""
     rows = [(site, (listed([str(use) for use in site.uses]), scheme_text(site))) for site in plan.sites]
     parts: list[RenderableType] = [*_steps(plan), *_by_rule(rows, "read by", "scheme"), *_skips(plan.skips)]
+    if plan.corrections:
+        parts.append(plain(f"Corrected once scales are known, where data shows a gain: {', '.join(plan.corrections)}"))
     if plan.unused:
         parts.append(plain(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
     uses = sum(len(site.uses) for site in plan.sites)
@@ -62,6 +65,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     """What `insert` did: for each rule a table, with scale, zero point and range of each site."""
     rows = [(done.site, _params(done.params)) for done in result.inserted]
     parts: list[RenderableType] = [*_steps(result.plan), *_by_rule(rows, *PARAMS), *_skips(result.skips)]
+    parts += _corrected(result.corrected)
     parts += _told("changed", result.changes) + _told("conflict", result.conflicts)
     if result.ranges is not None:
         parts += _ranges(result.ranges)
@@ -268,6 +272,25 @@ def _steps(plan: Plan) -> list[RenderableType]:
     for (name, why, whole), targets in gathered.items():
         head = name if whole else f"{name}, {counted(len(targets), 'op')}"
         lines.append(plain(f"prepared: {head}: {listed(targets)}{f'; {why}' if why else ''}"))
+    return lines
+
+
+def _corrected(told: Sequence[Corrected]) -> list[RenderableType]:
+    """A line for each correction that was made, and one for each reason why ops were left."""
+    made: dict[str, list[str]] = {}
+    left: dict[tuple[str, str], list[str]] = {}
+    for one in told:
+        if one.done:
+            made.setdefault(one.correction, []).append(one.target)
+        else:
+            left.setdefault((one.correction, one.detail), []).append(one.target)
+    lines: list[RenderableType] = [
+        plain(f"corrected: {name}, {counted(len(ops), 'op')}: {listed(ops)}") for name, ops in made.items()
+    ]
+    lines += [
+        plain(f"not corrected: {name}{'' if ops == ['model'] else ', ' + listed(ops)}: {reason}")
+        for (name, reason), ops in left.items()
+    ]
     return lines
 
 

@@ -109,7 +109,8 @@ GOLDEN = """\
    "rule": "r", "reason": "it is quantized already"
   }
  ],
- "unused": ["pool"]
+ "unused": ["pool"],
+ "corrections": []
 }
 """  # fmt: skip
 

@@ -199,7 +199,7 @@ def test_mistakes_of_all_files_in_order(write):
     bad = write("b = 1\n\n[[rule]]\nname = 'x'\n", "b.toml")
     other = write("\na = ", "a.toml")
     assert message(bad, write(GOOD), other, bad).splitlines() == [
-        "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, scheme, pattern, rule.",
+        "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, correct, scheme, pattern, rule.",
         (
             "b.toml:3: a rule lacks the key 'quantize'."
             ' It says: A scheme, "same-as-input", "passed-on", "absorbed" or "leave".'
@@ -216,7 +216,8 @@ def test_texts(write):
         ("rules[0]", rule.line, rule.rule) for rule in file.rules
     ]
     said = message("rules.toml", "\n# a > b\nb = 1")
-    assert said == "rules[1]:3: 'b' is no key of a rule file. Its keys are description, prepare, scheme, pattern, rule."
+    keys = "description, prepare, correct, scheme, pattern, rule"
+    assert said == f"rules[1]:3: 'b' is no key of a rule file. Its keys are {keys}."
     assert message("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes.")
 
 

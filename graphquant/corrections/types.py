@@ -1,0 +1,76 @@
+"""What a correction is, and what it says of what it did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from graphquant.formats import Feeds, Runner
+    from graphquant.ir import Model
+    from graphquant.solve import Solution
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corrected:
+    """One op whose weights or bias a correction changed, or left.
+
+    Attributes:
+        correction: The correction's name.
+        target: The op, with its graph where that is not the main one.
+        detail: What was done, or why nothing was.
+        done: Whether it was changed.
+    """
+
+    correction: str
+    target: str
+    detail: str
+    done: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Samples:
+    """Data to correct by, and what runs it.
+
+    Attributes:
+        feeds: What corrections are made by, one sample each; few, so that it costs little.
+        others: What they are checked with.
+        runner: Makes what runs a model.
+    """
+
+    feeds: Sequence[Feeds]
+    others: Sequence[Feeds]
+    runner: Callable[[Model], Runner]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A solved plan and its model, as far as they are corrected.
+
+    Attributes:
+        model: The prepared model, perhaps with other weights.
+        solution: Scales and zero points of its plan.
+        told: What was done.
+    """
+
+    model: Model
+    solution: Solution
+    told: tuple[Corrected, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """One kind of correction.
+
+    Attributes:
+        why: What it is good for, for people.
+        run: Corrects a draft.
+    """
+
+    why: str
+    run: Callable[[Draft, Samples], Draft]
+
+
+__all__ = ["Corrected", "Correction", "Draft", "Samples"]

@@ -1,0 +1,84 @@
+"""Corrections of weights and biases once scales are known, on a few of the samples that gave the scales."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graphquant import formats
+from graphquant.corrections import Corrected, Draft, Samples, correct
+from graphquant.errors import UsageError, did_you_mean
+from graphquant.ruleset import CORRECTIONS, NOT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphquant.data import Batches
+    from graphquant.formats import Feeds
+    from graphquant.ir import Model
+    from graphquant.plans import Plan
+    from graphquant.solve import Solution
+
+SAMPLES = 32
+"""Samples that are looked at: every second one to correct by, the others to check with."""
+
+SPANS = 8
+"""Places in the data that they are taken from."""
+
+
+def corrected(prepared: Model, solution: Solution, made: Plan, used: Batches | None) -> Draft:
+    """The model and its solution after the corrections of the plan, and what they did.
+
+    Args:
+        prepared: The prepared model, which stays as it is.
+        solution: Scales and zero points of its plan.
+        made: The plan.
+        used: The samples that gave the scales, None where there are none.
+
+    Raises:
+        DataError: A sample cannot be read.
+        ModelError: The model cannot be run.
+    """
+    draft = Draft(model=prepared, solution=solution)
+    if not made.corrections or not solution.params:
+        return draft
+    if used is None or used.random:
+        reason = (
+            "made-up data says nothing of means" if used is not None else "it needs data; statistics are not enough"
+        )
+        told = (
+            Corrected(correction=name, target="model", detail=f"left out: {reason}", done=False)
+            for name in made.corrections
+        )
+        return Draft(model=prepared, solution=solution, told=tuple(told))
+    feeds = list(_some(used))
+    runner = formats.module(prepared.format).runner
+    return correct(prepared, solution, made.corrections, Samples(feeds=feeds[::2], others=feeds[1::2], runner=runner))
+
+
+def chosen(wanted: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
+    """The corrections that rules want, with what a caller wants beside them or does not want.
+
+    Raises:
+        UsageError: There is no such correction.
+    """
+    for name in given:
+        plain = name.removeprefix(NOT)
+        if plain not in CORRECTIONS:
+            known = did_you_mean(plain, CORRECTIONS) or f" Known are {', '.join(CORRECTIONS)}."
+            raise UsageError(f"There is no correction {plain[:60]!r}.{known}")
+    asked = {*wanted, *(name for name in given if not name.startswith(NOT))}
+    return tuple(name for name in CORRECTIONS if name in asked and NOT + name not in given)
+
+
+def _some(batches: Batches) -> Iterator[Feeds]:
+    """Some of the samples, from all over the data."""
+    if batches.count <= SAMPLES:
+        yield from batches
+        return
+    each = SAMPLES // SPANS
+    for span in range(SPANS):
+        start = span * (batches.count - each) // (SPANS - 1)
+        yield from batches.span(start, start + each)
+
+
+__all__ = ["chosen", "corrected"]
