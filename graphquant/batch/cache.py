@@ -69,6 +69,11 @@ class Cache:
         with whole(path) as file:
             file.write(json.dumps(outcome_json(outcome)).encode())
 
+    def forget(self, key: str) -> None:
+        """Removes the outcome under `key`, if there is one."""
+        with suppress(OSError):
+            self._outcome(key).unlink()
+
     def restore(self, outcome: Outcome, output: Path) -> bool:
         """Writes a kept output, whole or not at all; False if it is not there in full any more.
 

@@ -21,7 +21,7 @@ from graphquant.ruleset import find
 from graphquant.ruleset.inline import SIGN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from graphquant.batch.memo import Memo
     from graphquant.batch.types import Entry
@@ -72,8 +72,14 @@ def program(memo: Memo) -> str:
     return _sha256(told, versions(), platform.machine(), platform.system())
 
 
-def ingredients(entry: Entry, memo: Memo, program: str) -> Ingredients:
-    """What the output of `entry` is made of, with `program` from the function of that name.
+def ingredients(entry: Entry, memo: Memo, program: str, data_of: Callable[[str], tuple[str, bool]]) -> Ingredients:
+    """What the output of `entry` is made of.
+
+    Args:
+        entry: The entry.
+        memo: Knows digests of files.
+        program: What the function of that name gives.
+        data_of: `data_digest` of a spec; many entries have one and the same.
 
     Raises:
         GraphQuantError: A file is not there, or nothing that is known.
@@ -81,13 +87,28 @@ def ingredients(entry: Entry, memo: Memo, program: str) -> Ingredients:
     """
     model, size = _model(entry.model, memo)
     rules = _sha256([_rules(name, memo) for name in entry.rules]) if entry.rules else ""
-    data, fixed = ("", True) if entry.data is None else _data(entry.data, memo)
+    data, fixed = ("", True) if entry.data is None else data_of(entry.data)
     if entry.stats is not None:
         data = _sha256(_content(entry.stats, memo), data) if data else _content(entry.stats, memo)
     told = {name: value for name, value in asdict(entry).items() if name in RESULT}
     kind = [entry.stats is not None, entry.gates.measures, entry.gates.check, PurePosixPath(entry.output).name]
     key = _sha256(program, model, rules, data, told, kind)
     return Ingredients(digests=Digests(model=model, rules=rules, data=data, key=key), size=size, fixed=fixed)
+
+
+def data_digest(spec: str, memo: Memo) -> tuple[str, bool]:
+    """The digest of what a spec names and how it is read, and whether that tells what it gives.
+
+    Raises:
+        DataError: There is nothing that is known.
+        MissingDependencyError: fsspec is needed, and not installed.
+        OSError: A file cannot be read.
+    """
+    source = parse(spec)
+    said = [source.kind, sorted(source.keys.items()), sorted(source.inputs.items())]
+    if not source.files:
+        return _sha256(spec, *said), source.kind != "function"
+    return _sha256(*said, _named(source.files, memo)), True
 
 
 def digest_of(files: Iterable[tuple[str, str]]) -> str:
@@ -121,15 +142,6 @@ def _rules(name: str, memo: Memo) -> str:
     return name if SIGN in name or "\n" in name else memo.digest(find(name))
 
 
-def _data(spec: str, memo: Memo) -> tuple[str, bool]:
-    """The digest of what a spec names and how it is read, and whether that tells what it gives."""
-    source = parse(spec)
-    said = [source.kind, sorted(source.keys.items()), sorted(source.inputs.items())]
-    if not source.files:
-        return _sha256(spec, *said), source.kind != "function"
-    return _sha256(*said, _named(source.files, memo)), True
-
-
 def _content(path: str, memo: Memo) -> str:
     """The digest of a file, or of what is at an address."""
     return _sha256(_named(found(path)[0], memo)) if remote(path) else memo.digest(Path(path))
@@ -150,4 +162,4 @@ def _sha256(*told: Any) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
 
 
-__all__ = ["Ingredients", "digest_of", "ingredients", "program", "versions"]
+__all__ = ["Ingredients", "data_digest", "digest_of", "ingredients", "program", "versions"]

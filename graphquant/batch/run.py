@@ -6,14 +6,14 @@ import os
 import time
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import graphquant
 from graphquant.batch.cache import Cache
 from graphquant.batch.elsewhere import exists, look
-from graphquant.batch.ingredients import digest_of, ingredients, program
+from graphquant.batch.ingredients import data_digest, digest_of, ingredients, program
 from graphquant.batch.journal import Journal, journal_of
 from graphquant.batch.litter import sweep
 from graphquant.batch.memo import Memo
@@ -114,7 +114,7 @@ class _Batch:
         self._entries, self._options, self._memo, self._journal, self._warned = entries, options, memo, journal, warned
         self._cache = Cache(options.folder) if options.cache else None
         self._made: dict[str, Ingredients | None] = {}
-        self._program = program(memo)
+        self._program, self._data = program(memo), cache(partial(data_digest, memo=memo))
         self.found: dict[str, Outcome] = {}
 
     def outcomes(self, execute: Execute) -> Generator[Outcome, None, None]:
@@ -148,6 +148,20 @@ class _Batch:
             for entry in todo:
                 if entry.name not in self.found or self.found[entry.name].status not in MADE:
                     self._give_back(entry, before[entry.name])
+            self._forget_changed(todo)
+
+    def _forget_changed(self, entries: Sequence[Entry]) -> None:
+        """Takes out of the cache what was made with data that changed meanwhile: nobody knows with which."""
+        changed = set()
+        for spec in dict.fromkeys(entry.data for entry in entries if entry.data is not None):
+            with suppress(GraphQuantError, OSError):
+                if data_digest(spec, self._memo) == self._data(spec):
+                    continue
+            changed.add(spec)
+        for entry in entries:
+            made = self._made[entry.name]
+            if self._cache is not None and made is not None and entry.data in changed:
+                self._cache.forget(made.digests.key)
 
     def _give_back(self, entry: Entry, before: str | None) -> None:
         """What was not written is no more ours than it was: somebody else may put something there."""
@@ -193,7 +207,7 @@ class _Batch:
     def _ingredients(self, entry: Entry) -> Ingredients | None:
         """What the output is made of; None where something cannot be read, which whoever does the work tells best."""
         try:
-            return ingredients(entry, self._memo, self._program)
+            return ingredients(entry, self._memo, self._program, self._data)
         except (GraphQuantError, OSError):
             return None
 

@@ -254,6 +254,18 @@ def test_a_model_that_changes_meanwhile_is_not_cached(here):
     assert Cache(Path("cache")).outcome(outcomes[0].digests.key) is None
 
 
+def test_data_that_changes_meanwhile(here):
+    """What was made while it did is no more in the cache; what has other data is."""
+
+    def execute(entries):
+        yield from map(work, entries)
+        shutil.copy("digits_rnn_calib.npz", "digits_cnn_calib.npz")
+
+    outcomes = run_batch(both(), options(), execute).outcomes
+    kept = [Cache(Path("cache")).outcome(one.digests.key) is not None for one in outcomes]
+    assert kept == [False, True]
+
+
 def test_data_functions_are_run(here):
     """What they give is known only then, so that nothing made with them comes from the cache; --resume trusts them."""
     Path("feeds.py").write_text(
