@@ -1,0 +1,72 @@
+"""Digests of files, remembered as long as the files look the same."""
+
+import hashlib
+import os
+import time
+
+import pytest
+
+from graphquant.batch import memo as module
+from graphquant.batch.memo import Memo
+from graphquant.errors import UsageError
+
+
+def test_a_digest_is_read_once(tmp_path, monkeypatch):
+    """A file that looks the same is not read again; another time, size or file is."""
+    path = tmp_path / "a"
+    path.write_bytes(b"one")
+    old = time.time_ns() - 10 * module.RACY
+    os.utime(path, ns=(old, old))
+    reads = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda *given: reads.append(1) or digest(*given))
+    with Memo(tmp_path / "m.sqlite") as memo:
+        assert memo.digest(path) == hashlib.sha256(b"one").hexdigest()
+    with Memo(tmp_path / "m.sqlite") as memo:
+        assert memo.digest(path) == hashlib.sha256(b"one").hexdigest()
+        assert len(reads) == 1
+        path.write_bytes(b"two")
+        os.utime(path, ns=(old + 1, old + 1))
+        assert memo.digest(path) == hashlib.sha256(b"two").hexdigest()
+        other = tmp_path / "b"
+        other.write_bytes(b"six")
+        os.utime(other, ns=(old + 1, old + 1))
+        other.replace(path)
+        assert memo.digest(path) == hashlib.sha256(b"six").hexdigest()
+    assert len(reads) == 3
+
+
+def test_a_file_that_may_change_unseen_is_read_again(tmp_path):
+    """Its time is now, and the next change may have the same."""
+    path = tmp_path / "a"
+    with Memo(tmp_path / "m.sqlite") as memo:
+        path.write_bytes(b"one")
+        now = path.stat().st_mtime_ns
+        memo.digest(path)
+        path.write_bytes(b"two")
+        os.utime(path, ns=(now, now))
+        assert memo.digest(path) == hashlib.sha256(b"two").hexdigest()
+
+
+def test_whose_an_output_is(tmp_path, monkeypatch):
+    """Known by its place however it is named; forgotten when it is said, or when it is gone."""
+    monkeypatch.chdir(tmp_path)
+    with Memo(tmp_path / "m.sqlite") as memo:
+        assert memo.ours("out.onnx") is None
+        memo.own("out.onnx")
+        memo.own(tmp_path / "other.onnx", "ab")
+        memo.own("s3://bucket/out.onnx", "cd")
+        assert memo.ours(tmp_path / "out.onnx") == ""
+        assert memo.ours("other.onnx") == "ab"
+        memo.own("out.onnx", None)
+        assert memo.ours("out.onnx") is None
+        memo.tidy()
+        assert memo.ours("other.onnx") is None
+        assert memo.ours("s3://bucket/out.onnx") == "cd"
+
+
+def test_a_file_that_is_no_memo(tmp_path):
+    """It is told what to do."""
+    (tmp_path / "m.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(UsageError, match=r"cannot be used: .*Remove it, or give another folder with --cache-dir"):
+        Memo(tmp_path / "m.sqlite")
