@@ -328,6 +328,7 @@ def report_json(report: Report, *, times: bool = True) -> dict[str, Any]:
     if not times:
         told = {key: value for key, value in told.items() if key not in TIMES}
         told["outcomes"] = [{key: one[key] for key in one if key not in TIMES} for one in told["outcomes"]]
+        told["changes"] = [one for one in told["changes"] if one["what"] not in TIMES]
     return told
 
 

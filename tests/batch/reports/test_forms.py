@@ -17,7 +17,7 @@ from graphquant.batch.reports.findings import ALL_CODES, BATCH_CODES
 from graphquant.batch.reports.schema import report_schema
 from graphquant.batch.reports.text import report_view
 from graphquant.batch.reports.words import percent, size
-from graphquant.batch.types import Change, Outcome, Problem, Report, read_report, report_from
+from graphquant.batch.types import Change, Outcome, Problem, Report, read_report, report_from, report_json
 from graphquant.errors import UsageError
 from graphquant.view.text import console
 
@@ -37,6 +37,20 @@ def test_json_is_as_its_schema_says(report, tmp_path):
     data["outcomes"][0]["status"] = "good"
     with pytest.raises(jsonschema.ValidationError, match="'good' is not one of"):
         jsonschema.validate(data, schema)
+
+
+def test_json_without_times(report):
+    """What differs from day to day is left out: also that a model took longer."""
+    other = replace(
+        report,
+        started=1.0,
+        seconds=2.0,
+        outcomes=tuple(replace(one, seconds=3.0, attempts=4) for one in report.outcomes),
+        changes=tuple(one for one in report.changes if one.what != "seconds"),
+    )
+    assert other.changes != report.changes
+    assert report_json(report, times=False) == report_json(other, times=False)
+    assert report_json(report) != report_json(other)
 
 
 def test_the_shipped_schema_is_up_to_date():
