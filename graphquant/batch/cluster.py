@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from distributed import Future
     from distributed import Worker as DaskWorker
 
-    from graphquant.batch.processes import Limits, Told, Worker
+    from graphquant.batch.processes import Limits, Worker
     from graphquant.batch.types import Entry, Outcome
     from graphquant.calibration import Stats
 
@@ -44,9 +44,7 @@ PATIENCE = "10s"
 """How long a scheduler may take to answer."""
 
 
-def run_on(
-    address: str, entries: Sequence[Entry], worker: Worker, limits: Limits, told: Told | None = None
-) -> Iterator[Outcome]:
+def run_on(address: str, entries: Sequence[Entry], worker: Worker, limits: Limits) -> Iterator[Outcome]:
     """Gives the outcome of each entry as soon as it is there, like `processes.run`; leaving early ends the work.
 
     How many are done at once is for the cluster to say: one for each thread of its workers. If there are fewer entries
@@ -57,7 +55,6 @@ def run_on(
         entries: What is to be done.
         worker: Does one; something that can be pickled.
         limits: What each may take.
-        told: Is told which entry was given out.
 
     Raises:
         UsageError: There is no scheduler at the address, it has no workers, or it goes away.
@@ -71,7 +68,7 @@ def run_on(
         name = f"graphquant-{uuid4().hex}"
         client.register_plugin(_Crews(), name=name)
         try:
-            yield from _outcomes(client, list(entries), worker, limits, told, name, max(threads // len(entries), 1))
+            yield from _outcomes(client, list(entries), worker, limits, name, max(threads // len(entries), 1))
         finally:
             with suppress(OSError):  # the scheduler is gone
                 client.unregister_worker_plugin(name)
@@ -86,7 +83,7 @@ def _client(address: str) -> Client:
 
 
 def _outcomes(
-    client: Client, entries: list[Entry], worker: Worker, limits: Limits, told: Told | None, crews: str, parts: int
+    client: Client, entries: list[Entry], worker: Worker, limits: Limits, crews: str, parts: int
 ) -> Iterator[Outcome]:
     here = str(Path.cwd())
     one = replace(limits, jobs=1)
@@ -96,8 +93,6 @@ def _outcomes(
             stats = _calibrated(client, entry, here, parts) if parts > 1 else None
             done = client.submit(_done, entry, stats, worker, one, crews, here, versions(), pure=False)
             todo[done] = entry
-            if told is not None:
-                told(entry, "", 0, 0)
         for future in as_completed(list(todo), loop=client.loop):
             if future.cancelled():
                 raise UsageError("The cluster's scheduler is gone. Start it again, and the batch with --resume.")

@@ -152,7 +152,7 @@ def _run(
             from graphquant.batch.cluster import run_on
 
             worker = partial(work, max_memory=limit // 2 if limit else None)
-            return run_on(scheduler, todo, worker, limits, bars.told)
+            return run_on(scheduler, todo, worker, limits)
 
         made: Execute = execute
         return run_batch(entries, options, made, told=bars.done, warned=_warn)
