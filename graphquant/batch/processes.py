@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from graphquant.batch.litter import sweep
 from graphquant.batch.types import Outcome
 from graphquant.batch.work import unmade
-from graphquant.errors import printable
+from graphquant.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -66,12 +66,19 @@ class Limits:
             frameworks reserve much of it, and mapped weights count.
         retries: How often a model is tried again whose worker died or took too much memory, or whose files are
             elsewhere and could not be read.
+
+    Raises:
+        UsageError: Memory is limited, and the system does not say how much of it a process has.
     """
 
     jobs: int = 1
     timeout: float | None = None
     memory: int | None = None
     retries: int = 1
+
+    def __post_init__(self) -> None:
+        if self.memory is not None and not memory_of(os.getpid()):
+            raise UsageError("What workers take cannot be watched on this system. Leave --max-memory out.")
 
 
 def default_jobs() -> int:

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from graphquant.batch import processes
 from graphquant.batch.processes import Limits, memory_of, run
 from graphquant.batch.types import Entry
 from graphquant.batch.work import work
+from graphquant.errors import UsageError
 
 pytestmark = pytest.mark.slow  # a worker takes a second or more to start
 
@@ -87,6 +89,14 @@ def test_what_ends_a_worker_ends_no_other(here):
     assert sorted(path.name for path in here.glob("*.onnx")) == ["a.onnx", "b.onnx", "digits_cnn.onnx"]
 
 
+def test_memory_that_nobody_can_watch(monkeypatch):
+    """A limit that would not hold is refused."""
+    monkeypatch.setattr(processes, "memory_of", lambda _process: 0)
+    assert Limits(jobs=2).memory is None
+    with pytest.raises(UsageError, match="Leave --max-memory out"):
+        Limits(memory=1 << 30)
+
+
 def test_another_try(here):
     """What goes well the second time is done; without retries it is not."""
     found = outcomes([entry("once", "faults:once")])
@@ -103,7 +113,7 @@ def test_progress_and_warm_workers(here):
     done = list(run(entries, work, Limits(), lambda one, what, at, of: told.append((one.name, what, at, of))))
     assert [one.name for one in done] == ["a", "b", "c"]
     assert [each for each in told if not each[1]] == [(name, "", 0, 0) for name in "abc"]
-    assert ("a", "calibrating", 100, 100) in told
+    assert ("a", "calibrating", 80, 80) in told
     assert done[1].seconds < done[0].seconds + 5
 
 
