@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 @click.argument("names", nargs=-1, metavar="[MANIFEST|MODEL...]")
 @selection
 @click.option("--data", metavar="SPEC", help="Calibration data of all models; {stem} stands for a model's name.")
-@click.option("--stats", metavar="FILE", help="Statistics in its place; likewise.")
+@click.option("--stats", metavar="FILE", help="Statistics that ranges come from; likewise.")
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use only the first N samples.")
 @click.option("--method", metavar="NAME", help="How ranges are picked from the data, whatever the rules say.")
 @click.option("--float-weights", is_flag=True, default=None, help="Keep weights float, behind a whole QDQ pair.")
@@ -44,9 +44,18 @@ if TYPE_CHECKING:
 @click.option("--shard", metavar="I/N", help="Do only part I of N; --merge makes one report of those of all parts.")
 @click.option("--scheduler", metavar="ADDRESS", help="Do the work on a dask cluster, tcp://host:8786.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Workers; by default by cores and memory.")
-@click.option("--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop a model then.")
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), metavar="SECONDS", help="Stop a model that takes longer."
+)
 @click.option("--max-memory", metavar="SIZE", help="Stop a model whose worker takes more, as in 4GB.")
-@click.option("--retries", type=click.IntRange(min=0), default=1, show_default=True, help="After a crash, say.")
+@click.option(
+    "--retries",
+    type=click.IntRange(min=0),
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Try again after a crash, say.",
+)
 @click.option("--resume", is_flag=True, help="Go on with a run that was stopped or killed.")
 @click.option("--force", is_flag=True, help="Replace outputs that no batch wrote.")
 @click.option("--no-cache", is_flag=True, help="Make everything anew, and keep nothing.")
