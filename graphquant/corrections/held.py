@@ -50,14 +50,21 @@ class Biases:
         self._sites = {use: index for index, site in enumerate(draft.solution.plan.sites) for use in site.uses}
 
     def move(self, place: Place, shift: Array) -> str:
-        """Adds `shift`, float64 (C,), to a bias; why that cannot be, "" if it was done."""
+        """Moves a bias by what is missing in what the op makes; why that cannot be, "" if it was done.
+
+        Args:
+            place: The op.
+            shift: float64 (C,). Where another op adds the bias, it is not part of what the op makes, nor then is what
+                the bias was moved by before.
+        """
         use = place.bias
         if use is None:
             return place.why_not
         known = self._values[use] if use in self._values else self._read(place, use, len(shift))
         if isinstance(known, str):
             return known
-        moved = self._moved.get(use, np.zeros(len(shift))) + shift
+        inside = use.op == place.op.name
+        moved = self._moved.get(use, np.zeros(len(shift))) + shift if inside else shift
         value = (known + moved).astype(np.float32)
         if not np.isfinite(value).all() or not self._fits(use, value):
             return "the corrected bias would be more than integers of 32 bits hold"

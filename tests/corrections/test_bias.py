@@ -1,0 +1,193 @@
+"""Bias correction: means that come back, biases that are added, shared or left, and what it costs nothing."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphquant as gq
+from graphquant.corrections import CORRECTIONS, run
+from graphquant.corrections.bias import shrunk
+from graphquant.corrections.check import worse
+from graphquant.corrections.places import ends, levels
+from graphquant.formats import onnx as onnx_format
+from graphquant.ruleset import CORRECTIONS as NAMES
+
+HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
+RULES = """
+correct = ["bias-correction"]
+
+[scheme.weight]
+bits = 4
+zero = "symmetric"
+per = "channel"
+observe = "absmax"
+
+[[rule]]
+name = "weight"
+producer = { kind = "parameter" }
+consumer = { kind = "conv|depthwise_conv|conv_transpose|matmul|gemm", input = "weight" }
+quantize = "weight"
+
+[scheme.activation]
+dtype = "uint8"
+observe = "minmax"
+
+[[rule]]
+name = "input"
+consumer = { kind = "conv|depthwise_conv|conv_transpose|matmul|gemm", input = "input" }
+quantize = "activation"
+"""
+RNG = np.random.default_rng(11)
+IMAGES = (RNG.normal(size=(64, 3, 8, 8)) + 1.5).astype(np.float32)
+FLAT = "h = Relu (c)\n g = GlobalAveragePool (h)\n z = Flatten (g)\n"
+NETS = {
+    "conv": ("c = Conv <pads = [1, 1, 1, 1]> (x, w, b)\n y = Relu (c)", {"w": (4, 3, 3, 3), "b": (4,)}),
+    "no bias": ("c = Conv (x, w)\n y = Relu (c)", {"w": (4, 3, 3, 3)}),
+    "grouped": ("c = Conv <group = 3, strides = [2, 2]> (x, w)\n y = Relu (c)", {"w": (6, 1, 3, 3)}),
+    "transposed": ("c = ConvTranspose (x, w, b)\n y = Relu (c)", {"w": (3, 4, 3, 3), "b": (4,)}),
+    "matmul": (
+        f"c = Conv (x, v)\n {FLAT} m = MatMul (z, w)\n y = Add (m, b)",
+        {"v": (4, 3, 1, 1), "w": (4, 5), "b": (5,)},
+    ),
+    "gemm": (f"c = Conv (x, v)\n {FLAT} y = Gemm <transB = 1> (z, w, b)", {"v": (4, 3, 1, 1), "w": (5, 4), "b": (5,)}),
+}
+
+
+def model(tmp_path, body, shapes, values=None):
+    """A model of one input of images, its initializers drawn from a fixed seed."""
+    rng = np.random.default_rng(3)
+    message = onnx.parser.parse_model(f"{HEAD} g (float[N,3,8,8] x) => (float y) {{\n {body}\n}}")
+    message.graph.output[0].type.tensor_type.ClearField("shape")
+    for name, shape in shapes.items():
+        value = (rng.normal(size=shape) * 0.3 + 0.1).astype(np.float32)
+        message.graph.initializer.append(onnx.numpy_helper.from_array((values or {}).get(name, value), name))
+    onnx.save(message, tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", x=IMAGES)
+    return tmp_path / "model.onnx"
+
+
+def mean(made, held=IMAGES):
+    """The means of the output's channels."""
+    path = made.path
+    (found,) = onnx_format.runner(gq.load(path)).run({"x": held}).values()
+    return found.mean(axis=(0, *range(2, found.ndim)))
+
+
+def inserted(tmp_path, path, name="out.onnx", **options):
+    """What insert made, written and read back."""
+    result = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), **options)
+    return result, gq.load(result.save(tmp_path / name, force=True))
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_means_come_back(tmp_path, net, monkeypatch):
+    """The means of the last output are nearer to the float model's, and each op was corrected, kept or not."""
+    monkeypatch.setattr(run, "worse", lambda *_: "")
+    path = model(tmp_path, *NETS[net])
+    result, corrected = inserted(tmp_path, path)
+    assert [one.detail for one in result.corrected if not one.done] == []
+    assert {one.correction for one in result.corrected} == {"bias-correction"}
+    _, plain = inserted(tmp_path, path, "plain.onnx", correct=["not bias-correction"])
+    expected = mean(gq.load(path))
+    off, before = (np.square(mean(one) - expected).sum() for one in (corrected, plain))
+    assert off < before / 4
+
+
+def test_a_bias_that_two_ops_share_gets_a_copy(tmp_path):
+    """Each op has a bias of its own afterwards, the float weights are the same, and the source keeps its bias."""
+    body = "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)"
+    path = model(tmp_path, body, {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)})
+    result, made = inserted(tmp_path, path, float_weights=True)
+    assert [one.done for one in result.corrected] == [True, True]
+    values = {op.name: op.value() for op in made.main.ops() if op.kind == "constant" and "bias" in op.name}
+    assert sorted(values) == ["c/bias_corrected", "d/bias_corrected"]
+    assert not np.array_equal(*values.values())
+    assert np.array_equal(result.source.main.op("b").value(), gq.load(path).main.op("b").value())
+    stripped = gq.strip(made)
+    assert stripped.exact
+    assert stripped.model.digest == result.source.digest
+
+
+def test_the_same_bytes_again(tmp_path):
+    """Two runs write the same file."""
+    path = model(tmp_path, *NETS["matmul"])
+    files = [inserted(tmp_path, path, f"{k}.onnx")[1].path.read_bytes() for k in range(2)]
+    assert files[0] == files[1]
+
+
+def test_what_is_left_is_told(tmp_path, monkeypatch):
+    """A product without a bias; statistics alone, made-up and few samples."""
+    body = f"c = Conv (x, v)\n {FLAT} y = MatMul (z, w)"
+    path = model(tmp_path, body, {"v": (4, 3, 1, 1), "w": (4, 5)})
+    with monkeypatch.context() as patch:
+        patch.setattr(run, "worse", lambda *_: "")
+        result, _ = inserted(tmp_path, path)
+    said = {one.detail for one in result.corrected if not one.done}
+    assert said == {"it has no bias, and no op that adds one follows"}
+    stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[RULES])
+    alone = gq.insert(path, rules=[RULES], stats=stats)
+    assert [one.detail for one in alone.corrected] == ["left out: it needs data; statistics are not enough"]
+    random = gq.insert(path, rules=[RULES], data="random:8")
+    assert [one.detail for one in random.corrected] == ["left out: made-up data says nothing of means"]
+    few = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), samples=4)
+    assert [one.detail for one in few.corrected] == [
+        "left out: there are 2 samples to check it with, and 3 are the least"
+    ]
+
+
+def test_it_is_left_out_where_it_does_not_help(tmp_path):
+    """Weights that are steps of their scale lose nothing, so that nothing is changed."""
+    grid = np.random.default_rng(0).integers(-7, 8, (4, 3, 1, 1)).astype(np.float32)
+    grid[:, 0] = 7
+    path = model(tmp_path, "y = Conv (x, w, b)", {"w": (4, 3, 1, 1), "b": (4,)}, {"w": grid})
+    result = gq.insert(
+        path,
+        rules=[
+            RULES,
+        ],
+        data=str(tmp_path / "data.npz"),
+        exclude=["x"],
+    )
+    assert [one.done for one in result.corrected] == [False]
+    assert result.model.main.op("b").value() is not None
+
+
+def test_shrunk_keeps_what_chance_does_not_explain():
+    """A mean that is the same in all samples stays whole; one within its standard error is dropped."""
+    rows = np.array([[2.0, 1.0], [2.0, -1.0], [2.0, 0.5], [2.0, -0.4]])
+    assert shrunk(rows).tolist() == [2.0, 0.0]
+
+
+@given(st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=12))
+@settings(max_examples=200)
+def test_shrunk_goes_towards_zero(column):
+    """It never turns a mean around, nor makes it larger."""
+    (made,) = shrunk(np.array(column)[:, None])
+    mean = float(np.mean(column))
+    assert 0 <= made * np.sign(mean) <= abs(mean) * (1 + 1e-12)
+
+
+def test_kept_only_if_more_than_chance():
+    """Errors of four samples: all fall; half of them fall; one output falls and the other grows."""
+    before = np.ones((4, 2))
+    assert not worse(before, np.full((4, 2), 0.5) + np.arange(8).reshape(4, 2) / 100)
+    assert "more than chance" in worse(before, np.array([[0.5, 1], [1.4, 1], [0.6, 1], [1.2, 1]]))
+    assert worse(before, np.tile([0.1, 2.0], (4, 1))) == "an output loses 3.0 dB"
+
+
+def test_levels_and_ends(tmp_path):
+    """Two branches: what is before both is level 1, they are level 2, and what reads both is the end."""
+    body = "a = Conv (x, w)\n b = Conv (a, v)\n c = Conv (a, u)\n d = Add (b, c)\n y = Conv (d, t)"
+    graph = gq.load(model(tmp_path, body, dict.fromkeys("wvut", (3, 3, 1, 1)))).main
+    names = [op.name for op in graph.ops() if op.kind == "conv"]
+    assert list(levels(graph, names).values()) == [1, 2, 2, 3]
+    assert ends(graph, names) == names[-1:]
+    assert ends(graph, names[:3]) == names[1:3]
+
+
+def test_rule_files_know_every_correction():
+    """The names that rule files may say are those of the table, in its order."""
+    assert tuple(CORRECTIONS) == NAMES
