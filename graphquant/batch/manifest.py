@@ -113,7 +113,10 @@ def entries(names: Sequence[str] = (), given: Mapping[str, Any] | None = None) -
     if not names or (len(names) == 1 and names[0].endswith(".toml")):
         asked = _read(Path(names[0]) if names else find(), said)
     else:
-        asked = _Asked(tables=[ModelTable(path=(name,)) for name in dict.fromkeys(names)], given=said)
+        table, mistakes = documents.check({"path": list(dict.fromkeys(names))}, ModelTable, FORM)
+        if table is None:
+            raise UsageError("\n".join(sentence for _, sentence in mistakes))
+        asked = _Asked(tables=[ModelTable(path=(name,)) for name in table.path], given=said)
     return _entries(asked)
 
 

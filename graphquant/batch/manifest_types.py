@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, field_validator
+from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, field_validator
 from pydantic.dataclasses import dataclass
 
 from graphquant.backends import BACKENDS
@@ -19,7 +19,14 @@ if TYPE_CHECKING:
 
 _FROZEN = ConfigDict(extra="forbid")
 
-_Text = Annotated[str, Field(min_length=1, max_length=500)]
+
+def _no_nul(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("a name cannot hold the character NUL")
+    return value
+
+
+_Text = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_no_nul)]
 _Texts = Annotated[tuple[_Text, ...], Field(min_length=1, max_length=1000)]
 _Share = Annotated[StrictFloat, Field(ge=0, le=100)]
 

@@ -110,6 +110,19 @@ def models_at(pattern: str, start: str) -> tuple[list[str], bool]:
     """
     pattern = pattern.removeprefix(HERE)
     folder = folder_of(pattern, start)
+    try:
+        return _found(folder, pattern)
+    except OSError as error:
+        raise UsageError(f"{pattern} cannot be looked for: {error.strerror or error}. Give another path.") from error
+
+
+def suffix_of(name: str) -> str:
+    """The suffix of a path's last part, "" if it has none."""
+    return posixpath.splitext(posixpath.basename(name))[1]
+
+
+def _found(folder: Folder, pattern: str) -> tuple[list[str], bool]:
+    """The models that `pattern` names in `folder`, and whether it is a path."""
     if folder.is_file(pattern):
         if suffix_of(pattern) not in SUFFIXES:
             raise UsageError(f"{pattern} is no model. Give a file with one of {', '.join(SUFFIXES)}.")
@@ -130,11 +143,6 @@ def models_at(pattern: str, start: str) -> tuple[list[str], bool]:
     if len(found) > MAX_MODELS:
         raise UsageError(f"{pattern!r} names {len(found)} models. Take at most {MAX_MODELS} at once.")
     return found, False
-
-
-def suffix_of(name: str) -> str:
-    """The suffix of a path's last part, "" if it has none."""
-    return posixpath.splitext(posixpath.basename(name))[1]
 
 
 def _models(folder: Folder, pattern: str, names: Iterable[str]) -> list[str]:

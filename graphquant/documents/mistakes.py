@@ -55,6 +55,9 @@ def check(data: dict[str, Any], table: type[T], form: Form) -> tuple[T | None, l
         return None, [
             (item["loc"], _explain(form, item["type"], item["loc"], item["input"], item.get("ctx", {})))
             for item in error.errors(include_url=False)
+            if not (
+                item["type"] == "too_short" and item["input"]
+            )  # for all of its entries are wrong, which is told too
         ]
 
 

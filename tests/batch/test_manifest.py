@@ -364,6 +364,7 @@ def test_no_models_and_no_toml(here):
         (["models/*.txt"], "'models/*.txt' names 1 files and folders, none of which is a model to quantize."),
         (["models"], "models is a folder without saved_model.pb. Give models/* for the models in it."),
         (["models/notes.txt"], "models/notes.txt is no model. Give a file with one of .onnx, "),
+        (["models/" + "x" * 300], "models/xxx"),
         (["models/a.onx"], "There is no model 'models/a.onx'. Did you mean 'a.onnx'"),
     ],
 )
@@ -372,6 +373,22 @@ def test_names_that_name_nothing(here, names, says):
     with pytest.raises(ManifestError) as caught:
         entries(names)
     assert str(caught.value).startswith(says)
+
+
+@pytest.mark.parametrize(("name", "says"), [("", "'path' is empty."), ("x" * 5000, "entry 2 of 'path' has more than")])
+def test_names_that_are_none(here, name, says):
+    """What cannot be a name at all is told too."""
+    with pytest.raises(UsageError) as caught:
+        entries(["models/a.onnx", name])
+    assert says.removeprefix("'path'") in str(caught.value)
+
+
+def test_the_character_nul(here):
+    """It is told where it stands, whatever it is in."""
+    assert mistakes('[defaults]\noutput = "a\\u0000b"\n[[model]]\npath = "models/a\\u0000*"\n') == [
+        "graphquant.toml:2: a name cannot hold the character NUL.",
+        "graphquant.toml:4: a name cannot hold the character NUL.",
+    ]
 
 
 def test_options_that_are_none(here):

@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
-from graphquant.formats.parts import files_of
+from graphquant.formats.parts import files_of, names_beside
 
 SAMPLES = Path(__file__).parents[2] / "sample_models"
 
@@ -56,3 +56,13 @@ def test_files_of_a_meta_graph(tmp_path):
         shutil.copy(SAMPLES / "digits_cnn.pb", tmp_path / name)
     names = [path.name for path in files_of(tmp_path / "net.meta")]
     assert names == ["net.meta", "net.data-00000-of-00001", "net.index"]
+    assert list(names_beside(tmp_path / "net.meta", ["net.txt", "net.index", "x.index"])) == ["net.index"]
+
+
+def test_names_beside(tmp_path):
+    """What a message names is told without looking for it; what has nothing elsewhere names nothing."""
+    _external(tmp_path / "net.onnx")
+    (tmp_path / "w.bin").unlink()
+    assert names_beside(tmp_path / "net.onnx", []) == ("w.bin",)
+    assert names_beside(SAMPLES / "digits_cnn.onnx", ["w.bin"]) == ()
+    assert names_beside(SAMPLES / "digits_cnn.pb", ["digits_cnn.index"]) == ()
