@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @click.option("--samples", type=click.IntRange(min=1), metavar="N", help="Use the first N samples only.")
 @click.option("--match", "pairs", multiple=True, metavar="NAME=OTHER", help="FLOAT's output NAME is QUANT's OTHER.")
 @click.option("--outputs-only", is_flag=True, help="Leave out the quantized tensors, which takes less time.")
+@click.option("--blame", is_flag=True, help="Also tell what each alone does to the outputs; takes longer.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Tensors to list; 0 for all.")
 @click.option("--min-sqnr", type=float, metavar="DB", help="Exit code 1 if an output has less.")
 @click.option(
@@ -38,6 +39,7 @@ def compare(
     samples: int | None,
     pairs: tuple[str, ...],
     outputs_only: bool,
+    blame: bool,
     top: int,
     min_sqnr: float | None,
     min_agreement: float | None,
@@ -57,13 +59,15 @@ def compare(
     for path in (plain, quant):
         for written in filter(None, (output, html)):
             outputs.check_output(written, path, force=force)
+    if blame and outputs_only:
+        raise UsageError("--blame is of quantized tensors. Leave --outputs-only out.")
     if html is not None and outputs_only:
         raise UsageError("--html shows the figures of quantized tensors. Leave --outputs-only out.")
     named = _named(pairs)
     models = pipeline.load(plain), pipeline.load(quant)
     with progress_bar() as progress:
         found = pipeline.compare(
-            *models, data, samples=samples, outputs=named, sites=not outputs_only, progress=progress
+            *models, data, samples=samples, outputs=named, sites=not outputs_only, blame=blame, progress=progress
         )
     if form == "json":
         emit(comparison_json(found), output)

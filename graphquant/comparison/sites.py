@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from graphquant import formats
 from graphquant.comparison.difference import Difference, quiet
 from graphquant.comparison.types import SiteFigures
+from graphquant.errors import InternalError
 from graphquant.ir import QUANTIZATION_KINDS, Model, Parameters, TensorRef
 from graphquant.numerics import QParams, dequantize, quantize
 from graphquant.pairs import behind, pair, readers, unclipped
@@ -18,7 +20,7 @@ from graphquant.prepare import names_told, prepare
 from graphquant.survey import survey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from graphquant.numerics import Array
     from graphquant.pairs import Pairs
@@ -41,6 +43,7 @@ class Site:
         before: What it quantizes, in the quantized model; None where that is integers already.
         after: What it makes.
         reference: The float model's tensor that it stands for, None if there is none.
+        weight: Gives what the float model has in place of a weight that is stored as integers; None for all else.
         local: What it makes against what it got.
         accumulated: What it makes against the float model's values.
         note: Why a figure is not known.
@@ -52,6 +55,7 @@ class Site:
     before: TensorRef | None
     after: TensorRef
     reference: TensorRef | None
+    weight: Callable[[], Array] | None = None
     local: Difference = field(default_factory=Difference)
     accumulated: Difference = field(default_factory=Difference)
     note: str = ""
@@ -200,12 +204,22 @@ def _weigh(site: Site, held: Parameters, floats: _Weights) -> None:
         with quiet():
             site.local.add(value, made)
     expected = floats.read_as(site.after)
+    if expected is not None and expected.size == made.size and site.before is None:
+        site.weight = partial(_shaped, floats, site.after, made.shape)
     if expected is None or expected.size != made.size:
         site.note = "" if site.before is not None else "the float model has no such weight"
         return
     for difference in (site.local, site.accumulated) if site.before is None else (site.accumulated,):
         with quiet():
             difference.add(expected.reshape(made.shape), made)
+
+
+def _shaped(floats: _Weights, after: TensorRef, shape: tuple[int, ...]) -> Array:
+    """A weight of the float model, read anew, in the shape that it has in the quantized one."""
+    value = floats.read_as(after)
+    if value is None:
+        raise InternalError(f"the weight that {after} stands for is not there any more.")
+    return value.reshape(shape)
 
 
 def _fitting(params: QParams, value: Array) -> QParams:

@@ -49,6 +49,7 @@ class SiteFigures:
         parameter: Whether it is a weight.
         local: What this quantization alone does to the values it gets, dB of SQNR; None if that is not known.
         accumulated: What this and all before it did to the float model's values, dB of SQNR; None if not known.
+        blame: What it does alone to the worst output, dB of SQNR; None if that was not measured.
         note: Why a figure is not known, "" if both are.
     """
 
@@ -59,6 +60,7 @@ class SiteFigures:
     parameter: bool
     local: float | None
     accumulated: float | None
+    blame: float | None = None
     note: str = ""
 
 
@@ -70,7 +72,7 @@ class Comparison(Drawn):
         samples: How many samples were run.
         random: Whether they were made up.
         outputs: Figures of each output.
-        sites: Figures of each quantized tensor, the largest local error first.
+        sites: Figures of each quantized tensor, the largest local error first, or the largest blame.
         labels: The key of the data that has labels, "" if there is none.
     """
 

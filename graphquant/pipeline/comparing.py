@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
@@ -14,8 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from graphquant.comparison import Comparison
+    from graphquant.accuracy import Blame
+    from graphquant.comparison import Comparison, Sites
     from graphquant.data import Batches
+    from graphquant.formats import Runner
     from graphquant.ir import Model
     from graphquant.pipeline.common import Progress
 
@@ -31,6 +35,7 @@ def compare(
     samples: int | None = None,
     outputs: Mapping[str, str] | None = None,
     sites: bool = True,
+    blame: bool = False,
     progress: Progress | None = None,
 ) -> Comparison:
     """How far a quantized model is from its float model: each output, and each quantized tensor.
@@ -43,6 +48,7 @@ def compare(
         outputs: Names of the float model's outputs and what they are called in the other; the rest is matched by
             name, and what is left in order.
         sites: Measure quantized tensors too.
+        blame: Measure for each of them the error that it adds alone at the outputs, in at most 16 runs.
         progress: Is told how far the work is.
 
     Raises:
@@ -67,9 +73,11 @@ def compare(
 
     batches = open_data(data, runner.inputs, samples=samples, finite=False)
     batches, labels = with_labels(batches, data, runner.inputs, samples)
-    return _compare(
+    quantized = formats.module(quant.format).runner(quant)
+    blamed = None if found is None or not blame else _blamed(quant, found, runner, quantized, batches, progress)
+    made = _compare(
         runner,
-        formats.module(quant.format).runner(quant),
+        quantized,
         batches,
         load=load_of(plain, batchable=runner.batchable),
         sites=found,
@@ -77,6 +85,31 @@ def compare(
         outputs=outputs or {},
         labels=labels,
         progress=None if progress is None else (lambda done, total: progress("comparing", done, total)),
+    )
+    return made if blamed is None else with_blame(made, blamed)
+
+
+def with_blame(found: Comparison, blamed: Blame) -> Comparison:
+    """The comparison with the blame of each quantized tensor, those with the most of it first."""
+    sites = [replace(one, blame=blamed.sqnr(one.graph, one.op)) for one in found.sites]
+    sites.sort(key=lambda one: math.inf if one.blame is None else one.blame)
+    return replace(found, sites=tuple(sites))
+
+
+def _blamed(
+    quant: Model, sites: Sites, plain: Runner, quantized: Runner, batches: Batches, progress: Progress | None
+) -> Blame:
+    """What each quantization adds alone."""
+    from graphquant.accuracy import blame
+    from graphquant.comparison.outputs import match_inputs
+
+    return blame(
+        quant,
+        sites,
+        batches,
+        inputs=match_inputs(plain.inputs, quantized.inputs),
+        batchable=plain.batchable and quantized.batchable,
+        progress=None if progress is None else (lambda done, total: progress("blaming", done, total)),
     )
 
 
@@ -94,4 +127,4 @@ def with_labels(batches: Batches, data: str, inputs: Sequence[InputSpec], sample
     return batches, ""
 
 
-__all__ = ["compare", "with_labels"]
+__all__ = ["compare", "with_blame", "with_labels"]

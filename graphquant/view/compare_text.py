@@ -73,6 +73,7 @@ def _site_json(one: SiteFigures) -> dict[str, Any]:
         "parameter": one.parameter,
         "local": _finite(one.local),
         "accumulated": _finite(one.accumulated),
+        "blame": _finite(one.blame),
         "exact": one.local == math.inf,
         "note": one.note or None,
     }
@@ -93,9 +94,10 @@ def _outputs(found: Comparison) -> Table:
 
 
 def _sites(sites: tuple[SiteFigures, ...]) -> Table:
-    table = _table("quantized tensor", "rule", "its own dB", "so far dB")
+    blamed = any(one.blame is not None for one in sites)
+    table = _table("quantized tensor", "rule", "its own dB", "so far dB", *(["at outputs dB"] if blamed else []))
     for one in sites:
-        cells = [one.tensor, one.rule, _db(one.local), _db(one.accumulated)]
+        cells = [one.tensor, one.rule, _db(one.local), _db(one.accumulated), *([_db(one.blame)] if blamed else [])]
         table.add_row(*map(printable, cells))
         if one.note:
             table.add_row(plain(f"  {one.note}", "dim"))

@@ -40,6 +40,7 @@ class Column:
 
 OWN = Column(name="its own error", says="what this quantization makes against what it gets", hot=10, cold=50)
 SO_FAR = Column(name="error so far", says="what it makes against the same tensor of the float model", hot=10, cold=50)
+BLAME = Column(name="at the outputs", says="what this quantization alone makes of the worst output", hot=20, cold=60)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,9 +63,10 @@ class Heat:
 
 def of_comparison(found: Comparison) -> Heat:
     """What `compare` found of each quantized tensor."""
+    blamed = any(one.blame is not None for one in found.sites)
     return Heat(
-        columns=(OWN, SO_FAR),
-        of={(one.graph, one.op): (one.local, one.accumulated) for one in found.sites},
+        columns=(BLAME, OWN, SO_FAR) if blamed else (OWN, SO_FAR),
+        of={(one.graph, one.op): (*([one.blame] if blamed else []), one.local, one.accumulated) for one in found.sites},
         notes={(one.graph, one.op): one.note for one in found.sites if one.note},
         says=(f"Over {counted(found.samples, 'sample')}:", *map(_output, found.outputs)),
     )

@@ -131,7 +131,7 @@ class _Emitter:
             else:
                 target.output[position] = title
         if isinstance(target, GraphProto):
-            self._inputs(graph, source, target)
+            self._inputs(graph, source, target, fresh)
             self._initializers(graph, source, target, fresh)
             self._infos(graph, source, target, fresh)
 
@@ -163,7 +163,7 @@ class _Emitter:
             op = graph.op(name)
             if isinstance(op.source, NodeProto):
                 listed.append(known[name])
-            elif op.source is None and (op.kind != "constant" or with_constants):
+            elif op.source is None and op.kind != "input" and (op.kind != "constant" or with_constants):
                 listed.append(self._new(graph, op, imports))
         for value, (name, tensor) in self._ends[graph.name].copies.items():
             listed.append(helper.make_node("Identity", [self._name(tensor)], [value], name=name))
@@ -193,8 +193,8 @@ class _Emitter:
                     helper.make_opsetid(domain, 1 if domain else self._model.opset or DEFAULT_OPSET)
                 )
 
-    def _inputs(self, graph: Graph, source: GraphSource, target: Any) -> None:
-        """Drops inputs that are gone or are constants now."""
+    def _inputs(self, graph: Graph, source: GraphSource, target: Any, fresh: list[Op]) -> None:
+        """Drops inputs that are gone or are constants now, and adds new ones."""
         listed = set(graph.inputs)
         keep(target.input, lambda info: info.name in listed)
         freed = any(
@@ -203,6 +203,12 @@ class _Emitter:
         )
         if freed:
             self._message.ir_version = max(self._message.ir_version, IR_FREE_INITIALIZERS)
+        for op in fresh:
+            if op.kind == "input":
+                known = op.outputs[0]
+                target.input.append(
+                    helper.make_tensor_value_info(op.name, CODES[known.dtype or "float32"], known.shape)
+                )
 
     def _initializers(self, graph: Graph, source: GraphSource, target: Any, fresh: list[Op]) -> None:
         """Drops, replaces, renames and adds initializers."""
@@ -242,7 +248,10 @@ class _Emitter:
         keep(target.value_info, lambda info: info.name not in lost)
         taken = {info.name for info in target.output}
         made = [
-            TensorRef(graph.name, op.name, k) for op in fresh if op.kind != "constant" for k in range(len(op.outputs))
+            TensorRef(graph.name, op.name, k)
+            for op in fresh
+            if op.kind not in {"constant", "input"}
+            for k in range(len(op.outputs))
         ]
         for tensor in chain(renamed, made):
             known, name = self._model.output(tensor), self._name(tensor)
