@@ -90,7 +90,7 @@ def observed(
         feeds: What to run, with the number of the block that each ends.
         elements: The most that all tensors may have together in one run, None if that is to be measured.
         space: Bytes for observed values.
-        threads: How many runs there may be at once, beside the one whose values are looked at.
+        threads: How many runs there may be at once.
     """
     first = next(feeds, None)
     if first is None:
@@ -110,7 +110,7 @@ def observed(
                 group,
                 (feed for feed, _ in copy),
                 beside=tuple(tensor for tensor in tensors if tensor not in members),
-                at_once=at_once(elements, space, threads + 1) if len(groups) == 1 else 1,
+                at_once=at_once(elements, space, threads) if len(groups) == 1 else 1,
             )
             passes.append(stack.enter_context(closing(values)))
         for _, block in ends:

@@ -55,11 +55,11 @@ def run(runner: Runner, count: int, **options) -> list:
 
 
 def test_one_pass_where_all_fits() -> None:
-    """Each feed is run once, its values come with the block it ends; all threads run while some are looked at."""
+    """Each feed is run once, its values come with the block it ends, and all threads are used."""
     runner = Runner(10)
     seen = run(runner, 4)
     assert seen == [({A: [n], B: [n]}, block) for n, block in ((0, None), (1, 0), (2, None), (3, 1))]
-    assert runner.asked == [((A, B), (), 5)]
+    assert runner.asked == [((A, B), (), 4)]
     assert runner.fed == [("sizes", 0), *(((A, B), n) for n in range(4))]
     assert runner.open == 0
 

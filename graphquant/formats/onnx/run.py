@@ -151,8 +151,8 @@ class OnnxRunner:
             feeds: What to run.
             beside: What other calls observe on the same feeds, for want of memory. They share a session, which shows
                 what it is asked for; onnxruntime fuses ops between which nothing is watched, so it must know all.
-            at_once: How many feeds' values there may be at once: while those of one are looked at, the others are run,
-                each on a thread of its own.
+            at_once: How many feeds' values there may be at once: while those of one are looked at, others are run, each
+                on a thread of its own.
 
         Raises:
             UnwatchableError: A tensor is one of the `unwatchable`.
@@ -229,13 +229,13 @@ def _ahead(run: Callable[[Feeds], Result], feeds: Iterable[Feeds], at_once: int)
     if at_once == 1:
         yield from map(run, feeds)
         return
-    with ThreadPoolExecutor(at_once - 1) as pool:  # meanwhile somebody looks at a result
+    with ThreadPoolExecutor(at_once) as pool:
         under_way: deque[Future[Result]] = deque()
         try:
-            for feed in feeds:
-                under_way.append(pool.submit(run, feed))
+            for feed in feeds:  # read while others run, so that its run begins as soon as it may
                 if len(under_way) == at_once:
                     yield under_way.popleft().result()
+                under_way.append(pool.submit(run, feed))
             while under_way:
                 yield under_way.popleft().result()
         finally:
