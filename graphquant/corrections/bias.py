@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graphquant.corrections.held import Biases
+from graphquant.corrections.held import LIVES_ON, Biases
 from graphquant.corrections.means import Mean, measure, show_mean
 from graphquant.corrections.places import ends, levels, places
 from graphquant.corrections.types import Corrected, Draft, Samples
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
 NAME: Final = "bias-correction"
 
-SHAPELESS: Final = "its number of axes is not known before the model runs"
-
 UNREACHED: Final = "no sample reaches it, or it cannot be observed"
 
 FEWEST: Final = 2
@@ -50,9 +48,10 @@ def correct_biases(draft: Draft, samples: Samples) -> Draft:
     """
     found = list(places(draft.model, draft.solution))
     held = Biases(draft)
-    usable = [place for place in found if place.bias is not None]
-    floats, rounded = _alone(draft, usable, samples)
     reasons = {place.weight: place.why_not for place in found if place.bias is None}
+    reasons |= {place.weight: LIVES_ON for place in found if held.lives_on(place)}
+    usable = [place for place in found if place.weight not in reasons]
+    floats, rounded = _alone(draft, usable, samples)
     corrected = []
     for place in usable:
         reason = _move(held, place, floats, rounded)
@@ -108,15 +107,14 @@ def _alone(draft: Draft, found: Sequence[Place], samples: Samples) -> tuple[Rows
     means: list[tuple[Place, Mean, Mean]] = []
     for place in found:
         graph, op = model.graphs[place.graph], place.op
-        first = show_mean(model, graph, op, place.output)
-        if first is None:
+        if place.axes is None:
             continue
         name = graph.fresh(f"{op.name}/rounded")
         twin = replace(op, name=name, outputs=(replace(op.outputs[0], name=name),), source=None)
-        second = show_mean(model, graph, op, graph.add(twin, graph.slots(op.name)))
-        if second is not None:
-            twins[place.graph, op.name] = name
-            means.append((place, first, second))
+        first = show_mean(model, graph, place.output, place.axes)
+        second = show_mean(model, graph, graph.add(twin, graph.slots(op.name)), place.axes)
+        twins[place.graph, op.name] = name
+        means.append((place, first, second))
     plan, params = _for_twins(draft.solution, twins)
     instrumented, _ = rewrite(model, plan, params)
     rows = measure(instrumented, [mean for _, *pair in means for mean in pair], samples)
@@ -160,9 +158,13 @@ def _stages(model: Model, corrected: Sequence[Place]) -> Iterator[list[Place]]:
 def _whole(held: Biases, stage: Sequence[Place], samples: Samples) -> Rows:
     """Means of what ops make in the whole quantized model, as far as it is corrected."""
     model = held.model.copy()
-    shown = [show_mean(model, model.graphs[place.graph], place.op, place.output) for place in stage]
+    shown = [
+        show_mean(model, model.graphs[place.graph], place.output, place.axes)
+        for place in stage
+        if place.axes is not None
+    ]
     quantized, _ = rewrite(model, held.solution.plan, held.solution.params)
-    return measure(quantized, [mean for mean in shown if mean is not None], samples)
+    return measure(quantized, shown, samples)
 
 
 __all__ = ["NAME", "correct_biases", "shrunk"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graphquant.corrections.means import RULE, channels_of
+from graphquant.corrections.means import RULE
 from graphquant.ir import FORWARDING, Parameters, TensorRef, Use
 from graphquant.numerics import SMALLEST_SCALE, QParams, along, from_scale
 from graphquant.plans import Site
@@ -49,6 +49,11 @@ class Biases:
         self._homes: dict[Use, TensorRef] = {}
         self._sites = {use: index for index, site in enumerate(draft.solution.plan.sites) for use in site.uses}
 
+    def lives_on(self, place: Place) -> bool:
+        """Whether a bias is a variable, with which training goes on."""
+        held = None if place.bias is None else self._before.graphs[place.bias.graph].producer(place.bias)
+        return held is not None and self._parameters.is_variable(held)
+
     def move(self, place: Place, shift: Array) -> str:
         """Moves a bias by what is missing in what the op makes; why that cannot be, "" if it was done.
 
@@ -85,10 +90,8 @@ class Biases:
         held = self._before.graphs[use.graph].producer(use)
         if held is None:
             return np.zeros(channels)
-        if self._parameters.is_variable(held):
-            return LIVES_ON
         value = self._parameters.value(held)
-        last = channels_of(self._before, place.op) == len(place.op.outputs[0].shape or ()) - 1
+        last = place.axes is not None and place.axes.channel == place.axes.count - 1
         added = self._before.graphs[use.graph].op(use.op).kind == "add"
         if value is None or value.dtype != np.float32 or (added and not last):
             return "its bias is not one number per channel"
@@ -201,4 +204,4 @@ class Biases:
         return site, from_scale(scale, np.zeros(scale.shape, np.int32), like.scheme.type, axis=axis)
 
 
-__all__ = ["Biases"]
+__all__ = ["LIVES_ON", "Biases"]

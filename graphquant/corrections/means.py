@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from graphquant.corrections.types import Samples
-    from graphquant.ir import Graph, Model
+    from graphquant.ir import Graph, Model, Shape
     from graphquant.numerics import Array
 
 AXES_AS_INPUT: Final = 18
@@ -41,43 +41,52 @@ class Mean:
     shown: TensorRef
 
 
-def channels_of(model: Model, op: Op) -> int | None:
-    """The axis of the channels of what a convolution or product makes, None if its number of axes is not known."""
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """The axes of what a convolution or product makes.
+
+    Attributes:
+        count: How many there are.
+        channel: That of its channels.
+    """
+
+    count: int
+    channel: int
+
+
+def axes_of(model: Model, op: Op, weight: Shape) -> Axes | None:
+    """The axes of what `op` makes, whose weight has this shape; None if they are not known."""
     shape = op.outputs[0].shape
-    if shape is None or len(shape) < len(("sample", "channel")):
+    count = len(shape) if shape is not None else None
+    if count is None and (op.kind not in MATRICES or (op.type in {"Gemm", "MatMul"} and model.format == "tensorflow")):
+        count = len(weight)
+    if count is None or count < len(("sample", "channel")):
         return None
     if op.kind in MATRICES:
-        return len(shape) - 1
+        return Axes(count, count - 1)
     layout = op.attrs.get("data_format", "NHWC" if model.format == "tensorflow" else "NCHW")
     text = layout.decode() if isinstance(layout, bytes) else str(layout)
-    return 1 if text.startswith("NC") else len(shape) - 1
+    return Axes(count, 1 if text.startswith("NC") else count - 1)
 
 
-def show_mean(model: Model, graph: Graph, op: Op, tensor: TensorRef) -> Mean | None:
-    """Adds what averages `tensor`, which has the shape of what `op` makes, over all axes but samples and channels."""
-    axis, known = channels_of(model, op), op.outputs[0]
-    if axis is None or known.shape is None or known.dtype != "float32":
-        return None
-    axes = [one for one in range(1, len(known.shape)) if one != axis]
-    if not axes:
+def show_mean(model: Model, graph: Graph, tensor: TensorRef, axes: Axes) -> Mean:
+    """Adds what averages `tensor` over all axes but samples and channels."""
+    inner = [one for one in range(1, axes.count) if one != axes.channel]
+    if not inner:
         return Mean(tensor, tensor)
     name = graph.fresh(f"{tensor.op}/mean")
-    output = Output(name, known.dtype, (known.shape[0], known.shape[axis]))
+    outputs = (Output(name, "float32", None),)
     if model.format == "tensorflow":
         attrs: Mapping[str, Any] = {"T": DataType("float32"), "Tidx": DataType("int32"), "keep_dims": False}
-        made = Op(name=name, kind="reduce_mean", type="Mean", outputs=(output,), attrs=attrs, rule=RULE)
-        inputs = [
-            tensor,
-            constant(graph, f"{name}/axes", np.array(axes, np.int32), type_="Const", rule=RULE, after=(tensor.op,)),
-        ]
-    else:
-        listed = model.opset < AXES_AS_INPUT
-        attrs = {"keepdims": 0, **({"axes": axes} if listed else {})}
-        made = Op(name=name, kind="reduce_mean", type="ReduceMean", outputs=(output,), attrs=attrs, rule=RULE)
-        inputs = [
-            tensor,
-            *([] if listed else [constant(graph, f"{name}/axes", np.array(axes), type_="Const", rule=RULE)]),
-        ]
+        made = Op(name=name, kind="reduce_mean", type="Mean", outputs=outputs, attrs=attrs, rule=RULE)
+        listed = np.array(inner, np.int32)
+        read = constant(graph, f"{name}/axes", listed, type_="Const", rule=RULE, after=(tensor.op,))
+        return Mean(tensor, graph.add(made, [tensor, read]))
+    attrs = {"keepdims": 0, **({} if model.opset >= AXES_AS_INPUT else {"axes": inner})}
+    made = Op(name=name, kind="reduce_mean", type="ReduceMean", outputs=outputs, attrs=attrs, rule=RULE)
+    inputs = [tensor]
+    if model.opset >= AXES_AS_INPUT:
+        inputs.append(constant(graph, f"{name}/axes", np.array(inner), type_="Const", rule=RULE))
     return Mean(tensor, graph.add(made, inputs))
 
 
@@ -101,4 +110,4 @@ def measure(model: Model, means: Sequence[Mean], samples: Samples) -> dict[Tenso
     return {tensor: np.stack(found) for tensor, found in rows.items() if found}
 
 
-__all__ = ["Mean", "channels_of", "measure", "show_mean"]
+__all__ = ["Axes", "Mean", "axes_of", "measure", "show_mean"]

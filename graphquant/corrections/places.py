@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Final
 
 import networkx as nx
 
+from graphquant.corrections.means import Axes, axes_of
 from graphquant.ir import WEIGHTED_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from graphquant.ir import Shape
     from graphquant.solve import Solution
+
+SHAPELESS: Final = "its number of axes is not known before the model runs"
 
 ADDERS: Final = frozenset({"add", "bias_add"})
 
@@ -26,13 +30,15 @@ class Place:
         op: The op.
         weight: Where it reads the weight.
         bias: Where its bias is read, or would be; None where nothing can add one.
-        why_not: Why nothing can, "" if something does.
+        axes: The axes of what it makes; None where they are not known.
+        why_not: Why nothing can add a bias, "" if something does.
     """
 
     graph: str
     op: Op
     weight: Use
     bias: Use | None = None
+    axes: Axes | None = None
     why_not: str = ""
 
     @property
@@ -62,11 +68,25 @@ def places(model: Model, solution: Solution) -> Iterator[Place]:
                 continue
             weight = Use(name, op.name, op.roles.index("weight"))
             if weight in quantized:
-                bias = _bias(graph, op, parameters)
+                bias, axes = _bias(graph, op, parameters), axes_of(model, op, _shape(model, parameters, weight))
+                if op.outputs[0].dtype not in {None, "float32"}:
+                    bias = f"it computes in {op.outputs[0].dtype}"
+                if axes is None:
+                    bias = SHAPELESS
                 if isinstance(bias, Use):
-                    yield Place(graph=name, op=op, weight=weight, bias=bias)
+                    yield Place(graph=name, op=op, weight=weight, bias=bias, axes=axes)
                 else:
-                    yield Place(graph=name, op=op, weight=weight, why_not=bias)
+                    yield Place(graph=name, op=op, weight=weight, axes=axes, why_not=bias)
+
+
+def _shape(model: Model, parameters: Parameters, weight: Use) -> Shape:
+    """The shape of a weight."""
+    held = model.graphs[weight.graph].producer(weight)
+    if held is None:
+        return ()
+    known: Shape | None = model.output(held).shape or model.output(parameters.origin(held)).shape
+    value = parameters.value(held) if known is None else None
+    return known or (() if value is None else value.shape)
 
 
 def _bias(graph: Graph, op: Op, parameters: Parameters) -> Use | str:

@@ -191,3 +191,28 @@ def test_levels_and_ends(tmp_path):
 def test_rule_files_know_every_correction():
     """The names that rule files may say are those of the table, in its order."""
     assert tuple(CORRECTIONS) == NAMES
+
+
+@pytest.mark.slow
+def test_frozen_tensorflow(samples, tmp_path, monkeypatch):
+    """A frozen net's BiasAdds get other constants, and its outputs come nearer to the float model's."""
+    pytest.importorskip("tensorflow")
+    monkeypatch.setattr(run, "worse", lambda *_: "")
+    figures = []
+    for correct in ("bias-correction", "not bias-correction"):
+        result = gq.insert(samples / "digits_cnn.pb", data=str(samples / "digits_cnn_calib.npz"), correct=[correct])
+        made = result.save(tmp_path / f"{len(figures)}.pb")
+        held = str(samples / "digits_cnn_eval.npz")
+        figures.append(gq.compare(samples / "digits_cnn.pb", made, held, samples=200, sites=False).sqnr)
+        assert [one.done for one in result.corrected] == [True] * 9 * (correct[0] == "b")
+    assert figures[0] > figures[1] + 1
+
+
+@pytest.mark.slow
+def test_variables_are_left(samples):
+    """A SavedModel's biases are variables: they stay, and each op says so."""
+    pytest.importorskip("tensorflow")
+    result = gq.insert(samples / "digits_cnn_saved_model", data=str(samples / "digits_cnn_calib.npz"))
+    said = {one.detail for one in result.corrected}
+    assert "its bias is a variable, with which training goes on; freeze the model to correct it" in said
+    assert not any(one.done for one in result.corrected)
