@@ -19,7 +19,7 @@ from graphquant.errors import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-SCRIPTS = ("data", "scene", "figures", "drawing", "map", "pointed", "panel", "search", "input", "start")
+SCRIPTS = ("data", "scene", "frames", "figures", "drawing", "map", "pointed", "panel", "search", "input", "start")
 """The files of the script, in their order; they share one scope."""
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 GAP = 24
 """Room between two ops of a layer, in units of the drawing."""
 
+FRAME = 7
+"""Room more for each frame that begins or ends between two ops of a layer."""
+
 TRUNK = 10
 """Room that a passing tensor takes."""
 
@@ -31,7 +34,7 @@ LANES = 12
 SWEEPS = 4
 """How often the layers are ordered anew, at most."""
 
-DEPTH = 4
+DEPTH = 12
 """Outermost groups that are kept together."""
 
 TRUNKS = 2
@@ -159,6 +162,10 @@ class _Items:
         self.above: list[list[int]] = [[] for _ in widths]
         self.below: list[list[int]] = [[] for _ in widths]
         self.trunks: list[list[int]] = [[] for _ in tensors]
+        self.deep: dict[int, int] = {}
+        for path in dict.fromkeys(groups):
+            for depth, group in enumerate(path):
+                self.deep[group] = max(self.deep.get(group, 0), len(path) - depth)
         ends = [max((layer[target] for target in targets), default=0) for _, targets in tensors]
         spans = [end - layer[source] - 1 for end, (source, _) in zip(ends, tensors, strict=True)]
         self.long = self._too_long(spans, tensors)
@@ -200,6 +207,24 @@ class _Items:
                 end = trunk[passed - 1] if passed else source
                 self.below[end].append(target)
                 self.above[target].append(end)
+
+    def gaps(self, row: list[int]) -> list[int]:
+        """The room before each item of a row: more where frames of groups end and begin between two ops."""
+        gaps = [GAP] * len(row)
+        gaps[0] = 0
+        if not self.deep:
+            return gaps
+        for at in range(1, len(row)):
+            one, other = row[at - 1], row[at]
+            first, second = self.groups[one], self.groups[other]
+            if first == second or one >= self.ops or other >= self.ops:
+                continue
+            shared = 0
+            while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+                shared += 1
+            frames = [self.deep[path[shared]] for path in (first, second) if len(path) > shared]
+            gaps[at] = max(GAP, FRAME * (1 + sum(frames)))
+        return gaps
 
     def rows(self) -> list[list[int]]:
         """The items of each layer, in the order of the ops; what passes stands where its tensor's producer does."""
@@ -259,32 +284,34 @@ def _together(ordered: list[int], key: dict[int, float], groups: Sequence[tuple[
 def _abscissae(rows: list[list[int]], drawn: _Items) -> list[float]:
     """The middle of each item: as near as may be to its neighbours above, then below, then above again."""
     x = [0.0] * len(drawn.widths)
-    for row in rows:
+    gaps = [drawn.gaps(row) for row in rows]
+    for row, room in zip(rows, gaps, strict=True):
         at = 0.0
-        for item in row:
-            x[item] = at + drawn.widths[item] / 2
-            at += drawn.widths[item] + GAP
+        for item, gap in zip(row, room, strict=True):
+            x[item] = at + gap + drawn.widths[item] / 2
+            at += gap + drawn.widths[item]
     for near, down in ((drawn.above, True), (drawn.below, False), (drawn.above, True)):
-        for row in rows if down else reversed(rows):
+        for number in range(len(rows)) if down else reversed(range(len(rows))):
+            row = rows[number]
             if len(row) == 1:
                 item = row[0]
                 x[item] = _mean(near[item], x, x[item])
             else:
-                _settle(row, [_mean(near[item], x, x[item]) for item in row], drawn, x)
+                _settle(row, gaps[number], [_mean(near[item], x, x[item]) for item in row], drawn, x)
     return x
 
 
-def _settle(row: list[int], wanted: list[float], drawn: _Items, x: list[float]) -> None:
-    """The places nearest to the `wanted` ones, in squares, that keep order and room (pool adjacent violators)."""
+def _settle(row: list[int], gaps: list[int], wanted: list[float], drawn: _Items, x: list[float]) -> None:
+    """The places nearest to the `wanted` ones, in squares, that keep order and `gaps` (pool adjacent violators)."""
     widths = drawn.widths
     offset = before = 0.0
     sums: list[float] = []  # of each block of items that touch
     counts: list[int] = []
     offsets = []
-    for item, want in zip(row, wanted, strict=True):
+    for item, gap, want in zip(row, gaps, wanted, strict=True):
         half = widths[item] / 2
-        offset += before + half
-        before = half + GAP
+        offset += before + gap + half
+        before = half
         offsets.append(offset)
         total, count = want - offset, 1
         while sums and sums[-1] * count > total * counts[-1]:

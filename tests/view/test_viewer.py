@@ -359,6 +359,55 @@ def test_nested_graphs_collapse(
     assert page.evaluate("viewer.s.far.length") >= 1
 
 
+STRANGERS = """
+() => {
+  const { m } = viewer, found = [];
+  m.parts.forEach((parts, group) => {
+    for (const { top, bottom, left, right } of parts.flatMap((part) => part.blocks)) {
+      for (let row = top; row <= bottom; row++) {
+        for (const op of m.inRow.of(row)) {
+          let here = m.ops.group[op];
+          while (here > group) here = m.group.parent[here];
+          const half = m.ops.width[op] / 2, inside = m.x[op] + half > left && m.x[op] - half < right;
+          if (inside !== (here === group)) found.push(`${m.full(op)} ${m.text(m.group.label[group])}`);
+        }
+      }
+    }
+  });
+  return found;
+}
+"""
+"""Ops that a frame is drawn around though they are of another group, and those of a group in no part of its frame."""
+
+
+@pytest.mark.parametrize("name", ["digits_nested.onnx", "silero_vad_16k_op15.onnx", "mtcnn.pb"])
+def test_frames_hold_their_own_ops_alone(
+    name: str, samples: Path, shared: Path, tmp_path: Path, opened: Callable[..., Any], cli: Callable[..., Any]
+) -> None:
+    """Around nested graphs and scopes that are entangled, each op is in the frames of its groups and in no others."""
+    model = samples / name if (samples / name).exists() else shared / name
+    cli("inspect", model, "--html", tmp_path / "page.html")
+    page = opened(tmp_path / "page.html", scheme="dark")
+    assert page.evaluate("viewer.m.parts.filter((parts) => parts.length).length") > 10
+    assert page.evaluate(STRANGERS) == []
+
+
+def test_badges_and_labels_of_frames_are_apart(digits: Path, opened: Callable[..., Any]) -> None:
+    """Wherever the drawing is looked at, no badge covers the name of a frame."""
+    page = opened(digits, "residual/add")
+    for _ in range(6):
+        page.mouse.wheel(0, -300)
+        page.wait_for_timeout(50)
+        hits = page.evaluate("viewer.hits")
+        labels = [
+            hit for hit in hits if "frame" in hit and hit["y"] > -page.evaluate("viewer.view.y / viewer.view.k") + 40
+        ]
+        for label in labels:
+            for badge in (hit for hit in hits if "badge" in hit):
+                apart = badge["x"] > label["right"] or badge["right"] < label["x"]
+                assert apart or badge["y"] >= label["bottom"] or badge["bottom"] <= label["y"]
+
+
 def test_clicks_on_the_drawing(digits: Path, opened: Callable[..., Any]) -> None:
     """A click on a box, a badge, a wire and beside all of them selects that; two on a frame's name collapse it."""
     page = opened(digits, "stem/conv")

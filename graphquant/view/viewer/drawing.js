@@ -137,58 +137,6 @@ function rowAt(top, y, rows) {
   return Math.min(low, Math.max(rows - 1, 0));
 }
 
-/** Where the frame of a group is, with room for those in it. */
-function frameOf(app, group) {
-  const { m, s } = app, one = m.groupOps[group], pad = 6 + 6 * one.deep;
-  const y = s.boxTop(one.top) - LABEL * s.lift[group], bottom = s.top[one.bottom + 1] + 2 + 4 * s.drop[group];
-  return { group, x: one.left - pad, y, right: one.right + pad, bottom };
-}
-
-/** The frames that are in view. */
-function framesIn(app, area) {
-  const { m, s, view } = app, found = [];
-  for (let group = 0; group < m.group.count; group++) {
-    const one = m.groupOps[group];
-    if (!one.ops || s.hiding[group] >= 0 || one.bottom < area.first || one.top > area.last) continue;
-    const frame = frameOf(app, group);
-    if (frame.right < area.left || frame.x > area.right || (frame.bottom - frame.y) * view.k < 6) continue;
-    found.push(frame);
-  }
-  return found;
-}
-
-function drawFrames(app, frames) {
-  const { ctx, m, view, colour } = app;
-  ctx.strokeStyle = colour.line;
-  ctx.fillStyle = colour.frame;
-  ctx.lineWidth = 1 / view.k;
-  for (const frame of frames) {
-    ctx.fillRect(frame.x, frame.y, frame.right - frame.x, frame.bottom - frame.y);
-    ctx.setLineDash(m.group.graph[frame.group] ? [6, 4] : []);
-    ctx.strokeRect(frame.x, frame.y, frame.right - frame.x, frame.bottom - frame.y);
-  }
-  ctx.setLineDash([]);
-}
-
-/** The names of frames, over all else; they stay in view as long as their frame does. */
-function drawLabels(app, area, frames) {
-  const { ctx, m, colour } = app;
-  font(app, "name");
-  ctx.textAlign = "left";
-  for (const frame of frames) {
-    const label = fitted(app, ctx, `− ${m.text(m.group.label[frame.group])}`, Math.max(60, frame.right - frame.x - 8));
-    const y = Math.min(Math.max(frame.y, area.top + 2 + LABEL * m.groupOps[frame.group].level), frame.bottom - LABEL);
-    const right = frame.x + ctx.measureText(label).width + 8;
-    ctx.fillStyle = colour.back;
-    ctx.globalAlpha = 0.85;
-    ctx.fillRect(frame.x + 1, y + 1, right - frame.x - 2, LABEL - 3);
-    ctx.globalAlpha = 1;
-    ctx.fillStyle = colour.soft;
-    ctx.fillText(label, frame.x + 4, y + 11);
-    app.hits.push({ x: frame.x, y, right, bottom: y + LABEL, frame: frame.group });
-  }
-}
-
 /** The middle of a piece is a curve that leaves and arrives upright. */
 function curve(ctx, x0, y0, x1, y1) {
   const middle = (y0 + y1) / 2;

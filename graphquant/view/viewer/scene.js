@@ -57,22 +57,6 @@ function makeRoom(m, s, row, boxes) {
   return x;
 }
 
-/** How many labels of frames stand one above the other over each row, and which place each frame's has. */
-function labelRoom(m, s) {
-  const { parent, count } = m.group;
-  s.strip = new Uint8Array(m.rows);
-  s.lift = new Uint8Array(count).fill(1);
-  s.drop = new Uint8Array(count).fill(1);
-  for (let group = count - 1; group >= 0; group--) {
-    const one = m.groupOps[group], outer = parent[group];
-    if (!one.ops || s.hiding[group] >= 0) continue;
-    s.strip[one.top] = Math.max(s.strip[one.top], s.lift[group]);
-    if (outer < 0) continue;
-    if (m.groupOps[outer].top === one.top) s.lift[outer] = Math.max(s.lift[outer], s.lift[group] + 1);
-    if (m.groupOps[outer].bottom === one.bottom) s.drop[outer] = Math.max(s.drop[outer], s.drop[group] + 1);
-  }
-}
-
 /** Where each row begins: with the room above its boxes; rows without any take none. */
 function rowTops(m, s, unfolded) {
   const more = new Uint8Array(m.rows);
