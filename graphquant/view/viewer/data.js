@@ -8,7 +8,6 @@ const OPENED = 64; // more room above a row where a badge is unfolded
 const NEAR = 0.5; // from this zoom on, words are drawn
 const MIDDLE = 0.16; // from this one, wires as curves and badges as dots
 const ROUND = 0.35; // from this one, boxes with an outline and their type
-const WIDEST = 240; // width of a box, at most
 const LABEL = 15; // height of a frame's label; frames that begin in a row have room above it
 const RESULTS = 100; // results of a search that are listed
 const CONTROLS = 60; // up to so many control edges they are drawn from the beginning

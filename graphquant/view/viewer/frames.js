@@ -1,56 +1,102 @@
 // Frames: around the ops of a name scope or a nested graph, and around no others.
 
-const TALL = 64; // rows of a block of a frame that is no rectangle, at most
+const TALL = 24; // rows of a block of a frame that is no rectangle, at most
 
 /**
  * For each group the parts of its frame. A part is a rectangle, or where that would hold ops of others, several blocks
  * of rows one below the other; where others stand between its ops, it is in several parts.
  */
 function outlines(m) {
-  const { parent, count } = m.group, own = Array.from({ length: count }, () => new Map());
-  for (let op = 0; op < m.count; op++) {
-    const half = m.ops.width[op] / 2, left = m.x[op] - half, right = m.x[op] + half, row = m.layer[op];
-    for (let group = m.ops.group[op]; group >= 0; group = parent[group]) {
-      const here = own[group].get(row);
-      if (!here) own[group].set(row, { left, right, ops: 1 });
-      else Object.assign(here, { left: Math.min(here.left, left), right: Math.max(here.right, right), ops: here.ops + 1 });
+  const rows = groupRows(m);
+  return m.groupOps.map((one, group) => partsOf(m, rows, rows.start[group], rows.start[group + 1], one));
+}
+
+/** The rows in which each group has ops: the row, how many, and where the first and the last stand among its items. */
+function groupRows(m) {
+  const { parent, count } = m.group, { start, items } = m.inRow;
+  const each = (act) => {
+    const at = new Int32Array(count).fill(-1);
+    for (let row = 0; row < m.rows; row++) {
+      for (let i = start[row]; i < start[row + 1]; i++) {
+        for (let group = m.ops.group[items[i]]; group >= 0; group = parent[group]) {
+          act(group, row, i, at[group] !== row);
+          at[group] = row;
+        }
+      }
     }
-  }
-  return own.map((rows, group) => (rows.size ? partsOf(m, rows, m.groupOps[group]) : []));
+  };
+  const found = new Int32Array(count + 1);
+  each((group, row, i, first) => { found[group + 1] += first; });
+  for (let group = 0; group < count; group++) found[group + 1] += found[group];
+  const rows = { start: found, row: new Int32Array(found[count]), ops: new Int32Array(found[count]), first: new Int32Array(found[count]), last: new Int32Array(found[count]) };
+  const next = found.slice();
+  each((group, row, i, first) => {
+    if (first) {
+      rows.row[next[group]] = row;
+      rows.first[next[group]++] = i;
+    }
+    rows.ops[next[group] - 1]++;
+    rows.last[next[group] - 1] = i;
+  });
+  return rows;
 }
 
-/** How many ops of a row reach into a stretch. */
-function within(m, row, left, right) {
-  const items = m.inRow.of(row);
-  let found = 0;
-  for (let i = firstFrom(m.x, items, left - WIDEST / 2); i < items.length && m.x[items[i]] < right + WIDEST / 2; i++) {
-    const half = m.ops.width[items[i]] / 2;
-    if (m.x[items[i]] + half > left && m.x[items[i]] - half < right) found++;
-  }
-  return found;
+const leftOf = (m, i) => m.x[m.inRow.items[i]] - m.ops.width[m.inRow.items[i]] / 2;
+const rightOf = (m, i) => m.x[m.inRow.items[i]] + m.ops.width[m.inRow.items[i]] / 2;
+
+/** Whether ops of others are out of a stretch of a row in which the group has some; `k` is its number in `rows`. */
+function free(m, rows, k, left, right) {
+  const { start } = m.inRow, row = rows.row[k], first = rows.first[k], last = rows.last[k];
+  if (last - first + 1 !== rows.ops[k]) return false;
+  if (first > start[row] && rightOf(m, first - 1) > left) return false;
+  return last + 1 >= start[row + 1] || leftOf(m, last + 1) >= right;
 }
 
-function partsOf(m, rows, { top, bottom, left, right }) {
-  const free = (row, from, to) => within(m, row, from, to) === (rows.has(row) ? rows.get(row).ops : 0);
-  let whole = bottom - top < 2 * rows.size + TALL;
-  for (let row = top; whole && row <= bottom; row++) whole = free(row, left, right);
+/** Whether no op at all is in a stretch of a row. */
+function empty(m, row, left, right) {
+  const { start, items } = m.inRow, end = start[row + 1];
+  let low = start[row], high = end;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (m.x[items[middle]] + m.ops.width[items[middle]] / 2 <= left) low = middle + 1;
+    else high = middle;
+  }
+  return low >= end || leftOf(m, low) >= right;
+}
+
+function partsOf(m, rows, from, to, { top, bottom, left, right }) {
+  if (from === to) return [];
+  let whole = bottom - top < 2 * (to - from) + TALL;
+  for (let row = top, k = from; whole && row <= bottom; row++) {
+    if (rows.row[k] === row) whole = free(m, rows, k++, left, right);
+    else whole = empty(m, row, left, right);
+  }
   if (whole) return [{ top, bottom, blocks: [{ top, bottom, left, right }] }];
   const parts = [];
   let block = null;
-  for (const [row, one] of [...rows].sort((a, b) => a[0] - b[0])) {
-    const joined = block && { top: block.top, bottom: row, left: Math.min(block.left, one.left), right: Math.max(block.right, one.right) };
-    const near = block && row - block.bottom <= TALL, grown = joined && (joined.left < block.left || joined.right > block.right);
-    let fits = near && row - block.top <= TALL;
-    for (let here = grown ? block.top : near ? block.bottom + 1 : row; fits && here <= row; here++) fits = free(here, joined.left, joined.right);
-    if (fits) Object.assign(block, joined);
-    else {
-      const touching = block && row === block.bottom + 1 && one.left < block.right && one.right > block.left;
-      block = { top: row, bottom: row, left: one.left, right: one.right };
-      if (touching) parts[parts.length - 1].blocks.push(block);
-      else parts.push({ blocks: [block] });
+  for (let k = from; k < to; k++) {
+    if (block && widened(m, rows, block, k)) continue;
+    const row = rows.row[k], one = leftOf(m, rows.first[k]), other = rightOf(m, rows.last[k]);
+    const touching = block && row === block.bottom + 1 && one < block.right && other > block.left;
+    block = { from: k, top: row, bottom: row, left: one, right: other };
+    if (touching) parts[parts.length - 1].push(block);
+    else parts.push([block]);
+  }
+  return parts.map((blocks) => ({ top: blocks[0].top, bottom: blocks[blocks.length - 1].bottom, blocks }));
+}
+
+/** Makes a block reach to the next row of its group and as wide as that, if that takes in nothing of others. */
+function widened(m, rows, block, k) {
+  const row = rows.row[k], left = Math.min(block.left, leftOf(m, rows.first[k])), right = Math.max(block.right, rightOf(m, rows.last[k]));
+  if (row - block.top > TALL || !free(m, rows, k, left, right)) return false;
+  for (let here = block.bottom + 1; here < row; here++) if (!empty(m, here, left, right)) return false;
+  if (left < block.left || right > block.right) {
+    for (let here = block.top, i = block.from; here <= block.bottom; here++) {
+      if (!(rows.row[i] === here ? free(m, rows, i++, left, right) : empty(m, here, left, right))) return false;
     }
   }
-  return parts.map(({ blocks }) => ({ top: blocks[0].top, bottom: blocks[blocks.length - 1].bottom, blocks }));
+  Object.assign(block, { bottom: row, left, right });
+  return true;
 }
 
 /** How many labels of frames stand one above the other over each row, and which place each part's has. */
