@@ -27,6 +27,12 @@ settings.register_profile("any machine", deadline=None)  # a machine that others
 settings.load_profile("any machine")
 
 
+@pytest.fixture(autouse=True)
+def unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output is as wide as it likes: workers of pytest-xdist have COLUMNS in their environment, which folds it."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def samples() -> Path:
     """The folder of sample models."""

@@ -13,7 +13,7 @@ import click
 
 from graphquant.cli.group import INTERRUPTED
 from graphquant.cli.options import MAX_MEMORY, memory, shard
-from graphquant.cli.output import progress_bar
+from graphquant.cli.output import print_view, progress_bar
 from graphquant.errors import DataError, UsageError
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def _finish(found: Stats, output: Path) -> None:
     from graphquant.view import text
 
     found.save(output)
-    text.console().print(text.stats_view(found, output))
+    print_view(text.stats_view(found, output))
 
 
 def _command(ctx: click.Context) -> str:

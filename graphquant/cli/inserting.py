@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from graphquant.cli.options import CORRECT, MAX_MEMORY, SHARE, memory, selection
-from graphquant.cli.output import progress_bar, write, write_page
+from graphquant.cli.output import print_view, progress_bar, write, write_page
 from graphquant.errors import FindingsError, UsageError
 
 if TYPE_CHECKING:
@@ -204,9 +204,9 @@ def _deliver(
         from graphquant.view.graph import result_drawing
 
         write_page(html, result_drawing(result), result.stats)
-    text.console().print(text.result_view(result, written))
+    print_view(text.result_view(result, written))
     if receipt is not None:
-        text.console().print(text.receipt_view(receipt))
+        print_view(text.receipt_view(receipt))
     if receipt is not None and not receipt.agrees:
         raise FindingsError(
             f"{target.name} does not have every scale that was planned; the table above has the runtime's beside"

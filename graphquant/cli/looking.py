@@ -261,12 +261,11 @@ def data_check(model: Path, spec: str, samples: int | None, form: str) -> None:
     """Show what SPEC feeds each input of MODEL, and what is probably wrong with it. Exit code 1 if anything is."""
     from graphquant import pipeline
     from graphquant.view import data_check as view
-    from graphquant.view import text
 
     report = pipeline.check_data(model, spec, samples=samples)
     if form == "json":
         emit(view.report_json(report), None)
     else:
-        text.console().print(view.report_view(report))
+        print_view(view.report_view(report))
     if report.findings:
         raise click.exceptions.Exit(FindingsError.exit_code)

@@ -30,18 +30,17 @@ def emit(what: Any, output: Path | None) -> None:
         click.echo(what if isinstance(what, str) else json.dumps(what, indent=2), nl=not isinstance(what, str))
 
 
-def print_view(view: Any, output: Path | None) -> None:
-    """A drawing of rich's, to the terminal or as plain text to the file."""
+def print_view(view: Any, output: Path | None = None) -> None:
+    """A drawing of rich's, to the terminal, or as plain text to the file or to what stands in for a terminal."""
     from graphquant.view import text
 
-    if output is None:
-        text.console().print(view)
-        return
-    from io import StringIO
-
-    lines = StringIO()
-    text.console(file=lines).print(view)
-    write(output, lines.getvalue())
+    if output is not None:
+        write(output, text.text_of(view))
+    elif (console := text.console()).is_terminal:
+        console.print(view, crop=False)
+    else:
+        sys.stdout.write(text.text_of(view, folded=True))  # click would write letters that its encoding lacks
+        sys.stdout.flush()
 
 
 def write(path: Path, what: Any) -> None:

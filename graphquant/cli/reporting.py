@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from graphquant.cli.output import progress_bar
+from graphquant.cli.output import print_view, progress_bar
 from graphquant.errors import UsageError
 
 if TYPE_CHECKING:
@@ -156,9 +156,8 @@ class Reporting:
     def _print(self, report: Report) -> None:
         if self.form == "text":
             from graphquant.batch.reports.text import report_view
-            from graphquant.view import text
 
-            text.console().print(report_view(report))
+            print_view(report_view(report))
         else:
             from graphquant.batch.reports import REPORTS, as_annotations
 

@@ -6,6 +6,8 @@ import json
 
 import click
 
+from graphquant.cli.output import print_view
+
 
 @click.group()
 def rules() -> None:
@@ -18,7 +20,6 @@ def rules_list() -> None:
     from rich.table import Table
 
     from graphquant.ruleset import load_ruleset, shipped
-    from graphquant.view import text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("name", "rules", "description"):
@@ -26,7 +27,7 @@ def rules_list() -> None:
     for name in shipped():
         found = load_ruleset([name])
         table.add_row(name, str(len(found.rules)), found.descriptions[0])
-    text.console().print(table)
+    print_view(table)
 
 
 @rules.command("show")

@@ -33,7 +33,6 @@ def strip(model: Path, output: Path | None, everything: bool, original: Path | N
     from graphquant import outputs, pipeline
     from graphquant.formats import format_of
     from graphquant.view.strip_text import stripped_view
-    from graphquant.view.text import console
 
     if output is None and original is None:
         raise UsageError("There is nowhere to write the float model. Give -o OUT, or --check ORIGINAL alone.")
@@ -41,7 +40,7 @@ def strip(model: Path, output: Path | None, everything: bool, original: Path | N
         outputs.check_model_output(output, model, format_of(model), force=force)
     found = pipeline.strip(model, everything=everything)
     written = pipeline.save(found.model, output, force=force) if output is not None else None
-    console().print(stripped_view(found, written))
+    print_view(stripped_view(found, written))
     if original is not None:
         _prove(found, original)
 
@@ -50,10 +49,9 @@ def _prove(found: Stripped, original: Path) -> None:
     """Tells whether the model is `original`."""
     from graphquant import pipeline
     from graphquant.view.strip_text import proof_view
-    from graphquant.view.text import console
 
     proof = pipeline.prove_stripped(found, original)
-    console().print(proof_view(proof, str(original)))
+    print_view(proof_view(proof, str(original)))
     if not proof.holds:
         raise FindingsError(f"The model is not {original}, nor that but for its weights' rounding; see the list above.")
 

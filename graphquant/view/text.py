@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from functools import partial
+from io import StringIO
 from typing import IO, TYPE_CHECKING
 
 import numpy as np
 from rich.console import Console, Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from graphquant.errors import printable
 from graphquant.losses import LOW
 from graphquant.numerics import Dynamic
 from graphquant.plans.already import PAIR
+from graphquant.view.listing import Listing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -141,13 +143,13 @@ def incomplete(stats: Stats) -> list[RenderableType]:
 
 def receipt_view(receipt: Receipt) -> RenderableType:
     """Each planned tensor beside what TFLite's runtime has, and the ops that stayed float."""
-    table = _table("tensor", "index", "scale", "zero", "runtime", "verdict")
+    table = Listing("tensor", "index", "scale", "zero", "runtime", "verdict")
     for line in receipt.lines:
         planned, found = ("" if pair is None else _span(pair[0], ".6g", ".4g") for pair in (line.planned, line.found))
         zeros = "" if line.planned is None else _span(line.planned[1], "d")
         zeros += "" if line.found is None else f" ({_span(line.found[1], 'd')})"
         index = "" if line.index is None else str(line.index)
-        table.add_row(printable(str(line.tensor)), index, planned, zeros, found, line.problem or "equal")
+        table.add_row(str(line.tensor), index, planned, zeros, found, line.problem or "equal")
     wrong = sum(bool(line.problem) for line in receipt.lines)
     parts: list[RenderableType] = [plain("Receipt: the plan beside TFLite's runtime", style="bold"), table]
     parts += [plain(f"float: {one.op} ({one.type}): {one.reason}", style="yellow") for one in receipt.floats]
@@ -191,13 +193,13 @@ def survey_view(found: Survey) -> RenderableType:
         copies = list(dict.fromkeys(one.graph for one in found.copies))
         lines.append(plain(f"  {counted(len(copies), 'saved function')} left alone: {listed(copies)}", style="yellow"))
         lines.append(plain(f"    {found.copies[0].op}: {found.copies[0].reason}", style="dim"))
-    tables: dict[str, Table] = {}
+    tables: dict[str, Listing] = {}
     for reading in found.readings:
-        table = tables.setdefault(reading.type, _table("tensor", *PARAMS))
+        table = tables.setdefault(reading.type, Listing("tensor", *PARAMS))
         values = ("?", "at run time", "", "") if reading.params is None else _params(reading.params)
         if reading.learned:
             values = (*values[:3], f"{values[3]} learned".strip())
-        table.add_row(printable(str(reading.tensor)), *values)
+        table.add_row(str(reading.tensor), *values)
     for kind, table in tables.items():
         lines += [plain(f"{table.row_count} {kind}", style="bold"), table]
     lines += _stored(found)
@@ -207,20 +209,19 @@ def survey_view(found: Survey) -> RenderableType:
 
 def _stored(found: Survey) -> list[RenderableType]:
     """A table for each graph's tensors, which keep their scales themselves."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, Listing] = {}
     for one in found.tensors:
-        table = tables.setdefault(one.tensor.graph, _table("index", *PARAMS, "axis", "shape", "tensor"))
+        table = tables.setdefault(one.tensor.graph, Listing("tensor", "index", *PARAMS, "shape"))
         stored, output = one.stored, one.output
         shape = stored.sizes if output.shape is None else output.shape
         table.add_row(
+            output.name,
             str(stored.index),
-            (output.dtype or "?") + (f"[{stored.scale.size}]" if stored.scale.size > 1 else ""),
+            (output.dtype or "?") + (f"[{stored.scale.size}] axis {stored.axis}" if stored.scale.size > 1 else ""),
             _span(stored.scale, ".6g", ".4g") if stored.scale.size else stored.details,
             _span(stored.zero_point, "d") if stored.zero_point.size else "",
             f"[{stored.low.min():.4g}, {stored.high.max():.4g}]" if stored.low.size and stored.high.size else "",
-            str(stored.axis) if stored.scale.size > 1 else "",
             _sizes(shape),
-            printable(output.name),
         )
     lines: list[RenderableType] = []
     for graph, table in tables.items():
@@ -230,10 +231,24 @@ def _stored(found: Survey) -> list[RenderableType]:
 
 
 def console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
-    """A console that folds at a terminal's width, and nowhere else; names like [red] and :x: are shown as they are."""
+    """A console that folds at a terminal's width, or at that in COLUMNS, and else nowhere.
+
+    Names like [red] and :x: are shown as they are.
+    """
     make = partial(Console, stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
     made = make()
-    return made if made.is_terminal and file is None else make(width=UNFOLDED, color_system=None)
+    if file is None and (made.is_terminal or os.environ.get("COLUMNS", "").isdecimal()):
+        return made
+    return make(width=UNFOLDED, color_system=None)
+
+
+def text_of(view: RenderableType, *, folded: bool = False) -> str:
+    """A view as plain text, without the spaces that fill a table's lines; `folded` as `console` says."""
+    lines = StringIO()
+    width = console().width if folded else UNFOLDED
+    made = Console(file=lines, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    made.print(view, crop=False)
+    return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
 
 
 def plain(what: str, style: str = "") -> Text:
@@ -241,19 +256,12 @@ def plain(what: str, style: str = "") -> Text:
     return Text(printable(what), style=style)
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column in PARAMS)
-    return table
-
-
 def _by_rule(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[RenderableType]:
     """A table for each rule, under its name and reason, in the order in which the rules first appear."""
-    tables: dict[str, Table] = {}
+    tables: dict[str, Listing] = {}
     reasons: dict[str, str] = {}
     for site, cells in rows:
-        tables.setdefault(site.rule, _table("tensor", *columns)).add_row(*map(printable, (str(site.tensor), *cells)))
+        tables.setdefault(site.rule, Listing("tensor", *columns)).add_row(str(site.tensor), *cells)
         reasons.setdefault(site.rule, " ".join(site.why.split()))
     parts: list[RenderableType] = []
     for rule, table in tables.items():

@@ -88,8 +88,8 @@ def test_inspect_shows_the_tensors(build, sample, tmp_path, cli):
     text = cli("inspect", path).stdout
     assert "7 tensors\n" in text
     assert "1 tensor in body" in text
-    row = next(line for line in text.splitlines() if line.split()[-1:] == ["w"])
-    assert row.split() == ["1", "int8[2]", "0.25..0.5", "0", "[-2,", "2]", "0", "[2,", "2]", "w"]
+    row = next(line for line in text.splitlines() if line.split()[:1] == ["w"])
+    assert row.split() == ["w", "1", "int8[2]", "axis", "0", "0.25..0.5", "0", "[-2,", "2]", "[2,", "2]"]
     tensors = json.loads(cli("inspect", path, "--format", "json").stdout)["tensors"]
     assert tensors[1] == {
         "graph": "",
