@@ -51,7 +51,7 @@ class _Asked:
     given: dict[str, Any]
     folder: str = ""
     path: Path | None = None
-    lines: dict[KeyPath, int] = field(default_factory=dict)
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
     under: KeyPath = ()
 
     def place(self, index: int, key: str) -> KeyPath:

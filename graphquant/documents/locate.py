@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -56,7 +58,27 @@ def locate(text: str) -> dict[KeyPath, int]:
     return _Scanner(text).scan()
 
 
-def nearest(lines: dict[KeyPath, int], path: KeyPath) -> int:
+class Lines(Mapping[KeyPath, int]):
+    """The same, found when the first line is asked for: where nothing is wrong, nobody does."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    @cached_property
+    def _found(self) -> dict[KeyPath, int]:
+        return locate(self._text)
+
+    def __getitem__(self, path: KeyPath) -> int:
+        return self._found[path]
+
+    def __iter__(self) -> Iterator[KeyPath]:
+        return iter(self._found)
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+
+def nearest(lines: Mapping[KeyPath, int], path: KeyPath) -> int:
     """The line of `path`, or of the innermost table around it that has one."""
     for size in range(len(path), 0, -1):
         if path[:size] in lines:

@@ -6,11 +6,11 @@ import re
 import tomllib
 from typing import TYPE_CHECKING, Any
 
-from graphquant.documents.locate import KeyPath, NestingError, locate, nearest
+from graphquant.documents.locate import MAX_NESTING, KeyPath, Lines, NestingError, locate, nearest
 from graphquant.errors import GraphQuantError, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
 
     from graphquant.documents.form import Form
@@ -42,7 +42,7 @@ def read(path: Path, form: Form) -> bytes:
         ) from error
 
 
-def parse(path: Path, content: bytes, form: Form) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+def parse(path: Path, content: bytes, form: Form) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
     """The data of a TOML file, and the line of each of its keys.
 
     Raises:
@@ -56,15 +56,32 @@ def parse(path: Path, content: bytes, form: Form) -> tuple[dict[str, Any], dict[
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise failure(path, [(line, "the file is not UTF-8. Save it in that encoding.")], form) from error
+    if any(line.count(".") > MAX_NESTING for line in text.split("\n")):  # keys of which tomllib might never come back
+        _check_nesting(path, text, form)
+    data = _toml(path, text, form)
+    if _is_deep(data):
+        _check_nesting(path, text, form)
+    return data, Lines(text)
+
+
+def _check_nesting(path: Path, text: str, form: Form) -> None:
     try:
-        lines = locate(text)
+        locate(text)
     except NestingError as error:
         raise failure(path, [(error.line, f"this is {error}. No {form.noun} needs half of that.")], form) from error
-    return _toml(path, text, form), lines
+
+
+def _is_deep(data: dict[str, Any]) -> bool:
+    """Whether tables and arrays are nested half as deeply as they may be, or more."""
+    level: list[Any] = [data]
+    for _ in range(MAX_NESTING // 2):
+        held = [list(one.values()) if isinstance(one, dict) else one for one in level]
+        level = [one for values in held for one in values if isinstance(one, dict | list)]
+    return bool(level)
 
 
 def mistaken(
-    path: Path, lines: dict[KeyPath, int], mistakes: Iterable[Mistake], form: Form, under: KeyPath = ()
+    path: Path, lines: Mapping[KeyPath, int], mistakes: Iterable[Mistake], form: Form, under: KeyPath = ()
 ) -> GraphQuantError:
     """The error that tells all `mistakes`, whose keys stand under the table `under` of the file."""
     return failure(path, [(nearest(lines, (*under, *key)), sentence) for key, sentence in mistakes], form)
@@ -84,6 +101,7 @@ def _toml(path: Path, text: str, form: Form) -> dict[str, Any]:
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # tomllib lets out int()'s ValueError on a number of 5,000 digits
+        _check_nesting(path, text, form)
         message = str(error)
         at = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
         line = int(at[1]) if at and at[1] else text.count("\n") + 1 if at else 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +17,7 @@ from graphquant.ruleset.schema import FORM
 from graphquant.ruleset.types import NOT, BoundRule, RuleFile, RuleSet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from graphquant.documents import KeyPath
 
@@ -98,13 +99,13 @@ def load_ruleset(names: Sequence[str]) -> RuleSet:
     )
 
 
-def _bind(name: str, file: RuleFile, lines: dict[KeyPath, int]) -> list[BoundRule]:
+def _bind(name: str, file: RuleFile, lines: Mapping[KeyPath, int]) -> list[BoundRule]:
     schemes = {key: replace(scheme, name=key) for key, scheme in file.scheme.items()}
     return [
         BoundRule(
             rule=rule,
             file=name,
-            line=documents.nearest(lines, ("rule", index)),
+            place=partial(documents.nearest, lines, ("rule", index)),
             scheme=schemes.get(rule.quantize),
             patterns=file.pattern,
         )
@@ -112,7 +113,7 @@ def _bind(name: str, file: RuleFile, lines: dict[KeyPath, int]) -> list[BoundRul
     ]
 
 
-def _parse(path: Path, content: bytes) -> tuple[RuleFile, dict[KeyPath, int]]:
+def _parse(path: Path, content: bytes) -> tuple[RuleFile, Mapping[KeyPath, int]]:
     """The file's data and the lines of its keys; a RuleError with all its mistakes."""
     data, lines = documents.parse(path, content, FORM)
     file, mistakes = parse(data)
@@ -121,7 +122,7 @@ def _parse(path: Path, content: bytes) -> tuple[RuleFile, dict[KeyPath, int]]:
     return file, lines
 
 
-def _one_line(text: str) -> tuple[RuleFile, dict[KeyPath, int]]:
+def _one_line(text: str) -> tuple[RuleFile, Mapping[KeyPath, int]]:
     """The data of a rule that was given as text; a RuleError with all its mistakes."""
     try:
         file, mistakes = parse(read_inline(text))

@@ -20,7 +20,7 @@ from graphquant.ruleset.syntax import compile_regex, parse_chain, parse_pattern
 from graphquant.sketch import OBSERVERS, Argument
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from graphquant.ir import Shape
 
@@ -519,13 +519,18 @@ class RuleFile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRule:
-    """A rule with the file it came from: its schemes and patterns are that file's."""
+    """A rule with the file it came from: its schemes and patterns are that file's, and `place` finds its line there."""
 
     rule: Rule
     file: str
-    line: int
+    place: Callable[[], int]
     scheme: Scheme | None
     patterns: dict[str, Pattern]
+
+    @property
+    def line(self) -> int:
+        """Where it begins in the file."""
+        return self.place()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

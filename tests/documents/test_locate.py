@@ -1,10 +1,11 @@
 """Lines of keys in TOML text."""
 
+import sys
 import time
 
 import pytest
 
-from graphquant.documents.locate import MAX_NESTING, NestingError, locate, nearest
+from graphquant.documents.locate import MAX_NESTING, Lines, NestingError, locate, nearest
 
 TEXT = '''\
 # a comment [not.a.table]
@@ -138,3 +139,15 @@ def test_time_is_linear(part):
     start = time.perf_counter()
     locate(part * (500_000 // len(part)))
     assert time.perf_counter() - start < 20
+
+
+def test_lines_are_looked_for_when_they_are_asked_for(monkeypatch) -> None:
+    """A text in which nothing is wrong is not gone through for them; asked, they are those of `locate`."""
+    text = "[scheme.a]\nbits = 8\n\n[[rule]]\nname = 'x'\n"
+    asked: list[str] = []
+    monkeypatch.setattr(sys.modules[Lines.__module__], "locate", lambda given: asked.append(given) or locate(given))
+    lines = Lines(text)
+    assert not asked
+    assert dict(lines) == locate(text)
+    assert nearest(lines, ("rule", 0, "producer")) == 4
+    assert (len(lines), asked) == (len(locate(text)), [text])

@@ -164,9 +164,15 @@ def test_unreadable_files(write, monkeypatch):
     assert message("pipe.toml") == "pipe.toml:1: this is no regular file. Save its text to a file first."
     assert message(write(b"a = 1\n\nb = '\xff'")) == "rules.toml:3: the file is not UTF-8. Save it in that encoding."
     assert message(write(" " * (1 << 20) + " ")).startswith("rules.toml:1: the file has more than 1048576 bytes.")
-    assert message(write("\na = " + "[" * 5000)) == (
-        "rules.toml:2: this is nested more than 16 levels deep. No rule file needs half of that."
-    )
+    for deep in (
+        "a = " + "[" * 5000,
+        "a." * 100_000 + "b = 1",
+        "[" + "a." * 100_000 + "b]",
+        "a = " + "[" * 40 + "]" * 40,
+    ):
+        assert message(write(f"\n{deep}")) == (
+            "rules.toml:2: this is nested more than 16 levels deep. No rule file needs half of that."
+        )
 
     def refuse(*_args, **_keywords):
         raise PermissionError(13, "Permission denied")
