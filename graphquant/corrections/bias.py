@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from graphquant.corrections.held import LIVES_ON, Biases
-from graphquant.corrections.means import Mean, measure, show_mean
+from graphquant.corrections.means import RULE, Mean, measure, show_mean
 from graphquant.corrections.places import ends, levels, places
 from graphquant.corrections.types import Corrected, Draft, Samples
 from graphquant.ir import TensorRef, Use, bulk
+from graphquant.qdq.base import constant
 from graphquant.rewrite import rewrite
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from graphquant.corrections.places import Place
     from graphquant.ir import Model
@@ -102,9 +103,10 @@ def shrunk(rows: Array) -> Array:
 
 def _alone(draft: Draft, found: Sequence[Place], samples: Samples) -> tuple[Rows, Rows]:
     """Means of what ops make of the float model's values: as they are, and with weights and input rounded."""
-    model = draft.model.copy()
+    model = draft.before.copy()
     twins: dict[tuple[str, str], str] = {}
     means: list[tuple[Place, Mean, Mean]] = []
+    rounded: dict[Use, TensorRef] = {}
     for place in found:
         graph, op = model.graphs[place.graph], place.op
         if place.axes is None:
@@ -114,26 +116,34 @@ def _alone(draft: Draft, found: Sequence[Place], samples: Samples) -> tuple[Rows
         first = show_mean(model, graph, place.output, place.axes)
         second = show_mean(model, graph, graph.add(twin, graph.slots(op.name)), place.axes)
         twins[place.graph, op.name] = name
+        if place.weight in draft.weights:
+            other = draft.weights[place.weight]
+            rounded[place.weight] = constant(graph, f"{name}/weight", other, type_="Const", rule=RULE)
+            graph.connect(place.weight._replace(op=name), rounded[place.weight])
         means.append((place, first, second))
-    plan, params = _for_twins(draft.solution, twins)
+    plan, params = _for_twins(draft.solution, twins, rounded)
     instrumented, _ = rewrite(model, plan, params)
     rows = measure(instrumented, [mean for _, *pair in means for mean in pair], samples)
     floats = {place.output: rows[one.tensor] for place, one, _ in means if one.tensor in rows}
-    rounded = {place.output: rows[other.tensor] for place, _, other in means if other.tensor in rows}
-    return floats, rounded
+    others = {place.output: rows[other.tensor] for place, _, other in means if other.tensor in rows}
+    return floats, others
 
 
-def _for_twins(solution: Solution, twins: dict[tuple[str, str], str]) -> tuple[Plan, dict[int, QParams | Dynamic]]:
-    """The part of a solution that concerns ops with a twin, for these twins."""
+def _for_twins(
+    solution: Solution, twins: Mapping[tuple[str, str], str], rounded: Mapping[Use, TensorRef]
+) -> tuple[Plan, dict[int, QParams | Dynamic]]:
+    """The part of a solution that concerns ops with a twin, for these twins and the weights that they read."""
     sites: list[Site] = []
     params: dict[int, QParams | Dynamic] = {}
     for index, site in enumerate(solution.plan.sites):
-        uses = tuple(
-            Use(use.graph, twins[use.graph, use.op], use.slot) for use in site.uses if (use.graph, use.op) in twins
-        )
-        if uses and index in solution.params:
+        read: dict[TensorRef, list[Use]] = {}
+        for use in site.uses if index in solution.params else ():
+            if (use.graph, use.op) in twins:
+                twin = Use(use.graph, twins[use.graph, use.op], use.slot)
+                read.setdefault(rounded.get(use, site.tensor), []).append(twin)
+        for tensor, uses in read.items():
             params[len(sites)] = solution.params[index]
-            sites.append(replace(site, uses=uses, tie=(), twin=None))
+            sites.append(replace(site, tensor=tensor, uses=tuple(uses), tie=(), twin=None))
     return replace(solution.plan, sites=tuple(sites), skips=()), params
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from graphquant.corrections.means import RULE
-from graphquant.ir import FORWARDING, Parameters, TensorRef, Use
+from graphquant.corrections.places import own_constant
+from graphquant.ir import Parameters, TensorRef, Use
 from graphquant.numerics import SMALLEST_SCALE, QParams, along, from_scale
 from graphquant.plans import Site
 from graphquant.qdq.base import constant
@@ -25,9 +26,6 @@ BIAS_BITS: Final = 32
 """Bits of a bias that integers are added to; one of fewer has steps as large as what corrections are about."""
 
 LIVES_ON: Final = "its bias is a variable, with which training goes on; freeze the model to correct it"
-
-_FIXED: Final = frozenset({"Const", "Initializer"})
-"""Types of constants whose value is not the attribute of a node."""
 
 
 class Biases:
@@ -114,25 +112,13 @@ class Biases:
     def _put(self, place: Place, use: Use, value: Array) -> None:
         """Gives the bias a constant of its own, and that its value."""
         if use not in self._homes:
-            alone = self._alone(use, value)
+            alone = own_constant(self._before, use, value.shape)
             self._homes[use] = alone or self._added(place, use, value)
             if alone is None:
                 return
         home = self._homes[use]
         graph = self.model.graphs[home.graph]
         graph.replace(replace(graph.op(home.op), value=lambda: value))
-
-    def _alone(self, use: Use, value: Array) -> TensorRef | None:
-        """The constant that only this use reads, if it has the value's shape."""
-        here = self._before.graphs[use.graph].producer(use)
-        while here is not None and len(self._before.graphs[here.graph].consumers(here)) == 1:
-            op = self._before.op(here)
-            if op.kind == "constant":
-                fits = op.type in _FIXED and op.outputs[0].shape == value.shape
-                return here if fits else None
-            slots = self._before.graphs[here.graph].slots(here.op)
-            here = slots[0] if op.kind in FORWARDING and slots else None
-        return None
 
     def _added(self, place: Place, use: Use, value: Array) -> TensorRef:
         """A new constant that the use reads from now on, quantized as the one before it was."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import networkx as nx
 
 from graphquant.corrections.means import Axes, axes_of
-from graphquant.ir import WEIGHTED_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import FORWARDING, WEIGHTED_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from graphquant.solve import Solution
 
 SHAPELESS: Final = "its number of axes is not known before the model runs"
+
+FIXED: Final = frozenset({"Const", "Initializer"})
+"""Types of constants whose value is not the attribute of a node."""
 
 ADDERS: Final = frozenset({"add", "bias_add"})
 
@@ -110,6 +113,18 @@ def _bias(graph: Graph, op: Op, parameters: Parameters) -> Use | str:
     return use
 
 
+def own_constant(model: Model, use: Use, shape: Sequence[int]) -> TensorRef | None:
+    """The constant of `shape` that is read at `use` and nowhere else; None if there is none."""
+    here = model.graphs[use.graph].producer(use)
+    while here is not None and len(model.graphs[here.graph].consumers(here)) == 1:
+        op = model.op(here)
+        if op.kind == "constant":
+            return here if op.type in FIXED and op.outputs[0].shape == tuple(shape) else None
+        slots = model.graphs[here.graph].slots(here.op)
+        here = slots[0] if op.kind in FORWARDING and slots else None
+    return None
+
+
 def levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
     """For each of `ops` how many of them the longest way to it leads through; empty where ops run in a ring.
 
@@ -137,4 +152,4 @@ def ends(graph: Graph, ops: Sequence[str]) -> list[str]:
     return [name for name in ops if name not in seen]
 
 
-__all__ = ["Place", "ends", "levels", "places"]
+__all__ = ["Place", "ends", "levels", "own_constant", "places"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphquant.corrections import bias
+from graphquant.corrections import bias, rounding
 from graphquant.corrections.check import FEWEST, errors, expected, worse
 from graphquant.corrections.types import Corrected, Correction, Draft
 from graphquant.ir import check
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from graphquant.solve import Solution
 
 CORRECTIONS: dict[str, Correction] = {
+    rounding.COMPENSATION: Correction(
+        why="with few bits, what rounding one weight does wrong others can make up for",
+        run=rounding.compensate,
+    ),
+    rounding.ADAPTIVE: Correction(
+        why="with few bits, the nearest step of each weight is not the best of all together",
+        run=rounding.round_adaptively,
+    ),
     bias.NAME: Correction(
         why="rounding moves the mean of what a convolution or product makes, and a bias can move it back",
         run=bias.correct_biases,
@@ -41,7 +49,7 @@ def correct(model: Model, solution: Solution, wanted: Sequence[str], samples: Sa
     Raises:
         ModelError: The model cannot be run.
     """
-    draft = Draft(model=model, solution=solution)
+    draft = Draft(before=model, model=model, solution=solution)
     asked = [name for name in CORRECTIONS if name in wanted]
     if len(samples.others) < FEWEST:
         few = f"there are {len(samples.others)} samples to check it with, and {FEWEST} are the least"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from graphquant.formats import Feeds, Runner
-    from graphquant.ir import Model
+    from graphquant.ir import Model, Use
+    from graphquant.numerics import Array
     from graphquant.solve import Solution
 
 
@@ -50,13 +51,17 @@ class Draft:
     """A solved plan and its model, as far as they are corrected.
 
     Attributes:
-        model: The prepared model, perhaps with other weights.
+        before: The prepared model.
+        model: The same, perhaps with other weights.
         solution: Scales and zero points of its plan.
+        weights: Weights that are others now, float32, by where they are read.
         told: What was done.
     """
 
+    before: Model
     model: Model
     solution: Solution
+    weights: Mapping[Use, Array] = field(default_factory=dict)
     told: tuple[Corrected, ...] = ()
 
 

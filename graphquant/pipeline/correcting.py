@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphquant import formats
+from graphquant.calibration import load_of
 from graphquant.corrections import Corrected, Draft, Samples, correct
 from graphquant.errors import UsageError, did_you_mean
 from graphquant.ruleset import CORRECTIONS, NOT
@@ -18,8 +19,12 @@ if TYPE_CHECKING:
     from graphquant.plans import Plan
     from graphquant.solve import Solution
 
-SAMPLES = 32
-"""Samples that are looked at: every second one to correct by, the others to check with."""
+SAMPLES, MOST_SAMPLES = 32, 128
+"""Samples that are looked at, every second one to correct by, the others to check with: more of them in small models,
+where they cost little."""
+
+ELEMENTS = 1 << 24
+"""Elements that the activations of all samples may have where there are more than `SAMPLES`."""
 
 SPANS = 8
 """Places in the data that they are taken from."""
@@ -38,7 +43,7 @@ def corrected(prepared: Model, solution: Solution, made: Plan, used: Batches | N
         DataError: A sample cannot be read.
         ModelError: The model cannot be run.
     """
-    draft = Draft(model=prepared, solution=solution)
+    draft = Draft(before=prepared, model=prepared, solution=solution)
     if not made.corrections or not solution.params:
         return draft
     if used is None or used.random:
@@ -49,8 +54,10 @@ def corrected(prepared: Model, solution: Solution, made: Plan, used: Batches | N
             Corrected(correction=name, target="model", detail=f"left out: {reason}", done=False)
             for name in made.corrections
         )
-        return Draft(model=prepared, solution=solution, told=tuple(told))
-    feeds = list(_some(used))
+        return Draft(before=prepared, model=prepared, solution=solution, told=tuple(told))
+    elements = load_of(prepared, batchable=False).elements
+    count = SAMPLES if elements is None else min(max(ELEMENTS // max(elements, 1), SAMPLES), MOST_SAMPLES)
+    feeds = list(_some(used, count))
     runner = formats.module(prepared.format).runner
     return correct(prepared, solution, made.corrections, Samples(feeds=feeds[::2], others=feeds[1::2], runner=runner))
 
@@ -70,12 +77,12 @@ def chosen(wanted: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in CORRECTIONS if name in asked and NOT + name not in given)
 
 
-def _some(batches: Batches) -> Iterator[Feeds]:
-    """Some of the samples, from all over the data."""
-    if batches.count <= SAMPLES:
+def _some(batches: Batches, count: int) -> Iterator[Feeds]:
+    """`count` of the samples, from all over the data."""
+    if batches.count <= count:
         yield from batches
         return
-    each = SAMPLES // SPANS
+    each = count // SPANS
     for span in range(SPANS):
         start = span * (batches.count - each) // (SPANS - 1)
         yield from batches.span(start, start + each)

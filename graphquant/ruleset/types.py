@@ -464,7 +464,7 @@ PREPARATIONS = (
 )
 """The steps before matching; `graphquant.prepare.STEPS` says what each is for."""
 
-CORRECTIONS = ("bias-correction",)
+CORRECTIONS = ("error-compensation", "adaptive-rounding", "bias-correction")
 """The steps between scales and rewriting; `graphquant.corrections.CORRECTIONS` says what each is for."""
 
 NOT = "not "
