@@ -4,11 +4,10 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -76,6 +75,20 @@ def journaled():
     return [json.loads(line)["name"] for line in lines]
 
 
+def _killed(finished, chance, *arguments):
+    """Runs the batch and kills it: soon, or soon after it has finished one more, however fast the machine is."""
+    more = chance.choice([0, 1])
+    process = subprocess.Popen(
+        command("-j", "2", "--no-cache", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while more and process.poll() is None and len(journaled()) <= finished:
+        time.sleep(0.01)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(chance.uniform(0, 0.3 if more else 2.0))
+    process.kill()
+    process.wait()
+
+
 def test_killed_and_resumed(here):
     """Killed at any moment, twenty times over, it goes on where it was: nothing is done twice, nothing is ever half."""
     assert run("-j", "2", "--no-cache").returncode == 0
@@ -84,21 +97,9 @@ def test_killed_and_resumed(here):
     shutil.rmtree("out")
     shutil.rmtree("cache")
     chance = random.Random(7)  # noqa: S311  # moments to kill at, no secrets
-    finished, full, lengths = [], 3.0, set()
+    finished, lengths = [], set()
     for kill in range(KILLS):
-        start = time.monotonic()
-        process = subprocess.Popen(
-            command("-j", "2", "--no-cache", *(["--resume"] if kill else [])),
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        try:
-            process.wait(chance.uniform(0.2, full))
-            full = max(time.monotonic() - start, 1.0)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            full += 0.3  # so that on any machine some runs come far
+        _killed(len(finished), chance, *(["--resume"] if kill else []))
         now = journaled()
         assert now[: len(finished)] == finished
         assert len(set(now)) == len(now)
@@ -106,12 +107,12 @@ def test_killed_and_resumed(here):
         lengths.add(len(now))
         for name, data in outputs().items():
             assert name.startswith(".") or data == expected[name]
+    assert len(lengths) > KILLS // 4, "hardly a kill came in the midst of the work"
     last = run("-j", "2", "--no-cache", "--resume")
     assert last.returncode == 0
     assert outputs() == expected
     assert told() == report
     assert sorted(journaled()) == sorted(one["name"] for one in report["outcomes"])
-    assert len(lengths) > 2, "no kill came in the midst of the work"
     assert run("-j", "2", "--no-cache", "--resume").returncode == 0
     assert len(journaled()) == 12
 
@@ -170,14 +171,14 @@ def test_every_fault_at_once(here):
         lines += [f"output = 'out/{fault}.onnx'"]
     lines += ["[[model]]", "path = 'corrupt.onnx'", "output = 'out/corrupt.onnx'", "data = 'digits_cnn_calib.npz'"]
     Path("graphquant.toml").write_text("\n".join(lines))
-    result = run("-j", "2", "--timeout", "20", "--max-memory", "1GB")
+    result = run("-j", "2", "--timeout", "45", "--max-memory", "1GB")
     assert result.returncode == 1, result.stderr
     statuses = [one["status"] for one in told()["outcomes"]]
     assert statuses == ["done"] * 12 + ["timeout", "crashed", "memory", "failed"]
     hung, crashed, heavy = read_report(Path("report.json")).outcomes[-4:-1]
     assert [one.attempts for one in (hung, crashed, heavy)] == [1, 2, 2]
-    assert hung.seconds >= 20
-    assert "not done after 20 s" in hung.problem.says
+    assert hung.seconds >= 45
+    assert "not done after 45 s" in hung.problem.says
     corrupt = told()["outcomes"][-1]["problem"]
     assert (corrupt["kind"], corrupt["exit_code"]) == ("ModelError", 3)
     assert "corrupt.onnx" in corrupt["says"]
