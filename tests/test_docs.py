@@ -12,6 +12,7 @@ import pytest
 
 from graphquant.batch.manifest import PARTS
 from graphquant.batch.manifest_types import ModelTable
+from graphquant.corrections import CORRECTIONS
 from graphquant.data.pixels import PRESETS
 from graphquant.data.spec import KINDS, PIXELS
 from graphquant.documents import keys as keys_of
@@ -164,6 +165,12 @@ def test_preparation_has_a_row_for_each_step():
         r"^\| `([a-z-]+)` \| .*\|$", ROOT.joinpath("docs", "preparation.md").read_text("utf-8"), re.MULTILINE
     )
     assert rows[: 1 + len(STEPS)] == ["opset", *STEPS]
+
+
+def test_corrections_have_a_row_each():
+    """The page's table names every correction, in the order in which they are made."""
+    page = ROOT.joinpath("docs", "corrections.md").read_text("utf-8")
+    assert re.findall(r"^\| `([a-z-]+)` \| .*\|$", page, re.MULTILINE) == list(CORRECTIONS)
 
 
 @pytest.mark.slow

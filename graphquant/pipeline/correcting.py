@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.calibration import load_of
 from graphquant.corrections import Corrected, Draft, Samples, correct
-from graphquant.errors import UsageError, did_you_mean
+from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.ruleset import CORRECTIONS, NOT
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 SAMPLES, MOST_SAMPLES = 32, 128
 """Samples that are looked at, every second one to correct by, the others to check with: more of them in small models,
 where they cost little."""
+
+LARGEST = 1 << 28
+"""Elements of weights, of which corrections hold a second copy: 1 GB."""
 
 ELEMENTS = 1 << 24
 """Elements that the activations of all samples may have where there are more than `SAMPLES`."""
@@ -41,25 +46,39 @@ def corrected(prepared: Model, solution: Solution, made: Plan, used: Batches | N
 
     Raises:
         DataError: A sample cannot be read.
-        ModelError: The model cannot be run.
     """
     draft = Draft(before=prepared, model=prepared, solution=solution)
     if not made.corrections or not solution.params:
         return draft
-    if used is None or used.random:
-        reason = (
-            "made-up data says nothing of means" if used is not None else "it needs data; statistics are not enough"
-        )
-        told = (
-            Corrected(correction=name, target="model", detail=f"left out: {reason}", done=False)
-            for name in made.corrections
-        )
-        return Draft(before=prepared, model=prepared, solution=solution, told=tuple(told))
+    if used is None:
+        return _none(draft, made, "it needs data; statistics are not enough")
+    if used.random:
+        return _none(draft, made, "made-up data says nothing of means")
+    if _size(prepared, made) > LARGEST:
+        return _none(draft, made, "the weights are so many that a second copy of them takes too much memory")
     elements = load_of(prepared, batchable=False).elements
     count = SAMPLES if elements is None else min(max(ELEMENTS // max(elements, 1), SAMPLES), MOST_SAMPLES)
     feeds = list(_some(used, count))
-    runner = formats.module(prepared.format).runner
-    return correct(prepared, solution, made.corrections, Samples(feeds=feeds[::2], others=feeds[1::2], runner=runner))
+    samples = Samples(feeds=feeds[::2], others=feeds[1::2], runner=formats.module(prepared.format).runner)
+    try:
+        return correct(prepared, solution, made.corrections, samples)
+    except ModelError as error:  # what the check of the result tells too, if it is not the corrections' alone
+        return _none(draft, made, str(error))
+
+
+def _none(draft: Draft, made: Plan, reason: str) -> Draft:
+    """The draft as it is, and why."""
+    told = (
+        Corrected(correction=name, target="model", detail=f"left out: {reason}", done=False)
+        for name in made.corrections
+    )
+    return replace(draft, told=tuple(told))
+
+
+def _size(prepared: Model, made: Plan) -> int:
+    """Elements of the weights that are quantized, as far as they are told."""
+    shapes = (prepared.output(site.tensor).shape for site in made.sites if site.parameter)
+    return sum(math.prod(size or 1 for size in shape) for shape in shapes if shape is not None)
 
 
 def chosen(wanted: Sequence[str], given: Sequence[str]) -> tuple[str, ...]:

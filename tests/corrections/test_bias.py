@@ -216,3 +216,18 @@ def test_variables_are_left(samples):
     said = {one.detail for one in result.corrected}
     assert "its bias is a variable, with which training goes on; freeze the model to correct it" in said
     assert not any(one.done for one in result.corrected)
+
+
+@pytest.mark.parametrize("name", ["adaptive-rounding", "error-compensation"])
+def test_rounding_and_bias_together(tmp_path, name):
+    """Weights of 4 bits are rounded for what they make, the bias on top of it, and outputs gain three decibels."""
+    path = model(tmp_path, *NETS["conv"])
+    plain = inserted(tmp_path, path, "plain.onnx", correct=["not bias-correction"])[1]
+    result, both = inserted(tmp_path, path, correct=[name])
+    assert {one.correction for one in result.corrected if one.done} >= {name}
+    expected, *found = (
+        next(iter(onnx_format.runner(gq.load(one.path)).run({"x": IMAGES}).values()))
+        for one in (gq.load(path), plain, both)
+    )
+    errors = [np.square(one - expected).sum() for one in found]
+    assert errors[1] < errors[0] / 2
