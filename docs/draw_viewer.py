@@ -41,6 +41,18 @@ PICTURES = (
 )
 """Name, model, colour scheme, link, and what is done there."""
 
+WORST = "listed(viewer, 0)"
+
+SCALE = "listed(viewer, viewer.entries.findIndex((entry) => entry.small.includes('scale')))"
+
+SIDES = (
+    ("compare_light", "compare", "light", WORST),
+    ("compare_dark", "compare", "dark", "colourBy(viewer, '1'); " + WORST),
+    ("diff_light", "diff", "light", SCALE),
+    ("diff_dark", "diff", "dark", "listed(viewer, 0)"),
+)
+"""Name, page, colour scheme, and what is done there."""
+
 
 def page(name: str, folder: Path) -> Path:
     """The page that `insert` makes of a sample model."""
@@ -49,6 +61,39 @@ def page(name: str, folder: Path) -> Path:
     command += ["--data", str(SAMPLES / f"{name}_calib.npz"), "--dry-run", "--html", str(html), "--force"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return html
+
+
+def graphquant(*arguments: object) -> None:
+    """Runs the program; diff ends with 1 where something differs."""
+    command = [sys.executable, "-m", "graphquant", *map(str, arguments)]
+    subprocess.run(command, check=arguments[0] != "diff", stdout=subprocess.DEVNULL)
+
+
+def sides(folder: Path) -> dict[str, Path]:
+    """The pages of a comparison in which one scale is ten times too small, and of a difference of three changes."""
+    import numpy as np
+    import onnx
+    from onnx import numpy_helper
+
+    source, quant, wrong, other = (
+        SAMPLES / "digits_cnn.onnx",
+        *(folder / f"{n}.onnx" for n in ("quant", "wrong", "other")),
+    )
+    graphquant("insert", source, "--data", SAMPLES / "digits_cnn_calib.npz", "-o", quant)
+    model = onnx.load(quant)
+    scale = next(node.input[1] for node in model.graph.node if node.input[0] == "pointwise/relu:0")
+    held = next(one for one in model.graph.initializer if one.name == scale)
+    held.CopyFrom(numpy_helper.from_array(np.float32(0.1) * numpy_helper.to_array(held), scale))
+    onnx.save(model, wrong)
+    for node in model.graph.node:
+        node.op_type = "Elu" if node.name == "stem/relu" else node.op_type
+        node.name = "depthwise/limit" if node.name == "depthwise/relu6" else node.name
+    onnx.save(model, other)
+    pages = {name: folder / f"{name}.html" for name in ("compare", "diff")}
+    data = ("--data", SAMPLES / "digits_cnn_eval.npz")
+    graphquant("compare", source, wrong, *data, "--html", pages["compare"])
+    graphquant("diff", quant, other, "--html", pages["diff"])
+    return pages
 
 
 def taken(browser: Browser, html: Path, scheme: str, link: str, act: str) -> Image.Image:
@@ -62,6 +107,11 @@ def taken(browser: Browser, html: Path, scheme: str, link: str, act: str) -> Ima
     return Image.open(io.BytesIO(shown.screenshot()))
 
 
+def saved(picture: Image.Image, name: str) -> None:
+    """Writes a picture with few enough colours to be small."""
+    picture.convert("RGB").quantize(128).save(HERE / "images" / f"viewer_{name}.png", optimize=True)
+
+
 def main() -> None:
     """Takes all pictures, with few enough colours to be small."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
@@ -69,7 +119,10 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
         for name, model, scheme, link, act in PICTURES:
             picture = taken(browser, page(model, Path(scratch)), scheme, link, act)
-            picture.convert("RGB").quantize(128).save(HERE / "images" / f"viewer_{name}.png", optimize=True)
+            saved(picture, name)
+        pages = sides(Path(scratch))
+        for name, which, scheme, act in SIDES:
+            saved(taken(browser, pages[which], scheme, "", act), name)
         browser.close()
 
 

@@ -56,7 +56,8 @@ def short_name(name: str) -> str:
 
 def width_of(box: Box) -> int:
     """How wide a box is: its type, name, output shape or constants have room, if they are not too long."""
-    texts = [len(box.op.type) * 7.4, len(short_name(box.op.name)) * 6.2]
+    capitals = sum(not letter.islower() for letter in box.op.type)
+    texts = [len(box.op.type) * 7.4 + capitals * 1.5, len(short_name(box.op.name)) * 6.2]
     texts.append(sum(34 for constant in box.constants if constant.badges))
     if box.op.outputs:
         texts.append(len(shape_text(box.op.outputs[0])) * 5.6 + 30)

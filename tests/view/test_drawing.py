@@ -219,3 +219,25 @@ def test_a_neighbourhood_of_nothing(tmp_path: Path) -> None:
     """An unknown name is an error with close ones."""
     with pytest.raises(UsageError, match=r"Nothing that is drawn is called 'enc/x'\. Did you mean 'enc/"):
         around(_drawn(PAIR, tmp_path), "enc/x", 1)
+
+
+PBTXT = """
+node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }
+node { name: "a" op: "Relu" input: "x" attr { key: "T" value { type: DT_FLOAT } } }
+node { name: "b" op: "Neg" input: "x" input: "^a" attr { key: "T" value { type: DT_FLOAT } } }
+node { name: "c" op: "Abs" input: "b" input: "^a" input: "^b" attr { key: "T" value { type: DT_FLOAT } } }
+"""
+
+
+def test_control_edges_are_no_wires(tmp_path: Path) -> None:
+    """What runs before an op without being read is told apart from wires; a part that is cut out keeps its own."""
+    (tmp_path / "m.pbtxt").write_text(PBTXT)
+    drawing = model_drawing(pipeline.load(tmp_path / "m.pbtxt"))
+    name = [box.op.name for box in drawing.boxes]
+    edges = sorted((name[source], name[target]) for source, target in drawing.controls)
+    assert edges == [("a", "b"), ("a", "c"), ("b", "c")]
+    assert ("a", "c") not in {(source, target) for source, target, *_ in _wires(drawing)}
+    part, _ = around(drawing, "c", 1)
+    kept = [box.op.name for box in part.boxes]
+    assert "a" not in kept
+    assert [(kept[source], kept[target]) for source, target in part.controls] == [("b", "c")]

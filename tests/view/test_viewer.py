@@ -541,3 +541,41 @@ def test_badges_say_the_same_in_python_and_in_the_page(
     pairs = [(one, other) for one, other in zip(shown, words, strict=True) if "e-" not in one + other]
     assert [one for one, _ in pairs] == [other for _, other in pairs]
     assert len(pairs) > len(words) / 2
+
+
+def test_control_edges(tmp_path: Path, opened: Callable[..., Any], cli: Callable[..., Any]) -> None:
+    """A few are drawn from the beginning, very many are not; the key d and the button change that."""
+    for count in (3, 61):
+        nodes = ['node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }']
+        nodes += [
+            f'node {{ name: "n{i}" op: "Relu" input: "x" {f"""input: "^n{i - 1}" """ if i else ""}'
+            'attr { key: "T" value { type: DT_FLOAT } } }'
+            for i in range(count + 1)
+        ]
+        (tmp_path / "m.pbtxt").write_text("\n".join(nodes))
+        cli("inspect", tmp_path / "m.pbtxt", "--html", tmp_path / f"{count}.html")
+        page = opened(tmp_path / f"{count}.html", "n2")
+        assert page.evaluate("viewer.m.control.source.length") == count
+        assert page.evaluate("viewer.controls") == (count == 3)
+        assert "Runs after n1" in page.locator("#panel").inner_text()
+        page.locator("#graph").focus()
+        page.keyboard.press("d")
+        assert page.evaluate("viewer.controls") == (count != 3)
+        page.locator("#controls").click()
+        assert page.locator("#controls").get_attribute("aria-pressed") == ("true" if count == 3 else "false")
+
+
+def test_nothing_is_cut_without_a_word(tmp_path: Path, opened: Callable[..., Any], cli: Callable[..., Any]) -> None:
+    """A name too long for its box ends in dots on the drawing, is whole where the pointer is, and in the panel."""
+    long = "very_long_" * 20
+    node = helper.make_node("Relu", ["x"], ["y"], name=long, **{f"attribute_{i:02}": i for i in range(15)})
+    ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, [1]) for name in "xy"]
+    onnx.save(helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:]), ir_version=9), tmp_path / "m.onnx")
+    cli("inspect", tmp_path / "m.onnx", "--html", tmp_path / "m.html")
+    page = opened(tmp_path / "m.html", long)
+    assert page.evaluate("[...viewer.fitted.values()].some((said) => said.startsWith('very') && said.endsWith('…'))")
+    page.mouse.move(*_at(page, _op(long)))
+    assert page.locator("#graph").get_attribute("title") == f"Relu {long}"
+    panel = page.locator("#panel").inner_text()
+    assert long in panel.replace("\n", "")
+    assert "and 3 more" in panel

@@ -105,10 +105,18 @@ function aboutOp(app, { op }) {
     table(...inputRows(app, op)),
     el("h3", {}, "Outputs"),
     table(...outputRows(app, op)),
+    ...runsAfter(app, op),
     (m.ops.calls[op] || []).length ? el("p", {}, "Runs ", ...m.ops.calls[op].map((group) => groupLink(app, group))) : "",
     attrs.length ? el("h3", {}, "Attributes") : "",
     table(...attrs.map(([name, ...value]) => rowOf(name, value.join(" = ")))),
   ];
+}
+
+/** What must run before an op though it reads nothing of it. */
+function runsAfter(app, op) {
+  const { source, target } = app.m.control, before = Array.from(source).filter((_, i) => target[i] === op);
+  const more = before.length > 20 ? ` and ${counted(before.length - 20, "more", "more")}` : "";
+  return before.length ? [el("p", {}, "Runs after ", ...before.slice(0, 20).flatMap((one) => [goto(app, one), " "]), more)] : [];
 }
 
 /** What changed about something. */

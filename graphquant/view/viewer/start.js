@@ -121,7 +121,7 @@ async function start() {
   app.list = el("aside", { id: "list", "aria-label": m.changes ? "changes" : "quantized tensors, the worst first", hidden: !m.heat && !m.changes });
   coloured(app);
   app.bar = bar(app);
-  document.body.append(app.bar, el("main", {}, app.list, el("div", { id: "panes" }, ...panes.map((one) => one.box), app.results, map), app.panel));
+  document.body.append(app.bar, el("main", {}, app.list, el("div", { id: "panes", className: m.two ? "two" : "" }, ...panes.map((one) => one.box), app.results, map), app.panel));
   app.s = scene(m, app.collapsed, app.unfolded);
   app.panel.replaceChildren(...aboutModel(app));
   fillList(app);
