@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import tempfile
 from collections import deque
+from concurrent.futures import CancelledError
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -94,9 +95,12 @@ def _outcomes(
             done = client.submit(_done, entry, stats, worker, one, crews, here, versions(), pure=False)
             todo[done] = entry
         for future in as_completed(list(todo), loop=client.loop):
-            if future.cancelled():
-                raise UsageError("The cluster's scheduler is gone. Start it again, and the batch with --resume.")
-            yield _outcome(future, todo[future])
+            try:
+                outcome = _outcome(future, todo[future])
+            except (CancelledError, OSError) as error:
+                said = "The cluster's scheduler is gone. Start it again, and the batch with --resume."
+                raise UsageError(said) from error
+            yield outcome
     finally:
         with suppress(OSError):
             client.cancel(list(todo), force=True)

@@ -229,22 +229,23 @@ def test_the_scheduler_goes(tmp_path, monkeypatch, cluster):
     """A scheduler that does not come back ends the batch with a word; what was finished is kept."""
     from graphquant.batch import cluster as module
 
-    monkeypatch.setattr(module, "PATIENCE", "2s")
+    monkeypatch.setattr(module, "PATIENCE", "5s")
     monkeypatch.chdir(tmp_path)
     address, started = cluster(1)
     shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
-    shutil.copy(tmp_path / "a.onnx", tmp_path / "b.onnx")
+    for name in "bcd":
+        shutil.copy(tmp_path / "a.onnx", tmp_path / f"{name}.onnx")
     asked = entries(["*.onnx"], {"rules": ("weight_only",), "output": "out/{name}"})
 
     def execute(todo):
         for outcome in there(address)(todo):
-            started[0].kill()
             yield outcome
+            started[0].kill()
 
     with pytest.raises(UsageError, match="The cluster's scheduler is gone"):
         run_batch(asked, Options(folder=tmp_path / "cache"), execute)
     report = run_batch(asked, Options(folder=tmp_path / "cache", resume=True), here(1))
-    assert [one.status for one in report.outcomes] == ["done", "done"]
+    assert [one.status for one in report.outcomes] == ["done"] * 4
 
 
 @pytest.mark.slow
