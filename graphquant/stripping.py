@@ -27,12 +27,14 @@ class Removed:
         ops: The quantization ops that are gone, in the order of the model.
         weights: The constants that were integers and are floats again, and how they are rounded.
         left: Quantization ops that are still there, with the reason.
+        passed: Arguments of functions in whose place there is a constant in the function now.
     """
 
     model: Model
     ops: tuple[TensorRef, ...]
     weights: tuple[tuple[TensorRef, QParams], ...]
     left: tuple[tuple[TensorRef, str], ...]
+    passed: tuple[TensorRef, ...]
 
 
 @bulk()
@@ -54,6 +56,7 @@ class _Remover:
         self._parameters = Parameters(model)
         self._floats: dict[tuple[str, str, bytes], tuple[TensorRef, QParams]] = {}
         self._left: dict[TensorRef, str] = {}
+        self._passed: dict[TensorRef, None] = {}
 
     def run(self) -> Removed:
         changed = self._changed
@@ -75,6 +78,7 @@ class _Remover:
             ops=tuple(reversed(gone)),
             weights=tuple(self._floats.values()),
             left=tuple(self._left.items()),
+            passed=tuple(self._passed),
         )
 
     def _takes(self, op: Op) -> bool:
@@ -131,6 +135,8 @@ class _Remover:
         if key in self._floats:
             return self._floats[key][0]
         graph, dtype = self._changed.graphs[home], op.outputs[0].dtype or "float32"
+        if name in graph and graph.op(name).kind == "input":
+            self._passed[TensorRef(home, name)] = None
         label = graph.fresh(name)
         constant = Op(
             name=label,

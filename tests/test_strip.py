@@ -55,6 +55,18 @@ def test_real_models_come_back(shared: Path, tmp_path: Path, name: str, data: st
     assert message(found.model) == message(shared / name)
 
 
+@pytest.mark.parametrize("name", ["ultraface/version-RFB-320.onnx", "silero_vad_16k_op15.onnx"])
+def test_rounded_weights_of_real_models(shared: Path, tmp_path: Path, name: str) -> None:
+    """Without float weights each is the prepared model, weight for weight within its rounding, and nothing else."""
+    result = gq.insert(shared / name, rules=["fixed_point"])
+    found = gq.strip(result.save(tmp_path / "out.onnx"))
+    assert not found.exact
+    assert not found.left
+    proof = pipeline.prove_stripped(found, shared / name)
+    assert proof.holds
+    assert proof.rounded == len(found.weights) > 4
+
+
 @pytest.mark.parametrize("name", ONNX)
 def test_rounded_weights_are_said_to_be(samples: Path, tmp_path: Path, name: str) -> None:
     """Without float weights it is the prepared model; weights are the integers' values under their old names."""
@@ -74,6 +86,28 @@ def test_rounded_weights_are_said_to_be(samples: Path, tmp_path: Path, name: str
     prepared = pipeline.prepared_for(gq.load(samples / name), plan)
     kinds = gq.diff(prepared, found.model).counts
     assert kinds == {"weight": len(found.weights)}
+
+
+def test_weights_that_calls_passed_stay_in_their_function(samples: Path, tmp_path: Path) -> None:
+    """An argument that was stored as integers in its function is a constant there; all else is as it was."""
+    source = samples / "digits_nested.onnx"
+    found = gq.strip(inserted(samples, "digits_nested.onnx", tmp_path))
+    (said,) = found.notes
+    assert said.endswith("are constants in it now, as they were stored: sample_models:Block/matrix:0.")
+    assert not survey(found.model).readings
+    proof = pipeline.prove_stripped(found, source)
+    assert proof.rounded == len(found.weights) - 1
+    assert {(one.kind, one.where) for one in proof.other.changes} == {
+        ("wiring", "called/once[1]"),
+        ("wiring", "called/twice[1]"),
+        ("op-changed", "sample_models:Block/matrix"),
+        ("wiring", "sample_models:Block/call/matmul[1]"),
+    }
+    data = np.load(samples / "digits_nested_calib.npz")
+    runners = [formats.module("onnx").runner(model) for model in (gq.load(source), found.model)]
+    feed = {spec.name: data[spec.name][:1] for spec in runners[0].inputs}
+    for one, other in zip(*(runner.run(feed).values() for runner in runners), strict=True):
+        np.testing.assert_allclose(one, other, atol=0.25)
 
 
 def test_it_says_what_stays(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Kind = Literal[
     "model",
@@ -63,6 +63,6 @@ class Differences:
         return bool(self.changes)
 
 
-KINDS: tuple[Kind, ...] = Kind.__args__  # type: ignore[attr-defined]  # what the Literal lists
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 __all__ = ["KINDS", "Change", "Differences", "Kind"]

@@ -10,7 +10,7 @@ import numpy as np
 from graphquant import formats
 from graphquant.differences import Differences, diff_models
 from graphquant.ir import Parameters
-from graphquant.numerics import dequantize, quantize
+from graphquant.numerics import IntType, dequantize, quantize
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_as
 
@@ -73,7 +73,9 @@ def _rounded(original: Model, stripped: Stripped) -> set[str]:
         after = found.value(tensor)
         if before is None or after is None or before.shape != after.shape:
             continue
-        if np.array_equal(dequantize(quantize(before, params), params).astype(after.dtype), after):
+        # An op of integers does not say that the lowest one was left out.
+        ways = (params, replace(params, narrow=True)) if isinstance(params.type, IntType) else (params,)
+        if any(np.array_equal(dequantize(quantize(before, way), way).astype(after.dtype), after) for way in ways):
             fine.add(f"{tensor.graph}/{tensor.op}" if tensor.graph else tensor.op)
     return fine
 

@@ -92,6 +92,11 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> Stripped:
         raise UsageError(f"{source.path or 'The model'} has {missing}")
     words = module.said(source)
     notes += _stays(words)
+    if removed.passed:
+        named = ", ".join(map(str, removed.passed))
+        notes.append(
+            f"Weights that calls passed to their function are constants in it now, as they were stored: {named}."
+        )
     return Stripped(
         model=model,
         exact=False,
