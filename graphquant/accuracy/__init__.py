@@ -1,5 +1,7 @@
 """What each quantization does to a model's outputs, and the plan that does least for its cost."""
 
 from graphquant.accuracy.blame import Blame, blame
+from graphquant.accuracy.costs import Group, groups, in_bytes, in_multiply_adds
+from graphquant.accuracy.search import Found, Measured, search
 
-__all__ = ["Blame", "blame"]
+__all__ = ["Blame", "Found", "Group", "Measured", "blame", "groups", "in_bytes", "in_multiply_adds", "search"]

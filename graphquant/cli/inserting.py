@@ -52,7 +52,9 @@ if TYPE_CHECKING:
 @click.option("--requantize", is_flag=True, help="Take out the quantization that MODEL has already.")
 @CORRECT
 @click.option("--no-check", is_flag=True, help="Calibrate on all samples, and do not measure what was made.")
-@click.option("--min-sqnr", type=float, metavar="DB", help="Exit code 1 if an output has less than this in the check.")
+@click.option(
+    "--min-sqnr", type=float, metavar="DB", help="Leave float what it takes; exit code 1 if an output has less."
+)
 @click.option(
     "--min-agreement", type=SHARE, metavar="SHARE", help="Likewise, of top-1 agreement: 0.99, or 99 for percent."
 )
@@ -61,6 +63,13 @@ if TYPE_CHECKING:
     type=click.FloatRange(0, 100),
     metavar="POINTS",
     help="Likewise, of accuracy by the data's labels, in points of 100.",
+)
+@click.option(
+    "--optimize",
+    type=click.Choice(["macs", "size"]),
+    default="macs",
+    show_default=True,
+    help="What a plan that meets the bounds costs least of: multiply-adds in float, or bytes of weights.",
 )
 @click.option("--strict", is_flag=True, help="Exit code 1 if an output has less than 20 dB in the check.")
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
@@ -89,6 +98,7 @@ def insert(  # click passes what the user gave
     min_sqnr: float | None,
     min_agreement: float | None,
     max_accuracy_drop: float | None,
+    optimize: str,
     strict: bool,
     dry_run: bool,
     report: Path | None,
@@ -97,7 +107,8 @@ def insert(  # click passes what the user gave
 ) -> None:
     """Quantize MODEL: plan, calibrate, rewrite, check, write.
 
-    With data, the last fifth of it is kept for the check, at least 4 samples of 8 or more.
+    With data, the last fifth of it is kept for the check, at least 4 samples of 8 or more. With a bound, as
+    --min-sqnr, and data to calibrate with, what it takes to meet it is left float; docs/search.md says how.
     """
     if plan_file is not None and (rules or include or exclude or family or requantize or correct):
         raise UsageError(
@@ -142,6 +153,7 @@ def insert(  # click passes what the user gave
             min_sqnr=min_sqnr,
             min_agreement=min_agreement,
             max_accuracy_drop=max_accuracy_drop,
+            optimize=optimize,
             progress=progress,
         )
     _deliver(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)

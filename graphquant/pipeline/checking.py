@@ -55,6 +55,14 @@ class Bounds:
     def __bool__(self) -> bool:
         return (self.sqnr, self.agreement, self.drop) != (None, None, None)
 
+    def __str__(self) -> str:
+        said = [
+            f"{self.sqnr:g} dB" if self.sqnr is not None else "",
+            f"{100 * self.agreement:g}% agreement" if self.agreement is not None else "",
+            f"at most {self.drop:g} points of accuracy lost" if self.drop is not None else "",
+        ]
+        return ", ".join(filter(None, said)) or f"{SQNR:g} dB"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
@@ -150,6 +158,10 @@ class Kept:
     start: int
     reused: bool
 
+    def samples(self) -> Batches:
+        """What is kept, alone."""
+        return _from(self.batches, self.start, None)
+
 
 def parted(spec: str, asked: int | None, batches: Batches) -> tuple[Batches, Kept]:
     """What calibration uses, and what is kept for the check: the last fifth and at least 4, of 8 or more samples."""
@@ -168,7 +180,9 @@ def beside(spec: str, asked: int | None, batches: Batches, stats: Stats | None) 
     return replace(kept, reused=any(run.samples > kept.start for run in runs))
 
 
-def measured(source: Model, made: Model, kept: Kept, bounds: Bounds, progress: Progress | None) -> Check:
+def measured(
+    source: Model, made: Model, kept: Kept, bounds: Bounds, progress: Progress | None, *, inside: bool = True
+) -> Check:
     """Compares the model that was `made` with its source on the samples that were kept, few where no bound is given.
 
     Args:
@@ -177,6 +191,7 @@ def measured(source: Model, made: Model, kept: Kept, bounds: Bounds, progress: P
         kept: The samples, with labels where their data has some.
         bounds: What is asked for.
         progress: Is told how far the work is.
+        inside: Whether to measure quantized tensors and to count multiply-adds too.
 
     Raises:
         DataError: A sample is not what it should be.
@@ -186,10 +201,11 @@ def measured(source: Model, made: Model, kept: Kept, bounds: Bounds, progress: P
     try:
         runner = formats.module(source.format).runner(source)
         batches, labels = with_labels(kept.batches, kept.spec, runner.inputs, kept.asked)
+        batches = replace(batches, count=kept.batches.count)  # what comes behind is kept for something else
         batches = _from(batches, kept.start, None if bounds else ENOUGH)
-        sites = sites_of(source, made)
+        sites = sites_of(source, made) if inside else None
         comparison = _compared(source, made, sites, runner, batches, labels, progress)
-        low, everything = _work(source, sites, runner, batches, labels)
+        low, everything = (0, 0) if sites is None else _work(source, sites, runner, batches, labels)
     except (MissingDependencyError, ModelError) as error:
         return Check(comparison=None, problem=str(error), reused=kept.reused, bounds=bounds)
     return Check(comparison=comparison, reused=kept.reused, bounds=bounds, low=low, multiply_adds=everything)
@@ -207,7 +223,13 @@ def _from(batches: Batches, start: int, most: int | None) -> Batches:
 
 
 def _compared(
-    source: Model, made: Model, sites: Sites, runner: Runner, batches: Batches, labels: str, progress: Progress | None
+    source: Model,
+    made: Model,
+    sites: Sites | None,
+    runner: Runner,
+    batches: Batches,
+    labels: str,
+    progress: Progress | None,
 ) -> Comparison:
     """Both models on the samples, with the quantized tensors on the first few."""
     from graphquant.comparison import compare
@@ -217,13 +239,16 @@ def _compared(
         show = progress
         told = lambda done, total: show("checking", done, total)  # noqa: E731  # as short as it gets
     load = load_of(source, batchable=runner.batchable)
+    watched = runner
+    if sites is not None and sites.plain is not source:
+        watched = formats.module(source.format).runner(sites.plain)
     return compare(
         runner,
         formats.module(made.format).runner(made),
         batches,
         load=replace(load, block=min(load.block, INSIDE)),
         sites=sites,
-        watched=runner if sites.plain is source else formats.module(source.format).runner(sites.plain),
+        watched=watched,
         outputs={},
         labels=labels,
         inside=INSIDE,

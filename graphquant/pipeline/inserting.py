@@ -6,7 +6,8 @@ import hashlib
 import json
 import shlex
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from graphquant.pipeline.correcting import corrected
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.pipeline.result import Result
+from graphquant.pipeline.searching import searched
 from graphquant.plans import Plan, Skip, to_json
 from graphquant.prepare import steps_told
 from graphquant.ranges import Ranges, give, read_map
@@ -28,10 +30,12 @@ from graphquant.solve import because, solve
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from graphquant.corrections import Corrected
+    from graphquant.corrections import Corrected, Draft
     from graphquant.data import Batches
     from graphquant.ir import Model, TensorRef
+    from graphquant.numerics import Dynamic, QParams
     from graphquant.pipeline.common import Progress, Several
+    from graphquant.rewrite import Inserted
     from graphquant.solve import Solution
 
 
@@ -57,6 +61,7 @@ def insert(
     min_sqnr: float | None = None,
     min_agreement: float | None = None,
     max_accuracy_drop: float | None = None,
+    optimize: str = "macs",
     progress: Progress | None = None,
 ) -> Result:
     """Quantizes a model: the whole story from rules to a rewritten graph, and a check on samples kept for it.
@@ -85,6 +90,7 @@ def insert(
         min_sqnr: What each output must have, dB; with a bound the check is on all samples that were kept.
         min_agreement: Share of rows of each output whose largest value must stay where it is, 0 to 1.
         max_accuracy_drop: Points of accuracy that each output may lose, 0 to 100; the data must have labels.
+        optimize: What a plan that meets the bounds is to cost least of: "macs", multiply-adds in float, or "size".
         progress: Is told how far the work is.
 
     Raises:
@@ -108,7 +114,8 @@ def insert(
         made, taken = _given(prepared, made, ranges, ranges_map)
     statistics = Path(stats) if isinstance(stats, str | Path) else None
     found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
-    wanting, held, used = needs_data(made), None, None
+    wanting, held, used, tuning = needs_data(made), None, None, None
+    bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
     if found is not None or wanting:
         targets = planned(prepared, made, full=False, same=kept(source, prepared))
         if found is not None:
@@ -117,22 +124,33 @@ def insert(
             used = _opened(prepared, data, samples)
             if check:
                 used, held = parted(data, samples, used)
+            if check and bounds:
+                used, tuning = parted(data, samples, used)
+                tuning = replace(tuning, start=0)  # few samples tell little: the search looks at all but the check's
             found = observe(prepared, targets, used, None, progress, model=source.digest, max_memory=max_memory)
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
-    solution = solve(prepared, made, found.sketches, found.unwatchable) if found else solve(prepared, made, {})
-    draft = corrected(prepared, solution, made, used)
-    prepared, solution = draft.model, draft.solution
-    solved, params, skips = solution.plan, dict(solution.params), dict(solution.skips)
-    for index, site in enumerate(solved.sites if float_weights else ()):
-        if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time
-            del params[index]
-            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
-    rewritten, inserted = rewrite(prepared, solved, params, float_weights=float_weights)
+    build = partial(_built, prepared, found=found, used=used, float_weights=float_weights)
+    outcome = None
+    if tuning is not None:
+        outcome = searched(
+            source,
+            prepared,
+            made,
+            lambda tried: _pair(build(tried)),
+            lambda tried: measured(source, tried, tuning, bounds, None, inside=False),
+            tuning,
+            bounds,
+            optimize=optimize,
+            progress=progress,
+        )
+        made = outcome.plan
+    built = build(made)
+    draft, solution, params, skips = built.draft, built.draft.solution, built.params, built.skips
+    rewritten, inserted, solved = built.model, built.inserted, solution.plan
     rewritten.provenance = _provenance(source, made, found if wanting else None, draft.told)
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
-    bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
     if data is not None and check and held is None and inserted:
         held = beside(data, samples, _opened(prepared, data, samples), found if wanting else None)
     return Result(
@@ -142,15 +160,44 @@ def insert(
         inserted=tuple(inserted),
         skips=(*solved.skips, *(skips[index] for index in sorted(skips))),
         notes=_notes(solution),
-        choices=tuple(because(prepared, solved, index, solution) for index in places),
+        choices=tuple(because(draft.model, solved, index, solution) for index in places),
         changes=solution.changes,
         conflicts=solution.conflicts,
         stats=found if wanting else None,
         statistics=statistics if wanting else None,
         ranges=taken,
         corrected=draft.told,
+        searched=outcome,
         check=measured(source, rewritten, held, bounds, progress) if held is not None and inserted else None,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Built:
+    """The model of a plan: what was inserted with which scales, and what was left."""
+
+    draft: Draft
+    model: Model
+    inserted: list[Inserted]
+    params: dict[int, QParams | Dynamic]
+    skips: dict[int, Skip]
+
+
+def _pair(built: _Built) -> tuple[Model, list[Inserted]]:
+    return built.model, built.inserted
+
+
+def _built(prepared: Model, made: Plan, *, found: Stats | None, used: Batches | None, float_weights: bool) -> _Built:
+    """Scales, corrections and new ops for a plan."""
+    solution = solve(prepared, made, found.sketches, found.unwatchable) if found else solve(prepared, made, {})
+    draft = corrected(prepared, solution, made, used)
+    solved, params, skips = draft.solution.plan, dict(draft.solution.params), dict(draft.solution.skips)
+    for index, site in enumerate(solved.sites if float_weights else ()):
+        if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time
+            del params[index]
+            skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
+    rewritten, inserted = rewrite(draft.model, solved, params, float_weights=float_weights)
+    return _Built(draft=draft, model=rewritten, inserted=inserted, params=params, skips=skips)
 
 
 def _opened(prepared: Model, data: str, samples: int | None) -> Batches:

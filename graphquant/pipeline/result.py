@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, TensorRef
     from graphquant.losses import Loss
     from graphquant.pipeline.checking import Check
+    from graphquant.pipeline.searching import Searched
     from graphquant.plans import Plan, Skip
     from graphquant.ranges import Ranges
     from graphquant.rewrite import Inserted
@@ -43,6 +44,7 @@ class Result(Drawn):
         statistics: The statistics file, None where they were made now.
         ranges: What a TFLite file's scales were used for, None where none was given.
         corrected: What corrections did, an op each, and what they left, with the reason.
+        searched: What the search for a plan that meets bounds did, None where there are none.
         check: How far the rewritten model is from the source, None without data to measure on.
     """
 
@@ -60,6 +62,7 @@ class Result(Drawn):
     ranges: Ranges | None = None
     corrected: tuple[Corrected, ...] = ()
     check: Check | None = None
+    searched: Searched | None = None
 
     @property
     def samples(self) -> int:

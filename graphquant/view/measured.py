@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from graphquant.comparison import Comparison, OutputFigures
     from graphquant.pipeline.checking import Check
+    from graphquant.pipeline.searching import Searched
 
 WORST = 3
 """Outputs and tensors that are named where all is well."""
@@ -42,6 +43,36 @@ def check_view(check: Check | None) -> list[RenderableType]:
         said = "  compare lists every tensor; --exclude leaves some float, --method picks other ranges."
         lines.append(plain(said, "red"))
     return lines
+
+
+def search_view(found: Searched | None) -> list[RenderableType]:
+    """What the search did, in a line or two."""
+    if found is None or not found.found.plans:
+        return []
+    if not found.left and not found.tried.missed:
+        return [plain("Searched: what the rules make meets the bounds.")]
+    said = f"Searched {counted(found.found.plans, 'plan')}, {found.runs:.1f} runs for each tensor's blame"
+    said += f": {counted(len(found.left), 'site')} left float, and with them {_percent(found.found.cost)} of the cost"
+    lines: list[RenderableType] = [plain(f"{said}.")]
+    if found.found.interrupted:
+        lines.append(plain("The search was interrupted; this is the best plan that it had.", "yellow"))
+    lines += [plain(f"in the way: {missed} on the samples of the search", "yellow") for missed in found.tried.missed]
+    return lines
+
+
+def search_json(found: Searched | None) -> dict[str, Any] | None:
+    """The same as JSON data; null where there was no search."""
+    if found is None:
+        return None
+    return {
+        "plans": found.found.plans,
+        "interrupted": found.found.interrupted,
+        "cost": found.found.cost,
+        "runs": found.runs,
+        "met": not found.tried.missed,
+        "missed": list(found.tried.missed),
+        "left": [{"tensor": str(tensor), "alone": alone} for tensor, alone in found.left.items()],
+    }
 
 
 def check_json(check: Check | None) -> dict[str, Any] | None:
@@ -86,4 +117,4 @@ def _percent(share: float) -> str:
     return f"{math.floor(round(1000 * share, 6)) / 10:g}%"
 
 
-__all__ = ["check_json", "check_view"]
+__all__ = ["check_json", "check_view", "search_json", "search_view"]

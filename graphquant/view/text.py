@@ -80,9 +80,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         said = "The model is quantized already and stays as it is. --requantize takes its pairs out and places others."
         parts.append(plain(said, style="yellow"))
     if result.inserted:
-        from graphquant.view.measured import check_view
+        from graphquant.view.measured import check_view, search_view
 
-        parts += check_view(result.check)
+        parts += search_view(result.searched) + check_view(result.check)
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
     said = f"{counted(len(result.inserted), 'site')} inserted" + (
