@@ -94,7 +94,10 @@ def _op(name: str) -> str:
 
 MODELS = {
     "digits_cnn.onnx": "digits_cnn_calib.npz",
+    "digits_cnn_bn.onnx": "digits_cnn_calib.npz",
+    "digits_nested.onnx": "digits_nested_calib.npz",
     "digits_rnn.onnx": "digits_rnn_calib.npz",
+    "digits_cnn.pbtxt": "digits_cnn_calib.npz",
     "digits_cnn.pb": "digits_cnn_calib.npz",
     "digits_rnn.pb": "digits_rnn_calib.npz",
     "digits_cnn_saved_model": "digits_cnn_calib.npz",
