@@ -15,12 +15,16 @@ and given up after two minutes.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -131,8 +135,25 @@ def opened(browser: Any, path: Path) -> dict[str, float]:
     return {"first paint s": first, "frames/s": min(rates), "ms/frame": max(costs)}
 
 
-def netron_seconds(browser: Any, program: str, model: Path) -> float | None:
-    """Seconds until Netron shows a model; None if it does not in two minutes."""
+def netron_seconds(program: str, model: Path) -> float | None:
+    """Seconds until Netron shows a model; None if it does not in two minutes.
+
+    That is asked in a process of its own, which can be ended with its browser: a page that is busy answers nothing.
+    """
+    command = [sys.executable, __file__, "--netron", program, "--open", str(model)]
+    asked = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        return float(asked.communicate(timeout=PATIENCE)[0])
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(asked.pid, signal.SIGKILL)
+        asked.wait()
+
+
+def open_in_netron(browser: Any, program: str, model: Path) -> float:
+    """The same, without an end."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -140,7 +161,6 @@ def netron_seconds(browser: Any, program: str, model: Path) -> float | None:
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     context = browser.new_context(viewport={"width": 1300, "height": 820})
     context.add_cookies([{"name": "consent", "value": "1", "url": f"http://127.0.0.1:{port}"}])
-    context.set_default_timeout(1000 * PATIENCE)
     try:
         for _ in range(100):  # until it answers
             with socket.socket() as tried:
@@ -151,12 +171,10 @@ def netron_seconds(browser: Any, program: str, model: Path) -> float | None:
         session = context.new_cdp_session(page)  # Netron takes `eval` away, which the ordinary way needs
         started = time.monotonic()
         page.goto(f"http://127.0.0.1:{port}", wait_until="commit")
-        while time.monotonic() - started < PATIENCE:
-            shown = session.send("Runtime.evaluate", {"expression": "document.body?.classList.contains('default')"})
-            if shown["result"].get("value") is True:
-                return time.monotonic() - started
+        drawn = {"expression": "document.body?.classList.contains('default')"}
+        while session.send("Runtime.evaluate", drawn)["result"].get("value") is not True:
             time.sleep(0.05)
-        return None
+        return time.monotonic() - started
     finally:
         context.close()
         server.terminate()
@@ -189,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="5,000 ops only")
     parser.add_argument("--netron", metavar="NETRON", help="the program of Netron, to measure that too")
+    parser.add_argument("--open", metavar="MODEL", help="open only this model, in Netron, and print the seconds")
     asked = parser.parse_args()
     sizes = (5_000,) if asked.quick else (5_000, 50_000)
     from playwright.sync_api import sync_playwright
@@ -196,10 +215,14 @@ def main() -> None:
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     misses = []
     netron = " Netron s |" if asked.netron else ""
-    print(f"| model | ops | layout s | page s | file MB | first paint s | frames/s | ms/frame |{netron}")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|" + ("--:|" if netron else ""))
+    if not asked.open:
+        print(f"| model | ops | layout s | page s | file MB | first paint s | frames/s | ms/frame |{netron}")
+        print("|---|--:|--:|--:|--:|--:|--:|--:|" + ("--:|" if netron else ""))
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        if asked.open:
+            print(open_in_netron(browser, asked.netron, Path(asked.open)))
+            return
         for build in (residual, wide):
             for ops in sizes:
                 model = quantized(build(ops), Path(scratch))
@@ -208,7 +231,7 @@ def main() -> None:
                 if asked.netron:
                     path = Path(scratch) / "quantized.onnx"
                     pipeline.save(model, path, force=True)
-                    took = netron_seconds(browser, asked.netron, path)
+                    took = netron_seconds(asked.netron, path)
                     cells.append(f"more than {PATIENCE}" if took is None else f"{took:.1f}")
                 print(f"| {build.__name__} | {' | '.join(cells)} |", flush=True)
                 if row["first paint s"] > FIRST_PAINT[ops] or any(row[name] > bar for name, bar in BARS.items()):
