@@ -1,7 +1,7 @@
 """Whether a correction is kept: both models are run on samples that it was not made by.
 
-Sums of squares over a few samples are mostly those of the worst one or two. What is asked is therefore whether the
-gain in decibels, sample by sample, is more than chance; that of a few samples that are off all the same must not cost.
+Sums of squares over a few samples are mostly those of the worst one or two. What is asked is therefore whether the fall
+of the errors' roots, sample by sample, is more than chance; and sums of squares must not grow.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ FEWEST: Final = 3
 """Samples that say anything."""
 
 SURE: Final = 2.5
-"""Standard errors that the mean gain of an output must be above 0."""
+"""Standard errors that the mean fall of an output's errors must be above 0."""
 
 DOUBTFUL: Final = 1.0
-"""Standard errors that the mean gain of no output may be below 0."""
+"""Standard errors that the mean fall of no output's errors may be below 0."""
 
 LOSS: Final = 0.5
 """dB that no output may lose over all samples."""
@@ -64,17 +64,23 @@ def errors(draft: Draft, floats: Outputs, samples: Samples) -> Array:
     return np.array(rows).reshape(len(rows), len(names))
 
 
-def worse(before: Array, after: Array) -> str:
-    """Why outputs are no better `after` a correction, given their `errors`; "" if they are."""
-    gains = 10 * np.log10((before + EXACT) / (after + EXACT))
+def worse(before: Array, after: Array, *, gain: bool = True) -> str:
+    """Why a correction is not kept, given outputs' `errors` before and after it; "" if it is.
+
+    Args:
+        before: float64 (samples, outputs).
+        after: Likewise.
+        gain: Whether an output must gain; else it is enough that none loses.
+    """
+    gains = np.sqrt(before) - np.sqrt(after)
     total = 10 * np.log10((before.sum(0) + EXACT) / (after.sum(0) + EXACT))
     chance = gains.std(0, ddof=1) / np.sqrt(len(gains))
     mean = gains.mean(0)
     if np.any(total < -LOSS) or np.any(mean < -DOUBTFUL * chance):
-        return f"an output loses {max(-total.min(), -mean.min()):.1f} dB"
-    if np.any(mean > SURE * chance):
+        return f"an output is off by {10 ** (max(-total.min(), 0) / 20):.2f} times as much"
+    if not gain or np.any(mean > SURE * chance):
         return ""
-    return f"no output gains more than chance may ({mean.max(initial=0):.1f} dB)"
+    return f"no output gains more than chance may ({total.max(initial=0):.1f} dB in all)"
 
 
 def _power(values: Array) -> float:

@@ -29,6 +29,7 @@ CORRECTIONS: dict[str, Correction] = {
     bias.NAME: Correction(
         why="rounding moves the mean of what a convolution or product makes, and a bias can move it back",
         run=bias.correct_biases,
+        doubtful=True,
     ),
 }
 """The corrections by name, in the order in which they are made."""
@@ -37,8 +38,8 @@ CORRECTIONS: dict[str, Correction] = {
 def correct(model: Model, solution: Solution, wanted: Sequence[str], samples: Samples) -> Draft:
     """The model and its solution after the corrections named in `wanted`, and what they did.
 
-    A correction after which the outputs are no nearer to the float model's, on samples that it was not made by, is left
-    out.
+    A correction after which outputs are farther from the float model's, on samples that it was not made by, is left
+    out; a doubtful one also where none is nearer.
 
     Args:
         model: The prepared model, which stays as it is.
@@ -63,7 +64,7 @@ def correct(model: Model, solution: Solution, wanted: Sequence[str], samples: Sa
             draft = replace(draft, told=made.told)
             continue
         after = errors(made, floats, samples)
-        reason = worse(before, after) if before is not None else ""
+        reason = worse(before, after, gain=CORRECTIONS[name].doubtful) if before is not None else ""
         if reason:
             said = f"on {len(samples.others)} samples that it was not made by {reason}"
             draft = replace(draft, told=(*draft.told, _left_out(name, said)))

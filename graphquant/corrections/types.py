@@ -72,10 +72,12 @@ class Correction:
     Attributes:
         why: What it is good for, for people.
         run: Corrects a draft.
+        doubtful: Whether it is kept only where samples show a gain, not wherever they show no loss.
     """
 
     why: str
     run: Callable[[Draft, Samples], Draft]
+    doubtful: bool = False
 
 
 __all__ = ["Corrected", "Correction", "Draft", "Samples"]
