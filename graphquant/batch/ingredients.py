@@ -30,7 +30,10 @@ PACKAGES = ("numpy", "ml_dtypes", "protobuf", "onnx", "onnxruntime", "tensorflow
 """What may change an output by being of another version."""
 
 RESULT = ("samples", "method", "family", "include", "exclude", "float_weights")
-"""Fields of an entry that go into the key as they are; the others are paths, whose content does, and bounds."""
+"""Fields of an entry that go into the key as they are; the others are paths, whose content does, and gates."""
+
+SEARCHED = ("min_sqnr", "min_agreement", "max_accuracy_drop", "check")
+"""Gates that go into it: what is left float is searched for by the bounds, and a check's findings are kept."""
 
 CODE = {".py", ".c", ".txt", ".toml"}
 """Suffixes of the files that this program is."""
@@ -91,7 +94,8 @@ def ingredients(entry: Entry, memo: Memo, program: str, data_of: Callable[[str],
     if entry.stats is not None:
         data = _sha256(_content(entry.stats, memo), data) if data else _content(entry.stats, memo)
     told = {name: value for name, value in asdict(entry).items() if name in RESULT}
-    kind = [entry.stats is not None, entry.gates.measures, entry.gates.check, PurePosixPath(entry.output).name]
+    gates = {name: value for name, value in asdict(entry.gates).items() if name in SEARCHED}
+    kind = [entry.stats is not None, gates, PurePosixPath(entry.output).name]
     key = _sha256(program, model, rules, data, told, kind)
     return Ingredients(digests=Digests(model=model, rules=rules, data=data, key=key), size=size, fixed=fixed)
 

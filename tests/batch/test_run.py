@@ -150,16 +150,27 @@ def test_the_content_of_files_counts(here):
     assert run([made])[1] == ["digits_cnn.onnx"]
 
 
-def test_bounds_are_held_against_what_is_known(here):
-    """Another bound needs no work, for the figures are there; a first one is measured on more samples."""
-    run([entry("digits_cnn")])
-    first, done = run([entry("digits_cnn", gates=Gates(min_sqnr=1))])
-    assert done == ["digits_cnn.onnx"]
-    outcomes, done = run([entry("digits_cnn", gates=Gates(min_sqnr=500, min_agreement=1, max_size=10))])
+def test_gates_are_held_against_what_is_known(here):
+    """Another size needs no work; another bound does, for the output is searched for by it."""
+    first, _ = run([entry("digits_cnn")])
+    outcomes, done = run([entry("digits_cnn", gates=Gates(max_size=10))])
     assert done == []
     assert outcomes[0].status == "gate"
-    assert [miss.gate for miss in outcomes[0].misses] == ["min_sqnr", "max_size"]
-    assert f"{first[0].figures.sqnr:.2f} dB" in outcomes[0].misses[0].says
+    assert [miss.gate for miss in outcomes[0].misses] == ["max_size"]
+    assert f"{first[0].size_after} bytes" in outcomes[0].misses[0].says
+
+
+@pytest.mark.parametrize("bounds", [(20, 56), (56, 20)])
+def test_another_bound_is_another_output(here, bounds):
+    """What was searched for by one bound is not taken from the cache for another, nor by --resume."""
+    made = []
+    for bound in bounds:
+        one = entry("digits_cnn", samples=40, gates=Gates(min_sqnr=bound))
+        _, done = run([one], resume=True)
+        assert done == ["digits_cnn.onnx"]
+        made.append(Path(one.output).read_bytes())
+        assert run([one])[1] == []
+    assert made[0] != made[1]
 
 
 def test_without_the_cache(here):
