@@ -20,11 +20,12 @@ from graphquant.errors import UsageError
 from graphquant.whole import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 _CHUNK = 1 << 20
 _SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
 _AGE = re.compile(r"(\d{1,5})\s*([hdw])", re.IGNORECASE)
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 def default_folder() -> Path:
@@ -81,8 +82,6 @@ class Cache:
             OSError: It cannot be written.
         """
         home, names = output.parent, {PurePosixPath(name): digest for name, digest in outcome.products.items()}
-        if any(name.is_absolute() or ".." in name.parts for name in names):
-            return False
         if not all(self._object(digest).is_file() for digest in names.values()):
             return False
         beside = {name: digest for name, digest in names.items() if name.parts[0] != output.name}
@@ -185,11 +184,23 @@ def _digest(path: Path) -> str:
 
 
 def _read(path: Path) -> Outcome | None:
-    """The outcome in a file, None if it holds none."""
+    """The outcome in a file, None if it holds none: who fills a cache that several share is not known."""
     try:
-        return outcome_from(json.loads(path.read_bytes()), str(path))
-    except (OSError, ValueError, UsageError):
+        found = outcome_from(json.loads(path.read_bytes()), str(path))
+    except (OSError, ValueError, RecursionError, UsageError):
         return None
+    return found if found.digests.key == path.stem and _sound(found.products) else None
+
+
+def _sound(products: Mapping[str, str]) -> bool:
+    """Whether digests are digests, and name files under the output's folder, as they become paths."""
+    return all(
+        _SHA256.fullmatch(digest)
+        and PurePosixPath(name).parts
+        and not Path(name).is_absolute()
+        and ".." not in Path(name).parts
+        for name, digest in products.items()
+    )
 
 
 __all__ = ["Cache", "default_folder"]

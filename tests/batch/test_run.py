@@ -120,6 +120,30 @@ def test_a_damaged_cache_is_not_used(here):
 
 
 @pytest.mark.parametrize(
+    ("name", "digest"),
+    [
+        ("digits_cnn.onnx", "../precious"),
+        ("digits_cnn.onnx", "{folder}/precious"),
+        ("../precious", "0" * 64),
+        ("", "0" * 64),
+    ],
+)
+def test_a_cache_that_somebody_else_filled(here, name, digest):
+    """An outcome whose digests or names lead elsewhere counts for nothing, and what they lead to stays."""
+    (first, _), _ = run(both())
+    Path("precious").write_bytes(b"mine")
+    kept = next(Path("cache/outcomes").glob(f"*/{first.digests.key}.json"))
+    told = json.loads(kept.read_bytes())
+    told["products"] = {name: digest.format(folder=here)}
+    kept.write_text(json.dumps(told))
+    Path("out/digits_cnn.onnx").unlink()
+    outcomes, done = run(both())
+    assert done == ["digits_cnn.onnx"]
+    assert outcomes[0].digests.output == first.digests.output
+    assert Path("precious").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"samples": 5},
