@@ -24,9 +24,13 @@ PATIENCE = 60
 """Seconds to wait for another run that writes to the memo."""
 
 _TABLES = """
-create table if not exists files (path text primary key, time integer, size integer, inode integer, sha256 text);
+create table if not exists looks (
+    path text primary key, time integer, changed integer, size integer, inode integer, device integer, sha256 text
+);
 create table if not exists outputs (path text primary key, sha256 text);
 """
+
+_ASKED = "select time, changed, size, inode, device, sha256 from looks where path = ?"
 
 
 class Memo:
@@ -73,13 +77,13 @@ class Memo:
         name, now = os.path.realpath(path), time.time_ns()
         look = _look(path)
         with self._told():
-            row = self._base.execute("select time, size, inode, sha256 from files where path = ?", (name,)).fetchone()
-        if row is not None and row[:3] == look:
-            return str(row[3])
+            row = self._base.execute(_ASKED, (name,)).fetchone()
+        if row is not None and row[:-1] == look:
+            return str(row[-1])
         with path.open("rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        if look[0] + RACY < now and _look(path) == look:  # else it may change again and look the same
-            self._remember("replace into files values (?, ?, ?, ?, ?)", (name, *look, found))
+        if max(look[:2]) + RACY < now and _look(path) == look:  # else it may change again and look the same
+            self._remember("replace into looks values (?, ?, ?, ?, ?, ?, ?)", (name, *look, found))
         return found
 
     def ours(self, output: str | Path) -> str | None:
@@ -103,16 +107,16 @@ class Memo:
     def tidy(self) -> None:
         """Forgets what is not there any more."""
         with self._told():
-            for table in ("files", "outputs"):
+            for table in ("looks", "outputs"):
                 rows = self._base.execute(f"select path from {table}").fetchall()  # noqa: S608  # of our own two names
                 gone = [row for row in rows if not remote(row[0]) and not os.path.lexists(row[0])]
                 self._base.executemany(f"delete from {table} where path = ?", gone)  # noqa: S608  # the same
 
 
-def _look(path: Path) -> tuple[int, int, int]:
-    """What tells a changed file without reading it."""
+def _look(path: Path) -> tuple[int, int, int, int, int]:
+    """What tells a changed file without reading it: two times first, of which nobody can set the second back."""
     told = path.stat()
-    return (told.st_mtime_ns, told.st_size, told.st_ino)
+    return (told.st_mtime_ns, told.st_ctime_ns, told.st_size, told.st_ino, told.st_dev)
 
 
 def _place(output: str | Path) -> str:
