@@ -193,8 +193,8 @@ def _read(path: Path) -> Outcome | None:
 
 
 def _sound(products: Mapping[str, str]) -> bool:
-    """Whether digests are digests, and name files under the output's folder, as they become paths."""
-    return all(
+    """Whether there are files, with digests that are such and names under the output's folder, as they become paths."""
+    return bool(products) and all(
         _SHA256.fullmatch(digest)
         and PurePosixPath(name).parts
         and not Path(name).is_absolute()

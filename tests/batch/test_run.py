@@ -126,15 +126,16 @@ def test_a_damaged_cache_is_not_used(here):
         ("digits_cnn.onnx", "{folder}/precious"),
         ("../precious", "0" * 64),
         ("", "0" * 64),
+        (None, ""),
     ],
 )
 def test_a_cache_that_somebody_else_filled(here, name, digest):
-    """An outcome whose digests or names lead elsewhere counts for nothing, and what they lead to stays."""
+    """An outcome without files, or whose digests or names lead elsewhere, counts for nothing and removes nothing."""
     (first, _), _ = run(both())
     Path("precious").write_bytes(b"mine")
     kept = next(Path("cache/outcomes").glob(f"*/{first.digests.key}.json"))
     told = json.loads(kept.read_bytes())
-    told["products"] = {name: digest.format(folder=here)}
+    told["products"] = {} if name is None else {name: digest.format(folder=here)}
     kept.write_text(json.dumps(told))
     Path("out/digits_cnn.onnx").unlink()
     outcomes, done = run(both())
