@@ -42,7 +42,7 @@ class Options:
     Attributes:
         folder: Where the cache, the journals and the digests of files are kept.
         cache: Whether outputs are taken from the cache, and put there.
-        resume: Whether what an earlier run of the same batch finished counts.
+        resume: Whether outputs that an earlier run of the same batch finished count; failures never do.
         force: Whether outputs are replaced that no batch wrote.
         shard: Which part of the manifest the entries are of, of how many; the report tells it.
     """
@@ -216,12 +216,10 @@ class _Batch:
         return 0 if made is None else made.size
 
     def _finished(self, entry: Entry, made: Ingredients | None) -> Outcome | None:
-        """What an earlier run of this batch did with the entry, if nothing has changed since."""
+        """What an earlier run of this batch made of the entry, if nothing has changed since; no failure of it."""
         outcome = self._journal.finished.get(entry.name)
-        if outcome is None or outcome.digests.key != (made.digests.key if made is not None else ""):
+        if outcome is None or not outcome.products or made is None or outcome.digests.key != made.digests.key:
             return None
-        if not outcome.products:
-            return outcome if outcome.status != "skipped" else None
         if not self._intact(entry, outcome):
             return None
         return judged(entry, outcome, "unchanged" if outcome.status == "unchanged" else "done")

@@ -11,7 +11,7 @@ from graphquant.batch.cache import Cache
 from graphquant.batch.journal import journal_of
 from graphquant.batch.run import Options, run_batch
 from graphquant.batch.types import Entry, Gates, Outcome, report_json
-from graphquant.batch.work import work
+from graphquant.batch.work import unmade, work
 from graphquant.errors import UsageError
 
 
@@ -248,6 +248,18 @@ def test_resume_looks_at_what_is_there(here):
     assert run(both(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
     changed = [entry("digits_cnn"), replace(both()[1], method="minmax")]
     assert run(changed, cache=False, resume=True)[1] == ["digits_rnn.onnx"]
+
+
+def test_resume_tries_again_what_failed(here):
+    """What timed out, or had no package or no room, may go well with other limits, which the key has not."""
+
+    def execute(entries):
+        yield from (unmade(one, "Timeout", "It took long.", 1, "timeout") for one in entries)
+
+    assert [one.status for one in run_batch(both(), options(), execute).outcomes] == ["timeout", "timeout"]
+    outcomes, done = run(both(), resume=True)
+    assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
+    assert [one.status for one in outcomes] == ["done", "done"]
 
 
 def test_a_journal_that_was_cut(here):
