@@ -22,7 +22,7 @@ COMMANDS = {
         "insert digits_cnn.onnx --data digits_cnn_calib.npz -o OUT/again.onnx --report OUT/report.json",
         "insert digits_cnn_bn.onnx --rules weight_only -o OUT/folded.onnx --report OUT/report.json",
         "insert digits_nested.onnx --data digits_nested_calib.npz -o OUT/nested.onnx --report OUT/report.json",
-        "insert digits_cnn.onnx --data digits_cnn_calib.npz --samples 30 --min-sqnr 60 -o OUT/best.onnx --report OUT/report.json",
+        "insert digits_cnn.onnx --data digits_cnn_calib.npz --min-sqnr 60 -o OUT/b.onnx --report OUT/report.json",
     ],
     "inspect": ["inspect OUT/quant.onnx", "inspect digits_rnn.pb"],
     "inspect --stats": ["inspect OUT/stats.gqs", "inspect digits_cnn.onnx --stats OUT/stats.gqs"],
