@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from graphquant.batch.journal import remove_journals
 from graphquant.batch.types import Outcome, outcome_from, outcome_json
 from graphquant.data.files import remote
 from graphquant.errors import UsageError
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 _CHUNK = 1 << 20
 _SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
 _AGE = re.compile(r"(\d{1,5})\s*([hdw])", re.IGNORECASE)
+_MONTH = 30 * 86400
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -108,21 +110,20 @@ class Cache:
     def prune(self, limit: str) -> tuple[int, int]:
         """Removes what was not used for an age, "30d", or what was not used longest, down to a size, "2GB".
 
+        Journals of that age go too; a month old where a size is given.
+
         Returns:
             How many outputs went, and how many bytes.
 
         Raises:
             UsageError: `limit` is neither.
         """
-        from graphquant.calibration import parse_size
-
-        age = _AGE.fullmatch(limit.strip())
+        age, size = parse_limit(limit)
         kept = sorted(self._outcomes(), key=lambda path: (-path.stat().st_mtime_ns, path.name))
-        if age:
-            oldest = time.time() - int(age[1]) * _SECONDS[age[2].lower()]
-            staying = [path for path in kept if path.stat().st_mtime >= oldest]
+        if size is None:
+            staying = [path for path in kept if path.stat().st_mtime >= time.time() - age]
         else:
-            staying = self._within(kept, parse_size(limit))
+            staying = self._within(kept, size)
         for path in set(kept) - set(staying):
             path.unlink(missing_ok=True)
         needed = {digest for path in staying for digest in self._products(path)}
@@ -131,6 +132,7 @@ class Cache:
             if path.name not in needed:
                 freed += path.stat().st_size
                 path.unlink(missing_ok=True)
+        remove_journals(self.folder, age)
         return len(kept) - len(staying), freed
 
     def _within(self, kept: list[Path], size: int) -> list[Path]:
@@ -163,6 +165,18 @@ class Cache:
 
     def _objects(self) -> Iterator[Path]:
         return (path for path in (self.folder / "files").glob("*/*") if path.is_file())
+
+
+def parse_limit(limit: str) -> tuple[int, int | None]:
+    """The seconds that "30d" stands for, and None; or those of a month, and the bytes that "2GB" stands for.
+
+    Raises:
+        UsageError: `limit` is neither.
+    """
+    from graphquant.calibration import parse_size
+
+    age = _AGE.fullmatch(limit.strip())
+    return (int(age[1]) * _SECONDS[age[2].lower()], None) if age else (_MONTH, parse_size(limit))
 
 
 def _copy(source: Path, target: Path, digest: str) -> bool:
@@ -203,4 +217,4 @@ def _sound(products: Mapping[str, str]) -> bool:
     )
 
 
-__all__ = ["Cache", "default_folder"]
+__all__ = ["Cache", "default_folder", "parse_limit"]

@@ -6,7 +6,9 @@ import errno
 import hashlib
 import json
 import os
-from typing import TYPE_CHECKING, Self
+import time
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, Self
 
 from graphquant.batch.types import Entry, Outcome, outcome_from, outcome_json
 from graphquant.errors import UsageError
@@ -22,6 +24,27 @@ def journal_of(folder: Path, entries: Sequence[Entry]) -> Path:
     outputs = sorted(os.path.realpath(entry.output) for entry in entries)
     told = json.dumps(outputs).encode(errors="surrogatepass")
     return folder / "batches" / f"{hashlib.sha256(told).hexdigest()[:32]}.jsonl"
+
+
+def remove_journals(folder: Path, age: float) -> None:
+    """Removes the journals that nothing was written to for so many seconds, and that no batch holds."""
+    for path in (folder / "batches").glob("*.jsonl"):
+        with suppress(OSError), path.open("ab") as file:
+            if path.stat().st_mtime < time.time() - age and _held(file):
+                path.unlink()
+
+
+def _held(file: IO[bytes]) -> bool:
+    """Takes the lock of a journal, which goes when it is closed; False if another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none; there two runs of one batch do the work twice
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class Journal:
@@ -49,7 +72,9 @@ class Journal:
                 f"{path}, where a batch keeps what is finished, cannot be written: {error.strerror}. Give another"
                 " folder with --cache-dir."
             ) from error
-        self._lock()
+        if not _held(self._file):
+            self._file.close()
+            raise UsageError("This batch is being run already. Wait for the other run to end, or stop it.")
         if resume:
             self._read()
         else:
@@ -74,17 +99,6 @@ class Journal:
         if outcome.status != "unchanged":
             os.fsync(self._file.fileno())
 
-    def _lock(self) -> None:
-        try:
-            import fcntl
-        except ImportError:  # Windows has none; there two runs of one batch do the work twice
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            self._file.close()
-            raise UsageError("This batch is being run already. Wait for the other run to end, or stop it.") from error
-
     def _read(self) -> None:
         """Takes in what is finished; a line that was cut off, and what follows it, is not."""
         self._file.seek(0)
@@ -101,4 +115,4 @@ class Journal:
         self._file.truncate(good)
 
 
-__all__ = ["Journal", "journal_of"]
+__all__ = ["Journal", "journal_of", "remove_journals"]

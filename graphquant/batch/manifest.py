@@ -138,6 +138,16 @@ def find() -> Path:
     )
 
 
+def here() -> bool:
+    """Whether the current folder has a manifest, with or without mistakes."""
+    try:
+        return find().is_file()
+    except ManifestError:
+        return True
+    except UsageError:
+        return False
+
+
 def _inside(data: dict[str, Any]) -> Any:
     """What a pyproject.toml has as [tool.graphquant], None if it has nothing."""
     tool = data.get("tool")

@@ -22,6 +22,7 @@ from graphquant.errors import FindingsError, UsageError, printable
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from graphquant.batch.cache import Cache
     from graphquant.batch.run import Execute, Options
     from graphquant.batch.types import Entry, Outcome, Report
     from graphquant.cli.reporting import Reporting
@@ -60,7 +61,9 @@ if TYPE_CHECKING:
 @click.option("--force", is_flag=True, help="Replace outputs that no batch wrote.")
 @click.option("--no-cache", is_flag=True, help="Make everything anew, and keep nothing.")
 @click.option("--cache-dir", type=click.Path(path_type=Path), metavar="DIR", help="Default: the user's cache folder.")
-@click.option("--prune-cache", metavar="SIZE|AGE", help="Make the cache that small, or remove what is older than 30d.")
+@click.option(
+    "--prune-cache", metavar="SIZE|AGE", help="Then make the cache that small, or remove what is older than 30d."
+)
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of manifests, for editors.")
 @report_options
 def batch(
@@ -92,20 +95,21 @@ def batch(
         return
     if scheduler is not None and jobs is not None:
         raise UsageError("The cluster says how many models are done at once. Leave -j out, or --scheduler.")
-    from graphquant.batch.cache import Cache, default_folder
+    from graphquant.batch.cache import Cache, default_folder, parse_limit
+    from graphquant.batch.manifest import entries, here
     from graphquant.batch.run import Options
 
     folder = cache_dir or default_folder()
     if prune_cache is not None:
-        _prune(Cache(folder), prune_cache)
-        if not names:
+        parse_limit(prune_cache)
+        if not names and not asked.reports and not here():
+            _prune(Cache(folder), prune_cache, asked)
             return
     asked.check(names)
     last = asked.earlier()
     if asked.merge:
         _end(asked.deliver(asked.merged(names), last), merged=True)
         return
-    from graphquant.batch.manifest import entries
     from graphquant.batch.shards import shard_of
 
     part = shard_part(shard)
@@ -121,7 +125,10 @@ def batch(
         return _run(todo, options, scheduler, jobs, timeout, limit, retries)
 
     report = _verified(made, options, run, last) if asked.verify else run(made, options)
-    _end(asked.deliver(report, last, made))
+    report = asked.deliver(report, last, made)
+    if prune_cache is not None:
+        _prune(Cache(folder), prune_cache, asked)
+    _end(report)
 
 
 def _verified(
@@ -182,13 +189,13 @@ def _end(report: Report, *, merged: bool = False) -> None:
         raise click.exceptions.Exit(FindingsError.exit_code)
 
 
-def _prune(cache: Any, limit: str) -> None:
+def _prune(cache: Cache, limit: str, asked: Reporting) -> None:
     from graphquant.batch.memo import Memo
 
     gone, freed = cache.prune(limit)
     with Memo(cache.folder / "files.sqlite") as memo:
         memo.tidy()
-    click.echo(f"Removed {gone} outputs from the cache, {freed} bytes.")
+    click.echo(f"Removed {gone} outputs from the cache, {freed} bytes.", err=asked.form != "text")
 
 
 @contextmanager

@@ -80,3 +80,20 @@ def test_mistakes_of_a_manifest(batch):
     code, _, told = batch()
     assert code == 2
     assert [line.split(": ")[-2:][0] for line in told.strip().split("\n")] == ["graphquant.toml:3", "graphquant.toml:4"]
+
+
+@pytest.mark.slow
+def test_pruning_does_not_stand_in_for_the_batch(batch):
+    """Beside a manifest the batch is done, and then the cache pruned; alone it is only where nothing else is asked."""
+    Path("graphquant.toml").write_text('[defaults]\nrules = "weight_only"\n[[model]]\npath = "digits_cnn.onnx"\n')
+    code, out, err = batch("--prune-cache", "0d", "--report", "r.json", "-j", "1", "--format", "json")
+    assert code == 0
+    assert [one.status for one in read_report(Path("r.json")).outcomes] == ["done"]
+    assert json.loads(out)["outcomes"][0]["status"] == "done"
+    assert "Removed 1 outputs from the cache" in err
+    assert list(Path("cache/graphquant/batches").iterdir()) == []
+    assert batch("--prune-cache", "soon")[0] == 2
+    Path("graphquant.toml").unlink()
+    assert batch("--prune-cache", "30d", "--report", "s.json")[0] == 2
+    code, out, _ = batch("--prune-cache", "30d")
+    assert (code, out) == (0, "Removed 0 outputs from the cache, 0 bytes.\n")

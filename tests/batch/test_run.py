@@ -1,6 +1,7 @@
 """The story of a batch, done in this process: what is known, what is done, what is kept."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -347,6 +348,24 @@ def test_what_is_pruned(here):
     assert list(Path("cache/files").glob("*/*")) == []
     with pytest.raises(UsageError, match="no amount"):
         cache.prune("soon")
+
+
+def test_journals_are_pruned(here):
+    """Those that nothing was written to for so long, unless a batch holds it."""
+    path = journal_of(Path("cache"), both())
+
+    def execute(entries):
+        os.utime(path, (1, 1))
+        Cache(Path("cache")).prune("2GB")
+        assert path.exists()
+        yield from (unmade(one, "Timeout", "It took long.", 1, "timeout") for one in entries)
+
+    run_batch(both(), options(), execute)
+    Cache(Path("cache")).prune("2GB")
+    assert path.exists()
+    os.utime(path, (1, 1))
+    Cache(Path("cache")).prune("2GB")
+    assert not path.exists()
 
 
 def test_what_failed_leaves_the_output_to_others(here):
