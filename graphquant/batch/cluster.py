@@ -116,8 +116,8 @@ def _outcome(future: Future[Outcome], entry: Entry) -> Outcome:
 
 
 def _calibrated(client: Client, entry: Entry, here: str, parts: int) -> Future[Stats | None] | None:
-    """The statistics of an entry, made in as many parts; None where it needs none or has some."""
-    if entry.data is None or entry.stats is not None:
+    """The statistics of an entry, made in as many parts; None where it needs none, has some, or has bounds."""
+    if entry.data is None or entry.stats is not None or entry.gates.measures:
         return None
     shards = [
         client.submit(_part, entry, (number, parts), here, versions(), pure=False) for number in range(1, parts + 1)

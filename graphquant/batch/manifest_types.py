@@ -44,7 +44,8 @@ class Settings:
     Attributes:
         rules: Rule files, by name or path, in the order in which they are tried; by default the format's own.
         data: Calibration data, as in docs/data.md; `{stem}` and the like stand for parts of the model's path.
-        stats: A statistics file that ranges come from; likewise. The data then only measures the bounds below.
+        stats: A statistics file that ranges come from; likewise. The data is then for the bounds below, and for
+            corrections if the statistics are of it.
         samples: Use only that many samples.
         method: The observer of all activations whose range comes from data, instead of what the rules say.
         family: The QDQ family for schemes that name none.

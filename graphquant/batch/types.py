@@ -68,7 +68,8 @@ class Entry:
         output: Likewise, of what is written.
         rules: Names or paths of rule files; none for the format's own.
         data: A calibration data spec, None for none.
-        stats: Path of a statistics file that ranges come from, None for none; data is then for the check alone.
+        stats: Path of a statistics file that ranges come from, None for none; data is then for the check, and
+            for corrections if they are of it.
         samples: How many samples to use, None for all.
         method: The observer of all activations, None for what the rules say.
         family: The QDQ family, None for the format's own.

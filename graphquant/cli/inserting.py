@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     "--stats",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Statistics from calibrate; --data is then for the check alone.",
+    help="Statistics from calibrate; --data is then for the check and for corrections.",
 )
 @click.option("--method", metavar="NAME", help="How ranges are picked from the data, whatever the rules say.")
 @MAX_MEMORY

@@ -73,7 +73,8 @@ def insert(
         model: A model, or the path of one.
         rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
         data: A calibration data spec, as in docs/data.md; not needed where ranges come from rules or weights.
-        stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is for the check alone.
+        stats: Statistics from `calibrate`, or the path of a file of them; with them `data` is for the
+            check, and for corrections where the statistics are of it.
         plan: A plan, or the path of an edited one, instead of rules.
         method: The observer of all activations whose range comes from data, instead of what the rules say.
         ranges: A TFLite file, whose scales are used for the same-named activations.
@@ -120,6 +121,7 @@ def insert(
         targets = planned(prepared, made, full=False, same=kept(source, prepared))
         if found is not None:
             found = select(found, targets, source.digest, calibrate_line(source, made, plan))
+            used = _used(prepared, found, data, samples, check=check) if data is not None and made.corrections else None
         elif data is not None:
             used = _opened(prepared, data, samples)
             if check:
@@ -205,6 +207,14 @@ def _opened(prepared: Model, data: str, samples: int | None) -> Batches:
     from graphquant.data import open_data
 
     return open_data(data, formats.module(prepared.format).inputs(prepared), samples=samples, meanwhile=True)
+
+
+def _used(prepared: Model, found: Stats, data: str, samples: int | None, *, check: bool) -> Batches | None:
+    """The samples that would give the ranges if there were no statistics, None where these are of other data."""
+    opened = _opened(prepared, data, samples)
+    if {run.data for run in found.runs} != {opened.content()}:
+        return None
+    return parted(data, samples, opened)[0] if check else opened
 
 
 def _notes(solution: Solution) -> dict[TensorRef, str]:

@@ -18,7 +18,7 @@ from graphquant import pipeline
 from graphquant.batch import processes
 from graphquant.batch.manifest import entries
 from graphquant.batch.run import Options, run_batch
-from graphquant.batch.types import read_report, report_json
+from graphquant.batch.types import Gates, read_report, report_json
 from graphquant.batch.work import work
 from graphquant.cli import main
 from graphquant.errors import MissingDependencyError, UsageError
@@ -161,21 +161,31 @@ def test_a_killed_worker(tmp_path, monkeypatch, cluster):
     assert hashlib.sha256((tmp_path / "plain.onnx").read_bytes()).hexdigest() in digests(tmp_path / "out").values()
 
 
+def compensating(folder):
+    """Writes rules whose weights have 4 bits and are corrected; gives their path."""
+    text = ROOT.joinpath("rules", "onnxruntime.toml").read_text("utf-8")
+    text = text.replace('weight]\ndtype = "int8"', 'weight]\ndtype = "int4"')
+    text = text.replace("bias-correction", "error-compensation")
+    folder.joinpath("four.toml").write_text(text, "utf-8")
+    return str(folder / "four.toml")
+
+
 @pytest.mark.slow
-def test_few_models_are_calibrated_in_parts(tmp_path, monkeypatch, cluster):
+@pytest.mark.parametrize("gates", [Gates(), Gates(min_sqnr=30)])
+def test_few_models_are_calibrated_in_parts(tmp_path, monkeypatch, cluster, gates):
     """With more threads than models the samples are dealt out; the output is the one of a single process."""
     address, _ = cluster(2)
-    shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
+    for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
+        shutil.copy(ROOT / "sample_models" / name, tmp_path)
     monkeypatch.chdir(tmp_path)
-    (asked,) = entries(["a.onnx"], {"data": "random:64", "method": "percentile", "exclude": ("residual/*",)})
+    (asked,) = entries(["digits_cnn.onnx"], {"data": "digits_cnn_calib.npz", "method": "percentile"})
+    asked = replace(asked, gates=gates, rules=(compensating(tmp_path),))
     (found,) = there(address)([asked])
     assert (found.status, found.problem) == ("done", None)
     (alone,) = here(1)([replace(asked, output="alone.onnx")])
     times = {"output": "", "seconds": 0.0, "products": {}}
     assert replace(found, **times) == replace(alone, **times)
-    plain = pipeline.insert("a.onnx", data="random:64", method="percentile", exclude="residual/*")
-    plain.save("plain.onnx")
-    assert Path("a.quant.onnx").read_bytes() == Path("plain.onnx").read_bytes()
+    assert Path(found.output).read_bytes() == Path("alone.onnx").read_bytes()
 
 
 def test_parts_are_the_whole(tmp_path, monkeypatch):
@@ -185,17 +195,23 @@ def test_parts_are_the_whole(tmp_path, monkeypatch):
     from graphquant.batch.ingredients import versions
 
     shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
+    shutil.copy(ROOT / "sample_models" / "digits_cnn_calib.npz", tmp_path / "a.npz")
     monkeypatch.chdir(tmp_path)
-    (asked,) = entries(["a.onnx"], {"data": "random:40", "method": "percentile"})
+    (asked,) = entries(["a.onnx"], {"data": "a.npz", "samples": 40, "method": "percentile"})
+    asked = replace(asked, rules=(compensating(tmp_path),))
     monkeypatch.chdir("/")
     parts = [_part(asked, (number, 3), str(tmp_path), versions()) for number in (1, 2, 3)]
     whole = _merged(parts)
     assert whole.samples == 32  # the rest is for the check
     source = pipeline.load(tmp_path / "a.onnx")
-    result = pipeline.insert(source, data="random:40", method="percentile")
+    given = {"data": str(tmp_path / "a.npz"), "samples": 40, "method": "percentile", "rules": asked.rules}
+    result = pipeline.insert(source, **given)
+    assert any(one.done for one in result.corrected)
     assert whole.sketches.keys() == result.stats.sketches.keys()
     result.save(tmp_path / "one.onnx")
-    pipeline.insert(source, stats=whole, method="percentile").save(tmp_path / "parts.onnx")
+    again = pipeline.insert(source, stats=whole, **given)
+    assert again.check == result.check
+    again.save(tmp_path / "parts.onnx")
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "parts.onnx").read_bytes()
     assert _part(asked, (1, 3), "/", versions()) is None
     assert _part(asked, (1, 3), str(tmp_path), {}) is None
