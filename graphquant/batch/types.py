@@ -267,7 +267,7 @@ class Change:
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
 
     name: str
-    what: Literal["status", "sqnr", "size", "int8", "seconds", "gone", "digest"]
+    what: Literal["status", "sqnr", "measured", "agreement", "accuracy", "size", "int8", "seconds", "gone", "digest"]
     level: Literal["error", "warning", "note"]
     says: str
 

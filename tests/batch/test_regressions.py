@@ -42,7 +42,14 @@ FAILED = _outcome(
         ({"figures": Figures(sqnr=39.4)}, [("sqnr", "warning", "SQNR is 39.4 dB, and was 40.0 dB")]),
         ({"figures": Figures(sqnr=45.0)}, []),
         ({"figures": Figures(exact=True)}, []),
-        ({"figures": None}, []),
+        (
+            {"figures": None},
+            [("measured", "warning", "how far the output is from the float model was not measured, and was")],
+        ),
+        (
+            {"figures": Figures(problem="values are not finite", samples=8)},
+            [("measured", "warning", "the output cannot be compared, and could: values are not finite")],
+        ),
         ({"size_after": 10_100}, []),
         ({"size_after": 10_101}, [("size", "warning", "the output has 10.1 KB, and had 10 KB")]),
         ({"size_after": 9_000}, []),
@@ -66,6 +73,37 @@ def test_exact_before():
     assert _changes(_outcome(figures=Figures(exact=True)), _outcome(), sqnr_step=100.0) == [
         ("sqnr", "warning", "SQNR is 40.0 dB, and was exact")
     ]
+
+
+@pytest.mark.parametrize(
+    ("now", "told"),
+    [
+        (Figures(agreement=0.991, accuracy=(0.98, 0.97), samples=1000), []),
+        (
+            Figures(agreement=0.3, accuracy=(0.98, 0.3), samples=1000),
+            [
+                ("agreement", "warning", "agreement is 30.0 %, and was 100.0 %"),
+                ("accuracy", "warning", "accuracy is 30.0 %, and was 98.0 %"),
+            ],
+        ),
+        (Figures(agreement=0.9, accuracy=(0.98, 0.88), samples=10), []),
+        (Figures(exact=True, samples=1000), [("accuracy", "warning", "accuracy is not known, and was 98.0 %")]),
+        (
+            Figures(accuracy=(0.98, 0.98), samples=1000),
+            [("agreement", "warning", "agreement is not known, and was 100.0 %")],
+        ),
+    ],
+)
+def test_shares_of_samples(now, told):
+    """Agreement and accuracy may fall by a hundredth, or one sample; one that is gone has fallen."""
+    was = _outcome(figures=Figures(agreement=1.0, accuracy=(0.98, 0.98), samples=1000))
+    assert _changes(was, _outcome(figures=now)) == told
+
+
+def test_exact_shares_before():
+    """Integers that did not differ and now do are told by their agreement."""
+    told = [("agreement", "warning", "agreement is 50.0 %, and was 100.0 %")]
+    assert _changes(_outcome(figures=Figures(exact=True)), _outcome(figures=Figures(agreement=0.5, samples=8))) == told
 
 
 def test_the_step_is_an_option():

@@ -23,6 +23,7 @@ BATCH_CODES = {
     "GQ206": Code("warning", "a model was not begun, for the batch was stopped"),
     "GQ207": Code("warning", "an output is worse than in an earlier report"),
     "GQ208": Code("error", "an output is not what is built of its model now"),
+    "GQ209": Code("warning", "an output cannot be compared with its float model"),
 }
 """What a batch adds to the codes of `check`."""
 
@@ -58,6 +59,9 @@ def _of_outcome(outcome: Outcome) -> Iterator[Notice]:
         level = BATCH_CODES[code].level
         for said in reasons(outcome) or [f"{BATCH_CODES[code].explains}."]:
             yield Notice(code, level, outcome.model, "", "", f"{outcome.name}: {said}")
+    elif outcome.fine:
+        for said in reasons(outcome):
+            yield Notice("GQ209", BATCH_CODES["GQ209"].level, outcome.model, "", "", f"{outcome.name}: {said}")
     for found in outcome.findings:
         says = f"{found.says}. To mend it: {found.fix}."
         yield Notice(found.code, found.level, outcome.output, found.where, found.op, says)

@@ -29,7 +29,8 @@ def junit(report: Report) -> str:
         case = ET.SubElement(suite, "testcase", name=printable(name), classname="graphquant.batch", time="0")
         _tell(case, "failure", "regression", [one.says for one in changes])
     ET.SubElement(suite, "system-out").text = _lines([summary(report)])
-    ET.SubElement(suite, "system-err").text = _lines([f"{one.name}: {one.says}" for one in report.changes])
+    told = [f"{one.name}: {said}" for one in report.outcomes if one.fine for said in reasons(one)]
+    ET.SubElement(suite, "system-err").text = _lines([*told, *(f"{one.name}: {one.says}" for one in report.changes)])
     ET.indent(suites)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(suites, encoding="unicode")}\n'
 

@@ -41,7 +41,8 @@ def _wrong(report: Report) -> Iterator[str]:
             yield f"- **{_text(one.name)}** {status(one)}: {_text(said)}"
     for change in report.changes:
         if change.level != "note":
-            yield f"- **{_text(change.name)}** regressed: {_text(change.says)}"
+            word = "differs" if change.what == "digest" else "regressed"
+            yield f"- **{_text(change.name)}** {word}: {_text(change.says)}"
     for change in report.changes:
         if change.level == "note":
             yield f"- {_text(change.name)}: {_text(change.says)}"

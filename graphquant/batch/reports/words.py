@@ -74,9 +74,11 @@ def seconds(count: float) -> str:
 
 
 def reasons(outcome: Outcome) -> list[str]:
-    """Why it is not fine: the error, or each gate that does not hold."""
+    """Why it is not fine: the error, or each gate that does not hold; and why its figures cannot be had."""
     said = [outcome.problem.says] if outcome.problem is not None else []
-    return said + [miss.says for miss in outcome.misses]
+    said += [miss.says for miss in outcome.misses]
+    problem = "" if outcome.figures is None else outcome.figures.problem
+    return said if not problem or problem in said else [*said, f"it cannot be compared with the float model: {problem}"]
 
 
 def summary(report: Report) -> str:

@@ -17,7 +17,17 @@ from graphquant.batch.reports.findings import ALL_CODES, BATCH_CODES
 from graphquant.batch.reports.schema import report_schema
 from graphquant.batch.reports.text import report_view
 from graphquant.batch.reports.words import percent, size
-from graphquant.batch.types import Change, Outcome, Problem, Report, read_report, report_from, report_json
+from graphquant.batch.types import (
+    Change,
+    Figures,
+    Miss,
+    Outcome,
+    Problem,
+    Report,
+    read_report,
+    report_from,
+    report_json,
+)
 from graphquant.errors import UsageError
 from graphquant.view.text import console
 
@@ -104,6 +114,26 @@ def test_an_output_that_is_not_what_is_built(report):
     (suite,) = ET.fromstring(REPORTS[".xml"](unlike))  # noqa: S314  # our own
     assert suite.find("testcase[@name='net']/failure").attrib == {"type": "difference", "message": "it differs"}
     assert "1 not begun, 1 difference; 2 min" in suite.findtext("system-out")
+
+
+@pytest.mark.parametrize("suffix", [".md", ".html", ".sarif", ".xml"])
+def test_an_output_that_cannot_be_compared(report, suffix):
+    """Each form says so though nothing fails; where a gate says it already, it is not said again."""
+    lost = Figures(samples=8, problem="values are NaN")
+    done, kept, gated = report.outcomes[:3]
+    missed = (Miss(gate="min_sqnr", says="values are NaN"),)
+    outcomes = (replace(done, figures=lost), kept, replace(gated, figures=lost, misses=missed))
+    said = REPORTS[suffix](replace(report, outcomes=outcomes, changes=()))
+    assert said.count("it cannot be compared with the float model") == 1
+    assert "it cannot be compared" not in REPORTS[suffix](report)
+
+
+def test_markdown_tells_differences_from_regressions(report):
+    """What --verify finds is no regression."""
+    unlike = replace(report, changes=(replace(report.changes[0], what="digest", says="it is unlike"),))
+    said = REPORTS[".md"](unlike)
+    assert "- **net** differs: it is unlike" in said
+    assert "regressed" not in said
 
 
 def test_junit_of_regressions_that_do_not_fail(report):
