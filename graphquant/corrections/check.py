@@ -80,7 +80,7 @@ def worse(before: Array, after: Array, *, gain: bool = True) -> str:
         return f"an output is off by {10 ** (max(-total.min(), 0) / 20):.2f} times as much"
     if not gain or np.any(mean > SURE * chance):
         return ""
-    return f"no output gains more than chance may ({total.max(initial=0):.1f} dB in all)"
+    return f"no output is nearer to the float model's by more than chance explains ({total.max(initial=0):.1f} dB)"
 
 
 def _power(values: Array) -> float:

@@ -66,7 +66,7 @@ def correct(model: Model, solution: Solution, wanted: Sequence[str], samples: Sa
         after = errors(made, floats, samples)
         reason = worse(before, after, gain=CORRECTIONS[name].doubtful) if before is not None else ""
         if reason:
-            said = f"on {len(samples.others)} samples that it was not made by {reason}"
+            said = f"{reason}, measured on {len(samples.others)} samples that it was not made by"
             draft = replace(draft, told=(*draft.told, _left_out(name, said)))
         else:
             draft, before = made, after
