@@ -178,7 +178,8 @@ def _near(folder: Folder, pattern: str) -> str:
     if above and not folder.is_folder(above):
         above, last = "", above
     names = folder.names(above or (pattern.partition("://")[0] + "://" if folder.system else "."))
-    close = did_you_mean(last, [name for name in names if not _MADE.search(name)])
+    models = [name for name in names if not _MADE.search(name) and Path(name).suffix in {"", *SUFFIXES}]
+    close = did_you_mean(last, models)
     return close or " Give the path of a model, or a glob such as 'models/*.onnx'."
 
 
