@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant.batch.statements import stated, statement_path
-from graphquant.batch.types import Change, Gates
+from graphquant.batch.types import Change
 from graphquant.data.files import remote
 from graphquant.errors import GraphQuantError
 from graphquant.formats.parts import files_of
@@ -18,7 +18,7 @@ from graphquant.view.text import listed
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from graphquant.batch.types import Entry, Outcome, Report
+    from graphquant.batch.types import Entry, Gates, Outcome, Report
 
 
 def verified(
@@ -36,18 +36,24 @@ def verified(
     """
     with tempfile.TemporaryDirectory(prefix="graphquant-") as room:
         moved = [
-            replace(entry, output=str(Path(room, str(place), Path(entry.output).name)), gates=Gates())
+            replace(entry, output=str(Path(room, str(place), Path(entry.output).name)), gates=_bounds(entry))
             for place, entry in enumerate(entries)
         ]
         report = build(moved, Path(room))
     before = {} if last is None else {one.name: one for one in last.outcomes}
     outcomes, changes = [], []
     for entry, outcome in zip(entries, report.outcomes, strict=True):
-        outcomes.append(replace(outcome, output=entry.output))
+        status = "done" if outcome.status == "gate" else outcome.status
+        outcomes.append(replace(outcome, output=entry.output, status=status, misses=()))
         if outcome.products:
             told = _differences(entry, outcome, before.get(entry.name))
             changes += [Change(name=entry.name, what="digest", level="error", says=says) for says in told]
     return replace(report, outcomes=tuple(outcomes), changes=tuple(changes))
+
+
+def _bounds(entry: Entry) -> Gates:
+    """What an output is searched for by; whether it has that is not asked again."""
+    return replace(entry.gates, max_size=None, check=None)
 
 
 def _differences(entry: Entry, built: Outcome, before: Outcome | None) -> Iterator[str]:

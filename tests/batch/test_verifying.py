@@ -1,0 +1,38 @@
+"""Outputs that are built again are what a batch made of the same."""
+
+import shutil
+from pathlib import Path
+
+from graphquant.batch.run import Options, run_batch
+from graphquant.batch.types import Entry, Gates
+from graphquant.batch.verifying import verified
+from graphquant.batch.work import work
+
+
+def test_outputs_with_bounds(tmp_path, samples, monkeypatch):
+    """What was searched for by a bound, met or missed, is built by it again; a missed bound is no difference."""
+    for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
+        shutil.copy(samples / name, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    made = [
+        Entry(
+            name=name,
+            model="digits_cnn.onnx",
+            output=f"{name}.onnx",
+            data="digits_cnn_calib.npz",
+            samples=40,
+            gates=Gates(min_sqnr=bound, max_size=1, check=""),
+        )
+        for name, bound in (("met", 20), ("missed", 56))
+    ]
+
+    def build(entries, room):
+        return run_batch(entries, Options(folder=room, cache=False), lambda todo: map(work, todo))
+
+    last = build(made, tmp_path / "cache")
+    assert [[miss.gate for miss in one.misses] for one in last.outcomes] == [["max_size"], ["min_sqnr", "max_size"]]
+    report = verified(made, build, last)
+    assert report.changes == ()
+    assert [(one.status, one.misses) for one in report.outcomes] == [("done", ())] * 2
+    Path("met.onnx").write_bytes(Path("digits_cnn.onnx").read_bytes())
+    assert [change.name for change in verified(made[:1], build).changes] == ["met"]
