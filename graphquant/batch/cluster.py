@@ -21,7 +21,9 @@ from uuid import uuid4
 
 from graphquant.batch.ingredients import versions
 from graphquant.batch.processes import dismiss, run
+from graphquant.batch.types import Outcome
 from graphquant.batch.work import unmade
+from graphquant.data.files import remote
 from graphquant.errors import GraphQuantError, MissingDependencyError, UsageError
 
 try:
@@ -38,11 +40,15 @@ if TYPE_CHECKING:
     from distributed import Worker as DaskWorker
 
     from graphquant.batch.processes import Limits, Worker
-    from graphquant.batch.types import Entry, Outcome
+    from graphquant.batch.types import Entry
     from graphquant.calibration import Stats
+    from graphquant.pipeline import Progress
 
 PATIENCE = "10s"
 """How long a scheduler may take to answer."""
+
+STATS = "stats.gqs"
+"""Name of a file of statistics in a temporary folder."""
 
 
 def run_on(address: str, entries: Sequence[Entry], worker: Worker, limits: Limits) -> Iterator[Outcome]:
@@ -91,7 +97,7 @@ def _outcomes(
     todo: dict[Future[Outcome], Entry] = {}
     try:
         for entry in entries:
-            stats = _calibrated(client, entry, here, parts) if parts > 1 else None
+            stats = _calibrated(client, entry, one, crews, here, parts) if parts > 1 else None
             done = client.submit(_done, entry, stats, worker, one, crews, here, versions(), pure=False)
             todo[done] = entry
         for future in as_completed(list(todo), loop=client.loop):
@@ -115,12 +121,15 @@ def _outcome(future: Future[Outcome], entry: Entry) -> Outcome:
     return unmade(entry, "Crash", f"The cluster gave it up: {said} Try the model alone with -j 1.", status="crashed")
 
 
-def _calibrated(client: Client, entry: Entry, here: str, parts: int) -> Future[Stats | None] | None:
+def _calibrated(
+    client: Client, entry: Entry, limits: Limits, crews: str, here: str, parts: int
+) -> Future[Stats | None] | None:
     """The statistics of an entry, made in as many parts; None where it needs none, has some, or has bounds."""
-    if entry.data is None or entry.stats is not None or entry.gates.measures:
+    if entry.data is None or entry.stats is not None or entry.gates.measures or remote(entry.model):
         return None
     shards = [
-        client.submit(_part, entry, (number, parts), here, versions(), pure=False) for number in range(1, parts + 1)
+        client.submit(_part, entry, (number, parts), limits, crews, here, versions(), pure=False)
+        for number in range(1, parts + 1)
     ]
     return client.submit(_merged, shards, pure=False)
 
@@ -128,28 +137,44 @@ def _calibrated(client: Client, entry: Entry, here: str, parts: int) -> Future[S
 # -- on a worker ---------------------------------------------------------------------------------
 
 
-def _part(entry: Entry, shard: tuple[int, int], here: str, wanted: dict[str, str]) -> Stats | None:
+def _part(
+    entry: Entry, shard: tuple[int, int], limits: Limits, crews: str, here: str, wanted: dict[str, str]
+) -> Stats | None:
     """Statistics of a part of the samples; None where something is wrong, which whoever does the model will tell."""
-    from graphquant import formats, pipeline
-    from graphquant.calibration import with_method
-    from graphquant.data import open_data
-    from graphquant.data.files import remote
-    from graphquant.data.spec import moved
-    from graphquant.pipeline.checking import parted
-    from graphquant.ruleset import moved_rules
+    from graphquant.calibration import load_stats
 
-    if remote(entry.model) or wanted != versions():
+    if wanted != versions():
         return None
+    worker = partial(_observed, shard=shard, max_memory=limits.memory // 2 if limits.memory else None)
+    with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as room:
+        given = replace(entry, output=str(Path(room, STATS)))
+        outcome = _crews(crews).do(given, partial(_in_folder, worker, here), replace(limits, retries=0), None)
+        return load_stats(Path(given.output)) if outcome.status == "done" else None
+
+
+def _observed(
+    entry: Entry, *, shard: tuple[int, int], max_memory: int | None = None, progress: Progress | None = None
+) -> Outcome:
+    """Writes the statistics of a part of the samples to the entry's output."""
+    from graphquant import formats, pipeline
+    from graphquant.calibration import save_stats, with_method
+    from graphquant.data import open_data
+    from graphquant.pipeline.checking import parted
+
+    data = entry.data or ""
     try:
-        model = pipeline.load(Path(here, entry.model))
-        rules = moved_rules(entry.rules, here)
-        made = pipeline.plan(model, rules=rules, include=entry.include, exclude=entry.exclude, family=entry.family)
-        data = moved(entry.data or "", here)
+        model = pipeline.load(Path(entry.model))
+        made = pipeline.plan(
+            model, rules=entry.rules, include=entry.include, exclude=entry.exclude, family=entry.family
+        )
         batches = open_data(data, formats.module(model.format).inputs(model), samples=entry.samples, meanwhile=True)
         used, _ = parted(data, entry.samples, batches)  # `insert` keeps the rest for its check
-        return pipeline.calibrate(model, with_method(made, entry.method), used, full=False, shard=shard)
-    except (GraphQuantError, OSError):
-        return None
+        made = with_method(made, entry.method)
+        stats = pipeline.calibrate(model, made, used, full=False, shard=shard, max_memory=max_memory, progress=progress)
+        save_stats(stats, Path(entry.output))
+    except (GraphQuantError, OSError, MemoryError) as error:
+        return unmade(entry, type(error).__name__, str(error))
+    return Outcome(name=entry.name, model=entry.model, output=entry.output, status="done")
 
 
 def _merged(parts: Sequence[Stats | None]) -> Stats | None:
@@ -170,23 +195,21 @@ def _done(
         here_told = ", ".join(f"{name} {wanted.get(name, 'is missing')}" for name in differing)
         said = f"A worker of the cluster has {told}, and whoever started the batch {here_told}. Install the same."
         return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
-    free = cast("_Crews", get_worker().plugins[crews]).free
-    crew = free.popleft() if free else []
+    own = _crews(crews)
+    crew = own.free.popleft() if own.free else []
     try:
         with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as room:
             given = replace(entry, stats=_saved(stats, Path(room))) if stats is not None else entry
-            (outcome,) = run([given], partial(_in_folder, worker, here), limits, crew=crew)
+            return own.do(given, partial(_in_folder, worker, here), limits, crew)
     finally:
-        free.append(crew)
-    return outcome
+        own.free.append(crew)
 
 
 def _saved(stats: Stats, room: Path) -> str:
     from graphquant.calibration import save_stats
 
-    path = room / "stats.gqs"
-    save_stats(stats, path)
-    return str(path)
+    save_stats(stats, room / STATS)
+    return str(room / STATS)
 
 
 def _in_folder(worker: Callable[..., Outcome], here: str, entry: Entry, **options: Any) -> Outcome:
@@ -199,6 +222,11 @@ def _in_folder(worker: Callable[..., Outcome], here: str, entry: Entry, **option
         )
         return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
     return worker(entry, **options)
+
+
+def _crews(name: str) -> _Crews:
+    """Those of the dask worker that this is called on."""
+    return cast("_Crews", get_worker().plugins[name])
 
 
 class _Crews(WorkerPlugin):
@@ -215,6 +243,11 @@ class _Crews(WorkerPlugin):
         """Lets the process of a worker start others; dask's nanny ends it with all of them."""
         del worker
         multiprocessing.current_process().daemon = False
+
+    def do(self, entry: Entry, worker: Worker, limits: Limits, crew: list[Any] | None) -> Outcome:
+        """Has an entry done by a process: that of a crew, or one for this alone."""
+        (outcome,) = run([entry], worker, limits, crew=crew)
+        return outcome
 
     def teardown(self, worker: DaskWorker) -> None:
         """Ends them."""

@@ -20,6 +20,7 @@ from graphquant.batch.manifest import entries
 from graphquant.batch.run import Options, run_batch
 from graphquant.batch.types import Gates, read_report, report_json
 from graphquant.batch.work import work
+from graphquant.calibration import load_stats
 from graphquant.cli import main
 from graphquant.errors import MissingDependencyError, UsageError
 
@@ -191,16 +192,16 @@ def test_few_models_are_calibrated_in_parts(tmp_path, monkeypatch, cluster, gate
 def test_parts_are_the_whole(tmp_path, monkeypatch):
     """The statistics of parts, merged, are those of all samples; a part that fails leaves the model to one worker."""
     pytest.importorskip("distributed")
-    from graphquant.batch.cluster import _merged, _part
-    from graphquant.batch.ingredients import versions
+    from graphquant.batch.cluster import _merged, _observed
 
     shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
     shutil.copy(ROOT / "sample_models" / "digits_cnn_calib.npz", tmp_path / "a.npz")
     monkeypatch.chdir(tmp_path)
     (asked,) = entries(["a.onnx"], {"data": "a.npz", "samples": 40, "method": "percentile"})
     asked = replace(asked, rules=(compensating(tmp_path),))
-    monkeypatch.chdir("/")
-    parts = [_part(asked, (number, 3), str(tmp_path), versions()) for number in (1, 2, 3)]
+    done = [_observed(replace(asked, output=f"{number}.gqs"), shard=(number, 3)) for number in (1, 2, 3)]
+    assert [one.status for one in done] == ["done"] * 3
+    parts = [load_stats(Path(one.output)) for one in done]
     whole = _merged(parts)
     assert whole.samples == 32  # the rest is for the check
     source = pipeline.load(tmp_path / "a.onnx")
@@ -213,8 +214,7 @@ def test_parts_are_the_whole(tmp_path, monkeypatch):
     assert again.check == result.check
     again.save(tmp_path / "parts.onnx")
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "parts.onnx").read_bytes()
-    assert _part(asked, (1, 3), "/", versions()) is None
-    assert _part(asked, (1, 3), str(tmp_path), {}) is None
+    assert _observed(replace(asked, data="b.npz"), shard=(1, 3)).status == "failed"
     assert _merged([*parts[:2], None]) is None
 
 
@@ -238,6 +238,28 @@ def test_no_scheduler(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match=f"There is no dask scheduler at {address}"):
             list(there(address)(asked))
     assert list(there("tcp://127.0.0.1:9")([])) == []
+
+
+@pytest.mark.slow
+def test_parts_are_worked_on_under_the_limits(tmp_path, monkeypatch, cluster):
+    """Data that ends or outlasts the process that reads it ends none of dask's workers, in parts or in one piece."""
+    from distributed import Client
+
+    from graphquant.batch.cluster import run_on
+
+    address, _ = cluster(2)
+    shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
+    tmp_path.joinpath("faults.py").write_text(
+        "import os, time\ndef leave():\n    os._exit(7)\ndef wait():\n    time.sleep(600)\n", "utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    with Client(address, set_as_default=False) as client:
+        before = client.run(os.getpid)
+        limits = processes.Limits(timeout=5, retries=0)
+        for fault, status in (("leave", "crashed"), ("wait", "timeout")):
+            asked = entries(["a.onnx"], {"data": f"faults:{fault}", "output": "never.onnx"})
+            assert [one.status for one in run_on(address, asked, partial(work), limits)] == [status]
+        assert client.run(os.getpid) == before
 
 
 @pytest.mark.slow
