@@ -32,6 +32,7 @@ def merged(reports: Mapping[Path, Report]) -> Report:
         of_shards[0],
         outcomes=tuple(_one(name, made) for name, made in found.items()),
         shard=(1, 1),
+        dealt="",
         started=min(report.started for report in of_shards),
         seconds=max(report.seconds for report in of_shards),
         changes=(),
@@ -48,6 +49,13 @@ def _check_shards(reports: Mapping[Path, Report]) -> None:
         (one_of, first), (other_of, second) = list(totals.items())[:2]
         raise UsageError(
             f"{first} is one of {one_of} shards and {second} one of {other_of}. Give the reports of one batch."
+        )
+    decks = {report.dealt: path for path, report in reports.items()}
+    if len(decks) > 1:
+        first, second = list(decks.values())[:2]
+        raise UsageError(
+            f"{first} and {second} are of machines that saw other models, or other sizes of them, so one may be in"
+            " neither. Give all shards the same files."
         )
     of: dict[int, Path] = {}
     for path, report in reports.items():

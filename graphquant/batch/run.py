@@ -45,6 +45,7 @@ class Options:
         resume: Whether outputs that an earlier run of the same batch finished count; failures never do.
         force: Whether outputs are replaced that no batch wrote.
         shard: Which part of the manifest the entries are of, of how many; the report tells it.
+        dealt: By what the parts were made; likewise.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Options:
     resume: bool = False
     force: bool = False
     shard: tuple[int, int] = (1, 1)
+    dealt: str = ""
 
 
 def run_batch(
@@ -90,6 +92,7 @@ def run_batch(
         version=graphquant.__version__,
         outcomes=tuple(found.values()),
         shard=options.shard,
+        dealt=options.dealt,
         started=round(started, 3),
         seconds=round(time.monotonic() - begun, 3),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import heapq
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +43,12 @@ def shard_of(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry]:
         if place == number:
             mine.add(name)
     return [entry for entry in entries if entry.name in mine]
+
+
+def dealt(entries: Sequence[Entry]) -> str:
+    """A digest of what a batch is dealt out by: machines that see other models, or other sizes, deal otherwise."""
+    told = json.dumps(sorted((entry.name, size_of(entry.model)) for entry in entries))
+    return hashlib.sha256(told.encode(errors="surrogatepass")).hexdigest()
 
 
 def size_of(model: str) -> int:

@@ -281,6 +281,7 @@ class Report:
         version: Of graphquant.
         outcomes: In the order of the manifest.
         shard: Which part of the manifest it is of, of how many, counted from 1.
+        dealt: Of a part, a digest of what all models were dealt out by, which all parts of one batch have in common.
         started: When, seconds since 1970.
         seconds: How long it took.
         changes: Against an earlier report, where one was given.
@@ -292,6 +293,7 @@ class Report:
     version: str
     outcomes: tuple[Outcome, ...]
     shard: tuple[int, int] = (1, 1)
+    dealt: str = ""
     started: float = 0.0
     seconds: float = 0.0
     changes: tuple[Change, ...] = ()

@@ -110,16 +110,19 @@ def batch(
     if asked.merge:
         _end(asked.deliver(asked.merged(names), last), merged=True)
         return
-    from graphquant.batch.shards import shard_of
+    from graphquant.batch.shards import dealt, shard_of
 
     part = shard_part(shard)
     given = {
         key: list(said) if isinstance(said, tuple) else said for key, said in settings.items() if said not in {None, ()}
     }
-    made = shard_of(entries(names, given), part)
+    every = entries(names, given)
+    made = shard_of(every, part)
     asked.check_entries(made)
     limit = memory(max_memory)
     options = Options(folder=folder, cache=not no_cache, resume=resume, force=force, shard=part)
+    if part[1] > 1:
+        options = replace(options, dealt=dealt(every))
 
     def run(todo: Sequence[Entry], options: Options) -> Report:
         return _run(todo, options, scheduler, jobs, timeout, limit, retries)

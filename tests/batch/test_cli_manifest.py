@@ -45,6 +45,7 @@ def test_shards_are_one_batch(batch):
     shards = [read_report(Path(f"{number}.json")) for number in (1, 2)]
     assert sorted(len(shard.outcomes) for shard in shards) == [1, 2]
     assert [shard.shard for shard in shards] == [(1, 2), (2, 2)]
+    assert shards[0].dealt == shards[1].dealt != ""
     assert batch("--merge", "1.json", "2.json", "--report", "merged.json")[0] == 0
     merged, plain = (report_json(read_report(Path(name)), times=False) for name in ("merged.json", "whole.json"))
     assert merged == plain

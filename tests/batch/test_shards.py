@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphquant.batch import shards
-from graphquant.batch.shards import shard_of, size_of
+from graphquant.batch.shards import dealt, shard_of, size_of
 from graphquant.batch.types import Entry
 from graphquant.errors import UsageError
 
@@ -50,3 +50,14 @@ def test_sizes(tmp_path):
     fsspec.filesystem("memory").pipe("/sizes/a.onnx", b"1234")
     assert size_of("memory://sizes/a.onnx") == 4
     assert size_of("memory://sizes/b.onnx") == 0
+
+
+def test_what_is_dealt(monkeypatch):
+    """The same models in any order are the same; another name or size is not."""
+    sizes = {"a": 3, "b": 2, "c": 1}
+    monkeypatch.setattr(shards, "size_of", sizes.__getitem__)
+    first = dealt(entries("abc"))
+    assert dealt(entries("cab")) == first
+    assert dealt(entries("ab")) != first
+    sizes["b"] = 1
+    assert dealt(entries("abc")) != first
