@@ -7,9 +7,11 @@ entries name addresses for fsspec.
 
 from __future__ import annotations
 
+import asyncio
 import multiprocessing
 import os
 import tempfile
+import time
 from collections import deque
 from concurrent.futures import CancelledError
 from contextlib import suppress
@@ -46,6 +48,9 @@ if TYPE_CHECKING:
 
 PATIENCE = "10s"
 """How long a scheduler may take to answer."""
+
+END, LOOK = 10.0, 0.02
+"""Seconds in which the processes of a worker have to end, and between two looks whether they have."""
 
 STATS = "stats.gqs"
 """Name of a file of statistics in a temporary folder."""
@@ -238,19 +243,30 @@ class _Crews(WorkerPlugin):
 
     def __init__(self) -> None:
         self.free: deque[list[Any]] = deque()
+        self._busy: deque[Entry] = deque()
 
     def setup(self, worker: DaskWorker) -> None:
         """Lets the process of a worker start others; dask's nanny ends it with all of them."""
         del worker
         multiprocessing.current_process().daemon = False
+        self._halt, self._going = multiprocessing.Pipe(duplex=False)
 
     def do(self, entry: Entry, worker: Worker, limits: Limits, crew: list[Any] | None) -> Outcome:
         """Has an entry done by a process: that of a crew, or one for this alone."""
-        (outcome,) = run([entry], worker, limits, crew=crew)
-        return outcome
+        self._busy.append(entry)
+        try:
+            for outcome in list(run([entry], worker, limits, crew=crew, halt=self._halt)):
+                return outcome
+        finally:
+            self._busy.pop()
+        return unmade(entry, "Skipped", "The batch was stopped before this model was done.", 130, "skipped")
 
-    def teardown(self, worker: DaskWorker) -> None:
-        """Ends them."""
+    async def teardown(self, worker: DaskWorker) -> None:
+        """Ends them, those at a model too."""
         del worker
+        self._going.close()
+        last = time.monotonic() + END
+        while self._busy and time.monotonic() < last:  # noqa: ASYNC110  # other threads may not set asyncio's events
+            await asyncio.sleep(LOOK)
         while self.free:
             dismiss(self.free.popleft())

@@ -96,6 +96,7 @@ def run(
     told: Told | None = None,
     *,
     crew: list[_Worker] | None = None,
+    halt: Connection | None = None,
 ) -> Iterator[Outcome]:
     """Gives the outcome of each entry as soon as it is there; leaving early ends all workers.
 
@@ -105,13 +106,16 @@ def run(
         limits: How many workers, and what each may take.
         told: Is told which entry is at what, how much of it is done and how much there is; "" when one begins.
         crew: Workers of an earlier call with the same `worker`; those that are free at the end stay in it.
+        halt: Ends all workers, as leaving early does, once its other end is closed, which another thread may do.
     """
     todo = deque(_Attempt(entry, 1) for entry in entries)
     workers: list[_Worker] = [] if crew is None else crew
     try:
         while todo or any(each.attempt for each in workers):
+            if halt is not None and halt.poll():
+                return
             _give_out(todo, workers, worker, limits)
-            for each in _heard(workers, limits):
+            for each in _heard(workers, limits, halt):
                 attempt = each.attempt
                 outcome = each.outcome(limits, told)
                 if attempt is None or outcome is None:
@@ -149,12 +153,13 @@ def _give_out(todo: deque[_Attempt], workers: list[_Worker], worker: Worker, lim
         workers[-1].give(todo.popleft())
 
 
-def _heard(workers: list[_Worker], limits: Limits) -> list[_Worker]:
-    """The workers that have something to say, or are over a limit; waits until there is one."""
+def _heard(workers: list[_Worker], limits: Limits, halt: Connection | None) -> list[_Worker]:
+    """The workers that have something to say, or are over a limit; waits a while for one, or until all is to end."""
     busy = [each for each in workers if each.attempt is not None]
     now = time.monotonic()
     patience = min([max(each.deadline(limits) - now, 0.0) for each in busy], default=0.0)
-    ready = set(wait([each.pipe for each in busy], min(patience, WATCH if limits.memory else START)))
+    pipes = [each.pipe for each in busy] + ([] if halt is None else [halt])
+    ready = set(wait(pipes, min(patience, WATCH if limits.memory else START)))
     return [each for each in busy if each.pipe in ready or each.over(limits)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Generator
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -24,7 +25,7 @@ from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.parts import files_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from graphquant.batch.ingredients import Ingredients
     from graphquant.batch.types import Entry
@@ -144,10 +145,13 @@ class _Batch:
         before = {entry.name: self._memo.ours(entry.output) for entry in todo}
         for entry in todo:
             self._memo.own(entry.output)
+        going = execute(sorted(todo, key=lambda entry: -self._size(entry)))
         try:
-            for outcome in execute(sorted(todo, key=lambda entry: -self._size(entry))):
+            for outcome in going:
                 yield self._enter(self._taken_in(by_name[outcome.name], outcome))
         finally:
+            if isinstance(going, Generator):
+                going.close()  # nobody writes any more
             for entry in todo:
                 if entry.name not in self.found or self.found[entry.name].status not in MADE:
                     self._give_back(entry, before[entry.name])

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -260,6 +261,28 @@ def test_parts_are_worked_on_under_the_limits(tmp_path, monkeypatch, cluster):
             asked = entries(["a.onnx"], {"data": f"faults:{fault}", "output": "never.onnx"})
             assert [one.status for one in run_on(address, asked, partial(work), limits)] == [status]
         assert client.run(os.getpid) == before
+
+
+@pytest.mark.slow
+def test_stopping_ends_what_is_going_on(tmp_path, monkeypatch, cluster):
+    """Whoever leaves early leaves no process on a cluster at a model, and another batch has its workers."""
+    address, _ = cluster(1)
+    for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
+        shutil.copy(ROOT / "sample_models" / name, tmp_path)
+    tmp_path.joinpath("faults.py").write_text(
+        "import os, time\ndef wait():\n    open(f'started-{os.getpid()}', 'w').close()\n    time.sleep(60)\n",
+        "utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    quick = replace(*entries(["digits_cnn.onnx"], {"rules": ("weight_only",)}), name="quick")
+    asked = [quick, replace(quick, name="wait", output="wait.onnx", rules=(), data="faults:wait")]
+    going = there(address)(asked)
+    assert next(going).name == "quick"
+    while not (started := list(tmp_path.glob("started-*"))):
+        time.sleep(0.05)
+    going.close()
+    assert processes.memory_of(int(started[0].name.rpartition("-")[2])) == 0
+    assert [one.status for one in there(address)([quick])] == ["done"]
 
 
 @pytest.mark.slow

@@ -242,6 +242,24 @@ def test_stopped_and_resumed(here):
     assert [replace(one, seconds=0.0) for one in outcomes] == expected
 
 
+def test_what_is_written_while_stopping_is_ours(here):
+    """An executor has ended all its work before it is said which outputs are not there."""
+
+    def execute(entries):
+        try:
+            yield work(entries[0])
+        finally:
+            work(entries[1])  # was about to write it
+
+    def stop(_outcome):
+        raise KeyboardInterrupt
+
+    report = run_batch(both(), options(cache=False), execute, told=stop)
+    assert [one.status for one in report.outcomes] == ["skipped", "done"]
+    assert Path("out/digits_cnn.onnx").exists()
+    assert [one.status for one in run(both(), cache=False, resume=True)[0]] == ["done", "done"]
+
+
 def test_resume_looks_at_what_is_there(here):
     """A finished model whose output is gone, or whose rules changed, is made again."""
     run(both(), cache=False)
