@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from graphquant.batch.journal import remove_journals
 from graphquant.batch.types import Outcome, outcome_from, outcome_json
 from graphquant.data.files import remote
 from graphquant.errors import UsageError
-from graphquant.whole import whole
+from graphquant.whole import room_beside, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -90,7 +89,7 @@ class Cache:
         if any((home / name).exists() and _digest(home / name) != digest for name, digest in beside.items()):
             return False  # another model's data; who makes the output anew finds words for that
         home.mkdir(parents=True, exist_ok=True)
-        room = Path(tempfile.mkdtemp(dir=home, prefix=f".{output.name}."))
+        room = room_beside(output)
         try:
             for name, digest in names.items():
                 (room / name).parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Self
 
+from graphquant.batch.memo import place
 from graphquant.batch.types import Entry, Outcome, outcome_from, outcome_json
 from graphquant.errors import UsageError
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 def journal_of(folder: Path, entries: Sequence[Entry]) -> Path:
     """The journal of the batch that writes these outputs, from wherever it is started."""
-    outputs = sorted(os.path.realpath(entry.output) for entry in entries)
+    outputs = sorted(place(entry.output) for entry in entries)
     told = json.dumps(outputs).encode(errors="surrogatepass")
     return folder / "batches" / f"{hashlib.sha256(told).hexdigest()[:32]}.jsonl"
 

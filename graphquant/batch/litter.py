@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_PART = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.part")
+_PART = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.[0-9a-f]{8}\.part")
 """As `graphquant.whole` calls a file that it has not finished."""
 
-_ROOM = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}")
-"""As the folder is called in which a SavedModel is made ready."""
+_ROOM = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.[a-z0-9_]{8}")
+"""As it calls the folder in which a SavedModel is made ready."""
 
 
 def sweep(outputs: Iterable[str]) -> None:
@@ -32,7 +32,10 @@ def sweep(outputs: Iterable[str]) -> None:
 
 def _swept(path: Path, names: set[str]) -> None:
     part, room = _PART.fullmatch(path.name), _ROOM.fullmatch(path.name)
-    if part and not _lives(int(part["process"])) and {part["name"], part["name"].rpartition(".")[0]} & names:
+    told = part or room
+    if told is None or _lives(int(told["process"])):
+        return
+    if part and {part["name"], part["name"].rpartition(".")[0]} & names:
         path.unlink()
     elif room and room["name"] in names and path.is_dir() and not path.is_symlink():
         output = path.with_name(room["name"])
@@ -47,7 +50,7 @@ def _lives(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:
+    except (OSError, OverflowError):
         return True  # it is somebody else's
     return True
 

@@ -89,15 +89,15 @@ class Memo:
     def ours(self, output: str | Path) -> str | None:
         """The digest of what a batch wrote to `output` last, "" if it was about to write, None if none did."""
         with self._told():
-            row = self._base.execute("select sha256 from outputs where path = ?", (_place(output),)).fetchone()
+            row = self._base.execute("select sha256 from outputs where path = ?", (place(output),)).fetchone()
         return None if row is None else str(row[0])
 
     def own(self, output: str | Path, digest: str | None = "") -> None:
         """Remembers what at `output` is a batch's: what has this digest, whatever is written now, or nothing."""
         if digest is None:
-            self._remember("delete from outputs where path = ?", (_place(output),))
+            self._remember("delete from outputs where path = ?", (place(output),))
         else:
-            self._remember("replace into outputs values (?, ?)", (_place(output), digest))
+            self._remember("replace into outputs values (?, ?)", (place(output), digest))
 
     def _remember(self, said: str, values: tuple[str | int, ...]) -> None:
         """Writes what can be found out again, or asked with --force; a full disk is not to end a batch."""
@@ -119,7 +119,7 @@ def _look(path: Path) -> tuple[int, int, int, int, int]:
     return (told.st_mtime_ns, told.st_ctime_ns, told.st_size, told.st_ino, told.st_dev)
 
 
-def _place(output: str | Path) -> str:
+def place(output: str | Path) -> str:
     """The path itself, whether or not something is there, or the address."""
     if remote(str(output)):
         return str(output)
@@ -127,4 +127,4 @@ def _place(output: str | Path) -> str:
     return os.path.join(os.path.realpath(path.parent), path.name)  # noqa: PTH118  # a string, for the database
 
 
-__all__ = ["Memo"]
+__all__ = ["Memo", "place"]

@@ -85,6 +85,7 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
     from graphquant import outputs, pipeline
     from graphquant.formats import format_of
     from graphquant.formats.parts import files_of
+    from graphquant.whole import on_disk
 
     model, output = Path(entry.model), Path(entry.output)
     form = format_of(model)
@@ -110,6 +111,7 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
     result.save(output, force=True)
     before = sum(file.stat().st_size for file in files_of(model))
     files = files_of(output)
+    on_disk(files)  # before the journal says that they are
     named = [(file.relative_to(output.parent).as_posix(), _sha256(file)) for file in files]
     written = pipeline.load(output)
     findings, low = _checked(written, entry.gates.check)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from graphquant.batch.litter import sweep
+from graphquant.whole import room_beside, whole
 
 
 def gone():
@@ -16,8 +17,9 @@ def gone():
 def test_unfinished_files_of_dead_processes_go(tmp_path):
     """Those of a process that lives, of other outputs, and files that only look alike, stay."""
     dead = gone()
-    stale = [f".a.onnx.{dead}.part", f".a.onnx.data.{dead}.part"]
-    kept = [f".a.onnx.{os.getpid()}.part", f".other.onnx.{dead}.part", f"a.onnx.{dead}.part", ".a.onnx.part", "a.onnx"]
+    stale = [f".a.onnx.{dead}.0123abcd.part", f".a.onnx.data.{dead}.0123abcd.part"]
+    kept = [f".a.onnx.{os.getpid()}.0123abcd.part", f".other.onnx.{dead}.0123abcd.part", ".a.onnx.part", "a.onnx"]
+    kept += [f"a.onnx.{dead}.0123abcd.part", f".a.onnx.{10**30}.0123abcd.part"]
     for name in [*stale, *kept]:
         (tmp_path / name).touch()
     sweep([str(tmp_path / "a.onnx"), str(tmp_path / "nowhere" / "b.onnx")])
@@ -26,14 +28,43 @@ def test_unfinished_files_of_dead_processes_go(tmp_path):
 
 def test_a_folder_that_was_being_replaced(tmp_path):
     """One that was moved away and not yet replaced comes back; what was made ready goes."""
+    dead = gone()
     for name in ("a.quant", "b.quant"):
-        room = tmp_path / f".{name}.abcd_123"
+        room = tmp_path / f".{name}.{dead}.abcd_123"
         for part in ("old", "new"):
             (room / part).mkdir(parents=True)
             (room / part / "saved_model.pb").write_text(part)
     (tmp_path / "b.quant").mkdir()
-    (tmp_path / ".c.quant.abcd_123").mkdir()
+    (tmp_path / f".c.quant.{dead}.abcd_123").mkdir()
     sweep([str(tmp_path / "a.quant"), str(tmp_path / "b.quant")])
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".c.quant.abcd_123", "a.quant", "b.quant"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f".c.quant.{dead}.abcd_123", "a.quant", "b.quant"]
     assert (tmp_path / "a.quant" / "saved_model.pb").read_text() == "old"
     assert list((tmp_path / "b.quant").iterdir()) == []
+
+
+def test_a_folder_of_a_process_that_lives(tmp_path):
+    """It is being made ready, and stays; so do the names that are given to files and folders now."""
+    room = room_beside(tmp_path / "a.quant")
+    with whole(room / "saved_model.pb") as file, whole(tmp_path / "a.quant") as other:
+        before = sorted(tmp_path.rglob("*"))
+        sweep([str(tmp_path / "a.quant"), str(room / "saved_model.pb")])
+        assert sorted(tmp_path.rglob("*")) == before
+        assert len(before) == 3
+        file.write(b"")
+        other.write(b"")
+
+
+def test_what_is_written_now_is_known_when_its_process_is_gone(tmp_path):
+    """The names that another process gave are those that are looked for."""
+    text = (
+        "import os, sys; from pathlib import Path; from graphquant.whole import room_beside, whole\n"
+        "path = Path(sys.argv[1]); room_beside(path); held = whole(path); held.__enter__(); os._exit(0)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", text, str(tmp_path / "a.quant")],
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    assert len(list(tmp_path.iterdir())) == 2
+    sweep([str(tmp_path / "a.quant")])
+    assert list(tmp_path.iterdir()) == []

@@ -295,6 +295,22 @@ def test_a_journal_that_was_cut(here):
     ]
 
 
+def test_an_output_is_on_the_disk_before_its_outcome(here, monkeypatch):
+    """Its bytes and its name, so that after a crash of the machine the journal knows nothing that is not there."""
+    synced, really = set(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), really(file)))
+    work(entry("digits_cnn"))
+    assert {Path("out/digits_cnn.onnx").stat().st_ino, Path("out").stat().st_ino} <= synced
+
+
+def test_the_journal_of_outputs_elsewhere(here, monkeypatch):
+    """It does not depend on the folder in which the batch was started."""
+    far = [replace(entry("digits_cnn"), output="s3://bucket/out.onnx")]
+    before = journal_of(Path("cache"), far)
+    monkeypatch.chdir("/")
+    assert journal_of(Path("cache"), far) == before
+
+
 def test_a_batch_runs_once_at_a_time(here):
     """A second run of the same outputs is refused while the first is at it."""
 

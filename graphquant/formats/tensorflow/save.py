@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +15,7 @@ from graphquant.formats.tensorflow.keep import Kept, keep
 from graphquant.formats.tensorflow.learned import learned
 from graphquant.formats.tensorflow.notes import annotate
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, Source
-from graphquant.whole import whole
+from graphquant.whole import room_beside, whole
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -116,7 +115,7 @@ def _save_folder(source: Source, message: Any, path: Path, kept: Kept | None) ->
         _check_folder(folder, top, seen)
         return stale if folder == top else set()
 
-    room = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+    room = room_beside(path)
     try:
         new = room / "new"
         shutil.copytree(top, new, copy_function=_link, ignore=left_out)
