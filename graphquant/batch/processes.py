@@ -39,6 +39,9 @@ EACH = 2 << 30
 WATCH = 0.05
 """Seconds between two looks at how much memory workers take: what one can take meanwhile comes on top."""
 
+LOOK = 1.0
+"""Seconds between two looks whether workers are there; of most that end their pipes tell."""
+
 START = 120.0
 """Seconds that a worker may take to start, beside the time for the model."""
 
@@ -159,8 +162,8 @@ def _heard(workers: list[_Worker], limits: Limits, halt: Connection | None) -> l
     now = time.monotonic()
     patience = min([max(each.deadline(limits) - now, 0.0) for each in busy], default=0.0)
     pipes = [each.pipe for each in busy] + ([] if halt is None else [halt])
-    ready = set(wait(pipes, min(patience, WATCH if limits.memory else START)))
-    return [each for each in busy if each.pipe in ready or each.over(limits)]
+    ready = set(wait(pipes, min(patience, WATCH if limits.memory else LOOK)))
+    return [each for each in busy if each.pipe in ready or each.gone or each.over(limits)]
 
 
 def _worth_another(entry: Entry, outcome: Outcome) -> bool:
@@ -202,6 +205,11 @@ class _Worker:
         start = self._begun or self._since + START
         return start + (limits.timeout if limits.timeout is not None else float("inf"))
 
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended; its pipe does not tell while a process that it forked has that open."""
+        return self._process.exitcode is not None
+
     def over(self, limits: Limits) -> bool:
         """Whether it takes more time or memory than it may."""
         return time.monotonic() >= self.deadline(limits) or self._heavy(limits)
@@ -211,6 +219,7 @@ class _Worker:
         attempt = self.attempt
         if attempt is None:
             return None
+        gone = self.gone  # before what it said last is read
         try:
             while self.pipe.poll():
                 said = self.pipe.recv()
@@ -221,6 +230,8 @@ class _Worker:
                 if told is not None:
                     told(attempt.entry, *said)
         except (EOFError, OSError):
+            gone = True
+        if gone:
             return self._ended(attempt.entry, "crashed", "Crash", self._death())
         if self._heavy(limits):
             most = (limits.memory or 0) / (1 << 20)

@@ -43,6 +43,11 @@ def once():
     data = numpy.load("digits_cnn_calib.npz")
     return [{name: data[name][:1] for name in data.files}]
 
+def fork():
+    if not os.fork():
+        time.sleep(60)
+    os._exit(9)
+
 def wait():
     open(f"started-{os.getpid()}", "w").close()
     time.sleep(600)
@@ -87,6 +92,15 @@ def test_what_ends_a_worker_ends_no_other(here):
     assert "more than 1024 MiB" in found["eat"].problem.says
     assert Path("a.onnx").read_bytes() == Path("b.onnx").read_bytes()
     assert sorted(path.name for path in here.glob("*.onnx")) == ["a.onnx", "b.onnx", "digits_cnn.onnx"]
+
+
+def test_a_dead_worker_with_a_child(here):
+    """What a worker forked and left behind does not hide that it is dead."""
+    begun = time.monotonic()
+    found = outcomes([entry("fork", "faults:fork")], retries=0)
+    assert found["fork"].status == "crashed"
+    assert "exit code 9" in found["fork"].problem.says
+    assert time.monotonic() - begun < 50
 
 
 def test_memory_that_nobody_can_watch(monkeypatch):
