@@ -26,8 +26,12 @@ if TYPE_CHECKING:
     from graphquant.batch.memo import Memo
     from graphquant.batch.types import Entry
 
-PACKAGES = ("numpy", "ml_dtypes", "protobuf", "onnx", "onnxruntime", "tensorflow", "pillow", "pyarrow")
-"""What may change an output by being of another version."""
+PACKAGES = (
+    *("numpy", "ml_dtypes", "protobuf", "onnx", "pillow", "pyarrow", "keras", "h5py"),
+    *("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml"),
+    *("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tf-nightly", "tf-nightly-cpu"),
+)
+"""What may change an output by being of another version, under each name that it is installed by."""
 
 RESULT = ("samples", "method", "family", "include", "exclude", "float_weights")
 """Fields of an entry that go into the key as they are; the others are paths, whose content does, and gates."""
@@ -35,7 +39,7 @@ RESULT = ("samples", "method", "family", "include", "exclude", "float_weights")
 SEARCHED = ("min_sqnr", "min_agreement", "max_accuracy_drop", "check")
 """Gates that go into it: what is left float is searched for by the bounds, and a check's findings are kept."""
 
-CODE = {".py", ".c", ".txt", ".toml"}
+CODE = {".py", ".c", ".so", ".pyd", ".txt", ".toml"}
 """Suffixes of the files that this program is."""
 
 
