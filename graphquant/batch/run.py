@@ -268,6 +268,8 @@ class _Batch:
         ours = self._memo.ours(entry.output)
         if ours is not None and (remote(entry.output) or ours in {"", self._digest(output)}):
             return None
+        if ours is None and _says_so(entry):
+            return None
         said = f"{entry.output} exists already, and no batch wrote it. Give another output, or --force to replace it."
         return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
 
@@ -288,6 +290,20 @@ def _there(output: str) -> bool:
         except GraphQuantError:
             return False
     return os.path.lexists(output)
+
+
+def _says_so(entry: Entry) -> bool:
+    """Whether what is at an output says that graphquant made it of this very model, as where the cache was lost."""
+    if remote(entry.output) or remote(entry.model):
+        return False
+    from graphquant import formats, pipeline
+
+    try:
+        output = pipeline.load(entry.output)
+        told = formats.module(output.format).said(output).get("source")
+        return told is not None and told == pipeline.load(entry.model).digest
+    except (GraphQuantError, OSError):
+        return False
 
 
 def _state(entry: Entry, outcome: Outcome) -> str:

@@ -108,6 +108,21 @@ def test_an_output_that_went_comes_back_from_the_cache(here):
     assert outputs[1].read_bytes() != b"mine"
 
 
+def test_a_lost_cache(here):
+    """Outputs that say they were made of their models are the batch's; other files and models are not."""
+    entries = [*both(), replace(both()[0], name="other", output="out/other.onnx")]
+    run(entries)
+    shutil.rmtree("cache")
+    shutil.copy("out/digits_rnn.onnx", "out/other.onnx")
+    outcomes, done = run(entries)
+    assert [one.status for one in outcomes] == ["done", "done", "failed"]
+    assert "no batch wrote it" in outcomes[2].problem.says
+    assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
+    shutil.rmtree("cache")
+    shutil.copy("digits_cnn.onnx", "out/digits_cnn.onnx")
+    assert "no batch wrote it" in run(entries)[0][0].problem.says
+
+
 def test_a_damaged_cache_is_not_used(here):
     """A file in it that has other bytes than its name says is made anew."""
     (first, _), _ = run(both())
