@@ -139,6 +139,36 @@ def test_the_action_fails_where_a_model_fails(workspace, tools):
     assert "regressed: the output has" in summary
 
 
+def test_the_action_keeps_what_was_finished():
+    """The cache is saved after a red run as well, under a key of each job's own."""
+    steps = {step["uses"].partition("@")[0]: step for step in ACTION["runs"]["steps"] if "uses" in step}
+    assert "actions/cache" not in steps  # which saves only if the job succeeds
+    restore, save = steps["actions/cache/restore"], steps["actions/cache/save"]
+    assert save["if"].startswith("always()")
+    assert {name: save["with"][name] for name in ("key", "path")} == {
+        name: restore["with"][name] for name in ("key", "path")
+    }
+    assert "strategy.job-index" in save["with"]["key"]
+    named = steps["actions/upload-artifact"]["with"]["name"]
+    assert "strategy.job-total > 1 && format('-{0}', strategy.job-index)" in named
+
+
+@pytest.mark.slow
+def test_the_action_takes_options_on_several_lines(workspace, tools):
+    """Each counts, and the reports of an earlier run are gone if this one writes none."""
+    reports = workspace / "graphquant-reports"
+    reports.mkdir()
+    reports.joinpath("report.json").write_text("old", "utf-8")
+    results, _, _ = run_action(workspace, tools, options="--jobs 1\n--no-such-option\n")
+    assert results[-1].returncode == 2
+    assert "--no-such-option" in results[-1].stderr
+    assert not reports.joinpath("report.json").exists()
+    results, summary, _ = run_action(workspace, tools, options="--jobs 1\n--prune-cache 0d\n")
+    assert results[-1].returncode == 0, results[-1].stderr
+    assert "2 models&#58; 2 done;" in summary
+    assert list(workspace.joinpath(".graphquant-cache", "files").glob("*/*")) == []
+
+
 def test_the_action_without_a_manifest(workspace, tools):
     """A usage error is the step's, with its code and words, and there is no summary of an earlier run."""
     workspace.joinpath("graphquant.toml").unlink()
@@ -175,6 +205,8 @@ def test_the_pipelines_of_the_page_are_as_their_schemas_say(published):
     (step,) = (one for one in workflow["jobs"]["quantize"]["steps"] if "graphquant" in one["uses"])
     assert set(step["with"]) <= set(ACTION["inputs"])
     assert set(jobs) == {"quantize", "report"}
+    rights = workflow["jobs"]["report"]["permissions"]  # what is not named there is none
+    assert rights == {"actions": "read", "contents": "read", "security-events": "write"}
 
 
 @pytest.mark.slow
