@@ -204,6 +204,8 @@ class _Batch:
         if self._cache is not None and made.fixed and self._ingredients(entry) == made:  # nothing changed meanwhile
             try:
                 self._cache.keep(outcome)
+            except FileNotFoundError:  # the output went again meanwhile, which says nothing of the others
+                self._cache.forget(made.digests.key)
             except OSError as error:
                 self._warned(
                     f"The cache in {self._options.folder} takes no more: {error.strerror}. Prune it, or make room."

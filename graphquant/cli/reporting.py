@@ -92,6 +92,11 @@ class Reporting:
             raise UsageError("--merge wants the JSON reports of all shards. Give them as REPORT.json...")
         for path in self.reports:
             check_report(path)
+            if self.fail_on is not None and self.compare is not None and path.resolve() == self.compare.resolve():
+                raise UsageError(
+                    f"--report {path} would take the place of what this run is held against, and the next run would be"
+                    " fine. Give another name, and copy it there when this one is accepted."
+                )
 
     def check_entries(self, entries: Sequence[Entry]) -> None:
         """Refuses reports that would take the place of a model, and statements that have none.
@@ -110,6 +115,8 @@ class Reporting:
             raise UsageError(
                 f"--attest writes beside outputs on this machine, and {far[0]} is elsewhere. Leave it out."
             )
+        if self.verify and far:
+            raise UsageError(f"--verify reads outputs on this machine, and {far[0]} is elsewhere. Copy it here first.")
 
     def earlier(self) -> Report | None:
         """The report of --compare.

@@ -123,6 +123,24 @@ def test_a_lost_cache(here):
     assert "no batch wrote it" in run(entries)[0][0].problem.says
 
 
+def test_an_output_that_goes_at_once(here):
+    """It is not kept, without a word, and the others are."""
+
+    def execute(entries):
+        for one in entries:
+            made = work(one)
+            if one.name == "digits_rnn.onnx":  # the first
+                Path(one.output).unlink()
+            yield made
+
+    warned = []
+    run_batch(both(), options(), execute, warned=warned.append)
+    assert warned == []
+    outcomes, done = run(both())
+    assert done == ["digits_rnn.onnx"]
+    assert [one.status for one in outcomes] == ["unchanged", "done"]
+
+
 def test_a_damaged_cache_is_not_used(here):
     """A file in it that has other bytes than its name says is made anew."""
     (first, _), _ = run(both())

@@ -171,6 +171,8 @@ def test_verifying_a_folder(cli, samples, tmp_path):
         (("--compare", "nowhere.json"), "nowhere.json cannot be read"),
         (("net.json", "--report", "./net.json"), "--report net.json is a model of the batch"),
         (("--attest", "-o", "memory://models/{stem}.onnx"), "is elsewhere. Leave it out"),
+        (("--verify", "-o", "memory://models/{stem}.onnx"), "is elsewhere. Copy it here first"),
+        (("--compare", "a.json", "--fail-on", "regression", "--report", "./a.json"), "the next run would be fine"),
     ],
 )
 def test_what_does_not_go_together(batch, options, says, tmp_path):
