@@ -39,7 +39,8 @@ samples = 16
 [[model]]
 path = "digits_cnn_bn.onnx"
 data = "random:5"
-min_sqnr = 200
+min_sqnr = 30
+max_size = 1000
 
 [[model]]
 path = "digits_cnn.pb"
