@@ -55,7 +55,7 @@ def _output_json(one: OutputFigures) -> dict[str, Any]:
         "other": one.other,
         "equal": not one.problem and one.largest == 0,
         "sqnr": _finite(one.sqnr),
-        "cosine": one.cosine,
+        "cosine": _finite(one.cosine),
         "largest_difference": _finite(one.largest),
         "agreement": one.agreement,
         "rows": one.rows,
@@ -122,4 +122,5 @@ def _share(value: float | None) -> str:
 
 
 def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+    """A figure to six digits: TensorFlow's runs differ from each other in the ninth."""
+    return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None
