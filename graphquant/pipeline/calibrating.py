@@ -11,6 +11,7 @@ from graphquant.calibration import Stats, finest, kept, load_of, load_stats, mer
 from graphquant.calibration import calibrate as _calibrate
 from graphquant.calibration import everything as _everything
 from graphquant.errors import DataError, UsageError
+from graphquant.pipeline.common import stage
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 
@@ -117,9 +118,8 @@ def observe(
 
     runner = formats.module(prepared.format).runner(prepared)
     batches = open_data(data, runner.inputs, samples=samples, meanwhile=True) if isinstance(data, str) else data
-    told = (lambda done, total: progress("calibrating", done, total)) if progress is not None else None
     load = load_of(prepared, batchable=runner.batchable)
-    return _calibrate(targets, runner, batches, load=load, progress=told, **options)
+    return _calibrate(targets, runner, batches, load=load, progress=stage(progress, "calibrating"), **options)
 
 
 def calibrate_line(source: Model, made: Plan, plan: object) -> str:

@@ -10,16 +10,15 @@ from graphquant import formats
 from graphquant.calibration import load_of
 from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.multiply_adds import multiply_adds, unsized
-from graphquant.pipeline.comparing import with_labels
+from graphquant.pipeline.common import stage
+from graphquant.pipeline.comparing import watching, with_labels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from graphquant.calibration import Stats
     from graphquant.comparison import Comparison, SiteFigures, Sites
     from graphquant.data import Batches
     from graphquant.formats import Runner
-    from graphquant.ir import Model
+    from graphquant.ir import Model, TensorRef
     from graphquant.pipeline.common import Progress
 
 SQNR = 20.0
@@ -234,40 +233,44 @@ def _compared(
     """Both models on the samples, with the quantized tensors on the first few."""
     from graphquant.comparison import compare
 
-    told: Callable[[int, int], None] | None = None
-    if progress is not None:
-        show = progress
-        told = lambda done, total: show("checking", done, total)  # noqa: E731  # as short as it gets
     load = load_of(source, batchable=runner.batchable)
-    watched = runner
-    if sites is not None and sites.plain is not source:
-        watched = formats.module(source.format).runner(sites.plain)
     return compare(
         runner,
         formats.module(made.format).runner(made),
         batches,
         load=replace(load, block=min(load.block, INSIDE)),
         sites=sites,
-        watched=watched,
+        watched=watching(source, sites, runner),
         outputs={},
         labels=labels,
         inside=INSIDE,
-        progress=told,
+        progress=stage(progress, "checking"),
     )
 
 
 def _work(source: Model, sites: Sites, runner: Runner, batches: Batches, labels: str) -> tuple[int, int]:
     """Multiply-adds in low precision and all, for one sample."""
-    open_ = unsized(source)
-    sizes = {}
-    if open_:
-        hidden = runner.unwatchable(open_)
-        feed = next(batches.span(0, 1))
-        known = {name: value for name, value in feed.items() if name != labels}
-        sizes = runner.sizes([tensor for tensor in open_ if tensor not in hidden], known)
-    counts = multiply_adds(source, sizes)
+    counts = multiply_adds(source, sizes(source, batches, runner, labels))
     low = {(one.graph, one.op) for one in sites.coverage if one.quantized}
     return sum(count for place, count in counts.items() if place in low), sum(counts.values())
 
 
-__all__ = ["Bounds", "Check", "Kept", "beside", "measured", "parted"]
+def sizes(model: Model, batches: Batches, runner: Runner | None = None, labels: str = "") -> dict[TensorRef, int]:
+    """How many elements those tensors have for the first sample that multiply-adds want and only a run can tell.
+
+    Args:
+        model: The model.
+        batches: The samples.
+        runner: What runs the model, made here if it is wanted and not given.
+        labels: The key of `batches` that is no input, "" if there is none.
+    """
+    wanted = unsized(model)
+    if not wanted:
+        return {}
+    runner = runner or formats.module(model.format).runner(model)
+    hidden = runner.unwatchable(wanted)
+    feed = {name: value for name, value in next(batches.span(0, 1)).items() if name != labels}
+    return runner.sizes([tensor for tensor in wanted if tensor not in hidden], feed)
+
+
+__all__ = ["Bounds", "Check", "Kept", "beside", "measured", "parted", "sizes"]

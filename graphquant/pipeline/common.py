@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 Progress = Callable[[str, int, int], None]
@@ -11,4 +12,10 @@ Progress = Callable[[str, int, int], None]
 Several = str | Path | Sequence[str | Path]
 """A name or several."""
 
-__all__ = ["Progress", "Several"]
+
+def stage(progress: Progress | None, name: str) -> Callable[[int, int], None] | None:
+    """What tells `progress` how much of the stage `name` is done; None where nobody listens."""
+    return None if progress is None else partial(progress, name)
+
+
+__all__ = ["Progress", "Several", "stage"]

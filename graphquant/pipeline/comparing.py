@@ -10,6 +10,7 @@ from graphquant import formats
 from graphquant.calibration import load_of
 from graphquant.errors import DataError, UsageError
 from graphquant.formats import InputSpec
+from graphquant.pipeline.common import stage
 from graphquant.pipeline.models import loaded
 
 if TYPE_CHECKING:
@@ -66,9 +67,6 @@ def compare(
             raise UsageError(f"{one.path} is a TFLite model, which is not run. Compare the models that it was made of.")
     found = sites_of(plain, quant) if sites else None
     runner = formats.module(plain.format).runner(plain)
-    watched = None
-    if found is not None:
-        watched = runner if found.plain is plain else formats.module(plain.format).runner(found.plain)
     from graphquant.data import open_data
 
     batches = open_data(data, runner.inputs, samples=samples, finite=False)
@@ -81,12 +79,19 @@ def compare(
         batches,
         load=load_of(plain, batchable=runner.batchable),
         sites=found,
-        watched=watched,
+        watched=watching(plain, found, runner),
         outputs=outputs or {},
         labels=labels,
-        progress=None if progress is None else (lambda done, total: progress("comparing", done, total)),
+        progress=stage(progress, "comparing"),
     )
     return made if blamed is None else with_blame(made, blamed)
+
+
+def watching(plain: Model, sites: Sites | None, runner: Runner) -> Runner | None:
+    """What runs the float model as `sites` has it: its `runner`, unless they have it prepared; None without sites."""
+    if sites is None:
+        return None
+    return runner if sites.plain is plain else formats.module(plain.format).runner(sites.plain)
 
 
 def with_blame(found: Comparison, blamed: Blame) -> Comparison:
@@ -109,7 +114,7 @@ def _blamed(
         batches,
         inputs=match_inputs(plain.inputs, quantized.inputs),
         batchable=plain.batchable and quantized.batchable,
-        progress=None if progress is None else (lambda done, total: progress("blaming", done, total)),
+        progress=stage(progress, "blaming"),
     )
 
 
@@ -127,4 +132,4 @@ def with_labels(batches: Batches, data: str, inputs: Sequence[InputSpec], sample
     return batches, ""
 
 
-__all__ = ["compare", "with_blame", "with_labels"]
+__all__ = ["compare", "watching", "with_blame", "with_labels"]

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.calibration import load_of
-from graphquant.multiply_adds import unsized
+from graphquant.pipeline.checking import sizes
+from graphquant.pipeline.common import stage
 from graphquant.plans import Skip
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def searched(
     runner = formats.module(source.format).runner(source)
     blamed = _blame(source, quant, runner, kept, progress)
     alone = _by_site(quant, plan, inserted, blamed)
-    costs = in_bytes(prepared) if optimize == "size" else in_multiply_adds(prepared, _sizes(prepared, kept))
+    costs = in_bytes(prepared) if optimize == "size" else in_multiply_adds(prepared, sizes(prepared, kept.samples()))
 
     def tried(left: tuple[int, ...]) -> Measured:
         if left not in checks:
@@ -103,7 +104,7 @@ def searched(
         costs,
         tried,
         wanted=bounds.sqnr,
-        progress=None if progress is None else (lambda done, total: progress("searching", done, total)),
+        progress=stage(progress, "searching"),
     )
     return Searched(
         plan=_without(plan, found.left, alone, bounds),
@@ -125,7 +126,7 @@ def _blame(source: Model, quant: Model, runner: Runner, kept: Kept, progress: Pr
         kept.samples(),
         inputs={one.name: one.name for one in runner.inputs},
         batchable=runner.batchable and load_of(source, batchable=True).elements is not None,
-        progress=None if progress is None else (lambda done, total: progress("blaming", done, total)),
+        progress=stage(progress, "blaming"),
     )
 
 
@@ -145,16 +146,6 @@ def _by_site(quant: Model, plan: Plan, inserted: Sequence[Inserted], blamed: Bla
             error = blamed.errors.get((here.graph, here.op), 0.0)
             found[index] += error if math.isfinite(error) else 1.0
     return found
-
-
-def _sizes(prepared: Model, kept: Kept) -> dict[TensorRef, int]:
-    """How many elements tensors have that only a run can tell."""
-    wanted = unsized(prepared)
-    if not wanted:
-        return {}
-    runner = formats.module(prepared.format).runner(prepared)
-    hidden = runner.unwatchable(wanted)
-    return runner.sizes([one for one in wanted if one not in hidden], next(kept.samples().span(0, 1)))
 
 
 def _without(plan: Plan, left: Sequence[int], alone: Mapping[int, float], bounds: Bounds) -> Plan:
