@@ -85,6 +85,15 @@ def calibrate(
     )
 
 
+def statistics(given: Stats | str | Path) -> Stats:
+    """The statistics that are given, or in the file at a path.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    return given if isinstance(given, Stats) else load_stats(Path(given))
+
+
 def merge_stats(parts: Sequence[Stats | str | Path]) -> Stats:
     """The statistics of all `parts`, or of the files at these paths, together.
 
@@ -94,7 +103,7 @@ def merge_stats(parts: Sequence[Stats | str | Path]) -> Stats:
     """
     whole: Stats | None = None
     for part in parts:
-        here = part if isinstance(part, Stats) else load_stats(Path(part))
+        here = statistics(part)
         try:
             whole = here if whole is None else merge([whole, here])
         except DataError as error:
@@ -129,4 +138,4 @@ def calibrate_line(source: Model, made: Plan, plan: object) -> str:
     return f"graphquant calibrate {where} --data SPEC{rules}{' --all' if plan else ''} -o stats.gqs"
 
 
-__all__ = ["calibrate", "calibrate_line", "merge_stats", "observe"]
+__all__ = ["calibrate", "calibrate_line", "merge_stats", "observe", "statistics"]

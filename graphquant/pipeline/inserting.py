@@ -5,16 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import shlex
-from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__, formats
-from graphquant.calibration import Stats, kept, load_stats, needs_data, planned, select, with_method
+from graphquant.calibration import Stats, kept, needs_data, planned, select, with_method
 from graphquant.errors import NeedsDataError, UsageError
-from graphquant.pipeline.calibrating import calibrate_line, observe
+from graphquant.pipeline.calibrating import calibrate_line, observe, statistics
 from graphquant.pipeline.checking import Bounds, beside, measured, parted
 from graphquant.pipeline.correcting import corrected
 from graphquant.pipeline.models import loaded
@@ -113,17 +112,17 @@ def insert(
     taken = None
     if ranges is not None:
         made, taken = _given(prepared, made, ranges, ranges_map)
-    statistics = Path(stats) if isinstance(stats, str | Path) else None
-    found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
+    found = None if stats is None else statistics(stats)
     wanting, held, used, tuning = needs_data(made), None, None, None
+    opened = cache(partial(_opened, prepared, data or "", samples))  # once, and only where it is wanted
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
     if found is not None or wanting:
         targets = planned(prepared, made, full=False, same=kept(source, prepared))
         if found is not None:
             found = select(found, targets, source.digest, calibrate_line(source, made, plan))
-            used = _used(prepared, found, data, samples, check=check) if data is not None and made.corrections else None
+            used = _used(opened(), found, data, samples, check=check) if data is not None and made.corrections else None
         elif data is not None:
-            used = _opened(prepared, data, samples)
+            used = opened()
             if check:
                 used, held = parted(data, samples, used)
             if check and bounds:
@@ -154,7 +153,7 @@ def insert(
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
     if data is not None and check and held is None and inserted:
-        held = beside(data, samples, _opened(prepared, data, samples), found if wanting else None)
+        held = beside(data, samples, opened(), found if wanting else None)
     return Result(
         model=rewritten if inserted else source,
         source=source,
@@ -166,7 +165,7 @@ def insert(
         changes=solution.changes,
         conflicts=solution.conflicts,
         stats=found if wanting else None,
-        statistics=statistics if wanting else None,
+        statistics=Path(stats) if wanting and isinstance(stats, str | Path) else None,
         ranges=taken,
         corrected=draft.told,
         searched=outcome,
@@ -209,9 +208,8 @@ def _opened(prepared: Model, data: str, samples: int | None) -> Batches:
     return open_data(data, formats.module(prepared.format).inputs(prepared), samples=samples, meanwhile=True)
 
 
-def _used(prepared: Model, found: Stats, data: str, samples: int | None, *, check: bool) -> Batches | None:
+def _used(opened: Batches, found: Stats, data: str, samples: int | None, *, check: bool) -> Batches | None:
     """The samples that would give the ranges if there were no statistics, None where these are of other data."""
-    opened = _opened(prepared, data, samples)
     if {run.data for run in found.runs} != {opened.content()}:
         return None
     return parted(data, samples, opened)[0] if check else opened
@@ -231,7 +229,6 @@ def _provenance(source: Model, made: Plan, stats: Stats | None, told: Sequence[C
     said = to_json(replace(made, rules=(), steps=()))  # names of rules may be paths
     said["steps"] = [[step.step, step.target, step.detail] for step in made.steps]
     plan = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-    corrected = Counter(one.correction for one in told if one.done)
     methods = sorted({site.scheme.observe.name for site in needs_data(made)})
     says = {
         "version": __version__,
@@ -240,8 +237,8 @@ def _provenance(source: Model, made: Plan, stats: Stats | None, told: Sequence[C
         "rules": made.digest,
         "method": ", ".join(methods) if stats is not None else "",
         "data": ", ".join(run.data for run in stats.runs) if stats is not None else "",
-        "steps": steps_told(made.steps),
-        "corrections": ", ".join(f"{name} ({count})" for name, count in corrected.items()),
+        "steps": steps_told(step.step for step in made.steps),
+        "corrections": steps_told(one.correction for one in told if one.done),
         "random": "yes" if stats is not None and stats.random else "",
     }
     return {key: value for key, value in says.items() if value}

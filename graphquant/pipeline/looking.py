@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant import formats, picked
-from graphquant.calibration import Stats, kept, load_stats, planned, select
+from graphquant.calibration import Stats, kept, planned, select
 from graphquant.errors import UsageError
 from graphquant.explain import Explained, explain_written, foretold, meant_for
 from graphquant.explain import explain as _explain
 from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.match import Matcher
-from graphquant.pipeline.calibrating import calibrate_line, observe
+from graphquant.pipeline.calibrating import calibrate_line, observe, statistics
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import choice_of, planned_by, ruleset_for
 from graphquant.solve import solve
@@ -61,7 +61,7 @@ def explain(
     prepared, made = planned_by(model, ruleset, choice_of(model, (), (), None))
     matcher, solution = Matcher(prepared, ruleset), None
     if data is not None or stats is not None:
-        found = load_stats(Path(stats)) if isinstance(stats, str | Path) else stats
+        found = None if stats is None else statistics(stats)
         targets = planned(prepared, made, full=False, same=kept(model, prepared))
         if found is not None:
             found = select(found, targets, model.digest, calibrate_line(model, made, None))
@@ -97,7 +97,7 @@ def check(
     """
     from graphquant.backends import check as _check
 
-    return _check(loaded(model), backend, load_stats(Path(stats)) if isinstance(stats, str | Path) else stats)
+    return _check(loaded(model), backend, None if stats is None else statistics(stats))
 
 
 def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:
@@ -141,7 +141,7 @@ def inspect_stats(
         UsageError: It is a TFLite model.
     """
     path = None if isinstance(stats, Stats) else Path(stats)
-    found = stats if isinstance(stats, Stats) else load_stats(Path(stats))
+    found = statistics(stats)
     if model is None:
         return picked.seen(found, path)
     source = loaded(model)

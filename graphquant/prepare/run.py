@@ -13,7 +13,7 @@ from graphquant.ir import Model, bulk, check
 from graphquant.prepare import constants, fold, forwarding, inference, requantize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from graphquant.prepare.steps import Left, Step
 
@@ -114,9 +114,9 @@ def prepared_digest(source: str, steps: Sequence[Step]) -> str:
     return hashlib.sha256(said.encode()).hexdigest()
 
 
-def steps_told(steps: Sequence[Step]) -> str:
-    """What a written model says of the steps it was prepared by: each, and how often; `names_told` reads it."""
-    return ", ".join(f"{name} ({count})" for name, count in Counter(step.step for step in steps).items())
+def steps_told(names: Iterable[str]) -> str:
+    """What a written model says of the steps that made it: the name of each, and how often; `names_told` reads it."""
+    return ", ".join(f"{name} ({count})" for name, count in Counter(names).items())
 
 
 def names_told(said: str) -> list[str]:
