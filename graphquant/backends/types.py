@@ -6,6 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
+from graphquant.ir import named
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -63,7 +65,7 @@ class Verdict:
     @property
     def where(self) -> str:
         """Graph and name."""
-        return f"{self.graph}/{self.op}" if self.graph else self.op
+        return named(self.graph, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +112,7 @@ class Finding:
     @property
     def where(self) -> str:
         """Graph and name."""
-        return f"{self.graph}/{self.op}" if self.graph else self.op
+        return named(self.graph, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

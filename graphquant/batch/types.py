@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from graphquant.errors import UsageError
+from graphquant.ir import named
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -18,6 +19,9 @@ SCHEMA = 1
 
 MAX_BYTES = 1 << 30
 """Of a report's file."""
+
+Level = Literal["error", "warning", "note"]
+"""How much a finding or a change matters. As in `graphquant.backends`, which takes long to import."""
 
 Status = Literal["done", "unchanged", "failed", "gate", "timeout", "crashed", "memory", "skipped"]
 """Made now; was there already; refused with an error; made, and a gate does not hold; took too long; its process died;
@@ -135,7 +139,7 @@ class Found:
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
 
     code: str
-    level: Literal["error", "warning", "note"]
+    level: Level
     graph: str
     op: str
     says: str
@@ -144,7 +148,7 @@ class Found:
     @property
     def where(self) -> str:
         """Graph and name."""
-        return f"{self.graph}/{self.op}" if self.graph else self.op
+        return named(self.graph, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -268,7 +272,7 @@ class Change:
 
     name: str
     what: Literal["status", "sqnr", "measured", "agreement", "accuracy", "size", "int8", "seconds", "gone", "digest"]
-    level: Literal["error", "warning", "note"]
+    level: Level
     says: str
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import networkx as nx
 
 from graphquant.corrections.means import Axes, axes_of
-from graphquant.ir import FORWARDING, WEIGHTED_KINDS, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.ir import FORWARDING, WEIGHTED_KINDS, Graph, Model, Op, Parameters, TensorRef, Use, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ class Place:
     @property
     def name(self) -> str:
         """The op as people read it."""
-        return f"{self.graph}/{self.op.name}" if self.graph else self.op.name
+        return named(self.graph, self.op.name)
 
 
 def places(model: Model, solution: Solution) -> Iterator[Place]:

@@ -27,6 +27,7 @@ from graphquant.ir.types import (
     Stored,
     TensorRef,
     Use,
+    named,
 )
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "check",
     "input_channels",
     "kernel_size",
+    "named",
     "output_channels",
     "readable",
     "rows",

@@ -61,6 +61,11 @@ class Use(NamedTuple):
         return f"{self.graph}/{self.op}[{self.slot}]" if self.graph else f"{self.op}[{self.slot}]"
 
 
+def named(graph: str, op: str) -> str:
+    """An op as people read it, with its graph where that is not the main one."""
+    return f"{graph}/{op}" if graph else op
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Stored:
     """What a file says of a tensor itself, where scales belong to tensors and not to ops beside them (TFLite).

@@ -9,7 +9,7 @@ import numpy as np
 
 from graphquant import formats
 from graphquant.differences import Differences, diff_models
-from graphquant.ir import Parameters
+from graphquant.ir import Parameters, named
 from graphquant.numerics import IntType, dequantize, quantize
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_as
@@ -76,7 +76,7 @@ def _rounded(original: Model, stripped: Stripped) -> set[str]:
         # An op of integers does not say that the lowest one was left out.
         ways = (params, replace(params, narrow=True)) if isinstance(params.type, IntType) else (params,)
         if any(np.array_equal(dequantize(quantize(before, way), way).astype(after.dtype), after) for way in ways):
-            fine.add(f"{tensor.graph}/{tensor.op}" if tensor.graph else tensor.op)
+            fine.add(named(tensor.graph, tensor.op))
     return fine
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from graphquant.ir import NO_ATTRS, Graph, Model, Op, TensorRef
-from graphquant.prepare.steps import Left, Step, makes_output, named
+from graphquant.ir import NO_ATTRS, Graph, Model, Op, TensorRef, named
+from graphquant.prepare.steps import Left, Step, makes_output
 from graphquant.prepare.undo import Edits, encoded
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def constant_nodes(model: Model) -> Iterator[Step]:
         edits = Edits(model)
         made = replace(op, type="Initializer", roles=(), attrs=NO_ATTRS, outputs=op.outputs[:1], source=None)
         edits.replace(graph, made)
-        yield Step(step=NODES, target=named(graph, op.name), detail="is an initializer", undo=edits.undo())
+        yield Step(step=NODES, target=named(graph.name, op.name), detail="is an initializer", undo=edits.undo())
 
 
 def nodes_left(model: Model) -> Iterator[Left]:

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use
+from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, named
 from graphquant.prepare.places import Place, place_of, places, plain_text
-from graphquant.prepare.steps import Left, Step, drop_unread, named
+from graphquant.prepare.steps import Left, Step, drop_unread
 from graphquant.prepare.undo import Edits, Scaled
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ def _apply(model: Model, place: Place, fold: _Fold, parameters: Parameters) -> S
     drop_unread(model, stale[:1], single, edits)
     drop_unread(model, stale[1:], single if place.mul is None else None, edits)
     detail, undo = f"folded into {weighted.name}", {"weighted": weighted.name, **edits.undo()}
-    return Step(step=NAME, target=named(graph, norm.name), detail=detail, undo=undo)
+    return Step(step=NAME, target=named(graph.name, norm.name), detail=detail, undo=undo)
 
 
 def _reader(fold: _Fold, origin: Op) -> Callable[[], Array] | None:

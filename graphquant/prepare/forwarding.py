@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from graphquant.ir import Graph, Model, Op, Parameters, TensorRef, Use
-from graphquant.prepare.steps import Left, Step, makes_output, named
+from graphquant.ir import Graph, Model, Op, Parameters, TensorRef, Use, named
+from graphquant.prepare.steps import Left, Step, makes_output
 from graphquant.prepare.undo import Edits
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def _drop(model: Model, step: str) -> Iterator[Step]:
         for use in graph.consumers(TensorRef(graph.name, op.name)):
             edits.connect(use, source)
         edits.remove(graph, op.name)
-        yield Step(step=step, target=named(graph, op.name), detail=f"its readers read {source}", undo=edits.undo())
+        yield Step(step=step, target=named(graph.name, op.name), detail=f"its readers read {source}", undo=edits.undo())
 
 
 def _found(model: Model, step: str) -> Iterator[tuple[Graph, Op]]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from graphquant.ir import Graph, Model, Op, Parameters, TensorRef, Use
-from graphquant.prepare.steps import Left, Step, named
+from graphquant.ir import Graph, Model, Op, Parameters, TensorRef, Use, named
+from graphquant.prepare.steps import Left, Step
 from graphquant.prepare.undo import Edits
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def inference_batchnorm(model: Model) -> Iterator[Step]:
             if graph.producer(Use(graph.name, op.name, slot)) != tensor:
                 edits.connect(Use(graph.name, op.name, slot), tensor)
         detail = f"takes {found[0]} and {found[1]}"
-        yield Step(step=NAME, target=named(graph, op.name), detail=detail, undo=edits.undo())
+        yield Step(step=NAME, target=named(graph.name, op.name), detail=detail, undo=edits.undo())
 
 
 def training(model: Model, *, asked: bool) -> Iterator[Left]:

@@ -13,9 +13,20 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from graphquant.errors import InternalError
-from graphquant.ir import LIMITING_KINDS, QUANTIZATION_KINDS, Graph, Model, Op, Output, Parameters, TensorRef, Use
+from graphquant.ir import (
+    LIMITING_KINDS,
+    QUANTIZATION_KINDS,
+    Graph,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    TensorRef,
+    Use,
+    named,
+)
 from graphquant.numerics import Array, FloatType, QParams, dequantize
-from graphquant.prepare.steps import Left, Step, drop_unread, named
+from graphquant.prepare.steps import Left, Step, drop_unread
 from graphquant.prepare.undo import Edits
 from graphquant.qdq import params_of
 
@@ -75,7 +86,7 @@ def requantize(model: Model) -> Iterator[Step]:
         edits.remove(graph, op.name)
         _drop(model, edits, read)
         _unshape(model, edits, floats)
-        yield Step(step=NAME, target=named(graph, op.name), detail=f"its readers read {floats}", undo=edits.undo())
+        yield Step(step=NAME, target=named(graph.name, op.name), detail=f"its readers read {floats}", undo=edits.undo())
 
 
 def left(model: Model) -> Iterator[Left]:

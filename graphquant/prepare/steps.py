@@ -101,11 +101,6 @@ def _leave_out(model: Model, calls: Iterable[Use], slot: int, edits: Edits | Non
             yield read
 
 
-def named(graph: Graph, op: str) -> str:
-    """An op as people read it, with its graph where that is not the main one."""
-    return f"{graph.name}/{op}" if graph.name else op
-
-
 def makes_output(graph: Graph, name: str) -> bool:
     """Whether an output of a graph reads the op's first output."""
     uses = graph.readers(name).get(0, [])

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from graphquant.errors import UsageError, did_you_mean
+from graphquant.ir import named
 
 if TYPE_CHECKING:
     from graphquant.view.drawing import Drawing
@@ -57,7 +58,7 @@ def _called(drawing: Drawing, what: str) -> list[int]:
     """The boxes that `what` names."""
     names: dict[str, list[int]] = {}
     for number, box in enumerate(drawing.boxes):
-        full = f"{box.graph}/{box.op.name}" if box.graph else box.op.name
+        full = named(box.graph, box.op.name)
         names.setdefault(full, []).append(number)
         for port, output in enumerate(box.op.outputs):
             names.setdefault(f"{full}:{port}", []).append(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
+from graphquant.ir import named
 from graphquant.pairs import unclipped
 from graphquant.view.both import FIRST, SECOND
 
@@ -55,7 +56,7 @@ class _Names:
         for number, box in enumerate(both.drawing.boxes):
             for side in _each(both.boxes[number]):
                 shown = both.was.get(number, box) if side == FIRST else box
-                full = f"{shown.graph}/{shown.op.name}" if shown.graph else shown.op.name
+                full = named(shown.graph, shown.op.name)
                 self._ops[side, full] = number
             for one in box.constants:
                 for side in _each(next(sides)):

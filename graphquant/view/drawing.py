@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Parameters, TensorRef, Use, bulk
+from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Parameters, TensorRef, Use, bulk, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -273,7 +273,7 @@ class _Drawer:
         return Constant(
             slot=slot,
             role=role,
-            name=f"{origin.graph}/{origin.op}" if origin.graph else origin.op,
+            name=named(origin.graph, origin.op),
             dtype=output.dtype or "",
             shape=shape_text(output),
             badges=badges,

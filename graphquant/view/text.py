@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from graphquant.errors import printable
+from graphquant.ir import named
 from graphquant.losses import LOW
 from graphquant.numerics import Dynamic
 from graphquant.plans.already import PAIR
@@ -322,7 +323,7 @@ def _coverage(found: Survey) -> list[RenderableType]:
     ]
     if done:
         lines += [
-            plain(f"  float: {one.graph + '/' if one.graph else ''}{one.op} ({one.kind}): {one.reason}", style="yellow")
+            plain(f"  float: {named(one.graph, one.op)} ({one.kind}): {one.reason}", style="yellow")
             for one in found.coverage
             if not one.quantized
         ]
