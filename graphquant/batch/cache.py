@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
+from graphquant.batch.ingredients import file_digest
 from graphquant.batch.journal import remove_journals
 from graphquant.batch.types import Outcome, outcome_from, outcome_json
 from graphquant.data.files import remote
@@ -86,7 +87,7 @@ class Cache:
         if not all(self._object(digest).is_file() for digest in names.values()):
             return False
         beside = {name: digest for name, digest in names.items() if name.parts[0] != output.name}
-        if any((home / name).exists() and _digest(home / name) != digest for name, digest in beside.items()):
+        if any((home / name).exists() and file_digest(home / name) != digest for name, digest in beside.items()):
             return False  # another model's data; who makes the output anew finds words for that
         home.mkdir(parents=True, exist_ok=True)
         room = room_beside(output)
@@ -189,11 +190,6 @@ def _copy(source: Path, target: Path, digest: str) -> bool:
         target.unlink()
         return False
     return True
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _read(path: Path) -> Outcome | None:

@@ -119,6 +119,16 @@ def data_digest(spec: str, memo: Memo) -> tuple[str, bool]:
     return _sha256(*said, _named(source.files, memo)), True
 
 
+def file_digest(path: Path) -> str:
+    """Hex SHA-256 of a file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest_of(files: Iterable[tuple[str, str]]) -> str:
     """One digest for the files of a model, given their names and digests: its own for one that is a single file."""
     named = list(files)
@@ -170,4 +180,4 @@ def _sha256(*told: Any) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
 
 
-__all__ = ["Ingredients", "data_digest", "digest_of", "ingredients", "program", "versions"]
+__all__ = ["Ingredients", "data_digest", "digest_of", "file_digest", "ingredients", "program", "versions"]

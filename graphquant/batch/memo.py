@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sqlite3
 import time
@@ -10,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
+from graphquant.batch.ingredients import file_digest
 from graphquant.data.files import remote
 from graphquant.errors import UsageError
 
@@ -80,8 +80,7 @@ class Memo:
             row = self._base.execute(_ASKED, (name,)).fetchone()
         if row is not None and row[:-1] == look:
             return str(row[-1])
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = file_digest(path)
         if max(look[:2]) + RACY < now and _look(path) == look:  # else it may change again and look the same
             self._remember("replace into looks values (?, ?, ?, ?, ?, ?, ?)", (name, *look, found))
         return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from graphquant.batch.ingredients import file_digest
 from graphquant.batch.statements import stated, statement_path
 from graphquant.batch.types import Change
 from graphquant.data.files import remote
@@ -112,7 +112,6 @@ def _causes(before: Outcome, built: Outcome) -> str:
 
 def _digest(path: Path) -> str | None:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(path)
     except OSError:
         return None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.batch.elsewhere import is_elsewhere, through
 from graphquant.batch.gates import figures_of, misses
-from graphquant.batch.ingredients import digest_of, versions
+from graphquant.batch.ingredients import digest_of, file_digest, versions
 from graphquant.batch.types import Digests, Found, Outcome, Problem
 from graphquant.errors import GraphQuantError, InternalError, UsageError
 
@@ -112,7 +112,7 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
     before = sum(file.stat().st_size for file in files_of(model))
     files = files_of(output)
     on_disk(files)  # before the journal says that they are
-    named = [(file.relative_to(output.parent).as_posix(), _sha256(file)) for file in files]
+    named = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]
     written = pipeline.load(output)
     findings, low = _checked(written, entry.gates.check)
     return judged(
@@ -152,13 +152,6 @@ def _checked(model: Model, backend: str | None) -> tuple[tuple[Found, ...], tupl
         for one in named.findings
     ]
     return tuple(findings), low
-
-
-def _sha256(path: Path) -> str:
-    import hashlib
-
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 __all__ = ["judged", "unmade", "work"]
