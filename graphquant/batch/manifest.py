@@ -5,67 +5,27 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import documents
-from graphquant.batch.manifest_types import FORM, OUTPUT, Manifest, ModelTable, Settings, settings
+from graphquant.batch.asked import Asked, find, read
+from graphquant.batch.manifest_types import FORM, OUTPUT, ModelTable, Settings, settings
 from graphquant.batch.models_at import HERE, folder_of, models_at, suffix_of
 from graphquant.batch.types import Entry, Gates
 from graphquant.data import check_spec
 from graphquant.data.files import remote
 from graphquant.data.spec import moved
-from graphquant.errors import DataError, ManifestError, RuleError, UsageError, did_you_mean
+from graphquant.errors import DataError, RuleError, UsageError, did_you_mean
 from graphquant.formats import KERAS, SUFFIXES
 from graphquant.ruleset import load_ruleset, moved_rules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
-    from graphquant.documents import KeyPath, Mistake
-
-NAME = "graphquant.toml"
-PROJECT = "pyproject.toml"
-
-_TOOL: KeyPath = ("tool", "graphquant")
-"""Where a manifest stands in a pyproject.toml."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Asked:
-    """What a manifest, or the command line, asks for.
-
-    Attributes:
-        tables: The entries.
-        defaults: What holds for all of them.
-        given: What the command line says, which wins.
-        folder: Where relative paths of the tables begin, "" for the current folder.
-        path: The manifest, None without one.
-        lines: The lines of its keys.
-        under: The table that holds it, in a file of more.
-    """
-
-    tables: Sequence[ModelTable]
-    defaults: dict[str, Any] = field(default_factory=dict)
-    given: dict[str, Any]
-    folder: str = ""
-    path: Path | None = None
-    lines: Mapping[KeyPath, int] = field(default_factory=dict)
-    under: KeyPath = ()
-
-    def place(self, index: int, key: str) -> KeyPath:
-        """Where `key` of an entry is said."""
-        own = getattr(self.tables[index], key) is not None
-        return ("model", index, key) if own or key not in self.defaults else ("defaults", key)
-
-    def error(self, mistakes: Iterable[Mistake], others: Iterable[str]) -> ManifestError:
-        """All mistakes, and those of the rule files."""
-        if self.path is None:
-            told = list(dict.fromkeys(sentence for _, sentence in mistakes))
-        else:
-            told = [str(documents.mistaken(self.path, self.lines, mistakes, FORM, self.under))] if mistakes else []
-        return ManifestError("\n".join([*told, *others]))
+    from graphquant.documents import Mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +53,11 @@ class _Chosen:
 PARTS = ("stem", "suffix", "name", "parent", "variant")
 """What may stand in braces."""
 
+FILLED = ("data", "stats", "output")
+"""Keys in which braces may stand."""
+
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
 
 def entries(names: Sequence[str] = (), given: Mapping[str, Any] | None = None) -> list[Entry]:
     """The entries of a batch, in the order of the manifest, those of a glob by path.
@@ -111,95 +76,38 @@ def entries(names: Sequence[str] = (), given: Mapping[str, Any] | None = None) -
         raise UsageError("\n".join(sentence for _, sentence in mistakes))
     said = settings(options)
     if not names or (len(names) == 1 and names[0].endswith(".toml")):
-        asked = _read(Path(names[0]) if names else find(), said)
+        asked = read(Path(names[0]) if names else find(), said)
     else:
         table, mistakes = documents.check({"path": list(dict.fromkeys(names))}, ModelTable, FORM)
         if table is None:
             raise UsageError("\n".join(sentence for _, sentence in mistakes))
-        asked = _Asked(tables=[ModelTable(path=(name,)) for name in table.path], given=said)
+        tables = {index: ModelTable(path=(name,)) for index, name in enumerate(table.path)}
+        asked = Asked(tables=tables, given=said)
     return _entries(asked)
 
 
-def find() -> Path:
-    """The manifest of the current folder.
-
-    Raises:
-        UsageError: There is none.
-    """
-    own, project = Path(NAME), Path(PROJECT)
-    if own.is_file():
-        return own
-    if project.is_file():
-        data, _ = documents.parse(project, documents.read(project, FORM), FORM)
-        if _inside(data) is not None:
-            return project
-    raise UsageError(
-        f"There is no {NAME} here, nor a {PROJECT} with [tool.graphquant]. Name a manifest, or models and globs."
-    )
-
-
-def here() -> bool:
-    """Whether the current folder has a manifest, with or without mistakes."""
-    try:
-        return find().is_file()
-    except ManifestError:
-        return True
-    except UsageError:
-        return False
-
-
-def _inside(data: dict[str, Any]) -> Any:
-    """What a pyproject.toml has as [tool.graphquant], None if it has nothing."""
-    tool = data.get("tool")
-    return tool.get("graphquant") if isinstance(tool, dict) else None
-
-
-def _read(path: Path, given: dict[str, Any]) -> _Asked:
-    """What the manifest at `path` says."""
-    if not path.exists():
-        raise UsageError(f"There is no manifest {path}. Name one, or models and globs.")
-    data, lines = documents.parse(path, documents.read(path, FORM), FORM)
-    under: KeyPath = ()
-    if path.name == PROJECT:
-        under, data = _TOOL, _inside(data)
-        if not isinstance(data, dict):
-            raise UsageError(f"{path} has no table [tool.graphquant]. Put the manifest there, or into {NAME}.")
-    manifest, mistakes = documents.check(data, Manifest, FORM)
-    if manifest is None:
-        raise documents.mistaken(path, lines, mistakes, FORM, under)
-    asked = _Asked(
-        tables=manifest.model,
-        defaults=settings(manifest.defaults),
-        given=given,
-        folder="" if path.parent == Path() else path.parent.as_posix(),
-        path=path,
-        lines=lines,
-        under=under,
-    )
-    if not manifest.model:
-        raise asked.error([((), "the manifest has no models. Give some: [[model]] and path = 'models/*.onnx'.")], [])
-    return asked
-
-
-def _entries(asked: _Asked) -> list[Entry]:
-    mistakes: list[Mistake] = []
-    chosen = _chosen(asked, mistakes)
-    rules = _Rules()
-    specs: dict[str, str] = {}
-    made = [(one, _entry(asked, one, rules, specs, mistakes)) for one in chosen]
-    mistakes += _clashes(asked, made)
-    if mistakes or rules.failures:
-        raise asked.error(mistakes, rules.failures)
+def _entries(asked: Asked) -> list[Entry]:
+    mistakes = list(asked.mistakes)
+    chosen = [one for one in _chosen(asked, mistakes) if one.index not in asked.doubtful]
+    looked = _Looked()
+    for index in asked.tables:
+        mistakes += _mistakes(asked, index, looked)
+    made = [(one, _entry(asked, one, looked, mistakes)) for one in chosen]
+    mistakes = [one for one in [*mistakes, *_clashes(asked, made)] if one[1]]
+    if mistakes or looked.failures:
+        raise asked.error(mistakes, looked.failures)
     return [entry for _, entry in made]
 
 
 # -- which models --------------------------------------------------------------------------------
 
 
-def _chosen(asked: _Asked, mistakes: list[Mistake]) -> list[_Chosen]:
+def _chosen(asked: Asked, mistakes: list[Mistake]) -> list[_Chosen]:
     """Each model with its table: of one variant a path wins over a glob, and an earlier glob over a later."""
     found: dict[tuple[str | None, str], tuple[int, bool]] = {}
-    for index, table in enumerate(asked.tables):
+    for index, table in asked.tables.items():
+        if not isinstance(table, ModelTable):
+            continue
         left = {name for pattern in table.leave or () for name in _named(asked, index, "leave", pattern, mistakes)[0]}
         for pattern in table.path:
             names, exact = _named(asked, index, "path", pattern, mistakes)
@@ -210,7 +118,7 @@ def _chosen(asked: _Asked, mistakes: list[Mistake]) -> list[_Chosen]:
                     continue
                 if other is None or (exact and not other[1]):
                     found[key] = (index, exact)
-                elif exact and other[0] != index and asked.path is not None:
+                elif exact and other[0] != index and asked.path is not None and not asked.doubtful & {index, other[0]}:
                     mistakes.append(
                         (
                             ("model", index, "path"),
@@ -224,7 +132,7 @@ def _chosen(asked: _Asked, mistakes: list[Mistake]) -> list[_Chosen]:
     ]
 
 
-def _named(asked: _Asked, index: int, key: str, pattern: str, mistakes: list[Mistake]) -> tuple[Sequence[str], bool]:
+def _named(asked: Asked, index: int, key: str, pattern: str, mistakes: list[Mistake]) -> tuple[Sequence[str], bool]:
     """The models that a pattern names, none with a mistake where it names nothing."""
     try:
         return models_at(pattern, asked.folder)
@@ -236,60 +144,85 @@ def _named(asked: _Asked, index: int, key: str, pattern: str, mistakes: list[Mis
 # -- what is done with each ----------------------------------------------------------------------
 
 
-class _Rules:
-    """Rule files that were looked at, and what is wrong with them."""
+class _Looked:
+    """Rule files, data and statistics that were looked at, each once, and what is wrong with rule files themselves."""
 
     def __init__(self) -> None:
         self.failures: dict[str, None] = {}
-        self._seen: dict[tuple[str, ...], str] = {}
+        self.rules, self.data = cache(self._rules), cache(self._data)
 
-    def mistake(self, names: tuple[str, ...]) -> str:
-        """What is wrong with how they are named, "" if nothing is."""
-        if names not in self._seen:
-            self._seen[names] = ""
-            try:
-                load_ruleset(names)
-            except RuleError as error:
-                self.failures |= dict.fromkeys(str(error).split("\n"))
-            except UsageError as error:
-                self._seen[names] = str(error)
-        return self._seen[names]
+    def _rules(self, name: str) -> str:
+        """What is wrong with how rules are named, "" if nothing is."""
+        try:
+            load_ruleset([name])
+        except RuleError as error:
+            self.failures |= dict.fromkeys(str(error).split("\n"))
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    @staticmethod
+    def _data(spec: str) -> str:
+        """What is wrong with a data spec, "" if nothing is."""
+        try:
+            check_spec(spec)
+        except DataError as error:
+            return str(error)
+        return ""
+
+    @staticmethod
+    def stats(path: str) -> str:
+        """What is wrong with the path of a statistics file, "" if nothing is."""
+        if Path(path).is_file():
+            return ""
+        return f"There is no statistics file {path}. Make it with `graphquant calibrate`."
 
 
-def _entry(asked: _Asked, one: _Chosen, rules: _Rules, specs: dict[str, str], mistakes: list[Mistake]) -> Entry:
-    """The entry of a model; what is wrong with it goes to `mistakes`."""
-    table = asked.tables[one.index]
-    said = _layered(asked.defaults, settings(table), asked.given)
+def _said(asked: Asked, index: int) -> dict[str, Any]:
+    """All that is said of an entry's models."""
+    return _layered(asked.defaults, settings(asked.tables[index]), asked.given)
 
-    def wrong(key: str, sentence: str) -> None:
-        mistakes.append((asked.place(one.index, key), sentence))
 
-    def filled(key: str, default: str | None = None) -> str | None:
-        text = said.get(key, default)
-        return None if text is None else _filled(text, one, table.variant, lambda sentence: wrong(key, sentence))
+def _start(asked: Asked, key: str) -> str:
+    """Where a relative path that `key` says begins."""
+    return "" if key in asked.given else asked.folder
 
-    def start(key: str) -> str:
-        return "" if key in asked.given else asked.folder
 
-    named = moved_rules(said.get("rules", ()), start("rules"))
-    data, stats = filled("data"), filled("stats")
-    data = moved(data, start("data")) if data is not None else None
-    stats = _joined(start("stats"), stats) if stats is not None else None
-    if told := rules.mistake(named):
-        wrong("rules", told)
-    if data is not None and (told := _spec_mistake(data, specs)):
-        wrong("data", told)
-    if stats is not None and not Path(stats).is_file():
-        wrong("stats", f"There is no statistics file {stats}. Make it with `graphquant calibrate`.")
-    gates = _gates(said)
-    if gates.measures and data is None:
+def _mistakes(asked: Asked, index: int, looked: _Looked) -> Iterator[Mistake]:
+    """What is wrong with an entry, whatever its models are."""
+    said, table = _said(asked, index), asked.tables[index]
+    for name in moved_rules(said.get("rules", ()), _start(asked, "rules")):
+        yield asked.place(index, "rules"), looked.rules(name)
+    for key in FILLED:
+        yield from ((asked.place(index, key), told) for told in _unfilled(said.get(key, "")))
+    data, stats = said.get("data"), said.get("stats")
+    if data is not None and not _BRACES.search(data):
+        yield asked.place(index, "data"), looked.data(moved(data, _start(asked, "data")))
+    if stats is not None and not _BRACES.search(stats):
+        yield asked.place(index, "stats"), looked.stats(_joined(_start(asked, "stats"), stats))
+    if data is None and _gates(said).measures and index not in asked.doubtful and isinstance(table, ModelTable):
         key = next(key for key in ("min_sqnr", "min_agreement", "max_accuracy_drop") if key in said)
-        wrong(key, f"{key!r} is measured on data, and none is named for {one.name}. Give it 'data'.")
+        told = f"{key!r} is measured on data, and none is named for {', '.join(table.path)}. Give it 'data'."
+        yield asked.place(index, key), told
+
+
+def _entry(asked: Asked, one: _Chosen, looked: _Looked, mistakes: list[Mistake]) -> Entry:
+    """The entry of a model; what is wrong with files that are named after it goes to `mistakes`."""
+    table, said = asked.tables[one.index], _said(asked, one.index)
+    variant = table.variant if isinstance(table, ModelTable) else None
+    filled = {key: _filled(said[key], one, variant) for key in FILLED if key in said}
+    data = moved(filled["data"], _start(asked, "data")) if "data" in filled else None
+    stats = _joined(_start(asked, "stats"), filled["stats"]) if "stats" in filled else None
+    if data is not None:
+        mistakes.append((asked.place(one.index, "data"), looked.data(data)))
+    if stats is not None:
+        mistakes.append((asked.place(one.index, "stats"), looked.stats(stats)))
+    output = filled["output"] if "output" in filled else _filled(OUTPUT, one, variant)
     return Entry(
-        name=f"{one.name} [{table.variant}]" if table.variant else one.name,
+        name=f"{one.name} [{variant}]" if variant else one.name,
         model=_joined(asked.folder, one.name),
-        output=_joined(start("output"), filled("output", OUTPUT) or ""),
-        rules=named,
+        output=_joined(_start(asked, "output"), output),
+        rules=moved_rules(said.get("rules", ()), _start(asked, "rules")),
         data=data,
         stats=stats,
         samples=said.get("samples"),
@@ -298,7 +231,7 @@ def _entry(asked: _Asked, one: _Chosen, rules: _Rules, specs: dict[str, str], mi
         include=said.get("include", ()),
         exclude=said.get("exclude", ()),
         float_weights=said.get("float_weights", False),
-        gates=gates,
+        gates=_gates(said),
     )
 
 
@@ -323,28 +256,17 @@ def _gates(said: Mapping[str, Any]) -> Gates:
     )
 
 
-def _filled(text: str, one: _Chosen, variant: str | None, wrong: Any) -> str:
-    """`text` with what its braces stand for."""
-
-    def part(found: re.Match[str]) -> str:
-        if found[1] in PARTS:
-            return one.part(found[1], variant)
-        known = did_you_mean(found[1], PARTS) or f" Known are {', '.join(f'{{{name}}}' for name in PARTS)}."
-        wrong(f"there is no {found[0]!r}.{known}")
-        return ""
-
-    return re.sub(r"\{([^{}]*)\}", part, text)
+def _filled(text: str, one: _Chosen, variant: str | None) -> str:
+    """`text` with what its braces stand for; nothing for those that stand for nothing."""
+    return _BRACES.sub(lambda found: one.part(found[1], variant) if found[1] in PARTS else "", text)
 
 
-def _spec_mistake(spec: str, seen: dict[str, str]) -> str:
-    """What is wrong with a data spec, "" if nothing is."""
-    if spec not in seen:
-        seen[spec] = ""
-        try:
-            check_spec(spec)
-        except DataError as error:
-            seen[spec] = str(error)
-    return seen[spec]
+def _unfilled(text: str) -> Iterator[str]:
+    """What is wrong with the braces of a text."""
+    for found in _BRACES.finditer(text):
+        if found[1] not in PARTS:
+            known = did_you_mean(found[1], PARTS) or f" Known are {', '.join(f'{{{name}}}' for name in PARTS)}."
+            yield f"there is no {found[0]!r}.{known}"
 
 
 def _joined(folder: str, path: str) -> str:
@@ -356,7 +278,7 @@ def _joined(folder: str, path: str) -> str:
 # -- what they write -----------------------------------------------------------------------------
 
 
-def _clashes(asked: _Asked, made: Sequence[tuple[_Chosen, Entry]]) -> Iterator[Mistake]:
+def _clashes(asked: Asked, made: Sequence[tuple[_Chosen, Entry]]) -> Iterator[Mistake]:
     """Outputs that would take the place of one another, or of a model."""
     models = {_real(entry.model): entry.model for _, entry in made}
     outputs: dict[str, Entry] = {}

@@ -147,7 +147,10 @@ FORM = Form(
     error=ManifestError,
     tables={"": Manifest, "defaults": Settings, "model": ModelTable},
     names={"": "a manifest", "defaults": "the defaults", "model": "a model's entry"},
-    headings={"model": " An entry is headed [[model]].", "defaults": " They are headed [defaults]."},
+    headings={
+        "model": " An entry is headed [[model]].",
+        "defaults": " What holds for all models is headed [defaults].",
+    },
 )
 """What messages and the schema say of manifests."""
 

@@ -95,8 +95,9 @@ def batch(
         return
     if scheduler is not None and jobs is not None:
         raise UsageError("The cluster says how many models are done at once. Leave -j out, or --scheduler.")
+    from graphquant.batch.asked import here
     from graphquant.batch.cache import Cache, default_folder, parse_limit
-    from graphquant.batch.manifest import entries, here
+    from graphquant.batch.manifest import entries
     from graphquant.batch.run import Options
 
     folder = cache_dir or default_folder()

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from graphquant.batch.manifest import NAME, PROJECT, entries
+from graphquant.batch.asked import NAME, PROJECT
+from graphquant.batch.manifest import entries
 from graphquant.batch.manifest_types import FORM, Settings, schema
 from graphquant.batch.manifest_types import settings as said
 from graphquant.batch.types import Entry, Gates
@@ -286,6 +287,71 @@ path = "./models/a.onnx"
         "bad.toml:2: 'b' is no key of a rule file",
     ]
     assert told[6].endswith("Did you mean 'stem'?")
+
+
+def test_mistakes_of_keys_hide_no_others(here):
+    """Wrong keys, globs that name nothing, data and rules that are not there: all of it is told the first time."""
+    Path("bad.toml").write_text("a = 1\n", "utf-8")
+    told = mistakes(
+        """[defaults]
+sampels = 5
+max_size = "5 apples"
+rules = ["onnxruntme", "tensorflw", "bad.toml"]
+min_sqnr = 30
+
+[[model]]
+path = "models/*.onx"
+data = "nowhere.npz"
+output = "{stm}"
+
+[[model]]
+path = "models/a.onnx"
+stats = "{stem}.gqs"
+family = "onx"
+
+[[model]]
+pth = "models/b.pb"
+rules = "nothing"
+data = "there.npz"
+"""
+    )
+    assert [line.partition(". ")[0].partition("?")[0] for line in told] == [
+        "graphquant.toml:2: 'sampels' is no key of the defaults",
+        "graphquant.toml:3: '5 apples' is no amount of memory",
+        "graphquant.toml:4: There are no rules called 'onnxruntme'",
+        "graphquant.toml:4: There are no rules called 'tensorflw'",
+        "graphquant.toml:5: 'min_sqnr' is measured on data, and none is named for models/a.onnx",
+        "graphquant.toml:8: 'models/*.onx' names nothing",
+        "graphquant.toml:9: There is no file nowhere.npz",
+        "graphquant.toml:10: there is no '{stm}'",
+        "graphquant.toml:14: There is no statistics file a.gqs",
+        "graphquant.toml:15: there is no family 'onx'",
+        "graphquant.toml:17: a model's entry lacks the key 'path'",
+        "graphquant.toml:18: 'pth' is no key of a model's entry",
+        "graphquant.toml:19: There are no rules called 'nothing'",
+        "graphquant.toml:20: There is no file there.npz",
+        "bad.toml:1: 'a' is no key of a rule file",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("[[model]]\npath = 'models/*.onnx'\ndatta = 'random:3'\nmin_sqnr = 3", 3),
+        ("[[model]]\npath = 'models/*.onnx'\ndata = ''\nmin_sqnr = 3", 3),
+        ("[[model]]\npath = 'models/a.onnx'\n[[model]]\npath = 'models/a.onnx'\nvarint = 'b'", 5),
+        ("[[model]]\npath = 'models/**'\noutput = 'x/{name}'\nleaf = 'models/deep/*'\ndata = '{stem}.npz'", 4),
+        ("[[model]]\npath = 'models/*.onnx'\n[[model]]\npath = 'models/deep/*.onnx'\noutptu = 'models/a.onnx'", 5),
+        ("[deflts]\ndata = 'random:3'\n[[model]]\npath = 'models/*.onnx'\nmin_sqnr = 3", 1),
+        ("defaults = 3\n[[model]]\npath = 'models/*.onnx'\nmin_sqnr = 3", 1),
+        ("[[model]]\npath = 'models/a.onnx'\n[[model]]", 3),
+        ("model = [3, {path = 'models/a.onnx'}]", 1),
+    ],
+)
+def test_what_follows_from_a_mistake_is_none(here, text, line):
+    """Who misspells a key is told that alone, and not what would be wrong without it."""
+    (told,) = mistakes(text)
+    assert told.startswith(f"graphquant.toml:{line}: ")
 
 
 def test_outputs_that_clash(here):
