@@ -54,6 +54,20 @@ def groups(model: Model, plan: Plan, taken: Collection[int], errors: Mapping[int
         taken: Positions of the sites that are quantized.
         errors: What each adds alone, by position; those not known add nothing.
     """
+    owner = {use: index for index in taken for use in plan.sites[index].uses}
+    needed = _needed(model, plan, taken, owner)
+    return [
+        Group(
+            sites=tuple(sites),
+            ops=frozenset(op for index in sites for op in needed[index]),
+            error=sum(errors.get(index, 0.0) for index in sites),
+        )
+        for sites in bound(plan, taken)
+    ]
+
+
+def bound(plan: Plan, taken: Collection[int]) -> list[list[int]]:
+    """The sites `taken` of a plan, those together that must have one scale."""
     root = {index: index for index in taken}
 
     def find(index: int) -> int:
@@ -69,18 +83,10 @@ def groups(model: Model, plan: Plan, taken: Collection[int], errors: Mapping[int
             if use in owner:
                 one, other = sorted((find(index), find(owner[use])))
                 root[other] = one
-    needed = _needed(model, plan, root, owner)
     members: dict[int, list[int]] = {}
     for index in sorted(root):
         members.setdefault(find(index), []).append(index)
-    return [
-        Group(
-            sites=tuple(sites),
-            ops=frozenset(op for index in sites for op in needed[index]),
-            error=sum(errors.get(index, 0.0) for index in sites),
-        )
-        for sites in members.values()
-    ]
+    return list(members.values())
 
 
 def _needed(model: Model, plan: Plan, taken: Collection[int], owner: Mapping[Use, int]) -> dict[int, set[Place]]:
@@ -159,4 +165,4 @@ def _completed(model: Model, known: dict[Place, float]) -> dict[Place, float]:
     return {place: known.get(place, dearest) for place in every}
 
 
-__all__ = ["LITTLE", "Group", "groups", "in_bytes", "in_multiply_adds"]
+__all__ = ["LITTLE", "Group", "bound", "groups", "in_bytes", "in_multiply_adds"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -34,6 +34,19 @@ class InputSpec:
     dtype: str
     shape: Shape | None
     aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spent:
+    """Seconds that the ops of a model take in one run.
+
+    Attributes:
+        ops: By graph and name; what a framework makes of several ops is told of one of them.
+        conversions: Of these what turns float to integers or back, by the op, or the one whose result is turned.
+    """
+
+    ops: Mapping[tuple[str, str], float]
+    conversions: Mapping[tuple[str, str], float]
 
 
 class Runner(Protocol):
@@ -98,6 +111,12 @@ class FormatModule(Protocol):
 
     def runner(self, model: Model) -> Runner:
         """A runner for the model."""
+
+    def timed(self, model: Model, feeds: Feeds) -> Callable[[], object]:
+        """What runs the model once on one thread, made as fast as its framework makes it; raises ModelError."""
+
+    def spent(self, model: Model, feeds: Feeds) -> Spent | None:
+        """Seconds that each op takes in such a run, None where the framework does not tell; raises ModelError."""
 
     def upgrade(self, model: Model, opset: int) -> Model:
         """The model at an opset; raises ModelError if that cannot be done."""

@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from graphquant.formats import InputSpec, Runner
+    from graphquant.formats import Feeds, InputSpec, Runner, Spent
     from graphquant.ir import Model
 
 DEFAULT_RULES = "onnxruntime"
@@ -77,6 +77,28 @@ def runner(model: Model) -> Runner:
     return OnnxRunner(model)
 
 
+def timed(model: Model, feeds: Feeds) -> Callable[[], object]:
+    """What runs the model once, in a session of its own on one thread.
+
+    Raises:
+        ModelError: onnxruntime cannot take the model, or a run failed.
+    """
+    from graphquant.formats.onnx.timing import timed as started
+
+    return started(model, feeds)
+
+
+def spent(model: Model, feeds: Feeds) -> Spent:
+    """Seconds that each op takes in such a run.
+
+    Raises:
+        ModelError: onnxruntime cannot take the model, or a run failed.
+    """
+    from graphquant.formats.onnx.timing import spent as profiled
+
+    return profiled(model, feeds)
+
+
 def upgrade(model: Model, opset: int) -> Model:
     """The model at `opset` of the default domain, checked to run and to give the same outputs.
 
@@ -119,7 +141,19 @@ def origin(model: Model) -> tuple[Model, bool] | None:
     return None if found is None else (index(found[0], path=model.path), found[1])
 
 
-__all__ = ["DEFAULT_RULES", "FAMILY", "emit", "flattened", "load", "runner", "save", "skeleton", "upgrade"]
+__all__ = [
+    "DEFAULT_RULES",
+    "FAMILY",
+    "emit",
+    "flattened",
+    "load",
+    "runner",
+    "save",
+    "skeleton",
+    "spent",
+    "timed",
+    "upgrade",
+]
 
 
 def skeleton(model: Model) -> str:

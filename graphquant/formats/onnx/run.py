@@ -82,7 +82,7 @@ class OnnxRunner:
             ModelError: onnxruntime cannot take the model.
         """
         if self._session is None:
-            data, external = _contents(self._emission.message)
+            data, external = contents(self._emission.message)
             self._session = session(data, self._model.source.folder, external)
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
@@ -92,7 +92,7 @@ class OnnxRunner:
             ModelError: onnxruntime cannot take the model, or the run failed.
         """
         self.start()
-        return dict(zip(self.outputs, _run(self._session, self.outputs, feeds), strict=True))
+        return dict(zip(self.outputs, run_session(self._session, self.outputs, feeds), strict=True))
 
     def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Those of `tensors` that cannot be observed, with the reason."""
@@ -180,7 +180,7 @@ class OnnxRunner:
         probes, flags = {tensor: watched.probes[tensor] for tensor in tensors}, watched.flags
         if not fetches(probes.values()):
             return _Watch(None, probes, flags)
-        data, external = _contents(watched.message)
+        data, external = contents(watched.message)
         del watched  # weights need not be there three times while onnxruntime reads them
         return _Watch(session(data, self._model.source.folder, external, watched=True), probes, flags)
 
@@ -218,7 +218,7 @@ class _Watch:
         flags = {flag: np.array(flag in wanted, np.int64) for flag in self.flags}
 
         def run(feed: Feeds) -> dict[TensorRef, list[Array]]:
-            found = dict(zip(names, _run(self.session, names, feed, flags), strict=True)) if names else {}
+            found = dict(zip(names, run_session(self.session, names, feed, flags), strict=True)) if names else {}
             return {tensor: probe.values(found, feed) for tensor, probe in probes.items()}
 
         return run
@@ -243,7 +243,15 @@ def _ahead(run: Callable[[Feeds], Result], feeds: Iterable[Feeds], at_once: int)
                 left.cancel()
 
 
-def session(data: bytes, folder: Path | None, external: int = 0, *, watched: bool = False) -> Any:
+def session(
+    data: bytes,
+    folder: Path | None,
+    external: int = 0,
+    *,
+    watched: bool = False,
+    timed: bool = False,
+    profile: Path | None = None,
+) -> Any:
     """An onnxruntime session for a ModelProto.
 
     Args:
@@ -253,17 +261,23 @@ def session(data: bytes, folder: Path | None, external: int = 0, *, watched: boo
             order that kernels like best: that is a copy of all of them, in memory that nobody can take back.
         watched: Whether most of its values are outputs, which no plan of how values share memory can hold: making one
             then costs time and memory for nothing. A run takes one thread, for there are several runs at once.
+        timed: Whether time is what matters: weights are put into order whatever memory that takes, and a run takes one
+            thread, so that it depends least on what else the machine does.
+        profile: How the file begins that is to tell what each op took.
 
     Raises:
         ModelError: onnxruntime cannot take the model.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _ONLY_FATAL
-    options.intra_op_num_threads = 1 if watched else THREADS
+    options.intra_op_num_threads = 1 if watched or timed else THREADS
     options.inter_op_num_threads = 1
     options.enable_mem_pattern = not watched
     options.add_session_config_entry(_SPINNING, "0")
-    if external >= MAPPED:
+    if profile is not None:
+        options.enable_profiling = True
+        options.profile_file_prefix = str(profile)
+    if external >= MAPPED and not timed:
         options.add_session_config_entry("session.disable_prepacking", "1")
     if folder is not None and external:
         options.add_session_config_entry(_EXTERNAL_FOLDER, str(folder.resolve()))
@@ -275,13 +289,18 @@ def session(data: bytes, folder: Path | None, external: int = 0, *, watched: boo
         ) from error
 
 
-def _contents(message: Any) -> tuple[bytes, int]:
+def contents(message: Any) -> tuple[bytes, int]:
     """A ModelProto as bytes, and how many bytes of external data it has."""
     external = sum(bytes_of(NAMES[tensor.data_type], math.prod(tensor.dims)) for tensor in external_tensors(message))
     return binary(message), external
 
 
-def _run(started: Any, names: Sequence[str], feeds: Feeds, flags: Feeds | None = None) -> list[Any]:
+def run_session(started: Any, names: Sequence[str] | None, feeds: Feeds, flags: Feeds | None = None) -> list[Any]:
+    """What comes out of a session; all of it where no names are given.
+
+    Raises:
+        ModelError: The run failed.
+    """
     try:
         results: list[Any] = started.run(names, {**feeds, **(flags or {})})
     except ERRORS as error:
