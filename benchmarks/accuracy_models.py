@@ -1,18 +1,18 @@
 """Architectures with seeded weights for `accuracy.py`, beside the trained models and those of `peers.py`.
 
 Their weights are drawn, so their answers mean nothing; shapes, op types and spreads of values are those that real nets
-of their kind have. What rounding does to a net hangs on these, and on how loud it makes noise, so both were held against
-trained nets. Of noise at 40 dB on inputs (of an encoder: on embeddings) trained nets leave 37 dB (a MobileNetV3 that tells
-which way up text is), 40 dB (a MiniLM of three layers) and 36 to 63 dB (those of `peers.py`).
+of their kind have. What rounding does to a net hangs on these, and on how loud it makes noise, so both were held
+against trained nets. Of noise at 40 dB on inputs (of an encoder: on embeddings) trained nets leave 37 dB (a MobileNetV3
+that tells which way up text is), 40 dB (a MiniLM of three layers) and 36 to 63 dB (those of `peers.py`).
 
 * The MobileNet. With normal weights alone it left 19 dB: random nets with BatchNorms make noise louder with each layer
-  (Yang et al. 2019, A Mean Field Theory of Batch Normalization). Gradient descent adds to weights sums of what they read,
-  and noise does not look like that. So half of the power of its weights is such sums, which gives 39 dB. BatchNorms have
-  the statistics of what reaches them, and gains that differ by an order of magnitude.
-* The encoder. In MiniLM the gains of a LayerNorm differ by 4 to 18%, but for a few. Behind attention one channel is 6 to
-  13 times as large as most, elsewhere 3 to 6 times, and scores of attention have a deviation of 1.5 to 1.9. Here they are
-  drawn like that, which gives 41 dB. Before, gains differed by 30%, two channels of each LayerNorm were up to 36 times as
-  large, scores had a deviation of 4.5 and reached 35, and 35 dB were left.
+  (Yang et al. 2019, A Mean Field Theory of Batch Normalization). Gradient descent adds to weights sums of what they
+  read, and noise does not look like that. So half of the power of its weights is such sums, which gives 39 dB.
+  BatchNorms have the statistics of what reaches them, and gains that differ by an order of magnitude.
+* The encoder. In MiniLM the gains of a LayerNorm differ by 4 to 18%, but for a few. Behind attention one channel is 6
+  to 13 times as large as most, elsewhere 3 to 6 times; scores of attention have a deviation of 1.5 to 1.9. Here they
+  are drawn like that, which gives 41 dB. Before, gains differed by 30%, two channels of each LayerNorm were up to 36
+  times as large, scores had a deviation of up to 4.5 and reached 35, and 35 dB were left.
 """
 
 from __future__ import annotations
