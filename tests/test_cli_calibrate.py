@@ -224,20 +224,21 @@ def test_an_output_that_is_there(cli: Callable[..., Any], here: Path) -> None:
 
 
 INTERRUPTING = """
-import os, signal, sys
+import os, signal, sys, time
 from graphquant.calibration import run
 from graphquant.cli import main
 blocks, times = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-observed = run.observed
-def counted(*given, **more):
-    ends, told = 0, 0
-    for seen, block in observed(*given, **more):
-        while ends == blocks and told < times:
-            told += 1
-            os.kill(os.getpid(), signal.SIGINT)
-        yield seen, block
-        ends += block is not None
-run.observed = counted
+take, told, ends = run._Gathering.take, [], []
+def interrupted(gathering, pool, seen, block):
+    while len(ends) == blocks and len(told) < times:
+        told.append(None)
+        os.kill(os.getpid(), signal.SIGINT)
+        until = time.monotonic() + 60  # another thread handles it
+        while gathering._stop is not None and not gathering._stop() and time.monotonic() < until:
+            time.sleep(0.001)
+    take(gathering, pool, seen, block)
+    ends.extend([] if block is None else [block])
+run._Gathering.take = interrupted
 main()
 """
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from contextlib import ExitStack, closing
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy as np
 from graphquant.calibration.memory import at_once, fits, grouped
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 
     from graphquant.data import Batches
     from graphquant.ir import TensorRef
@@ -49,8 +50,12 @@ class Observing(Protocol):
         *,
         beside: Sequence[TensorRef] = (),
         at_once: int = 1,
+        look: Callable[[Seen], object] | None = None,
     ) -> Generator[Seen, None, None]:
-        """For each feed the values that each tensor took; those of up to `at_once` feeds are there or under way."""
+        """For each feed the values that each tensor took; those of up to `at_once` feeds are there or under way.
+
+        `look` is shown them in order, on whatever thread.
+        """
 
 
 def feeds_of(
@@ -77,17 +82,20 @@ def observed(
     runner: Observing,
     tensors: Sequence[TensorRef],
     feeds: Iterator[tuple[Feeds, int | None]],
+    look: Callable[[Seen, int | None], object],
     *,
     elements: int | None,
     space: int,
     threads: int,
-) -> Generator[tuple[Seen, int | None], None, None]:
-    """What is seen of `tensors` in each run, in order, and the number of the block that this ends, if it ends one.
+) -> Generator[None, None, None]:
+    """Shows what is seen of `tensors` in each run; comes back after each.
 
     Args:
         runner: Runs the model.
         tensors: What to observe.
         feeds: What to run, with the number of the block that each ends.
+        look: Is shown what is seen, in order, on whatever thread, and the number of the block that this ends, if it
+            ends one; values that it leaves there are kept for longer than they need be.
         elements: The most that all tensors may have together in one run, None if that is to be measured.
         space: Bytes for observed values.
         threads: How many runs there may be at once.
@@ -100,22 +108,34 @@ def observed(
         elements, groups = sum(sizes.values()), grouped(sizes, space)
     else:
         groups = [tuple(tensors)]
-    *copies, ends = _copies(itertools.chain([first], feeds), len(groups) + 1)
+    copies = _copies(itertools.chain([first], feeds), 2 * len(groups))
     del first
     with ExitStack() as stack:
         passes = []
-        for group, copy in zip(groups, copies, strict=True):
-            members = set(group)
+        for number, group in enumerate(groups):
+            members, runs, ends = set(group), copies.pop(), (block for _, block in copies.pop())
+            blocks = ends if number == len(groups) - 1 else map(_no_end, ends)
             values = runner.observe(
                 group,
-                (feed for feed, _ in copy),
+                (feed for feed, _ in runs),
                 beside=tuple(tensor for tensor in tensors if tensor not in members),
                 at_once=at_once(elements, space, threads) if len(groups) == 1 else 1,
+                look=partial(_with_block, look, blocks),
             )
             passes.append(stack.enter_context(closing(values)))
-        for _, block in ends:
+        while True:
             for values in passes:
-                yield next(values), block if values is passes[-1] else None
+                if next(values, None) is None:
+                    return
+                yield
+
+
+def _with_block(look: Callable[[Seen, int | None], object], blocks: Iterator[int | None], seen: Seen) -> None:
+    look(seen, next(blocks))
+
+
+def _no_end(_block: int | None) -> None:
+    return None
 
 
 def _copies(items: Iterator[Item], number: int) -> list[Iterator[Item]]:

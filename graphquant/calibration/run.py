@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from graphquant.calibration.memory import room
@@ -147,30 +149,28 @@ def calibrate(
     watched = {tensor: target for tensor, target in targets.items() if tensor not in unwatchable}
     space = room(max_memory, [0 if target.axis is not None else target.bits for target in watched.values()])
     kept = {tensor: Accumulator(target.axis, target.bits) for tensor, target in watched.items()}
+    gathering = _Gathering(kept, stop)
     done: list[tuple[int, int]] = []
     already = found.samples
     feeds = feeds_of(batches, todo if watched else (), load.block, batchable=runner.batchable)
     samples = load.block if runner.batchable else 1
     elements = None if load.elements is None else 2 * load.elements * samples  # some models have more than one says
-    passes = observed(runner, tuple(watched), feeds, elements=elements, space=space, threads=THREADS)
     if progress is not None:
         progress(already, total)
-    with ThreadPoolExecutor(THREADS) as pool, closing(passes):
-        for seen, block in passes:
-            _fill(pool, [(kept[tensor], values) for tensor, values in seen.items()])
-            seen.clear()  # it needs no memory while the next is run
-            if block is None:
-                continue
-            batches.check()
-            for accumulator in kept.values():
-                accumulator.close_block()
-            done = (
-                [*done[:-1], (done[-1][0], block + 1)] if done and done[-1][1] == block else [*done, (block, block + 1)]
-            )
-            if progress is not None:
-                progress(already + replace(run, done=tuple(done)).samples_done, total)
-            if stop is not None and stop():
-                break
+    with ThreadPoolExecutor(THREADS) as pool:
+        look = partial(gathering.take, pool)
+        passes = observed(runner, tuple(watched), feeds, look, elements=elements, space=space, threads=THREADS)
+        with closing(passes):
+            for _ in passes:
+                ended = gathering.stopped  # before what is closed is looked at, which grows no more then
+                while gathering.closed:
+                    block = gathering.closed.popleft()
+                    batches.check()
+                    done = _longer(done, block)
+                    if progress is not None:
+                        progress(already + replace(run, done=tuple(done)).samples_done, total)
+                if ended:
+                    break
         sketches = dict(zip(kept, pool.map(Accumulator.sketch, kept.values()), strict=True))
     reached = {tensor: sketch for tensor, sketch in sketches.items() if sketch.count or sketch.blank}
     fresh = replace(run, data=batches.content(), done=tuple(done if watched else todo))
@@ -190,6 +190,40 @@ def _left(now: Stats, before: Stats, first: int, last: int) -> list[tuple[int, i
     if not left:
         raise NoContinuationError("complete")
     return left
+
+
+def _longer(done: list[tuple[int, int]], block: int) -> list[tuple[int, int]]:
+    """The ranges `done` and a block behind all of them."""
+    if done and done[-1][1] == block:
+        return [*done[:-1], (done[-1][0], block + 1)]
+    return [*done, (block, block + 1)]
+
+
+class _Gathering:
+    """What is kept of the tensors, block by block.
+
+    Attributes:
+        closed: Blocks that all is kept of and that nobody has counted yet.
+        stopped: Whether no more is to be kept, since the last of these.
+    """
+
+    def __init__(self, kept: Mapping[TensorRef, Accumulator], stop: Callable[[], bool] | None) -> None:
+        self._kept, self._stop = kept, stop
+        self.closed: deque[int] = deque()
+        self.stopped = False
+
+    def take(self, pool: Executor, seen: dict[TensorRef, list[Array]], block: int | None) -> None:
+        """Keeps of the values what is wanted of them, and closes the block that they are the last of, if any."""
+        if self.stopped:
+            return  # runs that began before
+        _fill(pool, [(self._kept[tensor], values) for tensor, values in seen.items()])
+        seen.clear()  # it needs no memory until someone asks for it
+        if block is None:
+            return
+        for accumulator in self._kept.values():
+            accumulator.close_block()
+        self.closed.append(block)
+        self.stopped = self._stop is not None and self._stop()
 
 
 def _fill(pool: Executor, work: list[tuple[Accumulator, list[Array]]]) -> None:

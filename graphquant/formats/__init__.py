@@ -82,11 +82,13 @@ class Runner(Protocol):
         *,
         beside: Sequence[TensorRef] = (),
         at_once: int = 1,
+        look: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
         The values of up to `at_once` feeds may be there or under way, so if it is 1, a feed is read only when its
-        values are asked for. `beside` are tensors that other calls observe on the same feeds, for want of memory:
+        values are asked for. `look` is shown them in order, on whatever thread, and may take out what need not be kept
+        until it is asked for. `beside` are tensors that other calls observe on the same feeds, for want of memory:
         values must be the same bits however tensors are shared out among such calls.
         """
 

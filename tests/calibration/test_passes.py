@@ -36,22 +36,28 @@ class Runner:
         self.fed.append(("sizes", feed))
         return dict.fromkeys(tensors, self.size)
 
-    def observe(self, tensors, feeds, *, beside=(), at_once=1):
+    def observe(self, tensors, feeds, *, beside=(), at_once=1, look=None):
         """What is fed, for each tensor."""
         self.asked.append((tensors, beside, at_once))
         self.open += 1
         try:
             for feed in feeds:
                 self.fed.append((tensors, feed))
-                yield {tensor: [feed] for tensor in tensors}
+                seen = {tensor: [feed] for tensor in tensors}
+                look(seen)
+                yield seen
         finally:
             self.open -= 1
 
 
 def run(runner: Runner, count: int, **options) -> list:
-    """Observes A and B while numbers are fed, in blocks of two."""
+    """What is seen of A and B, and which blocks end, while numbers are fed, in blocks of two."""
     feeds = ((number, number // 2 if number % 2 else None) for number in range(count))
-    return list(observed(runner, (A, B), feeds, **{"elements": None, "space": 1 << 30, "threads": 4, **options}))
+    seen: list = []
+    given = {"elements": None, "space": 1 << 30, "threads": 4, **options}
+    for number, _ in enumerate(observed(runner, (A, B), feeds, lambda *one: seen.append(one), **given), 1):
+        assert len(seen) == number
+    return seen
 
 
 def test_one_pass_where_all_fits() -> None:
@@ -89,8 +95,11 @@ def test_nothing_to_run() -> None:
 def test_leaving_early_closes_what_is_open() -> None:
     """Whoever stops looking ends the passes."""
     runner = Runner(1)
-    passes = observed(runner, (A,), ((n, None) for n in itertools.count()), elements=1, space=1 << 30, threads=2)
-    assert next(passes) == ({A: [0]}, None)
+    seen: list = []
+    feeds = ((n, None) for n in itertools.count())
+    passes = observed(runner, (A,), feeds, lambda *one: seen.append(one), elements=1, space=1 << 30, threads=2)
+    next(passes)
+    assert seen == [({A: [0]}, None)]
     assert runner.open == 1
     passes.close()
     assert runner.open == 0
@@ -131,11 +140,16 @@ def test_feeds_are_kept_no_longer_than_needed() -> None:
             alive.discard(self.number)
 
     class Forgetful(Runner):
-        def observe(self, tensors, feeds, *, beside=(), at_once=1):
+        def observe(self, tensors, feeds, *, beside=(), at_once=1, look=None):
             for _ in feeds:
+                look({})
                 yield {}
 
+    def forget(_seen, _block) -> None:
+        """Keeps nothing."""
+
     most = 0
-    for _ in observed(Forgetful(100), (A, B), ((Feed(n), n) for n in range(200)), elements=None, space=900, threads=1):
+    feeds = ((Feed(n), n) for n in range(200))
+    for _ in observed(Forgetful(100), (A, B), feeds, forget, elements=None, space=900, threads=1):
         most = max(most, len(alive))
     assert most <= 3

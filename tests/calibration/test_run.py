@@ -56,13 +56,15 @@ class Runner:
         """The same for each."""
         return dict.fromkeys(tensors, self.size)
 
-    def observe(self, tensors, feeds, *, beside=(), at_once=1) -> Iterator[dict]:
+    def observe(self, tensors, feeds, *, beside=(), at_once=1, look=None) -> Iterator[dict]:
         """The values of `tensors` for each feed."""
         assert set(tensors) | set(beside) == {TensorRef("", name) for name in self.tensors}
         self.asked.append(tuple(tensors))
         for feed in feeds:
             self.fed.append(feed["x"].tolist())
-            yield {tensor: self.tensors[tensor.op](feed["x"]) for tensor in tensors}
+            seen = {tensor: self.tensors[tensor.op](feed["x"]) for tensor in tensors}
+            look(seen)
+            yield seen
 
 
 def everything(**options) -> Runner:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, TensorRef
 
 Array = np.ndarray[Any, Any]
+Fed = TypeVar("Fed")
 Result = TypeVar("Result")
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -141,6 +142,7 @@ class OnnxRunner:
         *,
         beside: Sequence[TensorRef] = (),
         at_once: int = 1,
+        look: Callable[[dict[TensorRef, list[Array]]], object] | None = None,
     ) -> Generator[dict[TensorRef, list[Array]], None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
@@ -153,6 +155,7 @@ class OnnxRunner:
                 what it is asked for; onnxruntime fuses ops between which nothing is watched, so it must know all.
             at_once: How many feeds' values there may be at once: while those of one are looked at, others are run, each
                 on a thread of its own.
+            look: Is shown what each feed gave, in order, by the thread that ran it; what it takes out is not given.
 
         Raises:
             UnwatchableError: A tensor is one of the `unwatchable`.
@@ -163,7 +166,7 @@ class OnnxRunner:
             found = self._shared({*tensors, *beside})
         elif found is None or found.probes.keys() != set(tensors):
             found = self._watch(tensors)
-        yield from _ahead(found.values(tensors), feeds, at_once)
+        yield from _ahead(found.values(tensors), feeds, at_once, look)
 
     def _shared(self, tensors: set[TensorRef]) -> _Watch:
         """A session that shows any of `tensors` by flag."""
@@ -224,23 +227,45 @@ class _Watch:
         return run
 
 
-def _ahead(run: Callable[[Feeds], Result], feeds: Iterable[Feeds], at_once: int) -> Generator[Result, None, None]:
-    """The results of runs in order, `at_once` there or under way at a time; no name here keeps them alive."""
+def _ahead(
+    run: Callable[[Fed], Result], feeds: Iterable[Fed], at_once: int, look: Callable[[Result], object] | None = None
+) -> Generator[Result, None, None]:
+    """The results of runs in order, `at_once` there or under way at a time; no name here keeps them alive.
+
+    The thread that made a result lets `look` see it, once those before it were seen, and goes on with the next run:
+    waking another thread for that takes as long as a part of a short run.
+    """
     if at_once == 1:
-        yield from map(run, feeds)
+        for feed in feeds:
+            yield _seen(run(feed), look)
         return
+
+    def work(feed: Fed, before: Future[Result] | None) -> Result:
+        result = run(feed)
+        if before is not None:
+            before.result()  # of an error, which whoever takes the results meets there, nothing later is seen
+        return _seen(result, look)
+
     with ThreadPoolExecutor(at_once) as pool:
         under_way: deque[Future[Result]] = deque()
+        waiting = look is not None  # for then a thread holds its result until it was seen, and a feed may lie ready
         try:
             for feed in feeds:  # read while others run, so that its run begins as soon as it may
-                if len(under_way) == at_once:
+                if len(under_way) == at_once + waiting:
                     yield under_way.popleft().result()
-                under_way.append(pool.submit(run, feed))
+                last = under_way[-1] if look is not None and under_way else None
+                under_way.append(pool.submit(work, feed, last))
             while under_way:
                 yield under_way.popleft().result()
         finally:
             for left in under_way:
                 left.cancel()
+
+
+def _seen(result: Result, look: Callable[[Result], object] | None) -> Result:
+    if look is not None:
+        look(result)
+    return result
 
 
 def session(

@@ -14,7 +14,7 @@ from graphquant.formats.tensorflow.session import INIT_SIGNATURE, Session, Watch
 from graphquant.ir import Model, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     import numpy.typing as npt
 
@@ -126,6 +126,7 @@ class TensorFlowRunner:
         *,
         beside: Sequence[TensorRef] = (),
         at_once: int = 1,
+        look: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
@@ -135,6 +136,7 @@ class TensorFlowRunner:
             beside: What other calls observe on the same feeds, for want of memory. TensorFlow fuses ops between which
                 nothing is watched, so sizes are taken of these.
             at_once: How many runs there may be at once; there is one, on all threads.
+            look: Is shown what each feed gave; what it takes out is not given.
 
         Raises:
             DataError: An input is missing, unknown, or of another shape than the model wants.
@@ -144,7 +146,11 @@ class TensorFlowRunner:
         watch = self._watch(tensors, beside)
         try:
             for feed in feeds:
-                yield watch.values(self._feed(feed))  # no name here keeps the values alive
+                seen = watch.values(self._feed(feed))
+                if look is not None:
+                    look(seen)
+                yield seen
+                del seen  # its values need not be there in the next run
         finally:
             watch.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -69,6 +70,41 @@ def test_runs_are_under_way_together() -> None:
     """Two runs that wait for each other both end."""
     together = threading.Barrier(2, timeout=30)
     assert list(_ahead(lambda feed: together.wait() * 0 + feed, iter(range(4)), 2)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("at_once", [1, 2, 3])
+def test_results_are_seen_in_order_one_at_a_time_and_never_more_than_may_be_there(at_once: int) -> None:
+    """Slow and fast runs are seen in the order of their feeds; a run begins only when one of those before was seen."""
+    seen: list[int] = []
+    most = [0]
+
+    def run(number: int) -> list[int]:
+        most[0] = max(most[0], number - len(seen) + 1)
+        time.sleep(0.002 * (number % 3 == 0))
+        return [number]
+
+    def look(result: list[int]) -> None:
+        seen.append(result.pop())
+        assert seen == list(range(len(seen)))
+
+    assert list(_ahead(run, iter(range(40)), at_once, look)) == [[]] * 40
+    assert seen == list(range(40))
+    assert most[0] <= at_once
+
+
+def test_nothing_is_seen_behind_an_error() -> None:
+    """What comes after a run that fails is not seen, though it was run; the error comes where its result would."""
+    seen: list[float] = []
+    results = _ahead(lambda feed: 1 / (feed - 3), iter(range(9)), 2, seen.append)
+    with pytest.raises(ZeroDivisionError):
+        list(results)
+    assert seen == [1 / -3, 1 / -2, -1]
+
+
+def test_what_fails_while_seen_is_said() -> None:
+    """An error of what looks at results comes to whoever takes them."""
+    with pytest.raises(IndexError):
+        list(_ahead(lambda feed: [feed], iter(range(9)), 2, lambda result: result[1]))
 
 
 def test_leaving_early_runs_no_more() -> None:
