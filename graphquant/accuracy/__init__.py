@@ -3,5 +3,21 @@
 from graphquant.accuracy.blame import Blame, blame
 from graphquant.accuracy.costs import Group, groups, in_bytes, in_multiply_adds
 from graphquant.accuracy.search import Found, Measured, search
+from graphquant.accuracy.ways import FLOAT, OWN, WIDE, Way, ways
 
-__all__ = ["Blame", "Found", "Group", "Measured", "blame", "groups", "in_bytes", "in_multiply_adds", "search"]
+__all__ = [
+    "FLOAT",
+    "OWN",
+    "WIDE",
+    "Blame",
+    "Found",
+    "Group",
+    "Measured",
+    "Way",
+    "blame",
+    "groups",
+    "in_bytes",
+    "in_multiply_adds",
+    "search",
+    "ways",
+]

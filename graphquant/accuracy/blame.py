@@ -13,7 +13,7 @@ from graphquant import formats
 from graphquant.accuracy.switches import Choice, switchable, switched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from graphquant.comparison import Sites
     from graphquant.data import Batches
@@ -43,13 +43,20 @@ class Blame:
     Attributes:
         errors: For graph and name of each quantization op the squared error that it adds alone to the outputs, as a
             share of their squares; of the output where that is largest.
-        passes: How many runs there were for each, references included.
+        runs: How many runs there were for all, references included.
         samples: On how many samples.
+        interrupted: Whether it was stopped before all were tried.
     """
 
     errors: Mapping[Place, float]
-    passes: float
+    runs: int
     samples: int
+    interrupted: bool = False
+
+    @property
+    def passes(self) -> float:
+        """How many runs that is for each quantization."""
+        return self.runs / max(len(self.errors), 1)
 
     def sqnr(self, graph: str, op: str) -> float | None:
         """The signal to noise in decibels that the outputs have with this quantization alone; None if not known."""
@@ -66,13 +73,14 @@ def blame(
     *,
     inputs: Mapping[str, str],
     batchable: bool,
+    only: Collection[Place] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Blame:
     """Tries each quantization alone: the model with all others taken out, beside the model with all taken out.
 
     Quantizations are switched by inputs of one session for some of them; each that no input can rule, as in a
     function, gets a session of its own. All are tried on the same samples, spread over the data, so that those that
-    make more of any error make more of all.
+    make more of any error make more of all. Ctrl-C ends that with what is known so far.
 
     Args:
         quant: The quantized model.
@@ -80,6 +88,7 @@ def blame(
         batches: The data, with the inputs of the float model.
         inputs: For each input of `quant` that of the float model.
         batchable: Whether samples may be joined.
+        only: The quantizations to try, all by default.
         progress: Told how many quantizations are done, and of how many.
 
     Raises:
@@ -87,32 +96,43 @@ def blame(
     """
     places, choices = _choices(quant, sites)
     feeds = list(_feeds(batches, inputs, batchable=batchable))
+    wanted = [index for index, place in enumerate(places) if only is None or place in only]
     found: dict[Place, float] = {}
-    runs = 0
+    runs, interrupted = 0, False
+    try:
+        for index, error, ran in _tried(quant, choices, wanted, feeds):
+            found[places[index]] = error
+            runs += ran
+            if progress is not None:
+                progress(len(found), len(wanted))
+    except KeyboardInterrupt:
+        interrupted = True
+    samples = sum(_rows(feed) if batchable else 1 for feed in feeds)
+    return Blame(errors=found, runs=runs, samples=samples, interrupted=interrupted)
 
-    def done(index: int, error: float) -> None:
-        found[places[index]] = error
-        if progress is not None:
-            progress(len(found), len(places))
 
-    open_ = switchable(quant, choices)
+def _tried(
+    quant: Model, choices: Sequence[Choice], wanted: Collection[int], feeds: Sequence[Feeds]
+) -> Iterator[tuple[int, float, int]]:
+    """For each of the choices `wanted` its position, its error, and how many runs there were since the one before."""
+    among = set(wanted)
+    open_ = [index for index in switchable(quant, choices) if index in among]
     for start in range(0, len(open_), GROUP):
         group = open_[start : start + GROUP]
         made = switched(quant, choices, by_input=group)
         trial = _Trial(made.model, feeds, made.feed())
         for index in group:
-            done(index, trial.error(trial, made.feed({index})))
-        runs += trial.runs
+            error = trial.error(trial, made.feed({index}))
+            yield index, error, trial.new_runs()
     reference: _Trial | None = None
-    for index in sorted(set(range(len(choices))) - set(open_)):
+    for index in sorted(among - set(open_)):
+        before = 0
         if reference is None:
             reference = _Trial(switched(quant, choices, by_input=()).model, feeds, {})
-            runs += reference.runs
+            before = reference.new_runs()
         alone = _Trial(switched(quant, choices, by_input=(), on={index}).model, feeds, None)
-        done(index, alone.error(reference, {}))
-        runs += alone.runs
-    samples = sum(_rows(feed) if batchable else 1 for feed in feeds)
-    return Blame(errors=found, passes=runs / max(len(places), 1), samples=samples)
+        error = alone.error(reference, {})
+        yield index, error, before + alone.new_runs()
 
 
 def _choices(quant: Model, sites: Sites) -> tuple[list[Place], list[Choice]]:
@@ -156,13 +176,18 @@ class _Trial:
         """`off` are the inputs with which it is the reference; None if it is none."""
         self._runner = formats.module(model.format).runner(model)
         self._feeds = feeds
-        self.runs = 0
+        self._runs = 0
         self.plain = [] if off is None else [self.run(feed, off) for feed in feeds]
 
     def run(self, feed: Feeds, switches: Feeds) -> dict[str, Array]:
         """The outputs."""
-        self.runs += 1
+        self._runs += 1
         return self._runner.run({**feed, **switches})
+
+    def new_runs(self) -> int:
+        """How many runs there were since this was last asked."""
+        runs, self._runs = self._runs, 0
+        return runs
 
     def error(self, reference: _Trial, switches: Feeds) -> float:
         """The largest error of an output over all samples, as a share of it."""

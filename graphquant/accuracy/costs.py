@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from graphquant.accuracy.ways import FLOAT, HIGH, OWN, Way
 from graphquant.ir import Parameters, TensorRef, Use
 from graphquant.multiply_adds import COUNTED, multiply_adds
 
@@ -37,22 +38,22 @@ class Group:
     Attributes:
         sites: Their positions in the plan.
         ops: The ops that multiply on them, or make them: while one of these is quantized, so are they.
-        error: What they add to the outputs together, as a share of these.
+        ways: How they may be quantized; the first is what the rules want, and high ones come last.
     """
 
     sites: tuple[int, ...]
     ops: frozenset[Place]
-    error: float
+    ways: tuple[Way, ...]
 
 
-def groups(model: Model, plan: Plan, taken: Collection[int], errors: Mapping[int, float]) -> list[Group]:
+def groups(model: Model, plan: Plan, taken: Collection[int], errors: Mapping[int, Mapping[str, float]]) -> list[Group]:
     """The sites `taken` of a plan in groups, in their order.
 
     Args:
         model: The prepared model.
         plan: The plan.
         taken: Positions of the sites that are quantized.
-        errors: What each adds alone, by position; those not known add nothing.
+        errors: What each adds alone, by position, in each way that it has; those not known add nothing.
     """
     owner = {use: index for index in taken for use in plan.sites[index].uses}
     needed = _needed(model, plan, taken, owner)
@@ -60,7 +61,7 @@ def groups(model: Model, plan: Plan, taken: Collection[int], errors: Mapping[int
         Group(
             sites=tuple(sites),
             ops=frozenset(op for index in sites for op in needed[index]),
-            error=sum(errors.get(index, 0.0) for index in sites),
+            ways=_ways([errors.get(index, {}) for index in sites]),
         )
         for sites in bound(plan, taken)
     ]
@@ -87,6 +88,17 @@ def bound(plan: Plan, taken: Collection[int]) -> list[list[int]]:
     for index in sorted(root):
         members.setdefault(find(index), []).append(index)
     return list(members.values())
+
+
+def _ways(errors: Sequence[Mapping[str, float]]) -> tuple[Way, ...]:
+    """The ways of sites that share a scale; where only some have one, the others stay as they are."""
+    names = dict.fromkeys(name for one in errors for name in one if name != OWN)
+    found = [Way(name=OWN, error=sum(one.get(OWN, 0.0) for one in errors))]
+    for name in names:
+        error = sum(one.get(name, one.get(OWN, 0.0)) for one in errors)
+        found.append(Way(name=name, error=error, high=name in HIGH))
+    found.append(Way(name=FLOAT, error=0.0, high=True))
+    return tuple(sorted(found, key=lambda way: way.high))
 
 
 def _needed(model: Model, plan: Plan, taken: Collection[int], owner: Mapping[Use, int]) -> dict[int, set[Place]]:

@@ -1,4 +1,4 @@
-"""The search for the cheapest plan that meets a bound; docs/decisions/0060 has the reasons."""
+"""The search for the cheapest plan that meets a bound; docs/decisions/0060 and 0065 have the reasons."""
 
 from __future__ import annotations
 
@@ -6,26 +6,33 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphquant.accuracy.choose import choose, cost
+from graphquant.accuracy.choose import cheaper, choose, cost, high, total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from graphquant.accuracy.choose import Chosen
     from graphquant.accuracy.costs import Group
 
     Place = tuple[str, str]
 
-MEASUREMENTS = 10
+MEASUREMENTS = 24
 """Plans that are made and measured at most."""
 
-REFINED = 3
-"""Of these, how many look for a cheaper plan once one meets the bound."""
+CLIMBED, REFINED = 8, 3
+"""Of these, how many may go by until one meets the bound, and how many look for a smaller sum of errors then."""
 
 STEP = 3.0
 """Decibels more that are wanted where a plan misses by an unknown amount."""
 
-MARGIN = 0.3
-"""Decibels more than a bound that are wanted on the samples of the search, which are not those of the check."""
+CLOSE = 0.3
+"""Decibels between two aims that are not worth a plan."""
+
+PATIENCE = 6
+"""Cheaper plans that may miss one after the other."""
+
+WORTH = 0.98
+"""A cheaper plan is tried if it costs less by that factor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,14 +53,14 @@ class Found:
     """What the search found.
 
     Attributes:
-        left: Positions of the sites that are to be left float.
+        chosen: For each group the position of its way.
         measured: How good that is.
         cost: What it costs, as a share of all ops in float.
         plans: How many plans were measured.
         interrupted: Whether it was stopped before its end.
     """
 
-    left: tuple[int, ...]
+    chosen: Chosen
     measured: Measured
     cost: float
     plans: int
@@ -63,17 +70,17 @@ class Found:
 def search(
     groups: Sequence[Group],
     costs: Mapping[Place, float],
-    measure: Callable[[tuple[int, ...]], Measured],
+    measure: Callable[[Chosen], Measured],
     *,
     wanted: float | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Found:
-    """Looks for the cheapest sites to leave float so that a bound is met.
+    """Looks for the cheapest ways of all groups that meet a bound.
 
     Args:
-        groups: The sites, with the error that each adds.
-        costs: What each op costs in float.
-        measure: Makes and measures the plan that leaves these sites float.
+        groups: The sites, with their ways and the error that each adds in these.
+        costs: What each op costs in high precision.
+        measure: Makes and measures the plan of these ways.
         wanted: The bound on SQNR, dB; None where it is on something else.
         progress: Told how many plans were measured, and of how many at most.
     """
@@ -81,19 +88,19 @@ def search(
 
 
 class _Search:
-    """One search: what was tried, and the best of it."""
+    """Plans that were measured, and the best of them."""
 
     def __init__(
         self,
         groups: Sequence[Group],
         costs: Mapping[Place, float],
-        measure: Callable[[tuple[int, ...]], Measured],
+        measure: Callable[[Chosen], Measured],
         progress: Callable[[int, int], None] | None,
     ) -> None:
         self._groups, self._costs, self._measure, self._progress = groups, costs, measure, progress
-        self._tried: dict[tuple[int, ...], Measured] = {}
+        self._tried: dict[Chosen, Measured] = {}
         self._whole = sum(costs.values()) or 1.0
-        self._best = self._tried_now(())
+        self._best = self._tried_now((0,) * len(groups))
 
     def run(self, wanted: float | None) -> Found:
         """Tries plans until one is the cheapest that can be told, or there are none left."""
@@ -101,11 +108,12 @@ class _Search:
         try:
             if not self._best[1].met:
                 self._refine(*self._climb(wanted))
+                self._cheapen()
         except KeyboardInterrupt:
             interrupted = True
         chosen, measured, price = self._best
         return Found(
-            left=self._sites(chosen),
+            chosen=chosen,
             measured=measured,
             cost=price / self._whole,
             plans=len(self._tried),
@@ -114,42 +122,57 @@ class _Search:
 
     def _climb(self, wanted: float | None) -> tuple[float, float]:
         """Wants more and more until the bound is met; returns the last aim that missed and the one that met."""
-        now, aim = self._best[1], _estimate(self._groups)
-        for _ in range(MEASUREMENTS - REFINED - 1):
+        now, aim = self._best[1], _decibels(total(self._groups, self._best[0]))
+        for _ in range(CLIMBED):
             missed = aim
             short = wanted - now.sqnr if wanted is not None and math.isfinite(now.sqnr) else STEP
-            aim += max(short + MARGIN, 0.5)
+            aim += max(short + CLOSE, CLOSE)
             now = self._try(self._chosen(aim))
             if now.met:
                 return missed, aim
-        self._try(tuple(range(len(self._groups))))
+        self._try(tuple(len(group.ways) - 1 for group in self._groups))
         return aim, aim
 
     def _refine(self, missed: float, met: float) -> None:
-        """Halves what lies between two aims, as long as plans may be measured."""
-        while len(self._tried) < MEASUREMENTS and met - missed > MARGIN:
+        """Halves what lies between two aims."""
+        for _ in range(REFINED):
+            if met - missed <= CLOSE:
+                break
             middle = (missed + met) / 2
             if self._try(self._chosen(middle)).met:
                 met = middle
             else:
                 missed = middle
 
-    def _chosen(self, aim: float) -> tuple[int, ...]:
-        return tuple(choose(self._groups, self._costs, 10 ** (-aim / 10)))
+    def _cheapen(self) -> None:
+        """Tries cheaper plans than the best, those of least error first, as long as plans may be measured."""
+        waiting: list[Chosen] = []
+        of: Chosen | None = None
+        missed = 0
+        while self._best[1].met and len(self._tried) < MEASUREMENTS and missed < PATIENCE:
+            if self._best[0] != of:
+                of, missed = self._best[0], 0
+                ops = high(self._groups, of)
+                waiting = cheaper(self._groups, self._costs, ops, WORTH)[::-1]
+            while waiting and waiting[-1] in self._tried:
+                waiting.pop()
+            if not waiting:
+                break
+            missed += not self._try(waiting.pop()).met
 
-    def _sites(self, chosen: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(sorted(site for index in chosen for site in self._groups[index].sites))
+    def _chosen(self, aim: float) -> Chosen:
+        return choose(self._groups, self._costs, 10 ** (-aim / 10))
 
-    def _try(self, chosen: tuple[int, ...]) -> Measured:
+    def _try(self, chosen: Chosen) -> Measured:
         """Measures a plan, unless that was done, and keeps it if it is the best."""
         tried = self._tried_now(chosen)
         if _rank(*tried[1:]) < _rank(*self._best[1:]):
             self._best = tried
         return tried[1]
 
-    def _tried_now(self, chosen: tuple[int, ...]) -> tuple[tuple[int, ...], Measured, float]:
+    def _tried_now(self, chosen: Chosen) -> tuple[Chosen, Measured, float]:
         if chosen not in self._tried:
-            self._tried[chosen] = self._measure(self._sites(chosen))
+            self._tried[chosen] = self._measure(chosen)
             if self._progress is not None:
                 self._progress(len(self._tried), MEASUREMENTS)
         return chosen, self._tried[chosen], cost(self._groups, chosen, self._costs)
@@ -160,9 +183,8 @@ def _rank(found: Measured, price: float) -> tuple[bool, float]:
     return (not found.met, price if found.met else -found.sqnr)
 
 
-def _estimate(groups: Sequence[Group]) -> float:
-    """The signal to noise of a plan that leaves nothing, as errors add up."""
-    error = sum(group.error for group in groups)
+def _decibels(error: float) -> float:
+    """The signal to noise that a sum of errors leaves."""
     return -10 * math.log10(error) if error else math.inf
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphquant.comparison.confidence import Spread, most
 from graphquant.comparison.difference import Difference
 from graphquant.comparison.types import OutputFigures
 from graphquant.errors import UsageError, did_you_mean
@@ -27,11 +28,13 @@ class OutputTally:
         """`batched`: the first axis counts samples, so that a vector is no row of scores."""
         self.name, self.other = name, other
         self._axes = {CLASSES} if batched else {CLASSES - 1, CLASSES}
-        self._difference = Difference()
+        self._batched = batched
+        self._difference, self._spread = Difference(), Spread()
         self._floats = False
         self._rows = self._agreed = 0
         self._labelled: int | None = None
         self._right = [0, 0]
+        self._changed = [0, 0]
 
     def add(self, expected: Array | None, found: Array | None, labels: Array | None) -> None:
         """Adds what one run gave; None where it gave nothing."""
@@ -51,6 +54,8 @@ class OutputTally:
             self._agreed += int((expected == found).sum())
             return
         self._floats = True
+        if expected.size:
+            self._spread.add(*_squares(expected, found, batched=self._batched))
         if expected.ndim not in self._axes or expected.shape[-1] <= 1:
             return
         tops = [np.asarray(values.argmax(-1)).reshape(-1) for values in (expected, found)]
@@ -58,8 +63,10 @@ class OutputTally:
         self._agreed += int((tops[0] == tops[1]).sum())
         if labels is not None and labels.size == tops[0].size:
             self._labelled = (self._labelled or 0) + labels.size
-            for side, top in enumerate(tops):
-                self._right[side] += int((top == labels.reshape(-1)).sum())
+            right = [top == labels.reshape(-1) for top in tops]
+            for side, other in ((0, 1), (1, 0)):
+                self._right[side] += int(right[side].sum())
+                self._changed[side] += int((right[side] & ~right[other]).sum())
 
     def figures(self) -> OutputFigures:
         """What was found over all samples."""
@@ -75,7 +82,18 @@ class OutputTally:
             rows=self._rows,
             accuracy=(self._right[0] / labelled, self._right[1] / labelled) if labelled and fine else None,
             problem=difference.problem or (f"{difference.bad} values are NaN or infinite" if difference.bad else ""),
+            least_sqnr=self._spread.least if fine and not difference.bad else None,
+            least_agreement=1 - most(self._rows - self._agreed, 0, self._rows) if self._rows and fine else None,
+            most_lost=most(self._changed[0], self._changed[1], labelled) if labelled and fine else None,
         )
+
+
+def _squares(expected: Array, found: Array, *, batched: bool) -> tuple[Array, Array]:
+    """Sums of squares of an output and of its errors, float64 (N,), of each sample, which the first axis counts."""
+    rows = len(expected) if batched and expected.ndim else 1
+    one = expected.reshape(rows, -1).astype(np.float64)
+    off = found.reshape(rows, -1) - one
+    return np.einsum("ij,ij->i", one, one), np.einsum("ij,ij->i", off, off)
 
 
 def match_inputs(one: Sequence[InputSpec], other: Sequence[InputSpec]) -> dict[str, str]:

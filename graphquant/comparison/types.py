@@ -24,6 +24,9 @@ class OutputFigures:
         accuracy: Share of rows whose largest value is where the label says, of the float model and of the quantized
             one; None without labels.
         problem: Why the two could not be compared, "" if they could.
+        least_sqnr: What SQNR is at least with 95% confidence, as far as these samples stand for all; None if not known.
+        least_agreement: Likewise.
+        most_lost: The share of rows that are right at most less in the quantized model, likewise; None without labels.
     """
 
     name: str
@@ -35,6 +38,9 @@ class OutputFigures:
     rows: int
     accuracy: tuple[float, float] | None
     problem: str
+    least_sqnr: float | None = None
+    least_agreement: float | None = None
+    most_lost: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

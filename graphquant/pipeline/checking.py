@@ -14,8 +14,10 @@ from graphquant.pipeline.common import stage
 from graphquant.pipeline.comparing import watching, with_labels
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from graphquant.calibration import Stats
-    from graphquant.comparison import Comparison, SiteFigures, Sites
+    from graphquant.comparison import Comparison, OutputFigures, SiteFigures, Sites
     from graphquant.data import Batches
     from graphquant.formats import Runner
     from graphquant.ir import Model, TensorRef
@@ -102,6 +104,42 @@ class Check:
         found, bounds = self.comparison, self.bounds or Bounds(sqnr=SQNR)
         broken = [f"output {one.name!r} cannot be compared: {one.problem}" for one in found.outputs if one.problem]
         return tuple(broken) or (*_sqnr(found, bounds), *_agreement(found, bounds), *_drop(found, bounds))
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """What these samples meet of the bounds and are too few to show with 95% confidence, a sentence's part each."""
+        return tuple(doubt for doubt, _ in self._doubts())
+
+    @property
+    def assured(self) -> bool:
+        """Whether the bounds are met, and shown, but for what so few samples could not show of any model."""
+        return not self.missed and not any(helped for _, helped in self._doubts())
+
+    def _doubts(self) -> list[tuple[str, bool]]:
+        """The doubts, each with whether a better model would have none."""
+        if self.comparison is None:
+            return []
+        return [doubt for one in self.comparison.outputs for doubt in _doubts(one, self.bounds)]
+
+
+def _doubts(one: OutputFigures, bounds: Bounds) -> Iterator[tuple[str, bool]]:
+    """What of an output's figures may be chance."""
+    if bounds.sqnr is not None and one.least_sqnr is not None and one.least_sqnr < bounds.sqnr:
+        yield f"output {one.name!r} has {one.least_sqnr:.2f} dB at least", True
+    if bounds.agreement is not None and one.least_agreement is not None and one.least_agreement < bounds.agreement:
+        said = f"{100 * one.least_agreement:.2f}% of output {one.name!r} agree at least"
+        yield f"{said}{_rows(one.rows, 1 - bounds.agreement)}", one.agreement != 1
+    if bounds.drop is not None and one.accuracy is not None and 100 * (one.most_lost or 0) > bounds.drop:
+        said = f"accuracy of output {one.name!r} falls by {100 * (one.most_lost or 0):.2f} points at most"
+        yield f"{said}{_rows(one.rows, bounds.drop / 100)}", one.accuracy[1] < one.accuracy[0]
+
+
+def _rows(count: int, share: float) -> str:
+    """How many rows it takes, where there are too few."""
+    from graphquant.comparison.confidence import rows_for
+
+    wanted = rows_for(share)
+    return f"; it takes {wanted:,} rows to show more, and there are {count:,}" if count < wanted else ""
 
 
 def _sqnr(found: Comparison, bounds: Bounds) -> list[str]:

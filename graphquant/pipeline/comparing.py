@@ -108,7 +108,7 @@ def _blamed(
     from graphquant.accuracy import blame
     from graphquant.comparison.outputs import match_inputs
 
-    return blame(
+    blamed = blame(
         quant,
         sites,
         batches,
@@ -116,6 +116,9 @@ def _blamed(
         batchable=plain.batchable and quantized.batchable,
         progress=stage(progress, "blaming"),
     )
+    if blamed.interrupted:
+        raise KeyboardInterrupt
+    return blamed
 
 
 def with_labels(batches: Batches, data: str, inputs: Sequence[InputSpec], samples: int | None) -> tuple[Batches, str]:

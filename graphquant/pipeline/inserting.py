@@ -19,7 +19,6 @@ from graphquant.pipeline.correcting import corrected
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.pipeline.result import Result
-from graphquant.pipeline.searching import searched
 from graphquant.plans import Plan, Skip, to_json
 from graphquant.prepare import steps_told
 from graphquant.ranges import Ranges, give, read_map
@@ -134,6 +133,8 @@ def insert(
     build = partial(_built, prepared, found=found, used=used, float_weights=float_weights)
     outcome = None
     if tuning is not None:
+        from graphquant.pipeline.searching import searched
+
         outcome = searched(
             source,
             prepared,

@@ -6,28 +6,27 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from graphquant import formats
-from graphquant.calibration import load_of
+from graphquant.accuracy import FLOAT, OWN, Found, Measured, groups, in_bytes, in_multiply_adds, search
 from graphquant.pipeline.checking import sizes
 from graphquant.pipeline.common import stage
+from graphquant.pipeline.trying import Trials
 from graphquant.plans import Skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from graphquant.accuracy import Blame, Found
-    from graphquant.formats import Runner
+    from graphquant.accuracy import Group
     from graphquant.ir import Model, TensorRef
     from graphquant.pipeline.checking import Bounds, Check, Kept
     from graphquant.pipeline.common import Progress
+    from graphquant.pipeline.trying import Errors, Make
     from graphquant.plans import Plan
-    from graphquant.rewrite import Inserted
 
-    Make = Callable[[Plan], tuple[Model, Sequence[Inserted]]]
     Measure = Callable[[Model], Check]
+    Place = tuple[str, str]
 
 RULE = "search"
-"""The rule that sites are left by."""
+"""The rule that sites are left by, or changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +34,12 @@ class Searched:
     """A plan that was searched for.
 
     Attributes:
-        plan: The plan, in which sites that are left float are skips with their reason.
+        plan: The plan, in which sites that are left float are skips with their reason, and others say theirs.
         found: What the search did.
         tried: The check of the plan on the samples of the search.
-        runs: How many runs each site took for its blame.
+        runs: How many runs each site took in all, for its blame and for measuring plans.
         left: What is left float, with the signal to noise in decibels that it alone leaves at the outputs.
+        changed: What is quantized otherwise than rules want, with the way.
     """
 
     plan: Plan
@@ -47,6 +47,7 @@ class Searched:
     tried: Check
     runs: float
     left: Mapping[TensorRef, float | None]
+    changed: Mapping[TensorRef, str]
 
 
 def searched(
@@ -59,9 +60,10 @@ def searched(
     bounds: Bounds,
     *,
     optimize: str,
+    costs: Mapping[Place, float] | None = None,
     progress: Progress | None,
 ) -> Searched:
-    """Looks for the cheapest sites of `plan` to leave float so that `bounds` are met.
+    """Looks for the cheapest ways of the sites of `plan` so that `bounds` are met.
 
     Args:
         source: The float model.
@@ -72,102 +74,111 @@ def searched(
         kept: These samples.
         bounds: What is to be met.
         optimize: What to spend least of: "macs" or "size".
+        costs: What each op that multiplies costs in float, if it is something else.
         progress: Is told how far the work is.
 
     Raises:
         DataError: A sample is not what it should be.
         ModelError: A model cannot be run.
     """
-    from graphquant.accuracy import Measured, groups, in_bytes, in_multiply_adds, search
-
     quant, inserted = make(plan)
     first = measure(quant)
-    checks: dict[tuple[int, ...], Check] = {(): first}
-    if not first.missed or first.comparison is None or not inserted:
-        found = search([], {}, lambda _left: Measured(met=True, sqnr=0.0), wanted=None)
-        return Searched(plan=plan, found=found, tried=first, runs=0.0, left={})
-    runner = formats.module(source.format).runner(source)
-    blamed = _blame(source, quant, runner, kept, progress)
-    alone = _by_site(quant, plan, inserted, blamed)
-    costs = in_bytes(prepared) if optimize == "size" else in_multiply_adds(prepared, sizes(prepared, kept.samples()))
+    unchanged = Searched(plan=plan, found=_nothing(first), tried=first, runs=0.0, left={}, changed={})
+    if first.assured or first.comparison is None or not inserted:
+        return unchanged
+    trials = Trials(source, kept, progress)
+    errors, others = trials.all(prepared, plan, quant, inserted, make)
+    if trials.interrupted:
+        return replace(unchanged, found=replace(unchanged.found, interrupted=True), runs=trials.passes(errors))
+    among = groups(prepared, plan, sorted(errors), errors)
+    drawn = _Drawn(plan=plan, others=others, groups=among, errors=errors, bounds=bounds)
+    checks = {(0,) * len(among): first}
 
-    def tried(left: tuple[int, ...]) -> Measured:
-        if left not in checks:
-            made, _ = make(_without(plan, left, alone, bounds))
-            checks[left] = measure(made)
-        check = checks[left]
-        sqnr = None if check.comparison is None else check.comparison.sqnr
-        return Measured(met=not check.missed, sqnr=-1.0 if sqnr is None else sqnr)
+    def tried(chosen: tuple[int, ...]) -> Measured:
+        if chosen not in checks:
+            checks[chosen] = measure(make(drawn.made(chosen))[0])
+        check = checks[chosen]
+        return Measured(met=check.assured, sqnr=_least(check))
 
-    found = search(
-        groups(prepared, plan, sorted(alone), alone),
-        costs,
-        tried,
-        wanted=bounds.sqnr,
-        progress=stage(progress, "searching"),
-    )
+    if costs is None:
+        by_size = optimize == "size"
+        costs = in_bytes(prepared) if by_size else in_multiply_adds(prepared, sizes(prepared, kept.samples()))
+    found = search(among, costs, tried, wanted=bounds.sqnr, progress=stage(progress, "searching"))
+    ways = drawn.ways(found.chosen)
+    measuring = 2 * len(checks) * kept.samples().count / len(errors)
     return Searched(
-        plan=_without(plan, found.left, alone, bounds),
+        plan=drawn.made(found.chosen),
         found=found,
-        tried=checks[found.left],
-        runs=blamed.passes,
-        left={plan.sites[index].tensor: _decibels(alone[index]) for index in found.left},
+        tried=checks[found.chosen],
+        runs=trials.passes(errors) + measuring,
+        left={plan.sites[i].tensor: _decibels(errors[i][OWN]) for i, way in ways.items() if way == FLOAT},
+        changed={plan.sites[i].tensor: way for i, way in ways.items() if way != FLOAT},
     )
 
 
-def _blame(source: Model, quant: Model, runner: Runner, kept: Kept, progress: Progress | None) -> Blame:
-    """What each quantization adds alone, on samples of the search."""
-    from graphquant.accuracy import blame
-    from graphquant.comparison import sites_of
-
-    return blame(
-        quant,
-        sites_of(source, quant),
-        kept.samples(),
-        inputs={one.name: one.name for one in runner.inputs},
-        batchable=runner.batchable and load_of(source, batchable=True).elements is not None,
-        progress=stage(progress, "blaming"),
-    )
+def _nothing(first: Check) -> Found:
+    """What is found without a search."""
+    return search([], {}, lambda _: Measured(met=first.assured, sqnr=0.0), wanted=None)
 
 
-def _by_site(quant: Model, plan: Plan, inserted: Sequence[Inserted], blamed: Blame) -> dict[int, float]:
-    """What each site adds, by its position; nothing where that is not known."""
-    places = {(site.tensor, site.uses): index for index, site in enumerate(plan.sites)}
-    found = {}
-    for done in inserted:
-        index = places.get((done.site.tensor, done.site.uses))
-        if index is None:
-            continue  # a copy that the solver made
-        found[index] = 0.0
-        for output in done.outputs:
-            graph, here = quant.graphs[output.graph], output
-            if graph.op(here.op).kind == "reshape":  # behind a weight that is quantized in another view
-                here = graph.slots(here.op)[0] or here
-            error = blamed.errors.get((here.graph, here.op), 0.0)
-            found[index] += error if math.isfinite(error) else 1.0
-    return found
+def _least(check: Check) -> float:
+    """The SQNR that the worst output has for sure, dB; -1 where there is none."""
+    outputs = () if check.comparison is None else check.comparison.outputs
+    known = [one.sqnr if one.least_sqnr is None else one.least_sqnr for one in outputs]
+    return min((one for one in known if one is not None), default=-1.0)
 
 
-def _without(plan: Plan, left: Sequence[int], alone: Mapping[int, float], bounds: Bounds) -> Plan:
-    """The plan with the sites `left` as skips."""
-    gone = set(left)
-    skips = tuple(
-        Skip(
-            tensor=plan.sites[index].tensor,
-            uses=plan.sites[index].uses,
-            rule=RULE,
-            reason=_reason(alone[index], bounds),
-        )
-        for index in left
-    )
-    sites = tuple(site for index, site in enumerate(plan.sites) if index not in gone)
-    return replace(plan, sites=sites, skips=(*plan.skips, *skips))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Drawn:
+    """Plans in the ways that were chosen.
 
+    Attributes:
+        plan: What the rules make.
+        others: The plan of each other way.
+        groups: The sites that are chosen for together.
+        errors: What each site adds in each of its ways.
+        bounds: What is to be met.
+    """
 
-def _reason(error: float, bounds: Bounds) -> str:
-    found = _decibels(error)
-    said = "" if found is None else f"; alone it leaves {found:.1f} dB at the outputs"
-    return f"the search left it float for {bounds}{said}"
+    plan: Plan
+    others: Mapping[str, Plan]
+    groups: Sequence[Group]
+    errors: Errors
+    bounds: Bounds
+
+    def ways(self, chosen: Sequence[int]) -> dict[int, str]:
+        """The sites, by position, that are to be other than rules want, with their ways."""
+        named = ((group, group.ways[way].name) for group, way in zip(self.groups, chosen, strict=True))
+        return {
+            index: name
+            for group, name in named
+            for index in group.sites
+            if name == FLOAT or (name != OWN and name in self.errors[index])
+        }
+
+    def made(self, chosen: Sequence[int]) -> Plan:
+        """The plan."""
+        ways = self.ways(chosen)
+        sites, skips = [], list(self.plan.skips)
+        for index, site in enumerate(self.plan.sites):
+            way = ways.get(index, OWN)
+            if way == FLOAT:
+                skips.append(Skip(tensor=site.tensor, uses=site.uses, rule=RULE, reason=self._reason(index, way)))
+            elif way != OWN:
+                other = self.others[way].sites[index]
+                sites.append(replace(other, rule=RULE, why=self._reason(index, way)))
+            else:
+                sites.append(site)
+        return replace(self.plan, sites=tuple(sites), skips=tuple(skips))
+
+    def _reason(self, index: int, way: str) -> str:
+        errors = self.errors[index]
+        own, found = _decibels(errors[OWN]), _decibels(errors.get(way, 0.0))
+        alone = "" if own is None else f"; alone it leaves {own:.1f} dB at the outputs"
+        if way == FLOAT:
+            return f"the search left it float for {self.bounds}{alone}"
+        better = "" if found is None or not alone else f", and {found:.1f} dB so"
+        return f"the search gave it {way} for {self.bounds}{alone} as the rules say{better}"
 
 
 def _decibels(error: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from graphquant.view.compare_text import comparison_json
@@ -49,11 +50,14 @@ def search_view(found: Searched | None) -> list[RenderableType]:
     """What the search did, in a line or two."""
     if found is None or not found.found.plans:
         return []
-    if not found.left and not found.tried.missed:
-        return [plain("Searched: what the rules make meets the bounds.")]
-    said = f"Searched {counted(found.found.plans, 'plan')}, {found.runs:.1f} runs for each tensor's blame"
+    doubts = [plain(f"not sure: {doubt} with 95% confidence", "yellow") for doubt in found.tried.doubts]
+    if not found.left and not found.changed and found.tried.assured:
+        return [plain("Searched: what the rules make meets the bounds."), *doubts]
+    said = f"Searched {counted(found.found.plans, 'plan')}, {found.runs:.1f} runs for each site"
     said += f": {counted(len(found.left), 'site')} left float, and with them {_percent(found.found.cost)} of the cost"
-    lines: list[RenderableType] = [plain(f"{said}.")]
+    ways = Counter(found.changed.values())
+    said += "".join(f"; {counted(count, 'site')} with {way}" for way, count in sorted(ways.items()))
+    lines: list[RenderableType] = [plain(f"{said}."), *doubts]
     if found.found.interrupted:
         lines.append(plain("The search was interrupted; this is the best plan that it had.", "yellow"))
     lines += [plain(f"in the way: {missed} on the samples of the search", "yellow") for missed in found.tried.missed]
@@ -71,7 +75,9 @@ def search_json(found: Searched | None) -> dict[str, Any] | None:
         "runs": found.runs,
         "met": not found.tried.missed,
         "missed": list(found.tried.missed),
+        "doubts": list(found.tried.doubts),
         "left": [{"tensor": str(tensor), "alone": alone} for tensor, alone in found.left.items()],
+        "changed": [{"tensor": str(tensor), "way": way} for tensor, way in found.changed.items()],
     }
 
 

@@ -1,0 +1,129 @@
+"""What each tensor of a plan adds to the outputs in each of the ways that it may be quantized."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant import formats
+from graphquant.accuracy import OWN, WIDE, blame, ways
+from graphquant.calibration import load_of
+from graphquant.comparison import sites_of
+from graphquant.ir import Model, TensorRef
+from graphquant.numerics import Dynamic
+from graphquant.pipeline.common import stage
+from graphquant.plans import Plan
+from graphquant.rewrite import Inserted
+
+if TYPE_CHECKING:
+    from graphquant.numerics import QParams
+    from graphquant.pipeline.checking import Kept
+    from graphquant.pipeline.common import Progress
+
+Make = Callable[[Plan], tuple[Model, Sequence[Inserted]]]
+Errors = dict[int, dict[str, float]]
+"""By position of a site and by way what it adds alone to the outputs, as a share of these."""
+
+BETTER = 0.95
+"""A way that is not another's must leave less of the error than that."""
+
+
+class Trials:
+    """Blame of plans in which all sites have one way each."""
+
+    def __init__(self, source: Model, kept: Kept, progress: Progress | None) -> None:
+        """`kept` are the samples of the search."""
+        self._source, self._kept, self._progress = source, kept, progress
+        self._runner = formats.module(source.format).runner(source)
+        self._runs = 0.0
+        self.interrupted = False
+
+    def passes(self, errors: Errors) -> float:
+        """How many runs there were for each site."""
+        return self._runs / max(len(errors), 1)
+
+    def all(
+        self, prepared: Model, plan: Plan, quant: Model, inserted: Sequence[Inserted], make: Make
+    ) -> tuple[Errors, dict[str, Plan]]:
+        """What each site adds in each of its ways, and the plan of each way; until Ctrl-C, which `interrupted` tells.
+
+        Args:
+            prepared: The prepared model.
+            plan: What the rules make.
+            quant: The model of that plan.
+            inserted: What it has of it.
+            make: Makes the model of a plan, with what was inserted.
+
+        Raises:
+            ModelError: A model cannot be run.
+        """
+        own = _by_site(plan, inserted)
+        found = self._errors(quant, own, own)
+        errors: Errors = {index: {OWN: found.get(index, 0.0)} for index in own}
+        others = ways(prepared, plan)
+        tried = [own]
+        for name, other in others.items():
+            if self.interrupted:
+                break
+            changed = [index for index in own if other.sites[index] != plan.sites[index]]
+            if name == f"{WIDE} bits":
+                found = {i: errors[i][OWN] * 4.0 ** (plan.sites[i].scheme.type.bits - WIDE) for i in changed}
+            else:
+                model, done = make(other)
+                here = _by_site(other, done)
+                new = [i for i in changed if i in here and not any(_alike(here[i], one.get(i)) for one in tried)]
+                found = self._errors(model, here, new) if new else {}
+                tried.append(here)
+            for index, error in found.items():
+                if error < BETTER * errors[index][OWN]:
+                    errors[index][name] = error
+        return errors, others
+
+    def _errors(self, quant: Model, sites: Mapping[int, Inserted], wanted: Collection[int]) -> dict[int, float]:
+        """What each of the sites `wanted` adds, by position; 0 where that is not known."""
+        places = {index: [_place(quant, output) for output in sites[index].outputs] for index in wanted}
+        blamed = blame(
+            quant,
+            sites_of(self._source, quant),
+            self._kept.samples(),
+            inputs={one.name: one.name for one in self._runner.inputs},
+            batchable=self._runner.batchable and load_of(self._source, batchable=True).elements is not None,
+            only={place for some in places.values() for place in some},
+            progress=stage(self._progress, "blaming"),
+        )
+        self._runs += blamed.runs
+        self.interrupted |= blamed.interrupted
+        known = {place: error if math.isfinite(error) else 1.0 for place, error in blamed.errors.items()}
+        return {index: sum(known.get(place, 0.0) for place in some) for index, some in places.items()}
+
+
+def _by_site(plan: Plan, inserted: Sequence[Inserted]) -> dict[int, Inserted]:
+    """What was inserted for each site of the plan, by position; not the copies that the solver made."""
+    places = {(site.tensor, site.uses): index for index, site in enumerate(plan.sites)}
+    found = ((places.get((done.site.tensor, done.site.uses)), done) for done in inserted)
+    return dict(sorted((index, done) for index, done in found if index is not None))
+
+
+def _place(quant: Model, output: TensorRef) -> tuple[str, str]:
+    """The op that quantizes, whose result `output` is, perhaps in another view."""
+    graph = quant.graphs[output.graph]
+    if graph.op(output.op).kind == "reshape":
+        output = graph.slots(output.op)[0] or output
+    return output.graph, output.op
+
+
+def _alike(one: Inserted, other: Inserted | None) -> bool:
+    """Whether two were given the same scales."""
+    return other is not None and _numbers(one.params) == _numbers(other.params)
+
+
+def _numbers(params: QParams | Dynamic) -> object:
+    if isinstance(params, Dynamic):
+        return params
+    return params.type, params.axis, np.asarray(params.scale).tobytes(), np.asarray(params.zero_point).tobytes()
+
+
+__all__ = ["Errors", "Make", "Trials"]
