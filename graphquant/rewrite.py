@@ -18,7 +18,7 @@ from graphquant.prepare import drop_unread
 from graphquant.qdq import FAMILIES, Lowering
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from collections.abc import Set as AbstractSet
 
     from graphquant.ir import Shape
@@ -55,9 +55,28 @@ class Inserted:
         return self.outputs[0]
 
 
+class Folds:
+    """Integers of weights, made when they are first asked for and kept for other models that have them too."""
+
+    def __init__(self) -> None:
+        """Nothing is kept yet."""
+        self._made: dict[tuple[Callable[[], Array], QParams | Dynamic], Array] = {}
+
+    def of(self, value: Callable[[], Array], params: QParams | Dynamic, make: Callable[[], Array]) -> Array:
+        """What `make` makes of a constant: the same as before for the same `value` and `params`."""
+        if (value, params) not in self._made:
+            self._made[value, params] = make()
+        return self._made[value, params]
+
+
 @bulk()
 def rewrite(
-    model: Model, plan: Plan, params: Mapping[int, QParams | Dynamic], *, float_weights: bool = False
+    model: Model,
+    plan: Plan,
+    params: Mapping[int, QParams | Dynamic],
+    *,
+    float_weights: bool = False,
+    folds: Folds | None = None,
 ) -> tuple[Model, list[Inserted]]:
     """A copy of `model` in which every site of `plan` that has params is quantized and dequantized.
 
@@ -66,6 +85,7 @@ def rewrite(
         plan: The sites.
         params: Scale and zero point by the site's position.
         float_weights: Keep weights as they are, with a whole QDQ pair, instead of storing integers.
+        folds: Where integers of weights are kept, None if they are to be made each time that they are read.
 
     Raises:
         UsageError: The plan does not fit the model.
@@ -83,7 +103,7 @@ def rewrite(
             continue
         graph = changed.graphs[site.graph]
         name = names.take(graph, site)
-        lowering = _lowering(model, parameters, site, params[index], name, float_weights=float_weights)
+        lowering = _lowering(model, parameters, site, params[index], name, float_weights=float_weights, folds=folds)
         learned = variables.take(site, name) if site.scheme.range == "learned" else ""
         lowering = replace(lowering, in_frame=site.graph in framed, learned=learned)
         with _anchored(changed, site):
@@ -163,14 +183,25 @@ def _again(home: Graph, dequantized: TensorRef, graph: Graph) -> TensorRef:
 
 
 def _lowering(
-    model: Model, parameters: Parameters, site: Site, params: QParams | Dynamic, name: str, *, float_weights: bool
+    model: Model,
+    parameters: Parameters,
+    site: Site,
+    params: QParams | Dynamic,
+    name: str,
+    *,
+    float_weights: bool,
+    folds: Folds | None,
 ) -> Lowering:
     """What the site's family is to make. The weight's value is read here, once, and only if it is needed."""
     shape = model.output(site.tensor).shape
-    folds = site.parameter and not float_weights and FAMILIES[site.scheme.family or ""].folds
+    folding = site.parameter and not float_weights and FAMILIES[site.scheme.family or ""].folds
     unknown = site.axis is not None and (shape is None or None in shape)
-    value = parameters.value(site.tensor) if site.parameter and (folds or float_weights or unknown) else None
-    if value is not None:
+    held = _held(model, parameters, site.tensor) if folding else None
+    wanted = site.parameter and (folding or float_weights or unknown) and held is None
+    value = parameters.value(site.tensor) if wanted else None
+    if held is not None:
+        shape = held[1]
+    elif value is not None:
         shape = value.shape
     seen = site.view or shape
     if (
@@ -184,7 +215,7 @@ def _lowering(
             f"{site.tensor} of shape {seen} has not {params.scale.size} {cells} on axis {params.axis}, as the plan"
             " says. Mend its site, or make the plan anew."
         )
-    folded = partial(_value, parameters, site.tensor) if folds and value is not None else None
+    folded = partial(_value, parameters, site.tensor) if folding and (held or value is not None) else None
     if folded is None and FAMILIES[site.scheme.family or ""].folds and params.type.bits > MAX_RUN_TIME_BITS:
         raise UsageError(
             f"{site.tensor} would be quantized to {params.type.name} at run time, which no op does. Take its site out"
@@ -197,6 +228,7 @@ def _lowering(
         params=params,
         rule=site.rule,
         value=folded,
+        keep=None if folds is None or held is None else partial(folds.of, held[0], params),
         parameter=site.parameter,
         clip=clip,
         shape=shape,
@@ -205,6 +237,14 @@ def _lowering(
         args=site.scheme.args,
         opset=model.opset,
     )
+
+
+def _held(model: Model, parameters: Parameters, tensor: TensorRef) -> tuple[Callable[[], Array], Shape] | None:
+    """What gives the value of the constant that a weight is, unchanged, and its shape; None if that takes reading."""
+    op = model.op(parameters.origin(tensor))
+    shape = op.outputs[0].shape
+    sure = op.kind == "constant" and (op.source is None or op.type == "Initializer")  # else a file may say otherwise
+    return (op.value, shape) if sure and op.value is not None and shape is not None and None not in shape else None
 
 
 def _value(parameters: Parameters, tensor: TensorRef) -> Array:

@@ -17,7 +17,7 @@ from graphquant.formats.tensorflow import load as tf_load
 from graphquant.ir import Parameters, TensorRef, Use
 from graphquant.numerics import IntType, Range, choose, dequantize, from_scale, quantize
 from graphquant.plans import Plan, Site
-from graphquant.rewrite import rewrite
+from graphquant.rewrite import Folds, rewrite
 from graphquant.ruleset import Scheme
 
 INT8, UINT8 = IntType(8, signed=True), IntType(8, signed=False)
@@ -331,15 +331,28 @@ def test_channels_that_do_not_fit(tmp_path):
         rewrite(model, plan(site("w", ("y", 1), scheme=CHANNEL, axis=0, parameter=True)), {0: wrong})
 
 
-def test_values_are_read_once_and_not_kept(tmp_path, monkeypatch):
-    """Each folded weight is evaluated once; an activation never is."""
+def folded(model):
+    """The integers of weights, as they are read."""
+    return [op.value() for op in model.main.ops() if op.kind == "constant" and op.name.endswith("int8")]
+
+
+def test_a_weight_is_read_when_its_integers_are(tmp_path, monkeypatch):
+    """Rewriting reads no weight and no activation; integers are made whenever they are read, or once and kept."""
     calls = []
     real = Parameters.value
     monkeypatch.setattr(Parameters, "value", lambda self, tensor: calls.append(tensor.op) or real(self, tensor))
     model = load(tmp_path, CONV.replace("OTHER", "u"), w=WEIGHT, u=WEIGHT)
     sites = [site(name, (op, 1), scheme=CHANNEL, axis=0, parameter=True) for name, op in (("w", "y"), ("u", "z"))]
-    rewrite(model, plan(*sites, site("x", ("y", 0))), {0: per_channel(WEIGHT), 1: per_channel(WEIGHT), 2: scale(1.0)})
-    assert calls == ["w", "u"]
+    params = {0: per_channel(WEIGHT), 1: per_channel(2 * WEIGHT), 2: scale(1.0)}
+    made, _ = rewrite(model, plan(*sites, site("x", ("y", 0))), params)
+    assert calls == []
+    first, second = folded(made), folded(made)
+    assert calls == ["w", "u", "w", "u"]
+    folds = Folds()
+    kept = [folded(rewrite(model, plan(*sites), params, folds=folds)[0]) for _ in range(2)]
+    assert calls == ["w", "u", "w", "u", "w", "u"]
+    assert [value.tolist() for value in kept[1]] == [value.tolist() for value in first]
+    assert second[0].tolist() != second[1].tolist()
 
 
 FRAME = """

@@ -61,7 +61,7 @@ def correct_biases(draft: Draft, samples: Samples) -> Draft:
         else:
             corrected.append(place)
     for stage in _stages(draft.model, corrected):
-        seen = _whole(held, stage, samples)
+        seen = _whole(replace(draft, model=held.model, solution=held.solution), stage, samples)
         for place in stage:
             _move(held, place, floats, seen)
     told = [
@@ -122,7 +122,7 @@ def _alone(draft: Draft, found: Sequence[Place], samples: Samples) -> tuple[Rows
             graph.connect(place.weight._replace(op=name), rounded[place.weight])
         means.append((place, first, second))
     plan, params = _for_twins(draft.solution, twins, rounded)
-    instrumented, _ = rewrite(model, plan, params)
+    instrumented, _ = rewrite(model, plan, params, folds=draft.folds)
     rows = measure(instrumented, [mean for _, *pair in means for mean in pair], samples)
     floats = {place.output: rows[one.tensor] for place, one, _ in means if one.tensor in rows}
     others = {place.output: rows[other.tensor] for place, _, other in means if other.tensor in rows}
@@ -165,16 +165,15 @@ def _stages(model: Model, corrected: Sequence[Place]) -> Iterator[list[Place]]:
             yield chosen
 
 
-def _whole(held: Biases, stage: Sequence[Place], samples: Samples) -> Rows:
+def _whole(draft: Draft, stage: Sequence[Place], samples: Samples) -> Rows:
     """Means of what ops make in the whole quantized model, as far as it is corrected."""
-    model = held.model.copy()
+    model = draft.model.copy()
     shown = [
         show_mean(model, model.graphs[place.graph], place.output, place.axes)
         for place in stage
         if place.axes is not None
     ]
-    quantized, _ = rewrite(model, held.solution.plan, held.solution.params)
-    return measure(quantized, shown, samples)
+    return measure(replace(draft, model=model).quantized(), shown, samples)
 
 
 __all__ = ["NAME", "correct_biases", "shrunk"]

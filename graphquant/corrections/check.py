@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graphquant.rewrite import rewrite
-
 if TYPE_CHECKING:
     from graphquant.corrections.types import Draft, Samples
     from graphquant.numerics import Array
@@ -51,8 +49,7 @@ def errors(draft: Draft, floats: Outputs, samples: Samples) -> Array:
     Raises:
         ModelError: The model cannot be run.
     """
-    quantized, _ = rewrite(draft.model, draft.solution.plan, draft.solution.params)
-    runner = samples.runner(quantized)
+    runner = samples.runner(draft.quantized())
     names = [
         name for name, value in floats[0].items() if value.dtype.kind == "f" and all(name in one for one in floats)
     ]

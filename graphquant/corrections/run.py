@@ -9,6 +9,7 @@ from graphquant.corrections import bias, rounding
 from graphquant.corrections.check import FEWEST, errors, expected, worse
 from graphquant.corrections.types import Corrected, Correction, Draft
 from graphquant.ir import check
+from graphquant.rewrite import Folds
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +51,7 @@ def correct(model: Model, solution: Solution, wanted: Sequence[str], samples: Sa
     Raises:
         ModelError: The model cannot be run.
     """
-    draft = Draft(before=model, model=model, solution=solution)
+    draft = Draft(before=model, model=model, solution=solution, folds=Folds())
     asked = [name for name in CORRECTIONS if name in wanted]
     if len(samples.others) < FEWEST:
         few = f"there are {len(samples.others)} samples to check it with, and {FEWEST} are the least"

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from graphquant.rewrite import rewrite
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from graphquant.formats import Feeds, Runner
     from graphquant.ir import Model, Use
     from graphquant.numerics import Array
+    from graphquant.rewrite import Folds
     from graphquant.solve import Solution
 
 
@@ -55,6 +58,7 @@ class Draft:
         model: The same, perhaps with other weights.
         solution: Scales and zero points of its plan.
         weights: Weights that are others now, float32, by where they are read.
+        folds: Keeps the integers of weights while the model is quantized time and again; None where it is not.
         told: What was done.
     """
 
@@ -62,7 +66,16 @@ class Draft:
     model: Model
     solution: Solution
     weights: Mapping[Use, Array] = field(default_factory=dict)
+    folds: Folds | None = None
     told: tuple[Corrected, ...] = ()
+
+    def quantized(self) -> Model:
+        """The model with all of its quantization.
+
+        Raises:
+            UsageError: The plan does not fit the model.
+        """
+        return rewrite(self.model, self.solution.plan, self.solution.params, folds=self.folds)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

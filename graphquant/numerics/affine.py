@@ -245,6 +245,12 @@ def quantize(x: Array, params: QParams) -> Array:
     NaN becomes the smallest value, as onnxruntime makes it on x86. With a float8 type the values are of that, held as
     float32, and NaN stays.
     """
+    steps = _steps(x, params)
+    return steps if isinstance(params.type, FloatType) else steps.astype(np.int32)
+
+
+def _steps(x: Array, params: QParams) -> Array:
+    """The same as floats."""
     seen = _seen(x.shape, params)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         steps = np.asarray(np.asarray(x, np.float32).reshape(seen) / _fit(params.scale, params, x.shape))
@@ -255,16 +261,17 @@ def quantize(x: Array, params: QParams) -> Array:
     steps = steps.astype(np.float32 if params.type.bits <= EXACT_BITS else np.float64, copy=False)
     steps += _fit(params.zero_point, params, x.shape).astype(steps.dtype)
     qmin, qmax = params.type.limits(narrow=params.narrow)
-    np.clip(steps, qmin, qmax, out=steps)
-    np.nan_to_num(steps, copy=False, nan=qmin)
-    return steps.astype(np.int32).reshape(x.shape)
+    np.fmax(steps, qmin, out=steps)  # which takes the number where one is NaN
+    np.minimum(steps, qmax, out=steps)
+    return steps.reshape(x.shape)
 
 
 def stored(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
     """`quantize(x, params)` as values of `dtype`, made some rows at a time: a weight may fill much of the memory."""
     result = np.empty(x.shape, dtype)
+    plain = dtype.kind in "iu"  # of numpy's own, which floats become without a step between
     for place, part in slabs(x.shape, params):
-        result[place] = quantize(x[place], part).astype(dtype)
+        result[place] = _steps(x[place], part) if plain else quantize(x[place], part).astype(dtype)
     return result
 
 

@@ -54,6 +54,8 @@ class Lowering:
         rule: Name of the rule, stamped on each op.
         value: Gives the weight's value if it is to be folded into an integer constant, else None. It is read when
             that constant is, so that weights are never all in memory.
+        keep: Gives the integers that were made of that value before, else those that what it is given makes; None where
+            they are made whenever they are read.
         parameter: Whether the tensor is a weight, which is a constant even where it stays float.
         clip: Whether values may lie outside of what the type represents, so that its container must not take them.
         shape: The tensor's static shape where it is known, as it must be per channel.
@@ -71,6 +73,7 @@ class Lowering:
     params: QParams | Dynamic
     rule: str
     value: Callable[[], Array] | None = None
+    keep: Callable[[Callable[[], Array]], Array] | None = None
     parameter: bool = False
     clip: bool = True
     shape: tuple[int | None, ...] | None = None

@@ -73,6 +73,7 @@ def lower(graph: Graph, site: Lowering) -> TensorRef:
     if site.value is not None:
         label = graph.fresh(f"{site.name}/{integer.name}")
         folded = partial(_folded, site.value, params, integer)
+        folded = folded if site.keep is None else partial(site.keep, folded)
         made = Output(label, integer.name, site.shape)
         op = Op(name=label, kind="constant", type="Constant", roles=(), outputs=(made,), value=folded, rule=site.rule)
         source = graph.add(op)

@@ -14,7 +14,7 @@ from google.protobuf.message import EncodeError
 from onnx import printer, serialization
 
 from graphquant.errors import ModelError, UsageError
-from graphquant.formats.onnx.apart import fill, put_apart, size_of, tensors
+from graphquant.formats.onnx.apart import fill, left_bytes, new_bytes, put_apart, tensors
 from graphquant.formats.onnx.notes import annotate
 from graphquant.formats.onnx.read import MAX_MESSAGE, parse
 from graphquant.formats.onnx.tensors import external_path, is_external, tensor_value
@@ -69,13 +69,12 @@ def _outside(model: Model, emission: Emission) -> bool:
 
     They are where the message could not hold them, and where many are new and the source has its own outside.
     """
-    new = sum(map(size_of, emission.later))
     try:
-        if new + emission.message.ByteSize() > MAX_MESSAGE:
+        if left_bytes(emission.message, emission.later) + emission.message.ByteSize() > MAX_MESSAGE:
             return True
     except (EncodeError, ValueError):
         return True
-    return new > MANY and any(True for _ in external_tensors(model.source.message))
+    return new_bytes(emission.later) > MANY and any(True for _ in external_tensors(model.source.message))
 
 
 def _save_apart(model: Model, emission: Emission, path: Path) -> None:
@@ -134,12 +133,12 @@ def binary(message: Any) -> bytes:
         ModelError: It is over 2 GB.
     """
     try:
-        if message.ByteSize() <= MAX_MESSAGE:
-            data: bytes = message.SerializeToString(deterministic=True)
-            return data
+        data: bytes = message.SerializeToString(deterministic=True)
     except (EncodeError, ValueError) as error:
         raise ModelError(_TOO_LARGE) from error
-    raise ModelError(_TOO_LARGE)
+    if len(data) > MAX_MESSAGE:
+        raise ModelError(_TOO_LARGE)
+    return data
 
 
 _TOO_LARGE = (

@@ -16,21 +16,23 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx import inputs
+from graphquant.formats.onnx.apart import handed
 from graphquant.formats.onnx.batching import batchable
 from graphquant.formats.onnx.files import binary, external_tensors
 from graphquant.formats.onnx.observe import Probe, fetches, watch
 from graphquant.formats.onnx.tensors import NAMES, bytes_of, first_line
 from graphquant.formats.onnx.write import emit
-from graphquant.ir import Use
+from graphquant.ir import TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
     from concurrent.futures import Future
     from pathlib import Path
 
     from graphquant.formats import Feeds, InputSpec
     from graphquant.formats.onnx.observe import Showing
-    from graphquant.ir import Model, TensorRef
+    from graphquant.formats.onnx.write import Emission
+    from graphquant.ir import Model
 
 Array = np.ndarray[Any, Any]
 Fed = TypeVar("Fed")
@@ -68,7 +70,8 @@ class OnnxRunner:
     def __init__(self, model: Model) -> None:
         """A ModelError if the model cannot be emitted."""
         self._model = model
-        self._emission = emit(model)
+        self._emission = emit(model, bare=True)
+        self._apart = handed(self._emission.message, self._emission.later, _read(model, self._emission))
         self._session: Any = None
         self._all: _Watch | None = None
         self._by_flag: _Watch | None = None
@@ -83,8 +86,7 @@ class OnnxRunner:
             ModelError: onnxruntime cannot take the model.
         """
         if self._session is None:
-            data, external = contents(self._emission.message)
-            self._session = session(data, self._model.source.folder, external)
+            self._session = self._opened(self._emission.message)
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
         """The model's outputs by name, for one feed.
@@ -183,9 +185,17 @@ class OnnxRunner:
         probes, flags = {tensor: watched.probes[tensor] for tensor in tensors}, watched.flags
         if not fetches(probes.values()):
             return _Watch(None, probes, flags)
-        data, external = contents(watched.message)
-        del watched  # weights need not be there three times while onnxruntime reads them
-        return _Watch(session(data, self._model.source.folder, external, watched=True), probes, flags)
+        return _Watch(self._opened(watched.message, watched=True), probes, flags)
+
+    def _opened(self, message: Any, *, watched: bool = False) -> Any:
+        """A session for a form of the model; all of them share what they have of its weights."""
+        data, external = contents(message, self._apart)
+        return session(data, self._model.source.folder, external, self._weights, watched=watched)
+
+    @cached_property
+    def _weights(self) -> dict[str, Array]:
+        """Values of the weights that are not in the message, by name."""
+        return {name: value() for name, value in self._apart.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +282,7 @@ def session(
     data: bytes,
     folder: Path | None,
     external: int = 0,
+    weights: Mapping[str, Array] | None = None,
     *,
     watched: bool = False,
     timed: bool = False,
@@ -284,6 +295,7 @@ def session(
         folder: Where its external data is.
         external: Bytes of that. From `MAPPED` on, weights stay where the file is mapped, instead of being put into the
             order that kernels like best: that is a copy of all of them, in memory that nobody can take back.
+        weights: Values of initializers that are said to be external and are not; the session reads their memory.
         watched: Whether most of its values are outputs, which no plan of how values share memory can hold: making one
             then costs time and memory for nothing. A run takes one thread, for there are several runs at once.
         timed: Whether time is what matters: weights are put into order whatever memory that takes, and a run takes one
@@ -306,18 +318,30 @@ def session(
         options.add_session_config_entry("session.disable_prepacking", "1")
     if folder is not None and external:
         options.add_session_config_entry(_EXTERNAL_FOLDER, str(folder.resolve()))
+    if weights:
+        options.add_external_initializers(
+            list(weights), [*map(onnxruntime.OrtValue.ortvalue_from_numpy, weights.values())]
+        )
     try:
-        return onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        opened = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except ERRORS as error:
         raise ModelError(
             f"onnxruntime cannot take the model: {first_line(error)}. Mend the model, or update onnxruntime."
         ) from error
+    opened.weights = weights  # which must live as long
+    return opened
 
 
-def contents(message: Any) -> tuple[bytes, int]:
-    """A ModelProto as bytes, and how many bytes of external data it has."""
-    external = sum(bytes_of(NAMES[tensor.data_type], math.prod(tensor.dims)) for tensor in external_tensors(message))
-    return binary(message), external
+def contents(message: Any, apart: Container[str] = ()) -> tuple[bytes, int]:
+    """A ModelProto as bytes, and how many bytes of external data it has beside the weights `apart`."""
+    found = (tensor for tensor in external_tensors(message) if tensor.name not in apart)
+    return binary(message), sum(bytes_of(NAMES[tensor.data_type], math.prod(tensor.dims)) for tensor in found)
+
+
+def _read(model: Model, emission: Emission) -> set[str]:
+    """Names of the values that the main graph is given and that something reads."""
+    given = (op.name for op in model.main.ops() if op.value is not None and model.main.readers(op.name))
+    return {emission.name(model, TensorRef("", name)) for name in given}
 
 
 def run_session(started: Any, names: Sequence[str] | None, feeds: Feeds, flags: Feeds | None = None) -> list[Any]:

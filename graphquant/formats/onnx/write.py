@@ -10,7 +10,7 @@ from onnx import GraphProto, ModelProto, NodeProto, helper
 
 from graphquant import __version__
 from graphquant.errors import ModelError
-from graphquant.formats.onnx.apart import BULKY, later, size_of
+from graphquant.formats.onnx.apart import BULKY, copied, later, size_of
 from graphquant.formats.onnx.nodes import constant_node, new_node, patch_node, stamp, tensor_of
 from graphquant.formats.onnx.notes import IR_METADATA
 from graphquant.formats.onnx.rename import Ends, ends_of
@@ -20,6 +20,7 @@ from graphquant.ir import Graph, Model, Op, TensorRef, bulk
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from graphquant.formats.onnx.apart import Left
     from graphquant.formats.onnx.source import GraphSource, Source
 
 VERSION_KEY = "graphquant.version"
@@ -46,7 +47,7 @@ class Emission:
 
     message: Any
     renamed: dict[TensorRef, str]
-    later: tuple[Op, ...] = ()
+    later: tuple[Left, ...] = ()
 
     def name(self, model: Model, tensor: TensorRef) -> str:
         """The value name of `tensor` of `model` in the message."""
@@ -56,20 +57,23 @@ class Emission:
 
 @bulk()
 def emit(model: Model, *, bare: bool = False) -> Emission:
-    """The changed copy of the source message; with `bare` the values of bulky new constants are left for later.
+    """The changed copy of the source message; with `bare` the values of bulky constants are left for later.
 
     Raises:
         ModelError: A change cannot be said in ONNX.
     """
     message = ModelProto()
-    message.CopyFrom(model.source.message)
-    return _Emitter(model, message, bare=bare).run()
+    if bare:
+        left = copied(model.source.message, message)
+    else:
+        message.CopyFrom(model.source.message)
+    return _Emitter(model, message, left if bare else None).run()
 
 
 class _Emitter:
-    """Patches `message`, a copy of the source of `model`."""
+    """Patches `message`, a copy of the source of `model`; to `left` it adds what it leaves for later."""
 
-    def __init__(self, model: Model, message: Any, *, bare: bool) -> None:
+    def __init__(self, model: Model, message: Any, left: list[Left] | None) -> None:
         self._model = model
         self._source: Source = model.source
         self._message = message
@@ -77,8 +81,7 @@ class _Emitter:
         self._renamed: dict[TensorRef, str] = {}
         self._patches: dict[str, dict[str, set[int]]] = {}
         self._grown = False
-        self._bare = bare
-        self._later: list[Op] = []
+        self._left = left
 
     def run(self) -> Emission:
         graphs = self._model.graphs
@@ -97,7 +100,7 @@ class _Emitter:
         if self._grown:
             keep(self._message.metadata_props, lambda entry: entry.key != VERSION_KEY)
             self._message.metadata_props.add(key=VERSION_KEY, value=__version__)
-        return Emission(message=self._message, renamed=self._renamed, later=tuple(self._later))
+        return Emission(message=self._message, renamed=self._renamed, later=tuple(self._left or ()))
 
     def _name(self, tensor: TensorRef | None) -> str:
         if tensor is None:
@@ -235,10 +238,10 @@ class _Emitter:
             self._message.ir_version = max(self._message.ir_version, least)
 
     def _tensor(self, op: Op, name: str) -> Any:
-        if not self._bare or size_of(op) < BULKY:
+        if self._left is None or size_of(op) < BULKY:
             return tensor_of(op, name)
-        self._later.append(op)
-        return later(op, name, len(self._later) - 1)
+        self._left.append(op)
+        return later(op, name, len(self._left) - 1)
 
     def _infos(self, graph: Graph, source: GraphSource, target: Any, fresh: list[Op]) -> None:
         """value_info: without what is gone or renamed, with what is known of new and renamed tensors."""

@@ -13,7 +13,7 @@ from onnx import helper, numpy_helper
 import graphquant as gq
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
-from graphquant.formats.onnx import files, run
+from graphquant.formats.onnx import apart, files, run
 from graphquant.survey import survey
 
 FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
@@ -216,3 +216,21 @@ def test_memory_is_that_of_one_weight(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(result.inserted) == count
     assert tmp_path.joinpath("q.onnx.data").stat().st_size >= count * size**2
     assert peak < count * size**2  # less than all the integers alone
+
+
+@pytest.mark.parametrize("unknown", [b"", b"\xf2\x3f\x02hi"])
+def test_left_and_filled_again(unknown: bytes, tmp_path: Path) -> None:
+    """A message whose weights were left for later and filled in again is the source's, to the byte, notes and all."""
+    path = model(tmp_path, external=False)
+    source = onnx.load(path)
+    source.graph.initializer[0].doc_string, source.doc_string = "of a weight", "of the model"
+    source.metadata_props.add(key="a", value="b")
+    numbers = helper.make_tensor("numbers", 1, [512], np.arange(512, dtype=np.float32))
+    source.graph.initializer.append(numbers)
+    source.MergeFromString(unknown)
+    bare = onnx.ModelProto()
+    left = apart.copied(source, bare)
+    assert [tensor.name for tensor in left] == ([] if unknown else ["w", "bias", "numbers"])
+    assert bare.ByteSize() < source.ByteSize() - (0 if unknown else 4 * (64 * 64 + 512 + 512)) + 300
+    apart.fill(bare, left)
+    assert bare.SerializeToString(deterministic=True) == source.SerializeToString(deterministic=True)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import onnx
+import onnxruntime
 import pytest
+from onnx import helper, numpy_helper
 
+import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats import InputSpec
 from graphquant.formats import onnx as format_
+from graphquant.formats.onnx import run
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Array = np.ndarray[Any, Any]
 
@@ -43,3 +51,41 @@ def test_failures_are_model_errors(model_of: Any) -> None:
         runner.run({"x": np.zeros(3, np.float32)})
     with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs none: "):
         runner.run({})
+
+
+def test_weights_beside_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bulky weights are no part of what onnxruntime parses, wherever they are read, and it computes the same."""
+    rng = np.random.default_rng(0)
+    made = {name: rng.standard_normal((32, 32)).astype(np.float32) for name in ("w", "default", "given", "unread", "a")}
+    tensors = {name: numpy_helper.from_array(value, name) for name, value in made.items()}
+    tensors["w"] = helper.make_tensor("w", 1, [32, 32], made["w"].ravel())  # as numbers, not as bytes
+    infos = {
+        name: helper.make_tensor_value_info(name, 1, [32, 32]) for name in ("x", "default", "given", "y", "b", "o")
+    }
+    branch = [helper.make_node("MatMul", ["p", "a"], ["b"]), helper.make_node("MatMul", ["p", "w"], ["o"])]
+    bodies = [
+        helper.make_graph([node], name, [], [infos[name]], [tensors["a"]] if name == "b" else [])
+        for node, name in zip(branch, "bo", strict=True)
+    ]
+    nodes = [
+        helper.make_node("MatMul", ["x", "default"], ["p"]),
+        helper.make_node("If", ["c"], ["y"], then_branch=bodies[0], else_branch=bodies[1]),
+    ]
+    inputs = [infos["x"], infos["default"], helper.make_tensor_value_info("c", 9, [])]
+    graph = helper.make_graph(nodes, "g", inputs, [infos["y"], infos["given"]], list(tensors.values())[:4])
+    path = tmp_path / "m.onnx"
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
+    apart: list[str] = []
+    session = run.session
+    monkeypatch.setattr(
+        run, "session", lambda data, *more, **options: apart.extend(more[2]) or session(data, *more, **options)
+    )
+    runner = format_.runner(gq.load(path))
+    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    for branch_taken in (True, False):
+        feed = {"x": made["a"], "c": np.array(branch_taken)}
+        for more in ({}, {"default": made["unread"]}):
+            found, expected = runner.run({**feed, **more}), plain.run(None, {**feed, **more})
+            np.testing.assert_array_equal(found["y"], expected[0])
+            np.testing.assert_array_equal(found["given"], made["given"])
+    assert apart == ["w", "default", "given"]
