@@ -198,7 +198,7 @@ def _built(prepared: Model, made: Plan, *, found: Stats | None, used: Batches | 
         if index in params and site.scheme.type.bits == 32:  # noqa: PLR2004  # no op quantizes to int32 at run time
             del params[index]
             skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason="weights are kept float")
-    rewritten, inserted = rewrite(draft.model, solved, params, float_weights=float_weights)
+    rewritten, inserted = rewrite(draft.model, solved, params, float_weights=float_weights, folds=draft.folds)
     return _Built(draft=draft, model=rewritten, inserted=inserted, params=params, skips=skips)
 
 
