@@ -13,7 +13,7 @@ import pytest
 
 from graphquant.batch.manifest import PARTS
 from graphquant.batch.manifest_types import ModelTable
-from graphquant.corrections import CORRECTIONS
+from graphquant.corrections import BALANCINGS, CORRECTIONS
 from graphquant.data.pixels import PRESETS
 from graphquant.data.spec import KINDS, PIXELS
 from graphquant.documents import keys as keys_of
@@ -172,7 +172,7 @@ def test_preparation_has_a_row_for_each_step():
 def test_corrections_have_a_row_each():
     """The page's table names every correction, in the order in which they are made."""
     page = ROOT.joinpath("docs", "corrections.md").read_text("utf-8")
-    assert re.findall(r"^\| `([a-z-]+)` \| .*\|$", page, re.MULTILINE) == list(CORRECTIONS)
+    assert re.findall(r"^\| `([a-z-]+)` \| .*\|$", page, re.MULTILINE) == [*BALANCINGS, *CORRECTIONS]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Corrections of weights and biases once scales are known, on a few of the samples that gave the scales."""
+"""Corrections before calibration and once scales are known, on a few of the samples that give the scales."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.calibration import load_of
-from graphquant.corrections import Corrected, Draft, Samples, correct
+from graphquant.corrections import BALANCINGS, CLIPPING, Balanced, Corrected, Draft, Samples, balance, correct
 from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.ruleset import CORRECTIONS, NOT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from graphquant.data import Batches
     from graphquant.formats import Feeds
@@ -31,8 +31,44 @@ LARGEST = 1 << 28
 ELEMENTS = 1 << 24
 """Elements that the activations of all samples may have where there are more than `SAMPLES`."""
 
+TOO_LARGE = "the weights are so many that a second copy of them takes too much memory"
+
 SPANS = 8
 """Places in the data that they are taken from."""
+
+
+def balanced(prepared: Model, made: Plan, used: Batches | None, *, stats: bool) -> Balanced:
+    """The prepared model and its plan after the corrections that change what calibration sees.
+
+    Args:
+        prepared: The prepared model, which stays as it is.
+        made: The plan.
+        used: The samples that will give the scales, None where there are none.
+        stats: Whether statistics are given, which are of the model as it is.
+
+    Raises:
+        DataError: A sample cannot be read.
+    """
+    wanted = [name for name in made.corrections if name in BALANCINGS]
+    plain = Balanced(model=prepared, plan=made)
+    if not wanted or not made.sites:
+        return plain
+    reason = "the statistics are of the model as it is" if stats else ""
+    if used is not None and used.random:
+        reason = "made-up data says nothing of ranges"
+    if _size(prepared, made) > LARGEST:
+        reason = TOO_LARGE
+    if reason:  # clipping looks at weights alone
+        plain = replace(plain, told=_told((name for name in wanted if name != CLIPPING), reason))
+        return plain if CLIPPING not in wanted else _after(plain, balance(prepared, made, [CLIPPING], None))
+    try:
+        return balance(prepared, made, wanted, None if used is None else _samples(prepared, used))
+    except ModelError as error:
+        return replace(plain, told=_told(wanted, str(error)))
+
+
+def _after(one: Balanced, other: Balanced) -> Balanced:
+    return replace(other, told=(*one.told, *other.told))
 
 
 def corrected(prepared: Model, solution: Solution, made: Plan, used: Batches | None) -> Draft:
@@ -48,31 +84,38 @@ def corrected(prepared: Model, solution: Solution, made: Plan, used: Batches | N
         DataError: A sample cannot be read.
     """
     draft = Draft(before=prepared, model=prepared, solution=solution)
-    if not made.corrections or not solution.params:
+    wanted = [name for name in made.corrections if name not in BALANCINGS]
+    if not wanted or not solution.params:
         return draft
     if used is None:
-        return _none(draft, made, "it needs data; statistics are not enough")
+        return _none(draft, wanted, "it needs data; statistics are not enough")
     if used.random:
-        return _none(draft, made, "made-up data says nothing of means")
+        return _none(draft, wanted, "made-up data says nothing of means")
     if _size(prepared, made) > LARGEST:
-        return _none(draft, made, "the weights are so many that a second copy of them takes too much memory")
+        return _none(draft, wanted, TOO_LARGE)
+    try:
+        return correct(prepared, solution, wanted, _samples(prepared, used))
+    except ModelError as error:  # what the check of the result tells too, if it is not the corrections' alone
+        return _none(draft, wanted, str(error))
+
+
+def _samples(prepared: Model, used: Batches) -> Samples:
+    """Every second one of some samples to correct by, the others to check with."""
     elements = load_of(prepared, batchable=False).elements
     count = SAMPLES if elements is None else min(max(ELEMENTS // max(elements, 1), SAMPLES), MOST_SAMPLES)
     feeds = list(_some(used, count))
-    samples = Samples(feeds=feeds[::2], others=feeds[1::2], runner=formats.module(prepared.format).runner)
-    try:
-        return correct(prepared, solution, made.corrections, samples)
-    except ModelError as error:  # what the check of the result tells too, if it is not the corrections' alone
-        return _none(draft, made, str(error))
+    return Samples(feeds=feeds[::2], others=feeds[1::2], runner=formats.module(prepared.format).runner)
 
 
-def _none(draft: Draft, made: Plan, reason: str) -> Draft:
+def _none(draft: Draft, wanted: Iterable[str], reason: str) -> Draft:
     """The draft as it is, and why."""
-    told = (
-        Corrected(correction=name, target="model", detail=f"left out: {reason}", done=False)
-        for name in made.corrections
+    return replace(draft, told=_told(wanted, reason))
+
+
+def _told(wanted: Iterable[str], reason: str) -> tuple[Corrected, ...]:
+    return tuple(
+        Corrected(correction=name, target="model", detail=f"left out: {reason}", done=False) for name in wanted
     )
-    return replace(draft, told=tuple(told))
 
 
 def _size(prepared: Model, made: Plan) -> int:
@@ -107,4 +150,4 @@ def _some(batches: Batches, count: int) -> Iterator[Feeds]:
         yield from batches.span(start, start + each)
 
 
-__all__ = ["chosen", "corrected"]
+__all__ = ["balanced", "chosen", "corrected"]

@@ -15,7 +15,7 @@ from graphquant.calibration import Stats, kept, needs_data, planned, select, wit
 from graphquant.errors import NeedsDataError, UsageError
 from graphquant.pipeline.calibrating import calibrate_line, observe, statistics
 from graphquant.pipeline.checking import Bounds, beside, measured, parted
-from graphquant.pipeline.correcting import corrected
+from graphquant.pipeline.correcting import balanced, corrected
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.pipeline.result import Result
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from graphquant.data import Batches
     from graphquant.ir import Model, TensorRef
     from graphquant.numerics import Dynamic, QParams
+    from graphquant.pipeline.checking import Kept
     from graphquant.pipeline.common import Progress, Several
     from graphquant.rewrite import Inserted
     from graphquant.solve import Solution
@@ -115,18 +116,17 @@ def insert(
     wanting, held, used, tuning = needs_data(made), None, None, None
     opened = cache(partial(_opened, prepared, data or "", samples))  # once, and only where it is wanted
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
+    if data is not None and found is None and wanting:
+        used, held, tuning = _shared(data, samples, opened(), bounds, check=check)
+    early = balanced(prepared, made, used, stats=found is not None)
+    prepared, made = early.model, early.plan
     if found is not None or wanting:
-        targets = planned(prepared, made, full=False, same=kept(source, prepared))
+        same = {tensor: cone for tensor, cone in kept(source, prepared).items() if tensor not in early.moved}
+        targets = planned(prepared, made, full=False, same=same)
         if found is not None:
             found = select(found, targets, source.digest, calibrate_line(source, made, plan))
             used = _used(opened(), found, data, samples, check=check) if data is not None and made.corrections else None
-        elif data is not None:
-            used = opened()
-            if check:
-                used, held = parted(data, samples, used)
-            if check and bounds:
-                used, tuning = parted(data, samples, used)
-                tuning = replace(tuning, start=0)  # few samples tell little: the search looks at all but the check's
+        elif used is not None:
             found = observe(prepared, targets, used, None, progress, model=source.digest, max_memory=max_memory)
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
@@ -150,7 +150,8 @@ def insert(
     built = build(made)
     draft, solution, params, skips = built.draft, built.draft.solution, built.params, built.skips
     rewritten, inserted, solved = built.model, built.inserted, solution.plan
-    rewritten.provenance = _provenance(source, made, found if wanting else None, draft.told)
+    made, told = early.before(made), (*early.told, *draft.told)
+    rewritten.provenance = _provenance(source, made, found if wanting else None, told)
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
     if data is not None and check and held is None and inserted:
@@ -168,7 +169,7 @@ def insert(
         stats=found if wanting else None,
         statistics=Path(stats) if wanting and isinstance(stats, str | Path) else None,
         ranges=taken,
-        corrected=draft.told,
+        corrected=told,
         searched=outcome,
         check=measured(source, rewritten, held, bounds, progress) if held is not None and inserted else None,
     )
@@ -207,6 +208,19 @@ def _opened(prepared: Model, data: str, samples: int | None) -> Batches:
     from graphquant.data import open_data
 
     return open_data(data, formats.module(prepared.format).inputs(prepared), samples=samples, meanwhile=True)
+
+
+def _shared(
+    data: str, samples: int | None, opened: Batches, bounds: Bounds, *, check: bool
+) -> tuple[Batches, Kept | None, Kept | None]:
+    """The samples to calibrate on, those for the check, and those that the search looks at."""
+    if not check:
+        return opened, None, None
+    used, held = parted(data, samples, opened)
+    if not bounds:
+        return used, held, None
+    used, tuning = parted(data, samples, used)
+    return used, held, replace(tuning, start=0)  # few samples tell little: the search looks at all but the check's
 
 
 def _used(opened: Batches, found: Stats, data: str, samples: int | None, *, check: bool) -> Batches | None:

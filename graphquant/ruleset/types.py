@@ -464,8 +464,12 @@ PREPARATIONS = (
 )
 """The steps before matching; `graphquant.prepare.STEPS` says what each is for."""
 
-CORRECTIONS = ("error-compensation", "adaptive-rounding", "bias-correction")
-"""The steps between scales and rewriting; `graphquant.corrections.CORRECTIONS` says what each is for."""
+CORRECTIONS = (
+    *("equalization", "migration", "weight-clipping"),
+    *("error-compensation", "adaptive-rounding", "bias-correction"),
+)
+"""The steps before calibration and between scales and rewriting; `BALANCINGS` and `CORRECTIONS` of
+`graphquant.corrections` say what each is for."""
 
 NOT = "not "
 """What stands before the name of a step that a rule file does not want, whatever the files after it say."""

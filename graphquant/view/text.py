@@ -50,7 +50,7 @@ def plan_view(plan: Plan) -> RenderableType:
     rows = [(site, (listed([str(use) for use in site.uses]), scheme_text(site))) for site in plan.sites]
     parts: list[RenderableType] = [*_steps(plan), *_by_rule(rows, "read by", "scheme"), *_skips(plan.skips)]
     if plan.corrections:
-        parts.append(plain(f"Corrected once scales are known, where data shows a gain: {', '.join(plan.corrections)}"))
+        parts.append(plain(f"Corrected, where data shows a gain: {', '.join(plan.corrections)}"))
     if plan.unused:
         parts.append(plain(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
     uses = sum(len(site.uses) for site in plan.sites)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphquant as gq
-from graphquant.corrections import CORRECTIONS, run
+from graphquant.corrections import BALANCINGS, CORRECTIONS, run
 from graphquant.corrections.bias import shrunk
 from graphquant.corrections.check import worse
 from graphquant.corrections.places import ends, levels
@@ -190,7 +190,7 @@ def test_levels_and_ends(tmp_path):
 
 def test_rule_files_know_every_correction():
     """The names that rule files may say are those of the table, in its order."""
-    assert tuple(CORRECTIONS) == NAMES
+    assert (*BALANCINGS, *CORRECTIONS) == NAMES
 
 
 @pytest.mark.slow
