@@ -17,6 +17,11 @@ GELU = {
         "c = Pow({0}, three) d = Mul(c, cubed) e = Add({0}, d) f = Mul(e, pi_root) th = Tanh(f) o = Add(th, one_f)"
         " g = Mul({0}, o) y = Mul(g, half)"
     ),
+    "erf-halved-last": "d = Div({0}, root) e = Erf(d) f = Add(e, one_f) g = Mul(half, f) y = Mul({0}, g)",
+    "tanh-halved-inside": (
+        "c = Pow({0}, three) d = Mul(c, cubed) e = Add({0}, d) f = Mul(e, pi_root) th = Tanh(f) o = Add(th, one_f)"
+        " g = Mul(half, o) y = Mul({0}, g)"
+    ),
 }
 """The forms in which exporters write GELU."""
 

@@ -109,6 +109,7 @@ LEAST = {
     "qnn16": 35.5,
     "vitis_ai": 22,
     "generic": 28,
+    "tflite": 28.5,
 }
 """The least SQNR of each rule file, in dB: about 0.5 below what it had."""
 
@@ -131,7 +132,7 @@ def test_encoder(rules, tmp_path):
         if not rules.startswith("qnn"):  # which has no float beside its integers
             assert not {(one, other) for one, other in read if one in inside and other in inside}
     assert {step.step for step in result.plan.steps} <= {"opset", "drop-identity"}
-    if rules in {"generic", "qnn16"}:
+    if rules in {"generic", "qnn16", "tflite"}:
         return
     report = gq.check(tmp_path / "quant.onnx", backend=rules)
     kinds = {op.name: op.kind for op in gq.load(tmp_path / "quant.onnx").main.ops()}
