@@ -108,12 +108,12 @@ def observed(
         elements, groups = sum(sizes.values()), grouped(sizes, space)
     else:
         groups = [tuple(tensors)]
-    copies = _copies(itertools.chain([first], feeds), 2 * len(groups))
+    fed = copies(itertools.chain([first], feeds), 2 * len(groups))
     del first
     with ExitStack() as stack:
         passes = []
         for number, group in enumerate(groups):
-            members, runs, ends = set(group), copies.pop(), (block for _, block in copies.pop())
+            members, runs, ends = set(group), fed.pop(), (block for _, block in fed.pop())
             blocks = ends if number == len(groups) - 1 else map(_no_end, ends)
             values = runner.observe(
                 group,
@@ -138,7 +138,7 @@ def _no_end(_block: int | None) -> None:
     return None
 
 
-def _copies(items: Iterator[Item], number: int) -> list[Iterator[Item]]:
+def copies(items: Iterator[Item], number: int) -> list[Iterator[Item]]:
     """Iterators that each give all items; unlike `itertools.tee`, they keep none that all have given."""
     waiting: list[deque[Item]] = [deque() for _ in range(number)]
 

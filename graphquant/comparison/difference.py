@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphquant.sketch import kernel
+
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
@@ -60,12 +62,9 @@ class Difference:
 
     def _quick(self, a: Array, b: Array) -> bool:
         """Adds power and error as float32 gives them, if it holds them."""
-        power = error = 0.0
-        for start in range(0, a.size, CHUNK):
-            here = a[start : start + CHUNK]
-            off = b[start : start + CHUNK] - here
-            power += float(here.dot(here))
-            error += float(off.dot(off))
+        if not (_plain(a) and _plain(b)):
+            return False
+        power, error = kernel.squares(a, b)
         fits = SMALLEST_SUM < power < math.inf and SMALLEST_SUM < error < math.inf
         if fits:
             self.power += power
@@ -111,6 +110,11 @@ class Difference:
         if not self.power or not self.found_power:
             return 1.0 if self.power == self.found_power else 0.0
         return min(max(self.dot / math.sqrt(self.power) / math.sqrt(self.found_power), -1.0), 1.0)
+
+
+def _plain(values: Array) -> bool:
+    """Whether a row of values is as it is wanted in C."""
+    return values.flags.c_contiguous and values.flags.aligned
 
 
 def _held(total: float, values: Array) -> bool:

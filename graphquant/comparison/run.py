@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphquant.calibration.passes import feeds_of
+from graphquant.calibration.memory import at_once, room
+from graphquant.calibration.passes import copies, feeds_of
 from graphquant.comparison.difference import Difference, quiet
 from graphquant.comparison.outputs import OutputTally, match_inputs, match_outputs
 from graphquant.comparison.types import Comparison
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Executor
 
     from graphquant.calibration.run import Load
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 
 THREADS = 2
-"""Runs at once: one of each model."""
+"""Runs at once without sites: one of each model; and threads that measure."""
+
+AHEAD = 2
+"""Runs of a watched model that there may be before they are measured, where memory allows."""
 
 LARGE = 1 << 16
 """Values from which they are worth a thread more. Those of fewer are kept until as many have come together."""
@@ -77,14 +80,17 @@ def compare(
     batched = plain.batchable and quant.batchable and load.elements is not None
     tallies = [OutputTally(name, other, batched=batched) for name, other in matched.items()]
     blocks = -(-batches.count // load.block)
-    done = 0
+    most = batches.count if inside is None else inside
+    feeds, *ahead = copies(feeds_of(batches, [(0, blocks)], load.block, batchable=batched), 3)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(THREADS))
-        models = _Models(plain, quant, watched, sites, inputs, stack)
-        for feed, block in feeds_of(batches, [(0, blocks)], load.block, batchable=batched):
-            known = {name: value for name, value in feed.items() if name != labels}
-            run = models.run if inside is None or done < inside else models.run_plainly
-            expected, found = run(known, pool)
+        models = _Models(plain, quant, inputs, labels)
+        if sites is not None and watched is not None:
+            held = at_once(2 * (load.elements or LARGE) * (load.block if batched else 1), room(None, ()), AHEAD)
+            models.watch(sites, watched, [_until(most, load.block, copy) for copy in ahead], held, stack)
+        done = 0
+        for feed, block in feeds:
+            expected, found = models.run(feed, pool, inside=done < most)
             with quiet():
                 for tally in tallies:
                     tally.add(expected.get(tally.name), found.get(tally.other), feed.get(labels))
@@ -101,6 +107,15 @@ def compare(
         sites=() if sites is None else sites.figures(),
         labels=labels,
     )
+
+
+def _until(most: int, size: int, feeds: Iterator[tuple[Feeds, int | None]]) -> Iterator[Feeds]:
+    """Those of `feeds` that come before `most` samples are done, in blocks of `size`."""
+    done = 0
+    for feed, block in feeds:
+        if done < most:
+            yield feed
+        done = done if block is None else (block + 1) * size
 
 
 def same(expected: Mapping[str, Array], found: Mapping[str, Array]) -> bool:
@@ -122,80 +137,65 @@ def same(expected: Mapping[str, Array], found: Mapping[str, Array]) -> bool:
 class _Models:
     """Both models, which run beside each other, as they are and with their tensors shown."""
 
-    def __init__(
-        self,
-        plain: Runner,
-        quant: Runner,
-        watched: Runner | None,
-        sites: Sites | None,
-        inputs: Mapping[str, str],
-        stack: ExitStack,
-    ) -> None:
-        self._plain, self._quant, self._inputs = plain, quant, inputs
-        self._sites = sites
-        self._feeds: list[Feeds] = [{}, {}]
-        self._watches: list[Iterator[Seen] | None] = [None, None]
+    def __init__(self, plain: Runner, quant: Runner, inputs: Mapping[str, str], labels: str) -> None:
+        self._plain, self._quant, self._inputs, self._labels = plain, quant, inputs, labels
+        self._sites: Sites | None = None
+        self._watches: list[Iterator[Seen]] = []
         self._ends: Mapping[str, TensorRef] = {}
         self._proven = False
         self._waiting: list[tuple[Seen, Seen]] = []
         self._values = 0
-        self._large = True
-        if sites is not None and watched is not None:
-            self._watch(sites, watched, stack)
 
-    def _watch(self, sites: Sites, plain: Runner, stack: ExitStack) -> None:
-        """Starts to observe both."""
+    def watch(
+        self, sites: Sites, plain: Runner, ahead: Sequence[Iterator[Feeds]], at_once: int, stack: ExitStack
+    ) -> None:
+        """Starts to observe both, each on its copy of the feeds, `at_once` of them ahead of `run`."""
         inside, outside = sites.watched()
         hidden, unseen = self._quant.unwatchable(inside), plain.unwatchable(outside)
         sites.forget(hidden, unseen)
         inside, outside = sites.watched()
         if outside and not sites.quantized and plain.ends.keys() >= set(self._plain.outputs):
             self._ends = plain.ends
+        self._sites = sites
         shown = (
-            (plain, list(dict.fromkeys([*outside, *self._ends.values()]))),
-            (self._quant, [tensor for tensor in inside if tensor not in hidden]),
+            (plain, list(dict.fromkeys([*outside, *self._ends.values()])), map(self._known, ahead[0])),
+            (self._quant, [tensor for tensor in inside if tensor not in hidden], map(self._renamed, ahead[1])),
         )
         self._watches = [
-            stack.enter_context(closing(runner.observe(tensors, self._fed(side)))) if tensors else None
-            for side, (runner, tensors) in enumerate(shown)
+            stack.enter_context(closing(runner.observe(tensors, feeds, at_once=at_once)))
+            if tensors
+            else ({} for _ in feeds)
+            for runner, tensors, feeds in shown
         ]
 
-    def _fed(self, side: int) -> Iterator[Feeds]:
-        """The feed of the moment, whenever one is asked for."""
-        while True:
-            yield self._feeds[side]
+    def _known(self, feed: Feeds) -> dict[str, Any]:
+        """The feed without labels."""
+        return {name: value for name, value in feed.items() if name != self._labels}
 
-    def run(self, feed: Feeds, pool: Executor) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-        """The outputs of both for `feed`; what is seen inside of them is measured now or later."""
-        self._feeds = [feed, _renamed(feed, self._inputs)]
-        work: list[Callable[[], Any]] = [partial(self._seen, 1), partial(self._seen, 0)]  # the slowest first
-        work += [partial(self._quant.run, self._feeds[1])]
-        work += [] if self._proven else [partial(self._plain.run, feed)]
-        done = pool.map if self._large else map
-        quant, plain, found, *ran = done(lambda one: one(), work)
+    def _renamed(self, feed: Feeds) -> dict[str, Any]:
+        """The feed as the quantized model takes it."""
+        return {name: feed[source] for name, source in self._inputs.items()}
+
+    def run(self, feed: Feeds, pool: Executor, *, inside: bool) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+        """The outputs of both for the next feed; what is seen inside of them, if that is wanted, is measured too."""
+        if not self._watches or not inside:
+            beside = pool.submit(self._plain.run, self._known(feed))
+            found = self._quant.run(self._renamed(feed))
+            return beside.result(), found
+        found = self._quant.run(self._renamed(feed))
+        expected = {} if self._proven else self._plain.run(self._known(feed))
+        plain, quant = map(next, self._watches)
         shown = {name: plain[tensor][-1] for name, tensor in self._ends.items() if plain[tensor]}
-        expected = ran[0] if ran else shown
         if self._ends and not self._proven:
             self._proven = same(expected, shown)
             self._ends = self._ends if self._proven else {}
-        size = sum(value.size for values in quant.values() for value in values)
-        self._large = size > LARGE
-        self._values += size
+        elif self._proven:
+            expected = shown
         self._waiting.append((quant, plain))
+        self._values += sum(value.size for values in quant.values() for value in values)
         if self._values > LARGE:
             self.measure(pool)
         return expected, found
-
-    def run_plainly(self, feed: Feeds, pool: Executor) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-        """The outputs of both for `feed`, with nothing seen inside of them."""
-        work = [partial(self._plain.run, feed), partial(self._quant.run, _renamed(feed, self._inputs))]
-        expected, found = (pool.map if self._large else map)(lambda one: one(), work)
-        return expected, found
-
-    def _seen(self, side: int) -> Seen:
-        """What is observed of a model in the next run."""
-        watch = self._watches[side]
-        return {} if watch is None else next(watch)
 
     def measure(self, pool: Executor) -> None:
         """Measures what was seen and not measured yet."""
@@ -209,11 +209,6 @@ class _Models:
         list(pool.map(some, range(THREADS)) if self._values > LARGE else map(some, range(1)))
         self._waiting.clear()
         self._values = 0
-
-
-def _renamed(feed: Feeds, inputs: Mapping[str, str]) -> dict[str, Any]:
-    """The feed as the other model takes it."""
-    return {name: feed[source] for name, source in inputs.items()}
 
 
 __all__ = ["compare"]

@@ -1,5 +1,5 @@
-/* The kernels of kernel.py in C: one counts float32 values in the bins of a table, without Python's lock; the other tells
- * the squared error of scales and zero points, given such counts.
+/* The kernels of kernel.py in C, without Python's lock: one counts float32 values in the bins of a table; one tells the
+ * squared error of scales and zero points, given such counts; one tells how far float32 values are from others.
  *
  * Only the stable interface of Python 3.11 is used, and values come through the buffer interface, so that one build
  * serves every later Python and every numpy.
@@ -380,11 +380,61 @@ static PyObject *squared_errors(PyObject *module, PyObject *arguments)
     return result;
 }
 
+/* The sums of the squares of values and of what others are off, each of a chunk in lanes of float32: no lane adds up so
+ * many that it loses more than the last bits. What float32 cannot hold makes a sum infinite or NaN, or zero.
+ */
+static void power_and_error(const float *expected, const float *found, Py_ssize_t n, double *sums)
+{
+    sums[0] = sums[1] = 0;
+    for (Py_ssize_t start = 0; start < n; start += CHUNK) {
+        const Py_ssize_t end = n - start < CHUNK ? n : start + CHUNK;
+        float power[LANES] = {0}, error[LANES] = {0};
+        Py_ssize_t i = start;
+        for (; i + LANES <= end; i += LANES)
+            for (int k = 0; k < LANES; k++) {
+                const float value = expected[i + k], off = found[i + k] - value;
+                power[k] += value * value;
+                error[k] += off * off;
+            }
+        for (; i < end; i++) {
+            const float value = expected[i], off = found[i] - value;
+            power[0] += value * value;
+            error[0] += off * off;
+        }
+        for (int k = 0; k < LANES; k++) {
+            sums[0] += power[k];
+            sums[1] += error[k];
+        }
+    }
+}
+
+static PyObject *squares(PyObject *module, PyObject *arguments)
+{
+    Py_buffer expected, found;
+    double sums[2];
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "y*y*:squares", &expected, &found))
+        return NULL;
+    const int fits = expected.len == found.len && expected.len % 4 == 0
+        && (uintptr_t)expected.buf % 4 == 0 && (uintptr_t)found.buf % 4 == 0;
+    if (fits) {
+        Py_BEGIN_ALLOW_THREADS
+        power_and_error(expected.buf, found.buf, expected.len / 4, sums);
+        Py_END_ALLOW_THREADS
+    } else {
+        PyErr_SetString(PyExc_ValueError, "squares: as many aligned float32 are wanted on both sides");
+    }
+    PyBuffer_Release(&expected);
+    PyBuffer_Release(&found);
+    return fits ? Py_BuildValue("dd", sums[0], sums[1]) : NULL;
+}
+
 static PyMethodDef methods[] = {
     {"fill", fill, METH_VARARGS, "fill(values, shift, table): see graphquant.sketch.kernel.in_numpy."},
     {"fill_all", fill_all, METH_O, "fill_all([(values, shift, table), ...]): the results of `fill` for each."},
     {"squared_errors", squared_errors, METH_VARARGS,
      "squared_errors(pieces, candidates, errors): see graphquant.sketch.distribution."},
+    {"squares", squares, METH_VARARGS, "squares(expected, found): see graphquant.sketch.kernel.squares_in_numpy."},
     {NULL, NULL, 0, NULL},
 };
 

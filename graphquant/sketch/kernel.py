@@ -1,4 +1,6 @@
-"""Counts values in the bins of a histogram: in C, or in numpy where that was not compiled. Both give the same.
+"""Counts values in the bins of a histogram, in C, or in numpy where that was not compiled; both count the same.
+
+What else goes over many values is here too, compiled with it.
 
 A table has an entry for each bin there can be: the number of its values, times 2**40, plus the sum of the mantissa bits
 that they dropped. The system commits a page of a table when it is first written. Memory of a tensor is so 1 KiB with 7
@@ -38,6 +40,10 @@ CHUNK = 1 << 16
 """Values that numpy counts at a time, few enough for its temporary arrays to stay in the cache."""
 
 
+SQUARED = 1 << 13
+"""Values that numpy squares in one go: they stay in a core's cache, and its library takes one thread for them."""
+
+
 def new_table(bits: int) -> Array:
     """Zeros, uint64 (2**(9 + bits) + SPARE,), of which only the pages that are written take memory."""
     entries = (1 << (9 + bits)) + SPARE
@@ -74,14 +80,35 @@ def all_in_numpy(jobs: Sequence[Job]) -> list[tuple[float, float, bool]]:
     return [in_numpy(*job) for job in jobs]
 
 
+def squares_in_numpy(expected: Array, found: Array) -> tuple[float, float]:
+    """The sum of the squares of `expected`, and of what `found` is off, as the compiled `squares` gives them.
+
+    Args:
+        expected: float32 (N,), aligned and without gaps.
+        found: The same.
+
+    Returns:
+        Both sums but for rounding; they are infinite, NaN or too small where float32 cannot hold the squares.
+    """
+    power = error = 0.0
+    for start in range(0, expected.size, SQUARED):
+        here = expected[start : start + SQUARED]
+        off = found[start : start + SQUARED] - here
+        power += float(here.dot(here))
+        error += float(off.dot(off))
+    return power, error
+
+
 fill: Callable[[Array, int, Array | None], tuple[float, float, bool]] = in_numpy
 fill_all: Callable[[list[Job]], list[tuple[float, float, bool]]] = all_in_numpy
+squares: Callable[[Array, Array], tuple[float, float]] = squares_in_numpy
 squared_errors: Callable[[Array, Array, Array], None] | None = None
 """Of pieces, (8, K + 1), and of scale, least and largest whole number of each candidate, (C, 3), to the sums of squared
 errors, (C,): see `graphquant.sketch.distribution`. None where it was not compiled."""
 with suppress(ImportError, AttributeError):  # there was no C compiler when graphquant was installed, or less in C
     compiled = import_module("graphquant.sketch._fill")
-    fill, fill_all, squared_errors = compiled.fill, compiled.fill_all, compiled.squared_errors
+    fill, fill_all, squares = compiled.fill, compiled.fill_all, compiled.squares
+    squared_errors = compiled.squared_errors
 
 
 def occupied(table: Array, least: int = 1) -> Array:

@@ -51,6 +51,34 @@ def test_what_is_not_finite_is_said(fill, place: int, odd: float) -> None:
     assert fill(values, 16, kernel.new_table(7))[2] is False
 
 
+@pytest.mark.parametrize("size", [0, 1, 31, 32, 33, 2048, 2049, kernel.SQUARED + 1, 50_000])
+def test_both_kernels_square_the_same(extension, size: int) -> None:
+    """Sums of squares are those of float64 but for rounding."""
+    rng = np.random.default_rng(size)
+    one = rng.standard_normal(size).astype(np.float32)
+    other = one + rng.standard_normal(size).astype(np.float32) / 64
+    wide = one.astype(np.float64)
+    sums = [(wide**2).sum(), ((other - wide) ** 2).sum()]
+    for squares in (extension.squares, kernel.squares_in_numpy):
+        np.testing.assert_allclose(squares(one, other), sums, rtol=3e-6)
+
+
+def test_squares_that_float32_cannot_hold_are_not_hidden(extension) -> None:
+    """Too large ones and NaN spoil the sum that they are in; what does not fit is refused."""
+    one = np.ones(100, np.float32)
+    for place in (0, 40, 99):
+        for odd, power in ((np.nan, np.nan), (1e30, np.inf), (-np.inf, np.inf)):
+            other = one.copy()
+            other[place] = odd
+            with np.errstate(over="ignore", invalid="ignore"):
+                for squares in (extension.squares, kernel.squares_in_numpy):
+                    np.testing.assert_equal(squares(other, one)[0], power)
+                    assert not np.isfinite(squares(one, other)[1])
+    for wrong in ((one, one[1:]), (one, one[::2]), (one.view(np.uint8)[1:5], one[:1]), (one,)):
+        with pytest.raises((TypeError, ValueError)):
+            extension.squares(*wrong)
+
+
 def test_many_at_once_are_as_one_by_one(extension) -> None:
     """With a table and without, finite or not, in both kernels; what does not fit is refused before all."""
     rng = np.random.default_rng(1)

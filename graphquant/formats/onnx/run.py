@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime
 from onnxruntime.capi import onnxruntime_pybind11_state as state
 
 from graphquant.errors import ModelError
+from graphquant.formats.ahead import ahead
 from graphquant.formats.onnx import inputs
 from graphquant.formats.onnx.apart import handed
 from graphquant.formats.onnx.batching import batchable
@@ -26,7 +25,6 @@ from graphquant.ir import TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
-    from concurrent.futures import Future
     from pathlib import Path
 
     from graphquant.formats import Feeds, InputSpec
@@ -35,8 +33,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 Array = np.ndarray[Any, Any]
-Fed = TypeVar("Fed")
-Result = TypeVar("Result")
 
 THREADS = min(4, os.cpu_count() or 1)
 """Threads within an op; pinned, so that a run does not depend on what else the process set."""
@@ -168,7 +164,7 @@ class OnnxRunner:
             found = self._shared({*tensors, *beside})
         elif found is None or found.probes.keys() != set(tensors):
             found = self._watch(tensors)
-        yield from _ahead(found.values(tensors), feeds, at_once, look)
+        yield from ahead(found.values(tensors), feeds, at_once, look)
 
     def _shared(self, tensors: set[TensorRef]) -> _Watch:
         """A session that shows any of `tensors` by flag."""
@@ -235,47 +231,6 @@ class _Watch:
             return {tensor: probe.values(found, feed) for tensor, probe in probes.items()}
 
         return run
-
-
-def _ahead(
-    run: Callable[[Fed], Result], feeds: Iterable[Fed], at_once: int, look: Callable[[Result], object] | None = None
-) -> Generator[Result, None, None]:
-    """The results of runs in order, `at_once` there or under way at a time; no name here keeps them alive.
-
-    The thread that made a result lets `look` see it, once those before it were seen, and goes on with the next run:
-    waking another thread for that takes as long as a part of a short run.
-    """
-    if at_once == 1:
-        for feed in feeds:
-            yield _seen(run(feed), look)
-        return
-
-    def work(feed: Fed, before: Future[Result] | None) -> Result:
-        result = run(feed)
-        if before is not None:
-            before.result()  # of an error, which whoever takes the results meets there, nothing later is seen
-        return _seen(result, look)
-
-    with ThreadPoolExecutor(at_once) as pool:
-        under_way: deque[Future[Result]] = deque()
-        waiting = look is not None  # for then a thread holds its result until it was seen, and a feed may lie ready
-        try:
-            for feed in feeds:  # read while others run, so that its run begins as soon as it may
-                if len(under_way) == at_once + waiting:
-                    yield under_way.popleft().result()
-                last = under_way[-1] if look is not None and under_way else None
-                under_way.append(pool.submit(work, feed, last))
-            while under_way:
-                yield under_way.popleft().result()
-        finally:
-            for left in under_way:
-                left.cancel()
-
-
-def _seen(result: Result, look: Callable[[Result], object] | None) -> Result:
-    if look is not None:
-        look(result)
-    return result
 
 
 def session(

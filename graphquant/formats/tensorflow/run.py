@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import DataError, ModelError, did_you_mean
 from graphquant.formats import Feeds, InputSpec
+from graphquant.formats.ahead import ahead
 from graphquant.formats.tensorflow.batching import batchable
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.observe import instrument, unfetchable
@@ -135,22 +136,17 @@ class TensorFlowRunner:
             feeds: What to run.
             beside: What other calls observe on the same feeds, for want of memory. TensorFlow fuses ops between which
                 nothing is watched, so sizes are taken of these.
-            at_once: How many runs there may be at once; there is one, on all threads.
+            at_once: How many feeds' values there may be at once: while those of one are looked at, another is run, on
+                all threads and one after the other, for a model may have a state.
             look: Is shown what each feed gave; what it takes out is not given.
 
         Raises:
             DataError: An input is missing, unknown, or of another shape than the model wants.
             ModelError: TensorFlow cannot run the model.
         """
-        del at_once
         watch = self._watch(tensors, beside)
         try:
-            for feed in feeds:
-                seen = watch.values(self._feed(feed))
-                if look is not None:
-                    look(seen)
-                yield seen
-                del seen  # its values need not be there in the next run
+            yield from ahead(lambda feed: watch.values(self._feed(feed)), feeds, at_once, look, threads=1)
         finally:
             watch.close()
 

@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from graphquant import formats
 from graphquant.errors import ModelError
-from graphquant.formats.onnx.run import _ahead
+from graphquant.formats.ahead import ahead
 from graphquant.ir import TensorRef
 
 INFO = helper.make_tensor_value_info
@@ -60,7 +60,7 @@ def test_no_more_is_read_than_may_run(at_once: int) -> None:
             read.append(number)
             yield number
 
-    for number, result in enumerate(_ahead(lambda feed: feed * 10, feeds(), at_once)):
+    for number, result in enumerate(ahead(lambda feed: feed * 10, feeds(), at_once)):
         assert result == 10 * number
         assert len(read) <= number + at_once + (at_once > 1)
     assert read == list(range(9))
@@ -69,7 +69,7 @@ def test_no_more_is_read_than_may_run(at_once: int) -> None:
 def test_runs_are_under_way_together() -> None:
     """Two runs that wait for each other both end."""
     together = threading.Barrier(2, timeout=30)
-    assert list(_ahead(lambda feed: together.wait() * 0 + feed, iter(range(4)), 2)) == [0, 1, 2, 3]
+    assert list(ahead(lambda feed: together.wait() * 0 + feed, iter(range(4)), 2)) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 3])
@@ -87,7 +87,7 @@ def test_results_are_seen_in_order_one_at_a_time_and_never_more_than_may_be_ther
         seen.append(result.pop())
         assert seen == list(range(len(seen)))
 
-    assert list(_ahead(run, iter(range(40)), at_once, look)) == [[]] * 40
+    assert list(ahead(run, iter(range(40)), at_once, look)) == [[]] * 40
     assert seen == list(range(40))
     assert most[0] <= at_once
 
@@ -95,7 +95,7 @@ def test_results_are_seen_in_order_one_at_a_time_and_never_more_than_may_be_ther
 def test_nothing_is_seen_behind_an_error() -> None:
     """What comes after a run that fails is not seen, though it was run; the error comes where its result would."""
     seen: list[float] = []
-    results = _ahead(lambda feed: 1 / (feed - 3), iter(range(9)), 2, seen.append)
+    results = ahead(lambda feed: 1 / (feed - 3), iter(range(9)), 2, seen.append)
     with pytest.raises(ZeroDivisionError):
         list(results)
     assert seen == [1 / -3, 1 / -2, -1]
@@ -104,13 +104,13 @@ def test_nothing_is_seen_behind_an_error() -> None:
 def test_what_fails_while_seen_is_said() -> None:
     """An error of what looks at results comes to whoever takes them."""
     with pytest.raises(IndexError):
-        list(_ahead(lambda feed: [feed], iter(range(9)), 2, lambda result: result[1]))
+        list(ahead(lambda feed: [feed], iter(range(9)), 2, lambda result: result[1]))
 
 
 def test_leaving_early_runs_no_more() -> None:
     """Runs that have not begun are left out when nobody wants their results."""
     begun: list[int] = []
-    results = _ahead(begun.append, iter(range(1000)), 2)
+    results = ahead(begun.append, iter(range(1000)), 2)
     next(results)
     results.close()
     assert len(begun) <= 3
