@@ -250,7 +250,7 @@ class _Batch:
             except OSError:  # whoever does the work tells it
                 return None
         self._memo.own(entry.output, _state(entry, outcome))
-        return judged(entry, outcome, "unchanged")
+        return replace(judged(entry, outcome, "unchanged"), seconds=0.0)
 
     def _intact(self, entry: Entry, outcome: Outcome) -> bool:
         """Whether the output is there as it was made; elsewhere, whether it looks as it did then."""
@@ -270,9 +270,11 @@ class _Batch:
         ours = self._memo.ours(entry.output)
         if ours is not None and (remote(entry.output) or ours in {"", self._digest(output)}):
             return None
-        if ours is None and _says_so(entry):
+        if ours is None and _source(entry.output) in {_digest_of(entry.model)} - {None}:
             return None
-        said = f"{entry.output} exists already, and no batch wrote it. Give another output, or --force to replace it."
+        said = (
+            f"{entry.output} {_stranger(entry, known=ours is not None)} Give another output, or --force to replace it."
+        )
         return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
 
     def _digest(self, output: Path) -> str | None:
@@ -294,18 +296,41 @@ def _there(output: str) -> bool:
     return os.path.lexists(output)
 
 
-def _says_so(entry: Entry) -> bool:
-    """Whether what is at an output says that graphquant made it of this very model, as where the cache was lost."""
-    if remote(entry.output) or remote(entry.model):
-        return False
+def _source(output: str) -> str | None:
+    """The digest of the model that graphquant made an output of, as the output tells; None if it does not."""
     from graphquant import formats, pipeline
 
+    if remote(output):
+        return None
     try:
-        output = pipeline.load(entry.output)
-        told = formats.module(output.format).said(output).get("source")
-        return told is not None and told == pipeline.load(entry.model).digest
+        model = pipeline.load(output)
+        return formats.module(model.format).said(model).get("source")
     except (GraphQuantError, OSError):
-        return False
+        return None
+
+
+def _digest_of(model: str) -> str | None:
+    """The digest by which an output names this model, None if it cannot be had."""
+    from graphquant import pipeline
+
+    if remote(model):
+        return None
+    try:
+        return pipeline.load(model).digest
+    except (GraphQuantError, OSError):
+        return None
+
+
+def _stranger(entry: Entry, *, known: bool) -> str:
+    """What is at an output that may not be replaced; `known` if a batch wrote to it before."""
+    if known:
+        return "was changed since a batch wrote it."
+    if _source(entry.output) is None:
+        return "exists already, and nothing tells that a batch made it."
+    return (
+        f"exists already. graphquant made it, but not of {entry.model} as it is now: of another model, or of this one"
+        " before it changed, which the cache folder does not know any more."
+    )
 
 
 def _state(entry: Entry, outcome: Outcome) -> str:

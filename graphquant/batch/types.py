@@ -220,7 +220,7 @@ class Outcome:
             backend, or onnxruntime; None where that is not foretold.
         figures: How far the output is from the float model, None where that was not measured.
         versions: Of graphquant and what it ran on, by package.
-        seconds: How long it took; what came from the cache tells what it took when it was made.
+        seconds: How long it took; 0 where it was there already, or in the cache.
         attempts: How many times it was tried.
     """
 

@@ -22,8 +22,9 @@ def rules_list() -> None:
     from graphquant.ruleset import load_ruleset, shipped
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("name", "rules", "description"):
-        table.add_column(column)
+    table.add_column("name", no_wrap=True)
+    table.add_column("rules", justify="right")
+    table.add_column("description")
     for name in shipped():
         found = load_ruleset([name])
         table.add_row(name, str(len(found.rules)), found.descriptions[0])

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from graphquant.backends import CODES
 from graphquant.errors import printable
 from graphquant.view.data import SCHEMA
+from graphquant.view.listing import Listing
 from graphquant.view.notices import Notice
 from graphquant.view.notices import github as as_github
 from graphquant.view.notices import sarif as as_sarif
@@ -56,13 +56,10 @@ def _verdicts(report: Report) -> list[RenderableType]:
     parts: list[RenderableType] = []
     if report.runs_as:
         parts.append(Text("  " + ", ".join(f"{count} {kind}" for kind, count in report.runs_as.items())))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("stays float", "type", "because", "to change that"):
-        table.add_column(column, overflow="fold")
+    table = Listing("stays float", "type", "because", "to change that")
     for verdict in report.verdicts:
         if verdict.broken is not None and verdict.broken.rule not in PLAIN:
-            cells = (verdict.where, verdict.type, verdict.broken.says, verdict.broken.fix)
-            table.add_row(*map(printable, cells))
+            table.add_row(verdict.where, verdict.type, verdict.broken.says, verdict.broken.fix)
     if table.row_count:
         parts.append(table)
     for rule, said in PLAIN.items():

@@ -6,11 +6,10 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
-from graphquant.errors import printable
 from graphquant.view.data import SCHEMA
+from graphquant.view.listing import Listing
 from graphquant.view.text import counted, plain
 
 if TYPE_CHECKING:
@@ -79,35 +78,27 @@ def _site_json(one: SiteFigures) -> dict[str, Any]:
     }
 
 
-def _outputs(found: Comparison) -> Table:
+def _outputs(found: Comparison) -> Listing:
     with_accuracy = any(one.accuracy for one in found.outputs)
     names = ["output", "SQNR dB", "cosine", "max diff", "agree", *(["accuracy"] if with_accuracy else [])]
-    table = _table(*names)
+    table = Listing(*names, right=names)
     for one in found.outputs:
         name = one.name if one.name == one.other else f"{one.name} = {one.other}"
         cells = [name, _db(one.sqnr), "" if one.cosine is None else f"{one.cosine:.6f}", f"{one.largest:.4g}"]
         cells.append("" if one.agreement is None else _share(one.agreement))
         if with_accuracy:
             cells.append("" if one.accuracy is None else " to ".join(map(_share, one.accuracy)))
-        table.add_row(*map(printable, cells))
+        table.add_row(*cells)
     return table
 
 
-def _sites(sites: tuple[SiteFigures, ...]) -> Table:
+def _sites(sites: tuple[SiteFigures, ...]) -> Listing:
     blamed = any(one.blame is not None for one in sites)
-    table = _table("quantized tensor", "rule", "its own dB", "so far dB", *(["at outputs dB"] if blamed else []))
+    figures = ["its own dB", "so far dB", *(["at outputs dB"] if blamed else [])]
+    table = Listing("quantized tensor", "rule", *figures, right=figures)
     for one in sites:
         cells = [one.tensor, one.rule, _db(one.local), _db(one.accumulated), *([_db(one.blame)] if blamed else [])]
-        table.add_row(*map(printable, cells))
-        if one.note:
-            table.add_row(plain(f"  {one.note}", "dim"))
-    return table
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for place, column in enumerate(columns):
-        table.add_column(column, overflow="fold", justify="left" if place == 0 or column == "rule" else "right")
+        table.add_row(*cells, note=one.note)
     return table
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 
-from graphquant.errors import printable
 from graphquant.view.data import SCHEMA
+from graphquant.view.listing import Listing
 from graphquant.view.text import counted, plain
 
 if TYPE_CHECKING:
@@ -23,11 +22,9 @@ IGNORED_SHOWN = 8
 
 def report_view(report: DataReport) -> RenderableType:
     """The table of inputs, what no input takes, and the findings."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in COLUMNS:
-        table.add_column(column, overflow="fold")
+    table = Listing(*COLUMNS)
     for one in report.inputs:
-        table.add_row(*map(printable, _cells(one)))
+        table.add_row(*_cells(one))
     parts: list[RenderableType] = [table]
     if report.ignored:
         more = len(report.ignored) - IGNORED_SHOWN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphquant import __version__
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from graphquant.backends.types import Level
 
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+_NO_BYTES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates that stand for no byte of a name."""
 
 _GITHUB = {"error": "error", "warning": "warning", "note": "notice"}
 
@@ -79,7 +83,8 @@ def _uri(path: str) -> str:
 
     scheme, mark, rest = path.partition("://")
     where = rest if mark else path
-    return scheme * bool(mark) + mark + quote(where.replace("\\", "/").encode("utf-8", "surrogateescape"))
+    named = _NO_BYTES.sub("\N{REPLACEMENT CHARACTER}", where.replace("\\", "/"))
+    return scheme * bool(mark) + mark + quote(named.encode("utf-8", "surrogateescape"))
 
 
 def github(notices: Iterable[Notice]) -> str:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from graphquant.errors import printable
 from graphquant.view.histogram import line
+from graphquant.view.listing import Listing
 from graphquant.view.text import counted, incomplete, listed, plain
 
 if TYPE_CHECKING:
@@ -139,11 +139,7 @@ class _Histograms:
             (kept if room >= 0 and not left else left).append((title, cells))
         used = sum(max(len(text) for text in (*cells, title)) + GAP for title, cells in kept)
         width = max(BARS, min(WIDEST, options.max_width - used - GAP - min(longest, options.max_width // 3)))
-        table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, GAP, 0, 0))
-        table.add_column("tensor", overflow="fold")
-        table.add_column("histogram", no_wrap=True, width=width)
-        for title, _ in kept:
-            table.add_column(title, no_wrap=True, justify="right" if title in {"SQNR", "NaN", "inf"} else "left")
+        table = Listing("tensor", "histogram", *(title for title, _ in kept), right=("SQNR", "NaN", "inf"))
         for row, one in enumerate(self.picks):
             drawn = _drawn(one, width, ascii_only=options.ascii_only)
             table.add_row(names[row], drawn, *(cells[row] for _, cells in kept))

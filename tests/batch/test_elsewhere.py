@@ -70,7 +70,7 @@ def test_what_no_batch_wrote(tmp_path, zoo):
     zoo.pipe("/out/cnn.onnx", b"other")
     asked = partial(run, tmp_path, ["memory://zoo/cnn.onnx"], output="memory://out/cnn.onnx")
     (one,) = asked()
-    assert one.problem.says.startswith("memory://out/cnn.onnx exists already, and no batch wrote it.")
+    assert one.problem.says.startswith("memory://out/cnn.onnx exists already, and nothing tells that a batch made it.")
     assert zoo.cat("/out/cnn.onnx") == b"other"
     assert asked(force=True)[0].status == "done"
     assert asked()[0].status == "unchanged"

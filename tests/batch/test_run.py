@@ -82,11 +82,12 @@ def test_a_batch(here):
 
 
 def test_nothing_is_made_twice(here):
-    """A second run works on nothing and tells the same but for the word "unchanged"."""
+    """A second run works on nothing and tells the same but for the word "unchanged", and that it took no time."""
     first, _ = run(both())
     second, done = run(both())
     assert done == []
-    assert second == [replace(one, status="unchanged") for one in first]
+    assert second == [replace(one, status="unchanged", seconds=0.0) for one in first]
+    assert all(one.seconds for one in first)
 
 
 def test_an_output_that_went_comes_back_from_the_cache(here):
@@ -101,7 +102,7 @@ def test_an_output_that_went_comes_back_from_the_cache(here):
     assert outputs[0].read_bytes() == before
     assert outputs[1].read_bytes() == b"mine"
     assert [one.status for one in outcomes] == ["unchanged", "failed"]
-    assert "no batch wrote it" in outcomes[1].problem.says
+    assert "was changed since a batch wrote it." in outcomes[1].problem.says
     assert outcomes[1].problem.exit_code == 2
     outcomes, done = run(both(), force=True)
     assert ([one.status for one in outcomes], done) == (["unchanged", "unchanged"], [])
@@ -116,11 +117,11 @@ def test_a_lost_cache(here):
     shutil.copy("out/digits_rnn.onnx", "out/other.onnx")
     outcomes, done = run(entries)
     assert [one.status for one in outcomes] == ["done", "done", "failed"]
-    assert "no batch wrote it" in outcomes[2].problem.says
+    assert "graphquant made it, but not of digits_cnn.onnx as it is now" in outcomes[2].problem.says
     assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
     shutil.rmtree("cache")
     shutil.copy("digits_cnn.onnx", "out/digits_cnn.onnx")
-    assert "no batch wrote it" in run(entries)[0][0].problem.says
+    assert "nothing tells that a batch made it" in run(entries)[0][0].problem.says
 
 
 def test_an_output_that_goes_at_once(here):
@@ -444,7 +445,7 @@ def test_what_failed_leaves_the_output_to_others(here):
         Path("out", name).write_bytes(b"mine")
     outcomes, done = run(both())
     assert done == []
-    assert ["no batch wrote it" in one.problem.says for one in outcomes] == [True, True]
+    assert ["nothing tells that a batch made it" in one.problem.says for one in outcomes] == [True, True]
 
 
 def test_what_failed_leaves_an_earlier_output(here):
@@ -457,4 +458,4 @@ def test_what_failed_leaves_an_earlier_output(here):
     assert run([entry("digits_cnn", samples=5)])[0][0].status == "done"
     run([wanting])
     Path("out/digits_cnn.onnx").write_bytes(b"mine")
-    assert "no batch wrote it" in run([entry("digits_cnn", samples=6)])[0][0].problem.says
+    assert "was changed since a batch wrote it." in run([entry("digits_cnn", samples=6)])[0][0].problem.says

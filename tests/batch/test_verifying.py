@@ -23,7 +23,7 @@ def test_outputs_with_bounds(tmp_path, samples, monkeypatch):
             samples=40,
             gates=Gates(min_sqnr=bound, max_size=1, check=""),
         )
-        for name, bound in (("met", 20), ("missed", 56))
+        for name, bound in (("met", 20), ("missed", 90))
     ]
 
     def build(entries, room):

@@ -56,3 +56,17 @@ def test_letters_of_two_columns(monkeypatch) -> None:
     listing.add_row("加算:0", "int8")
     listing.add_row("add:0", "int8")
     assert text_of(listing, folded=True).splitlines()[1:] == ["加算:0  int8", "add:0   int8"]
+
+
+def test_numbers_end_alike(monkeypatch) -> None:
+    """Columns of numbers are aligned at their right; a note stands below its row, and a style is the whole row's."""
+    monkeypatch.setenv("COLUMNS", "80")
+    listing = Listing("tensor", "dB", right=["dB"])
+    listing.add_row("a:0", "7.25", note="of one sample")
+    listing.add_row("b:0", "41.00", style="red")
+    assert text_of(listing, folded=True).splitlines() == [
+        "tensor     dB",
+        "a:0      7.25",
+        "  of one sample",
+        "b:0     41.00",
+    ]

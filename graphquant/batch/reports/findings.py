@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphquant.backends import CODES
 from graphquant.backends.lint import Code
-from graphquant.batch.reports.words import reasons
+from graphquant.batch.reports.words import reasons, told
 from graphquant.view.notices import Notice
 
 if TYPE_CHECKING:
@@ -58,10 +58,10 @@ def _of_outcome(outcome: Outcome) -> Iterator[Notice]:
     if code is not None:
         level = BATCH_CODES[code].level
         for said in reasons(outcome) or [f"{BATCH_CODES[code].explains}."]:
-            yield Notice(code, level, outcome.model, "", "", f"{outcome.name}: {said}")
+            yield Notice(code, level, outcome.model, "", "", told(outcome, said))
     elif outcome.fine:
         for said in reasons(outcome):
-            yield Notice("GQ209", BATCH_CODES["GQ209"].level, outcome.model, "", "", f"{outcome.name}: {said}")
+            yield Notice("GQ209", BATCH_CODES["GQ209"].level, outcome.model, "", "", told(outcome, said))
     for found in outcome.findings:
         says = f"{found.says}. To mend it: {found.fix}."
         yield Notice(found.code, found.level, outcome.output, found.where, found.op, says)

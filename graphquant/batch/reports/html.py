@@ -12,15 +12,16 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from graphquant.batch.reports.words import (
+    INT8,
     STATUSES,
     decibels,
     percent,
     ratio,
     reasons,
-    seconds,
     size,
     status,
     summary,
+    time,
 )
 from graphquant.errors import printable
 from graphquant.view.html import digest
@@ -88,7 +89,8 @@ def _head(column: str) -> str:
     of = ' class="n"' if column in _NUMBERS else ""
     if column == "graph":
         return f"<th{of}>{column}</th>"
-    return f'<th{of} aria-sort="none"><button type="button">{column or "%"}</button></th>'
+    says = f' title="{_text(INT8)}"' if column == "int8" else ""
+    return f'<th{of}{says} aria-sort="none"><button type="button">{column or "%"}</button></th>'
 
 
 def _row(outcome: Outcome, changes: list[Change], graph: str | None) -> str:
@@ -109,7 +111,7 @@ def _row(outcome: Outcome, changes: list[Change], graph: str | None) -> str:
         _number(outcome.sites if made else None, str(outcome.sites) if made else ""),
         _number(outcome.int8_share, _bar(outcome)),
         _number(10_000.0 if exact else sqnr, decibels(outcome.figures)),
-        _number(outcome.seconds, seconds(outcome.seconds)),
+        _number(outcome.seconds or None, time(outcome)),
         f"<td>{link}</td>",
     ]
     changed = ' data-changed="1"' if changes else ""

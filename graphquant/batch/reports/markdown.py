@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphquant.batch.reports.words import decibels, percent, ratio, reasons, seconds, size, status, summary
+from graphquant.batch.reports.words import decibels, percent, ratio, reasons, size, status, summary, time
 from graphquant.errors import printable
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _row(outcome: Outcome) -> str:
         str(outcome.sites) if outcome.size_after is not None else "",
         percent(outcome.int8_share),
         decibels(outcome.figures),
-        seconds(outcome.seconds),
+        time(outcome),
     )
     return f"| {' | '.join(cells)} |"
 

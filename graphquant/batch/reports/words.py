@@ -65,6 +65,11 @@ def decibels(figures: Figures | None) -> str:
     return f"{figures.sqnr:.1f} dB"
 
 
+def time(outcome: Outcome) -> str:
+    """How long it took; nothing where nothing was done."""
+    return seconds(outcome.seconds) if outcome.seconds else ""
+
+
 def seconds(count: float) -> str:
     """A duration: `0.8 s`, `3 min 20 s`."""
     if count < 60:  # noqa: PLR2004  # seconds of a minute
@@ -73,12 +78,22 @@ def seconds(count: float) -> str:
     return f"{minutes} min {rest} s"
 
 
+INT8 = "int8: how many of the ops that compute run on integers, as `graphquant check` foretells; see docs/check.md."
+"""What the column of that name says."""
+
+
 def reasons(outcome: Outcome) -> list[str]:
     """Why it is not fine: the error, or each gate that does not hold; and why its figures cannot be had."""
     said = [outcome.problem.says] if outcome.problem is not None else []
     said += [miss.says for miss in outcome.misses]
     problem = "" if outcome.figures is None else outcome.figures.problem
     return said if not problem or problem in said else [*said, f"it cannot be compared with the float model: {problem}"]
+
+
+def told(outcome: Outcome, said: str) -> str:
+    """A reason with the model's name before it, which many begin with already."""
+    begins = next((name for name in (outcome.name, outcome.model) if said.startswith(name)), None)
+    return f"{outcome.name}: {said}" if begins is None else outcome.name + said.removeprefix(begins)
 
 
 def summary(report: Report) -> str:

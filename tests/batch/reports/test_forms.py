@@ -29,7 +29,7 @@ from graphquant.batch.types import (
     report_json,
 )
 from graphquant.errors import UsageError
-from graphquant.view.text import console
+from graphquant.view.text import console, text_of
 
 HERE = Path(__file__).parent
 XSD = xmlschema.XMLSchema(HERE / "junit.xsd")
@@ -303,7 +303,26 @@ def test_an_outcome_without_figures(report):
     """Nothing is made up for what was not measured."""
     bare = Outcome(name="a", model="a.onnx", output="b.onnx", status="done", size_after=10)
     row = REPORTS[".md"](replace(report, outcomes=(bare,), changes=())).splitlines()[-1]
-    assert row == "| a | done |  | 0 |  |  | 0.0 s |"
+    assert row == "| a | done |  | 0 |  |  |  |"
+
+
+def test_a_table_for_the_terminal(monkeypatch):
+    """At 80 columns no name is broken and no path told twice; what was not done takes no time."""
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "models/a_folder/with/a_name_that_is_longer_than/the_column.onnx"
+    problem = Problem(kind="ModelError", says=f"{long} is no ONNX model. Give one.", exit_code=3)
+    outcomes = (
+        Outcome(name=long, model=long, output="a", status="failed", problem=problem),
+        Outcome(name="b.onnx", model="b.onnx", output="b", status="unchanged", size_before=9, size_after=3, low=(3, 4)),
+    )
+    lines = text_of(report_view(Report(version="1", outcomes=outcomes)), folded=True).splitlines()
+    assert long in lines
+    assert [line.split() for line in lines if line.startswith("b.onnx")] == [
+        ["b.onnx", "unchanged", "3", "B", "33", "%", "0", "75", "%"]
+    ]
+    assert f"{long} is no ONNX model. Give one." in " ".join(lines)
+    assert "".join(lines).count(long) == 2
+    assert any(line.startswith("int8: how many of the ops") for line in lines)
 
 
 @settings(max_examples=60)
