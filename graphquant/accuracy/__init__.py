@@ -2,7 +2,9 @@
 
 from graphquant.accuracy.blame import Blame, blame
 from graphquant.accuracy.costs import Group, groups, in_bytes, in_multiply_adds
+from graphquant.accuracy.latency import Fastest, Fused, Profile, fastest, parts_of
 from graphquant.accuracy.search import Found, Measured, search
+from graphquant.accuracy.timing import Ratio, ratio
 from graphquant.accuracy.ways import FLOAT, OWN, WIDE, Way, ways
 
 __all__ = [
@@ -10,14 +12,21 @@ __all__ = [
     "OWN",
     "WIDE",
     "Blame",
+    "Fastest",
     "Found",
+    "Fused",
     "Group",
     "Measured",
+    "Profile",
+    "Ratio",
     "Way",
     "blame",
+    "fastest",
     "groups",
     "in_bytes",
     "in_multiply_adds",
+    "parts_of",
+    "ratio",
     "search",
     "ways",
 ]

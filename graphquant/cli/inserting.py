@@ -66,10 +66,11 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--optimize",
-    type=click.Choice(["macs", "size"]),
+    type=click.Choice(["macs", "size", "latency"]),
     default="macs",
     show_default=True,
-    help="What a plan that meets the bounds costs least of: multiply-adds in float, or bytes of weights.",
+    help="What a plan that meets the bounds costs least of: multiply-adds in float, bytes of weights, or time on this"
+    " machine, which needs no bound.",
 )
 @click.option("--strict", is_flag=True, help="Exit code 1 if an output has less than 20 dB in the check.")
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
@@ -120,6 +121,8 @@ def insert(  # click passes what the user gave
     bounds = (min_sqnr, min_agreement, max_accuracy_drop)
     if (strict or bounds != (None, None, None)) and (no_check or data is None):
         raise UsageError("--strict and bounds are for the check, which takes --data. Give that, and no --no-check.")
+    if optimize == "latency" and data is None:
+        raise UsageError("--optimize latency runs the model on a sample. Give --data.")
     if ranges_map is not None and ranges is None:
         raise UsageError("--ranges-map names tensors of the file that --ranges gives. Give that too.")
     from graphquant import outputs, pipeline
@@ -154,6 +157,7 @@ def insert(  # click passes what the user gave
             min_agreement=min_agreement,
             max_accuracy_drop=max_accuracy_drop,
             optimize=optimize,
+            runtime="tflite" if to_tflite else None,
             progress=progress,
         )
     _deliver(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)

@@ -114,10 +114,10 @@ class FormatModule(Protocol):
     def runner(self, model: Model) -> Runner:
         """A runner for the model."""
 
-    def timed(self, model: Model, feeds: Feeds) -> Callable[[], object]:
-        """What runs the model once on one thread, made as fast as its framework makes it; raises ModelError."""
+    def timed(self, model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
+        """What runs the model once on each of `feeds`, on one thread and as fast as it can; raises ModelError."""
 
-    def spent(self, model: Model, feeds: Feeds) -> Spent | None:
+    def spent(self, model: Model, feeds: Sequence[Feeds]) -> Spent | None:
         """Seconds that each op takes in such a run, None where the framework does not tell; raises ModelError."""
 
     def upgrade(self, model: Model, opset: int) -> Model:

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant import __version__, formats
 from graphquant.calibration import Stats, kept, needs_data, planned, select, with_method
-from graphquant.errors import NeedsDataError, UsageError
+from graphquant.errors import NeedsDataError, UsageError, printable
 from graphquant.pipeline.calibrating import calibrate_line, observe, statistics
 from graphquant.pipeline.checking import Bounds, beside, measured, parted
 from graphquant.pipeline.correcting import balanced, corrected
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.pipeline.result import Result
+from graphquant.pipeline.timing import Timing
 from graphquant.plans import Plan, Skip, to_json
 from graphquant.prepare import steps_told
 from graphquant.ranges import Ranges, give, read_map
@@ -26,7 +27,7 @@ from graphquant.rewrite import rewrite
 from graphquant.solve import because, solve
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from graphquant.corrections import Corrected, Draft
     from graphquant.data import Batches
@@ -34,8 +35,14 @@ if TYPE_CHECKING:
     from graphquant.numerics import Dynamic, QParams
     from graphquant.pipeline.checking import Kept
     from graphquant.pipeline.common import Progress, Several
+    from graphquant.pipeline.searching import Searched
+    from graphquant.pipeline.timing import Timed
     from graphquant.rewrite import Inserted
     from graphquant.solve import Solution
+
+
+OPTIMIZE = ("macs", "size", "latency")
+"""What a plan can be made to cost least of."""
 
 
 def insert(
@@ -61,6 +68,7 @@ def insert(
     min_agreement: float | None = None,
     max_accuracy_drop: float | None = None,
     optimize: str = "macs",
+    runtime: str | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Quantizes a model: the whole story from rules to a rewritten graph, and a check on samples kept for it.
@@ -90,7 +98,9 @@ def insert(
         min_sqnr: What each output must have, dB; with a bound the check is on all samples that were kept.
         min_agreement: Share of rows of each output whose largest value must stay where it is, 0 to 1.
         max_accuracy_drop: Points of accuracy that each output may lose, 0 to 100; the data must have labels.
-        optimize: What a plan that meets the bounds is to cost least of: "macs", multiply-adds in float, or "size".
+        optimize: What a plan that meets the bounds is to cost least of: "macs", multiply-adds in float, "size", or
+            "latency", the time that a run takes on this machine, which is made least without bounds too.
+        runtime: "tflite" if it is to be least in that of a TFLite file; else it is that of the format's own framework.
         progress: Is told how far the work is.
 
     Raises:
@@ -115,6 +125,7 @@ def insert(
     found = None if stats is None else statistics(stats)
     wanting, held, used, tuning = needs_data(made), None, None, None
     opened = cache(partial(_opened, prepared, data or "", samples))  # once, and only where it is wanted
+    timing = _timing(source, opened, data, optimize, runtime)
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
     if data is not None and found is None and wanting:
         used, held, tuning = _shared(data, samples, opened(), bounds, check=check)
@@ -131,23 +142,22 @@ def insert(
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
     build = partial(_built, prepared, found=found, used=used, float_weights=float_weights)
-    outcome = None
+    search = None
     if tuning is not None:
         from graphquant.pipeline.searching import searched
 
-        outcome = searched(
+        search = partial(
+            searched,
             source,
             prepared,
-            made,
-            lambda tried: _pair(build(tried)),
-            lambda tried: measured(source, tried, tuning, bounds, None, inside=False),
-            tuning,
-            bounds,
+            make=lambda tried: _pair(build(tried)),
+            measure=lambda tried: measured(source, tried, tuning, bounds, None, inside=False),
+            kept=tuning,
+            bounds=bounds,
             optimize=optimize,
             progress=progress,
         )
-        made = outcome.plan
-    built = build(made)
+    made, built, quick, outcome = _decided(prepared, made, build, timing, search, progress)
     draft, solution, params, skips = built.draft, built.draft.solution, built.params, built.skips
     rewritten, inserted, solved = built.model, built.inserted, solution.plan
     made, told = early.before(made), (*early.told, *draft.told)
@@ -171,6 +181,7 @@ def insert(
         ranges=taken,
         corrected=told,
         searched=outcome,
+        timed=quick,
         check=measured(source, rewritten, held, bounds, progress) if held is not None and inserted else None,
     )
 
@@ -184,6 +195,48 @@ class _Built:
     inserted: list[Inserted]
     params: dict[int, QParams | Dynamic]
     skips: dict[int, Skip]
+
+
+def _timing(
+    source: Model, opened: Callable[[], Batches], data: str | None, optimize: str, runtime: str | None
+) -> Timing | None:
+    """What times models if that is what is to be least."""
+    if optimize not in OPTIMIZE or runtime not in {None, "tflite"}:
+        given = optimize if optimize not in OPTIMIZE else runtime
+        raise UsageError(
+            f"{printable(repr(given))} is nothing to optimize for. optimize is {', '.join(OPTIMIZE)}; runtime is tflite"
+            " or left out."
+        )
+    if optimize != "latency":
+        return None
+    if data is None:
+        raise UsageError("To optimize for latency, models are run on a sample. Give data.")
+    return Timing.on(source, opened(), lite=runtime == "tflite")
+
+
+def _decided(
+    prepared: Model,
+    made: Plan,
+    build: Callable[[Plan], _Built],
+    timing: Timing | None,
+    search: Callable[..., Searched] | None,
+    progress: Progress | None,
+) -> tuple[Plan, _Built, Timed | None, Searched | None]:
+    """The plan that is to be, of the one that the rules make, with its model, and what was found on the way."""
+    quick, outcome = None, None
+    if timing is not None:
+        quick = timing.quickest(prepared, made, lambda tried: _pair(build(tried)), progress)
+        made = quick.plan
+    if search is not None and made.sites:
+        outcome = search(plan=made, costs=None if quick is None else quick.costs)
+        made = outcome.plan
+    built = build(made)
+    if timing is not None and quick is not None:
+        quick = timing.confirmed(quick, made, built.model)
+        if quick.plan is not made:
+            made = quick.plan
+            built = build(made)
+    return made, built, quick, outcome
 
 
 def _pair(built: _Built) -> tuple[Model, list[Inserted]]:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from graphquant.losses import Loss
     from graphquant.pipeline.checking import Check
     from graphquant.pipeline.searching import Searched
+    from graphquant.pipeline.timing import Timed
     from graphquant.plans import Plan, Skip
     from graphquant.ranges import Ranges
     from graphquant.rewrite import Inserted
@@ -45,6 +46,7 @@ class Result(Drawn):
         ranges: What a TFLite file's scales were used for, None where none was given.
         corrected: What corrections did, an op each, and what they left, with the reason.
         searched: What the search for a plan that meets bounds did, None where there are none.
+        timed: What was found about time, None where that was not to be least.
         check: How far the rewritten model is from the source, None without data to measure on.
     """
 
@@ -63,6 +65,7 @@ class Result(Drawn):
     corrected: tuple[Corrected, ...] = ()
     check: Check | None = None
     searched: Searched | None = None
+    timed: Timed | None = None
 
     @property
     def samples(self) -> int:

@@ -89,7 +89,7 @@ def receipt_json(receipt: Receipt) -> dict[str, Any]:
 
 def result_json(result: Result, output: str | None, receipt: Receipt | None = None) -> dict[str, Any]:
     """The report of `insert`, with the receipt of a conversion to TFLite."""
-    from graphquant.view.measured import check_json, search_json
+    from graphquant.view.measured import check_json, search_json, timed_json
 
     return {
         "schema": SCHEMA,
@@ -130,6 +130,7 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
             for loss in result.losses
         ],
         "search": search_json(result.searched),
+        "timing": timed_json(result.timed),
         "check": check_json(result.check),
         "skips": [skip_json(skip) for skip in result.skips],
         "unused": list(result.plan.unused),

@@ -12,9 +12,11 @@ from graphquant.view.text import counted, listed, plain
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from graphquant.accuracy import Ratio
     from graphquant.comparison import Comparison, OutputFigures
     from graphquant.pipeline.checking import Check
     from graphquant.pipeline.searching import Searched
+    from graphquant.pipeline.timing import Timed
 
 WORST = 3
 """Outputs and tensors that are named where all is well."""
@@ -81,6 +83,55 @@ def search_json(found: Searched | None) -> dict[str, Any] | None:
     }
 
 
+def timed_view(found: Timed) -> list[RenderableType]:
+    """How long a run takes, in a line or two."""
+    if found.rules is None or found.outcome is None:
+        return []
+    said = f"Timed {counted(found.plans, 'plan')} in {found.runtime} on one thread: what the rules make takes"
+    said += f" {found.rules.median:.2f} of float's {1000 * found.rules.other / found.samples:.3g} ms"
+    lines: list[RenderableType] = []
+    if found.floats:
+        lines.append(plain(f"{said}.", "dim"))
+        lines.append(plain("Nothing is quantized: on this machine float is faster.", "bold yellow"))
+        if found.runtime == "TensorFlow":
+            lines.append(plain("TensorFlow quantizes beside its float ops; -o NAME.tflite runs on integers.", "yellow"))
+    else:
+        left = f", with {counted(len(found.left), 'site')} left float" if found.left else ""
+        lines.append(plain(f"{said}, what was made {found.outcome.median:.2f}{left}."))
+    if found.interrupted:
+        lines.append(plain("Timing was interrupted; this is the fastest plan that there was.", "yellow"))
+    return lines
+
+
+def timed_json(found: Timed | None) -> dict[str, Any] | None:
+    """The same as JSON data; null where time was not to be least."""
+    if found is None:
+        return None
+    return {
+        "runtime": found.runtime,
+        "plans": found.plans,
+        "interrupted": found.interrupted,
+        "quantized": not found.floats,
+        "samples": found.samples,
+        "rules": _ratio(found.rules, found.samples),
+        "outcome": _ratio(found.outcome, found.samples),
+        "left": [str(tensor) for tensor in found.left],
+    }
+
+
+def _ratio(found: Ratio | None, samples: int) -> dict[str, float] | None:
+    """Milliseconds for a sample of a model and of float, and how many times as long it takes: low to high, 19 in 20."""
+    if found is None:
+        return None
+    return {
+        "ms": 1000 * found.one / samples,
+        "float_ms": 1000 * found.other / samples,
+        "ratio": found.median,
+        "low": found.low,
+        "high": found.high,
+    }
+
+
 def check_json(check: Check | None) -> dict[str, Any] | None:
     """The same as JSON data; null where nothing was measured."""
     if check is None:
@@ -123,4 +174,4 @@ def _percent(share: float) -> str:
     return f"{math.floor(round(1000 * share, 6)) / 10:g}%"
 
 
-__all__ = ["check_json", "check_view", "search_json", "search_view"]
+__all__ = ["check_json", "check_view", "search_json", "search_view", "timed_json", "timed_view"]

@@ -80,6 +80,10 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     if not result.inserted and any(skip.reason == PAIR for skip in result.skips):
         said = "The model is quantized already and stays as it is. --requantize takes its pairs out and places others."
         parts.append(plain(said, style="yellow"))
+    if result.timed is not None:
+        from graphquant.view.measured import timed_view
+
+        parts += timed_view(result.timed)
     if result.inserted:
         from graphquant.view.measured import check_view, search_view
 

@@ -77,8 +77,8 @@ def runner(model: Model) -> Runner:
     return OnnxRunner(model)
 
 
-def timed(model: Model, feeds: Feeds) -> Callable[[], object]:
-    """What runs the model once, in a session of its own on one thread.
+def timed(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
+    """What runs the model once on each of `feeds`, in a session of its own on one thread.
 
     Raises:
         ModelError: onnxruntime cannot take the model, or a run failed.
@@ -88,7 +88,7 @@ def timed(model: Model, feeds: Feeds) -> Callable[[], object]:
     return started(model, feeds)
 
 
-def spent(model: Model, feeds: Feeds) -> Spent:
+def spent(model: Model, feeds: Sequence[Feeds]) -> Spent:
     """Seconds that each op takes in such a run.
 
     Raises:

@@ -46,19 +46,20 @@ HOLDING = frozenset({"Loop", "If", "Scan"})
 CONVERTING = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
-def timed(model: Model, feeds: Feeds) -> Callable[[], object]:
-    """What runs the model once, in a session of its own on one thread.
+def timed(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
+    """What runs the model once on each of `feeds`, in a session of its own on one thread.
 
     Raises:
         ModelError: onnxruntime cannot take the model, or a run failed.
     """
     data, external = contents(emit(model).message)
     started = session(data, model.source.folder, external, timed=True)
-    run_session(started, None, feeds)
-    return lambda: started.run(None, feeds)
+    for feed in feeds:
+        run_session(started, None, feed)
+    return lambda: [started.run(None, feed) for feed in feeds]
 
 
-def spent(model: Model, feeds: Feeds) -> Spent:
+def spent(model: Model, feeds: Sequence[Feeds]) -> Spent:
     """Seconds that each op takes in a run; those of several that became one are told of one of them.
 
     Raises:
@@ -69,10 +70,12 @@ def spent(model: Model, feeds: Feeds) -> Spent:
     data, external = contents(message)
     with TemporaryDirectory() as folder:
         started = session(data, model.source.folder, external, timed=True, profile=Path(folder, "run"))
-        run_session(started, None, feeds)
+        for feed in feeds:
+            run_session(started, None, feed)
         runs, end = 1, time.perf_counter() + SECONDS
         while runs < FEW or (runs < RUNS and time.perf_counter() < end):
-            started.run(None, feeds)
+            for feed in feeds:
+                started.run(None, feed)
             runs += 1
         events = json.loads(Path(started.end_profiling()).read_bytes())
     return _summed(_durations(events), places, runs)

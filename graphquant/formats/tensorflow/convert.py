@@ -22,12 +22,12 @@ from graphquant.formats.tensorflow.session import tensorflow as installed
 from graphquant.ir import FLOAT_TYPES, TensorRef, Use
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from graphquant.ir import Model
     from graphquant.numerics import Array
 
-__all__ = ["Detail", "convert", "details"]
+__all__ = ["Detail", "convert", "details", "interpreter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -51,6 +51,9 @@ class Detail:
     axis: int
 
 
+_LEAVE = " Leave that op float with --exclude, or export the model without it."
+
+
 def convert(model: Model) -> bytes:
     """The TFLite file of a frozen model with FakeQuants; its float inputs and outputs that have a range are int8.
 
@@ -66,10 +69,12 @@ def convert(model: Model) -> bytes:
         feeds = [function.graph.as_graph_element(f"{spec.name}:0") for spec in inputs(model)]
         fetches = [function.graph.as_graph_element(name) for name in _fetches(model).values()]
         converter = tensorflow.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
-        converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
-        if all(_quantized(model, spec.name) for spec in inputs(model)):
+        some = any(op.kind == "qdq" for op in model.main.ops())  # else the converter would take weights alone
+        if some:
+            converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
+        if some and all(_quantized(model, spec.name) for spec in inputs(model)):
             converter.inference_input_type = tensorflow.int8
-        if all(_integer(model, name) for name in _fetches(model).values()):
+        if some and all(_integer(model, name) for name in _fetches(model).values()):
             converter.inference_output_type = tensorflow.int8
     from tensorflow.lite.python.convert_phase import ConverterError
 
@@ -82,6 +87,27 @@ def convert(model: Model) -> bytes:
             " --exclude."
         ) from error
     return data
+
+
+def interpreter(data: bytes) -> Callable[[], object]:
+    """What runs a file once with TFLite's defaults on one thread, on zeros.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: The runtime refuses the file.
+    """
+    tensorflow = installed()
+    try:
+        with _quiet():
+            made = tensorflow.lite.Interpreter(model_content=data, num_threads=1)
+            made.allocate_tensors()
+            for one in made.get_input_details():
+                made.set_tensor(one["index"], np.zeros(one["shape"], one["dtype"]))
+            made.invoke()
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(f"TFLite's runtime refuses the converted model: {_first_line(str(error))}.{_LEAVE}") from error
+    run: Callable[[], object] = made.invoke
+    return run
 
 
 def details(data: bytes) -> tuple[Detail, ...]:
@@ -99,10 +125,7 @@ def details(data: bytes) -> tuple[Detail, ...]:
             interpreter.allocate_tensors()
             found = interpreter.get_tensor_details()
     except (ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"TFLite's runtime refuses the converted model: {_first_line(str(error))}. Leave that op float with"
-            " --exclude, or export the model without it."
-        ) from error
+        raise ModelError(f"TFLite's runtime refuses the converted model: {_first_line(str(error))}.{_LEAVE}") from error
     return tuple(
         Detail(
             index=int(one["index"]),

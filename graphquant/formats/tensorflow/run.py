@@ -92,6 +92,19 @@ class TensorFlowRunner:
         seen = self._reached.values(fed)
         return {key: seen[tensor][-1] for key, tensor in tensors.items() if seen[tensor]}
 
+    def timed(self, feeds: Sequence[Feeds]) -> Callable[[], object]:
+        """What runs the model once on each of `feeds`, on one thread, as fast as TensorFlow can make it.
+
+        Raises:
+            DataError: An input is missing, unknown, or of another shape than the model wants.
+            ModelError: TensorFlow cannot run the model.
+        """
+        started, fed = Session.start(self._tf, self._model, timed=True), [self._feed(feed) for feed in feeds]
+        ends = [started.operation(name) for name in self._fetches.values()]
+        for one in fed:
+            started.run(ends, one)
+        return lambda: [started.session.run(ends, one) for one in fed]
+
     @property
     def ends(self) -> Mapping[str, TensorRef]:
         """The tensors that `outputs` are."""

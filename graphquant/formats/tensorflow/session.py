@@ -60,8 +60,8 @@ class Session:
     message: Any = field(repr=False)
 
     @classmethod
-    def start(cls, tensorflow: Any, model: Model) -> Session:
-        """Imports the model, restores its variables and initializes it."""
+    def start(cls, tensorflow: Any, model: Model, *, timed: bool = False) -> Session:
+        """Imports the model, restores its variables and initializes it; where it is `timed`, as TensorFlow would."""
         source: Source = model.source
         if source.live is not None and source.live.foreign:
             raise ModelError(
@@ -78,10 +78,10 @@ class Session:
             device_count={"GPU": 0},
             allow_soft_placement=True,
             inter_op_parallelism_threads=1,
-            intra_op_parallelism_threads=THREADS,
+            intra_op_parallelism_threads=1 if timed else THREADS,
         )
         # What is rewritten for speed rounds differently, and what is observed must be what runs.
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
+        config.graph_options.rewrite_options.disable_meta_optimizer = not timed
         made = cls(tensorflow, graph, v1.Session(graph=graph, config=config), message)
         meta = source.meta_graph(message)
         if meta is not None:
