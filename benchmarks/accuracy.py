@@ -12,7 +12,9 @@ by no calibration, and nothing was chosen by them.
 The bars: every output whose shape does not hang on values has 20 dB and more, no other tool has more, and at most a
 tenth of the multiply-adds is left float. Where more is, the table says which and why; where 20 dB are missed, what
 `--min-sqnr 20` leaves float for them. Of the keyword net accuracy falls by at most half a point in int8, with 98.5% of
-answers the same, and by at most two with weights of 4 bits and adaptive rounding.
+answers the same, and by at most two with weights of 4 bits, ranges of least squared error and adaptive rounding. These
+ranges were chosen on the calibration data: over nine draws of 75 samples for calibration and 25 to measure on they gave
+20.8 dB and 96.4% of answers the same on average, largest magnitudes 19.3 dB and 94.7%.
 """
 
 from __future__ import annotations
@@ -228,10 +230,8 @@ def keywords(given: Path, folder: Path) -> tuple[list[str], bool]:
     data, held_out = folder / "words.npz", folder / "labelled.npz"
     np.savez(data, **case.pool)
     np.savez(held_out, **case.held_out, labels=np.load(given / "kws/eval.npz")["label"])
-    ways: dict[str, dict[str, Any]] = {
-        "int8": {},
-        "int4": {"rules": [four_bits()], "correct": ("adaptive-rounding",)},
-    }
+    int4 = four_bits().replace('per = "channel"\nobserve = "absmax"', 'per = "channel"\nobserve = "mse"', 1)
+    ways: dict[str, dict[str, Any]] = {"int8": {}, "int4": {"rules": [int4], "correct": ("adaptive-rounding",)}}
     told, missed = [], False
     for name, options in ways.items():
         made = gq.insert(case.model, data=str(data), check=False, **options).save(folder / f"{name}.onnx", force=True)
