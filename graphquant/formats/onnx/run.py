@@ -15,7 +15,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as state
 from graphquant.errors import ModelError
 from graphquant.formats.ahead import ahead
 from graphquant.formats.onnx import inputs
-from graphquant.formats.onnx.apart import handed
+from graphquant.formats.onnx.apart import BULKY, handed, size_of
 from graphquant.formats.onnx.batching import batchable
 from graphquant.formats.onnx.files import binary, external_tensors
 from graphquant.formats.onnx.observe import Probe, fetches, watch
@@ -294,9 +294,9 @@ def contents(message: Any, apart: Container[str] = ()) -> tuple[bytes, int]:
 
 
 def _read(model: Model, emission: Emission) -> set[str]:
-    """Names of the values that the main graph is given and that something reads."""
-    given = (op.name for op in model.main.ops() if op.value is not None and model.main.readers(op.name))
-    return {emission.name(model, TensorRef("", name)) for name in given}
+    """Names of the bulky values that the main graph is given and that something reads."""
+    bulky = (op.name for op in model.main.ops() if op.value is not None and size_of(op) >= BULKY)
+    return {emission.name(model, TensorRef("", name)) for name in bulky if model.main.readers(name)}
 
 
 def run_session(started: Any, names: Sequence[str] | None, feeds: Feeds, flags: Feeds | None = None) -> list[Any]:
