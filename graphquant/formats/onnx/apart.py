@@ -118,12 +118,7 @@ def fill(message: Any, ops: Sequence[Left]) -> None:
     Raises:
         ModelError: There is no such tensor in ONNX.
     """
-    for tensor in tensors(message):
-        op = _left(tensor, ops)
-        if op is not None:
-            name = tensor.name
-            tensor.CopyFrom(tensor_of(op, name) if isinstance(op, Op) else op)
-            tensor.name = name
+    handed(message, ops, ())
 
 
 def handed(message: Any, ops: Sequence[Left], read: Container[str]) -> dict[str, Callable[[], Array]]:
@@ -133,15 +128,31 @@ def handed(message: Any, ops: Sequence[Left], read: Container[str]) -> dict[str,
         message: The ModelProto.
         ops: The constants that were left for `later`.
         read: Names of values that something reads; onnxruntime does not know others.
+
+    Raises:
+        ModelError: There is no such tensor in ONNX.
     """
     found: dict[str, Callable[[], Array]] = {}
+    elsewhere = sum(isinstance(op, Op) for op in ops)
     for tensor in message.graph.initializer:
         op = _left(tensor, ops)
+        elsewhere -= isinstance(op, Op)
         if op is not None and tensor.name in read and NAMES[tensor.data_type] in WEIGHTS:
             found[tensor.name] = partial(_value, op)
             tensor.external_data[0].key = "location"  # so that it is left no more
-    fill(message, ops)
+        elif op is not None:
+            _fill(tensor, op)
+    for tensor in tensors(message) if elsewhere else ():  # in bodies, which take long to look through
+        op = _left(tensor, ops)
+        if op is not None:
+            _fill(tensor, op)
     return found
+
+
+def _fill(tensor: Any, op: Left) -> None:
+    name = tensor.name
+    tensor.CopyFrom(tensor_of(op, name) if isinstance(op, Op) else op)
+    tensor.name = name
 
 
 def _value(op: Left) -> Array:
