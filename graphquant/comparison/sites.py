@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 PREPARATIONS = ("initializer-inputs", "fold-batchnorm")
 """What may have been done to a float model before it was quantized, and changes no values but by rounding."""
+
+SCALED = "its channels were scaled before it was quantized"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -67,6 +70,11 @@ class Site:
         if self.reference is not None:
             pairs = [(plain[self.reference], quant.get(self.after, ())) for quant, plain in runs if plain]
             _add(self.accumulated, pairs)
+
+    def forget(self, *, alone: bool) -> None:
+        """Leaves out what the float model says of it, which holds other numbers; what it costs `alone` too."""
+        self.note, self.reference, self.accumulated = SCALED, None, Difference()
+        self.local = Difference() if alone else self.local
 
     def figures(self) -> SiteFigures:
         """What was found over all samples."""
@@ -133,7 +141,7 @@ def sites_of(plain: Model, quant: Model) -> Sites:
     ready = prepared_beside(plain, quant) if plain.format == quant.format else plain
     pairs = pair(quant, ready) if plain.format == quant.format else None
     held, floats = Parameters(quant), _Weights(quant, ready, pairs)
-    found, whole = [], survey(quant)
+    found, whole, scaled = [], survey(quant), _scaled(quant)
     for reading in whole.readings:
         after = TensorRef(reading.graph, reading.op)
         known = unclipped(quant, reading.tensor)
@@ -153,10 +161,22 @@ def sites_of(plain: Model, quant: Model) -> Sites:
             _weigh(site, held, floats)
         elif pairs is not None and site.reference is None:
             site.note = "no tensor of the float model is its match"
+        if quant.op(after).anchor in scaled:
+            site.forget(alone=integers)
         found.append(site)
     kinds = {op.kind for graph in plain.graphs.values() for op in graph.ops()}
     quantized = not kinds.isdisjoint(QUANTIZATION_KINDS)
     return Sites(sites=tuple(found), plain=ready, quantized=quantized, coverage=whole.coverage)
+
+
+def _scaled(quant: Model) -> frozenset[str]:
+    """Tensors and weights whose channels were scaled before they were quantized, as the model says."""
+    said = quant.provenance or formats.module(quant.format).said(quant)
+    try:
+        found = json.loads(said.get("scaled", "[]"))
+    except ValueError:
+        return frozenset()
+    return frozenset(map(str, found)) if isinstance(found, list) else frozenset()
 
 
 def prepared_beside(plain: Model, quant: Model) -> Model:

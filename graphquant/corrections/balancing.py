@@ -41,7 +41,7 @@ class Balanced:
     Attributes:
         model: The model, perhaps with other weights.
         plan: Its plan.
-        moved: The tensors whose channels are scaled.
+        moved: The tensors whose channels are scaled, and the constants beside them.
         added: The products by factors that were put in, each with what it multiplies.
         told: What was done.
     """
@@ -98,7 +98,7 @@ def equalize_layers(given: Balanced, known: Facts) -> Balanced:
             told.append(_left(equalize.NAME, stream.name, INEXACT))
         else:
             told.append(_done(equalize.NAME, stream.name, by))
-            moved.update(stream.tensors)
+            moved.update((*stream.tensors, *(held.home for held in stream.held)))
     return replace(given, model=work, moved=frozenset(moved), told=(*given.told, *told))
 
 
@@ -130,6 +130,7 @@ def migrate_scales(given: Balanced, known: Facts) -> Balanced:
                     said += ", by a product of its own"
                 else:
                     moved.update(part.tensors)
+                moved.update(held.home for held in part.held)
                 told.append(_done(migrate.NAME, part.name, choice.by, said))
     return Balanced(model=work, plan=plan, moved=frozenset(moved), added=added, told=(*given.told, *told))
 

@@ -161,7 +161,7 @@ def insert(
     draft, solution, params, skips = built.draft, built.draft.solution, built.params, built.skips
     rewritten, inserted, solved = built.model, built.inserted, solution.plan
     made, told = early.before(made), (*early.told, *draft.told)
-    rewritten.provenance = _provenance(source, made, found if wanting else None, told)
+    rewritten.provenance = _provenance(source, made, found if wanting else None, told, early.moved)
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
     if data is not None and check and held is None and inserted:
@@ -292,7 +292,9 @@ def _notes(solution: Solution) -> dict[TensorRef, str]:
     return notes
 
 
-def _provenance(source: Model, made: Plan, stats: Stats | None, told: Sequence[Corrected]) -> dict[str, str]:
+def _provenance(
+    source: Model, made: Plan, stats: Stats | None, told: Sequence[Corrected], scaled: frozenset[TensorRef]
+) -> dict[str, str]:
     """What the written model is to say of where it came from: nothing of this machine and no time."""
     said = to_json(replace(made, rules=(), steps=()))  # names of rules may be paths
     said["steps"] = [[step.step, step.target, step.detail] for step in made.steps]
@@ -306,6 +308,7 @@ def _provenance(source: Model, made: Plan, stats: Stats | None, told: Sequence[C
         "method": ", ".join(methods) if stats is not None else "",
         "data": ", ".join(run.data for run in stats.runs) if stats is not None else "",
         "steps": steps_told(step.step for step in made.steps),
+        "scaled": json.dumps(sorted(map(str, scaled))) if scaled else "",
         "corrections": steps_told(one.correction for one in told if one.done),
         "random": "yes" if stats is not None and stats.random else "",
     }

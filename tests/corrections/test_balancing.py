@@ -143,6 +143,18 @@ def test_the_float_function_stays(net, rules, name, tmp_path):
     assert stripped.model.digest == source.digest
 
 
+def test_scaled_tensors_are_not_compared(tmp_path):
+    """The check has no figures of scaled tensors and weights beside the float model's, which hold other numbers."""
+    path = saved(tmp_path, *DEPTHWISE)
+    result, _ = inserted(tmp_path, path, PER_TENSOR, "equalization")
+    sites = {one.tensor.partition("/")[0].removesuffix(":0"): one for one in result.check.comparison.sites}
+    scaled = {name for name, one in sites.items() if one.note == "its channels were scaled before it was quantized"}
+    assert scaled == {"r", "s", "w", "k", "v"}
+    assert sites["r"].accumulated is None
+    assert sites["r"].local > 20
+    assert sites["k"].local is None
+
+
 def test_what_is_left_without_data_that_fits(tmp_path):
     """With statistics, or made-up data, nothing is scaled; where only weights are quantized, it needs none."""
     path = saved(tmp_path, *DEPTHWISE)
