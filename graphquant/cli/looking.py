@@ -24,7 +24,7 @@ DRAWN = ("dot", "svg", "graphml", "graph-json")
 @click.option("--requantize", is_flag=True, help="Take out the quantization that MODEL has already.")
 @CORRECT
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page instead.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page too.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
 @click.option("--force", is_flag=True, help="Replace an existing output.")
 def plan(
@@ -46,7 +46,7 @@ def plan(
     for path in (output, html):
         if path is not None:
             outputs.check_output(path, model, force=force)
-    _check_page(html, output, form)
+    _check_page(html, output)
     loaded = pipeline.load(model)
     made = pipeline.plan(
         loaded,
@@ -61,7 +61,7 @@ def plan(
         from graphquant.view.graph import plan_drawing
 
         write_page(html, plan_drawing(pipeline.prepared_for(loaded, made), made))
-    elif form == "json":
+    if form == "json":
         from graphquant.plans import to_json
 
         emit(to_json(made), output)
@@ -117,7 +117,7 @@ def explain(
 )
 @click.option("--rules", multiple=True, metavar="NAME|FILE", help="With --stats: the rules that pick the ranges.")
 @click.option("--format", "form", type=click.Choice(["text", "json", *DRAWN]), default="text", show_default=True)
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page: docs/viewer.md.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw it as a page too: docs/viewer.md.")
 @click.option("--around", metavar="OP", help="Draw only what is near this op or tensor; as text too.")
 @click.option("--hops", type=click.IntRange(min=0), default=2, show_default=True, metavar="N", help="How near.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
@@ -148,17 +148,22 @@ def inspect(
         if path is not None:
             outputs.check_output(path, model, force=force)
             outputs.check_output(path, stats, force=force)
-    _check_page(html, output, form)
+    _check_page(html, output)
     if around is not None and form == "json":
         raise UsageError("--format json lists the whole model. For what is near an op take graph-json.")
-    if model.suffix == ".gqs" or (stats is not None and html is None and form not in DRAWN and around is None):
-        _inspect_stats(model, stats, rules, form, html, output)
+    if model.suffix == ".gqs":
+        _inspect_stats(stats or model, None if stats is None else model, rules, form, html, output)
         return
     if rules and stats is None:
         raise UsageError("--rules is about statistics. Give --stats FILE too, which calibrate writes.")
     loaded = pipeline.load(model)
-    if html is not None or form in DRAWN or around is not None:
-        _draw(loaded, stats, rules, form, html, (around, hops), output)
+    drawn = form in DRAWN or around is not None
+    if html is not None or drawn:
+        _draw(loaded, stats, rules, form if drawn else None, html, (around, hops), output)
+    if drawn:
+        return
+    if stats is not None:
+        _inspect_stats(stats, loaded, rules, form, None, output)
     elif form == "json":
         from graphquant.view.data import survey_json
 
@@ -169,22 +174,22 @@ def inspect(
         print_view(text.survey_view(survey(loaded)), output)
 
 
-def _check_page(html: Path | None, output: Path | None, form: str) -> None:
-    """Refuses --html beside what would be written elsewhere."""
-    if html is not None and (output is not None or form != "text"):
-        raise UsageError("--html writes a page, and nothing else is written then. Leave -o and --format out.")
+def _check_page(html: Path | None, output: Path | None) -> None:
+    """Refuses a page that would take the place of what is written beside it."""
+    if html is not None and output is not None and html.resolve() == output.resolve():
+        raise UsageError(f"--html {html} is the file of -o. Give the page another name.")
 
 
 def _draw(
     loaded: Model,
     stats: Path | None,
     rules: tuple[str, ...],
-    form: str,
+    form: str | None,
     html: Path | None,
     near: tuple[str | None, int],
     output: Path | None,
 ) -> None:
-    """Draws a model, or the part of it that is `near` an op, as a page, a picture, data or text."""
+    """Draws a model, or the part of it that is `near` an op, as a page, and in a form: a picture, data or text."""
     from graphquant import pipeline
     from graphquant.view.graph import model_drawing, plan_drawing
 
@@ -205,7 +210,7 @@ def _draw(
         drawing, chosen = around(drawing, what, hops)
     if html is not None:
         write_page(html, drawing, picks.stats if picks is not None else None)
-    elif form == "dot":
+    if form == "dot":
         from graphquant.view.dot import dot
 
         emit(dot(shown, drawing if what is not None else None), output)
@@ -217,16 +222,16 @@ def _draw(
         from graphquant.view import exchange
 
         emit(exchange.graphml(drawing) if form == "graphml" else exchange.graph_json(drawing), output)
-    else:
+    elif form is not None:
         from graphquant.view.rails import rails_view
 
         print_view(rails_view(drawing, chosen), output)
 
 
 def _inspect_stats(
-    model: Path, stats: Path | None, rules: tuple[str, ...], form: str, html: Path | None, output: Path | None
+    stats: Path, model: Path | Model | None, rules: tuple[str, ...], form: str, html: Path | None, output: Path | None
 ) -> None:
-    """Shows a statistics file, beside a model where `stats` names the file and `model` is one."""
+    """Shows a statistics file, beside a model where there is one."""
     from graphquant import pipeline
     from graphquant.view.stats_data import picks_json
     from graphquant.view.stats_html import page
@@ -234,14 +239,14 @@ def _inspect_stats(
 
     if form in DRAWN:
         raise UsageError(f"--format {form} draws a model, not statistics. Take text, json or --html FILE.")
-    if stats is None and rules:
-        raise UsageError(f"--rules needs the model: graphquant inspect MODEL --stats {model}")
+    if model is None and rules:
+        raise UsageError(f"--rules needs the model: graphquant inspect MODEL --stats {stats}")
     others = html is not None or form == "json"
-    picks = pipeline.inspect_stats(stats or model, None if stats is None else model, rules=rules, others=others)
+    picks = pipeline.inspect_stats(stats, model, rules=rules, others=others)
     if html is not None:
         write(html, page(picks))
-        click.echo(f"Written to {printable(str(html))}")
-    elif form == "json":
+        click.echo(f"Written to {printable(str(html))}", err=True)
+    if form == "json":
         emit(picks_json(picks), output)
     else:
         print_view(picks_view(picks), output)

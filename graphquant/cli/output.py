@@ -62,7 +62,7 @@ def write_page(path: Path, drawing: Drawing, stats: Stats | None = None) -> None
     notes = ["The data is RANDOM: what it shows is for tests only."] if stats is not None and stats.random else []
     notes += [str(line) for line in incomplete(stats)] if stats is not None else []
     write(path, page(payload(drawing, notes)))
-    click.echo(f"Written to {printable(str(path))}")
+    click.echo(f"Written to {printable(str(path))}", err=True)
 
 
 @contextmanager

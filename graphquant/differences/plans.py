@@ -28,6 +28,11 @@ def diff_plans(one: Plan, other: Plan) -> Differences:
     changes += [
         Change(kind="plan", where=f"{n} {t}", says="is not prepared") for n, t in steps[0] if (n, t) not in steps[1]
     ]
+    changes += [
+        Change(kind="plan", where=f"correction {name}", says="is made" if name in other.corrections else "is not made")
+        for name in dict.fromkeys([*one.corrections, *other.corrections])
+        if (name in one.corrections) != (name in other.corrections)
+    ]
     was = {use: site for site in one.sites for use in site.uses}
     now = {use: site for site in other.sites for use in site.uses}
     for site in other.sites:

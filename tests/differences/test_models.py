@@ -241,3 +241,12 @@ def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> 
     assert all(line.startswith("+ site-added ") for line in lines[:3])
     pb = samples / "digits_cnn.pb"
     assert "Only models of one format" in cli("diff", source, pb, code=2).stderr.replace("\n", " ")
+
+
+def test_corrections_of_plans(samples: Path) -> None:
+    """What only one of two plans corrects is told, once for each correction."""
+    one = replace(gq.plan(samples / "digits_cnn.onnx"), corrections=("bias-correction",))
+    found = only(one, replace(one, corrections=("error-compensation", "bias-correction")))
+    assert (found.kind, found.where, found.says) == ("plan", "correction error-compensation", "is made")
+    found = only(one, replace(one, corrections=()))
+    assert (found.where, found.says) == ("correction bias-correction", "is not made")
