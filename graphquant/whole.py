@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+
+_HERE, _EXCHANGE = -100, 2
+"""Of Linux: AT_FDCWD, from which relative paths go on, and RENAME_EXCHANGE."""
 
 
 @contextmanager
@@ -37,6 +41,40 @@ def room_beside(path: Path) -> Path:
     import tempfile
 
     return Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.{os.getpid()}."))
+
+
+def take_place(new: Path, path: Path, room: Path) -> None:
+    """Puts a folder where another one may be, which goes into `room`; where the system can, in a single step.
+
+    Elsewhere there is a moment between two steps in which nothing is at `path`, and the old folder is `old` in `room`.
+
+    Raises:
+        OSError: It cannot be moved; what was there still is.
+    """
+    if not path.is_dir() or path.is_symlink():
+        new.replace(path)
+        return
+    if _exchanged(new, path):
+        return
+    path.replace(room / "old")
+    try:
+        new.replace(path)
+    except BaseException:
+        (room / "old").replace(path)
+        raise
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Whether two paths could be exchanged at once, as Linux does on most of its file systems."""
+    if sys.platform != "linux":
+        return False
+    import ctypes
+
+    exchange = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if exchange is None:
+        return False
+    done = exchange(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
+    return int(done) == 0
 
 
 def on_disk(paths: Iterable[Path]) -> None:

@@ -18,7 +18,7 @@ from graphquant.batch.journal import remove_journals
 from graphquant.batch.types import Outcome, outcome_from, outcome_json
 from graphquant.data.files import remote
 from graphquant.errors import UsageError
-from graphquant.whole import room_beside, whole
+from graphquant.whole import room_beside, take_place, whole
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -100,9 +100,7 @@ class Cache:
             for name in beside:
                 (home / name).parent.mkdir(parents=True, exist_ok=True)
                 (room / name).replace(home / name)
-            if output.is_dir():
-                output.replace(room / f"{output.name}.old")
-            (room / output.name).replace(output)
+            take_place(room / output.name, output, room)
         finally:
             shutil.rmtree(room, ignore_errors=True)
         return True

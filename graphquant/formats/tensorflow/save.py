@@ -15,7 +15,7 @@ from graphquant.formats.tensorflow.keep import Kept, keep
 from graphquant.formats.tensorflow.learned import learned
 from graphquant.formats.tensorflow.notes import annotate
 from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, Source
-from graphquant.whole import room_beside, whole
+from graphquant.whole import room_beside, take_place, whole
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
@@ -123,14 +123,7 @@ def _save_folder(source: Source, message: Any, path: Path, kept: Kept | None) ->
             file.write(data)
         if kept is not None:
             kept.add_to(new / "variables" / "variables")
-        if path.exists():
-            path.replace(room / "old")
-        try:
-            new.replace(path)
-        except BaseException:
-            if (room / "old").exists():
-                (room / "old").replace(path)
-            raise
+        take_place(new, path, room)
     except shutil.Error as error:
         name, _, why = error.args[0][0]
         raise UsageError(f"{path} cannot be written: {name} cannot be copied: {why}. Choose another place.") from error
