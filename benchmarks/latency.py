@@ -5,8 +5,8 @@ Run: python benchmarks/latency.py [--models FOLDER] [--only NAME]... [--out FILE
 The models: those of `peers.py` that are trained or light, sample_models, and the seeded ones of `accuracy_models.py`.
 Each is quantized by default, by `--optimize latency`, and by onnxruntime's `quantize_static` (weights per channel,
 MinMax, all op types or convolutions and products alone, whichever is the faster here). Then all run in turn, in new
-sessions on one thread, by the processor's clock: ratios to float are medians over rounds, with the interval in which
-they lie 19 in 20 times. A bar is missed where the optimized model takes surely longer than float.
+sessions on one thread, by the processor's clock: ratios to float are medians over rounds, the middle one of some pairs of
+sessions, with the least and the most of these. A bar is missed where the optimized model takes longer in each of them.
 
 `--prepare` makes the models, those that are there already left out, `--time` times those that there are. Both want a
 quiet machine: what is optimized while it is busy may gain less than there is to gain.
@@ -22,6 +22,7 @@ import logging
 import shutil
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ NAMES = (
 )
 """Of the architectures of `peers.py` those that run in a few milliseconds, and some of the others."""
 
-SAMPLES, SECONDS = 40, 1.0
+SAMPLES, SECONDS, PAIRS = 40, 1.5, 5
 
 NARROW = {"every op": None, "products": ["Conv", "MatMul", "Gemm"]}
 """What onnxruntime's tool is told to quantize."""
@@ -114,15 +115,19 @@ def _theirs(model: Path, data: Path) -> str:
 
 
 def timed(quant: Path, model: Path, data: Path) -> Ratio:
-    """How long `quant` takes as a share of `model`, in new sessions."""
+    """How long `quant` takes as a share of `model`, over pairs of new sessions; seconds of `model` for a sample."""
     module = formats.module("onnx")
     source = gq.load(model)
     batches = open_data(str(data), module.inputs(source))
     some = [index * batches.count // 4 for index in range(4)] if len(source.live()) > 1 else [0]
     samples = [next(batches.span(index, index + 1)) for index in some]
-    found = ratio(module.timed(gq.load(quant), samples), module.timed(source, samples), seconds=SECONDS)
-    object.__setattr__(found, "other", found.other / len(samples))
-    return found
+    made = gq.load(quant)
+    pairs = [
+        ratio(module.timed(made, samples), module.timed(source, samples), seconds=SECONDS / PAIRS) for _ in range(PAIRS)
+    ]
+    pairs.sort(key=lambda one: one.median)
+    middle = pairs[PAIRS // 2]
+    return replace(middle, low=pairs[0].median, high=pairs[-1].median, other=middle.other / len(samples))
 
 
 def lines(name: str, model: Path, data: Path, told: dict[str, Any]) -> tuple[list[str], bool]:
