@@ -5,8 +5,8 @@ Run: python benchmarks/latency.py [--models FOLDER] [--only NAME]... [--out FILE
 The models: those of `peers.py` that are trained or light, sample_models, and the seeded ones of `accuracy_models.py`.
 Each is quantized by default, by `--optimize latency`, and by onnxruntime's `quantize_static` (weights per channel,
 MinMax, all op types or convolutions and products alone, whichever is the faster here). Then all run in turn, in new
-sessions on one thread, by the processor's clock: ratios to float are medians over rounds, the middle one of some pairs of
-sessions, with the least and the most of these. A bar is missed where the optimized model takes longer in each of them.
+sessions on one thread, by the processor's clock: ratios to float are medians over rounds, the middle one of some pairs
+of sessions, with the least and the most of these. A bar is missed where the optimized model takes longer in each.
 
 `--prepare` makes the models, those that are there already left out, `--time` times those that there are. Both want a
 quiet machine: what is optimized while it is busy may gain less than there is to gain.
