@@ -73,7 +73,7 @@ def settle(groups: Sequence[Group], ops: frozenset[Place], wanted: float) -> Cho
     """
     free = [bool(group.ops) and group.ops <= ops for group in groups]
     chosen = [
-        next(i for i, way in enumerate(group.ways) if way.high) if now else 0
+        next((i for i, way in enumerate(group.ways) if way.high), 0) if now else 0
         for group, now in zip(groups, free, strict=True)
     ]
     error = total(groups, chosen)
@@ -144,7 +144,7 @@ def _greedy(groups: Sequence[Group], costs: Mapping[Place, float], wanted: float
 
 
 class _State:
-    """The ops in high precision so far, and what is left of the errors: of each group that of its best other way."""
+    """The ops in high precision so far, what is left of the errors, and by how much each group's falls in that."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self._groups = groups
@@ -152,10 +152,11 @@ class _State:
         for index, group in enumerate(groups):
             for op in group.ops:
                 self._by_op.setdefault(op, []).append(index)
-        self.errors = [min(way.error for way in group.ways if not way.high) if group.ops else 0.0 for group in groups]
+        lowest = [min(way.error for way in group.ways if not (way.high and group.ops)) for group in groups]
+        self.errors = [low - min(way.error for way in group.ways) for low, group in zip(lowest, groups, strict=True)]
         self.high: set[Place] = set()
         self.left: set[int] = set()
-        self.error = sum(self.errors)
+        self.error = sum(lowest)
 
     def freed(self, ops: frozenset[Place]) -> set[int]:
         """The groups that nothing keeps quantized any more if `ops` run in high precision too."""

@@ -46,7 +46,13 @@ class Group:
     ways: tuple[Way, ...]
 
 
-def groups(model: Model, plan: Plan, taken: Collection[int], errors: Mapping[int, Mapping[str, float]]) -> list[Group]:
+def groups(
+    model: Model,
+    plan: Plan,
+    taken: Collection[int],
+    errors: Mapping[int, Mapping[str, float]],
+    fixed: Collection[int] = (),
+) -> list[Group]:
     """The sites `taken` of a plan in groups, in their order.
 
     Args:
@@ -54,6 +60,7 @@ def groups(model: Model, plan: Plan, taken: Collection[int], errors: Mapping[int
         plan: The plan.
         taken: Positions of the sites that are quantized.
         errors: What each adds alone, by position, in each way that it has; those not known add nothing.
+        fixed: Positions of sites that stay as they are.
     """
     owner = {use: index for index in taken for use in plan.sites[index].uses}
     needed = _needed(model, plan, taken, owner)
@@ -61,7 +68,7 @@ def groups(model: Model, plan: Plan, taken: Collection[int], errors: Mapping[int
         Group(
             sites=tuple(sites),
             ops=frozenset(op for index in sites for op in needed[index]),
-            ways=_ways([errors.get(index, {}) for index in sites]),
+            ways=_ways([errors.get(index, {}) for index in sites])[: 1 if set(sites) & set(fixed) else None],
         )
         for sites in bound(plan, taken)
     ]

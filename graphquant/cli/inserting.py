@@ -72,6 +72,11 @@ if TYPE_CHECKING:
     help="What a plan that meets the bounds costs least of: multiply-adds in float, bytes of weights, or time on this"
     " machine, which needs no bound.",
 )
+@click.option(
+    "--size-budget",
+    metavar="SIZE",
+    help="Bytes that weights may take, 2MB or 25% of the float model's: 4 bits, 8 bits or float for each.",
+)
 @click.option("--strict", is_flag=True, help="Exit code 1 if an output has less than 20 dB in the check.")
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")
@@ -100,6 +105,7 @@ def insert(  # click passes what the user gave
     min_agreement: float | None,
     max_accuracy_drop: float | None,
     optimize: str,
+    size_budget: str | None,
     strict: bool,
     dry_run: bool,
     report: Path | None,
@@ -158,11 +164,13 @@ def insert(  # click passes what the user gave
             max_accuracy_drop=max_accuracy_drop,
             optimize=optimize,
             runtime="tflite" if to_tflite else None,
+            size_budget=size_budget,
             progress=progress,
         )
     _deliver(result, target, to_tflite=to_tflite, report=report, html=html, dry_run=dry_run, force=force)
-    if result.check is not None and result.check.missed and (strict or result.check.bounds):
-        raise FindingsError(f"The check is missed: {'; '.join(result.check.missed)}. {_left(target, dry_run)}")
+    check = result.check or (result.searched.tried if result.searched is not None else None)
+    if check is not None and check.missed and (strict or check.bounds):
+        raise FindingsError(f"The check is missed: {'; '.join(check.missed)}. {_left(target, dry_run)}")
 
 
 def _check_outputs(

@@ -208,13 +208,23 @@ def parted(spec: str, asked: int | None, batches: Batches) -> tuple[Batches, Kep
     return batches if few else replace(batches, count=start), kept
 
 
-def beside(spec: str, asked: int | None, batches: Batches, stats: Stats | None) -> Kept:
-    """What to check on where the ranges come from elsewhere: all samples, or the last fifth of what made the ranges."""
+def searching(spec: str, asked: int | None, batches: Batches) -> Kept:
+    """What a search may look at: all samples but those that are kept for the check."""
+    return Kept(spec=spec, asked=asked, batches=parted(spec, asked, batches)[0], start=0, reused=False)
+
+
+def beside(spec: str, asked: int | None, batches: Batches, stats: Stats | None, *, searched: bool) -> Kept:
+    """What to check on where the ranges come from elsewhere: all samples, or the last fifth.
+
+    It is the last fifth where the other samples gave the ranges, or a search looked at them.
+    """
     runs = [] if stats is None else [run for run in stats.runs if run.data == batches.content()]
     kept = parted(spec, asked, batches)[1]
+    if searched and not runs:
+        return kept
     if not runs:
         return replace(kept, start=0, reused=False)
-    return replace(kept, reused=any(run.samples > kept.start for run in runs))
+    return replace(kept, reused=kept.reused or any(run.samples > kept.start for run in runs))
 
 
 def measured(
@@ -311,4 +321,4 @@ def sizes(model: Model, batches: Batches, runner: Runner | None = None, labels: 
     return runner.sizes([tensor for tensor in wanted if tensor not in hidden], feed)
 
 
-__all__ = ["Bounds", "Check", "Kept", "beside", "measured", "parted", "sizes"]
+__all__ = ["Bounds", "Check", "Kept", "beside", "measured", "parted", "searching", "sizes"]

@@ -14,7 +14,7 @@ from graphquant import __version__, formats
 from graphquant.calibration import Stats, kept, needs_data, planned, select, with_method
 from graphquant.errors import NeedsDataError, UsageError, printable
 from graphquant.pipeline.calibrating import calibrate_line, observe, statistics
-from graphquant.pipeline.checking import Bounds, beside, measured, parted
+from graphquant.pipeline.checking import Bounds, beside, measured, parted, searching
 from graphquant.pipeline.correcting import balanced, corrected
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from graphquant.data import Batches
     from graphquant.ir import Model, TensorRef
     from graphquant.numerics import Dynamic, QParams
+    from graphquant.pipeline.budgeting import Fitted
     from graphquant.pipeline.checking import Kept
     from graphquant.pipeline.common import Progress, Several
     from graphquant.pipeline.searching import Searched
@@ -69,6 +70,7 @@ def insert(
     max_accuracy_drop: float | None = None,
     optimize: str = "macs",
     runtime: str | None = None,
+    size_budget: str | None = None,
     progress: Progress | None = None,
 ) -> Result:
     """Quantizes a model: the whole story from rules to a rewritten graph, and a check on samples kept for it.
@@ -101,6 +103,8 @@ def insert(
         optimize: What a plan that meets the bounds is to cost least of: "macs", multiply-adds in float, "size", or
             "latency", the time that a run takes on this machine, which is made least without bounds too.
         runtime: "tflite" if it is to be least in that of a TFLite file; else it is that of the format's own framework.
+        size_budget: Bytes that all constants may take, "2MB", or a share of the float model's, "25%"; bits of weights
+            are chosen so that least is lost, by what each adds to the outputs, or without data to itself.
         progress: Is told how far the work is.
 
     Raises:
@@ -108,7 +112,7 @@ def insert(
         DataError: The data does not fit the model.
         ModelError: The model cannot be read, prepared or rewritten.
         RuleError: A rule file has mistakes.
-        UsageError: A selector or the plan names what the model does not have.
+        UsageError: A selector or the plan names what the model does not have, or the size budget cannot be met.
     """
     if data is not None:
         from graphquant.data import check_spec
@@ -123,17 +127,17 @@ def insert(
     if ranges is not None:
         made, taken = _given(prepared, made, ranges, ranges_map)
     found = None if stats is None else statistics(stats)
-    wanting, held, used, tuning = needs_data(made), None, None, None
+    wanting, held, used = needs_data(made), None, None
     opened = cache(partial(_opened, prepared, data or "", samples))  # once, and only where it is wanted
     timing = _timing(source, opened, data, optimize, runtime)
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
     if data is not None and found is None and wanting:
-        used, held, tuning = _shared(data, samples, opened(), bounds, check=check)
+        used, held = _shared(data, samples, opened(), bounds, check=check)
     early = balanced(prepared, made, used, stats=found is not None)
     prepared, made = early.model, early.plan
     if found is not None or wanting:
         same = {tensor: cone for tensor, cone in kept(source, prepared).items() if tensor not in early.moved}
-        targets = planned(prepared, made, full=False, same=same)
+        targets = planned(prepared, made, full=bool(bounds) and found is None, same=same)
         if found is not None:
             found = select(found, targets, source.digest, calibrate_line(source, made, plan))
             used = _used(opened(), found, data, samples, check=check) if data is not None and made.corrections else None
@@ -141,9 +145,12 @@ def insert(
             found = observe(prepared, targets, used, None, progress, model=source.digest, max_memory=max_memory)
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
+    tuning = _tuning(opened, data, samples, wanted=check and bool(bounds or size_budget))
     build = partial(_built, prepared, found=found, used=used, float_weights=float_weights)
+    budget = _fitted(source, prepared, made, build, tuning, size_budget, progress)
+    made = made if budget is None else budget.plan
     search = None
-    if tuning is not None:
+    if tuning is not None and bounds:
         from graphquant.pipeline.searching import searched
 
         search = partial(
@@ -155,6 +162,7 @@ def insert(
             kept=tuning,
             bounds=bounds,
             optimize=optimize,
+            fixed=() if budget is None else budget.weights,
             progress=progress,
         )
     made, built, quick, outcome = _decided(prepared, made, build, timing, search, progress)
@@ -165,7 +173,7 @@ def insert(
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
     if data is not None and check and held is None and inserted:
-        held = beside(data, samples, opened(), found if wanting else None)
+        held = beside(data, samples, opened(), found if wanting else None, searched=tuning is not None)
     return Result(
         model=rewritten if inserted else source,
         source=source,
@@ -182,6 +190,7 @@ def insert(
         corrected=told,
         searched=outcome,
         timed=quick,
+        fitted=budget,
         check=measured(source, rewritten, held, bounds, progress) if held is not None and inserted else None,
     )
 
@@ -239,6 +248,28 @@ def _decided(
     return made, built, quick, outcome
 
 
+def _tuning(opened: Callable[[], Batches], data: str | None, samples: int | None, *, wanted: bool) -> Kept | None:
+    """The samples that a search looks at, where there is one: few tell little, so these are all but the check's."""
+    return searching(data, samples, opened()) if data is not None and wanted else None
+
+
+def _fitted(
+    source: Model,
+    prepared: Model,
+    made: Plan,
+    build: Callable[[Plan], _Built],
+    tuning: Kept | None,
+    budget: str | None,
+    progress: Progress | None,
+) -> Fitted | None:
+    """The plan that fits into a size budget, where there is one."""
+    if budget is None:
+        return None
+    from graphquant.pipeline.budgeting import fitted
+
+    return fitted(source, prepared, made, lambda tried: _pair(build(tried)), tuning, budget, progress)
+
+
 def _pair(built: _Built) -> tuple[Model, list[Inserted]]:
     return built.model, built.inserted
 
@@ -265,15 +296,12 @@ def _opened(prepared: Model, data: str, samples: int | None) -> Batches:
 
 def _shared(
     data: str, samples: int | None, opened: Batches, bounds: Bounds, *, check: bool
-) -> tuple[Batches, Kept | None, Kept | None]:
-    """The samples to calibrate on, those for the check, and those that the search looks at."""
+) -> tuple[Batches, Kept | None]:
+    """The samples to calibrate on, a fifth less where a search is to judge by others too, and those for the check."""
     if not check:
-        return opened, None, None
+        return opened, None
     used, held = parted(data, samples, opened)
-    if not bounds:
-        return used, held, None
-    used, tuning = parted(data, samples, used)
-    return used, held, replace(tuning, start=0)  # few samples tell little: the search looks at all but the check's
+    return (parted(data, samples, used)[0] if bounds else used), held
 
 
 def _used(opened: Batches, found: Stats, data: str, samples: int | None, *, check: bool) -> Batches | None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from graphquant.corrections import Corrected
     from graphquant.ir import Model, TensorRef
     from graphquant.losses import Loss
+    from graphquant.pipeline.budgeting import Fitted
     from graphquant.pipeline.checking import Check
     from graphquant.pipeline.searching import Searched
     from graphquant.pipeline.timing import Timed
@@ -47,6 +48,7 @@ class Result(Drawn):
         corrected: What corrections did, an op each, and what they left, with the reason.
         searched: What the search for a plan that meets bounds did, None where there are none.
         timed: What was found about time, None where that was not to be least.
+        fitted: What was chosen for a size budget, None where there is none.
         check: How far the rewritten model is from the source, None without data to measure on.
     """
 
@@ -66,6 +68,7 @@ class Result(Drawn):
     check: Check | None = None
     searched: Searched | None = None
     timed: Timed | None = None
+    fitted: Fitted | None = None
 
     @property
     def samples(self) -> int:

@@ -13,10 +13,10 @@ from graphquant.pipeline.trying import Trials
 from graphquant.plans import Skip
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from graphquant.accuracy import Group
-    from graphquant.ir import Model, TensorRef
+    from graphquant.ir import Model, TensorRef, Use
     from graphquant.pipeline.checking import Bounds, Check, Kept
     from graphquant.pipeline.common import Progress
     from graphquant.pipeline.trying import Errors, Make
@@ -61,6 +61,7 @@ def searched(
     *,
     optimize: str,
     costs: Mapping[Place, float] | None = None,
+    fixed: Collection[Use] = (),
     progress: Progress | None,
 ) -> Searched:
     """Looks for the cheapest ways of the sites of `plan` so that `bounds` are met.
@@ -75,6 +76,7 @@ def searched(
         bounds: What is to be met.
         optimize: What to spend least of: "macs" or "size".
         costs: What each op that multiplies costs in float, if it is something else.
+        fixed: The first use of each site that stays as it is.
         progress: Is told how far the work is.
 
     Raises:
@@ -90,7 +92,8 @@ def searched(
     errors, others = trials.all(prepared, plan, quant, inserted, make)
     if trials.interrupted:
         return replace(unchanged, found=replace(unchanged.found, interrupted=True), runs=trials.passes(errors))
-    among = groups(prepared, plan, sorted(errors), errors)
+    held = [index for index, site in enumerate(plan.sites) if site.uses[0] in fixed]
+    among = groups(prepared, plan, sorted(errors), errors, held)
     drawn = _Drawn(plan=plan, others=others, groups=among, errors=errors, bounds=bounds)
     checks = {(0,) * len(among): first}
 

@@ -60,8 +60,8 @@ class Trials:
         Raises:
             ModelError: A model cannot be run.
         """
-        own = _by_site(plan, inserted)
-        found = self._errors(quant, own, own)
+        own = by_site(plan, inserted)
+        found = self.errors(quant, own, own)
         errors: Errors = {index: {OWN: found.get(index, 0.0)} for index in own}
         others = ways(prepared, plan)
         tried = [own]
@@ -73,41 +73,45 @@ class Trials:
                 found = {i: errors[i][OWN] * 4.0 ** (plan.sites[i].scheme.type.bits - WIDE) for i in changed}
             else:
                 model, done = make(other)
-                here = _by_site(other, done)
+                here = by_site(other, done)
                 new = [i for i in changed if i in here and not any(_alike(here[i], one.get(i)) for one in tried)]
-                found = self._errors(model, here, new) if new else {}
+                found = self.errors(model, here, new) if new else {}
                 tried.append(here)
             for index, error in found.items():
                 if error < BETTER * errors[index][OWN]:
                     errors[index][name] = error
         return errors, others
 
-    def _errors(self, quant: Model, sites: Mapping[int, Inserted], wanted: Collection[int]) -> dict[int, float]:
-        """What each of the sites `wanted` adds, by position; 0 where that is not known."""
-        places = {index: [_place(quant, output) for output in sites[index].outputs] for index in wanted}
+    def errors(self, quant: Model, sites: Mapping[int, Inserted], wanted: Collection[int]) -> dict[int, float]:
+        """What each of the sites `wanted` adds to the outputs of `quant`, by position; 0 where that is not known.
+
+        Raises:
+            ModelError: A model cannot be run.
+        """
+        places = {index: [place(quant, output) for output in sites[index].outputs] for index in wanted}
         blamed = blame(
             quant,
             sites_of(self._source, quant),
             self._kept.samples(),
             inputs={one.name: one.name for one in self._runner.inputs},
             batchable=self._runner.batchable and load_of(self._source, batchable=True).elements is not None,
-            only={place for some in places.values() for place in some},
+            only={one for some in places.values() for one in some},
             progress=stage(self._progress, "blaming"),
         )
         self._runs += blamed.runs
         self.interrupted |= blamed.interrupted
-        known = {place: error if math.isfinite(error) else 1.0 for place, error in blamed.errors.items()}
-        return {index: sum(known.get(place, 0.0) for place in some) for index, some in places.items()}
+        known = {one: error if math.isfinite(error) else 1.0 for one, error in blamed.errors.items()}
+        return {index: sum(known.get(one, 0.0) for one in some) for index, some in places.items()}
 
 
-def _by_site(plan: Plan, inserted: Sequence[Inserted]) -> dict[int, Inserted]:
+def by_site(plan: Plan, inserted: Sequence[Inserted]) -> dict[int, Inserted]:
     """What was inserted for each site of the plan, by position; not the copies that the solver made."""
     places = {(site.tensor, site.uses): index for index, site in enumerate(plan.sites)}
     found = ((places.get((done.site.tensor, done.site.uses)), done) for done in inserted)
     return dict(sorted((index, done) for index, done in found if index is not None))
 
 
-def _place(quant: Model, output: TensorRef) -> tuple[str, str]:
+def place(quant: Model, output: TensorRef) -> tuple[str, str]:
     """The op that quantizes, whose result `output` is, perhaps in another view."""
     graph = quant.graphs[output.graph]
     if graph.op(output.op).kind == "reshape":
@@ -126,4 +130,4 @@ def _numbers(params: QParams | Dynamic) -> object:
     return params.type, params.axis, np.asarray(params.scale).tobytes(), np.asarray(params.zero_point).tobytes()
 
 
-__all__ = ["Errors", "Make", "Trials"]
+__all__ = ["Errors", "Make", "Trials", "by_site", "place"]

@@ -89,7 +89,7 @@ def receipt_json(receipt: Receipt) -> dict[str, Any]:
 
 def result_json(result: Result, output: str | None, receipt: Receipt | None = None) -> dict[str, Any]:
     """The report of `insert`, with the receipt of a conversion to TFLite."""
-    from graphquant.view.measured import check_json, search_json, timed_json
+    from graphquant.view.measured import check_json, fitted_json, search_json, timed_json
 
     return {
         "schema": SCHEMA,
@@ -129,6 +129,7 @@ def result_json(result: Result, output: str | None, receipt: Receipt | None = No
             {"tensor": tensor_json(loss.tensor), "sqnr": round(loss.sqnr, 2), "clipped": loss.clipped}
             for loss in result.losses
         ],
+        "size_budget": fitted_json(result.fitted),
         "search": search_json(result.searched),
         "timing": timed_json(result.timed),
         "check": check_json(result.check),

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from graphquant.accuracy import Ratio
     from graphquant.comparison import Comparison, OutputFigures
+    from graphquant.pipeline.budgeting import Fitted
     from graphquant.pipeline.checking import Check
     from graphquant.pipeline.searching import Searched
     from graphquant.pipeline.timing import Timed
@@ -64,6 +65,28 @@ def search_view(found: Searched | None) -> list[RenderableType]:
         lines.append(plain("The search was interrupted; this is the best plan that it had.", "yellow"))
     lines += [plain(f"in the way: {missed} on the samples of the search", "yellow") for missed in found.tried.missed]
     return lines
+
+
+def fitted_view(found: Fitted | None) -> list[RenderableType]:
+    """What the size budget made of weights, in a line."""
+    if found is None:
+        return []
+    said = f"Constants take {found.size:,} bytes of {found.most:,} that they may; in float they took {found.whole:,}"
+    for way, count in sorted(Counter(found.ways.values()).items()):
+        said += f"; {counted(count, 'weight')} in float" if way == "float" else f"; {count} with {way}"
+    return [plain(f"{said}.")]
+
+
+def fitted_json(found: Fitted | None) -> dict[str, Any] | None:
+    """The same as JSON data; null where there is no budget."""
+    if found is None:
+        return None
+    return {
+        "bytes": found.size,
+        "budget": found.most,
+        "float_bytes": found.whole,
+        "ways": [{"tensor": str(tensor), "way": way} for tensor, way in found.ways.items()],
+    }
 
 
 def search_json(found: Searched | None) -> dict[str, Any] | None:
@@ -174,4 +197,13 @@ def _percent(share: float) -> str:
     return f"{math.floor(round(1000 * share, 6)) / 10:g}%"
 
 
-__all__ = ["check_json", "check_view", "search_json", "search_view", "timed_json", "timed_view"]
+__all__ = [
+    "check_json",
+    "check_view",
+    "fitted_json",
+    "fitted_view",
+    "search_json",
+    "search_view",
+    "timed_json",
+    "timed_view",
+]

@@ -13,6 +13,7 @@ import graphquant as gq
 from graphquant.accuracy import FLOAT, OWN, Group, Measured, Way, groups, in_bytes, in_multiply_adds, search
 from graphquant.accuracy.choose import FEW, _greedy, cheaper, choose, cost, high, settle, total
 from graphquant.accuracy.search import MEASUREMENTS
+from graphquant.view.measured import search_view
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -211,3 +212,77 @@ def test_voice_detector(shared: Path) -> None:
     assert result.check.comparison.sqnr >= 36
     assert 0 < result.searched.found.cost < 1 / 2
     assert "/model/stft/Sqrt:0" in {str(tensor) for tensor in result.searched.left}
+
+
+def test_interrupted_while_blaming(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in blame keeps what is known of it, and the plan of the rules, which is the best so far, and says so."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    known = []
+
+    def told(stage: str, done: int, _total: int) -> None:
+        known.append(stage)
+        if stage == "blaming" and done == 5:
+            raise KeyboardInterrupt
+
+    result = gq.insert(model, data=data, min_sqnr=60, progress=told)
+    assert known.count("blaming") == 5
+    assert "searching" not in known
+    assert result.searched.found.interrupted
+    assert result.searched.runs > 0
+    assert result.plan == gq.plan(model)
+    assert "the best plan that it had" in "".join(str(line) for line in search_view(result.searched))
+    assert result.check.missed
+
+
+def test_interrupted_while_measuring(samples: Path) -> None:
+    """Ctrl-C while plans are measured keeps the best of them."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    seen = []
+
+    def told(stage: str, done: int, _total: int) -> None:
+        if stage == "searching":
+            seen.append(done)
+            if done == 3:
+                raise KeyboardInterrupt
+
+    result = gq.insert(model, data=data, min_sqnr=60, progress=told)
+    assert seen == [1, 2, 3]
+    assert result.searched.found.interrupted
+    assert result.searched.tried.comparison.sqnr > gq.insert(model, data=data).check.comparison.sqnr
+    assert result.plan != gq.plan(model)
+
+
+def test_with_statistics(samples: Path, tmp_path: Path) -> None:
+    """Where ranges come from statistics, the data beside them is searched on, all but what the check keeps."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    gq.calibrate(model, data=data, samples=40).save(tmp_path / "stats.gqs")
+    result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=60)
+    assert result.samples == 40
+    assert result.searched.tried.comparison.samples == 80
+    assert result.check.comparison.samples == 20
+    assert result.searched.left
+    assert result.searched.tried.assured
+
+
+def test_weights_alone_are_searched_for_too(samples: Path) -> None:
+    """Rules whose ranges need no data are searched for a bound where there is some; 4 bits become 8."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    rules = """
+    [scheme.few]
+    bits = 4
+    narrow = true
+    observe = "mse"
+    [[rule]]
+    name = "few"
+    producer = { kind = "parameter" }
+    consumer = { kind = "conv|depthwise_conv|gemm|matmul", input = "weight" }
+    quantize = "few"
+    """
+    result = gq.insert(model, rules=rules, data=data, min_sqnr=36)
+    assert result.searched.tried.assured
+    ways = result.searched.changed
+    assert set(ways.values()) <= {"8-bit weights", "weights per channel"}
+    assert "8-bit weights" in ways.values()
+    assert all("as the rules say" in site.why for site in result.plan.sites if site.rule == "search")
+    again = gq.insert(model, plan=result.plan)
+    assert [str(one.site) for one in again.inserted] == [str(one.site) for one in result.inserted]

@@ -1,0 +1,221 @@
+"""The plan that loses least within so many bytes of weights."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from graphquant.accuracy import FLOAT, OWN, Group, Way, bound, fit, groups, ways
+from graphquant.calibration import parse_size
+from graphquant.comparison import sites_of
+from graphquant.errors import UsageError
+from graphquant.numerics import Dynamic, IntType
+from graphquant.pipeline.trying import Trials, by_site, place
+from graphquant.plans import Skip
+from graphquant.qdq import FAMILIES
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from graphquant.ir import Model, TensorRef, Use
+    from graphquant.pipeline.checking import Kept
+    from graphquant.pipeline.common import Progress
+    from graphquant.pipeline.trying import Make
+    from graphquant.plans import Plan
+    from graphquant.rewrite import Inserted
+
+RULE = "size-budget"
+"""The rule that weights are left by, or changed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """A plan that fits into so many bytes.
+
+    Attributes:
+        plan: The plan; weights that differ from what rules want say so.
+        size: Bytes that all constants of the written model take.
+        most: Bytes that they may take.
+        whole: Bytes that they take in the float model.
+        weights: The first use of each weight that was chosen for.
+        ways: What is other than rules want, with the way.
+    """
+
+    plan: Plan
+    size: int
+    most: int
+    whole: int
+    weights: frozenset[Use]
+    ways: Mapping[TensorRef, str]
+
+
+def fitted(
+    source: Model, prepared: Model, plan: Plan, make: Make, kept: Kept | None, budget: str, progress: Progress | None
+) -> Fitted:
+    """Chooses bits for each weight of `plan` so that all constants fit into `budget`.
+
+    Args:
+        source: The float model.
+        prepared: The same as the plan names it.
+        plan: What the rules make.
+        make: Makes the model of a plan, with what was inserted.
+        kept: Samples on which to measure what each weight adds to the outputs; without them the error of the weight
+            by itself is what counts.
+        budget: Bytes, as "2MB", or a share of the float model's, as "25%".
+        progress: Is told how far the work is.
+
+    Raises:
+        DataError: A sample is not what it should be.
+        ModelError: A model cannot be run.
+        UsageError: The budget is no size, or less than what weights take with the fewest bits; or the format keeps
+            weights float.
+    """
+    whole = stored(source)
+    most = _bytes(budget, whole)
+    _check_family(plan)
+    made = {OWN: (plan, *make(plan))}
+    made |= {name: (other, *make(other)) for name, other in ways(prepared, plan, small=True).items()}
+    inserted = {name: by_site(one, done) for name, (one, _, done) in made.items()}
+    weights = [i for i, done in inserted[OWN].items() if done.folded and plan.sites[i].scheme.observe.name != "bias"]
+    errors = {
+        name: _errors(source, model, inserted[name], weights, kept, progress) for name, (_, model, _) in made.items()
+    }
+    integers = _on_integers(prepared, plan, inserted[OWN])
+    among = [_group(prepared, plan, sites, inserted, errors, integers) for sites in bound(plan, weights)]
+    sizes = stored(made[OWN][1]) - sum(group.ways[0].size for group in among)
+    chosen = fit(among, most - sizes)
+    names = {i: group.ways[way].name for group, way in zip(among, chosen, strict=True) for i in group.sites}
+    best = _plan(plan, {name: one for name, (one, _, _) in made.items()}, names, budget)
+    size = stored(make(best)[0])
+    if size > most:
+        raise UsageError(
+            f"The constants of the model take {size:,} bytes with the fewest bits, and the budget is {most:,}."
+            f" Give --size-budget {size} or more, or rules that quantize more of the weights."
+        )
+    found = {plan.sites[index].tensor: name for index, name in names.items() if name != OWN}
+    return Fitted(
+        plan=best,
+        size=size,
+        most=most,
+        whole=whole,
+        weights=frozenset(plan.sites[index].uses[0] for index in weights),
+        ways=found,
+    )
+
+
+def stored(model: Model) -> int:
+    """Bytes that the constants of a model take, those of its bodies and functions too."""
+    total = 0
+    for name in model.live():
+        for op in model.graphs[name].ops():
+            known = op.outputs[0] if op.kind == "constant" and op.outputs else None
+            if known is not None and known.shape is not None and known.dtype is not None:
+                total += math.ceil(math.prod(size or 0 for size in known.shape) * _bits(known.dtype) / 8)
+    return total
+
+
+def _bits(dtype: str) -> int:
+    """Bits of an element; of texts none, which are no weights."""
+    found = re.search(r"(\d+)", dtype)
+    return 8 if dtype == "bool" else int(found[1]) if found else 0
+
+
+def _bytes(budget: str, whole: int) -> int:
+    """What `budget` says in bytes."""
+    found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", budget)
+    return int(float(found[1]) / 100 * whole) if found else parse_size(budget)
+
+
+def _check_family(plan: Plan) -> None:
+    """Refuses families that store weights as floats."""
+    families = {site.scheme.family or "" for site in plan.sites if site.parameter}
+    floats = sorted(name for name in families if not FAMILIES[name].folds)
+    if floats:
+        raise UsageError(
+            f"The ops of {floats[0]} round weights that stay float in the file, which gets no smaller. Leave"
+            " --size-budget out, or quantize the model as ONNX."
+        )
+
+
+def _errors(
+    source: Model,
+    model: Model,
+    inserted: Mapping[int, Inserted],
+    weights: Sequence[int],
+    kept: Kept | None,
+    progress: Progress | None,
+) -> dict[int, float]:
+    """What each weight adds to the outputs, or to itself where there are no samples."""
+    here = [index for index in weights if index in inserted]
+    if kept is not None:
+        return Trials(source, kept, progress).errors(model, inserted, here)
+    local = {(one.graph, one.op): one.local for one in sites_of(source, model).figures()}
+    found = {}
+    for index in here:
+        known = local.get(place(model, inserted[index].output))
+        found[index] = 0.0 if known is None else 10 ** (-known / 10)
+    return found
+
+
+def _group(
+    prepared: Model,
+    plan: Plan,
+    sites: Sequence[int],
+    inserted: Mapping[str, Mapping[int, Inserted]],
+    errors: Mapping[str, Mapping[int, float]],
+    integers: Collection[int],
+) -> Group:
+    """Weights of one scale, with the ways that all of them have; none that multiplies `integers` becomes float."""
+    found = [
+        Way(
+            name=name,
+            error=sum(errors[name][index] for index in sites),
+            size=sum(_size(prepared, plan, index, done[index]) for index in sites),
+        )
+        for name, done in inserted.items()
+        if all(index in done for index in sites)
+    ]
+    if not set(sites) & set(integers):
+        found.append(Way(name=FLOAT, error=0.0, size=sum(_size(prepared, plan, index, None) for index in sites)))
+    return Group(sites=tuple(sites), ops=frozenset(), ways=tuple(found))
+
+
+def _on_integers(prepared: Model, plan: Plan, taken: Collection[int]) -> set[int]:
+    """Positions of sites beside an op that multiplies on a quantized activation."""
+    found = groups(prepared, plan, sorted(taken), {})
+    ops = {op for group in found for index in group.sites if not plan.sites[index].parameter for op in group.ops}
+    return {index for group in found if group.ops & ops for index in group.sites}
+
+
+def _size(prepared: Model, plan: Plan, index: int, done: Inserted | None) -> int:
+    """Bytes of a weight, with its scales and zero points; in float for None."""
+    known = prepared.output(plan.sites[index].tensor)
+    count: int = math.prod(size or 0 for size in known.shape or ())
+    floats = _bits(known.dtype or "")
+    if done is None or isinstance(done.params, Dynamic):
+        return count * floats // 8
+    held, cells = _bits(done.params.type.container), int(done.params.scale.size)
+    return -(-count * held // 8) - (-cells * held // 8) + cells * floats // 8
+
+
+def _plan(plan: Plan, others: Mapping[str, Plan], names: Mapping[int, str], budget: str) -> Plan:
+    """The plan of the ways that were chosen."""
+    sites, skips = [], list(plan.skips)
+    for index, site in enumerate(plan.sites):
+        name = names.get(index, OWN)
+        if name == FLOAT:
+            reason = f"there is room for it in a budget of {budget}"
+            skips.append(Skip(tensor=site.tensor, uses=site.uses, rule=RULE, reason=reason))
+        elif name == OWN:
+            sites.append(site)
+        else:
+            dtype = others[name].sites[index].scheme.type
+            bits = f"{dtype.bits} bits" if isinstance(dtype, IntType) else dtype.name
+            why = f"of all weights it loses least with {bits} for a budget of {budget}"
+            sites.append(replace(others[name].sites[index], rule=RULE, why=why))
+    return replace(plan, sites=tuple(sites), skips=tuple(skips))
+
+
+__all__ = ["Fitted", "fitted", "stored"]

@@ -1,0 +1,116 @@
+"""Weights within so many bytes."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+
+import graphquant as gq
+from graphquant.accuracy import FLOAT, OWN, Group, Way, fit
+from graphquant.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_lost_is_near_the_least(seed: int) -> None:
+    """The sizes fit, and what is lost is at most what the best choice loses with the largest step's bytes less."""
+    rng = np.random.default_rng(seed)
+    some = []
+    for index in range(6):
+        count, error = int(rng.integers(10, 1000)), float(10 ** rng.uniform(-5, -3))
+        ways = (
+            Way(name=OWN, error=error, size=count),
+            Way(name="4-bit weights", error=error * rng.uniform(20, 300), size=count / 2),
+            Way(name=FLOAT, error=0.0, size=count * 4),
+        )
+        some.append(Group(sites=(index,), ops=frozenset(), ways=ways))
+    sizes = [[way.size for way in group.ways] for group in some]
+    most = sum(min(one) for one in sizes) + rng.uniform(0, 1) * sum(max(one) - min(one) for one in sizes)
+    step = max(max(one) - min(one) for one in sizes)
+
+    def size(chosen: tuple[int, ...]) -> float:
+        return sum(group.ways[way].size for group, way in zip(some, chosen, strict=True))
+
+    def lost(chosen: tuple[int, ...]) -> float:
+        return sum(group.ways[way].error for group, way in zip(some, chosen, strict=True))
+
+    chosen = fit(some, most)
+    assert size(chosen) <= most
+    every = list(product(range(3), repeat=6))
+    assert lost(chosen) <= min((lost(one) for one in every if size(one) <= most - step), default=np.inf)
+    assert size(fit(some, 0)) == sum(min(one) for one in sizes)
+
+
+def weights(path: Path) -> dict[str, int]:
+    """The types of initializers and constants in a file, with the bytes that all of each take."""
+    model = onnx.load(path)
+    held = [*model.graph.initializer, *(a.t for n in model.graph.node if n.op_type == "Constant" for a in n.attribute)]
+    found: dict[str, int] = {}
+    for one in held:
+        name = onnx.TensorProto.DataType.Name(one.data_type).lower()
+        bits = 4 if name.endswith("int4") else 8 * onnx.helper.tensor_dtype_to_np_dtype(one.data_type).itemsize
+        found[name] = found.get(name, 0) + -(-int(np.prod(one.dims)) * bits // 8)
+    return found
+
+
+def test_within_a_budget(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """What the file holds is what is told, and fits; fewer bytes lose more; weights say why they have fewer bits."""
+    model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
+    found = []
+    for budget in ("19%", "24%", "30%"):
+        out, report = tmp_path / f"{budget}.onnx", tmp_path / "report.json"
+        said = cli("insert", model, "--data", data, "--size-budget", budget, "-o", out, "--report", report).stdout
+        told = json.loads(report.read_text())["size_budget"]
+        held = weights(out)
+        assert sum(held.values()) == told["bytes"] <= told["budget"] == int(float(budget[:-1]) / 100 * 34656)
+        assert f"Constants take {told['bytes']:,} bytes of {told['budget']:,}" in said
+        assert {one["way"] for one in told["ways"]} == ({"4-bit weights"} if budget != "30%" else set())
+        assert ("int4" in held) == (budget != "30%")
+        found.append(json.loads(report.read_text())["check"]["comparison"]["sqnr"])
+    assert found == sorted(found)
+    assert "of all weights it loses least with 4 bits for a budget of 24%" in {
+        site.why for site in gq.insert(model, data=str(data), size_budget="24%").plan.sites
+    }
+
+
+def test_without_data(samples: Path) -> None:
+    """Weights alone need no data, may stay float, and an absolute size is one."""
+    result = gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10.3KB")
+    assert result.fitted.most == 10300
+    assert 10000 < result.fitted.size <= 10300
+    assert set(result.fitted.ways.values()) == {FLOAT}
+    assert {skip.reason for skip in result.plan.skips if skip.rule == "size-budget"} == {
+        "there is room for it in a budget of 10.3KB"
+    }
+
+
+def test_beside_a_bound(samples: Path) -> None:
+    """A search for a bound leaves the weights as the budget made them."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    result = gq.insert(model, data=data, size_budget="24%", min_sqnr=38)
+    assert {site.tensor: site.scheme.dtype for site in result.plan.sites if site.rule == "size-budget"} == {
+        site.tensor: "int4" for site in result.searched.plan.sites if site.rule == "size-budget"
+    }
+    assert result.fitted.plan.sites != result.plan.sites
+    kept = {site.uses[0]: site for site in result.fitted.plan.sites}
+    assert {kept[use] for use in result.fitted.weights} <= set(result.plan.sites)
+
+
+def test_what_cannot_be(samples: Path) -> None:
+    """A budget that 4 bits exceed tells the least; of families that keep weights float there is none."""
+    with pytest.raises(UsageError, match=r"5,\d+ bytes with the fewest bits.* Give --size-budget 5\d+ or more") as told:
+        gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10%")
+    least = str(told.value).split("--size-budget ")[1].split()[0]
+    assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).fitted.size == int(least)
+    with pytest.raises(UsageError, match="round weights that stay float in the file"):
+        gq.insert(samples / "digits_cnn.pb", rules="weight_only", size_budget="50%")
+    with pytest.raises(UsageError, match="no amount of memory"):
+        gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="much")
