@@ -14,7 +14,7 @@ import numpy as np
 from graphquant.corrections import clipping, equalize, migrate
 from graphquant.corrections.check import EXACT, FEWEST, errors, expected, worse
 from graphquant.corrections.scaling import add_factor, powers, rescale
-from graphquant.corrections.seeing import UNSEEN, Facts, facts
+from graphquant.corrections.seeing import UNSEEN, facts, look, ranges
 from graphquant.corrections.types import Corrected, Draft
 from graphquant.ir import bulk, check
 from graphquant.solve import solve
@@ -64,16 +64,17 @@ class Balancing:
 
     Attributes:
         why: What it is good for, for people.
-        run: Corrects a model and its plan, of which this is known.
+        run: Corrects a model and its plan by samples, if there are any.
     """
 
     why: str
-    run: Callable[[Balanced, Facts], Balanced]
+    run: Callable[[Balanced, Samples | None], Balanced]
 
 
 @bulk()
-def equalize_layers(given: Balanced, known: Facts) -> Balanced:
+def equalize_layers(given: Balanced, _: Samples | None) -> Balanced:
     """Scales channels so that the weights before and behind them have like ranges; see `equalize`."""
+    known = facts(given.model, given.plan)
     told, chosen = [], []
     for number, stream in enumerate(known.streams):
         reason = known.unfit(stream)
@@ -103,16 +104,20 @@ def equalize_layers(given: Balanced, known: Facts) -> Balanced:
 
 
 @bulk()
-def migrate_scales(given: Balanced, known: Facts) -> Balanced:
+def migrate_scales(given: Balanced, samples: Samples | None) -> Balanced:
     """Scales channels so that activations fill their common range; see `migrate`."""
+    if samples is None:
+        return replace(given, told=(*given.told, _left(migrate.NAME, "model", "left out: it needs data")))
+    known = facts(given.model, given.plan)
+    parts = {number: migrate.parts(known, number) for number in range(len(known.streams))}
+    look(known, [part for found in parts.values() for part in found], samples)
     work, plan, moved, told = given.model.copy(), given.plan, set(given.moved), []
     added = dict(given.added)
     for number, stream in enumerate(known.streams):
         reason = known.unfit(stream)
-        parts = list(migrate.branches(known, number)) if reason else [stream]
-        if not parts:
+        if not parts[number]:
             told.append(_left(migrate.NAME, stream.name, reason))
-        for part in parts:
+        for part in parts[number]:
             least = migrate.OWN_GAIN if reason else migrate.GAIN
             costs = known.costs(number, part)
             choice = None if costs is None or not costs.levels else migrate.strongest(costs)
@@ -136,9 +141,9 @@ def migrate_scales(given: Balanced, known: Facts) -> Balanced:
 
 
 @bulk()
-def clip_weights(given: Balanced, known: Facts) -> Balanced:
+def clip_weights(given: Balanced, _: Samples | None) -> Balanced:
     """Gives weights the range of least squared error; see `clipping`."""
-    plan, told = clipping.clip_weights(known.plan)
+    plan, told = clipping.clip_weights(given.plan)
     return replace(given, plan=plan, told=(*given.told, *told))
 
 
@@ -176,39 +181,30 @@ def balance(model: Model, plan: Plan, wanted: Sequence[str], samples: Samples | 
     now = Balanced(model=model, plan=plan)
     asked = [name for name in BALANCINGS if name in wanted]
     if samples is None:
-        return _unchecked(now, asked)
+        for name in asked:
+            now = BALANCINGS[name].run(now, None)
+            check(now.model, name)
+        return now
     if len(samples.others) < FEWEST:
         few = f"left out: there are {len(samples.others)} samples to check it with, and {FEWEST} are the least"
         return replace(now, told=tuple(_left(name, "model", few) for name in asked))
-    known, floats, before = facts(model, plan, samples), None, None
+    floats = before = None
     for name in asked:
-        made = BALANCINGS[name].run(now, known)
+        made = BALANCINGS[name].run(now, samples)
         check(made.model, name)
         if not any(one.done for one in made.told[len(now.told) :]):
             now = replace(now, told=made.told)
             continue
         if floats is None or before is None:
             floats = expected(_draft(now, {}), samples)
-            before = errors(_draft(now, known.sketches), floats, samples)
-        other = facts(made.model, made.plan, samples)
-        after = errors(_draft(made, other.sketches), floats, samples)
+            before = errors(_draft(now, ranges(now.model, now.plan, samples)), floats, samples)
+        after = errors(_draft(made, ranges(made.model, made.plan, samples)), floats, samples)
         reason = worse(before, after, gain=False) or _idle(before, after)
         if reason:
             said = f"left out: {reason}, measured on {len(samples.others)} samples that it was not made by"
             now = replace(now, told=(*now.told, _left(name, "model", said)))
         else:
-            now, known, before = made, other, after
-    return now
-
-
-def _unchecked(now: Balanced, asked: Sequence[str]) -> Balanced:
-    """What can be done where no data is needed, and nothing is known of values."""
-    for name in asked:
-        if name == migrate.NAME:
-            now = replace(now, told=(*now.told, _left(name, "model", "left out: it needs data")))
-        else:
-            now = BALANCINGS[name].run(now, facts(now.model, now.plan, None))
-            check(now.model, name)
+            now, before = made, after
     return now
 
 

@@ -5,7 +5,8 @@ equation 4: a channel is divided by max|x|^a / max|w|^(1 - a). The paper searche
 accuracy. Here each stream gets the one of eleven, from 0 to 1, for which the errors of rounding both are predicted to
 be least, as noise with a twelfth of a step's square. The factors go into what makes the channels: a LayerNorm, also one
 written out as single ops, an RMSNorm, a convolution or product. Where something else reads these, the residual branch
-of an encoder say, a product by the factors is put before the matrix products; the paper leaves these out.
+of an encoder say, a product by the factors is put before the matrix products; the paper leaves these out. The paper is
+on transformers; what convolutions multiply gains likewise.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from graphquant.corrections.scaling import powers
 from graphquant.corrections.seeing import least
 from graphquant.corrections.streams import Stream
-from graphquant.rewrite import FRAMES
+from graphquant.rewrite import FRAMES, PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -77,15 +78,19 @@ def strongest(costs: Costs) -> Choice | None:
     return best
 
 
-def branches(facts: Facts, number: int) -> Iterator[Stream]:
-    """The parts of a blocked stream that a product of their own can scale: what matrix products read."""
+def parts(facts: Facts, number: int) -> list[Stream]:
+    """A stream that can be scaled, or else the parts of it that a product of their own can scale."""
     stream = facts.streams[number]
+    return list(_branches(facts, stream)) if facts.unfit(stream) else [stream]
+
+
+def _branches(facts: Facts, stream: Stream) -> Iterator[Stream]:
     for tensor, uses in stream.multiplied.items():
         graph = facts.model.graphs[tensor.graph]
         ops = [facts.model.graphs[use.graph].op(use.op) for use in uses]
         held = [one for one in stream.held if one.use in uses]
         if (
-            all(op.kind in {"matmul", "gemm"} for op in ops)
+            all(op.kind in PRODUCTS for op in ops)
             and all(use.graph == tensor.graph for use in uses)
             and len(held) == len(uses)
             and _free(facts, tensor, uses)
@@ -106,4 +111,4 @@ def _free(facts: Facts, tensor: TensorRef, uses: list[Use]) -> bool:
     )
 
 
-__all__ = ["FLOAT", "GAIN", "NAME", "OWN_GAIN", "SMALL", "Choice", "branches", "strongest"]
+__all__ = ["FLOAT", "GAIN", "NAME", "OWN_GAIN", "SMALL", "Choice", "parts", "strongest"]

@@ -39,7 +39,6 @@ class Facts:
         plan: Its plan.
         streams: The model's streams.
         weights: The weights beside each stream, by its number.
-        sketches: Of the tensors whose range comes from data.
         seen: What the channels of streams' tensors hold.
         sites: The sites that quantize each tensor.
     """
@@ -48,7 +47,6 @@ class Facts:
     plan: Plan
     streams: list[Stream]
     weights: dict[int, list[Weight]] = field(default_factory=dict)
-    sketches: dict[TensorRef, Sketch] = field(default_factory=dict)
     seen: dict[TensorRef, Seen] = field(default_factory=dict)
     sites: dict[TensorRef, list[Site]] = field(default_factory=dict)
 
@@ -92,11 +90,11 @@ class Facts:
         )
 
 
-def facts(model: Model, plan: Plan, samples: Samples | None) -> Facts:
-    """What is known of a model, by running it on the samples that corrections are made by.
+def facts(model: Model, plan: Plan) -> Facts:
+    """What is known of a model without running it.
 
     Raises:
-        ModelError: The model cannot be run, or a weight cannot be read.
+        ModelError: A weight cannot be read.
     """
     found = Facts(model=model, plan=plan, streams=streams(model))
     for site in plan.sites:
@@ -104,8 +102,6 @@ def facts(model: Model, plan: Plan, samples: Samples | None) -> Facts:
             found.sites.setdefault(site.tensor, []).append(site)
     by_use = {use: site for site in plan.sites for use in site.uses}
     _weigh(found, by_use)
-    if samples is not None:
-        _look(found, samples)
     return found
 
 
@@ -126,36 +122,52 @@ def _weigh(found: Facts, by_use: dict[Use, Site]) -> None:
                 found.weights[number].append(weight)
 
 
-def _look(found: Facts, samples: Samples) -> None:
-    """Adds what samples show."""
-    observed: dict[TensorRef, Accumulator] = {}
-    for site in needs_data(found.plan):
-        bits = FINE if site.scheme.type.bits > FINE_BITS else COARSE
-        observed[site.tensor] = Accumulator(site.axis, 0 if site.axis is not None else bits)
+def look(found: Facts, chosen: Sequence[Stream], samples: Samples) -> None:
+    """Adds what the samples that corrections are made by show of some streams.
+
+    Raises:
+        ModelError: The model cannot be run.
+    """
     places = {
         tensor: (layout, stream.channels)
-        for stream in found.streams
+        for stream in chosen
         for tensor, layout in stream.tensors.items()
         if tensor in stream.multiplied or tensor in found.sites
     }
     runner = samples.runner(found.model)
-    asked = list(dict.fromkeys((*observed, *places)))
-    refused = runner.unwatchable(asked)
-    shown = [tensor for tensor in asked if tensor not in refused]
+    refused = runner.unwatchable(list(places))
+    shown = [tensor for tensor in places if tensor not in refused]
     rows: dict[TensorRef, list[Seen]] = {}
     for seen in runner.observe(shown, samples.feeds) if shown else ():
         for tensor in shown:
+            made = (channels_of(value, *places[tensor]) for value in seen[tensor])
+            rows.setdefault(tensor, []).extend(one for one in made if one is not None)
+    for tensor, parts in rows.items():
+        if parts:
+            low, high, power = (np.stack(column) for column in zip(*parts, strict=True))
+            found.seen[tensor] = Seen(low.min(0), high.max(0), power.mean(0))
+
+
+def ranges(model: Model, plan: Plan, samples: Samples) -> dict[TensorRef, Sketch]:
+    """What calibration would keep of the samples that corrections are made by.
+
+    Raises:
+        ModelError: The model cannot be run.
+    """
+    observed: dict[TensorRef, Accumulator] = {}
+    for site in needs_data(plan):
+        bits = FINE if site.scheme.type.bits > FINE_BITS else COARSE
+        observed[site.tensor] = Accumulator(site.axis, 0 if site.axis is not None else bits)
+    runner = samples.runner(model)
+    refused = runner.unwatchable(list(observed))
+    shown = [tensor for tensor in observed if tensor not in refused]
+    for seen in runner.observe(shown, samples.feeds) if shown else ():
+        for tensor in shown:
             for value in seen[tensor]:
-                if tensor in observed and value.size:
+                if value.size:
                     observed[tensor].add(value)
                     observed[tensor].close_block()
-                made = channels_of(value, *places[tensor]) if tensor in places else None
-                if made is not None:
-                    rows.setdefault(tensor, []).append(made)
-    found.sketches = {tensor: one.sketch() for tensor, one in observed.items() if tensor not in refused}
-    for tensor, parts in rows.items():
-        low, high, power = (np.stack(column) for column in zip(*parts, strict=True))
-        found.seen[tensor] = Seen(low.min(0), high.max(0), power.mean(0))
+    return {tensor: observed[tensor].sketch() for tensor in shown}
 
 
 def channels_of(value: Array, layout: Layout, channels: int) -> Seen | None:
@@ -179,4 +191,4 @@ def least(seen: Sequence[Seen]) -> Array:
     return np.asarray(np.maximum.reduce([np.maximum(-one.low, one.high) for one in seen]))
 
 
-__all__ = ["FIXED", "UNSEEN", "Facts", "channels_of", "facts", "least"]
+__all__ = ["FIXED", "UNSEEN", "Facts", "channels_of", "facts", "least", "look", "ranges"]
