@@ -199,11 +199,7 @@ def balance(model: Model, plan: Plan, wanted: Sequence[str], samples: Samples | 
             floats = expected(_draft(now, {}), samples)
             before = errors(_draft(now, ranges(now.model, now.plan, samples)), floats, samples)
         after = errors(_draft(made, ranges(made.model, made.plan, samples)), floats, samples)
-<<<<<<< HEAD
         reason = worse(before, after) or _idle(before, after)
-=======
-        reason = worse(before, after, gain=False) or _idle(before, after)
->>>>>>> 51e660692f07c71bdc55da11030ed6c2c2813a3d
         if reason:
             said = f"left out: {reason}, measured on {len(samples.others)} samples that it was not made by"
             now = replace(now, told=(*now.told, _left(name, "model", said)))
