@@ -50,6 +50,10 @@ FILLING = max(THREADS // 2, 1)
 """Threads that fill sketches, each of other tensors. A run takes longer than that."""
 
 
+TOGETHER = 8
+"""Tensors whose values are counted in one go."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
     """What running a model takes, known from the model alone.
@@ -216,8 +220,10 @@ class _Gathering:
         """Keeps of the values what is wanted of them, and closes the block that they are the last of, if any."""
         if self.stopped:
             return  # runs that began before
-        _fill(pool, [(self._kept[tensor], values) for tensor, values in seen.items()])
-        seen.clear()  # it needs no memory until someone asks for it
+        while seen:  # what was kept of is let go at once, for another run takes that memory meanwhile
+            part = [seen.popitem() for _ in range(min(TOGETHER, len(seen)))]
+            _fill(pool, [(self._kept[tensor], values) for tensor, values in part])
+            del part
         if block is None:
             return
         for accumulator in self._kept.values():

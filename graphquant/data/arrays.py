@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from graphquant.data.spec import Source
     from graphquant.numerics import Array
 
-CHECKED_BYTES = 1 << 20
+CHECKED_BYTES = 1 << 17
 """About how much of an array is looked at in one go where all is read once."""
 
 _COPIED_BYTES = 1 << 20
@@ -219,6 +219,21 @@ def _blocks(part: _Part, feeds: int, start: int, stop: int) -> Iterator[Array]:
                 yield np.frombuffer(_exactly(stream, here * entry), part.stored).reshape((here, *shape[1:]))
 
 
+def _pieces(part: _Part, count: int) -> Iterator[Array]:
+    """What is fed `count` times, in order, in pieces of `CHECKED_BYTES`, or, in Fortran order, of a feed or more."""
+    size, wide = math.prod(part.fit.feed_shape()), part.stored.itemsize
+    if part.fortran:
+        yield from _blocks(part, max(1, CHECKED_BYTES // max(size * wide, 1)), 0, count)
+        return
+    left = size * count if part.fit.rows else size
+    with part.open() as stream:
+        stream.seek(part.start)
+        while left:
+            here = min(left, CHECKED_BYTES // wide)
+            left -= here
+            yield np.frombuffer(_exactly(stream, here * wide), part.stored)
+
+
 def _mapped(copy: IO[bytes], stream: IO[bytes], stored: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """An array in Fortran order as a map of the file that it is copied to."""
     left = math.prod(shape) * stored.itemsize
@@ -240,10 +255,8 @@ def _exactly(stream: IO[bytes], size: int) -> bytes:
 def _scan(part: _Part, count: int, update: Callable[[bytes | memoryview], None], *, finite: bool) -> None:
     """Reads what will be fed once, and hands it to `update`."""
     one = part.fit
-    size = math.prod(one.feed_shape())
-    feeds = max(1, CHECKED_BYTES // max(size * part.stored.itemsize, 1))
     bad, first, seen = 0, 0, 0
-    for block in _blocks(part, feeds, 0, count):
+    for block in _pieces(part, count):
         values = _values(part, block)
         update(values.reshape(-1).view(np.uint8).data)
         wrong = not_finite(values)
