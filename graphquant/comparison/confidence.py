@@ -21,28 +21,33 @@ class Spread:
     """How sure the ratio of two sums over samples is: that of squares of an output and of its errors.
 
     The ratio of sums is as sure as the mean of each sample's share of the errors less its share of the squares (Cochran
-    1977, "Sampling Techniques", section 6.3). Only sums are kept.
+    1977, "Sampling Techniques", section 6.3). Errors have long tails, as behind a softmax, where a few samples make
+    most of all and are seldom seen: the worst sample counts twice. Only sums are kept.
     """
 
-    __slots__ = ("_sums", "count")
+    __slots__ = ("_sums", "_worst", "count")
 
     def __init__(self) -> None:
         self.count = 0
         self._sums = np.zeros(5)
+        self._worst = (0.0, 0.0)
 
     def add(self, power: Array, error: Array) -> None:
         """Adds samples: float64 (N,) each, squares of the output and of its errors."""
         self.count += power.size
+        at = int(error.argmax())
+        self._worst = max(self._worst, (float(error[at]), float(power[at])))
         self._sums += [power.sum(), error.sum(), power @ power, error @ error, power @ error]
 
     @property
     def least(self) -> float | None:
         """The SQNR in dB that there is at least; None where there are too few samples to say, or nothing differs."""
-        power, error, powers, errors, both = self._sums
+        off, one = self._worst
+        power, error, powers, errors, both = self._sums + np.array([one, off, one * one, off * off, one * off])
         if self.count < 2 or not (0 < power < math.inf and 0 < error < math.inf):  # noqa: PLR2004  # a spread takes two
             return None
         squares = max(errors / error**2 - 2 * both / (power * error) + powers / power**2, 0.0)
-        deviation = DECIBEL * math.sqrt(squares * self.count / (self.count - 1))
+        deviation = DECIBEL * math.sqrt(squares * (self.count + 1) / self.count)
         return DECIBEL * math.log(power / error) - _student(self.count - 1) * deviation
 
 
