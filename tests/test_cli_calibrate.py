@@ -224,7 +224,7 @@ def test_an_output_that_is_there(cli: Callable[..., Any], here: Path) -> None:
 
 
 INTERRUPTING = """
-import os, signal, sys, time
+import signal, sys, threading, time
 from graphquant.calibration import run
 from graphquant.cli import main
 blocks, times = int(sys.argv.pop(1)), int(sys.argv.pop(1))
@@ -232,7 +232,7 @@ take, told, ends = run._Gathering.take, [], []
 def interrupted(gathering, pool, seen, block):
     while len(ends) == blocks and len(told) < times:
         told.append(None)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         until = time.monotonic() + 60  # another thread handles it
         while gathering._stop is not None and not gathering._stop() and time.monotonic() < until:
             time.sleep(0.001)
