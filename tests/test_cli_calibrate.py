@@ -233,12 +233,13 @@ def interrupted(gathering, pool, seen, block):
     while len(ends) == blocks and len(told) < times:
         told.append(None)
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        until = time.monotonic() + 60  # another thread handles it
-        while gathering._stop is not None and not gathering._stop() and time.monotonic() < until:
+        while gathering._stop is not None and not gathering._stop():  # the main thread handles it, once it wakes
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
             time.sleep(0.001)
     take(gathering, pool, seen, block)
     ends.extend([] if block is None else [block])
 run._Gathering.take = interrupted
+signal.signal(signal.SIGUSR1, lambda *_: None)
 main()
 """
 

@@ -78,8 +78,7 @@ class _Stop:
     """Whether the user asked to stop, and whether that came before the end."""
 
     def __init__(self) -> None:
-        self._asked = self._begun = False
-        self.early = False
+        self._asked = self._begun = self._left = False
 
     def handle(self, *_: object) -> None:
         """What Ctrl-C does: it asks once, and stops at once the second time, or before anything was run."""
@@ -92,12 +91,16 @@ class _Stop:
         """Whether to stop."""
         return self._asked
 
+    @property
+    def early(self) -> bool:
+        """Whether that left something to do."""
+        return self._asked and self._left
+
     def told(self, progress: Progress | None) -> Progress:
         """`progress`, listened to."""
 
         def listen(what: str, done: int, total: int) -> None:
-            self._begun = True
-            self.early = self._asked and done < total
+            self._begun, self._left = True, done < total
             if progress is not None:
                 progress(what, done, total)
 
