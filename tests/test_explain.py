@@ -142,7 +142,13 @@ def test_the_backend_of_a_plan(samples):
     left = pipeline.explain(sample(samples), "stem/conv", rules="weight_only", backend="onnxruntime")
     assert [(one.status, one.broken.rule) for one in left.verdicts if one.broken] == [("float", "no-quantized-output")]
     assert pipeline.explain(sample(samples), "stem/conv", rules="qnn16").backend == "qnn"
-    assert pipeline.explain(sample(samples, "digits_cnn.pb"), "stem/conv").backend == ""
+    frozen = pipeline.explain(sample(samples, "digits_cnn.pb"), "stem/conv")
+    assert (frozen.backend, [(one.op, one.status) for one in frozen.verdicts]) == (
+        "tensorflow",
+        [("stem/conv", "float")],
+    )
+    assert "insert -o MODEL.tflite" in frozen.verdicts[0].note
+    assert pipeline.explain(sample(samples, "digits_cnn.pb"), "image").verdicts == ()
     with pytest.raises(UsageError, match="no backend 'onnxrt'"):
         pipeline.explain(sample(samples), "stem/conv", backend="onnxrt")
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphquant.backends import BACKENDS, check
+from graphquant.backends import BACKENDS, Verdict, check
 from graphquant.calibration import needs_data
 from graphquant.ir import Parameters
 from graphquant.rewrite import rewrite
@@ -15,7 +15,6 @@ from graphquant.solve import clip_ends, solve
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from graphquant.backends import Verdict
     from graphquant.explain.types import Explanation
     from graphquant.ir import Model, TensorRef
     from graphquant.plans import Plan
@@ -24,14 +23,22 @@ if TYPE_CHECKING:
 NEVER_NEGATIVE = frozenset({"sigmoid", "hard_sigmoid", "softmax", "exp", "abs", "sqrt"})
 """Kinds whose values start at 0, where that decides what can be absorbed."""
 
+EMULATING = "tensorflow"
+"""What runs TensorFlow's models; no `check` is for it, as it does the same with every op."""
+
+EMULATED = "its quantization ops round floats. insert -o MODEL.tflite writes a model whose ops run on integers"
+
+SILENT = frozenset({"input", "output", "constant", "variable"})
+"""Kinds that compute nothing."""
+
 FAR = 8
 """Ties that are followed to what the scale comes from."""
 
 
 def meant_for(model: Model, rules: Iterable[str]) -> str:
-    """The backend that one of the rule files is for, by its name; "" if none is, or none runs such models."""
+    """The backend that one of the rule files is for, by its name; "" if none is. TensorFlow runs its own models."""
     if model.format != "onnx":
-        return ""
+        return EMULATING if model.format == EMULATING else ""
     return next((name for rule in rules for name in sorted(BACKENDS, key=len, reverse=True) if _is_for(rule, name)), "")
 
 
@@ -47,7 +54,7 @@ def foretold(
 
     Args:
         model: A quantized model, or the prepared one that `plan` is for.
-        backend: A key of `BACKENDS`.
+        backend: A key of `BACKENDS`, or "tensorflow" for its models.
         asked: What was asked for.
         plan: What is to be done to the model.
         solution: The scales that were found for it; else made-up ones take their place.
@@ -55,10 +62,16 @@ def foretold(
     Raises:
         UsageError: There is no such backend, or it does not run models of this format.
     """
+    places = dict.fromkeys(one.asked for one in asked)
+    if backend == model.format == EMULATING:
+        return tuple(
+            Verdict(graph=graph, op=name, type=op.type, status="float", runs_as=op.type, note=EMULATED)
+            for graph, name in places
+            if (op := model.graphs[graph].op(name)).kind not in SILENT
+        )
     if plan is not None:
         solution = solution or solve(model, _with_ranges(model, plan), {})
         model = rewrite(model, solution.plan, solution.params)[0]
-    places = {one.asked for one in asked}
     return tuple(verdict for verdict in check(model, backend).verdicts if (verdict.graph, verdict.op) in places)
 
 

@@ -66,7 +66,7 @@ def _ruling(verdict: Verdict, found: Explained) -> str:
     if verdict.status == "low":
         return f"{where} it on integers, as {verdict.runs_as}."
     if verdict.broken is None:
-        return f"{where} it in float."
+        return f"{where} it in float{f': {verdict.note}' if verdict.note else ''}."
     return f"{where} it in float: {verdict.broken.says}. To change that: {verdict.broken.fix}."
 
 
