@@ -138,21 +138,28 @@ def _no_end(_block: int | None) -> None:
     return None
 
 
-def copies(items: Iterator[Item], number: int) -> list[Iterator[Item]]:
-    """Iterators that each give all items; unlike `itertools.tee`, they keep none that all have given."""
-    waiting: list[deque[Item]] = [deque() for _ in range(number)]
+def copies(items: Iterator[Item], number: int) -> list[Generator[Item, None, None]]:
+    """Iterators that each give all items; unlike `itertools.tee`, they keep none that all have given.
 
-    def copy(mine: deque[Item]) -> Iterator[Item]:
-        while True:
-            if not mine:
-                for item in itertools.islice(items, 1):
-                    for each in waiting:
-                        each.append(item)
-            if not mine:
-                return
-            yield mine.popleft()
+    One that is not read to its end is to be closed once it was begun: items are not kept for it then.
+    """
+    waiting: dict[int, deque[Item]] = {place: deque() for place in range(number)}
 
-    return [copy(each) for each in waiting]
+    def copy(place: int) -> Generator[Item, None, None]:
+        mine = waiting[place]
+        try:
+            while True:
+                if not mine:
+                    for item in itertools.islice(items, 1):
+                        for each in tuple(waiting.values()):
+                            each.append(item)
+                if not mine:
+                    return
+                yield mine.popleft()
+        finally:
+            del waiting[place]
+
+    return [copy(place) for place in range(number)]
 
 
 def _batched(block: Iterator[Feeds]) -> Iterator[Feeds]:

@@ -15,7 +15,7 @@ from graphquant.comparison.outputs import OutputTally, match_inputs, match_outpu
 from graphquant.comparison.types import Comparison
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from concurrent.futures import Executor
 
     from graphquant.calibration.run import Load
@@ -81,11 +81,13 @@ def compare(
     tallies = [OutputTally(name, other, batched=batched) for name, other in matched.items()]
     blocks = -(-batches.count // load.block)
     most = batches.count if inside is None else inside
-    feeds, *ahead = copies(feeds_of(batches, [(0, blocks)], load.block, batchable=batched), 3)
+    all_feeds = feeds_of(batches, [(0, blocks)], load.block, batchable=batched)
+    feeds, *ahead = copies(all_feeds, 1 if sites is None or watched is None else 1 + THREADS)
     with ExitStack() as stack:
         pool = stack.enter_context(ThreadPoolExecutor(THREADS))
         models = _Models(plain, quant, inputs, labels)
         if sites is not None and watched is not None:
+            stack.callback(_close, ahead)
             held = at_once(2 * (load.elements or LARGE) * (load.block if batched else 1), room(None, ()), AHEAD)
             models.watch(sites, watched, [_until(most, load.block, copy) for copy in ahead], held, stack)
         done = 0
@@ -97,6 +99,8 @@ def compare(
             del expected, found
             if block is not None:
                 done = min((block + 1) * load.block, batches.count)
+                if done >= most:
+                    _close(ahead)  # else what is left would be kept for them
                 if progress is not None:
                     progress(done, batches.count)
         models.measure(pool)
@@ -109,13 +113,17 @@ def compare(
     )
 
 
-def _until(most: int, size: int, feeds: Iterator[tuple[Feeds, int | None]]) -> Iterator[Feeds]:
+def _close(some: Iterable[Generator[object, None, None]]) -> None:
+    for one in some:
+        one.close()
+
+
+def _until(most: int, size: int, feeds: Iterable[tuple[Feeds, int | None]]) -> Iterator[Feeds]:
     """Those of `feeds` that come before `most` samples are done, in blocks of `size`."""
-    done = 0
     for feed, block in feeds:
-        if done < most:
-            yield feed
-        done = done if block is None else (block + 1) * size
+        yield feed
+        if block is not None and (block + 1) * size >= most:
+            return
 
 
 def same(expected: Mapping[str, Array], found: Mapping[str, Array]) -> bool:

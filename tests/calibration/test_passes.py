@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from graphquant.calibration.memory import at_once
-from graphquant.calibration.passes import feeds_of, observed
+from graphquant.calibration.passes import copies, feeds_of, observed
 from graphquant.data import Batches
 from graphquant.ir import TensorRef
 
@@ -153,3 +153,25 @@ def test_feeds_are_kept_no_longer_than_needed() -> None:
     for _ in observed(Forgetful(100), (A, B), feeds, forget, elements=None, space=900, threads=1):
         most = max(most, len(alive))
     assert most <= 3
+
+
+def test_copies_that_were_closed_keep_nothing() -> None:
+    """Each copy gives all; items are kept only for those that are read on."""
+    alive: set[int] = set()
+
+    class Item:
+        def __init__(self, number: int) -> None:
+            self.number = number
+            alive.add(number)
+
+        def __del__(self) -> None:
+            alive.discard(self.number)
+
+    one, other = copies((Item(number) for number in range(100)), 2)
+    assert [next(one).number for _ in range(3)] == [0, 1, 2]
+    assert [next(other).number for _ in range(2)] == [0, 1]
+    other.close()
+    assert next(other, None) is None
+    for number, item in enumerate(one, 3):
+        assert item.number == number
+        assert len(alive) <= 2

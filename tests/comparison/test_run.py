@@ -8,9 +8,12 @@ import pytest
 
 import graphquant as gq
 from graphquant import formats
+from graphquant.calibration import load_of
+from graphquant.comparison import run
 from graphquant.comparison.difference import Difference
 from graphquant.comparison.run import same
-from graphquant.comparison.sites import _add
+from graphquant.comparison.sites import _add, sites_of
+from graphquant.data import open_data
 from graphquant.formats.onnx.run import OnnxRunner
 
 if TYPE_CHECKING:
@@ -59,11 +62,11 @@ def test_the_float_model_runs_once_by_itself(
     data = samples / f"digits_{'rnn' if name == 'digits_rnn' else 'cnn'}_calib.npz"
     path = gq.insert(samples / f"{name}.onnx", data=str(data), samples=8).save(tmp_path / "quant.onnx")
     runs: list[OnnxRunner] = []
-    run = OnnxRunner.run
+    plainly = OnnxRunner.run
 
     def counted(self: OnnxRunner, feeds: Any) -> Any:
         runs.append(self)
-        return run(self, feeds)
+        return plainly(self, feeds)
 
     monkeypatch.setattr(OnnxRunner, "run", counted)
     plain = gq.compare(samples / f"{name}.onnx", path, str(data), samples=40, sites=False)
@@ -76,6 +79,44 @@ def test_the_float_model_runs_once_by_itself(
     for one, other in zip(found.outputs, plain.outputs, strict=True):
         assert one.sqnr == pytest.approx(other.sqnr, abs=0.01)
         assert one.agreement == other.agreement
+
+
+@pytest.mark.parametrize("inside", [None, 40])
+@pytest.mark.parametrize("sites", [True, False])
+def test_feeds_are_let_go(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: int | None, *, sites: bool
+) -> None:
+    """However far the data goes, few feeds are there at a time, also where tensors are no longer watched."""
+    data, path = str(samples / "digits_nested_calib.npz"), samples / "digits_nested.onnx"
+    quant = gq.load(gq.insert(path, data=data, samples=8).save(tmp_path / "quant.onnx"))
+    model = gq.load(path)
+    runners = [formats.module("onnx").runner(one) for one in (model, quant)]
+    found = sites_of(model, quant) if sites else None
+    alive, most = [0], [0]
+
+    class Feed(dict):
+        def __init__(self, feed: Any) -> None:
+            super().__init__(feed)
+            alive[0] += 1
+            most[0] = max(alive[0], most[0])
+
+        def __del__(self) -> None:
+            alive[0] -= 1
+
+    real = run.feeds_of
+    monkeypatch.setattr(run, "feeds_of", lambda *given, **more: ((Feed(f), b) for f, b in real(*given, **more)))
+    made = run.compare(
+        *runners,
+        open_data(data, runners[0].inputs),
+        load=load_of(model, batchable=False),
+        sites=found,
+        watched=None if found is None else formats.module("onnx").runner(found.plain),
+        outputs={},
+        inside=inside,
+    )
+    assert made.samples > 60
+    assert most[0] <= 8
+    assert alive[0] <= 2
 
 
 def test_a_quantized_model_beside_itself(samples: Path, tmp_path: Path) -> None:
