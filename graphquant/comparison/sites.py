@@ -74,7 +74,8 @@ class Site:
     def forget(self, *, alone: bool) -> None:
         """Leaves out what the float model says of it, which holds other numbers; what it costs `alone` too."""
         self.note, self.reference, self.accumulated = SCALED, None, Difference()
-        self.local = Difference() if alone else self.local
+        if alone:
+            self.local, self.weight = Difference(), None
 
     def figures(self) -> SiteFigures:
         """What was found over all samples."""
@@ -174,7 +175,7 @@ def _scaled(quant: Model) -> frozenset[str]:
     said = quant.provenance or formats.module(quant.format).said(quant)
     try:
         found = json.loads(said.get("scaled", "[]"))
-    except ValueError:
+    except (ValueError, RecursionError):  # whoever wrote that is no graphquant
         return frozenset()
     return frozenset(map(str, found)) if isinstance(found, list) else frozenset()
 

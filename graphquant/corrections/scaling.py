@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 MOST: Final = 12
 """The largest power of two of a factor; real ones are below 8."""
 
-SMALLEST: Final = float(np.finfo(np.float32).tiny)
-"""The smallest float32 that has all its bits."""
-
 RULE: Final = "correction"
 
 
@@ -44,8 +41,9 @@ def rescale(model: Model, stream: Stream, by: Array) -> bool:
         made = partial(_multiplied, read, _factor(held, by))
         value = made()
         old = read()
-        small = (np.abs(value) < SMALLEST) & (np.abs(old) >= SMALLEST)
-        if not np.isfinite(value).all() or small.any():
+        if not np.isfinite(value).all() or not np.array_equal(
+            _multiplied(partial(_same, value), 1 / _factor(held, by)), old
+        ):
             return False
         mapped = isinstance(old, np.memmap)
         changed[held.home] = value, made if mapped else partial(_same, value)

@@ -80,7 +80,7 @@ def fitted(
     inserted = {name: by_site(one, done) for name, (one, _, done) in made.items()}
     weights = [i for i, done in inserted[OWN].items() if done.folded and plan.sites[i].scheme.observe.name != "bias"]
     errors = {
-        name: _errors(source, model, inserted[name], weights, kept, progress) for name, (_, model, _) in made.items()
+        name: _errors(prepared, model, inserted[name], weights, kept, progress) for name, (_, model, _) in made.items()
     }
     integers = _on_integers(prepared, plan, inserted[OWN])
     among = [_group(prepared, plan, sites, inserted, errors, integers) for sites in bound(plan, weights)]
@@ -140,18 +140,26 @@ def _check_family(plan: Plan) -> None:
 
 
 def _errors(
-    source: Model,
+    prepared: Model,
     model: Model,
     inserted: Mapping[int, Inserted],
     weights: Sequence[int],
     kept: Kept | None,
     progress: Progress | None,
 ) -> dict[int, float]:
-    """What each weight adds to the outputs, or to itself where there are no samples."""
+    """What each weight adds to the outputs, or to itself where there are no samples.
+
+    Raises:
+        KeyboardInterrupt: Not all are known.
+    """
     here = [index for index in weights if index in inserted]
     if kept is not None:
-        return Trials(source, kept, progress).errors(model, inserted, here)
-    local = {(one.graph, one.op): one.local for one in sites_of(source, model).figures()}
+        trials = Trials(prepared, kept, progress)
+        errors = trials.errors(model, inserted, here)
+        if trials.interrupted:
+            raise KeyboardInterrupt
+        return errors
+    local = {(one.graph, one.op): one.local for one in sites_of(prepared, model).figures()}
     found = {}
     for index in here:
         known = local.get(place(model, inserted[index].output))

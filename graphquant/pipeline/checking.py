@@ -103,7 +103,11 @@ class Check:
             return (f"it could not be measured: {self.problem}",)
         found, bounds = self.comparison, self.bounds or Bounds(sqnr=SQNR)
         broken = [f"output {one.name!r} cannot be compared: {one.problem}" for one in found.outputs if one.problem]
-        return tuple(broken) or (*_sqnr(found, bounds), *_agreement(found, bounds), *_drop(found, bounds))
+        return tuple(broken) or (
+            *_sqnr(found, bounds, asked=bool(self.bounds)),
+            *_agreement(found, bounds),
+            *_drop(found, bounds),
+        )
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -142,14 +146,16 @@ def _rows(count: int, share: float) -> str:
     return f"; it takes {wanted:,} rows to show more, and there are {count:,}" if count < wanted else ""
 
 
-def _sqnr(found: Comparison, bounds: Bounds) -> list[str]:
+def _sqnr(found: Comparison, bounds: Bounds, *, asked: bool) -> list[str]:
     if bounds.sqnr is None:
         return []
-    return [
+    known = [one for one in found.outputs if one.sqnr is not None]
+    missed = [
         f"output {one.name!r} has {one.sqnr:.2f} dB, and {bounds.sqnr:g} are wanted"
-        for one in found.outputs
+        for one in known
         if one.sqnr is not None and not one.sqnr >= bounds.sqnr
     ]
+    return missed if known or not asked else ["no output holds floats, which alone have a signal to noise"]
 
 
 def _agreement(found: Comparison, bounds: Bounds) -> list[str]:

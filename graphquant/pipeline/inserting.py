@@ -155,7 +155,6 @@ def insert(
 
         search = partial(
             searched,
-            source,
             prepared,
             make=lambda tried: _pair(build(tried)),
             measure=lambda tried: measured(source, tried, tuning, bounds, None, inside=False),
@@ -237,7 +236,7 @@ def _decided(
         quick = timing.quickest(prepared, made, lambda tried: _pair(build(tried)), progress)
         made = quick.plan
     if search is not None and made.sites:
-        outcome = search(plan=made, costs=None if quick is None else quick.costs)
+        outcome = search(plan=made, costs=None if quick is None else quick.costs or None)
         made = outcome.plan
     built = build(made)
     if timing is not None and quick is not None:

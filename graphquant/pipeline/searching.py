@@ -51,7 +51,6 @@ class Searched:
 
 
 def searched(
-    source: Model,
     prepared: Model,
     plan: Plan,
     make: Make,
@@ -67,8 +66,7 @@ def searched(
     """Looks for the cheapest ways of the sites of `plan` so that `bounds` are met.
 
     Args:
-        source: The float model.
-        prepared: The same as the plan names it.
+        prepared: The float model as the plan names it.
         plan: What the rules make.
         make: Makes the model of a plan, with what was inserted.
         measure: Checks such a model on the samples of the search.
@@ -88,7 +86,7 @@ def searched(
     unchanged = Searched(plan=plan, found=_nothing(first), tried=first, runs=0.0, left={}, changed={})
     if first.assured or first.comparison is None or not inserted:
         return unchanged
-    trials = Trials(source, kept, progress)
+    trials = Trials(prepared, kept, progress)
     errors, others = trials.all(prepared, plan, quant, inserted, make)
     if trials.interrupted:
         return replace(unchanged, found=replace(unchanged.found, interrupted=True), runs=trials.passes(errors))

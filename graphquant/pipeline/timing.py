@@ -183,7 +183,7 @@ class Timing:
         Raises:
             ModelError: A model cannot be run.
         """
-        if not plan.sites:
+        if not plan.sites or timed.rules is None:
             return replace(timed, plan=plan, outcome=timed.rules)
         found = [self.beside(made) for _ in range(PAIRS)]
         middle = sorted(found, key=lambda one: one.median)[PAIRS // 2]
@@ -237,7 +237,7 @@ class _Profiles:
 
         low, high = self.of(()), self.of(tuple(self.taken))
         saved = {op: high.ops.get(op, 0.0) - low.ops.get(op, 0.0) for op in in_multiply_adds(self._prepared, {})}
-        least = 1e-3 * max(*saved.values(), 1e-6)
+        least = 1e-3 * max([*saved.values(), 1e-6])
         return {op: max(value, least) for op, value in saved.items()}
 
     def sites(self, inserted: Sequence[Inserted]) -> dict[int, int]:

@@ -34,10 +34,10 @@ BETTER = 0.95
 class Trials:
     """Blame of plans in which all sites have one way each."""
 
-    def __init__(self, source: Model, kept: Kept, progress: Progress | None) -> None:
-        """`kept` are the samples of the search."""
-        self._source, self._kept, self._progress = source, kept, progress
-        self._runner = formats.module(source.format).runner(source)
+    def __init__(self, prepared: Model, kept: Kept, progress: Progress | None) -> None:
+        """`prepared` has the float weights as the plans quantize them; `kept` are the samples of the search."""
+        self._prepared, self._kept, self._progress = prepared, kept, progress
+        self._runner = formats.module(prepared.format).runner(prepared)
         self._runs = 0.0
         self.interrupted = False
 
@@ -91,10 +91,10 @@ class Trials:
         places = {index: [place(quant, output) for output in sites[index].outputs] for index in wanted}
         blamed = blame(
             quant,
-            sites_of(self._source, quant),
+            sites_of(self._prepared, quant),
             self._kept.samples(),
             inputs={one.name: one.name for one in self._runner.inputs},
-            batchable=self._runner.batchable and load_of(self._source, batchable=True).elements is not None,
+            batchable=self._runner.batchable and load_of(self._prepared, batchable=True).elements is not None,
             only={one for some in places.values() for one in some},
             progress=stage(self._progress, "blaming"),
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from graphquant.calibration import load_of
 from graphquant.comparison import run
 from graphquant.comparison.difference import Difference
 from graphquant.comparison.run import same
-from graphquant.comparison.sites import _add, sites_of
+from graphquant.comparison.sites import _add, _scaled, sites_of
 from graphquant.data import open_data
 from graphquant.formats.onnx.run import OnnxRunner
 
@@ -140,3 +141,9 @@ def test_outputs_can_be_watched(samples: Path, name: str) -> None:
     assert list(runner.ends) == list(ran) == list(runner.outputs)
     for key, tensor in runner.ends.items():
         np.testing.assert_allclose(seen[tensor][-1], ran[key], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("said", ["[" * 200_000, "{", "1", '{"a": 1}'])
+def test_what_no_graphquant_wrote_scales_nothing(said: str) -> None:
+    """A note in a model may be anything."""
+    assert _scaled(SimpleNamespace(provenance={"scaled": said})) == frozenset()  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ They go to a file beside the model one at a time, or to onnxruntime as they are.
 from __future__ import annotations
 
 import math
+import secrets
 from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ ALIGNED = 64
 WEIGHTS = frozenset({"float16", "float32", "float64", "int8", "uint8", "int16", "uint16"})
 """Types that onnxruntime takes from numpy, of what is surely no shape."""
 
-_LATER = "graphquant.later"
-"""The key under which a tensor that is still to be filled says which one it is."""
+_LATER = f"graphquant.later {secrets.token_hex(8)}"
+"""The key under which a tensor that is still to be filled says which one it is; no file can have it."""
 
 Left = Op | Any
 """A constant whose value is left for later: a new one, or an initializer as the source has it, a TensorProto."""
