@@ -115,8 +115,8 @@ def _needed(model: Model, plan: Plan, taken: Collection[int], owner: Mapping[Use
         graph = model.graphs[name]
         for op in graph.ops():
             if op.kind in COUNTED:
-                for slot, tensor in enumerate(graph.slots(op.name)):
-                    index = _site(model, Use(name, op.name, slot), tensor, owner)
+                for slot in range(len(graph.slots(op.name))):
+                    index = site_read(model, Use(name, op.name, slot), owner)
                     if index is not None:
                         found[index].add((name, op.name))
     for index in taken:
@@ -126,16 +126,13 @@ def _needed(model: Model, plan: Plan, taken: Collection[int], owner: Mapping[Use
     return found
 
 
-def _site(model: Model, use: Use, tensor: TensorRef | None, owner: Mapping[Use, int]) -> int | None:
+def site_read(model: Model, use: Use, owner: Mapping[Use, int]) -> int | None:
     """The site that `use` reads, through ops that change no values."""
     for _ in range(HOPS):
-        if use in owner or tensor is None:
-            break
-        graph = model.graphs[tensor.graph]
-        if graph.op(tensor.op).kind not in THROUGH:
+        tensor = model.graphs[use.graph].producer(use)
+        if use in owner or tensor is None or model.op(tensor).kind not in THROUGH:
             break
         use = Use(tensor.graph, tensor.op, 0)
-        tensor = graph.producer(use)
     return owner.get(use)
 
 

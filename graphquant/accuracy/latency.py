@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphquant.accuracy.costs import BEHIND, HOPS, THROUGH, bound
+from graphquant.accuracy.costs import BEHIND, HOPS, THROUGH, bound, site_read
 from graphquant.ir import Parameters, TensorRef, Use
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def parts_of(model: Model, plan: Plan, taken: Collection[int]) -> list[Part]:
         for op in graph.ops():
             if op.kind not in THROUGH:
                 for slot in range(len(graph.slots(op.name))):
-                    index = _read(model, Use(name, op.name, slot), owner)
+                    index = site_read(model, Use(name, op.name, slot), owner)
                     if index is not None:
                         ops[index].add(fused.into((name, op.name)))
     for index in taken:
@@ -200,16 +200,6 @@ def parts_of(model: Model, plan: Plan, taken: Collection[int]) -> list[Part]:
         Part(sites=tuple(sites), ops=frozenset(place for index in sites for place in ops[index]) - idle)
         for sites in bound(plan, taken)
     ]
-
-
-def _read(model: Model, use: Use, owner: Mapping[Use, int]) -> int | None:
-    """The site that `use` reads, through ops that change no values."""
-    for _ in range(HOPS):
-        tensor = model.graphs[use.graph].producer(use)
-        if use in owner or tensor is None or model.op(tensor).kind not in THROUGH:
-            break
-        use = Use(tensor.graph, tensor.op, 0)
-    return owner.get(use)
 
 
 class Fused:

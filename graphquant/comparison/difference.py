@@ -12,9 +12,6 @@ from graphquant.sketch import kernel
 if TYPE_CHECKING:
     from graphquant.numerics import Array
 
-CHUNK = 1 << 13
-"""Values that are looked at in one go: they stay in a core's cache, and numpy's library takes one thread for them."""
-
 SMALLEST_SUM = 1e-30
 """Sums of squares below that may have lost values that are too small for float32."""
 
@@ -57,8 +54,8 @@ class Difference:
         self.count += one.size
         if not full and one.dtype == other.dtype == np.float32 and self._quick(one, other):
             return
-        for start in range(0, one.size, CHUNK):
-            self._chunk(one[start : start + CHUNK], other[start : start + CHUNK], full=full)
+        for start in range(0, one.size, kernel.SQUARED):
+            self._chunk(one[start : start + kernel.SQUARED], other[start : start + kernel.SQUARED], full=full)
 
     def _quick(self, a: Array, b: Array) -> bool:
         """Adds power and error as float32 gives them, if it holds them."""

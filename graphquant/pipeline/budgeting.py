@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphquant.accuracy import FLOAT, OWN, Group, Way, bound, fit, groups, ways
@@ -12,8 +12,8 @@ from graphquant.calibration import parse_size
 from graphquant.comparison import sites_of
 from graphquant.errors import UsageError
 from graphquant.numerics import Dynamic, IntType
-from graphquant.pipeline.trying import Trials, by_site, place
-from graphquant.plans import Skip
+from graphquant.pipeline.redrawing import by_site, redrawn
+from graphquant.pipeline.trying import Trials, place
 from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
@@ -210,20 +210,19 @@ def _size(prepared: Model, plan: Plan, index: int, done: Inserted | None) -> int
 
 def _plan(plan: Plan, others: Mapping[str, Plan], names: Mapping[int, str], budget: str) -> Plan:
     """The plan of the ways that were chosen."""
-    sites, skips = [], list(plan.skips)
-    for index, site in enumerate(plan.sites):
-        name = names.get(index, OWN)
-        if name == FLOAT:
-            reason = f"there is room for it in a budget of {budget}"
-            skips.append(Skip(tensor=site.tensor, uses=site.uses, rule=RULE, reason=reason))
-        elif name == OWN:
-            sites.append(site)
-        else:
-            dtype = others[name].sites[index].scheme.type
-            bits = f"{dtype.bits} bits" if isinstance(dtype, IntType) else dtype.name
-            why = f"of all weights it loses least with {bits} for a budget of {budget}"
-            sites.append(replace(others[name].sites[index], rule=RULE, why=why))
-    return replace(plan, sites=tuple(sites), skips=tuple(skips))
+    instead = {
+        index: None if name == FLOAT else others[name].sites[index] for index, name in names.items() if name != OWN
+    }
+
+    def why(index: int) -> str:
+        other = instead[index]
+        if other is None:
+            return f"there is room for it in a budget of {budget}"
+        dtype = other.scheme.type
+        bits = f"{dtype.bits} bits" if isinstance(dtype, IntType) else dtype.name
+        return f"of all weights it loses least with {bits} for a budget of {budget}"
+
+    return redrawn(plan, instead, RULE, why)
 
 
 __all__ = ["Fitted", "fitted", "stored"]

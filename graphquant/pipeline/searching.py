@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from graphquant.accuracy import FLOAT, OWN, Found, Measured, groups, in_bytes, in_multiply_adds, search
 from graphquant.pipeline.checking import sizes
 from graphquant.pipeline.common import stage
+from graphquant.pipeline.redrawing import redrawn
 from graphquant.pipeline.trying import Trials
-from graphquant.plans import Skip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -87,7 +87,7 @@ def searched(
     if first.assured or first.comparison is None or not inserted:
         return unchanged
     trials = Trials(prepared, kept, progress)
-    errors, others = trials.all(prepared, plan, quant, inserted, make)
+    errors, others = trials.all(plan, quant, inserted, make)
     if trials.interrupted:
         return replace(unchanged, found=replace(unchanged.found, interrupted=True), runs=trials.passes(errors))
     held = [index for index, site in enumerate(plan.sites) if site.uses[0] in fixed]
@@ -160,17 +160,8 @@ class _Drawn:
     def made(self, chosen: Sequence[int]) -> Plan:
         """The plan."""
         ways = self.ways(chosen)
-        sites, skips = [], list(self.plan.skips)
-        for index, site in enumerate(self.plan.sites):
-            way = ways.get(index, OWN)
-            if way == FLOAT:
-                skips.append(Skip(tensor=site.tensor, uses=site.uses, rule=RULE, reason=self._reason(index, way)))
-            elif way != OWN:
-                other = self.others[way].sites[index]
-                sites.append(replace(other, rule=RULE, why=self._reason(index, way)))
-            else:
-                sites.append(site)
-        return replace(self.plan, sites=tuple(sites), skips=tuple(skips))
+        instead = {index: None if way == FLOAT else self.others[way].sites[index] for index, way in ways.items()}
+        return redrawn(self.plan, instead, RULE, lambda index: self._reason(index, ways[index]))
 
     def _reason(self, index: int, way: str) -> str:
         errors = self.errors[index]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.pipeline.common import stage
-from graphquant.plans import Skip
+from graphquant.pipeline.redrawing import by_site, redrawn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -123,11 +123,12 @@ class Timing:
         chosen = [index * batches.count // count for index in range(count)]
         return cls(source=source, feeds=[next(batches.span(at, at + 1)) for at in chosen], lite=lite)
 
-    def beside(self, model: Model) -> Ratio:
-        """How long `model` takes as a share of the source, each in a new session."""
+    def middle(self, one: Model, other: Model, pairs: int) -> Ratio:
+        """How long `one` takes as a share of `other`, in the middle of some pairs of new sessions."""
         from graphquant.accuracy import ratio
 
-        return ratio(self.run_of(model), self.run_of(self.source), seconds=SECONDS)
+        found = [ratio(self.run_of(one), self.run_of(other), seconds=SECONDS) for _ in range(pairs)]
+        return sorted(found, key=lambda each: each.median)[pairs // 2]
 
     def quickest(self, prepared: Model, plan: Plan, make: Make, progress: Progress | None) -> Timed:
         """Leaves float what makes the model faster.
@@ -158,7 +159,9 @@ class Timing:
             lambda one, other: ratio(run_of(one), run_of(other), seconds=SECONDS),
             progress=stage(progress, "timing"),
         )
-        left = found.left if found.left and self._faster(built(found.left)[0], built(())[0]) else ()
+        left = found.left
+        if left and self.middle(built(left)[0], built(())[0], AGAIN).median >= 1:
+            left = ()  # where the memory of those sessions lies was what was faster
         return Timed(
             runtime=self.runtime,
             samples=self.samples,
@@ -170,13 +173,6 @@ class Timing:
             costs=profiles.costs(),
         )
 
-    def _faster(self, one: Model, other: Model) -> bool:
-        """Whether that is so in new sessions too: where their memory lies may have been what was faster."""
-        from graphquant.accuracy import ratio
-
-        found = [ratio(self.run_of(one), self.run_of(other), seconds=SECONDS).median for _ in range(AGAIN)]
-        return sorted(found)[AGAIN // 2] < 1
-
     def confirmed(self, timed: Timed, plan: Plan, made: Model) -> Timed:
         """`plan` if the model that was `made` of it is faster than the source, else one that leaves all float.
 
@@ -185,8 +181,7 @@ class Timing:
         """
         if not plan.sites or timed.rules is None:
             return replace(timed, plan=plan, outcome=timed.rules)
-        found = [self.beside(made) for _ in range(PAIRS)]
-        middle = sorted(found, key=lambda one: one.median)[PAIRS // 2]
+        middle = self.middle(made, self.source, PAIRS)
         timed = replace(timed, plan=plan, outcome=middle, plans=timed.plans + 1)
         return timed if middle.median <= LEAST and middle.high < 1 else _nothing(timed, middle)
 
@@ -215,10 +210,9 @@ class _Profiles:
         self._prepared, self._plan, self._built, self._feeds = prepared, plan, built, feeds
         self._fused = Fused(prepared)
         self._module = formats.module(prepared.format)
-        self._places = {(site.tensor, site.uses): index for index, site in enumerate(plan.sites)}
         self._made: dict[Left, Profile] = {}
         self._plain = self._module.spent(prepared, feeds)
-        self.taken = sorted(self.sites(built(())[1]).values())
+        self.taken = sorted(by_site(plan, built(())[1]))
 
     @property
     def known(self) -> bool:
@@ -239,15 +233,6 @@ class _Profiles:
         saved = {op: high.ops.get(op, 0.0) - low.ops.get(op, 0.0) for op in in_multiply_adds(self._prepared, {})}
         least = 1e-3 * max([*saved.values(), 1e-6])
         return {op: max(value, least) for op, value in saved.items()}
-
-    def sites(self, inserted: Sequence[Inserted]) -> dict[int, int]:
-        """For each of `inserted`, by its position, the site of the plan that it is."""
-        found = {}
-        for number, done in enumerate(inserted):
-            index = self._places.get((done.site.tensor, done.site.uses))
-            if index is not None:  # else it is a copy that the solver made
-                found[number] = index
-        return found
 
     def _profile(self, left: Left) -> Profile:
         from graphquant.accuracy import Profile
@@ -274,11 +259,10 @@ class _Profiles:
     def _inserted(self, model: Model, inserted: Sequence[Inserted]) -> dict[Place, int]:
         """The ops that each site's pair consists of, and the one whose result it quantizes, with the site."""
         found: dict[Place, int] = {}
-        for number, index in self.sites(inserted).items():
-            site = inserted[number].site
-            if not site.parameter:
-                found.setdefault((site.tensor.graph, site.tensor.op), index)
-            for output in inserted[number].outputs:
+        for index, done in by_site(self._plan, inserted).items():
+            if not done.site.parameter:
+                found.setdefault((done.site.tensor.graph, done.site.tensor.op), index)
+            for output in done.outputs:
                 found[output.graph, output.op] = index
                 before = model.graphs[output.graph].slots(output.op)
                 if before and before[0] is not None and not self._knows((before[0].graph, before[0].op)):
@@ -288,12 +272,7 @@ class _Profiles:
 
 def _without(plan: Plan, left: Sequence[int], why: str) -> Plan:
     """The plan with the sites `left` as skips."""
-    gone = set(left)
-    skips = tuple(
-        Skip(tensor=plan.sites[index].tensor, uses=plan.sites[index].uses, rule=RULE, reason=why) for index in left
-    )
-    sites = tuple(site for index, site in enumerate(plan.sites) if index not in gone)
-    return replace(plan, sites=sites, skips=(*plan.skips, *skips))
+    return redrawn(plan, dict.fromkeys(left), RULE, lambda _index: why)
 
 
 __all__ = ["Timed", "Timing"]

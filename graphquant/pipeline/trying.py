@@ -15,6 +15,7 @@ from graphquant.comparison import sites_of
 from graphquant.ir import Model, TensorRef
 from graphquant.numerics import Dynamic
 from graphquant.pipeline.common import stage
+from graphquant.pipeline.redrawing import by_site
 from graphquant.plans import Plan
 from graphquant.rewrite import Inserted
 
@@ -45,13 +46,10 @@ class Trials:
         """How many runs there were for each site."""
         return self._runs / max(len(errors), 1)
 
-    def all(
-        self, prepared: Model, plan: Plan, quant: Model, inserted: Sequence[Inserted], make: Make
-    ) -> tuple[Errors, dict[str, Plan]]:
+    def all(self, plan: Plan, quant: Model, inserted: Sequence[Inserted], make: Make) -> tuple[Errors, dict[str, Plan]]:
         """What each site adds in each of its ways, and the plan of each way; until Ctrl-C, which `interrupted` tells.
 
         Args:
-            prepared: The prepared model.
             plan: What the rules make.
             quant: The model of that plan.
             inserted: What it has of it.
@@ -63,7 +61,7 @@ class Trials:
         own = by_site(plan, inserted)
         found = self.errors(quant, own, own)
         errors: Errors = {index: {OWN: found.get(index, 0.0)} for index in own}
-        others = ways(prepared, plan)
+        others = ways(self._prepared, plan)
         tried = [own]
         for name, other in others.items():
             if self.interrupted:
@@ -104,13 +102,6 @@ class Trials:
         return {index: sum(known.get(one, 0.0) for one in some) for index, some in places.items()}
 
 
-def by_site(plan: Plan, inserted: Sequence[Inserted]) -> dict[int, Inserted]:
-    """What was inserted for each site of the plan, by position; not the copies that the solver made."""
-    places = {(site.tensor, site.uses): index for index, site in enumerate(plan.sites)}
-    found = ((places.get((done.site.tensor, done.site.uses)), done) for done in inserted)
-    return dict(sorted((index, done) for index, done in found if index is not None))
-
-
 def place(quant: Model, output: TensorRef) -> tuple[str, str]:
     """The op that quantizes, whose result `output` is, perhaps in another view."""
     graph = quant.graphs[output.graph]
@@ -130,4 +121,4 @@ def _numbers(params: QParams | Dynamic) -> object:
     return params.type, params.axis, np.asarray(params.scale).tobytes(), np.asarray(params.zero_point).tobytes()
 
 
-__all__ = ["Errors", "Make", "Trials", "by_site", "place"]
+__all__ = ["Errors", "Make", "Trials", "place"]

@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from graphquant.comparison.difference import CHUNK, Difference, quiet
+from graphquant.comparison.difference import Difference, quiet
+from graphquant.sketch.kernel import SQUARED
 
 
 def difference(expected: object, found: object, dtype: str = "float32") -> Difference:
@@ -28,7 +29,7 @@ def test_figures(dtype: str) -> None:
 def test_many_values_are_summed_as_one() -> None:
     """Values that take several chunks, in several calls, give what numpy gives of all of them."""
     random = np.random.default_rng(0)
-    expected = random.normal(size=(3, 7, CHUNK // 5)).astype(np.float32)
+    expected = random.normal(size=(3, 7, SQUARED // 5)).astype(np.float32)
     found = expected + random.normal(0, 0.01, expected.shape).astype(np.float32)
     one = Difference()
     for a, b in zip(expected, found, strict=True):
