@@ -45,7 +45,7 @@ from graphquant.multiply_adds import multiply_adds
 from graphquant.pipeline.checking import sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from graphquant.comparison import Comparison
 
@@ -65,6 +65,9 @@ ONNX = (
 TENSORFLOW = (
     *("digits_cnn.pb", "digits_cnn.pbtxt", "digits_cnn_saved_model", "digits_rnn.pb", "digits_rnn_saved_model"),
 )
+NAMES = (*ONNX, "digits_nested", *SEEDED, *TENSORFLOW, "keyword_saved_model")
+"""All models, in the order of the table."""
+
 KEYWORDS = {"int8": (0.5, 0.985), "int4": (2.0, 0.0)}
 """For each number of bits the points of accuracy that may be lost, and the share of answers that has to stay."""
 
@@ -108,7 +111,7 @@ class Row:
         return [*mine, *others, ", ".join(self.missed) or "holds"]
 
 
-def models(given: Path, folder: Path, only: list[str]) -> Iterator[Case]:
+def models(given: Path, folder: Path, only: Collection[str]) -> Iterator[Case]:
     """All models, each with its samples."""
 
     def wanted(name: str) -> bool:

@@ -1,15 +1,19 @@
 """What `insert --optimize latency` makes of models, beside float, the default, and onnxruntime's own tool.
 
-Run: python benchmarks/latency.py [--models FOLDER] [--only NAME]... [--out FILE.md] [--prepare FOLDER | --time FOLDER]
+Run: python benchmarks/latency.py [--models FOLDER] [--only NAME]... [--keep FOLDER] [--out FILE.md]
 
-The models: those of `peers.py` that are trained or light, sample_models, and the seeded ones of `accuracy_models.py`.
-Each is quantized by default, by `--optimize latency`, and by onnxruntime's `quantize_static` (weights per channel,
-MinMax, all op types or convolutions and products alone, whichever is the faster here). Then all run in turn, in new
-sessions on one thread, by the processor's clock: ratios to float are medians over rounds, the middle one of some pairs
-of sessions, with the least and the most of these. A bar is missed where the optimized model takes longer in each.
+The models are those of `accuracy.py`, with the samples that calibration has there. Each is quantized by default, by
+`--optimize latency`, and by onnxruntime's `quantize_static` (weights per channel, MinMax, all op types or convolutions
+and products alone, whichever is the faster here). Then all run in turn, in new sessions on one thread, by the
+processor's clock: ratios to float are medians over rounds, the middle one of some pairs of sessions, with the least and
+the most of these. A bar is missed where the optimized model takes longer in each.
 
-`--prepare` makes the models, those that are there already left out, `--time` times those that there are. Both want a
-quiet machine: what is optimized while it is busy may gain less than there is to gain.
+TensorFlow's models run in TensorFlow, and once more as TFLite files, which are another row; onnxruntime's tool knows
+nothing of these. What cannot be written so says why.
+
+It wants a quiet machine: what is optimized while it is busy may gain less than there is to gain. All models take about
+ten minutes. `--keep` keeps what was found of each model in a folder, and leaves out what is there already, so that it
+may be run in pieces, also after it was stopped; the table at the end is of all that is there.
 """
 
 from __future__ import annotations
@@ -19,171 +23,224 @@ import contextlib
 import io
 import json
 import logging
-import shutil
+import os
 import sys
 import tempfile
-from dataclasses import replace
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx
-from accuracy_models import SEEDED
+from accuracy import NAMES, models
 from calibration_contestants import Reader, feeds
-from oracle import ROOT, truth
-from peers_models import cases
+from oracle import ROOT
 
 import graphquant as gq
-from graphquant import formats
+from graphquant import formats, tflite
 from graphquant.accuracy import ratio
 from graphquant.data import open_data
+from graphquant.errors import GraphQuantError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
+
+    from peers_models import Case
 
     from graphquant.accuracy import Ratio
 
-NAMES = (
-    *("digits_cnn", "digits_cnn_bn", "digits_rnn", "face_detector", "silero_vad", "keyword_net", "transformer", "lstm"),
-    *("light_shufflenet", "light_squeezenet", "light_inception_v1"),
-)
-"""Of the architectures of `peers.py` those that run in a few milliseconds, and some of the others."""
+    Start = Callable[[], Callable[[], object]]
 
-SAMPLES, SECONDS, PAIRS = 40, 1.5, 5
+SECONDS, PAIRS = 1.5, 5
 
 NARROW = {"every op": None, "products": ["Conv", "MatMul", "Gemm"]}
 """What onnxruntime's tool is told to quantize."""
 
 KINDS = ("default", "optimized", "onnxruntime")
 
+COLUMNS = ("model", "float ms", *KINDS, "quantized sites", "")
 
-def models(given: Path, folder: Path, only: list[str]) -> Iterator[tuple[str, Path, Path]]:
-    """The name, file and data of each model."""
-    wanted = [name for name in NAMES if not only or name in only]
-    for case in cases(given, folder, wanted, []) if wanted else ():
-        yield case.name, case.model, _data(folder / f"{case.name}.npz", case.pool)
-    for name in [name for name in ("digits_nested",) if not only or name in only]:
-        shutil.copy(ROOT / f"sample_models/{name}.onnx", folder)
-        with np.load(ROOT / f"sample_models/{name}_calib.npz") as data:
-            yield name, folder / f"{name}.onnx", _data(folder / f"{name}.npz", dict(data))
-    for name, make in SEEDED.items():
-        if not only or name in only:
-            message, pool = make()
-            truth.name_ops(message)
-            onnx.save(message, folder / f"{name}.onnx")
-            yield name, folder / f"{name}.onnx", _data(folder / f"{name}.npz", pool)
+NONE = "—"
 
 
-def _data(path: Path, pool: dict[str, Any]) -> Path:
-    np.savez(path, **{name: array[:SAMPLES] if array.ndim else array for name, array in pool.items()})
-    return path
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """What was found for one model in one runtime.
+
+    Attributes:
+        name: What the table calls it.
+        milliseconds: Of float, for a sample.
+        cells: By kind how many times as long it takes, or why that is not known.
+        sites: What is quantized of all that the rules quantize.
+        missed: Whether the optimized model is slower than float.
+        seconds: What all of the model took, its other row included.
+    """
+
+    name: str
+    milliseconds: float = 0.0
+    cells: dict[str, str] = field(default_factory=lambda: dict.fromkeys(KINDS, NONE))
+    sites: str = ""
+    missed: bool = False
+    seconds: float = 0.0
+
+    def shown(self) -> list[str]:
+        """The line of the table."""
+        verdict, took = "MISSED" if self.missed else "", f"{self.milliseconds:.3f}" if self.milliseconds else NONE
+        return [self.name, took, *(self.cells[kind] for kind in KINDS), self.sites, verdict]
+
+    def judge(self, kind: str, start: Start, plain: Start, samples: int = 1) -> None:
+        """Times what `start` starts beside what `plain` does."""
+        found = timed(start, plain)
+        self.cells[kind] = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
+        self.milliseconds = 1000 * found.other / samples
+        self.missed |= kind == "optimized" and found.low > 1
+
+    def optimized(self, made: gq.Result, start: Callable[[], Start], plain: Start, samples: int = 1) -> None:
+        """Times what was optimized, unless it is the float model itself."""
+        left = len(made.timed.left) if made.timed else 0
+        self.sites = f"{len(made.inserted)} of {len(made.inserted) + left}"
+        if made.inserted:
+            self.judge("optimized", start(), plain, samples)
+        else:
+            self.cells["optimized"] = "1, all float"
 
 
-def prepare(name: str, model: Path, data: Path) -> dict[str, Any]:
-    """Makes the quantized models beside `model`; what was found on the way."""
-    gq.insert(model, data=str(data)).save(model.with_suffix(".default.onnx"), force=True)
-    made = gq.insert(model, data=str(data), optimize="latency")
-    made.save(model.with_suffix(".optimized.onnx"), force=True)
-    told: dict[str, Any] = {"left": len(made.timed.left) if made.timed else 0, "sites": len(made.inserted)}
-    told["plans"] = made.timed.plans if made.timed else 0
-    told["theirs"] = _theirs(model, data)
-    print(f"  {name}: {told}", file=sys.stderr, flush=True)
-    return told
+def timed(one: Start, other: Start) -> Ratio:
+    """How long one takes as a share of the other: the middle pair of new sessions, with the least and the most."""
+    pairs = sorted((ratio(one(), other(), seconds=SECONDS / PAIRS) for _ in range(PAIRS)), key=lambda each: each.median)
+    return replace(pairs[PAIRS // 2], low=pairs[0].median, high=pairs[-1].median)
 
 
-def _theirs(model: Path, data: Path) -> str:
-    """What onnxruntime's tool makes, as the faster of its placements; which that is, or why there is none."""
+def examine(case: Case, folder: Path) -> list[Row]:
+    """The rows of one model."""
+    start, data = time.perf_counter(), folder / "calibration.npz"
+    np.savez(data, **case.pool)
+    rows = [in_framework(case, data, folder)]
+    if formats.format_of(case.model) == "tensorflow":
+        rows.append(as_lite(case, data, folder))
+    for row in rows:
+        row.seconds = time.perf_counter() - start
+    return rows
+
+
+def in_framework(case: Case, data: Path, folder: Path) -> Row:
+    """As onnxruntime or TensorFlow runs it."""
+    row, source = Row(name=case.name), gq.load(case.model)
+    module = formats.module(source.format)
+    batches = open_data(str(data), module.inputs(source))
+    some = [index * batches.count // 4 for index in range(4)] if len(source.live()) > 1 else [0]
+    samples = [next(batches.span(index, index + 1)) for index in some]
+
+    def starting(path: Path) -> Start:
+        model = gq.load(path)
+        return lambda: module.timed(model, samples)
+
+    def written(made: gq.Result, kind: str) -> Start:
+        return starting(made.save(folder / f"{kind}{case.model.suffix}", force=True))
+
+    plain = starting(case.model)
+    row.judge("default", written(gq.insert(case.model, data=str(data)), "default"), plain, len(samples))
+    made = gq.insert(case.model, data=str(data), optimize="latency")
+    row.optimized(made, lambda: written(made, "optimized"), plain, len(samples))
+    if source.format == "onnx":
+        theirs = folder / "theirs.onnx"
+        said = _theirs(case.model, data, theirs, lambda path: timed(starting(path), plain).median)
+        row.cells["onnxruntime"] = said
+        if theirs.exists():
+            row.judge("onnxruntime", starting(theirs), plain, len(samples))
+    return row
+
+
+def as_lite(case: Case, data: Path, folder: Path) -> Row:
+    """As TFLite runs it."""
+    from graphquant.formats.tensorflow.convert import convert, interpreter
+
+    row, source = Row(name=f"{case.name}, TFLite"), tflite.freeze(gq.load(case.model))
+
+    def starting(file: bytes) -> Start:
+        return lambda: interpreter(file)
+
+    def written(made: gq.Result) -> Start:
+        path = folder / "made.tflite"
+        tflite.convert(made, path, force=True)
+        return starting(path.read_bytes())
+
+    try:
+        plain = starting(convert(source))
+        row.judge("default", written(gq.insert(source, data=str(data))), plain)
+        made = gq.insert(source, data=str(data), optimize="latency", runtime="tflite")
+        row.optimized(made, lambda: written(made), plain)
+    except GraphQuantError as error:  # the table says it
+        refused = next(kind for kind in KINDS if row.cells[kind] == NONE)
+        row.cells[refused] = f"refused: {str(error).partition('. ')[0]}"
+    return row
+
+
+def _theirs(model: Path, data: Path, out: Path, takes: Callable[[Path], float]) -> str:
+    """Writes what onnxruntime's tool makes, the faster of its placements; why there is none if it makes nothing."""
     from onnxruntime.quantization import quantize_static
 
-    out = model.with_suffix(".onnxruntime.onnx")
-    samples, best, said = list(feeds(model, data)), None, "refused"
-    for how, kinds in NARROW.items():
-        tried = model.with_suffix(".tried.onnx")
+    samples, tried, said = list(feeds(model, data)), out.with_suffix(".tried.onnx"), NONE
+    best = float("inf")
+    for kinds in NARROW.values():
         try:
             with contextlib.redirect_stdout(io.StringIO()):
                 quantize_static(
                     str(model), str(tried), Reader(iter(samples)), per_channel=True, op_types_to_quantize=kinds
                 )
-            found = timed(tried, model, data)
+            found = takes(tried)
         except Exception as error:  # noqa: BLE001  # of any kind; the table says it
-            said = said if best is not None else f"refused: {type(error).__name__}"
+            said = f"refused: {type(error).__name__}"
             continue
-        if best is None or found.median < best:
-            best, said = found.median, how
+        if found < best:
+            best = found
             tried.replace(out)
     return said
 
 
-def timed(quant: Path, model: Path, data: Path) -> Ratio:
-    """How long `quant` takes as a share of `model`, over pairs of new sessions; seconds of `model` for a sample."""
-    module = formats.module("onnx")
-    source = gq.load(model)
-    batches = open_data(str(data), module.inputs(source))
-    some = [index * batches.count // 4 for index in range(4)] if len(source.live()) > 1 else [0]
-    samples = [next(batches.span(index, index + 1)) for index in some]
-    made = gq.load(quant)
-    pairs = [
-        ratio(module.timed(made, samples), module.timed(source, samples), seconds=SECONDS / PAIRS) for _ in range(PAIRS)
-    ]
-    pairs.sort(key=lambda one: one.median)
-    middle = pairs[PAIRS // 2]
-    return replace(middle, low=pairs[0].median, high=pairs[-1].median, other=middle.other / len(samples))
-
-
-def lines(name: str, model: Path, data: Path, told: dict[str, Any]) -> tuple[list[str], bool]:
-    """The table's cells of one model, and whether its bar is held."""
-    cells, held, whole = [], True, 0.0
-    for kind in KINDS:
-        quant = model.with_suffix(f".{kind}.onnx")
-        if not quant.exists():
-            cells.append(told["theirs"])
-        elif kind == "optimized" and not told["sites"]:
-            cells.append("1, all float")
-        else:
-            found = timed(quant, model, data)
-            whole = found.other
-            held = held and not (kind == "optimized" and found.low > 1)
-            cells.append(f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})")
-    sites = f"{told['sites']} of {told['sites'] + told['left']}"
-    return [name, f"{1000 * whole:.3f}", *cells, sites, "" if held else "MISSED"], held
+def parsed() -> argparse.Namespace:
+    """The options."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, default=ROOT.parent / "shared/models", help="the real models")
+    parser.add_argument("--only", action="append", choices=NAMES, default=[], metavar="NAME", help="one of the models")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where to keep what is found")
+    parser.add_argument("--out", type=Path, help="a .md file for the table")
+    return parser.parse_args()
 
 
 def main() -> int:
     """Prints the table; 1 if a bar is missed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", type=Path, default=ROOT.parent / "shared/models", help="the real models")
-    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="one of the models")
-    parser.add_argument("--out", type=Path, help="a .md file for the table")
-    parser.add_argument("--prepare", type=Path, metavar="FOLDER", help="make the models there, and end")
-    parser.add_argument("--time", type=Path, metavar="FOLDER", help="time the models that were made there")
-    options = parser.parse_args()
+    options = parsed()
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as scratch:
-        folder = options.time or options.prepare or Path(scratch)
-        folder.mkdir(exist_ok=True)
-        index = folder / "made.json"
-        known: dict[str, Any] = json.loads(index.read_text("utf-8")) if index.exists() else {}
-        if options.time is None:
-            for name, model, data in models(options.models, folder, options.only):
-                known[name] = known.get(name) or prepare(name, model, data)
-                index.write_text(json.dumps(known), "utf-8")
-        return 0 if options.prepare else show(folder, known, options.out)
+        kept = options.keep or Path(scratch)
+        kept.mkdir(exist_ok=True)
+        wanted = [name for name in options.only or NAMES if not (kept / f"{name}.json").exists()]
+        for case in models(options.models, Path(scratch), wanted) if wanted else ():
+            with tempfile.TemporaryDirectory(dir=scratch) as folder:
+                rows = examine(case, Path(folder))
+            for row in rows:
+                print(f"  {row.seconds:.0f} s: {'  '.join(row.shown())}", file=sys.stderr, flush=True)
+            (kept / f"{case.name}.json").write_text(json.dumps([_fields(row) for row in rows]), "utf-8")
+        files = [kept / f"{name}.json" for name in NAMES]
+        found = [Row(**row) for file in files if file.exists() for row in json.loads(file.read_text("utf-8"))]
+    return show(found, options.out)
 
 
-def show(folder: Path, known: dict[str, Any], out: Path | None) -> int:
-    """Times all models and prints the table."""
-    rows = [["model", "float ms", *KINDS, "quantized sites", ""]]
-    missed = 0
-    print(*rows[0], sep="  ")
-    for name, told in known.items():
-        row, held = lines(name, folder / f"{name}.onnx", folder / f"{name}.npz", told)
-        rows.append(row)
-        missed += not held
-        print(*row, sep="  ", flush=True)
-    print(f"{len(known)} models, {missed} with the bar missed.")
+def _fields(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in Row.__slots__}
+
+
+def show(rows: list[Row], out: Path | None) -> int:
+    """Prints the table; 1 if a bar is missed."""
+    body = [list(COLUMNS), ["---"] * len(COLUMNS), *(row.shown() for row in rows)]
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in body) + "\n"
+    print(table)
+    missed = sum(row.missed for row in rows)
+    print(f"{len(rows)} rows, {missed} with the bar missed.")
     if out is not None:
-        rows.insert(1, ["---"] * len(rows[0]))
-        out.write_text("\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n", "utf-8")
+        out.write_text(table, "utf-8")
     return 1 if missed else 0
 
 

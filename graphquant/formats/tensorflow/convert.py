@@ -7,6 +7,7 @@ https://www.tensorflow.org/api_docs/python/tf/lite/TFLiteConverter
 from __future__ import annotations
 
 import contextlib
+import re
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -51,6 +52,9 @@ class Detail:
     axis: int
 
 
+_WHERE = re.compile(r"^\S+:\d+:\d+: error: ")
+"""A line of the program that called the converter, which is no line of the model."""
+
 _LEAVE = " Leave that op float with --exclude, or export the model without it."
 
 
@@ -83,8 +87,8 @@ def convert(model: Model) -> bytes:
             data: bytes = converter.convert()
     except (ConverterError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"TensorFlow's converter refuses the model: {_first_line(str(error))}. Leave what it names float with"
-            " --exclude."
+            f"TensorFlow's converter refuses the model: {_WHERE.sub('', _first_line(str(error)))}. Leave what it names"
+            " float with --exclude."
         ) from error
     return data
 
