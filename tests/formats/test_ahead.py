@@ -12,6 +12,7 @@ from onnx import TensorProto, helper
 from graphquant import formats
 from graphquant.errors import ModelError
 from graphquant.formats.ahead import ahead
+from graphquant.formats.onnx import run
 from graphquant.ir import TensorRef
 
 INFO = helper.make_tensor_value_info
@@ -78,7 +79,7 @@ def test_results_are_seen_in_order_one_at_a_time_and_never_more_than_may_be_ther
     seen: list[int] = []
     most = [0]
 
-    def run(number: int) -> list[int]:
+    def one(number: int) -> list[int]:
         most[0] = max(most[0], number - len(seen) + 1)
         time.sleep(0.002 * (number % 3 == 0))
         return [number]
@@ -87,7 +88,7 @@ def test_results_are_seen_in_order_one_at_a_time_and_never_more_than_may_be_ther
         seen.append(result.pop())
         assert seen == list(range(len(seen)))
 
-    assert list(ahead(run, iter(range(40)), at_once, look)) == [[]] * 40
+    assert list(ahead(one, iter(range(40)), at_once, look)) == [[]] * 40
     assert seen == list(range(40))
     assert most[0] <= at_once
 
@@ -114,3 +115,31 @@ def test_leaving_early_runs_no_more() -> None:
     next(results)
     results.close()
     assert len(begun) <= 3
+
+
+@pytest.mark.parametrize(("largest", "sessions"), [(run.OWN, 2), (0, 1)])
+def test_each_thread_of_a_light_model_has_a_session_of_its_own(
+    runner, monkeypatch: pytest.MonkeyPatch, largest: int, sessions: int
+) -> None:
+    """A light model's sessions are in one run at a time, a heavy one has one session for all; values are the same."""
+    busy: dict[int, int] = {}
+    most: list[int] = []
+    original = run.run_session
+
+    def watched(session, *arguments):
+        busy[id(session)] = busy.get(id(session), 0) + 1
+        most.append(busy[id(session)])
+        try:
+            time.sleep(0.002)
+            return original(session, *arguments)
+        finally:
+            busy[id(session)] -= 1
+
+    monkeypatch.setattr(run, "OWN", largest)
+    monkeypatch.setattr(run, "run_session", watched)
+    tensor, seen = TensorRef("", "y"), []
+    feeds = [{"x": np.array([n, 0], np.float32)} for n in range(40)]
+    list(runner.observe([tensor], feeds, at_once=2, look=lambda found: seen.append(found[tensor][0][0])))
+    assert len(busy) == sessions
+    assert max(most) == 3 - sessions
+    assert np.allclose(seen, [np.exp(n) + n for n in range(40)], rtol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     from graphquant.formats.onnx.write import Emission
     from graphquant.ir import Model
 
+    Seen = dict[TensorRef, list["Array"]]
+
 Array = np.ndarray[Any, Any]
 
 THREADS = min(4, os.cpu_count() or 1)
@@ -47,6 +50,10 @@ ERRORS: tuple[type[Exception], ...] = (
 
 MAPPED = 1 << 29
 """Bytes of external data from which a model is run from the file as it is mapped, which is slower."""
+
+OWN = 1 << 24
+"""Bytes of a model up to which each thread that runs it watched has a session of its own: the values of two runs that
+share one lie mixed in its memory, and what is free between them fits ever worse."""
 
 _ONLY_FATAL = 4  # errors are raised, with the same words
 _SPINNING = "session.intra_op.allow_spinning"
@@ -140,8 +147,8 @@ class OnnxRunner:
         *,
         beside: Sequence[TensorRef] = (),
         at_once: int = 1,
-        look: Callable[[dict[TensorRef, list[Array]]], object] | None = None,
-    ) -> Generator[dict[TensorRef, list[Array]], None, None]:
+        look: Callable[[Seen], object] | None = None,
+    ) -> Generator[Seen, None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
         Nothing here keeps them: what is dropped before the next are asked for needs no memory during the next run.
@@ -164,7 +171,15 @@ class OnnxRunner:
             found = self._shared({*tensors, *beside})
         elif found is None or found.probes.keys() != set(tensors):
             found = self._watch(tensors)
-        yield from ahead(found.values(tensors), feeds, at_once, look)
+        run = found.values(tensors)
+        if look is not None and self._bytes <= OWN:
+            run = _each_its_own([run, *(self._watch(list(found.probes)).values(tensors) for _ in range(at_once - 1))])
+        yield from ahead(run, feeds, at_once, look)
+
+    @property
+    def _bytes(self) -> int:
+        """Bytes of the model with its weights."""
+        return int(self._emission.message.ByteSize()) + sum(value.nbytes for value in self._weights.values())
 
     def _shared(self, tensors: set[TensorRef]) -> _Watch:
         """A session that shows any of `tensors` by flag."""
@@ -219,18 +234,31 @@ class _Watch:
             found[tensor] = math.prod(shape)
         return found
 
-    def values(self, tensors: Sequence[TensorRef]) -> Callable[[Feeds], dict[TensorRef, list[Array]]]:
+    def values(self, tensors: Sequence[TensorRef]) -> Callable[[Feeds], Seen]:
         """What gives the values that each of `tensors` takes in one run of a feed."""
         probes = {tensor: self.probes[tensor] for tensor in tensors}
         names = fetches(probes.values())
         wanted = {probe.flag for probe in probes.values()}
         flags = {flag: np.array(flag in wanted, np.int64) for flag in self.flags}
 
-        def run(feed: Feeds) -> dict[TensorRef, list[Array]]:
+        def run(feed: Feeds) -> Seen:
             found = dict(zip(names, run_session(self.session, names, feed, flags), strict=True)) if names else {}
             return {tensor: probe.values(found, feed) for tensor, probe in probes.items()}
 
         return run
+
+
+def _each_its_own(runs: Sequence[Callable[[Feeds], Seen]]) -> Callable[[Feeds], Seen]:
+    """Each thread that calls this, of which there are no more than `runs`, calls one of them, always the same."""
+    mine, left = threading.local(), iter(runs)
+
+    def run(feed: Feeds) -> Seen:
+        if not hasattr(mine, "run"):
+            mine.run = next(left)
+        seen: Seen = mine.run(feed)
+        return seen
+
+    return run
 
 
 def session(
