@@ -44,6 +44,10 @@ LEAST = 0.95
 """What the outcome takes of float's time at most, in the middle of these: as much comes and goes with what
 else is in memory, and for less nobody gives accuracy away."""
 
+FASTER = "on this machine float is faster"
+HARDLY = "on this machine it would hardly be faster, and a gain below 5% comes and goes"
+UNSURE = "on this machine it would not surely be faster"
+
 RUNTIMES = {"onnx": "onnxruntime", "tensorflow": "TensorFlow"}
 LITE = "TFLite"
 
@@ -62,6 +66,7 @@ class Timed:
         plans: How many plans were timed.
         interrupted: Whether that was stopped before its end.
         costs: Seconds that each op takes more in float than on integers.
+        why: Why nothing is quantized, a sentence's part; "" if something is.
     """
 
     runtime: str
@@ -73,6 +78,7 @@ class Timed:
     plans: int = 0
     interrupted: bool = False
     costs: Mapping[Place, float]
+    why: str = ""
 
     @property
     def floats(self) -> bool:
@@ -179,8 +185,11 @@ class Timing:
         Raises:
             ModelError: A model cannot be run.
         """
-        if not plan.sites or timed.rules is None:
-            return replace(timed, plan=plan, outcome=timed.rules)
+        if timed.rules is None:
+            return replace(timed, plan=plan)
+        if not plan.sites:
+            why = "what is fastest does not meet the bounds" if timed.plan.sites else FASTER
+            return replace(timed, plan=plan, outcome=timed.rules, why=why)
         middle = self.middle(made, self.source, PAIRS)
         timed = replace(timed, plan=plan, outcome=middle, plans=timed.plans + 1)
         return timed if middle.median <= LEAST and middle.high < 1 else _nothing(timed, middle)
@@ -188,11 +197,11 @@ class Timing:
 
 def _nothing(timed: Timed, found: Ratio) -> Timed:
     """The same with nothing quantized."""
-    said = f"quantized, a run takes {found.median:.2f} times as long"
-    why = f"on this machine float is faster in {timed.runtime}: {said}"
+    why = FASTER if found.median >= 1 else HARDLY if found.median > LEAST else UNSURE
+    said = f"{why}; in {timed.runtime} a run takes {found.median:.2f} times as long if this is quantized"
     rest = tuple(site.tensor for site in timed.plan.sites)
-    plan = _without(timed.plan, range(len(rest)), why)
-    return replace(timed, plan=plan, left=(*timed.left, *rest))
+    plan = _without(timed.plan, range(len(rest)), said)
+    return replace(timed, plan=plan, left=(*timed.left, *rest), why=why)
 
 
 class _Profiles:

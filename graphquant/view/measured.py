@@ -109,18 +109,20 @@ def search_json(found: Searched | None) -> dict[str, Any] | None:
 def timed_view(found: Timed) -> list[RenderableType]:
     """How long a run takes, in a line or two."""
     if found.rules is None or found.outcome is None:
-        return []
+        return [plain("Nothing was timed: there is nothing to quantize.", "dim")]
     said = f"Timed {counted(found.plans, 'plan')} in {found.runtime} on one thread: what the rules make takes"
     said += f" {found.rules.median:.2f} of float's {1000 * found.rules.other / found.samples:.3g} ms"
+    if found.outcome is not found.rules:
+        said += f", what was made of it {found.outcome.median:.2f}"
     lines: list[RenderableType] = []
     if found.floats:
         lines.append(plain(f"{said}.", "dim"))
-        lines.append(plain("Nothing is quantized: on this machine float is faster.", "bold yellow"))
+        lines.append(plain(f"Nothing is quantized: {found.why}.", "bold yellow"))
         if found.runtime == "TensorFlow":
             lines.append(plain("TensorFlow quantizes beside its float ops; -o NAME.tflite runs on integers.", "yellow"))
     else:
         left = f", with {counted(len(found.left), 'site')} left float" if found.left else ""
-        lines.append(plain(f"{said}, what was made {found.outcome.median:.2f}{left}."))
+        lines.append(plain(f"{said}{left}."))
     if found.interrupted:
         lines.append(plain("Timing was interrupted; this is the fastest plan that there was.", "yellow"))
     return lines

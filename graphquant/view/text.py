@@ -84,10 +84,11 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         from graphquant.view.measured import timed_view
 
         parts += timed_view(result.timed)
-    if result.inserted or result.searched is not None:
+    if result.inserted or (result.searched is not None and not (result.timed is not None and result.timed.floats)):
         from graphquant.view.measured import check_view, fitted_view, search_view
 
-        parts += fitted_view(result.fitted) + search_view(result.searched) + check_view(result.check)
+        parts += fitted_view(result.fitted) + search_view(result.searched)
+        parts += check_view(result.check) if result.inserted else []
     uses = sum(len(done.site.uses) for done in result.inserted)
     stored = sum(done.folded for done in result.inserted)
     said = f"{counted(len(result.inserted), 'site')} inserted" + (

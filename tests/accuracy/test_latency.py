@@ -212,6 +212,29 @@ def test_with_a_bound(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert made.timed.floats
 
 
+@pytest.mark.usefixtures("by_pairs")
+@pytest.mark.parametrize("bound", [(), ("--min-sqnr", "30")])
+def test_what_is_hardly_faster(
+    bound: tuple[str, ...], samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
+) -> None:
+    """Where the gain is small nobody is told that float is faster, or of a search or a check without a result."""
+    ratios(monkeypatch, lambda one, other: 1 - 0.0015 * (inserted(one) - inserted(other)))
+    model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
+    said = cli("insert", model, "--data", data, "--optimize", "latency", *bound, "-o", tmp_path / "o.onnx").stdout
+    assert "what was made of it 0.98.\nNothing is quantized: on this machine it would hardly be faster, and" in said
+    assert "if this is quantized (rule latency)" in said
+    assert "float is faster" not in said
+    assert "Searched" not in said
+    assert "hecked" not in said
+
+
+def test_nothing_to_time(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """Where nothing is quantized anyway, that is why nothing was timed."""
+    given = ("--data", samples / "digits_cnn_calib.npz", "--optimize", "latency", "--exclude", "*")
+    said = cli("insert", samples / "digits_cnn.onnx", *given, "-o", tmp_path / "o.onnx").stdout
+    assert "Nothing was timed: there is nothing to quantize." in said
+
+
 def test_what_is_asked_for_wrongly(samples: Path) -> None:
     """Time without a sample to run, and words that mean nothing, are refused at once."""
     with pytest.raises(UsageError, match="models are run on a sample"):
