@@ -206,9 +206,7 @@ def main() -> int:
             cost = measured(arguments)
             show(arguments, cost)
             failed |= cost.anonymous > LIMIT or cost.all > LIMIT
-        sizes = [
-            Path(out + suffix).stat().st_size / MEGABYTE for suffix in ("", ".data") if Path(out + suffix).exists()
-        ]
+        sizes = [path.stat().st_size / MEGABYTE for path in (Path(out), *folder.glob(f"{Path(out).name}.*.data"))]
         farthest, looked = worst(folder, weights, Path(out))
         written = " and ".join(f"{size:.1f} MB" for size in sizes)
         print(f"result: {written}; {looked} weights, {farthest:.4f} steps off at most")

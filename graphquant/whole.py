@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 _HERE, _EXCHANGE = -100, 2
 """Of Linux: AT_FDCWD, from which relative paths go on, and RENAME_EXCHANGE."""
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[IO[bytes]]:
+def whole(path: Path, named: Callable[[], Path] | None = None) -> Iterator[IO[bytes]]:
     """A file beside `path`, to be written, that takes its place at the end; if that is not reached, nothing is changed.
+
+    Args:
+        path: Its place, which what is left of a killed process is called like.
+        named: Gives the place in that folder, where it is only known at the end.
 
     Raises:
         OSError: It cannot be written.
@@ -26,7 +30,7 @@ def whole(path: Path) -> Iterator[IO[bytes]]:
     try:
         with part.open("xb") as file:
             yield file
-        part.replace(path)
+        part.replace(path if named is None else named())
     finally:
         with suppress(OSError):
             part.unlink()

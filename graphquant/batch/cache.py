@@ -18,6 +18,7 @@ from graphquant.batch.journal import remove_journals
 from graphquant.batch.types import Outcome, outcome_from, outcome_json
 from graphquant.data.files import remote
 from graphquant.errors import UsageError
+from graphquant.formats.beside import replacing
 from graphquant.whole import room_beside, take_place, whole
 
 if TYPE_CHECKING:
@@ -97,10 +98,11 @@ class Cache:
                 if not _copy(self._object(digest), room / name, digest):
                     self._object(digest).unlink(missing_ok=True)  # it is damaged
                     return False
-            for name in beside:
-                (home / name).parent.mkdir(parents=True, exist_ok=True)
-                (room / name).replace(home / name)
-            take_place(room / output.name, output, room)
+            with replacing(output, apart=bool(beside)):
+                for name in beside:
+                    (home / name).parent.mkdir(parents=True, exist_ok=True)
+                    (room / name).replace(home / name)
+                take_place(room / output.name, output, room)
         finally:
             shutil.rmtree(room, ignore_errors=True)
         return True

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.data.files import INSTALL, remote
 from graphquant.errors import GraphQuantError, MissingDependencyError, ModelError, UsageError
+from graphquant.formats.beside import may_be_models, read_by, written_for
 from graphquant.formats.parts import names_beside
 
 if TYPE_CHECKING:
@@ -107,19 +108,40 @@ def _fetch(system: Any, home: str, name: str, room: Path) -> None:
 
 
 def _send(room: Path, names: Collection[str], address: str) -> None:
-    """Writes the files of an output beside an address, all together where the service can; old ones of it go."""
+    """Writes the files of an output beside an address, all together where the service can; old ones of it go.
+
+    A file that others read, as a model its weights, comes last.
+    """
     with _asking(address, UsageError, "written") as (system, path):
-        home = posixpath.dirname(path)
+        home, own = posixpath.split(path)
         for name in names:
             system.makedirs(posixpath.dirname(f"{home}/{name}"), exist_ok=True)
         with system.transaction:
-            for name in names:
+            for name in sorted(names, key=lambda name: name == own):
                 with (room / name).open("rb") as file, system.open(f"{home}/{name}", "wb") as there:
                     shutil.copyfileobj(file, there)
-        if (room / posixpath.basename(path)).is_dir():
+        if (room / own).is_dir():
             for file in system.find(path):
                 if posixpath.relpath(file, home) not in names:
                     system.rm_file(file)
+        elif len(names) > 1:
+            _forget_weights(system, path, names, room.with_name("others"))
+
+
+def _forget_weights(system: Any, path: str, names: Collection[str], room: Path) -> None:
+    """Removes weights that were written for a model at `path` before, and that no model there has, each one fetched."""
+    home, own = posixpath.split(path)
+    system.invalidate_cache(home)
+    there = {posixpath.basename(file) for file in system.ls(home, detail=False)}
+    left = set(written_for(own, there)) - set(names)
+    if not left:
+        return
+    room.mkdir()
+    others = may_be_models(there - {own})
+    for name in others:
+        _fetch(system, home, name, room)
+    for name in sorted(left - read_by(room / name for name in others)):
+        system.rm_file(f"{home}/{name}")
 
 
 @contextmanager

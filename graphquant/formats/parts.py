@@ -53,7 +53,7 @@ def names_beside(path: Path, there: Iterable[str]) -> tuple[str, ...]:
     """
     if path.suffix == ".meta":
         return tuple(_variables(path, there))
-    if format_of(path) != "onnx" or not _has_external(path):
+    if format_of(path) != "onnx" or not has_external(path):
         return ()
     from graphquant.formats.onnx.files import external_names
 
@@ -83,14 +83,14 @@ def _folder(path: Path) -> tuple[Path, ...]:
 
 def _external(path: Path) -> tuple[Path, ...]:
     """The files of external data of an ONNX model, sorted."""
-    if not _has_external(path):
+    if not has_external(path):
         return ()
     from graphquant.formats.onnx.files import external_files
 
     return external_files(path)
 
 
-def _has_external(path: Path) -> bool:
+def has_external(path: Path) -> bool:
     """Whether an ONNX model may have external data; told without parsing it."""
     with path.open("rb") as file:
         if not path.stat().st_size:

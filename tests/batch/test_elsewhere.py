@@ -1,5 +1,6 @@
 """Models and outputs that fsspec reads and writes, here in the memory of this process."""
 
+import posixpath
 import shutil
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from graphquant import pipeline
 from graphquant.batch.manifest import entries
 from graphquant.batch.run import Options, run_batch
 from graphquant.batch.work import work
+from graphquant.formats.onnx import files
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -104,6 +106,34 @@ def test_external_data(tmp_path, zoo):
     assert zoo.cat("/out/big.onnx") == (tmp_path / "out.onnx").read_bytes()
     zoo.pipe("/zoo/big.bin", (tmp_path / "big.bin").read_bytes()[::-1])
     assert asked()[0].status != "unchanged"
+
+
+def test_weights_beside_an_output(tmp_path, zoo, monkeypatch):
+    """They are written before the model; those of the model before go, but not what a copy of it reads."""
+    monkeypatch.setattr(files, "MANY", 0)
+    model = onnx.load(SAMPLES / "digits_cnn.onnx")
+    onnx.save(model, tmp_path / "big.onnx", save_as_external_data=True, location="big.bin")
+    for name in ("big.onnx", "big.bin"):
+        zoo.put_file(str(tmp_path / name), f"/zoo/{name}")
+    opened, ordinary = [], zoo.open
+
+    def noted(path, mode="rb", **more):
+        opened.extend([posixpath.basename(path)] if "w" in mode else [])
+        return ordinary(path, mode, **more)
+
+    monkeypatch.setattr(zoo, "open", noted)
+    made = []
+    for rules in ("weight_only", "weight_only_int4", "weight_only"):
+        opened.clear()
+        (one,) = run(tmp_path, ["memory://zoo/big.onnx"], output="memory://out/{name}", rules=(rules,), force=True)
+        (data,) = one.products.keys() - {"big.onnx"}
+        assert (one.status, opened) == ("done", [data, "big.onnx"])
+        made.append(data)
+        there = {posixpath.basename(name) for name in zoo.find("/out")}
+        assert there == {"big.onnx", data, *(("copy.onnx", made[0]) if len(made) > 1 else ())}
+        if len(made) == 1:
+            zoo.cp_file("/out/big.onnx", "/out/copy.onnx")
+    assert made[0] == made[2] != made[1]
 
 
 def test_failures_name_addresses(tmp_path, zoo):

@@ -6,14 +6,17 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import onnx
 import pytest
 
 from graphquant.batch.cache import Cache
+from graphquant.batch.ingredients import file_digest
 from graphquant.batch.journal import journal_of
 from graphquant.batch.run import Options, run_batch
 from graphquant.batch.types import Entry, Gates, Outcome, report_json
 from graphquant.batch.work import unmade, work
 from graphquant.errors import UsageError
+from graphquant.formats.onnx import files
 
 
 class Executor:
@@ -107,6 +110,23 @@ def test_an_output_that_went_comes_back_from_the_cache(here):
     outcomes, done = run(both(), force=True)
     assert ([one.status for one in outcomes], done) == (["unchanged", "unchanged"], [])
     assert outputs[1].read_bytes() != b"mine"
+
+
+def test_outputs_with_weights_beside_them(here, monkeypatch):
+    """Made or from the cache, an output has its own weights beside it, and those before are gone."""
+    monkeypatch.setattr(files, "MANY", 0)
+    message = onnx.load("digits_cnn.onnx")
+    onnx.save(message, "big.onnx", save_as_external_data=True, location="big.bin")
+    made = []
+    for rules in ("weight_only", "weight_only_int4", "weight_only", "weight_only_int4"):
+        outcomes, done = run([entry("big", data=None, samples=None, rules=(rules,))])
+        there = {path.name: file_digest(path) for path in Path("out").iterdir()}
+        assert outcomes[0].products == there
+        (data,) = there.keys() - {"big.onnx"}
+        assert data == f"big.onnx.{there[data][:16]}.data"
+        made.append((outcomes[0].status, len(done), there))
+    assert made[2:] == [("unchanged", 0, there) for _status, _done, there in made[:2]]
+    assert made[0][2] != made[1][2]
 
 
 def test_a_lost_cache(here):

@@ -47,7 +47,7 @@ def save(model: Model, path: Path) -> None:
     """Emits the model and writes it to `path`, whole or not at all, with links to its external data in a new folder.
 
     Where the message would come to over 2 GB, or the source has its weights outside and there are many new ones, all go
-    to one file beside it, which is called like it with `.data` behind.
+    to one file beside it, `NAME.onnx.DIGEST.data`, which is there before the model is; that of a replaced model goes.
 
     Raises:
         ModelError: A change cannot be said in ONNX, or a textual form would be over 2 GB.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import secrets
 from functools import partial
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from graphquant.formats.beside import Digested
     from graphquant.formats.onnx.tensors import Array
 
 BULKY = 1 << 10
@@ -160,20 +161,23 @@ def _value(op: Left) -> Array:
     return np.ascontiguousarray(value_of(op) if isinstance(op, Op) else tensor_value(op, None))
 
 
-def put_apart(message: Any, ops: Sequence[Left], folder: Path | None, file: IO[bytes], location: str) -> None:
-    """Writes the bulky tensors of a ModelProto to `file`, one after the other, and leaves word of their places.
+def put_apart(message: Any, ops: Sequence[Left], folder: Path | None, file: Digested) -> list[Any]:
+    """Writes the bulky tensors of a ModelProto to `file`, one after the other, and leaves word of their places in it.
 
     Args:
         message: The ModelProto.
         ops: The constants that were left for `later`.
         folder: Where the external data of its other tensors is.
         file: A file at its start.
-        location: What the model is to call it.
+
+    Returns:
+        What is to hold the file's name: a StringStringEntryProto of each such tensor.
 
     Raises:
         ModelError: A tensor cannot be read or written.
         OSError: The file cannot be written.
     """
+    places = []
     for tensor in tensors(message):
         op = _left(tensor, ops)
         inside = op is None and not is_external(tensor)
@@ -184,8 +188,10 @@ def put_apart(message: Any, ops: Sequence[Left], folder: Path | None, file: IO[b
         start = file.tell()
         file.write(_raw(value))
         bare = TensorProto()
-        _bare(tensor, bare, {"location": location, "offset": start, "length": file.tell() - start})
+        _bare(tensor, bare, {"location": "", "offset": start, "length": file.tell() - start})
         tensor.CopyFrom(bare)
+        places.append(tensor.external_data[0])
+    return places
 
 
 def _left(tensor: Any, ops: Sequence[Left]) -> Left | None:

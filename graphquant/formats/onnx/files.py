@@ -6,7 +6,8 @@ import filecmp
 import os
 import shutil
 import warnings
-from pathlib import PurePosixPath
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from google.protobuf.message import EncodeError
 from onnx import printer, serialization
 
 from graphquant.errors import ModelError, UsageError
+from graphquant.formats.beside import Digested, data_path, replacing
 from graphquant.formats.onnx.apart import fill, left_bytes, new_bytes, put_apart, tensors
 from graphquant.formats.onnx.notes import annotate
 from graphquant.formats.onnx.read import MAX_MESSAGE, parse
@@ -23,9 +25,9 @@ from graphquant.ir import bulk
 from graphquant.whole import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
+    from collections.abc import Iterator, Sequence
 
+    from graphquant.formats.onnx.apart import Left
     from graphquant.formats.onnx.write import Emission
     from graphquant.ir import Model
 
@@ -48,13 +50,14 @@ def save(model: Model, path: Path) -> None:
         fill(message, emission.later)
     annotate(message, model, record=not outside)
     try:
-        if outside:
-            _save_apart(model, emission, path)
-            return
-        data = serialize(message, path)
-        link_data(message, folder, path.parent)
-        with whole(path) as file:
-            file.write(data)
+        with replacing(path, apart=outside):
+            if outside:
+                _save_apart(message, emission.later, folder, path)
+                return
+            data = serialize(message, path)
+            link_data(message, folder, path)
+            with whole(path) as file:
+                file.write(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}. Give another output path.") from error
 
@@ -77,24 +80,26 @@ def _outside(model: Model, emission: Emission) -> bool:
     return new_bytes(emission.later) > MANY and any(True for _ in external_tensors(model.source.message))
 
 
-def _save_apart(model: Model, emission: Emission, path: Path) -> None:
-    """Writes the model to `path`, and its weights to a file beside it, which is called like it with `.data` behind.
+def _save_apart(message: Any, later: Sequence[Left], folder: Path | None, path: Path) -> None:
+    """Writes a model to `path`, and before that its weights to a file beside it, which is named by what it holds.
+
+    So whatever model is at `path` meanwhile has its own weights beside it.
 
     Raises:
         ModelError: A weight cannot be read.
-        UsageError: That file is of another model.
         OSError: They cannot be written.
     """
-    folder, target = model.source.folder, path.with_name(f"{path.name}.data")
-    own = {external_path(tensor, folder) for tensor in external_tensors(model.source.message)}
-    if target.exists() and (not path.exists() or any(target.samefile(file) for file in own)):
-        raise UsageError(
-            f"{target}, where the weights would go, is there already and is another model's. Give another output path."
-        )
-    with whole(path) as file, whole(target) as data:
-        put_apart(emission.message, emission.later, folder, data, target.name)
-        file.write(binary(emission.message))
-        path.unlink(missing_ok=True)  # so that at no time a model is there beside another one's data
+    data: Digested
+
+    def named() -> Path:
+        return data_path(path, data.digest)
+
+    with whole(path) as file, whole(path.with_name(f"{path.name}.data"), named) as opened:  # which is left first
+        data = Digested(opened)
+        for place in put_apart(message, later, folder, data):
+            place.value = data_path(path, data.digest).name
+        file.write(binary(message))
+        file.flush()  # while a full disk still changes nothing
 
 
 def serialize(message: Any, path: Path) -> bytes:
@@ -147,13 +152,15 @@ _TOO_LARGE = (
 )
 
 
-def link_data(message: Any, source: Path | None, folder: Path) -> None:
-    """Puts links to (or copies of) the files of external data that `message` needs from folder `source` into `folder`.
+def link_data(message: Any, source: Path | None, path: Path) -> None:
+    """Puts links to (or copies of) the files of external data that `message` needs from folder `source` beside `path`.
+
+    Each is there whole or not at all, and before the model is, as nothing else reads it.
 
     Raises:
         ModelError: A file is missing, or out of the model's folder.
         UsageError: Another file is in its place.
-        OSError: `folder` cannot be written.
+        OSError: They cannot be written.
     """
     linked: set[str] = set()
     for tensor in external_tensors(message):
@@ -161,7 +168,7 @@ def link_data(message: Any, source: Path | None, folder: Path) -> None:
         if location in linked:
             continue
         linked.add(location)
-        origin, target = external_path(tensor, source), folder / location
+        origin, target = external_path(tensor, source), path.parent / location
         if target.exists():
             if not target.samefile(origin) and not filecmp.cmp(origin, target, shallow=False):
                 raise UsageError(
@@ -172,7 +179,8 @@ def link_data(message: Any, source: Path | None, folder: Path) -> None:
         try:
             os.link(origin.resolve(), target)
         except OSError:  # another file system, or one without links
-            shutil.copyfile(origin, target)
+            with origin.open("rb") as file, whole(target.with_name(f"{path.name}.data"), partial(Path, target)) as copy:
+                shutil.copyfileobj(file, copy)
 
 
 def external_tensors(message: Any) -> Iterator[Any]:

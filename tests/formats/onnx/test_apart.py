@@ -1,5 +1,13 @@
 """Weights in a file beside the model: when they go there, that they come back the same, and that nothing gets lost."""
 
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -72,6 +80,11 @@ def outputs(path: Path) -> Any:
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, FEED)[0]
 
 
+def written(path: Path) -> list[str]:
+    """The names of files of weights that were written for a model at `path`."""
+    return sorted(file.name for file in path.parent.glob(f"{path.name}.{'[0-9a-f]' * 16}.data"))
+
+
 @pytest.mark.parametrize("external", [False, True])
 @pytest.mark.parametrize("rules", ["weight_only", "weight_only_int4"])
 def test_same_as_inside(external: bool, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,14 +92,15 @@ def test_same_as_inside(external: bool, rules: str, tmp_path: Path, monkeypatch:
     source = model(tmp_path, external=external)
     result = gq.insert(source, rules=rules)
     result.save(tmp_path / "inside.onnx")
-    assert not tmp_path.joinpath("inside.onnx.data").exists()
+    assert not written(tmp_path / "inside.onnx")
     monkeypatch.setattr(files, "MANY", 0)
     if not external:
         monkeypatch.setattr(files, "MAX_MESSAGE", 5000)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     made = result.save(elsewhere / "q.onnx")
-    assert sorted(path.name for path in elsewhere.iterdir()) == ["q.onnx", "q.onnx.data"]
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["q.onnx", *written(made)]
+    assert len(written(made)) == 1
     assert made.stat().st_size < 5000
     onnx.checker.check_model(str(made), full_check=True)
     np.testing.assert_array_equal(outputs(made), outputs(tmp_path / "inside.onnx"))
@@ -105,40 +119,90 @@ def test_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = tmp_path / name
         folder.mkdir()
         gq.insert(source, rules="weight_only").save(folder / "q.onnx")
-        made.append([folder.joinpath(file).read_bytes() for file in ("q.onnx", "q.onnx.data")])
+        made.append({file.name: file.read_bytes() for file in folder.iterdir()})
     assert made[0] == made[1]
+    (name,) = made[0].keys() - {"q.onnx"}
+    assert name == f"q.onnx.{hashlib.sha256(made[0][name]).hexdigest()[:16]}.data"
     message = onnx.load(tmp_path / "one/q.onnx", load_external_data=False)
     places = {
         tensor.name: {entry.key: entry.value for entry in tensor.external_data} for tensor in message.graph.initializer
     }
-    assert places["bias"]["location"] == "q.onnx.data"
+    assert places["bias"]["location"] == name
     assert int(places["bias"]["offset"]) % 64 == 0
     assert places["size"] == {}  # too small
-    assert 4 * 64 * 64 + 2048 <= len(made[0][1]) < 4 * 64 * 64 + 2048 + 4 * 64 * 4 + 10 * 64
+    assert 4 * 64 * 64 + 2048 <= len(made[0][name]) < 4 * 64 * 64 + 2048 + 4 * 64 * 4 + 10 * 64
 
 
-def test_other_data_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of data that belongs to no model there, or to the source, is left; one of the output goes with it."""
+def test_weights_of_the_replaced_model_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model that is replaced go its weights, and such that nobody reads; files that look alike stay."""
     source = model(tmp_path, external=True)
-    result = gq.insert(source, rules="weight_only")
+    made, path = tmp_path / "made", tmp_path / "made/q.onnx"
+    made.mkdir()
     monkeypatch.setattr(files, "MANY", 0)
-    data = tmp_path / "q.onnx.data"
-    data.write_bytes(b"mine")
-    with pytest.raises(UsageError, match=r"q\.onnx\.data, where the weights would go, is there already"):
-        result.save(tmp_path / "q.onnx")
-    assert data.read_bytes() == b"mine"
-    data.unlink()
-    result.save(tmp_path / "q.onnx")
-    first = data.read_bytes()
-    result.save(tmp_path / "q.onnx", force=True)
-    assert data.read_bytes() == first
-    moved = gq.load(tmp_path / "q.onnx")
-    taken = tmp_path / "taken.onnx"
-    taken.write_bytes(b"")
-    tmp_path.joinpath("taken.onnx.data").hardlink_to(tmp_path / "m.data")
-    with pytest.raises(UsageError, match="another model's"):
-        result.save(taken, force=True)
-    assert moved.digest == gq.load(tmp_path / "q.onnx").digest
+    others = [made / name for name in ("q.onnx.data", "q.onnx.0123.data", "r.onnx.0123456789abcdef.data")]
+    for other in others:
+        other.write_bytes(b"mine")
+    path.with_name("q.onnx.0123456789abcdef.data").write_bytes(b"left by a killed process")
+    eight, four = (gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4"))
+    eight.save(path)
+    (first,) = written(path)
+    four.save(path, force=True)
+    (second,) = written(path)
+    assert first != second
+    assert not path.with_name(first).exists()
+    monkeypatch.undo()
+    eight.save(path, force=True)  # its new weights are inside, what stayed float is linked
+    assert sorted(made.iterdir()) == sorted([path, made / "m.data", *others])
+    assert [other.read_bytes() for other in others] == [b"mine"] * 3
+
+
+def test_weights_of_kept_copies_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who copied a model beside itself still has it after a new one took its place; what is no model keeps nothing."""
+    source = model(tmp_path, external=True)
+    path, copies = tmp_path / "q.onnx", [tmp_path / "kept.onnx", tmp_path / "q.onnx.bak"]
+    monkeypatch.setattr(files, "MANY", 0)
+    eight, four = (gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4"))
+    eight.save(path)
+    before, (first,) = outputs(path), written(path)
+    for copy in copies:
+        shutil.copy(path, copy)
+    for name in ("q.onnx.intoto.json", "torn.onnx"):
+        tmp_path.joinpath(name).write_text(json.dumps({"location": first}), "utf-8")
+    four.save(path, force=True)
+    for copy in copies:
+        np.testing.assert_array_equal(outputs(copy), before)
+        assert tmp_path.joinpath(first).exists()
+        copy.unlink()
+        four.save(path, force=True)
+    assert not tmp_path.joinpath(first).exists()
+    assert len(written(path)) == 1
+
+
+def test_copies_where_nothing_can_be_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that stays is copied whole or not at all, before there is a model."""
+    result = gq.insert(model(tmp_path, external=True), rules="weight_only")
+    path = tmp_path / "made/q.onnx"
+    path.parent.mkdir()
+    seen: list[list[str]] = []
+
+    def refused(_origin: Any, _target: Any) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    def torn(source: Any, target: Any) -> None:
+        target.write(source.read(100))
+        seen.append([file.name for file in path.parent.iterdir()])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files.os, "link", refused)
+    with monkeypatch.context() as patched:
+        patched.setattr(files.shutil, "copyfileobj", torn)
+        with pytest.raises(UsageError, match="No space left on device"):
+            result.save(path)
+    assert [re.sub(r"\d+\.[0-9a-f]{8}", "N", name) for name in seen[0]] == [".q.onnx.data.N.part"]
+    assert list(path.parent.iterdir()) == []
+    result.save(path)
+    assert path.with_name("m.data").read_bytes() == tmp_path.joinpath("m.data").read_bytes()
+    assert outputs(path).shape == (512,)
 
 
 def test_nothing_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +214,7 @@ def test_nothing_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     names = sorted(path.name for path in tmp_path.iterdir())
     before = [tmp_path.joinpath(name).read_bytes() for name in names]
 
-    def full(_message: Any, _ops: Any, _folder: Any, file: Any, _location: str) -> None:
+    def full(_message: Any, _ops: Any, _folder: Any, file: Any) -> None:
         file.write(b"half")
         raise OSError(28, "No space left on device")
 
@@ -159,6 +223,80 @@ def test_nothing_or_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         result.save(tmp_path / "q.onnx", force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     assert [tmp_path.joinpath(name).read_bytes() for name in names] == before
+
+
+REPLACING = """
+import os, signal, sys, time
+from pathlib import Path
+import graphquant as gq
+from graphquant.formats.onnx import files
+from graphquant.whole import whole
+
+files.MANY, path, mine = 0, Path(sys.argv[2]), Path(sys.argv[2]).parent
+results = [gq.insert(sys.argv[1], rules=rules) for rules in ("weight_only", "weight_only_int4")]
+moments = {"open", "os.rename", "os.remove"}
+
+def child(nth, limit, seen):
+    def hook(event, arguments):
+        nonlocal seen
+        if event in moments and str(mine) in str(arguments[0]):
+            seen += 1
+            if seen == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+    if limit:
+        sys.addaudithook(hook)
+    while True:
+        results[nth % 2].save(path, force=True)
+        nth += 1
+        if limit:
+            os._exit(0)
+
+for line in sys.stdin:  # which result is first, and at which step, or after how many seconds, it is killed
+    nth, step, seconds = line.split()
+    process = os.fork()
+    if not process:
+        child(int(nth), int(step), 0)
+    if float(seconds):
+        time.sleep(float(seconds))
+        os.kill(process, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+"""Replaces a model by itself and another in turn, in processes that are killed."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+def test_killed_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a process is killed, the old or the new model is there with its weights, and the next one cleans up."""
+    source, path = model(tmp_path, external=True), tmp_path / "made/q.onnx"
+    path.parent.mkdir()
+    monkeypatch.setattr(files, "MANY", 0)
+    results = [gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4")]
+    wanted = [outputs(result.save(path, force=True)) for result in results]
+    asked = [(step, 0.0) for step in range(1, 15)] + [(0, 0.02 + 0.0137 * turn) for turn in range(20)]
+    ended, left, now = [], set(), 1
+    command = [sys.executable, "-c", REPLACING, str(source), str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for step, seconds in asked:
+            print(1 - now, step, seconds, file=process.stdin, flush=True)
+            ended.append(int(process.stdout.readline()))
+            found = outputs(path)
+            same = [np.array_equal(found, one) for one in wanted]
+            assert any(same), (step, seconds)
+            left.add((len(written(path)), same[now]))
+            now = same.index(True)
+            gq.insert(source, rules="weight_only" if now == 0 else "weight_only_int4").save(path, force=True)
+            assert len(written(path)) == 1
+            np.testing.assert_array_equal(outputs(path), wanted[now])
+        process.stdin.close()
+    assert ended[0] == ended[-1] == -signal.SIGKILL
+    assert 0 in ended  # past the last step nothing is killed
+    assert left >= {(1, True), (2, True), (2, False), (1, False)}  # nothing done, weights, model, and the old ones gone
 
 
 def test_too_large_to_be_a_message(tmp_path: Path) -> None:
@@ -214,7 +352,7 @@ def test_memory_is_that_of_one_weight(tmp_path: Path, monkeypatch: pytest.Monkey
     finally:
         tracemalloc.stop()
     assert len(result.inserted) == count
-    assert tmp_path.joinpath("q.onnx.data").stat().st_size >= count * size**2
+    assert tmp_path.joinpath(*written(tmp_path / "q.onnx")).stat().st_size >= count * size**2
     assert peak < count * size**2  # less than all the integers alone
 
 
