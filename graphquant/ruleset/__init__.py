@@ -2,19 +2,10 @@
 
 from graphquant.ruleset.load import find, load_ruleset, moved_rules, shipped
 from graphquant.ruleset.schema import schema
+from graphquant.ruleset.scheme import Observe, Scheme
+from graphquant.ruleset.selector import Pattern, Selector
 from graphquant.ruleset.syntax import ANY_PART, Link, PatternOp, compile_regex, parse_chain, parse_pattern
-from graphquant.ruleset.types import (
-    CORRECTIONS,
-    NOT,
-    BoundRule,
-    Observe,
-    Pattern,
-    Rule,
-    RuleFile,
-    RuleSet,
-    Scheme,
-    Selector,
-)
+from graphquant.ruleset.types import CORRECTIONS, NOT, BoundRule, Rule, RuleFile, RuleSet
 
 __all__ = [
     "ANY_PART",

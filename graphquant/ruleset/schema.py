@@ -10,7 +10,9 @@ from pydantic import TypeAdapter
 from graphquant.documents import Form, describe, keys
 from graphquant.errors import RuleError
 from graphquant.qdq import FAMILIES, Arguments
-from graphquant.ruleset.types import CONSUMER_ONLY, DTYPES, Observe, Pattern, Rule, RuleFile, Scheme, Selector
+from graphquant.ruleset.scheme import DTYPES, Observe, Scheme
+from graphquant.ruleset.selector import CONSUMER_ONLY, Pattern, Selector
+from graphquant.ruleset.types import Rule, RuleFile
 from graphquant.sketch import OBSERVERS
 
 if TYPE_CHECKING:

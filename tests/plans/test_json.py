@@ -12,8 +12,7 @@ from graphquant.errors import UsageError
 from graphquant.ir import TensorRef, Use
 from graphquant.plans import Plan, Site, Skip, from_json, read_plan, to_json
 from graphquant.prepare import Step
-from graphquant.ruleset import Scheme
-from graphquant.ruleset.types import Observe
+from graphquant.ruleset import Observe, Scheme
 
 WEIGHT = Scheme(
     name="weight", dtype="int8", narrow=True, per="channel", observe=Observe(name="absmax"), family="onnx-qdq"

@@ -13,8 +13,7 @@ from graphquant.errors import ModelError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
 from graphquant.plans import Plan, Site
-from graphquant.ruleset import Scheme
-from graphquant.ruleset.types import Observe
+from graphquant.ruleset import Observe, Scheme
 from graphquant.sketch import EMPTY, sketch
 from graphquant.solve import solve
 from graphquant.view.data import params_json
