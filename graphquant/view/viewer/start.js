@@ -21,7 +21,7 @@ function bar(app) {
   };
   app.query = el("input", { type: "search", placeholder: "Search ops and tensors ( / )", "aria-label": "Search ops and tensors", id: "query", oninput: (event) => ask("text", event.target.value) });
   const button = (said, title, act) => el("button", { title, "aria-label": title, onclick: act }, said);
-  const judged = m.heat || m.badges.some((badge) => badge.sqnr !== undefined), worse = m.heat ? "worse than, in" : "SQNR below";
+  const judged = m.heat || m.badges.some((badge) => badge.sqnr !== undefined), worse = m.heat ? "worse than" : "SQNR below";
   const pick = (id, title, all, act) => el("select", { title, "aria-label": title, id, onchange: (event) => act(event.target.value) }, ...all.map(([value, said]) => el("option", { value }, said)));
   const colours = colourings(m);
   return el("header", {},
