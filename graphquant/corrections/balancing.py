@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from graphquant.corrections import clipping, equalize, migrate
-from graphquant.corrections.check import EXACT, FEWEST, errors, expected, worse
+from graphquant.corrections.check import SURE, keep
 from graphquant.corrections.scaling import add_factor, powers, rescale
 from graphquant.corrections.seeing import UNSEEN, facts, look, ranges
 from graphquant.corrections.types import Corrected, Draft
@@ -26,10 +26,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, TensorRef
     from graphquant.numerics import Array
     from graphquant.plans import Plan
-    from graphquant.sketch import Sketch
-
-WORTH: Final = 0.5
-"""dB that some output must gain."""
 
 INEXACT: Final = "its values are so large or small that scaling them would not be exact"
 
@@ -51,6 +47,10 @@ class Balanced:
     moved: frozenset[TensorRef] = frozenset()
     added: Mapping[TensorRef, TensorRef] = field(default_factory=dict)
     told: tuple[Corrected, ...] = ()
+
+    def saying(self, told: tuple[Corrected, ...]) -> Balanced:
+        """The same, having told this."""
+        return replace(self, told=told)
 
     def before(self, plan: Plan) -> Plan:
         """`plan`, made of this one's, as a plan for the model that nothing was put into."""
@@ -185,37 +185,12 @@ def balance(model: Model, plan: Plan, wanted: Sequence[str], samples: Samples | 
             now = BALANCINGS[name].run(now, None)
             check(now.model, name)
         return now
-    if len(samples.others) < FEWEST:
-        few = f"left out: there are {len(samples.others)} samples to check it with, and {FEWEST} are the least"
-        return replace(now, told=tuple(_left(name, "model", few) for name in asked))
-    floats = before = None
-    for name in asked:
-        made = BALANCINGS[name].run(now, samples)
-        check(made.model, name)
-        if not any(one.done for one in made.told[len(now.told) :]):
-            now = replace(now, told=made.told)
-            continue
-        if floats is None or before is None:
-            floats = expected(_draft(now, {}), samples)
-            before = errors(_draft(now, ranges(now.model, now.plan, samples)), floats, samples)
-        after = errors(_draft(made, ranges(made.model, made.plan, samples)), floats, samples)
-        reason = worse(before, after) or _idle(before, after)
-        if reason:
-            said = f"left out: {reason}, measured on {len(samples.others)} samples that it was not made by"
-            now = replace(now, told=(*now.told, _left(name, "model", said)))
-        else:
-            now, before = made, after
-    return now
 
+    def drafted(one: Balanced) -> Draft:
+        seen = ranges(one.model, one.plan, samples)
+        return Draft(before=one.model, model=one.model, solution=solve(one.model, one.plan, seen))
 
-def _idle(before: Array, after: Array) -> str:
-    """Why it is not worth it to change a model, given outputs' errors; "" if it is."""
-    gain = 10 * np.log10((before.sum(0) + EXACT) / (after.sum(0) + EXACT)).max(initial=0)
-    return "" if gain >= WORTH else f"no output gains {WORTH:g} dB (the most is {gain:.1f} dB)"
-
-
-def _draft(given: Balanced, sketches: Mapping[TensorRef, Sketch]) -> Draft:
-    return Draft(before=given.model, model=given.model, solution=solve(given.model, given.plan, sketches))
+    return keep(now, [(name, BALANCINGS[name].run, SURE) for name in asked], drafted, samples)
 
 
 def _left(name: str, target: str, reason: str) -> Corrected:

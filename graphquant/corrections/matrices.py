@@ -20,6 +20,9 @@ ROWS: Final = 1024
 WIDEST: Final = 4096
 """Inputs that are summed over; the products of more take more memory than they are worth."""
 
+UNSEEN: Final = 0.3
+"""Of the power of each input, what is taken to go its own way in samples that were not looked at."""
+
 PLAIN: Final = frozenset({"Conv", "Conv2D", "DepthwiseConv2dNative", "Gemm", "MatMul"})
 """Types of which it is known how they multiply."""
 
@@ -70,7 +73,9 @@ def form_of(op: Op, shape: Sequence[int]) -> Form | None:
 
 
 def products(model: Model, inputs: Sequence[tuple[TensorRef, Op, Form]], samples: Samples) -> list[Array | None]:
-    """X^T X for each op, float64 (groups, inputs, inputs); None where no sample reaches it or its rows do not fit.
+    """X^T X for each op, float64 (groups, inputs, inputs), off its diagonal less what chance explains; see `shrunk`.
+
+    None where no sample reaches an op, or its rows do not fit.
 
     Raises:
         ModelError: The model cannot be run.
@@ -78,16 +83,68 @@ def products(model: Model, inputs: Sequence[tuple[TensorRef, Op, Form]], samples
     runner = samples.runner(model)
     refused = runner.unwatchable([tensor for tensor, _, _ in inputs])
     shown = list(dict.fromkeys(tensor for tensor, _, _ in inputs if tensor not in refused))
-    found: list[Array | None] = [None] * len(inputs)
+    found: list[Sum | None] = [None] * len(inputs)
     for seen in runner.observe(shown, samples.feeds) if shown else ():
         for place, (tensor, op, form) in enumerate(inputs):
-            for value in seen.get(tensor, ()):
-                rows = rows_of(op, form, np.asarray(value, np.float32))
-                if rows is not None:
-                    made = np.matmul(rows.transpose(0, 2, 1), rows).astype(np.float64)
-                    before = found[place]
-                    found[place] = made if before is None else before + made
-    return found
+            given = (rows_of(op, form, np.asarray(value, np.float32)) for value in seen.get(tensor, ()))
+            made = [np.matmul(rows.transpose(0, 2, 1), rows).astype(np.float64) for rows in given if rows is not None]
+            if made:
+                found[place] = added(found[place], sum(made[1:], made[0]))
+    return [None if one is None else shrunk(one) for one in found]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Products of rows, each sample's divided by its power, summed over samples.
+
+    Attributes:
+        total: float64 (groups, inputs, inputs).
+        power: The squares of what is off the diagonal, summed over the samples' own products.
+        count: How many samples there are.
+    """
+
+    total: Array
+    power: float
+    count: int
+
+
+def added(before: Sum | None, product: Array) -> Sum:
+    """The sum with one more sample's product, as if the sample were as loud as all others.
+
+    Else it is the loudest few that decide how weights are rounded, and other loud ones lose.
+    """
+    loud = float(np.einsum("gii->", product))
+    even = product / loud if loud else product
+    power = _off_diagonal(even)
+    if before is None:
+        return Sum(even, power, 1)
+    return Sum(before.total + even, before.power + power, before.count + 1)
+
+
+def shrunk(one: Sum) -> Array:
+    """The summed products, drawn towards their diagonal by the share of what is off it that chance explains.
+
+    Of fewer rows than inputs the products know directions without any error, and rounding would put all of its errors
+    there. Samples tell how far chance moves the products: rows of one sample are alike.
+
+    Source: Schäfer and Strimmer 2005, "A Shrinkage Approach to Large-Scale Covariance Matrix Estimation", with the
+    target that they call D; one share for all groups. The diagonal is raised by `UNSEEN` beside.
+    """
+    whole = _off_diagonal(one.total)
+    share = 0.0
+    if one.count > 1 and whole:
+        chance = (one.power - whole / one.count) * one.count / (one.count - 1)
+        share = max(1 - chance / whole, 0.0)
+    index = np.arange(one.total.shape[-1])
+    made = one.total * share
+    made[:, index, index] = one.total[:, index, index] * (1 + UNSEEN)
+    return made
+
+
+def _off_diagonal(product: Array) -> float:
+    """The sum of the squares off the diagonals."""
+    diagonals = np.diagonal(product, axis1=1, axis2=2)
+    return float(np.square(product).sum() - np.square(diagonals).sum())
 
 
 def rows_of(op: Op, form: Form, value: Array) -> Array | None:

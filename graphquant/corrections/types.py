@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from graphquant.rewrite import rewrite
@@ -69,6 +69,10 @@ class Draft:
     folds: Folds | None = None
     told: tuple[Corrected, ...] = ()
 
+    def saying(self, told: tuple[Corrected, ...]) -> Draft:
+        """The same, having told this."""
+        return replace(self, told=told)
+
     def quantized(self) -> Model:
         """The model with all of its quantization.
 
@@ -85,12 +89,12 @@ class Correction:
     Attributes:
         why: What it is good for, for people.
         run: Corrects a draft.
-        doubtful: Whether it is kept only where samples show a gain, not wherever they show no loss.
+        sure: Standard errors that the gain of some output must be above 0.
     """
 
     why: str
     run: Callable[[Draft, Samples], Draft]
-    doubtful: bool = False
+    sure: float
 
 
 __all__ = ["Corrected", "Correction", "Draft", "Samples"]

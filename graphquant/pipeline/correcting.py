@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from graphquant.data import Batches
-    from graphquant.formats import Feeds
+    from graphquant.formats import Feeds, Runner
     from graphquant.ir import Model
     from graphquant.plans import Plan
     from graphquant.solve import Solution
@@ -62,7 +62,7 @@ def balanced(prepared: Model, made: Plan, used: Batches | None, *, stats: bool) 
         plain = replace(plain, told=_told((name for name in wanted if name != CLIPPING), reason))
         return plain if CLIPPING not in wanted else _after(plain, balance(prepared, made, [CLIPPING], None))
     try:
-        return balance(prepared, made, wanted, None if used is None else _samples(prepared, used))
+        return balance(prepared, made, wanted, None if used is None else _samples(prepared, made, used))
     except ModelError as error:
         return replace(plain, told=_told(wanted, str(error)))
 
@@ -94,17 +94,27 @@ def corrected(prepared: Model, solution: Solution, made: Plan, used: Batches | N
     if _size(prepared, made) > LARGEST:
         return _none(draft, wanted, TOO_LARGE)
     try:
-        return correct(prepared, solution, wanted, _samples(prepared, used))
+        return correct(prepared, solution, wanted, _samples(prepared, made, used))
     except ModelError as error:  # what the check of the result tells too, if it is not the corrections' alone
         return _none(draft, wanted, str(error))
 
 
-def _samples(prepared: Model, used: Batches) -> Samples:
+def _samples(prepared: Model, made: Plan, used: Batches) -> Samples:
     """Every second one of some samples to correct by, the others to check with."""
+    runner = formats.module(prepared.format).runner
     elements = load_of(prepared, batchable=False).elements
+    if elements is None and used.count > SAMPLES:
+        elements = _measured(runner(prepared), made, next(iter(used.span(0, 1))))
     count = SAMPLES if elements is None else min(max(ELEMENTS // max(elements, 1), SAMPLES), MOST_SAMPLES)
     feeds = list(_some(used, count))
-    return Samples(feeds=feeds[::2], others=feeds[1::2], runner=formats.module(prepared.format).runner)
+    return Samples(feeds=feeds[::2], others=feeds[1::2], runner=runner)
+
+
+def _measured(runner: Runner, made: Plan, feed: Feeds) -> int:
+    """Elements that quantized activations have in one run, where shapes do not tell."""
+    tensors = list(dict.fromkeys(site.tensor for site in made.sites if not site.parameter))
+    refused = runner.unwatchable(tensors)
+    return sum(runner.sizes([tensor for tensor in tensors if tensor not in refused], feed).values())
 
 
 def _none(draft: Draft, wanted: Iterable[str], reason: str) -> Draft:

@@ -9,7 +9,7 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
-from graphquant.corrections import BALANCINGS, Samples, balancing
+from graphquant.corrections import BALANCINGS, Samples, balancing, check
 from graphquant.formats import onnx as onnx_format
 from graphquant.ruleset import CORRECTIONS
 
@@ -171,7 +171,7 @@ def test_what_is_left_without_data_that_fits(tmp_path):
 
 def test_what_gains_nothing_is_left_out(tmp_path, monkeypatch):
     """A correction after which no output gains is taken back, and the report says by how much it fell short."""
-    monkeypatch.setattr(balancing, "WORTH", 90.0)
+    monkeypatch.setattr(check, "WORTH", 90.0)
     path = saved(tmp_path, *FOLDED)
     result, after = inserted(tmp_path, path, PER_CHANNEL, "migration")
     assert done(result) == []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphquant.corrections.matrices import form_of, rows_of
+from graphquant.corrections.matrices import UNSEEN, added, form_of, rows_of, shrunk
 from graphquant.corrections.rounding import Grid, _adapted, _compensated, _costs
 from graphquant.formats.onnx import load
 
@@ -84,3 +84,41 @@ def test_compensation_stays_on_the_grid():
     steps = _compensated(matrix, hessian, grid) / grid.scale
     np.testing.assert_allclose(steps, np.rint(steps), atol=1e-9)
     assert np.abs(steps).max() <= 7 + 1e-9
+
+
+def test_products_count_samples_alike_and_drop_chance():
+    """A loud sample counts as much as a quiet one; what all samples share stays off the diagonal, chance does not."""
+    share = np.array([[[2.0, 1.0], [1.0, 2.0]]])
+    total = None
+    for loud in (1.0, 1e6, 3.0):
+        total = added(total, share * loud)
+    expected = 3 * share / 4
+    expected[0, [0, 1], [0, 1]] *= 1 + UNSEEN
+    np.testing.assert_allclose(shrunk(total), expected)
+    for sign in (-1, 1, -1):
+        total = added(total, share * [[1, sign], [sign, 1]])
+    assert abs(shrunk(total)[0, 0, 1]) < total.total[0, 0, 1]
+    assert not shrunk(added(None, share))[0, 0, 1]
+
+
+def test_rounding_helps_samples_that_were_not_looked_at():
+    """With fewer rows than inputs, one sample loud, both leave less error on others than rounding to the nearest."""
+    better = np.zeros(2)
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        mix = rng.normal(size=(6, 24))
+        rows = [(rng.normal(size=(3, 6)) @ mix + 0.3 * rng.normal(size=(3, 24))) * loud for loud in (1, 1, 1, 1, 30, 1)]
+        total = None
+        for one in rows[:5]:
+            total = added(total, (one.T @ one)[None])
+        matrix = rng.normal(size=(8, 24))
+        scale = np.broadcast_to(np.abs(matrix).max(1, keepdims=True) / 7, matrix.shape)
+        grid = Grid(scale=scale, zero=np.zeros(matrix.shape), low=-7, high=7)
+        nearest, *others = (
+            grid.nearest(matrix),
+            *(make(matrix, shrunk(total)[0], grid) for make in (_compensated, _adapted)),
+        )
+        fresh = rng.normal(size=(200, 6)) @ mix + 0.3 * rng.normal(size=(200, 24))
+        costs = [np.square(fresh @ (one - matrix).T).sum() for one in (nearest, *others)]
+        better += [costs[1] < costs[0], costs[2] < costs[0]]
+    assert (better >= 9).all()
