@@ -41,6 +41,7 @@ class Fitted:
         whole: Bytes that they take in the float model.
         weights: The first use of each weight that was chosen for.
         ways: What is other than rules want, with the way.
+        guessed: Weights of which nothing tells what they lose; they count as much as their bits may lose at most.
     """
 
     plan: Plan
@@ -49,6 +50,7 @@ class Fitted:
     whole: int
     weights: frozenset[Use]
     ways: Mapping[TensorRef, str]
+    guessed: tuple[TensorRef, ...] = ()
 
 
 def fitted(
@@ -79,16 +81,23 @@ def fitted(
     made |= {name: (other, *make(other)) for name, other in ways(prepared, plan, small=True).items()}
     inserted = {name: by_site(one, done) for name, (one, _, done) in made.items()}
     weights = [i for i, done in inserted[OWN].items() if done.folded and plan.sites[i].scheme.observe.name != "bias"]
-    errors = {
-        name: _errors(prepared, model, inserted[name], weights, kept, progress) for name, (_, model, _) in made.items()
-    }
+    errors, guessed = dict[str, dict[int, float]](), set[int]()
+    for name, (_, model, _) in made.items():
+        errors[name], unknown = _errors(prepared, model, inserted[name], weights, kept, progress)
+        guessed |= unknown
     integers = _on_integers(prepared, plan, inserted[OWN])
     among = [_group(prepared, plan, sites, inserted, errors, integers) for sites in bound(plan, weights)]
-    sizes = stored(made[OWN][1]) - sum(group.ways[0].size for group in among)
-    chosen = fit(among, most - sizes)
-    names = {i: group.ways[way].name for group, way in zip(among, chosen, strict=True) for i in group.sites}
-    best = _plan(plan, {name: one for name, (one, _, _) in made.items()}, names, budget)
-    size = stored(make(best)[0])
+    others, fewest = {name: one for name, (one, _, _) in made.items()}, fit(among, -math.inf)
+    room = most - stored(made[OWN][1]) + sum(group.ways[0].size for group in among)
+    while True:
+        chosen = fit(among, room)
+        names = {i: group.ways[way].name for group, way in zip(among, chosen, strict=True) for i in group.sites}
+        best = _plan(plan, others, names, budget)
+        size = stored(make(best)[0])
+        if size <= most or chosen == fewest:
+            break
+        taken = sum(group.ways[way].size for group, way in zip(among, chosen, strict=True))
+        room = taken - (size - most)  # what several share is counted for each, or for none
     if size > most:
         raise UsageError(
             f"The constants of the model take {size:,} bytes with the fewest bits, and the budget is {most:,}."
@@ -102,6 +111,7 @@ def fitted(
         whole=whole,
         weights=frozenset(plan.sites[index].uses[0] for index in weights),
         ways=found,
+        guessed=tuple(plan.sites[index].tensor for index in sorted(guessed)),
     )
 
 
@@ -110,7 +120,8 @@ def stored(model: Model) -> int:
     total = 0
     for name in model.live():
         for op in model.graphs[name].ops():
-            known = op.outputs[0] if op.kind == "constant" and op.outputs else None
+            held = op.kind == "constant" or (op.kind == "input" and op.value is not None)  # old ONNX names both
+            known = op.outputs[0] if held and op.outputs else None
             if known is not None and known.shape is not None and known.dtype is not None:
                 total += math.ceil(math.prod(size or 0 for size in known.shape) * _bits(known.dtype) / 8)
     return total
@@ -146,8 +157,8 @@ def _errors(
     weights: Sequence[int],
     kept: Kept | None,
     progress: Progress | None,
-) -> dict[int, float]:
-    """What each weight adds to the outputs, or to itself where there are no samples.
+) -> tuple[dict[int, float], set[int]]:
+    """What each weight adds to the outputs, or to itself where there are no samples; and of which neither is known.
 
     Raises:
         KeyboardInterrupt: Not all are known.
@@ -155,16 +166,20 @@ def _errors(
     here = [index for index in weights if index in inserted]
     if kept is not None:
         trials = Trials(prepared, kept, progress)
-        errors = trials.errors(model, inserted, here)
+        found = trials.errors(model, inserted, here)
         if trials.interrupted:
             raise KeyboardInterrupt
-        return errors
-    local = {(one.graph, one.op): one.local for one in sites_of(prepared, model).figures()}
-    found = {}
-    for index in here:
-        known = local.get(place(model, inserted[index].output))
-        found[index] = 0.0 if known is None else 10 ** (-known / 10)
-    return found
+    else:
+        local = {(one.graph, one.op): one.local for one in sites_of(prepared, model).figures()}
+        lost = {index: local.get(place(model, inserted[index].output)) for index in here}
+        found = {index: 10 ** (-known / 10) for index, known in lost.items() if known is not None}
+    guessed = {index: _guess(inserted[index]) for index in here if index not in found}
+    return {**found, **guessed}, {*guessed}
+
+
+def _guess(done: Inserted) -> float:
+    """What a weight loses of itself by its bits alone, rather more than less: it is to keep them, if another can."""
+    return 1.0 if isinstance(done.params, Dynamic) else 4.0 ** (2 - _bits(done.params.type.container))
 
 
 def _group(

@@ -28,6 +28,9 @@ Make = Callable[[Plan], tuple[Model, Sequence[Inserted]]]
 Errors = dict[int, dict[str, float]]
 """By position of a site and by way what it adds alone to the outputs, as a share of these."""
 
+UNKNOWN = 1.0
+"""What a site adds of which no run tells it: so much that it is the first to be left float."""
+
 BETTER = 0.95
 """A way that is not another's must leave less of the error than that."""
 
@@ -60,7 +63,7 @@ class Trials:
         """
         own = by_site(plan, inserted)
         found = self.errors(quant, own, own)
-        errors: Errors = {index: {OWN: found.get(index, 0.0)} for index in own}
+        errors: Errors = {index: {OWN: found.get(index, UNKNOWN)} for index in own}
         others = ways(self._prepared, plan)
         tried = [own]
         for name, other in others.items():
@@ -81,7 +84,9 @@ class Trials:
         return errors, others
 
     def errors(self, quant: Model, sites: Mapping[int, Inserted], wanted: Collection[int]) -> dict[int, float]:
-        """What each of the sites `wanted` adds to the outputs of `quant`, by position; 0 where that is not known.
+        """What each of the sites `wanted` adds to the outputs of `quant`, by position, of those where that is known.
+
+        What is in a graph that nothing runs, as the copies in a SavedModel, adds nothing.
 
         Raises:
             ModelError: A model cannot be run.
@@ -98,8 +103,10 @@ class Trials:
         )
         self._runs += blamed.runs
         self.interrupted |= blamed.interrupted
-        known = {one: error if math.isfinite(error) else 1.0 for one, error in blamed.errors.items()}
-        return {index: sum(known.get(one, 0.0) for one in some) for index, some in places.items()}
+        known = {one: error for one, error in blamed.errors.items() if math.isfinite(error)}
+        live = {*quant.live()}
+        known |= {one: 0.0 for some in places.values() for one in some if one[0] not in live}
+        return {index: sum(known[one] for one in some) for index, some in places.items() if known.keys() >= set(some)}
 
 
 def place(quant: Model, output: TensorRef) -> tuple[str, str]:

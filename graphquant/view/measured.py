@@ -74,7 +74,11 @@ def fitted_view(found: Fitted | None) -> list[RenderableType]:
     said = f"Constants take {found.size:,} bytes of {found.most:,} that they may; in float they took {found.whole:,}"
     for way, count in sorted(Counter(found.ways.values()).items()):
         said += f"; {counted(count, 'weight')} in float" if way == "float" else f"; {count} with {way}"
-    return [plain(f"{said}.")]
+    lines: list[RenderableType] = [plain(f"{said}.")]
+    if found.guessed:
+        named = listed([str(one) for one in found.guessed], WORST)
+        lines.append(plain(f"  judged by their bits alone, since nothing tells what they lose: {named}", "yellow"))
+    return lines
 
 
 def fitted_json(found: Fitted | None) -> dict[str, Any] | None:
@@ -86,6 +90,7 @@ def fitted_json(found: Fitted | None) -> dict[str, Any] | None:
         "budget": found.most,
         "float_bytes": found.whole,
         "ways": [{"tensor": str(tensor), "way": way} for tensor, way in found.ways.items()],
+        "guessed": [str(tensor) for tensor in found.guessed],
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,8 @@ import pytest
 import graphquant as gq
 from graphquant.accuracy import FLOAT, OWN, Group, Way, fit
 from graphquant.errors import UsageError
+from graphquant.pipeline import budgeting, trying
+from graphquant.pipeline.budgeting import stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -90,6 +93,54 @@ def test_without_data(samples: Path) -> None:
     assert {skip.reason for skip in result.plan.skips if skip.rule == "size-budget"} == {
         "there is room for it in a budget of 10.3KB"
     }
+
+
+def test_a_weight_of_which_nothing_is_known(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
+) -> None:
+    """It is not taken for one that loses nothing: it keeps its bits, which is told."""
+    given = ("insert", samples / "digits_cnn.onnx", "--data", samples / "digits_cnn_calib.npz", "--size-budget", "24%")
+    report = tmp_path / "report.json"
+    cli(*given, "-o", tmp_path / "known.onnx", "--report", report)
+    told = json.loads(report.read_text())["size_budget"]
+    assert told["guessed"] == []
+    first = next(one["tensor"] for one in told["ways"] if one["way"] == "4-bit weights")
+    blame = trying.blame
+
+    def without(*args: Any, **more: Any) -> Any:
+        found = blame(*args, **more)
+        unknown = first.partition(":")[0].removesuffix("_fused_bn")
+        return replace(found, errors={key: one for key, one in found.errors.items() if unknown not in key[1]})
+
+    monkeypatch.setattr(trying, "blame", without)
+    said = cli(*given, "-o", tmp_path / "unknown.onnx", "--report", report).stdout
+    told = json.loads(report.read_text())["size_budget"]
+    assert told["guessed"] == [first]
+    assert first not in {one["tensor"] for one in told["ways"]}
+    assert told["bytes"] <= told["budget"]
+    assert f"judged by their bits alone, since nothing tells what they lose: {first}" in said
+
+
+@pytest.mark.parametrize("much", [0.3, 3.0])
+def test_sizes_that_are_not_those_of_the_file(samples: Path, monkeypatch: pytest.MonkeyPatch, much: float) -> None:
+    """What fits is found where a way takes more bytes than it is thought to, and only what does not fit is refused."""
+    size = budgeting._size
+    monkeypatch.setattr(budgeting, "_size", lambda *given: int(size(*given) * (1 if given[3] else much)))
+    model = samples / "digits_cnn.onnx"
+    result = gq.insert(model, rules="weight_only", size_budget="10.3KB")
+    assert result.fitted.size == stored(result.model) <= 10300
+    with pytest.raises(UsageError, match="with the fewest bits") as told:
+        gq.insert(model, rules="weight_only", size_budget="10%")
+    least = int(str(told.value).split("--size-budget ")[1].split()[0])
+    assert gq.insert(model, rules="weight_only", size_budget=str(least)).fitted.size == least
+
+
+def test_weights_that_are_inputs_too(samples: Path) -> None:
+    """Initializers of old ONNX, which are inputs as well, are constants of the float model."""
+    result = gq.insert(samples / "digits_cnn_bn.onnx", rules="weight_only", size_budget="25%")
+    model = onnx.load(samples / "digits_cnn_bn.onnx")
+    assert result.fitted.whole == sum(onnx.numpy_helper.to_array(one).nbytes for one in model.graph.initializer)
+    assert 0 < result.fitted.size <= result.fitted.whole // 4
 
 
 def test_beside_a_bound(samples: Path) -> None:
