@@ -143,7 +143,11 @@ def _possible(model: Model, site: Site) -> Site | None:
     """The site, if its family has such ops at the model's opset."""
     family, known = FAMILIES[site.scheme.family or ""], model.output(site.tensor)
     asked = site.scheme.request(
-        axis=site.axis, dtype=known.dtype or "", shape=site.view or known.shape, parameter=site.parameter
+        axis=site.axis,
+        dtype=known.dtype or "",
+        shape=site.view or known.shape,
+        parameter=site.parameter,
+        function=model.graphs[site.tensor.graph].is_function,
     )
     return site if family.why_not(asked) is None and not 0 < model.opset < family.opset(asked) else None
 

@@ -76,6 +76,11 @@ class Graph:
 
     # -- reading ---------------------------------------------------------------------------------
 
+    @property
+    def is_function(self) -> bool:
+        """Whether it is a function of the model: not the main graph, and no body of an op."""
+        return bool(self.name) and self.parent is None
+
     def __contains__(self, name: str) -> bool:
         return name in self.nx
 

@@ -183,6 +183,7 @@ def _opset(prepared: Model, made: Plan) -> int:
                 dtype=prepared.output(site.tensor).dtype or "float32",
                 shape=None,
                 parameter=site.parameter,
+                function=prepared.graphs[site.tensor.graph].is_function,
             )
         )
         for site in made.sites

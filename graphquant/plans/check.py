@@ -106,7 +106,8 @@ def _misfits(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:
         return
     if not family.zero_points and any(site.zero_point or ()):
         yield f"{family.name} has no zero point, and the plan gives one; give 0"
-    asked = site.scheme.request(axis=site.axis, dtype=known.dtype, shape=shape, parameter=parameter)
+    function = model.graphs[site.tensor.graph].is_function
+    asked = site.scheme.request(axis=site.axis, dtype=known.dtype, shape=shape, parameter=parameter, function=function)
     reason = family.why_not(asked)
     if reason is not None:
         yield reason

@@ -100,6 +100,7 @@ class Request:
         round: How to round; None as the family does by itself.
         args: The family's own arguments.
         block: How many elements along the axis have one scale; None where there are no blocks.
+        function: Whether the tensor is in a function of the model, which holds constants as ops.
     """
 
     type: QType
@@ -112,6 +113,7 @@ class Request:
     round: Round | None = None
     args: Arguments = field(default_factory=Arguments)
     block: int | None = None
+    function: bool = False
 
     @property
     def dynamic(self) -> bool:

@@ -41,6 +41,9 @@ OPSET_BROADCAST = 8
 
 OTHER_WIDTHS = frozenset({"int4", "uint4", "int16", "uint16"})
 
+NO_CONSTANT = frozenset({"int4", "uint4"})
+"""Of these what initializers may be and Constants may not, below the opset that brought them."""
+
 _ROLES = ("input", "scale", "zero_point")
 _QUANTIZE = ("quantize", "QuantizeLinear", _ROLES)
 _DEQUANTIZE = ("dequantize", "DequantizeLinear", _ROLES)
@@ -182,7 +185,10 @@ def why_not(asked: Request) -> str | None:  # noqa: PLR0911  # one for each thin
 
 def opset(asked: Request) -> int:
     """The lowest opset of the default domain that has these ops, or that goes with those of onnxruntime's own."""
-    other = _container(asked.type, parameter=asked.parameter) in OTHER_WIDTHS
+    held = _container(asked.type, parameter=asked.parameter)
+    other = held in OTHER_WIDTHS
+    if asked.function and asked.parameter and held in NO_CONSTANT:
+        return OPSET_OTHER_WIDTHS
     if asked.block is not None or (asked.dtype == "float16" and other):
         return OPSET_BLOCKS
     if isinstance(asked.type, FloatType) or asked.dtype == "float16":

@@ -219,7 +219,9 @@ class Scheme:
         if reason is not None:
             raise ValueError(reason)
 
-    def request(self, *, axis: int | None, dtype: str, shape: Shape | None, parameter: bool) -> Request:
+    def request(
+        self, *, axis: int | None, dtype: str, shape: Shape | None, parameter: bool, function: bool = False
+    ) -> Request:
         """What the scheme asks of a family for such a tensor."""
         return Request(
             type=self.type,
@@ -232,6 +234,7 @@ class Scheme:
             round=self.round,
             args=self.args,
             block=self.block_size,
+            function=function,
         )
 
     @property

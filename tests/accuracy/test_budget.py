@@ -143,6 +143,30 @@ def test_weights_that_are_inputs_too(samples: Path) -> None:
     assert 0 < result.fitted.size <= result.fitted.whole // 4
 
 
+def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
+    """They are constants of 4 bits only where an opset has these; rules that want them so raise it."""
+    model = samples / "digits_nested.onnx"
+    data = str(samples / "digits_nested_calib.npz")
+    result = gq.insert(model, data=data, samples=10, size_budget="24%")
+    assert result.fitted.size <= result.fitted.most
+    few = {tensor.graph for tensor, way in result.fitted.ways.items() if way == "4-bit weights"}
+    assert few
+    assert "sample_models:Block" not in few
+    rules = """
+        [scheme.few]
+        dtype = "int4"
+        observe = "absmax"
+        [[rule]]
+        name = "few"
+        consumer = { kind = "conv|matmul|gemm", input = "weight" }
+        quantize = "few"
+    """
+    made = gq.insert(model, rules=rules, data=data, samples=10)
+    assert "sample_models:Block" in {done.site.tensor.graph for done in made.inserted}
+    assert made.model.opset == 21
+    assert made.check.comparison is not None
+
+
 def test_beside_a_bound(samples: Path) -> None:
     """A search for a bound leaves the weights as the budget made them."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
