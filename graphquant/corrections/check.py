@@ -1,7 +1,8 @@
 """Corrections made one after the other, each kept only where samples that it was not made by show that it gains.
 
 Sums of squares over a few samples are mostly those of the worst one to three. So no output may lose, neither with all
-samples nor without the three that gain most; and the roots of some output's errors must fall by more than chance.
+samples nor, unless most samples gain, without the three that gain most; and the roots of some output's errors must fall
+by more than chance.
 """
 
 from __future__ import annotations
@@ -160,6 +161,7 @@ def worse(before: Array, after: Array, sure: float = SURE) -> str:
     lucky = max(min(LUCKY, len(gains) // 4), 1)
     others = np.argsort(before - after, axis=0)[:-lucky]
     rest = _decibels(*(np.take_along_axis(one, others, 0).sum(0) for one in (before, after)))
+    rest[2 * (after < before).sum(0) - len(gains) > SURE * np.sqrt(len(gains))] = 0  # most samples gain
     if np.any(rest < 0):
         times = 10 ** (-rest.min() / 20)
         return f"without the {lucky} samples that gain most an output is off by {times:.2f} times as much"

@@ -180,15 +180,20 @@ def test_kept_only_if_more_than_chance():
 
 
 def test_a_few_samples_do_not_decide():
-    """Three of 16 samples that had most of the error lose it: not kept if the others then lose, whatever the sum."""
+    """Three of 16 samples that had most of the error lose it: not kept if the others lose, unless most of them gain."""
     before = np.ones((16, 1))
     before[:3] = 40
     after = before * 0.9
     after[:3] = 1
     assert worse(before, after, LIKELY) == ""
     after[3:] *= 1.2
-    said = worse(before, after, LIKELY)
-    assert said == "without the 3 samples that gain most an output is off by 1.04 times as much"
+    said = "without the 3 samples that gain most an output is off by 1.04 times as much"
+    assert worse(before, after, LIKELY) == said
+    after[4:] = 0.99
+    assert worse(before, after, LIKELY) == ""
+    after[4] = 3.2
+    assert worse(before, after, LIKELY) == ""
+    after[3:] = 1.08
     assert worse(before[:, [0, 0]], np.concatenate([before * 0.5, after], axis=1), LIKELY) == said
 
 
