@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import graphquant as gq
 from graphquant.cli import main
 from graphquant.data import open_data
+from graphquant.errors import UsageError
 from graphquant.formats import module
 from graphquant.pipeline.checking import Bounds, parted
 
@@ -141,7 +142,52 @@ def test_bounds_of_classes(net: Path, option: str, said: str) -> None:
     assert "left float, and with them" in searched.stdout
     np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"])
     without = run(*call, option, "0.99")
-    assert ("the data has no 'labels'" in without.stderr) == (option == "--max-accuracy-drop")
+    assert ("data.npz has no 'labels', which accuracy needs" in without.stderr) == (option == "--max-accuracy-drop")
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (np.zeros(19, np.int64), "19"),
+        (np.zeros(20, np.float32), "float32"),
+        (np.array(["a"] * 20), "Labels are integers, the number of the class of each sample."),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused_at_once(net: Path, labels: Any, said: str) -> None:
+    """Before anything runs, with what they should be."""
+    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=labels)
+    done = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--max-accuracy-drop", "1")
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert "Labels are integers" in done.stderr
+
+
+@pytest.mark.parametrize("first", [-1, 50])
+def test_labels_of_other_classes_measure_nothing(net: Path, first: int) -> None:
+    """Numbers that the output has no class for give no accuracy, instead of one of 0 that nothing can worsen."""
+    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.arange(first, first + 20))
+    check = gq.insert(net / "net.onnx", data=str(net / "data.npz")).check
+    assert check.comparison.outputs[0].accuracy is None
+    with pytest.raises(UsageError, match="the data has no 'labels' that fit an output"):
+        gq.insert(net / "net.onnx", data=str(net / "data.npz"), max_accuracy_drop=1.0)
+
+
+def test_labels_as_rows_of_one_and_zeros_are_no_classes(net: Path) -> None:
+    """They fit no output, which ends the command before a search."""
+    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.eye(20, dtype=np.int64))
+    done = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--max-accuracy-drop", "1")
+    assert done.exit_code == 2
+    assert "the data has no 'labels' that fit an output, one of its classes for each row" in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--min-sqnr", "--min-agreement", "--max-accuracy-drop"])
+def test_no_bound_is_no_number(net: Path, option: str) -> None:
+    """NaN, which everything would meet or miss, is refused by the command and by the function."""
+    done = run("insert", net / "net.onnx", "--data", net / "data.npz", option, "nan")
+    assert done.exit_code == 2
+    assert "nan is no number that anything can be compared with" in done.stderr
+    with pytest.raises(UsageError, match="nan is no bound"):
+        gq.insert(net / "net.onnx", data=str(net / "data.npz"), **{option[2:].replace("-", "_"): float("nan")})
 
 
 def test_statistics_and_data(net: Path) -> None:

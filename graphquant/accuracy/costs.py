@@ -111,7 +111,8 @@ def _ways(errors: Sequence[Mapping[str, float]]) -> tuple[Way, ...]:
 def _needed(model: Model, plan: Plan, taken: Collection[int], owner: Mapping[Use, int]) -> dict[int, set[Place]]:
     """For each site the ops that multiply on it or make it."""
     found: dict[int, set[Place]] = {index: set() for index in taken}
-    for name in model.live():
+    live = dict.fromkeys(model.live())  # a SavedModel keeps copies of functions that nothing here calls
+    for name in live:
         graph = model.graphs[name]
         for op in graph.ops():
             if op.kind in COUNTED:
@@ -121,7 +122,7 @@ def _needed(model: Model, plan: Plan, taken: Collection[int], owner: Mapping[Use
                         found[index].add((name, op.name))
     for index in taken:
         made = _maker(model, plan.sites[index].tensor)
-        if made is not None:
+        if made is not None and made[0] in live:
             found[index].add(made)
     return found
 

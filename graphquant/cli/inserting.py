@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.options import CORRECT, MAX_MEMORY, SHARE, memory, selection
+from graphquant.cli.options import CORRECT, MAX_MEMORY, SHARE, Finite, memory, selection
 from graphquant.cli.output import print_view, progress_bar, write, write_page
 from graphquant.errors import FindingsError, UsageError
 
@@ -53,14 +53,17 @@ if TYPE_CHECKING:
 @CORRECT
 @click.option("--no-check", is_flag=True, help="Calibrate on all samples, and do not measure what was made.")
 @click.option(
-    "--min-sqnr", type=float, metavar="DB", help="Leave float what it takes; exit code 1 if an output has less."
+    "--min-sqnr",
+    type=Finite(),
+    metavar="DB",
+    help="Find the cheapest plan with that; exit code 1 if an output has less.",
 )
 @click.option(
     "--min-agreement", type=SHARE, metavar="SHARE", help="Likewise, of top-1 agreement: 0.99, or 99 for percent."
 )
 @click.option(
     "--max-accuracy-drop",
-    type=click.FloatRange(0, 100),
+    type=Finite(0, 100),
     metavar="POINTS",
     help="Likewise, of accuracy by the data's labels, in points of 100.",
 )
@@ -115,7 +118,7 @@ def insert(  # click passes what the user gave
     """Quantize MODEL: plan, calibrate, rewrite, check, write.
 
     With data, the last fifth of it is kept for the check, at least 4 samples of 8 or more. With a bound, as
-    --min-sqnr, and data to calibrate with, what it takes to meet it is left float; docs/search.md says how.
+    --min-sqnr, and data to calibrate with, the cheapest plan that meets it is searched for; docs/search.md says how.
     """
     if plan_file is not None and (rules or include or exclude or family or requantize or correct):
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -52,6 +53,17 @@ CORRECT = click.option(
 )
 
 
+class Finite(click.FloatRange):
+    """A number of a range, and not NaN or infinite, which any comparison would take for met or for missed."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """The number."""
+        given = float(super().convert(value, param, ctx))
+        if not math.isfinite(given):
+            self.fail(f"{given} is no number that anything can be compared with.", param, ctx)
+        return given
+
+
 class _Share(click.ParamType[float]):
     """A share of all: 0.99, or 99 for percent."""
 
@@ -59,7 +71,7 @@ class _Share(click.ParamType[float]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The share, 0 to 1."""
-        given = click.FloatRange(0, 100).convert(value, param, ctx)
+        given = Finite(0, 100).convert(value, param, ctx)
         return float(given if given <= 1 else given / 100)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from graphquant.cli.options import Finite
 from graphquant.cli.output import print_view, progress_bar
 from graphquant.errors import UsageError
 
@@ -45,7 +46,7 @@ _OPTIONS = [
     click.option("--fail-on", type=click.Choice(["regression"]), help="End with exit code 1 if something is."),
     click.option(
         "--sqnr-step",
-        type=click.FloatRange(min=0),
+        type=Finite(min=0),
         metavar="DB",
         help="SQNR that may be lost without that being a regression; 0.5 by default.",
     ),

@@ -61,7 +61,7 @@ class OutputTally:
         tops = [np.asarray(values.argmax(-1)).reshape(-1) for values in (expected, found)]
         self._rows += tops[0].size
         self._agreed += int((tops[0] == tops[1]).sum())
-        if labels is not None and labels.size == tops[0].size:
+        if labels is not None and labels.size == tops[0].size and _are_classes(labels, expected.shape[-1]):
             self._labelled = (self._labelled or 0) + labels.size
             right = [top == labels.reshape(-1) for top in tops]
             for side, other in ((0, 1), (1, 0)):
@@ -86,6 +86,11 @@ class OutputTally:
             least_agreement=1 - most(self._rows - self._agreed, 0, self._rows) if self._rows and fine else None,
             most_lost=most(self._changed[0], self._changed[1], labelled) if labelled and fine else None,
         )
+
+
+def _are_classes(labels: Array, count: int) -> bool:
+    """Whether labels are numbers of so many classes."""
+    return not labels.size or bool(labels.min() >= 0 and labels.max() < count)
 
 
 def _squares(expected: Array, found: Array, *, batched: bool) -> tuple[Array, Array]:

@@ -146,7 +146,11 @@ def _found_remote(path: str) -> tuple[list[File], bool]:
             return [File(root, system)], False
         names = _bounded(path, (name for name in system.find(root) if not _hidden(name, root)))
     except ImportError as error:
-        raise MissingDependencyError(f"{path} needs another package: {error}") from error
+        scheme = path.partition("://")[0]
+        raise MissingDependencyError(
+            f"{path} needs another package: {error}. Install it: pip install"
+            f" 'fsspec[{'http' if scheme == 'https' else scheme}]'"
+        ) from error
     except DataError:
         raise
     except Exception as error:

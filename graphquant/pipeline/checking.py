@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphquant import formats
 from graphquant.calibration import load_of
-from graphquant.errors import MissingDependencyError, ModelError
+from graphquant.errors import MissingDependencyError, ModelError, UsageError
 from graphquant.multiply_adds import multiply_adds, unsized
 from graphquant.pipeline.common import stage
 from graphquant.pipeline.comparing import watching, with_labels
@@ -39,6 +39,12 @@ INSIDE = 4
 """Samples on which each quantized tensor is measured."""
 
 
+NO_SQNR = "no output holds floats, which alone have a signal to noise"
+NO_AGREEMENT = "no output has class scores or integers, which alone agree or not"
+NO_ACCURACY = "the data has no 'labels' that fit an output, one of its classes for each row"
+"""What is said of bounds where there is nothing to measure."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
     """What a quantized model must keep of its float model; None where nothing is asked.
@@ -52,6 +58,12 @@ class Bounds:
     sqnr: float | None = None
     agreement: float | None = None
     drop: float | None = None
+
+    def __post_init__(self) -> None:
+        """A UsageError if one is no number."""
+        for given in filter(None, (self.sqnr, self.agreement, self.drop)):
+            if not math.isfinite(given):
+                raise UsageError(f"{given} is no bound. Give a number.")
 
     def __bool__(self) -> bool:
         return (self.sqnr, self.agreement, self.drop) != (None, None, None)
@@ -110,6 +122,19 @@ class Check:
         )
 
     @property
+    def unmeasured(self) -> tuple[str, ...]:
+        """What the bounds are on and no output has, so that no model could meet them, a sentence's part each."""
+        if self.comparison is None:
+            return ()
+        outputs, bounds = self.comparison.outputs, self.bounds
+        asked = (
+            (bounds.sqnr, any(one.sqnr is not None for one in outputs), NO_SQNR),
+            (bounds.agreement, any(one.agreement is not None for one in outputs), NO_AGREEMENT),
+            (bounds.drop, any(one.accuracy is not None for one in outputs), NO_ACCURACY),
+        )
+        return tuple(said for bound, known, said in asked if bound is not None and not known)
+
+    @property
     def doubts(self) -> tuple[str, ...]:
         """What these samples meet of the bounds and are too few to show with 95% confidence, a sentence's part each."""
         return tuple(doubt for doubt, _ in self._doubts())
@@ -155,7 +180,7 @@ def _sqnr(found: Comparison, bounds: Bounds, *, asked: bool) -> list[str]:
         for one in known
         if one.sqnr is not None and not one.sqnr >= bounds.sqnr
     ]
-    return missed if known or not asked else ["no output holds floats, which alone have a signal to noise"]
+    return missed if known or not asked else [NO_SQNR]
 
 
 def _agreement(found: Comparison, bounds: Bounds) -> list[str]:
@@ -167,7 +192,7 @@ def _agreement(found: Comparison, bounds: Bounds) -> list[str]:
         for one in known
         if one.agreement is not None and one.agreement < bounds.agreement
     ]
-    return missed if known else ["no output has class scores or integers, which alone agree or not"]
+    return missed if known else [NO_AGREEMENT]
 
 
 def _drop(found: Comparison, bounds: Bounds) -> list[str]:
@@ -180,7 +205,7 @@ def _drop(found: Comparison, bounds: Bounds) -> list[str]:
         for name, (before, after) in known
         if 100 * (before - after) > bounds.drop
     ]
-    return missed if known else ["the data has no 'labels' that fit an output, which accuracy needs"]
+    return missed if known else [NO_ACCURACY]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -122,17 +122,34 @@ def _blamed(
 
 
 def with_labels(batches: Batches, data: str, inputs: Sequence[InputSpec], samples: int | None) -> tuple[Batches, str]:
-    """The data that was opened as `batches` with its labels where it has some, and their key."""
+    """The data that was opened as `batches` with its labels where it has some that are classes, and their key."""
+    if not set(LABELS) & set(batches.ignored):
+        return batches, ""
+    try:
+        return labelled(batches, data, inputs, samples)
+    except DataError:  # they are no classes
+        return batches, ""
+
+
+def labelled(batches: Batches, data: str, inputs: Sequence[InputSpec], samples: int | None) -> tuple[Batches, str]:
+    """The data that was opened as `batches` with its labels, and their key.
+
+    Raises:
+        DataError: It has none, or they are no classes.
+    """
     from graphquant.data import open_data
 
-    for name in LABELS:
-        if name in batches.ignored:
-            taken = [*inputs, InputSpec(name=name, dtype="int64", shape=(None,))]
-            try:
-                return open_data(data, taken, samples=samples, finite=False), name
-            except DataError:  # they are no classes
-                return batches, ""
-    return batches, ""
+    name = next((name for name in LABELS if name in batches.ignored), None)
+    if name is None:
+        raise DataError(
+            f"{data} has no 'labels', which accuracy needs. Add them: an array of integers, the number of the class of"
+            " each sample."
+        )
+    taken = [*inputs, InputSpec(name=name, dtype="int64", shape=(None,))]
+    try:
+        return open_data(data, taken, samples=samples, finite=False), name
+    except DataError as error:
+        raise DataError(f"{error} Labels are integers, the number of the class of each sample.") from error
 
 
-__all__ = ["compare", "watching", "with_blame", "with_labels"]
+__all__ = ["compare", "labelled", "watching", "with_blame", "with_labels"]

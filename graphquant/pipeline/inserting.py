@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from graphquant import __version__, formats
 from graphquant.calibration import Stats, kept, needs_data, planned, select, with_method
 from graphquant.errors import NeedsDataError, UsageError, printable
+from graphquant.pipeline import comparing
 from graphquant.pipeline.calibrating import calibrate_line, observe, statistics
 from graphquant.pipeline.checking import Bounds, beside, measured, parted, searching
 from graphquant.pipeline.correcting import balanced, corrected
@@ -131,6 +132,8 @@ def insert(
     opened = cache(partial(_opened, prepared, data or "", samples))  # once, and only where it is wanted
     timing = _timing(source, opened, data, optimize, runtime)
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
+    if data is not None and check and bounds.drop is not None:
+        comparing.labelled(opened(), data, formats.module(prepared.format).inputs(prepared), samples)
     if data is not None and found is None and wanting:
         used, held = _shared(data, samples, opened(), bounds, check=check)
     early = balanced(prepared, made, used, stats=found is not None)

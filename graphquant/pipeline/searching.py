@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant.accuracy import FLOAT, OWN, Found, Measured, groups, in_bytes, in_multiply_adds, search
+from graphquant.errors import UsageError
 from graphquant.pipeline.checking import sizes
 from graphquant.pipeline.common import stage
 from graphquant.pipeline.redrawing import redrawn
@@ -80,9 +81,12 @@ def searched(
     Raises:
         DataError: A sample is not what it should be.
         ModelError: A model cannot be run.
+        UsageError: A bound is on something that no output has.
     """
     quant, inserted = make(plan)
     first = measure(quant)
+    if first.unmeasured:
+        raise UsageError(f"The bounds cannot be measured: {'; '.join(first.unmeasured)}. Leave out those.")
     unchanged = Searched(plan=plan, found=_nothing(first), tried=first, runs=0.0, left={}, changed={})
     if first.assured or first.comparison is None or not inserted:
         return unchanged

@@ -182,7 +182,7 @@ def check_json(check: Check | None) -> dict[str, Any] | None:
 
 def _measured(check: Check, found: Comparison) -> str:
     """On how many samples, and the figures of the worst outputs."""
-    used = "calibration used too, since there are few" if check.reused else "calibration did not use"
+    used = "calibration used too" if check.reused else "calibration did not use"
     ranked = sorted(found.outputs, key=lambda one: math.inf if one.sqnr is None else one.sqnr)
     outputs = listed([_output(one) for one in ranked], WORST)
     return f"Checked on {counted(found.samples, 'sample')} that {used}: {outputs}"
