@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from hypothesis import settings
 
 from graphquant.cli import main
+from graphquant.kernels import repeatable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+repeatable()  # whichever test imports TensorFlow first
 
 settings.register_profile("any machine", deadline=None)  # a machine that others use too may take its time
 settings.load_profile("any machine")

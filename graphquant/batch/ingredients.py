@@ -17,6 +17,7 @@ from graphquant.data.files import found, remote
 from graphquant.data.spec import parse
 from graphquant.formats import SUFFIXES
 from graphquant.formats.parts import files_of
+from graphquant.kernels import asked
 from graphquant.ruleset import find
 from graphquant.ruleset.inline import SIGN
 
@@ -71,12 +72,12 @@ def versions() -> dict[str, str]:
 
 
 def program(memo: Memo) -> str:
-    """A digest of this program: its files, which in a checkout change without their version, and what it runs on."""
+    """A digest of this program: its files, which in a checkout change without their version, and what runs it how."""
     package = Path(graphquant.__file__).parent
     rules = package / "rules" if (package / "rules").is_dir() else package.parent / "rules"
     files = {file for home in (package, rules) for file in home.rglob("*") if file.suffix in CODE and file.is_file()}
     told = sorted((f"{file.parent.name}/{file.name}", memo.digest(file)) for file in files)
-    return _sha256(told, versions(), platform.machine(), platform.system())
+    return _sha256(told, versions(), platform.machine(), platform.system(), asked())
 
 
 def ingredients(entry: Entry, memo: Memo, program: str, data_of: Callable[[str], tuple[str, bool]]) -> Ingredients:

@@ -23,6 +23,7 @@ from graphquant.batch.litter import sweep
 from graphquant.batch.types import Outcome
 from graphquant.batch.work import unmade
 from graphquant.errors import UsageError, printable
+from graphquant.kernels import repeatable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -303,6 +304,7 @@ def memory_of(process: int) -> int:
 def _serve(pipe: Connection, worker: Worker, log: str) -> None:
     """What a worker does: takes entries, tells how far it is, gives outcomes, until nobody is there any more."""
     _apart(log)
+    repeatable()  # else it would depend on what the data function of an earlier entry imported
     tell = _Tell(pipe)
     while True:
         try:

@@ -16,6 +16,7 @@ from graphquant.cli.inserting import insert
 from graphquant.cli.looking import data, explain, inspect, plan
 from graphquant.cli.rule_files import rules
 from graphquant.cli.undoing import diff, strip
+from graphquant.kernels import repeatable
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -29,6 +30,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal's encoding may lack a name's letters
             stream.reconfigure(errors="backslashreplace")
+    repeatable()  # before a data function imports TensorFlow
 
 
 for command in (insert, calibrate, plan, explain, inspect, check, compare, diff, strip, batch, data, rules):

@@ -7,6 +7,7 @@ import pytest
 import graphquant
 from graphquant.batch import ingredients
 from graphquant.batch.memo import Memo
+from graphquant.kernels import ONEDNN
 
 
 @pytest.mark.parametrize("name", ["onnxruntime-gpu", "onnxruntime-openvino", "tensorflow-cpu", "keras", "h5py"])
@@ -34,3 +35,15 @@ def test_the_program_is_its_files(tmp_path, monkeypatch, name):
         assert ingredients.program(memo) == before
         (tmp_path / name).write_bytes(b"other")
         assert ingredients.program(memo) != before
+
+
+def test_how_tensorflow_is_run(tmp_path, monkeypatch):
+    """Kernels that somebody switched on make other outputs; off is what is done anyway."""
+    with Memo(tmp_path / "files.sqlite") as memo:
+        made = {}
+        for given in (None, "0", "1"):
+            monkeypatch.delenv(ONEDNN, raising=False)
+            if given is not None:
+                monkeypatch.setenv(ONEDNN, given)
+            made[given] = ingredients.program(memo)
+    assert made[None] == made["0"] != made["1"]

@@ -18,6 +18,7 @@ from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned import INITIALIZER, MARK, learned
 from graphquant.formats.tensorflow.observe import queue_name
+from graphquant.kernels import repeatable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -313,10 +314,11 @@ def _first_line(text: str) -> str:
 
 
 def tensorflow() -> Any:
-    """The tensorflow package, imported without a word on stderr."""
+    """The tensorflow package, imported without a word on stderr; one that is imported already stays as it is."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if sys.modules.get("tensorflow") is not None:
         return sys.modules["tensorflow"]
+    repeatable()
     try:
         with _silence(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

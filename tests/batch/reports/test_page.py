@@ -201,3 +201,18 @@ def test_a_link_to_what_is_no_model(report: Report, tmp_path: Path) -> None:
     one = replace(report.outcomes[0], output=str(output))
     write_report(tmp_path / "report.html", replace(report, outcomes=(one,)))
     assert "<a href" not in (tmp_path / "report.html").read_text("utf-8")
+
+
+def test_a_narrow_window(many: Path, opened: Callable[..., Any]) -> None:
+    """Nothing is cut off at the right, heads stand over their numbers, and what is filtered out is gone."""
+    page = opened(many)
+    for width in (1200, 800, 600):
+        page.set_viewport_size({"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        places = "r => [...r.cells].slice(2, 9).map(c => Math.round(c.getBoundingClientRect().right))"
+        heads, first = (
+            page.evaluate(f"({places})(document.querySelector('#models > {part} > tr'))") for part in ("thead", "tbody")
+        )
+        assert heads == first
+    page.locator("#query").fill("gated")
+    assert page.locator("#models > tbody > tr:visible").count() == 1
