@@ -12,7 +12,7 @@ from graphquant.errors import UsageError
 from graphquant.explain import explain
 from graphquant.formats.onnx import load
 from graphquant.match import Matcher
-from graphquant.plans import Choice, make_plan
+from graphquant.plans import Choice, make_plan, to_json
 from graphquant.ruleset import load_ruleset
 
 MODEL = """
@@ -134,6 +134,42 @@ def sample(samples, name="digits_cnn.onnx"):
     return gq.load(samples / name)
 
 
+def test_a_plan_that_is_given(samples, tmp_path, cli):
+    """A saved plan is explained as it is, with the rules that it was made by; where these are gone that is said."""
+    model = samples / "digits_cnn.onnx"
+    rules = tmp_path / "mine.toml"
+    rules.write_text(RULES)
+    made = gq.plan(gq.load(model), rules=[str(rules), "onnxruntime"], exclude="depthwise/relu6")
+    saved = tmp_path / "plan.json"
+    saved.write_text(json.dumps(to_json(made)))
+    said = cli("explain", model, "depthwise/relu6:0", "--plan", saved).stdout
+    assert "not quantized: --exclude 'depthwise/relu6'" in said
+    assert "matches too, but" in said
+    assert "cannot be told" not in said
+    rules.write_text(rules.read_text() + "\n")
+    said = cli("explain", model, "depthwise/relu6:0", "--plan", saved).stdout
+    assert "not quantized: --exclude 'depthwise/relu6'" in said
+    assert "came close:" not in said
+    assert "since those of the plan have changed" in said
+    rules.unlink()
+    found = pipeline.explain(gq.load(model), "depthwise/relu6:0", plan=saved)
+    assert "are not at hand. " in found.untold
+    assert found.uses[0].misses == ()
+    with pytest.raises(UsageError, match="made for another model"):
+        pipeline.explain(gq.load(samples / "digits_rnn.onnx"), "image", plan=saved)
+    assert "Give either" in cli("explain", model, "x", "--plan", saved, "--rules", "qnn", code=2).stderr
+
+
+def test_what_is_one_op(samples, cli):
+    """The headline of what a backend runs within another op says that, and not that it reads floats."""
+    model = samples / "digits_cnn.onnx"
+    assert "stem/relu: one op with stem/conv, what it makes is quantized." in cli("explain", model, "stem/relu").stdout
+    said = cli("explain", model, "stem/conv").stdout
+    assert "stem/conv: reads 2 of 3 float inputs quantized, one op with stem/relu behind it." in said
+    said = cli("explain", model, "stem/relu", "--rules", "weight_only").stdout
+    assert "stem/relu: reads 0 of 1 float input quantized, what it makes is not quantized." in said
+
+
 def test_the_backend_of_a_plan(samples):
     """What the rules are for tells how it will run the op, on made-up ranges; `backend` asks another."""
     found = pipeline.explain(sample(samples), "stem/conv")
@@ -192,7 +228,7 @@ def test_what_a_user_reads_first(samples, cli):
     model = samples / "digits_cnn.onnx"
     lines = cli("explain", model, "stem/conv").stdout.splitlines()
     assert lines[:2] == [
-        "stem/conv: reads 2 of 3 float inputs quantized, what it makes is not quantized.",
+        "stem/conv: reads 2 of 3 float inputs quantized, one op with stem/relu behind it.",
         "  onnxruntime will run it on integers, as QLinearConv.",
     ]
     rules = len(load_ruleset(["onnxruntime"]).rules)

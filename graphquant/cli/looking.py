@@ -75,6 +75,9 @@ def plan(
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("what", metavar="TENSOR|OP")
 @click.option("--rules", multiple=True, metavar="NAME|FILE", help="Rule file; repeat it to stack, first match wins.")
+@click.option(
+    "--plan", "plan_file", type=click.Path(path_type=Path), metavar="FILE", help="Explain this plan instead of rules."
+)
 @click.option("--data", metavar="SPEC", help="Calibration data: explain scales too, as insert would choose them.")
 @click.option(
     "--stats", type=click.Path(path_type=Path), metavar="FILE", help="Statistics from calibrate, in place of --data."
@@ -86,6 +89,7 @@ def explain(
     model: Path,
     what: str,
     rules: tuple[str, ...],
+    plan_file: Path | None,
     data: str | None,
     stats: Path | None,
     backend: str | None,
@@ -100,10 +104,14 @@ def explain(
     """
     if data is not None and stats is not None:
         raise UsageError("--stats takes the place of --data. Give either.")
+    if plan_file is not None and rules:
+        raise UsageError("--plan explains a plan as it is; --rules makes one. Give either.")
     from graphquant import pipeline
     from graphquant.view.explain_text import explain_json, explain_view
 
-    found = pipeline.explain(pipeline.load(model), what, rules=rules, data=data, stats=stats, backend=backend)
+    found = pipeline.explain(
+        pipeline.load(model), what, rules=rules, plan=plan_file, data=data, stats=stats, backend=backend
+    )
     if form == "json":
         emit(explain_json(found), None)
     else:

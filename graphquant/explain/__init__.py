@@ -3,6 +3,6 @@
 from graphquant.explain.foretold import foretold, meant_for
 from graphquant.explain.rules import explain
 from graphquant.explain.types import Explained, Explanation
-from graphquant.explain.written import explain_written
+from graphquant.explain.written import NO_RULES, explain_written
 
-__all__ = ["Explained", "Explanation", "explain", "explain_written", "foretold", "meant_for"]
+__all__ = ["NO_RULES", "Explained", "Explanation", "explain", "explain_written", "foretold", "meant_for"]

@@ -36,6 +36,7 @@ def explain(matcher: Matcher, plan: Plan, what: str, solution: Solution | None =
     """
     outcomes: dict[tuple[TensorRef, Use], tuple[str, str]] = {}
     places: dict[tuple[TensorRef, Use], int] = {}
+    absorbed = {(skip.tensor, use) for skip in plan.skips if skip.absorbed for use in skip.uses}
     plan = plan if solution is None else solution.plan
     for skip in plan.skips:
         outcomes.update({(skip.tensor, use): (skip.rule, f"not quantized: {skip.reason}") for use in skip.uses})
@@ -59,6 +60,7 @@ def explain(matcher: Matcher, plan: Plan, what: str, solution: Solution | None =
                 choices=() if place is None else because(matcher.model, plan, place, solution),
                 misses=_misses(matcher, tensor, use, winner),
                 asked=asked,
+                absorbed=(tensor, use) in absorbed,
             )
         )
     return tuple(found)

@@ -25,6 +25,7 @@ class Explanation:
         misses: The other rules in order, each with the condition that failed; "" where a rule before it was first. None
             of a model that is written already.
         asked: The op of this use that was asked for: what makes the tensor, or what reads it.
+        absorbed: Whether the plan's backend runs what makes the tensor and what reads it as one op.
     """
 
     tensor: TensorRef
@@ -35,6 +36,7 @@ class Explanation:
     choices: tuple[str, ...] = ()
     misses: tuple[Miss, ...]
     asked: tuple[str, str]
+    absorbed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Explained:
         backend: The backend, "" where none is meant.
         assumed: Whether that was foretold with made-up ranges, for want of data.
         written: Whether the model was quantized already, and what is told is what is in it.
+        untold: Why nothing is told of rules that came close, "" where it is.
     """
 
     uses: tuple[Explanation, ...]
@@ -54,6 +57,7 @@ class Explained:
     backend: str = ""
     assumed: bool = False
     written: bool = False
+    untold: str = ""
 
 
 __all__ = ["Explained", "Explanation"]

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant import formats, picked
 from graphquant.calibration import Stats, kept, planned, select
-from graphquant.errors import UsageError
-from graphquant.explain import Explained, explain_written, foretold, meant_for
+from graphquant.errors import RuleError, UsageError
+from graphquant.explain import NO_RULES, Explained, explain_written, foretold, meant_for
 from graphquant.explain import explain as _explain
 from graphquant.ir import QUANTIZATION_KINDS
 from graphquant.match import Matcher
 from graphquant.pipeline.calibrating import calibrate_line, observe, statistics
 from graphquant.pipeline.models import loaded
-from graphquant.pipeline.planning import choice_of, planned_by, ruleset_for
+from graphquant.pipeline.planning import choice_of, planned_by, prepared_for, ruleset_for
+from graphquant.plans import Plan, read_plan
+from graphquant.ruleset import RuleSet, load_ruleset
 from graphquant.solve import solve
 from graphquant.survey import survey
 
@@ -31,6 +34,7 @@ def explain(
     what: str,
     *,
     rules: Several = (),
+    plan: Plan | str | Path | None = None,
     data: str | None = None,
     stats: Stats | str | Path | None = None,
     backend: str | None = None,
@@ -43,6 +47,7 @@ def explain(
         model: The model.
         what: The name of a tensor or an op.
         rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
+        plan: A plan, or the path of one, instead of rules: edited, searched for, or narrowed by options.
         data: A calibration data spec; with it, or `stats`, scales are explained too.
         stats: Statistics from `calibrate`, or the path of a file of them.
         backend: What is to run the model; by default what the rules are for.
@@ -50,27 +55,43 @@ def explain(
     Raises:
         DataError: The data does not fit the model, or the statistics lack what the plan needs.
         ModelError: The model cannot be prepared or run.
-        UsageError: Nothing float is called that, or there is no such backend.
+        UsageError: Nothing float is called that, there is no such backend, or the plan is of another model.
     """
-    ruleset = ruleset_for(model, rules)
+    given = plan if plan is None or isinstance(plan, Plan) else read_plan(Path(plan))
+    ruleset, untold = (ruleset_for(model, rules), "") if given is None else _rules_of(given)
     meant = backend or meant_for(model, ruleset.files)
-    if not rules and data is None and stats is None and _is_quantized(model):
+    if given is None and not rules and data is None and stats is None and _is_quantized(model):
         uses = explain_written(model, what)
         verdicts = foretold(model, meant, uses) if meant else ()
         return Explained(uses=uses, verdicts=verdicts, backend=meant, written=True)
-    prepared, made = planned_by(model, ruleset, choice_of(model, (), (), None))
+    if given is not None:
+        prepared, made = prepared_for(model, given), given
+    else:
+        prepared, made = planned_by(model, ruleset, choice_of(model, (), (), None))
     matcher, solution = Matcher(prepared, ruleset), None
     if data is not None or stats is not None:
         found = None if stats is None else statistics(stats)
         targets = planned(prepared, made, full=False, same=kept(model, prepared))
         if found is not None:
-            found = select(found, targets, model.digest, calibrate_line(model, made, None))
+            found = select(found, targets, model.digest, calibrate_line(model, made, plan))
         elif data is not None:
             found = observe(prepared, targets, data, None, None, model=model.digest)
         solution = solve(prepared, made, found.sketches, found.unwatchable) if found is not None else None
     uses = _explain(matcher, made, what, solution)
     verdicts = foretold(prepared, meant, uses, made, solution) if meant else ()
-    return Explained(uses=uses, verdicts=verdicts, backend=meant, assumed=solution is None)
+    return Explained(uses=uses, verdicts=verdicts, backend=meant, assumed=solution is None, untold=untold)
+
+
+def _rules_of(made: Plan) -> tuple[RuleSet, str]:
+    """The rules that a plan was made by; none where they are not at hand any more, and why."""
+    none = replace(NO_RULES, files=made.rules)
+    try:
+        ruleset = load_ruleset(made.rules)
+    except (RuleError, UsageError) as error:
+        return none, f"Which rules came close cannot be told, since those of the plan are not at hand. {error}"
+    if made.digest not in {"", ruleset.digest}:
+        return none, "Which rules came close cannot be told, since those of the plan have changed since it was made."
+    return ruleset, ""
 
 
 def _is_quantized(model: Model) -> bool:

@@ -32,6 +32,8 @@ def explain_view(found: Explained, *, everything: bool = False) -> RenderableTyp
         parts.append(_line(one.outcome + (f" (rule {one.winner})" if one.winner else ""), 2))
         parts += [_line(choice, 4) for choice in one.choices]
         parts += _all(one) if everything else _closest(one)
+    if found.untold:
+        parts += ["", plain(found.untold, "dim")]
     return Group(*parts)
 
 
@@ -40,22 +42,29 @@ def _head(found: Explained, place: tuple[str, str]) -> list[RenderableType]:
     name = "/".join(filter(None, place))
     read = [one for one in found.uses if (one.use.graph, one.use.op) == place]
     made = [one for one in found.uses if (one.tensor.graph, one.tensor.op) == place]
-    said = []
-    if read:
-        said.append(f"reads {sum(one.quantized for one in read)} of {counted(len(read), 'float input')} quantized")
-    if made:
-        done = sum(one.quantized for one in made)
-        said.append("what it makes is " + _share(done, len(made)))
-    head = plain(f"{name}: {', '.join(said)}.", style="bold")
     verdict = next((one for one in found.verdicts if (one.graph, one.op) == place), None)
+    said = [_read(read, verdict)] if read else []
+    if made:
+        said.append(_made(made, verdict))
+    head = plain(f"{name}: {', '.join(said)}.", style="bold")
     return [head] if verdict is None else [head, _line(_ruling(verdict, found), 2)]
 
 
-def _share(done: int, uses: int) -> str:
-    """Of how many uses a tensor is quantized."""
-    if done in {0, uses}:
-        return "quantized" if done else "not quantized"
-    return f"quantized for {done} of {counted(uses, 'use')}"
+def _read(uses: list[Explanation], verdict: Verdict | None) -> str:
+    """How many of the tensors that an op reads are quantized, unless it is within another."""
+    if verdict is not None and verdict.status == "absorbed":
+        return next((f"one op with {one.tensor.op}" for one in uses if one.absorbed), "one op with what it reads")
+    return f"reads {sum(one.quantized for one in uses)} of {counted(len(uses), 'float input')} quantized"
+
+
+def _made(uses: list[Explanation], verdict: Verdict | None) -> str:
+    """Of how many uses what an op makes is quantized."""
+    if verdict is not None and verdict.status == "low" and all(one.absorbed for one in uses):
+        return f"one op with {uses[0].use.op} behind it"
+    done = sum(one.quantized for one in uses)
+    if done in {0, len(uses)}:
+        return f"what it makes is {'quantized' if done else 'not quantized'}"
+    return f"what it makes is quantized for {done} of {counted(len(uses), 'use')}"
 
 
 def _ruling(verdict: Verdict, found: Explained) -> str:
@@ -112,6 +121,7 @@ def explain_json(found: Explained) -> dict[str, Any]:
         "written": found.written,
         "backend": found.backend or None,
         "assumed_ranges": found.assumed,
+        "untold": found.untold or None,
         "ops": [
             {
                 "graph": one.graph,
