@@ -30,8 +30,13 @@ if TYPE_CHECKING:
 WEIGHTED = WEIGHTED_KINDS | {"lstm", "gru", "rnn", "einsum"}
 """Kinds in which a model spends its multiplications."""
 
-LOOK_THROUGH = frozenset({"reshape", "identity", "transpose"})
-"""Kinds that may stand between a quantization op and its reader without changing values."""
+HANDED_ON = frozenset(
+    {
+        *("reshape", "identity", "transpose", "squeeze", "unsqueeze", "flatten", "split", "slice", "gather", "tile"),
+        *("expand", "pad", "dropout", "max_pool", "reduce_max", "depth_to_space", "space_to_depth"),
+    }
+)
+"""Kinds whose results are values that they read: quantized where these are, without a pair of their own."""
 
 MAX_LOOK = 4
 
@@ -223,11 +228,11 @@ def _float_input(graph: Graph, op: Op) -> str:
 
 
 def _behind(graph: Graph, tensor: TensorRef) -> Op:
-    """The op that makes `tensor`, or whose output it is but for a few ops that change no values."""
+    """The op that makes `tensor`, or whose output it is but for a few ops that hand values on."""
     for _ in range(MAX_LOOK):
         home = graph.graphs[tensor.graph]
         read = home.producer(Use(tensor.graph, tensor.op, 0))
-        if home.op(tensor.op).kind not in LOOK_THROUGH or read is None:
+        if home.op(tensor.op).kind not in HANDED_ON or read is None:
             break
         tensor = read
     return graph.graphs[tensor.graph].op(tensor.op)

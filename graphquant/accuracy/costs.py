@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from graphquant.accuracy.ways import FLOAT, HIGH, OWN, Way
 from graphquant.ir import Parameters, TensorRef, Use
 from graphquant.multiply_adds import COUNTED, multiply_adds
+from graphquant.survey import HANDED_ON
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Container, Mapping, Sequence
 
     from graphquant.ir import Model
     from graphquant.plans import Plan
@@ -117,7 +118,7 @@ def _needed(model: Model, plan: Plan, taken: Collection[int], owner: Mapping[Use
         for op in graph.ops():
             if op.kind in COUNTED:
                 for slot in range(len(graph.slots(op.name))):
-                    index = site_read(model, Use(name, op.name, slot), owner)
+                    index = site_read(model, Use(name, op.name, slot), owner, HANDED_ON)
                     if index is not None:
                         found[index].add((name, op.name))
     for index in taken:
@@ -127,11 +128,11 @@ def _needed(model: Model, plan: Plan, taken: Collection[int], owner: Mapping[Use
     return found
 
 
-def site_read(model: Model, use: Use, owner: Mapping[Use, int]) -> int | None:
-    """The site that `use` reads, through ops that change no values."""
+def site_read(model: Model, use: Use, owner: Mapping[Use, int], through: Container[str] = THROUGH) -> int | None:
+    """The site that `use` reads, through ops of these kinds."""
     for _ in range(HOPS):
         tensor = model.graphs[use.graph].producer(use)
-        if use in owner or tensor is None or model.op(tensor).kind not in THROUGH:
+        if use in owner or tensor is None or model.op(tensor).kind not in through:
             break
         use = Use(tensor.graph, tensor.op, 0)
     return owner.get(use)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import graphquant as gq
-from graphquant.accuracy import ways
+from graphquant.accuracy import groups, ways
 from graphquant.pipeline.planning import prepared_and_plan
 from graphquant.plans import check_plan
 
-if TYPE_CHECKING:
-    from pathlib import Path
+SAMPLES = Path(__file__).parents[2] / "sample_models"
 
 PER_TENSOR = """
 [scheme.few]
@@ -65,3 +65,12 @@ def test_which_there_are(samples: Path) -> None:
     assert "16 bits" in wide
     assert {site.scheme.type.bits for site in wide["16 bits"].sites} == {16}
     assert "16 bits" not in made(samples / "digits_cnn.onnx", OUTPUTS)[2]
+
+
+def test_what_multiplies_on_what_a_pool_hands_on_needs_the_site_before_it() -> None:
+    """QNN's rules quantize what a MaxPool reads and not what it gives; its reader is on integers by that site alone."""
+    model, plan = prepared_and_plan(gq.load(SAMPLES / "digits_cnn.onnx"), None, "qnn", (), (), None)
+    place = next(index for index, site in enumerate(plan.sites) if str(site.tensor) == "pointwise/relu:0")
+    among = groups(model, plan, range(len(plan.sites)), {})
+    (mine,) = [group for group in among if place in group.sites]
+    assert ("", "residual_1/conv") in mine.ops
