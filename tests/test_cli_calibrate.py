@@ -68,13 +68,26 @@ def test_shards_give_the_same_bytes(cli: Callable[..., Any], here: Path, name: s
         shards = [f"{parts}_{part}.gqs" for part in range(1, parts + 1)]
         for part, shard in enumerate(shards, 1):
             result = cli("calibrate", *model, "--shard", f"{part}/{parts}", "-o", shard)
-            assert "samples of the data. calibrate --merge adds other parts." in result.stdout
+            assert "calibrate --merge adds other parts." in result.stdout
         result = cli("calibrate", "--merge", *shards[1:], shards[0], "-o", "merged.gqs", "--force")
         assert "other parts" not in result.stdout
         assert Path("merged.gqs").read_bytes() == Path("one.gqs").read_bytes()
     result = cli("calibrate", "--merge", "2_1.gqs", "one.gqs", "-o", "twice.gqs", code=2)
     assert result.stderr.startswith("Error: one.gqs does not go with those before it. Both hold the samples 0 to ")
     cli("insert", f"{name}.onnx", "--stats", "2_2.gqs", "--dry-run")
+
+
+def test_a_shard_of_nothing(cli: Callable[..., Any], here: Path) -> None:
+    """A part that gets no block says how many there are; it merges with others, and insert refuses it alone."""
+    result = cli("calibrate", *CNN, "--shard", "1/8", "-o", "1.gqs")
+    assert "The data has 4 blocks of 32 samples; this part has none of them." in result.stdout
+    assert "of 0 of 100 samples" not in result.stdout
+    result = cli("insert", "digits_cnn.onnx", "--stats", "1.gqs", "--dry-run", code=2)
+    assert result.stderr.startswith("Error: The statistics are of none of 100 samples, as of a shard without any block")
+    assert "calibrate --merge" in result.stderr
+    cli("calibrate", *CNN, "--shard", "2/8", "-o", "2.gqs")
+    cli("calibrate", "--merge", "1.gqs", "2.gqs", "-o", "both.gqs")
+    cli("insert", "digits_cnn.onnx", "--stats", "both.gqs", "--dry-run")
 
 
 def test_little_memory_changes_nothing(cli: Callable[..., Any], here: Path) -> None:

@@ -175,10 +175,15 @@ def select(stats: Stats, wanted: Mapping[TensorRef, Target], model: str, command
         command: What to run for statistics that do.
 
     Raises:
-        DataError: They are of another model, or do not hold all that is wanted.
+        DataError: They are of another model or of no samples, or do not hold all that is wanted.
     """
     if stats.model != model:
         raise DataError(f"The statistics are of another model, or it was changed since. Make them anew:\n  {command}")
+    if wanted and stats.runs and not stats.samples:
+        raise DataError(
+            f"The statistics are of none of {sum(run.samples for run in stats.runs)} samples, as of a shard without any"
+            f" block. Merge them with those of other shards (calibrate --merge), or make them anew:\n  {command}"
+        )
     by_cone: dict[str, list[TensorRef]] = {}
     for tensor, target in stats.targets.items():
         by_cone.setdefault(target.cone, []).append(tensor)

@@ -90,7 +90,7 @@ def _theirs(spec: str, failed: str) -> Iterator[None]:
         yield
     except GraphQuantError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         said = " ".join(str(error).split())
         raise DataError(f"{spec} {failed}: {type(error).__name__}: {said}. Run it by itself to see where.") from error
 

@@ -136,7 +136,14 @@ def _bits(dtype: str) -> int:
 def _bytes(budget: str, whole: int) -> int:
     """What `budget` says in bytes."""
     found = re.fullmatch(r"\s*(\d{1,3}(?:\.\d{1,3})?)\s*%\s*", budget)
-    return int(float(found[1]) / 100 * whole) if found else parse_size(budget)
+    if found:
+        return int(float(found[1]) / 100 * whole)
+    try:
+        return parse_size(budget)
+    except UsageError:
+        raise UsageError(
+            f"{budget[:40]!r} is no size budget. Write it in bytes, 2MB, or as a share of the float model's, 25%."
+        ) from None
 
 
 def _check_family(plan: Plan) -> None:

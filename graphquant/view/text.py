@@ -142,6 +142,10 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
 def incomplete(stats: Stats) -> list[RenderableType]:
     """A line where not all samples were run."""
     left = [run for run in stats.runs if not run.complete]
+    if len(left) == 1 and not stats.samples:
+        blocks = f"{counted(left[0].blocks, 'block')} of {counted(left[0].block, 'sample')}"
+        said = f"The data has {blocks}; this part has none of them. calibrate --merge adds other parts."
+        return [plain(said, style="yellow")]
     done, all_ = sum(run.samples_done for run in left), sum(run.samples for run in left)
     said = f"The statistics are of {done} of {all_} samples of the data. calibrate --merge adds other parts."
     return [plain(said, style="yellow")] if left else []

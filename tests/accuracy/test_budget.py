@@ -187,5 +187,6 @@ def test_what_cannot_be(samples: Path) -> None:
     assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).fitted.size == int(least)
     with pytest.raises(UsageError, match="round weights that stay float in the file"):
         gq.insert(samples / "digits_cnn.pb", rules="weight_only", size_budget="50%")
-    with pytest.raises(UsageError, match="no amount of memory"):
-        gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="much")
+    for budget in ("much", "nan", "%", "-2MB"):
+        with pytest.raises(UsageError, match=f"'{budget}' is no size budget.* 2MB, or as a share .*, 25%"):
+            gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=budget)

@@ -103,6 +103,14 @@ def test_what_is_lacking(wanted: dict, model: str, reason: str) -> None:
     assert str(caught.value).endswith("\n  graphquant do this")
 
 
+def test_of_no_samples() -> None:
+    """Statistics of no samples give no ranges; a plan that wants none has no use for any."""
+    with pytest.raises(DataError, match=r"are of none of 10 samples.*Merge them") as caught:
+        select(stats(run()), {A: Target("aa", None, 7)}, "m0", "graphquant do this")
+    assert str(caught.value).endswith("\n  graphquant do this")
+    assert select(stats(run()), {}, "m0", "graphquant do this").samples == 0
+
+
 def test_spans() -> None:
     """What is left of a range between others."""
     assert spans([], 2, 5) == [(2, 5)]

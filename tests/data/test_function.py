@@ -129,6 +129,8 @@ def test_no_end(module, monkeypatch) -> None:
         ("def got(): pass", "has no 'get'"),
         ("def get(): return []", "gives no samples"),
         ("def get():\n    yield X\n    raise ValueError('a\\nb')", "failed at item 1: ValueError: a b"),
+        ("raise SystemExit(3)", "cannot be imported: SystemExit: 3. Run it by itself"),
+        ("def get():\n    yield X\n    raise SystemExit(3)", "failed at item 1: SystemExit: 3"),
         ("get = [np.array(['a', 'b'])]", "item 0: array 'x' is <U1"),
         ("get = [np.array([None, {}])]", "item 0: array 'x' holds Python objects"),
         ("get = [{'z': 1}]", "item 0 has no array for input 'x': it holds 'z'"),
