@@ -268,6 +268,26 @@ def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Pat
     assert (late["sites"], late["unused"]) == (alone["sites"], ["keep"])
 
 
+def test_rules_that_matched_nothing(cli: Callable[..., Any], here: Path) -> None:
+    """A user's own rule that finds nothing is named, also by insert; shipped ones are counted in the plan."""
+    Path("mine.toml").write_text(
+        '[[rule]]\nname = "mistaken"\nwhy = "x"\nconsumer = { kind = "lstm" }\nquantize = "leave"\n'
+    )
+    ours = ("--rules", "mine.toml", "--rules", "onnxruntime")
+    unused = json.loads(cli("plan", "digits_cnn.onnx", "--format=json", *ours).stdout)["unused"]
+    assert unused[0] == "mistaken"
+    said = cli("plan", "digits_cnn.onnx", *ours).stdout
+    assert "Your rules that matched nothing: mistaken\n" in said
+    assert len(unused) > 2
+    assert f"{len(unused) - 1} shipped rules matched nothing" in said
+    assert unused[1] not in said
+    data = ("--data", "digits_cnn_calib.npz", "--samples", "4", "--no-check", "--dry-run")
+    said = cli("insert", "digits_cnn.onnx", *ours, *data).stdout
+    assert "Your rules that matched nothing: mistaken\n" in said
+    assert "shipped rule" not in said
+    assert "matched nothing" not in cli("insert", "digits_cnn.onnx", *data).stdout
+
+
 # -- the other verbs -------------------------------------------------------------------------------
 
 

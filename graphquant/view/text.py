@@ -51,8 +51,9 @@ def plan_view(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [*_steps(plan), *_by_rule(rows, "read by", "scheme"), *_skips(plan.skips)]
     if plan.corrections:
         parts.append(plain(f"Corrected, where data shows a gain: {', '.join(plan.corrections)}"))
-    if plan.unused:
-        parts.append(plain(f"Rules that matched nothing: {', '.join(plan.unused)}", style="dim"))
+    from graphquant.view.unused import unused_view
+
+    parts += unused_view(plan, shipped=True)
     uses = sum(len(site.uses) for site in plan.sites)
     parts.append(
         plain(
@@ -80,6 +81,9 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     if not result.inserted and any(skip.reason == PAIR for skip in result.skips):
         said = "The model is quantized already and stays as it is. --requantize takes its pairs out and places others."
         parts.append(plain(said, style="yellow"))
+    from graphquant.view.unused import unused_view
+
+    parts += unused_view(result.plan, shipped=False)
     if result.timed is not None:
         from graphquant.view.measured import timed_view
 
