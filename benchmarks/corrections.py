@@ -192,7 +192,7 @@ def parted(case: Case) -> Case:
 
 
 def examine(case: Case, folder: Path, draws: int, kept: Path | None) -> Figures:
-    """The SQNR of each way, draw by draw; those that `kept` has are not measured again."""
+    """The SQNR of each way, draw by draw; those that `kept` has, also of more draws, are not measured again."""
     found: Figures = json.loads(kept.read_text()) if kept is not None and kept.is_file() else {}
     np.savez(folder / "held_out.npz", **{name: array for name, array in case.held_out.items() if name != "labels"})
     expected = None
@@ -210,7 +210,7 @@ def examine(case: Case, folder: Path, draws: int, kept: Path | None) -> Figures:
                 found[name].append(math.nan)
             if kept is not None:
                 kept.write_text(json.dumps(found))
-    return {name: figures[:draws] for name, figures in found.items()}
+    return found
 
 
 def outputs(model: Path, data: Path) -> list[list[np.ndarray]]:
