@@ -86,10 +86,14 @@ def products(model: Model, inputs: Sequence[tuple[TensorRef, Op, Form]], samples
     found: list[Sum | None] = [None] * len(inputs)
     for seen in runner.observe(shown, samples.feeds) if shown else ():
         for place, (tensor, op, form) in enumerate(inputs):
-            given = (rows_of(op, form, np.asarray(value, np.float32)) for value in seen.get(tensor, ()))
-            made = [np.matmul(rows.transpose(0, 2, 1), rows).astype(np.float64) for rows in given if rows is not None]
-            if made:
-                found[place] = added(found[place], sum(made[1:], made[0]))
+            total: Array | None = None
+            for value in seen.get(tensor, ()):
+                rows = rows_of(op, form, np.asarray(value, np.float32))
+                if rows is not None:
+                    made = np.matmul(rows.transpose(0, 2, 1), rows).astype(np.float64)
+                    total = made if total is None else total + made
+            if total is not None:
+                found[place] = added(found[place], total)
     return [None if one is None else shrunk(one) for one in found]
 
 
@@ -108,12 +112,15 @@ class Sum:
     count: int
 
 
-def added(before: Sum | None, product: Array) -> Sum:
+def added(before: Sum | None, product: Array) -> Sum | None:
     """The sum with one more sample's product, as if the sample were as loud as all others.
 
-    Else it is the loudest few that decide how weights are rounded, and other loud ones lose.
+    Else it is the loudest few that decide how weights are rounded, and other loud ones lose. One with NaN or infinite
+    values says nothing.
     """
     loud = float(np.einsum("gii->", product))
+    if not np.isfinite(loud):
+        return before
     even = product / loud if loud else product
     power = _off_diagonal(even)
     if before is None:

@@ -99,6 +99,7 @@ def test_products_count_samples_alike_and_drop_chance():
         total = added(total, share * [[1, sign], [sign, 1]])
     assert abs(shrunk(total)[0, 0, 1]) < total.total[0, 0, 1]
     assert not shrunk(added(None, share))[0, 0, 1]
+    assert added(total, share * np.nan) is total
 
 
 def test_rounding_helps_samples_that_were_not_looked_at():
