@@ -291,6 +291,17 @@ def test_rules_that_matched_nothing(cli: Callable[..., Any], here: Path) -> None
 # -- the other verbs -------------------------------------------------------------------------------
 
 
+def test_one_range_of_a_weight(cli: Callable[..., Any], here: Path) -> None:
+    """Insert and inspect tell one range of a symmetric weight, whose type has one negative value more."""
+    given = ("insert", "digits_cnn.onnx", "--rules", "weight_only", "-o", "made.onnx")
+    told = [
+        {line.split()[0].partition("/quant")[0].partition(":")[0]: line.split()[-1] for line in said if "±" in line}
+        for said in (cli(*given).stdout.splitlines(), cli("inspect", "made.onnx").stdout.splitlines())
+    ]
+    assert len(told[0]) == 9
+    assert told[0] == told[1]
+
+
 def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], here: Path) -> None:
     """The table counts what the JSON holds; -o writes it to a file, without replacing one."""
     text = cli("plan", "digits_cnn.onnx").stdout

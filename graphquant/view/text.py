@@ -363,7 +363,9 @@ def _params(params: QParams | Dynamic) -> tuple[str, str, str, str]:
     dtype += f" by {params.block}" if params.block is not None else ""
     zero = _span(params.zero_point, "d")
     low, high = float(params.range.low.min()), float(params.range.high.max())
-    return dtype, _span(params.scale, ".6g", ".4g"), zero, f"[{low:.4g}, {high:.4g}]"
+    around = low < 0 and not params.zero_point.any()  # no file says if the lowest integer, as -128, is left out
+    told = f"±{high:.4g}" if around else f"[{low:.4g}, {high:.4g}]"
+    return dtype, _span(params.scale, ".6g", ".4g"), zero, told
 
 
 def _span(values: Array, one: str, two: str = "") -> str:
