@@ -88,7 +88,7 @@ def corrected(prepared: Model, solution: Solution, made: Plan, used: Batches | N
     if not wanted or not solution.params:
         return draft
     if used is None:
-        return _none(draft, wanted, "it needs data; statistics are not enough")
+        return _none(draft, wanted, "it needs samples, and statistics keep none")
     if used.random:
         return _none(draft, wanted, "made-up data says nothing of means")
     if _size(prepared, made) > LARGEST:

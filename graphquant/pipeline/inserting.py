@@ -130,11 +130,11 @@ def insert(
     found = None if stats is None else statistics(stats)
     wanting, held, used = needs_data(made), None, None
     opened = cache(partial(_opened, prepared, data or "", samples))  # once, and only where it is wanted
-    timing = _timing(source, opened, data, optimize, runtime)
+    timing = _timing(source, opened, data, optimize, runtime, size_budget)
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
     if data is not None and check and bounds.drop is not None:
         comparing.labelled(opened(), data, formats.module(prepared.format).inputs(prepared), samples)
-    if data is not None and found is None and wanting:
+    if data is not None and found is None and (wanting or made.corrections):
         used, held = _shared(data, samples, opened(), bounds, check=check)
     early = balanced(prepared, made, used, stats=found is not None)
     prepared, made = early.model, early.plan
@@ -209,7 +209,12 @@ class _Built:
 
 
 def _timing(
-    source: Model, opened: Callable[[], Batches], data: str | None, optimize: str, runtime: str | None
+    source: Model,
+    opened: Callable[[], Batches],
+    data: str | None,
+    optimize: str,
+    runtime: str | None,
+    size_budget: str | None,
 ) -> Timing | None:
     """What times models if that is what is to be least."""
     if optimize not in OPTIMIZE or runtime not in {None, "tflite"}:
@@ -222,6 +227,11 @@ def _timing(
         return None
     if data is None:
         raise UsageError("To optimize for latency, models are run on a sample. Give data.")
+    if size_budget is not None:
+        raise UsageError(
+            "A size budget and latency pull apart: a small model may have to be slow, and float is often fastest."
+            " Give one of them."
+        )
     return Timing.on(source, opened(), lite=runtime == "tflite")
 
 

@@ -190,3 +190,10 @@ def test_what_cannot_be(samples: Path) -> None:
     for budget in ("much", "nan", "%", "-2MB"):
         with pytest.raises(UsageError, match=f"'{budget}' is no size budget.* 2MB, or as a share .*, 25%"):
             gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=budget)
+
+
+def test_a_budget_and_latency_are_not_had_together(samples: Path) -> None:
+    """The fastest plan may be float, which is larger than the budget: that is refused, not written."""
+    given = {"data": str(samples / "digits_cnn_calib.npz"), "size_budget": "30%", "optimize": "latency"}
+    with pytest.raises(UsageError, match="A size budget and latency pull apart"):
+        gq.insert(samples / "digits_cnn.onnx", **given)

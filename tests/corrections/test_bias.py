@@ -129,7 +129,7 @@ def test_what_is_left_is_told(tmp_path, monkeypatch):
     assert said == {"it has no bias, and no op that adds one follows"}
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[RULES])
     alone = gq.insert(path, rules=[RULES], stats=stats)
-    assert [one.detail for one in alone.corrected] == ["left out: it needs data; statistics are not enough"]
+    assert [one.detail for one in alone.corrected] == ["left out: it needs samples, and statistics keep none"]
     random = gq.insert(path, rules=[RULES], data="random:8")
     assert [one.detail for one in random.corrected] == ["left out: made-up data says nothing of means"]
     few = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), samples=4)
@@ -258,3 +258,14 @@ def test_rounding_and_bias_together(tmp_path, name):
     )
     errors = [np.square(one - expected).sum() for one in found]
     assert errors[1] < errors[0] * 0.63
+
+
+def test_rounding_of_weights_alone_sees_the_data(samples) -> None:
+    """Where no activation wants a range, data is still for corrections; the check has samples that they did not see."""
+    asked = {"rules": "weight_only_int4", "data": str(samples / "digits_cnn_calib.npz")}
+    plain = gq.insert(samples / "digits_cnn.onnx", **asked)
+    rounded = gq.insert(samples / "digits_cnn.onnx", **asked, correct="adaptive-rounding")
+    assert (plain.corrected, plain.check.comparison.samples) == ((), 32)
+    assert all(one.done for one in rounded.corrected if one.target != "model")
+    assert (rounded.check.reused, rounded.check.comparison.samples) == (False, 20)
+    assert rounded.check.comparison.sqnr > plain.check.comparison.sqnr + 2
