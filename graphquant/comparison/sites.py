@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 PREPARATIONS = ("initializer-inputs", "fold-batchnorm")
 """What may have been done to a float model before it was quantized, and changes no values but by rounding."""
 
+BIAS = 32
+"""Bits that only what is added to a sum of products has."""
+
 SCALED = "its channels were scaled before it was quantized"
 
 
@@ -90,6 +93,7 @@ class Site:
             parameter=self.parameter,
             local=_known(self.local),
             accumulated=_known(self.accumulated),
+            bias=isinstance(self.reading.params, QParams) and self.reading.params.type.bits == BIAS,
             note=problem,
         )
 

@@ -56,6 +56,8 @@ class SiteFigures:
         local: What this quantization alone does to the values it gets, dB of SQNR; None if that is not known.
         accumulated: What this and all before it did to the float model's values, dB of SQNR; None if not known.
         blame: What it does alone to the worst output, dB of SQNR; None if that was not measured.
+        bias: Whether it makes the 32 bits that are added to a sum of products; steps are those of the sum, so that what
+            a small bias loses is nothing to the sum.
         note: Why a figure is not known, "" if both are.
     """
 
@@ -67,6 +69,7 @@ class SiteFigures:
     local: float | None
     accumulated: float | None
     blame: float | None = None
+    bias: bool = False
     note: str = ""
 
 

@@ -104,9 +104,19 @@ class Check:
 
     @property
     def costly(self) -> tuple[SiteFigures, ...]:
-        """The quantized tensors with a figure of their own that lose something, that which loses most first."""
+        """The quantized tensors that cost most first: by their blame where it was measured, else by their own figure.
+
+        Biases are left out where there is no blame: by themselves small ones lose much, and the sums nothing.
+        """
         sites = () if self.comparison is None else self.comparison.sites
-        return tuple(one for one in sites if one.local is not None and one.local < math.inf)
+        if self.blamed:
+            return tuple(one for one in sites if one.blame is not None and one.blame < math.inf)
+        return tuple(one for one in sites if one.local is not None and one.local < math.inf and not one.bias)
+
+    @property
+    def blamed(self) -> bool:
+        """Whether it was measured what tensors cost the outputs; then these are in that order."""
+        return self.comparison is not None and any(one.blame is not None for one in self.comparison.sites)
 
     @property
     def missed(self) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, TensorRef
     from graphquant.numerics import Dynamic, QParams
     from graphquant.pipeline.budgeting import Fitted
-    from graphquant.pipeline.checking import Kept
+    from graphquant.pipeline.checking import Check, Kept
     from graphquant.pipeline.common import Progress, Several
     from graphquant.pipeline.searching import Searched
     from graphquant.pipeline.timing import Timed
@@ -193,7 +193,7 @@ def insert(
         searched=outcome,
         timed=quick,
         fitted=budget,
-        check=measured(source, rewritten, held, bounds, progress) if held is not None and inserted else None,
+        check=None if held is None else _checked(source, built, held, bounds, outcome, progress),
     )
 
 
@@ -257,6 +257,7 @@ def _decided(
         if quick.plan is not made:
             made = quick.plan
             built = build(made)
+            outcome = outcome and replace(outcome, alone={})  # that is of another plan
     return made, built, quick, outcome
 
 
@@ -280,6 +281,20 @@ def _fitted(
     from graphquant.pipeline.budgeting import fitted
 
     return fitted(source, prepared, made, lambda tried: _pair(build(tried)), tuning, budget, progress)
+
+
+def _checked(
+    source: Model, built: _Built, held: Kept, bounds: Bounds, outcome: Searched | None, progress: Progress | None
+) -> Check | None:
+    """What was made, measured on the samples that were kept; None where nothing was."""
+    if not built.inserted:
+        return None
+    check = measured(source, built.model, held, bounds, progress)
+    if outcome is None:
+        return check
+    from graphquant.pipeline.searching import blamed
+
+    return blamed(check, outcome, built.model, built.inserted)
 
 
 def _pair(built: _Built) -> tuple[Model, list[Inserted]]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from graphquant.accuracy import FLOAT, OWN, Found, Measured, groups, in_bytes, in_multiply_adds, search
+from graphquant.accuracy import FLOAT, OWN, Blame, Found, Measured, groups, in_bytes, in_multiply_adds, search
 from graphquant.errors import UsageError
 from graphquant.pipeline.checking import sizes
 from graphquant.pipeline.common import stage
-from graphquant.pipeline.redrawing import redrawn
-from graphquant.pipeline.trying import Trials
+from graphquant.pipeline.comparing import with_blame
+from graphquant.pipeline.redrawing import by_site, redrawn
+from graphquant.pipeline.trying import Trials, place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from graphquant.pipeline.common import Progress
     from graphquant.pipeline.trying import Errors, Make
     from graphquant.plans import Plan
+    from graphquant.rewrite import Inserted
 
     Measure = Callable[[Model], Check]
     Place = tuple[str, str]
@@ -41,6 +43,7 @@ class Searched:
         runs: How many runs each site took in all, for its blame and for measuring plans.
         left: What is left float, with the signal to noise in decibels that it alone leaves at the outputs.
         changed: What is quantized otherwise than rules want, with the way.
+        alone: By position in `plan` what sites add alone to the outputs, as a share of these, if known.
     """
 
     plan: Plan
@@ -49,6 +52,7 @@ class Searched:
     runs: float
     left: Mapping[TensorRef, float | None]
     changed: Mapping[TensorRef, str]
+    alone: Mapping[int, float] = field(default_factory=dict)
 
 
 def searched(
@@ -111,6 +115,7 @@ def searched(
     free = dict.fromkeys((op for group in among for op in group.ops), 0.0)  # those of copies, which nothing runs
     found = search(among, {**free, **costs}, tried, wanted=bounds.sqnr, progress=stage(progress, "searching"))
     ways = drawn.ways(found.chosen)
+    quantized = [i for i in range(len(plan.sites)) if ways.get(i) != FLOAT]
     measuring = 2 * len(checks) * kept.samples().count / len(errors)
     return Searched(
         plan=drawn.made(found.chosen),
@@ -119,7 +124,31 @@ def searched(
         runs=trials.passes(errors) + measuring,
         left={plan.sites[i].tensor: _decibels(errors[i][OWN]) for i, way in ways.items() if way == FLOAT},
         changed={plan.sites[i].tensor: way for i, way in ways.items() if way != FLOAT},
+        alone={new: errors[i][ways.get(i, OWN)] for new, i in enumerate(quantized) if i in trials.known},
     )
+
+
+def blamed(check: Check, found: Searched, made: Model, inserted: Sequence[Inserted]) -> Check:
+    """The check of the plan that was found with what each quantized tensor costs the outputs alone, most first.
+
+    Where several ops quantize one tensor, each has what all of them cost.
+
+    Args:
+        check: The check.
+        found: What the search did.
+        made: The model of its plan.
+        inserted: What that has of it.
+    """
+    if check.comparison is None or not found.alone:
+        return check
+    errors = {
+        place(made, output): found.alone[index]
+        for index, done in by_site(found.plan, inserted).items()
+        if index in found.alone
+        for output in done.outputs
+    }
+    known = Blame(errors=errors, runs=0, samples=0)
+    return replace(check, comparison=with_blame(check.comparison, known))
 
 
 def _nothing(first: Check) -> Found:
@@ -182,4 +211,4 @@ def _decibels(error: float) -> float | None:
     return -10 * math.log10(error) if error else None
 
 
-__all__ = ["Searched", "searched"]
+__all__ = ["Searched", "blamed", "searched"]

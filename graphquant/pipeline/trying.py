@@ -36,7 +36,12 @@ BETTER = 0.95
 
 
 class Trials:
-    """Blame of plans in which all sites have one way each."""
+    """Blame of plans in which all sites have one way each.
+
+    Attributes:
+        interrupted: Whether Ctrl-C ended it.
+        known: The sites, by position, of which runs told what they add.
+    """
 
     def __init__(self, prepared: Model, kept: Kept, progress: Progress | None) -> None:
         """`prepared` has the float weights as the plans quantize them; `kept` are the samples of the search."""
@@ -44,6 +49,7 @@ class Trials:
         self._runner = formats.module(prepared.format).runner(prepared)
         self._runs = 0.0
         self.interrupted = False
+        self.known: frozenset[int] = frozenset()
 
     def passes(self, errors: Errors) -> float:
         """How many runs there were for each site."""
@@ -63,6 +69,7 @@ class Trials:
         """
         own = by_site(plan, inserted)
         found = self.errors(quant, own, own)
+        self.known = frozenset(found)
         errors: Errors = {index: {OWN: found.get(index, UNKNOWN)} for index in own}
         others = ways(self._prepared, plan)
         tried = [own]

@@ -40,8 +40,9 @@ def check_view(check: Check | None) -> list[RenderableType]:
         said = f"  {_percent(check.share)} of {check.multiply_adds:,} multiply-adds have quantized inputs"
         lines.append(plain(said))
     if costly:
-        named = [f"{one.tensor} {one.local:.1f} dB" for one in costly]
-        lines.append(plain(f"  losing most by themselves: {listed(named, NAMED)}"))
+        named = [f"{one.tensor} {one.blame if check.blamed else one.local:.1f} dB" for one in costly]
+        said = "costing the outputs most, each alone" if check.blamed else "losing most by themselves"
+        lines.append(plain(f"  {said}: {listed(named, NAMED)}"))
     lines += [plain(f"missed: {said}.", "bold red") for said in missed]
     if missed:
         said = "  compare lists every tensor; --exclude leaves some float, --method picks other ranges."
