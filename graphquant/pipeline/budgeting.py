@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant.accuracy import FLOAT, OWN, Group, Way, bound, fit, groups, ways
@@ -12,19 +12,23 @@ from graphquant.calibration import parse_size
 from graphquant.comparison import sites_of
 from graphquant.errors import UsageError
 from graphquant.numerics import Dynamic, IntType
+from graphquant.pipeline.common import stage
 from graphquant.pipeline.redrawing import by_site, redrawn
 from graphquant.pipeline.trying import Trials, place
 from graphquant.qdq import FAMILIES
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from graphquant.ir import Model, TensorRef, Use
-    from graphquant.pipeline.checking import Kept
+    from graphquant.pipeline.checking import Bounds, Check, Kept
     from graphquant.pipeline.common import Progress
     from graphquant.pipeline.trying import Make
     from graphquant.plans import Plan
     from graphquant.rewrite import Inserted
+
+HALVINGS = 7
+"""Plans that are measured at most to find the smallest that meets a bound."""
 
 RULE = "size-budget"
 """The rule that weights are left by, or changed."""
@@ -37,7 +41,7 @@ class Fitted:
     Attributes:
         plan: The plan; weights that differ from what rules want say so.
         size: Bytes that all constants of the written model take.
-        most: Bytes that they may take.
+        most: Bytes that they may take; None where they are to be as few as a bound allows.
         whole: Bytes that they take in the float model.
         weights: The first use of each weight that was chosen for.
         ways: What is other than rules want, with the way.
@@ -46,7 +50,7 @@ class Fitted:
 
     plan: Plan
     size: int
-    most: int
+    most: int | None
     whole: int
     weights: frozenset[Use]
     ways: Mapping[TensorRef, str]
@@ -74,45 +78,121 @@ def fitted(
         UsageError: The budget is no size, or less than what weights take with the fewest bits; or the format keeps
             weights float.
     """
-    whole = stored(source)
-    most = _bytes(budget, whole)
+    most = _bytes(budget, stored(source))
     _check_family(plan)
-    made = {OWN: (plan, *make(plan))}
-    made |= {name: (other, *make(other)) for name, other in ways(prepared, plan, small=True).items()}
-    inserted = {name: by_site(one, done) for name, (one, _, done) in made.items()}
-    weights = [i for i, done in inserted[OWN].items() if done.folded and plan.sites[i].scheme.observe.name != "bias"]
-    errors, guessed = dict[str, dict[int, float]](), set[int]()
-    for name, (_, model, _) in made.items():
-        errors[name], unknown = _errors(prepared, model, inserted[name], weights, kept, progress)
-        guessed |= unknown
-    integers = _on_integers(prepared, plan, inserted[OWN])
-    among = [_group(prepared, plan, sites, inserted, errors, integers) for sites in bound(plan, weights)]
-    others, fewest = {name: one for name, (one, _, _) in made.items()}, fit(among, -math.inf)
-    room = most - stored(made[OWN][1]) + sum(group.ways[0].size for group in among)
-    while True:
-        chosen = fit(among, room)
-        names = {i: group.ways[way].name for group, way in zip(among, chosen, strict=True) for i in group.sites}
-        best = _plan(plan, others, names, budget)
-        size = stored(make(best)[0])
-        if size <= most or chosen == fewest:
-            break
-        taken = sum(group.ways[way].size for group, way in zip(among, chosen, strict=True))
-        room = taken - (size - most)  # what several share is counted for each, or for none
-    if size > most:
+    weights = _Weights(source, prepared, plan, make, kept, progress)
+    found = weights.within(most, f"a budget of {budget}")
+    if found.size > most:
         raise UsageError(
-            f"The constants of the model take {size:,} bytes with the fewest bits, and the budget is {most:,}."
-            f" Give --size-budget {size} or more, or rules that quantize more of the weights."
+            f"The constants of the model take {found.size:,} bytes with the fewest bits, and the budget is {most:,}."
+            f" Give --size-budget {found.size} or more, or rules that quantize more of the weights."
         )
-    found = {plan.sites[index].tensor: name for index, name in names.items() if name != OWN}
-    return Fitted(
-        plan=best,
-        size=size,
-        most=most,
-        whole=whole,
-        weights=frozenset(plan.sites[index].uses[0] for index in weights),
-        ways=found,
-        guessed=tuple(plan.sites[index].tensor for index in sorted(guessed)),
-    )
+    return found
+
+
+def smallest(
+    source: Model,
+    prepared: Model,
+    plan: Plan,
+    make: Make,
+    measure: Callable[[Model], Check],
+    kept: Kept,
+    bounds: Bounds,
+    progress: Progress | None,
+) -> Fitted | None:
+    """Chooses bits for each weight of `plan` so that constants take the fewest bytes with which `bounds` are met.
+
+    Args:
+        source: The float model.
+        prepared: The same as the plan names it.
+        plan: What the rules make.
+        make: Makes the model of a plan, with what was inserted.
+        measure: Checks such a model on the samples of the search.
+        kept: These samples.
+        bounds: What is to be met.
+        progress: Is told how far the work is.
+
+    Returns:
+        None where nothing smaller than what the rules make meets the bounds, or the format keeps weights float.
+
+    Raises:
+        DataError: A sample is not what it should be.
+        ModelError: A model cannot be run.
+    """
+    if _float_families(plan) or not ways(prepared, plan, small=True):
+        return None
+    own = make(plan)[0]
+    if not measure(own).assured:
+        return None
+    weights = _Weights(source, prepared, plan, make, kept, progress)
+    told = stage(progress, "searching")
+    best, missed, most = None, -math.inf, stored(own)
+    try:
+        for tried in range(HALVINGS):
+            middle = missed if math.isinf(missed) else (missed + most) / 2
+            found = weights.within(middle, f"{bounds}")
+            if found.size >= most:
+                break
+            if found.size <= missed:  # there is nothing between
+                missed = middle
+            elif measure(make(found.plan)[0]).assured:
+                best, most = replace(found, most=None), found.size
+            else:
+                missed = found.size
+            if told is not None:
+                told(tried + 1, HALVINGS)
+            if math.isinf(missed):  # the fewest bits will do
+                break
+    except KeyboardInterrupt:
+        return best
+    return best
+
+
+class _Weights:
+    """The weights of a plan, with what each takes and loses in each of its ways."""
+
+    def __init__(
+        self, source: Model, prepared: Model, plan: Plan, make: Make, kept: Kept | None, progress: Progress | None
+    ) -> None:
+        """As for `fitted`."""
+        self._plan, self._make, self._whole = plan, make, stored(source)
+        made = {OWN: (plan, *make(plan))}
+        made |= {name: (other, *make(other)) for name, other in ways(prepared, plan, small=True).items()}
+        inserted = {name: by_site(one, done) for name, (one, _, done) in made.items()}
+        own = inserted[OWN]
+        self._sites = [i for i, done in own.items() if done.folded and plan.sites[i].scheme.observe.name != "bias"]
+        errors, self._guessed = dict[str, dict[int, float]](), set[int]()
+        for name, (_, model, _) in made.items():
+            errors[name], unknown = _errors(prepared, model, inserted[name], self._sites, kept, progress)
+            self._guessed |= unknown
+        integers = _on_integers(prepared, plan, own)
+        self._groups = [_group(prepared, plan, sites, inserted, errors, integers) for sites in bound(plan, self._sites)]
+        self._others = {name: one for name, (one, _, _) in made.items()}
+        self._rest = stored(made[OWN][1]) - sum(group.ways[0].size for group in self._groups)
+
+    def within(self, most: float, why: str) -> Fitted:
+        """The plan that loses least of those of `most` bytes, for `why`, or if none is so small the smallest."""
+        fewest, room = fit(self._groups, -math.inf), most - self._rest
+        while True:
+            chosen = fit(self._groups, room)
+            pairs = list(zip(self._groups, chosen, strict=True))
+            names = {i: group.ways[way].name for group, way in pairs for i in group.sites}
+            best = _plan(self._plan, self._others, names, why)
+            size = stored(self._make(best)[0])
+            if size <= most or chosen == fewest:
+                break
+            taken = sum(group.ways[way].size for group, way in pairs)
+            room = taken - (size - most)  # what several share is counted for each, or for none
+        sites = self._plan.sites
+        return Fitted(
+            plan=best,
+            size=size,
+            most=None if math.isinf(most) else int(most),
+            whole=self._whole,
+            weights=frozenset(sites[index].uses[0] for index in self._sites),
+            ways={sites[index].tensor: name for index, name in names.items() if name != OWN},
+            guessed=tuple(sites[index].tensor for index in sorted(self._guessed)),
+        )
 
 
 def stored(model: Model) -> int:
@@ -148,13 +228,17 @@ def _bytes(budget: str, whole: int) -> int:
 
 def _check_family(plan: Plan) -> None:
     """Refuses families that store weights as floats."""
-    families = {site.scheme.family or "" for site in plan.sites if site.parameter}
-    floats = sorted(name for name in families if not FAMILIES[name].folds)
+    floats = _float_families(plan)
     if floats:
         raise UsageError(
             f"The ops of {floats[0]} round weights that stay float in the file, which gets no smaller. Leave"
             " --size-budget out, or quantize the model as ONNX."
         )
+
+
+def _float_families(plan: Plan) -> list[str]:
+    families = {site.scheme.family or "" for site in plan.sites if site.parameter}
+    return sorted(name for name in families if not FAMILIES[name].folds)
 
 
 def _errors(
@@ -230,7 +314,7 @@ def _size(prepared: Model, plan: Plan, index: int, done: Inserted | None) -> int
     return -(-count * held // 8) - (-cells * held // 8) + cells * floats // 8
 
 
-def _plan(plan: Plan, others: Mapping[str, Plan], names: Mapping[int, str], budget: str) -> Plan:
+def _plan(plan: Plan, others: Mapping[str, Plan], names: Mapping[int, str], wanted: str) -> Plan:
     """The plan of the ways that were chosen."""
     instead = {
         index: None if name == FLOAT else others[name].sites[index] for index, name in names.items() if name != OWN
@@ -239,12 +323,12 @@ def _plan(plan: Plan, others: Mapping[str, Plan], names: Mapping[int, str], budg
     def why(index: int) -> str:
         other = instead[index]
         if other is None:
-            return f"there is room for it in a budget of {budget}"
+            return f"there is room for it in {wanted}"
         dtype = other.scheme.type
         bits = f"{dtype.bits} bits" if isinstance(dtype, IntType) else dtype.name
-        return f"of all weights it loses least with {bits} for a budget of {budget}"
+        return f"of all weights it loses least with {bits} for {wanted}"
 
     return redrawn(plan, instead, RULE, why)
 
 
-__all__ = ["Fitted", "fitted", "stored"]
+__all__ = ["Fitted", "fitted", "smallest", "stored"]

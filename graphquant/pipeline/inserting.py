@@ -150,7 +150,8 @@ def insert(
             raise NeedsDataError(_data_lines(source, wanting, taken))
     tuning = _tuning(opened, data, samples, wanted=check and bool(bounds or size_budget))
     build = partial(_built, prepared, found=found, used=used, float_weights=float_weights)
-    budget = _fitted(source, prepared, made, build, tuning, size_budget, progress)
+    least = bounds if optimize == "size" else Bounds()
+    budget = _fitted(source, prepared, made, build, tuning, size_budget, least, progress)
     made = made if budget is None else budget.plan
     search = None
     if tuning is not None and bounds:
@@ -273,14 +274,21 @@ def _fitted(
     build: Callable[[Plan], _Built],
     tuning: Kept | None,
     budget: str | None,
+    least: Bounds,
     progress: Progress | None,
 ) -> Fitted | None:
-    """The plan that fits into a size budget, where there is one."""
-    if budget is None:
-        return None
-    from graphquant.pipeline.budgeting import fitted
+    """The plan that fits into a size budget, or with which bounds are met in the fewest bytes, where there are any."""
+    from graphquant.pipeline.budgeting import fitted, smallest
 
-    return fitted(source, prepared, made, lambda tried: _pair(build(tried)), tuning, budget, progress)
+    def make(tried: Plan) -> tuple[Model, list[Inserted]]:
+        return _pair(build(tried))
+
+    if budget is not None:
+        return fitted(source, prepared, made, make, tuning, budget, progress)
+    if tuning is None or not least:
+        return None
+    measure = partial(measured, source, kept=tuning, bounds=least, progress=None, inside=False)
+    return smallest(source, prepared, made, make, measure, tuning, least, progress)
 
 
 def _checked(

@@ -69,10 +69,11 @@ def search_view(found: Searched | None) -> list[RenderableType]:
 
 
 def fitted_view(found: Fitted | None) -> list[RenderableType]:
-    """What the size budget made of weights, in a line."""
+    """What was made of weights so that they take few bytes, in a line."""
     if found is None:
         return []
-    said = f"Constants take {found.size:,} bytes of {found.most:,} that they may; in float they took {found.whole:,}"
+    most = f" of {found.most:,} that they may" if found.most is not None else ", the fewest found that meet the bounds"
+    said = f"Constants take {found.size:,} bytes{most}; in float they took {found.whole:,}"
     for way, count in sorted(Counter(found.ways.values()).items()):
         said += f"; {counted(count, 'weight')} in float" if way == "float" else f"; {count} with {way}"
     lines: list[RenderableType] = [plain(f"{said}.")]

@@ -197,3 +197,30 @@ def test_a_budget_and_latency_are_not_had_together(samples: Path) -> None:
     given = {"data": str(samples / "digits_cnn_calib.npz"), "size_budget": "30%", "optimize": "latency"}
     with pytest.raises(UsageError, match="A size budget and latency pull apart"):
         gq.insert(samples / "digits_cnn.onnx", **given)
+
+
+def test_the_fewest_bytes_that_meet_a_bound(samples: Path) -> None:
+    """With a bound, the least size has weights of 4 bits as far as it allows, and what measures says that it is met."""
+    model, asked = samples / "digits_cnn.onnx", {"data": str(samples / "digits_cnn_eval.npz"), "optimize": "size"}
+    sizes = {}
+    for bound in (15, 30, 38):
+        made = gq.insert(model, **asked, min_sqnr=bound)
+        sizes[bound] = stored(made.model)
+        assert made.check.comparison.sqnr >= bound
+        assert (made.fitted is None) == (bound == 38)
+        if made.fitted is not None:
+            assert (made.fitted.size, made.fitted.most) == (sizes[bound], None)
+            assert set(made.fitted.ways.values()) == {"4-bit weights"}
+            assert all(skip.rule != "search" for skip in made.skips)
+    assert sizes[15] == int(gq.insert(model, size_budget=str(sizes[15]), **{**asked, "optimize": "macs"}).fitted.size)
+    with pytest.raises(UsageError, match="with the fewest bits"):
+        gq.insert(model, data=asked["data"], size_budget=str(sizes[15] - 1))
+    assert sizes[15] < sizes[30] < sizes[38]
+
+
+@pytest.mark.slow
+def test_a_format_that_keeps_weights_float_gets_no_smaller(samples: Path) -> None:
+    """There the least size is that of the rules, and nothing is refused."""
+    data = str(samples / "digits_cnn_calib.npz")
+    made = gq.insert(samples / "digits_cnn.pb", data=data, samples=40, min_sqnr=20, optimize="size")
+    assert (made.fitted, made.searched.tried.assured) == (None, True)
