@@ -11,8 +11,8 @@ the most of these. A bar is missed where the optimized model takes longer in eac
 TensorFlow's models run in TensorFlow, and once more as TFLite files, which are another row; onnxruntime's tool knows
 nothing of these. What cannot be written so says why.
 
-It wants a quiet machine: what is optimized while it is busy may gain less than there is to gain. All models take about
-ten minutes. `--keep` keeps what was found of each model in a folder, and leaves out what is there already, so that it
+It wants a quiet machine: what is optimized while it is busy may gain less than there is to gain. All models take some
+eight minutes. `--keep` keeps what was found of each model in a folder, and leaves out what is there already, so that it
 may be run in pieces, also after it was stopped; the table at the end is of all that is there.
 """
 
