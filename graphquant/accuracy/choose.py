@@ -22,6 +22,9 @@ FEW = 12
 DEAREST = 32
 """Of more ops, how many may be given back in a look for cheaper ways."""
 
+NEXT_TO_NOTHING = 0.05
+"""Of a sum of errors: so much is lost among what estimates and chance are off by."""
+
 ROUNDING = 1e-9
 """Of a sum of errors: that much more is as good."""
 
@@ -117,6 +120,12 @@ def cheaper(groups: Sequence[Group], costs: Mapping[Place, float], ops: frozense
     return sorted(found, key=lambda chosen: total(groups, chosen))
 
 
+def lighter(groups: Sequence[Group], chosen: Chosen) -> Chosen:
+    """The same, but what adds next to nothing as rules want it stays so, which costs no more."""
+    least = NEXT_TO_NOTHING * total(groups, chosen)
+    return tuple(0 if group.ways[0].error <= least else way for group, way in zip(groups, chosen, strict=True))
+
+
 def _sets(ops: Sequence[Place], costs: Mapping[Place, float]) -> list[tuple[float, frozenset[Place]]]:
     """All sets of ops with their costs, the cheapest first."""
     every = [some for count in range(len(ops) + 1) for some in combinations(ops, count)]
@@ -180,4 +189,4 @@ class _State:
             self.high.discard(op)
 
 
-__all__ = ["cheaper", "choose", "cost", "high", "settle", "total"]
+__all__ = ["cheaper", "choose", "cost", "high", "lighter", "settle", "total"]

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from graphquant.accuracy.choose import cheaper, choose, cost, high, total
+from graphquant.accuracy.choose import cheaper, choose, cost, high, lighter, total
+from graphquant.comparison.confidence import PLANS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     Place = tuple[str, str]
 
-MEASUREMENTS = 24
+MEASUREMENTS = PLANS
 """Plans that are made and measured at most."""
 
 CLIMBED, REFINED = 8, 3
@@ -27,6 +28,9 @@ STEP = 3.0
 
 CLOSE = 0.3
 """Decibels between two aims that are not worth a plan."""
+
+NEAR = 2.0
+"""Decibels by which a plan may miss so that one that differs next to nothing may meet: heavy tails make that much."""
 
 PATIENCE = 6
 """Cheaper plans that may miss one after the other."""
@@ -108,7 +112,7 @@ class _Search:
         try:
             if not self._best[1].met:
                 self._refine(*self._climb(wanted))
-                self._cheapen()
+                self._cheapen(wanted)
         except KeyboardInterrupt:
             interrupted = True
         chosen, measured, price = self._best
@@ -144,7 +148,7 @@ class _Search:
             else:
                 missed = middle
 
-    def _cheapen(self) -> None:
+    def _cheapen(self, wanted: float | None) -> None:
         """Tries cheaper plans than the best, those of least error first, as long as plans may be measured."""
         waiting: list[Chosen] = []
         of: Chosen | None = None
@@ -154,11 +158,23 @@ class _Search:
                 of, missed = self._best[0], 0
                 ops = high(self._groups, of)
                 waiting = cheaper(self._groups, self._costs, ops, WORTH)[::-1]
-            while waiting and waiting[-1] in self._tried:
-                waiting.pop()
-            if not waiting:
+            chosen = self._untried(waiting, wanted)
+            if chosen is None:
                 break
-            missed += not self._try(waiting.pop()).met
+            missed += not self._try(chosen).met
+            waiting.append(chosen)
+
+    def _untried(self, waiting: list[Chosen], wanted: float | None) -> Chosen | None:
+        """The last that is waiting and was not measured, or one that costs as much as one that just misses."""
+        while waiting:
+            chosen = waiting.pop()
+            if chosen not in self._tried:
+                return chosen
+            if wanted is not None and wanted - NEAR < self._tried[chosen].sqnr < wanted:
+                waiting.append(lighter(self._groups, chosen))
+                if waiting[-1] == chosen:
+                    waiting.pop()
+        return None
 
     def _chosen(self, aim: float) -> Chosen:
         return choose(self._groups, self._costs, 10 ** (-aim / 10))

@@ -80,7 +80,11 @@ if TYPE_CHECKING:
     metavar="SIZE",
     help="Bytes that weights may take, 2MB or 25% of the float model's: 4 bits, 8 bits or float for each.",
 )
-@click.option("--strict", is_flag=True, help="Exit code 1 if an output has less than 20 dB in the check.")
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Exit code 1 if an output has less than 20 dB in the check, or it is not sure that bounds are met.",
+)
 @click.option("--dry-run", is_flag=True, help="Do everything but write.")
 @click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write what was done as JSON.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw the result as a page.")
@@ -174,6 +178,10 @@ def insert(  # click passes what the user gave
     check = result.check or (result.searched.tried if result.searched is not None else None)
     if check is not None and check.missed and (strict or check.bounds):
         raise FindingsError(f"The check is missed: {'; '.join(check.missed)}. {_left(target, dry_run)}")
+    found = result.searched
+    if found is not None and not (found.met if strict else found.tried.assured):
+        said = "; ".join(found.tried.missed or found.tried.doubts)
+        raise FindingsError(f"The search does not show that the bounds are met: {said}. {_left(target, dry_run)}")
 
 
 def _check_outputs(

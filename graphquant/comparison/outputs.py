@@ -82,7 +82,8 @@ class OutputTally:
             rows=self._rows,
             accuracy=(self._right[0] / labelled, self._right[1] / labelled) if labelled and fine else None,
             problem=difference.problem or (f"{difference.bad} values are NaN or infinite" if difference.bad else ""),
-            least_sqnr=self._spread.least if fine and not difference.bad else None,
+            least_sqnr=self._spread.least if self._floats and fine and not difference.bad else None,
+            half=self._spread.half if fine and not difference.bad else 0,
             least_agreement=1 - most(self._rows - self._agreed, 0, self._rows) if self._rows and fine else None,
             most_lost=most(self._changed[0], self._changed[1], labelled) if labelled and fine else None,
         )

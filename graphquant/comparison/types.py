@@ -24,8 +24,10 @@ class OutputFigures:
         accuracy: Share of rows whose largest value is where the label says, of the float model and of the quantized
             one; None without labels.
         problem: Why the two could not be compared, "" if they could.
-        least_sqnr: What SQNR is at least with 95% confidence, as far as these samples stand for all; None if not known.
-        least_agreement: Likewise.
+        least_sqnr: What SQNR is at least, were it the best of a search's plans, with 95% confidence, as far as these
+            samples stand for all; minus infinity where they are too few to say, None where it does not hold floats.
+        half: How many samples, the worst first, make half of the error.
+        least_agreement: Of agreement, as of SQNR.
         most_lost: The share of rows that are right at most less in the quantized model, likewise; None without labels.
     """
 
@@ -39,6 +41,7 @@ class OutputFigures:
     accuracy: tuple[float, float] | None
     problem: str
     least_sqnr: float | None = None
+    half: int = 0
     least_agreement: float | None = None
     most_lost: float | None = None
 

@@ -14,7 +14,7 @@ from graphquant.pipeline.common import stage
 from graphquant.pipeline.comparing import watching, with_labels
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from graphquant.calibration import Stats
     from graphquant.comparison import Comparison, OutputFigures, SiteFigures, Sites
@@ -34,6 +34,9 @@ FIFTHS = 5
 
 ENOUGH = 32
 """Samples of a check that no bound asks for: it is to say whether a model is ruined, in little time."""
+
+TAIL = 8
+"""Where less than one in so many samples make half of an output's error, that is told."""
 
 INSIDE = 4
 """Samples on which each quantized tensor is measured."""
@@ -146,25 +149,35 @@ class Check:
 
     @property
     def doubts(self) -> tuple[str, ...]:
-        """What these samples meet of the bounds and are too few to show with 95% confidence, a sentence's part each."""
+        """What these samples meet of the bounds and do not show with 95% confidence, a sentence's part each."""
         return tuple(doubt for doubt, _ in self._doubts())
 
     @property
     def assured(self) -> bool:
-        """Whether the bounds are met, and shown, but for what so few samples could not show of any model."""
+        """Whether the bounds are met, and shown, but for what these samples could not show of any model."""
         return not self.missed and not any(helped for _, helped in self._doubts())
 
     def _doubts(self) -> list[tuple[str, bool]]:
         """The doubts, each with whether a better model would have none."""
         if self.comparison is None:
             return []
-        return [doubt for one in self.comparison.outputs for doubt in _doubts(one, self.bounds)]
+        samples = self.comparison.samples
+        found = [doubt for one in self.comparison.outputs for doubt in _doubts(one, self.bounds, samples)]
+        used = "calibration used these samples too, and its ranges fit no others as well", False
+        return [*found, used] if self.reused and self.bounds else found
 
 
-def _doubts(one: OutputFigures, bounds: Bounds) -> Iterator[tuple[str, bool]]:
+def _doubts(one: OutputFigures, bounds: Bounds, samples: int) -> Iterator[tuple[str, bool]]:
     """What of an output's figures may be chance."""
     if bounds.sqnr is not None and one.least_sqnr is not None and one.least_sqnr < bounds.sqnr:
-        yield f"output {one.name!r} has {one.least_sqnr:.2f} dB at least", True
+        known = one.least_sqnr > -math.inf
+        said = f"has {one.least_sqnr:.2f} dB at least" if known else "was measured on too few samples to say more"
+        tail = (
+            f", as {one.half} of {samples} samples make half of its error"
+            if known and TAIL * one.half < samples
+            else ""
+        )
+        yield f"output {one.name!r} {said}{tail}", known
     if bounds.agreement is not None and one.least_agreement is not None and one.least_agreement < bounds.agreement:
         said = f"{100 * one.least_agreement:.2f}% of output {one.name!r} agree at least"
         yield f"{said}{_rows(one.rows, 1 - bounds.agreement)}", one.agreement != 1
@@ -249,23 +262,51 @@ def parted(spec: str, asked: int | None, batches: Batches) -> tuple[Batches, Kep
     return batches if few else replace(batches, count=start), kept
 
 
-def searching(spec: str, asked: int | None, batches: Batches) -> Kept:
-    """What a search may look at: all samples but those that are kept for the check."""
-    return Kept(spec=spec, asked=asked, batches=parted(spec, asked, batches)[0], start=0, reused=False)
+def halved(batches: Batches) -> Batches:
+    """What calibration uses where a search judges by the others: the first half, or all of less than 8 samples."""
+    half = batches.count // 2
+    return replace(batches, count=half) if half >= LEAST else batches
 
 
-def beside(spec: str, asked: int | None, batches: Batches, stats: Stats | None, *, searched: bool) -> Kept:
+def searching(spec: str, asked: int | None, batches: Batches, seen: int) -> Kept:
+    """What a search may look at: samples that neither gave the ranges nor are kept for the check.
+
+    Ranges fit the samples that gave them better than all others, so that these tell nothing of others. Where less
+    than 4 samples are left, they are looked at all the same.
+
+    Args:
+        spec: The data spec.
+        asked: How many of its samples are used at all, None for all.
+        batches: These, as they were opened.
+        seen: How many of the first samples gave the ranges.
+    """
+    rest = parted(spec, asked, batches)[0]
+    reused = seen > rest.count - LEAST
+    return Kept(spec=spec, asked=asked, batches=rest, start=0 if reused else seen, reused=reused)
+
+
+def given(stats: Stats | None, batches: Batches, again: Callable[[int], Batches]) -> int:
+    """How many of the first samples of the data statistics are of; 0 where they are of other data.
+
+    Args:
+        stats: The statistics.
+        batches: The data.
+        again: Opens so many of its samples; some kinds of data have another digest for fewer.
+    """
+    runs = () if stats is None else stats.runs
+    whole = batches.content() if runs else ""
+    return max((run.samples for run in runs if run.data in {whole, again(run.samples).content()}), default=0)
+
+
+def beside(spec: str, asked: int | None, batches: Batches, seen: int, *, searched: bool) -> Kept:
     """What to check on where the ranges come from elsewhere: all samples, or the last fifth.
 
-    It is the last fifth where the other samples gave the ranges, or a search looked at them.
+    It is the last fifth where the first `seen` samples gave the ranges, or a search looked at them.
     """
-    runs = [] if stats is None else [run for run in stats.runs if run.data == batches.content()]
     kept = parted(spec, asked, batches)[1]
-    if searched and not runs:
+    if searched and not seen:
         return kept
-    if not runs:
-        return replace(kept, start=0, reused=False)
-    return replace(kept, reused=kept.reused or any(run.samples > kept.start for run in runs))
+    return replace(kept, reused=kept.reused or seen > kept.start) if seen else replace(kept, start=0, reused=False)
 
 
 def measured(
@@ -362,4 +403,4 @@ def sizes(model: Model, batches: Batches, runner: Runner | None = None, labels: 
     return runner.sizes([tensor for tensor in wanted if tensor not in hidden], feed)
 
 
-__all__ = ["Bounds", "Check", "Kept", "beside", "measured", "parted", "searching", "sizes"]
+__all__ = ["Bounds", "Check", "Kept", "beside", "given", "halved", "measured", "parted", "searching", "sizes"]

@@ -15,7 +15,7 @@ from graphquant.calibration import Stats, kept, needs_data, planned, select, wit
 from graphquant.errors import NeedsDataError, UsageError, printable
 from graphquant.pipeline import comparing
 from graphquant.pipeline.calibrating import calibrate_line, observe, statistics
-from graphquant.pipeline.checking import Bounds, beside, measured, parted, searching
+from graphquant.pipeline.checking import Bounds, beside, given, halved, measured, parted, searching
 from graphquant.pipeline.correcting import balanced, corrected
 from graphquant.pipeline.models import loaded
 from graphquant.pipeline.planning import prepared_and_plan
@@ -148,7 +148,8 @@ def insert(
             found = observe(prepared, targets, used, None, progress, model=source.digest, max_memory=max_memory)
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
-    tuning = _tuning(opened, data, samples, wanted=check and bool(bounds or size_budget))
+    seen = cache(lambda: given(found if wanting else None, opened(), partial(_opened, prepared, data or "")))
+    tuning = _tuning(opened, data, samples, seen if bounds else int, wanted=check and bool(bounds or size_budget))
     build = partial(_built, prepared, found=found, used=used, float_weights=float_weights)
     least = bounds if optimize == "size" else Bounds()
     budget = _fitted(source, prepared, made, build, tuning, size_budget, least, progress)
@@ -176,7 +177,7 @@ def insert(
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
     if data is not None and check and held is None and inserted:
-        held = beside(data, samples, opened(), found if wanting else None, searched=tuning is not None)
+        held = beside(data, samples, opened(), seen(), searched=tuning is not None)
     return Result(
         model=rewritten if inserted else source,
         source=source,
@@ -262,9 +263,11 @@ def _decided(
     return made, built, quick, outcome
 
 
-def _tuning(opened: Callable[[], Batches], data: str | None, samples: int | None, *, wanted: bool) -> Kept | None:
-    """The samples that a search looks at, where there is one: few tell little, so these are all but the check's."""
-    return searching(data, samples, opened()) if data is not None and wanted else None
+def _tuning(
+    opened: Callable[[], Batches], data: str | None, samples: int | None, seen: Callable[[], int], *, wanted: bool
+) -> Kept | None:
+    """The samples that a search looks at, where there is one; the first that were `seen` are not among them."""
+    return searching(data, samples, opened(), seen()) if data is not None and wanted else None
 
 
 def _fitted(
@@ -332,18 +335,19 @@ def _opened(prepared: Model, data: str, samples: int | None) -> Batches:
 def _shared(
     data: str, samples: int | None, opened: Batches, bounds: Bounds, *, check: bool
 ) -> tuple[Batches, Kept | None]:
-    """The samples to calibrate on, a fifth less where a search is to judge by others too, and those for the check."""
+    """The samples to calibrate on, half of them where a search is to judge by others, and those for the check."""
     if not check:
         return opened, None
     used, held = parted(data, samples, opened)
-    return (parted(data, samples, used)[0] if bounds else used), held
+    return (halved(used) if bounds else used), held
 
 
 def _used(opened: Batches, found: Stats, data: str, samples: int | None, *, check: bool) -> Batches | None:
-    """The samples that would give the ranges if there were no statistics, None where these are of other data."""
+    """The samples that gave the ranges, but for the check's; None where the statistics are of other data."""
     if {run.data for run in found.runs} != {opened.content()}:
         return None
-    return parted(data, samples, opened)[0] if check else opened
+    used = parted(data, samples, opened)[0] if check else opened
+    return replace(used, count=min(used.count, max(run.samples for run in found.runs)))
 
 
 def _notes(solution: Solution) -> dict[TensorRef, str]:

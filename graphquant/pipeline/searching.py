@@ -54,6 +54,11 @@ class Searched:
     changed: Mapping[TensorRef, str]
     alone: Mapping[int, float] = field(default_factory=dict)
 
+    @property
+    def met(self) -> bool:
+        """Whether the samples of the search show that the bounds are met."""
+        return not self.tried.missed and not self.tried.doubts
+
 
 def searched(
     prepared: Model,

@@ -105,7 +105,7 @@ def search_json(found: Searched | None) -> dict[str, Any] | None:
         "interrupted": found.found.interrupted,
         "cost": found.found.cost,
         "runs": found.runs,
-        "met": not found.tried.missed,
+        "met": found.met,
         "missed": list(found.tried.missed),
         "doubts": list(found.tried.doubts),
         "left": [{"tensor": str(tensor), "alone": alone} for tensor, alone in found.left.items()],

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import graphquant as gq
-from graphquant.accuracy import FLOAT, OWN, Group, Measured, Way, groups, in_bytes, in_multiply_adds, search
+from graphquant.accuracy import FLOAT, OWN, Found, Group, Measured, Way, groups, in_bytes, in_multiply_adds, search
 from graphquant.accuracy.choose import FEW, _greedy, cheaper, choose, cost, high, settle, total
 from graphquant.accuracy.search import MEASUREMENTS
+from graphquant.pipeline import searching
 from graphquant.view.measured import search_view
 
 if TYPE_CHECKING:
@@ -165,7 +166,7 @@ def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[...
     assert report["check"]["met"]
     assert report["check"]["comparison"]["sqnr"] >= bound
     assert report["check"]["comparison"]["samples"] == 20
-    assert report["data"]["samples"] == 64
+    assert report["data"]["samples"] == 40
     assert 0 < report["search"]["cost"] < 1
     assert {one["tensor"] for one in report["search"]["left"]} == {
         f"{one['tensor']['op']}:{one['tensor']['port']}" for one in report["skips"] if one["rule"] == "search"
@@ -253,15 +254,65 @@ def test_interrupted_while_measuring(samples: Path) -> None:
 
 
 def test_with_statistics(samples: Path, tmp_path: Path) -> None:
-    """Where ranges come from statistics, the data beside them is searched on, all but what the check keeps."""
+    """Where ranges come from statistics, the search looks at data that is not in them, but for what the check keeps."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     gq.calibrate(model, data=data, samples=40).save(tmp_path / "stats.gqs")
     result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=60)
     assert result.samples == 40
-    assert result.searched.tried.comparison.samples == 80
+    assert result.searched.tried.comparison.samples == 40
     assert result.check.comparison.samples == 20
     assert result.searched.left
+    assert result.searched.met
+    without = gq.insert(model, data=data, min_sqnr=60)
+    assert result.plan.sites == without.plan.sites
+    assert result.searched.tried.comparison.outputs == without.searched.tried.comparison.outputs
+
+
+def test_statistics_of_all_samples(samples: Path, tmp_path: Path) -> None:
+    """Where there are only samples that gave the ranges, the search looks at them, and is not sure for that."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    gq.calibrate(model, data=data).save(tmp_path / "stats.gqs")
+    result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=20)
+    assert result.searched.tried.comparison.samples == 80
     assert result.searched.tried.assured
+    assert not result.searched.met
+    assert result.searched.tried.doubts == ("calibration used these samples too, and its ranges fit no others as well",)
+    assert "not sure: calibration used these samples" in "".join(str(line) for line in search_view(result.searched))
+
+
+def test_what_is_not_shown_is_not_said_to_be_met(
+    samples: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound that the check's samples meet and those of the search do not show is not met in reports.
+
+    Exit code 1 tells it where a better plan would show it, and else under --strict.
+    """
+    model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
+    asked = ("insert", model, "--data", data, "-o", tmp_path / "out.onnx", "--report", tmp_path / "r", "--force")
+    cli(*asked, "--min-agreement", 0.99)
+    report = json.loads((tmp_path / "r").read_text())
+    assert report["check"]["met"]
+    assert not report["search"]["met"]
+    assert report["search"]["doubts"][0].endswith("; it takes 627 rows to show more, and there are 40")
+    said = cli(*asked, "--min-agreement", 0.99, "--strict", code=1)
+    assert "The search does not show that the bounds are met: 84.3" in said.stderr
+
+    def first(groups: list[Group], *_: object, **__: object) -> Found:
+        return Found(
+            chosen=(0,) * len(groups),
+            measured=Measured(met=False, sqnr=0.0),
+            cost=0.0,
+            plans=1,
+            interrupted=True,
+        )
+
+    monkeypatch.setattr(searching, "search", first)
+    said = cli(*asked, "--min-sqnr", 48, code=1)
+    assert (
+        "The search does not show that the bounds are met: output 'probabilities' has 46.58 dB at least" in said.stderr
+    )
+    assert json.loads((tmp_path / "r").read_text())["check"]["met"]
+    assert not json.loads((tmp_path / "r").read_text())["search"]["met"]
 
 
 def test_weights_alone_are_searched_for_too(samples: Path) -> None:
