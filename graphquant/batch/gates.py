@@ -28,6 +28,7 @@ def figures_of(result: Result) -> Figures | None:
     if found is None:
         return Figures(problem=result.check.problem)
     problem = next((f"output {one.name!r}: {one.problem}" for one in found.outputs if one.problem), "")
+    problem = "every output was empty for all samples" if found.nothing else problem
     pairs = [one.accuracy for one in found.outputs if one.accuracy is not None]
     return Figures(
         sqnr=round(found.sqnr, PLACES) if found.sqnr is not None and math.isfinite(found.sqnr) else None,

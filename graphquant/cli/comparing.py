@@ -94,6 +94,11 @@ def _named(pairs: tuple[str, ...]) -> dict[str, str]:
 
 def _gate(found: Comparison, min_sqnr: float | None, min_agreement: float | None) -> None:
     """Ends with an error where a bound is missed, or cannot be held against anything."""
+    if found.nothing and (min_sqnr is not None or min_agreement is not None):
+        raise FindingsError(
+            f"Nothing was compared, since every output was empty for all {found.samples} samples. Give samples for"
+            " which there is something in them."
+        )
     if min_sqnr is not None and found.sqnr is None:
         raise UsageError("--min-sqnr is of outputs that hold floats, and the models have none. Leave it out.")
     if min_agreement is not None and found.agreement is None:

@@ -53,8 +53,8 @@ class OutputTally:
             self._rows += expected.size
             self._agreed += int((expected == found).sum())
             return
-        self._floats = True
         if expected.size:
+            self._floats = True
             self._spread.add(*_squares(expected, found, batched=self._batched))
         if expected.ndim not in self._axes or expected.shape[-1] <= 1:
             return
@@ -80,6 +80,7 @@ class OutputTally:
             largest=difference.largest,
             agreement=self._agreed / self._rows if self._rows and fine else None,
             rows=self._rows,
+            values=difference.count,
             accuracy=(self._right[0] / labelled, self._right[1] / labelled) if labelled and fine else None,
             problem=difference.problem or (f"{difference.bad} values are NaN or infinite" if difference.bad else ""),
             least_sqnr=self._spread.least if self._floats and fine and not difference.bad else None,

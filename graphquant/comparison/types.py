@@ -21,6 +21,7 @@ class OutputFigures:
         agreement: Share of rows whose largest value is at the same place, or of integers that are equal; None where
             neither can be said.
         rows: How many rows or integers that is a share of.
+        values: How many values were compared; none where it was empty for all samples.
         accuracy: Share of rows whose largest value is where the label says, of the float model and of the quantized
             one; None without labels.
         problem: Why the two could not be compared, "" if they could.
@@ -38,12 +39,18 @@ class OutputFigures:
     largest: float
     agreement: float | None
     rows: int
+    values: int
     accuracy: tuple[float, float] | None
     problem: str
     least_sqnr: float | None = None
     half: int = 0
     least_agreement: float | None = None
     most_lost: float | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there was nothing to compare."""
+        return not self.values and not self.problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +100,11 @@ class Comparison(Drawn):
     outputs: tuple[OutputFigures, ...]
     sites: tuple[SiteFigures, ...]
     labels: str
+
+    @property
+    def nothing(self) -> bool:
+        """Whether no output had any value to compare."""
+        return bool(self.outputs) and all(one.empty for one in self.outputs)
 
     @property
     def sqnr(self) -> float | None:

@@ -128,6 +128,8 @@ class Check:
             return (f"it could not be measured: {self.problem}",)
         found, bounds = self.comparison, self.bounds or Bounds(sqnr=SQNR)
         broken = [f"output {one.name!r} cannot be compared: {one.problem}" for one in found.outputs if one.problem]
+        if found.nothing:
+            broken.append(_nothing(found))
         return tuple(broken) or (
             *_sqnr(found, bounds, asked=bool(self.bounds)),
             *_agreement(found, bounds),
@@ -139,6 +141,8 @@ class Check:
         """What the bounds are on and no output has, so that no model could meet them, a sentence's part each."""
         if self.comparison is None:
             return ()
+        if self.comparison.nothing:
+            return (_nothing(self.comparison),)
         outputs, bounds = self.comparison.outputs, self.bounds
         asked = (
             (bounds.sqnr, any(one.sqnr is not None for one in outputs), NO_SQNR),
@@ -169,6 +173,8 @@ class Check:
 
 def _doubts(one: OutputFigures, bounds: Bounds, samples: int) -> Iterator[tuple[str, bool]]:
     """What of an output's figures may be chance."""
+    if one.empty and bounds:
+        yield f"output {one.name!r} was empty for all {samples} samples, which tell nothing of it", False
     if bounds.sqnr is not None and one.least_sqnr is not None and one.least_sqnr < bounds.sqnr:
         known = one.least_sqnr > -math.inf
         said = f"has {one.least_sqnr:.2f} dB at least" if known else "was measured on too few samples to say more"
@@ -192,6 +198,11 @@ def _rows(count: int, share: float) -> str:
 
     wanted = rows_for(share)
     return f"; it takes {wanted:,} rows to show more, and there are {count:,}" if count < wanted else ""
+
+
+def _nothing(found: Comparison) -> str:
+    """What is said where there is nothing to compare."""
+    return f"nothing was compared, since every output was empty for all {found.samples} samples"
 
 
 def _sqnr(found: Comparison, bounds: Bounds, *, asked: bool) -> list[str]:

@@ -20,6 +20,8 @@ def comparison_view(found: Comparison, *, top: int) -> RenderableType:
     """The outputs, the `top` quantized tensors with the largest errors of their own, and the worst output's figures."""
     parts: list[RenderableType] = [_outputs(found)]
     parts += [plain(f"{one.name}: {one.problem}", "bold red") for one in found.outputs if one.problem]
+    why = f"nothing to compare: it was empty for all {counted(found.samples, 'sample')}"
+    parts += [plain(f"{one.name}: {why}", "yellow") for one in found.outputs if one.empty]
     if found.sites:
         parts += ["", _sites(found.sites[:top])]
         left = len(found.sites) - top
@@ -29,7 +31,7 @@ def comparison_view(found: Comparison, *, top: int) -> RenderableType:
     worst = "the worst output has no SQNR" if found.sqnr == -math.inf else f"worst output {_db(found.sqnr)} dB"
     said = [worst if found.sqnr is not None else ""]
     said.append(f"{_share(found.agreement)} agree" if found.agreement is not None else "")
-    figures = ", ".join(filter(None, said)) or "Compared"
+    figures = ", ".join(filter(None, said)) or ("Nothing compared" if found.nothing else "Compared")
     parts.append(plain(f"{figures}, over {counted(found.samples, 'sample')}.", "bold"))
     return Group(*parts)
 
@@ -52,12 +54,13 @@ def _output_json(one: OutputFigures) -> dict[str, Any]:
     return {
         "name": one.name,
         "other": one.other,
-        "equal": not one.problem and one.largest == 0,
+        "equal": not one.problem and not one.empty and one.largest == 0,
         "sqnr": _finite(one.sqnr),
         "cosine": _finite(one.cosine),
         "largest_difference": _finite(one.largest),
         "agreement": one.agreement,
         "rows": one.rows,
+        "values": one.values,
         "accuracy": None if one.accuracy is None else {"float": one.accuracy[0], "quantized": one.accuracy[1]},
         "problem": one.problem or None,
     }
@@ -84,7 +87,8 @@ def _outputs(found: Comparison) -> Listing:
     table = Listing(*names, right=names)
     for one in found.outputs:
         name = one.name if one.name == one.other else f"{one.name} = {one.other}"
-        cells = [name, _db(one.sqnr), "" if one.cosine is None else f"{one.cosine:.6f}", f"{one.largest:.4g}"]
+        cells = [name, _db(one.sqnr), "" if one.cosine is None else f"{one.cosine:.6f}"]
+        cells.append("" if one.empty else f"{one.largest:.4g}")
         cells.append("" if one.agreement is None else _share(one.agreement))
         if with_accuracy:
             cells.append("" if one.accuracy is None else " to ".join(map(_share, one.accuracy)))

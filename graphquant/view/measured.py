@@ -186,7 +186,11 @@ def _measured(check: Check, found: Comparison) -> str:
     """On how many samples, and the figures of the worst outputs."""
     used = "calibration used too" if check.reused else "calibration did not use"
     ranked = sorted(found.outputs, key=lambda one: math.inf if one.sqnr is None else one.sqnr)
-    outputs = listed([_output(one) for one in ranked], WORST)
+    outputs = listed([_output(one) for one in ranked if not one.empty], WORST)
+    if empty := [one.name for one in ranked if one.empty]:
+        were = "it was" if len(empty) == 1 else "they were"
+        said = f"{listed(empty, WORST)} nothing to compare: {were} empty for all {counted(found.samples, 'sample')}"
+        outputs = f"{outputs}; {said}" if outputs else said
     return f"Checked on {counted(found.samples, 'sample')} that {used}: {outputs}"
 
 
