@@ -18,6 +18,7 @@ from graphquant.data import open_data
 from graphquant.errors import UsageError
 from graphquant.formats import module
 from graphquant.pipeline.checking import Bounds, parted
+from graphquant.view.measured import check_view
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -197,6 +198,9 @@ def test_statistics_and_data(net: Path) -> None:
     assert (same.reused, same.comparison.samples) == (True, 4)
     other = gq.insert(net / "net.onnx", stats=stats, data="random:6").check
     assert (other.reused, other.comparison.samples, other.comparison.random) == (False, 6, True)
+    assert (other.elsewhere, same.elsewhere) == (True, False)
+    assert "Checked on 6 samples of other data than the statistics are of: y " in str(check_view(other)[0])
+    assert "Checked on 4 samples that calibration used too: y " in str(check_view(same)[0])
     part = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
     again = gq.insert(net / "net.onnx", stats=part.stats, data=str(net / "data.npz")).check
     assert (again.reused, again.comparison.samples) == (False, 4)

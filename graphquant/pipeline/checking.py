@@ -88,6 +88,7 @@ class Check:
         comparison: Figures of each output and of each quantized tensor; None where they could not be had.
         problem: Why not, "" if they are there.
         reused: Whether calibration used samples that are measured here.
+        elsewhere: Whether calibration was of other data, as its statistics say.
         bounds: What was asked for.
         low: Multiply-adds for one sample of ops whose inputs are all quantized.
         multiply_adds: Of all ops whose sizes are known.
@@ -99,6 +100,7 @@ class Check:
     bounds: Bounds
     low: int = 0
     multiply_adds: int = 0
+    elsewhere: bool = False
 
     @property
     def share(self) -> float | None:
@@ -252,6 +254,7 @@ class Kept:
         batches: These, as they were opened.
         start: The first that is kept.
         reused: Whether calibration uses what is kept too.
+        elsewhere: Whether the ranges come from statistics of other data, which may hold some of these samples too.
     """
 
     spec: str
@@ -259,6 +262,7 @@ class Kept:
     batches: Batches
     start: int
     reused: bool
+    elsewhere: bool = False
 
     def samples(self) -> Batches:
         """What is kept, alone."""
@@ -309,12 +313,13 @@ def given(stats: Stats | None, batches: Batches, again: Callable[[int], Batches]
     return max((run.samples for run in runs if run.data in {whole, again(run.samples).content()}), default=0)
 
 
-def beside(spec: str, asked: int | None, batches: Batches, seen: int, *, searched: bool) -> Kept:
+def beside(spec: str, asked: int | None, batches: Batches, seen: int, *, searched: bool, stats: bool) -> Kept:
     """What to check on where the ranges come from elsewhere: all samples, or the last fifth.
 
-    It is the last fifth where the first `seen` samples gave the ranges, or a search looked at them.
+    It is the last fifth where the first `seen` samples gave the ranges, or a search looked at them. `stats` tells
+    whether statistics give ranges.
     """
-    kept = parted(spec, asked, batches)[1]
+    kept = replace(parted(spec, asked, batches)[1], elsewhere=stats and not seen)
     if searched and not seen:
         return kept
     return replace(kept, reused=kept.reused or seen > kept.start) if seen else replace(kept, start=0, reused=False)
@@ -348,7 +353,14 @@ def measured(
         low, everything = (0, 0) if sites is None else _work(source, sites, runner, batches, labels)
     except (MissingDependencyError, ModelError) as error:
         return Check(comparison=None, problem=str(error), reused=kept.reused, bounds=bounds)
-    return Check(comparison=comparison, reused=kept.reused, bounds=bounds, low=low, multiply_adds=everything)
+    return Check(
+        comparison=comparison,
+        reused=kept.reused,
+        bounds=bounds,
+        low=low,
+        multiply_adds=everything,
+        elsewhere=kept.elsewhere,
+    )
 
 
 def _from(batches: Batches, start: int, most: int | None) -> Batches:

@@ -177,7 +177,7 @@ def insert(
     rewritten.origin = None if any(done.folded for done in inserted) else source
     places = [index for index in range(len(solved.sites)) if index in params]
     if data is not None and check and held is None and inserted:
-        held = beside(data, samples, opened(), seen(), searched=tuning is not None)
+        held = beside(data, samples, opened(), seen(), searched=tuning is not None, stats=bool(wanting))
     return Result(
         model=rewritten if inserted else source,
         source=source,

@@ -172,6 +172,7 @@ def check_json(check: Check | None) -> dict[str, Any] | None:
         "met": not check.missed,
         "missed": list(check.missed),
         "reused": check.reused,
+        "other_data": check.elsewhere,
         "bounds": {
             "sqnr": check.bounds.sqnr,
             "agreement": check.bounds.agreement,
@@ -184,14 +185,15 @@ def check_json(check: Check | None) -> dict[str, Any] | None:
 
 def _measured(check: Check, found: Comparison) -> str:
     """On how many samples, and the figures of the worst outputs."""
-    used = "calibration used too" if check.reused else "calibration did not use"
+    used = "that calibration used too" if check.reused else "that calibration did not use"
+    used = "of other data than the statistics are of" if check.elsewhere else used
     ranked = sorted(found.outputs, key=lambda one: math.inf if one.sqnr is None else one.sqnr)
     outputs = listed([_output(one) for one in ranked if not one.empty], WORST)
     if empty := [one.name for one in ranked if one.empty]:
         were = "it was" if len(empty) == 1 else "they were"
         said = f"{listed(empty, WORST)} nothing to compare: {were} empty for all {counted(found.samples, 'sample')}"
         outputs = f"{outputs}; {said}" if outputs else said
-    return f"Checked on {counted(found.samples, 'sample')} that {used}: {outputs}"
+    return f"Checked on {counted(found.samples, 'sample')} {used}: {outputs}"
 
 
 def _output(one: OutputFigures) -> str:
