@@ -72,6 +72,7 @@ class Batches:
             where all samples are still read meanwhile, with a DataError if there is something wrong with one.
         ignored: Keys or files of the data that no input takes ("labels").
         random: Whether the values are random, so that the output can say so.
+        stacked: For some inputs the shape of the first item of a function that makes several samples of it.
         feeds: Opens the data and gives the feeds of the samples from one index up to another.
     """
 
@@ -79,6 +80,7 @@ class Batches:
     digest: str | Future[str]
     ignored: tuple[str, ...] = ()
     random: bool = False
+    stacked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     feeds: Callable[[int, int], Iterator[Feed]]
 
     def content(self) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.data.fit import kind_of, not_finite, numpy_dtype
+from graphquant.data.fit import kind_of, not_finite, numpy_dtype, shape_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -257,6 +257,15 @@ def _of_one(taker: Input, seen: _Seen, batches: Batches) -> Iterable[Finding]:
             says=f"{taker.name} is the same in all {batches.count} samples. Give different ones.",
         )
     yield from _of_layout(taker, seen)
+    item, static = batches.stacked.get(taker.name), taker.shape
+    if item is not None and static is not None and len(item) == len(static) and None in static[1:]:
+        count = item[0] // (static[0] or 1)
+        yield Finding(
+            kind="stacked",
+            input=taker.name,
+            says=f"{taker.name} has axes of any size, and an item of {shape_text(item)} was taken as {count}"
+            f" samples of {shape_text((static[0] or 1, *item[1:]))}. If it is one sample, give array[None].",
+        )
 
 
 def _of_layout(taker: Input, seen: _Seen) -> Iterable[Finding]:

@@ -43,11 +43,15 @@ def batches(source: Source, wanted: Wanted) -> Batches:
     digest = hashlib.sha256()
     counts: list[int] = []
     unused: dict[str, None] = {}
+    stacked: dict[str, tuple[int, ...]] = {}
     for where, arrays in _items(source.spec, make, wanted):
         fits = _fits(where, arrays, wanted)
         for one, values in fits:
             digest.update(f"{one.input} {one.given.str} {values.shape}\n".encode())
             digest.update(_bytes(values))
+        for one, values in fits:
+            if one.rows and one.samples > 1:
+                stacked.setdefault(one.input, values.shape)
         counts.append(common_count([one for one, _ in fits]))
         unused |= dict.fromkeys(_unused(where, arrays, wanted))
         if wanted.samples is not None and sum(counts) >= wanted.samples:
@@ -59,7 +63,13 @@ def batches(source: Source, wanted: Wanted) -> Batches:
     if not sum(counts):
         raise DataError(f"{source.spec} gives no samples. Let it give at least one, each time it is called.")
     feeds = partial(_feeds, source.spec, make, wanted, counts)
-    return Batches(count=wanted.limit(sum(counts)), digest=digest.hexdigest(), ignored=tuple(unused), feeds=feeds)
+    return Batches(
+        count=wanted.limit(sum(counts)),
+        digest=digest.hexdigest(),
+        ignored=tuple(unused),
+        stacked=stacked,
+        feeds=feeds,
+    )
 
 
 def _named(spec: str) -> Callable[[], Any]:

@@ -10,6 +10,7 @@ import pytest
 
 from graphquant.data import function as data_function
 from graphquant.data import open_data
+from graphquant.data.check import check_data
 from graphquant.errors import DataError
 from graphquant.formats import InputSpec
 
@@ -74,6 +75,26 @@ ROWS = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
 def test_forms(module, code: str) -> None:
     """Arrays, dicts, tuples, features with labels, stacks, data readers, objects: each gives the same feeds."""
     assert fed(f"{module(code)}:get") == ROWS
+
+
+def test_items_of_several_samples_are_told(module) -> None:
+    """An item that is taken apart where its input has axes of any size is a finding, with what makes it one sample."""
+    name = module(
+        "Y = np.arange(2 * 240 * 4 * 3, dtype=np.float32).reshape(2, 240, 4, 3) - 9\n"
+        "def items():\n    yield from ({'x': y} for y in Y)\n"
+        "def whole():\n    yield from ({'x': y[None]} for y in Y)"
+    )
+    free, fixed = (InputSpec(name="x", dtype="float32", shape=shape) for shape in ((None, None, 3), (None, 4, 3)))
+
+    def found(what: str, taker: InputSpec) -> list[str]:
+        report = check_data(open_data(f"{name}:{what}", [taker], finite=False), [taker])
+        return [one.says for one in report.findings if one.kind == "stacked"]
+
+    said = "x has axes of any size, and an item of [240, 4, 3] was taken as 240 samples of [1, 4, 3]."
+    assert found("items", free) == [f"{said} If it is one sample, give array[None]."]
+    assert found("whole", free) == []
+    assert found("items", fixed) == []
+    assert open_data(f"{name}:whole", [free]).count == 2
 
 
 def test_spans_and_what_is_ignored(module) -> None:
