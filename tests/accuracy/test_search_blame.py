@@ -29,7 +29,8 @@ def test_the_check_has_the_blame(samples: Path, tmp_path: Path) -> None:
     assert "by themselves" not in said
     measured = {one.tensor: one.blame for one in gq.compare(model, out, str(data), blame=True).sites}
     assert measured.keys() == {one["tensor"] for one in sites}
-    assert blames == pytest.approx([measured[one["tensor"]] for one in sites], abs=4)  # on other samples
+    # on other samples, and where all else is as the rules say; by themselves all lose 20 dB more
+    assert blames == pytest.approx([measured[one["tensor"]] for one in sites], abs=8)
 
 
 def test_without_a_search_biases_are_not_named() -> None:
