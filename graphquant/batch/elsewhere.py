@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant.data.files import INSTALL, remote
 from graphquant.errors import GraphQuantError, MissingDependencyError, ModelError, UsageError
-from graphquant.formats.beside import may_be_models, read_by, written_for
+from graphquant.formats.beside import may_name, unnamed, written_for
 from graphquant.formats.parts import names_beside
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from graphquant.batch.types import Entry, Outcome
+
+MAX_FETCHED = 1 << 30
+"""Bytes of files beside an output that are fetched to see whether they still name its old weights."""
 
 
 def is_elsewhere(entry: Entry) -> bool:
@@ -129,18 +132,21 @@ def _send(room: Path, names: Collection[str], address: str) -> None:
 
 
 def _forget_weights(system: Any, path: str, names: Collection[str], room: Path) -> None:
-    """Removes weights that were written for a model at `path` before, and that no model there has, each one fetched."""
+    """Removes weights that were written for a model at `path` before, and that no file there names, each one fetched.
+
+    Where files there are large, old weights stay.
+    """
     home, own = posixpath.split(path)
     system.invalidate_cache(home)
-    there = {posixpath.basename(file) for file in system.ls(home, detail=False)}
+    there = {posixpath.basename(one["name"]): one for one in system.ls(home, detail=True) if one["type"] == "file"}
     left = set(written_for(own, there)) - set(names)
-    if not left:
+    others = {name: one["size"] for name, one in there.items() if name != own and may_name(name)}
+    if not left or None in others.values() or sum(others.values()) > MAX_FETCHED:
         return
     room.mkdir()
-    others = may_be_models(there - {own})
     for name in others:
         _fetch(system, home, name, room)
-    for name in sorted(left - read_by(room / name for name in others)):
+    for name in unnamed(sorted(left), [room / name for name in others]):
         system.rm_file(f"{home}/{name}")
 
 

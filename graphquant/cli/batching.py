@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from graphquant.cli.group import INTERRUPTED
-from graphquant.cli.options import Finite, memory, selection
+from graphquant.cli.options import finite, memory, selection
 from graphquant.cli.options import shard as shard_part
 from graphquant.cli.output import batch_bars
 from graphquant.cli.reporting import report_options
@@ -37,15 +37,33 @@ if TYPE_CHECKING:
 @click.option("--method", metavar="NAME", help="How ranges are picked from the data, whatever the rules say.")
 @click.option("--float-weights", is_flag=True, default=None, help="Keep weights float, behind a whole QDQ pair.")
 @click.option("-o", "--output", metavar="PATTERN", help="Default: {parent}/{stem}.quant{suffix}.")
-@click.option("--min-sqnr", type=Finite(), metavar="DB", help="An output that has less fails.")
-@click.option("--min-agreement", type=Finite(0, 100), metavar="PERCENT", help="Likewise, top-1 agreement.")
-@click.option("--max-accuracy-drop", type=Finite(0, 100), metavar="POINTS", help="Likewise, with labels.")
+@click.option("--min-sqnr", type=float, callback=finite, metavar="DB", help="An output that has less fails.")
+@click.option(
+    "--min-agreement",
+    type=click.FloatRange(0, 100),
+    callback=finite,
+    metavar="PERCENT",
+    help="Likewise, top-1 agreement.",
+)
+@click.option(
+    "--max-accuracy-drop",
+    type=click.FloatRange(0, 100),
+    callback=finite,
+    metavar="POINTS",
+    help="Likewise, with labels.",
+)
 @click.option("--max-size", metavar="SIZE", help="A larger output fails.")
 @click.option("--check", metavar="BACKEND", help="An output that `check --for BACKEND` finds fault with fails.")
 @click.option("--shard", metavar="I/N", help="Do only part I of N; --merge makes one report of those of all parts.")
 @click.option("--scheduler", metavar="ADDRESS", help="Do the work on a dask cluster, tcp://host:8786.")
 @click.option("-j", "--jobs", type=click.IntRange(min=1), metavar="N", help="Workers; by default by cores and memory.")
-@click.option("--timeout", type=Finite(min=0, min_open=True), metavar="SECONDS", help="Stop a model that takes longer.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    callback=finite,
+    metavar="SECONDS",
+    help="Stop a model that takes longer.",
+)
 @click.option("--max-memory", metavar="SIZE", help="Stop a model whose worker takes more, as in 4GB.")
 @click.option(
     "--retries",

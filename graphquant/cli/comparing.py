@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.options import SHARE, Finite
+from graphquant.cli.options import SHARE, finite
 from graphquant.cli.output import emit, print_view, progress_bar, write
 from graphquant.errors import FindingsError, UsageError, printable
 
@@ -24,9 +24,13 @@ if TYPE_CHECKING:
 @click.option("--outputs-only", is_flag=True, help="Leave out the quantized tensors, which takes less time.")
 @click.option("--blame", is_flag=True, help="Also tell what each alone does to the outputs; takes longer.")
 @click.option("--top", type=click.IntRange(min=0), default=10, show_default=True, help="Tensors to list; 0 for all.")
-@click.option("--min-sqnr", type=Finite(), metavar="DB", help="Exit code 1 if an output has less.")
+@click.option("--min-sqnr", type=float, callback=finite, metavar="DB", help="Exit code 1 if an output has less.")
 @click.option(
-    "--min-agreement", type=SHARE, metavar="SHARE", help="Likewise, of top-1 agreement: 0.99, or 99 for percent."
+    "--min-agreement",
+    type=SHARE,
+    callback=finite,
+    metavar="SHARE",
+    help="Likewise, of top-1 agreement: 0.99, or 99 for percent.",
 )
 @click.option("--format", "form", type=click.Choice(["text", "json"]), default="text", show_default=True)
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Draw both as a page too, with heat.")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from graphquant.cli.options import CORRECT, MAX_MEMORY, SHARE, Finite, memory, selection
+from graphquant.cli.options import CORRECT, MAX_MEMORY, SHARE, finite, memory, selection
 from graphquant.cli.output import print_view, progress_bar, write, write_page
 from graphquant.errors import FindingsError, UsageError
 
@@ -54,16 +54,22 @@ if TYPE_CHECKING:
 @click.option("--no-check", is_flag=True, help="Calibrate on all samples, and do not measure what was made.")
 @click.option(
     "--min-sqnr",
-    type=Finite(),
+    type=float,
+    callback=finite,
     metavar="DB",
     help="Find the cheapest plan with that; exit code 1 if an output has less.",
 )
 @click.option(
-    "--min-agreement", type=SHARE, metavar="SHARE", help="Likewise, of top-1 agreement: 0.99, or 99 for percent."
+    "--min-agreement",
+    type=SHARE,
+    callback=finite,
+    metavar="SHARE",
+    help="Likewise, of top-1 agreement: 0.99, or 99 for percent.",
 )
 @click.option(
     "--max-accuracy-drop",
-    type=Finite(0, 100),
+    type=click.FloatRange(0, 100),
+    callback=finite,
     metavar="POINTS",
     help="Likewise, of accuracy by the data's labels, in points of 100.",
 )

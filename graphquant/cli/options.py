@@ -53,15 +53,11 @@ CORRECT = click.option(
 )
 
 
-class Finite(click.FloatRange):
-    """A number of a range, and not NaN or infinite, which any comparison would take for met or for missed."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number."""
-        given = float(super().convert(value, param, ctx))
-        if not math.isfinite(given):
-            self.fail(f"{given} is no number that anything can be compared with.", param, ctx)
-        return given
+def finite(_ctx: click.Context, param: click.Parameter, given: float | None) -> float | None:
+    """A callback that refuses NaN and infinity, which any comparison would take for met or for missed."""
+    if given is not None and not math.isfinite(given):
+        raise click.BadParameter(f"{given} is no number that anything can be compared with.", param=param)
+    return given
 
 
 class _Share(click.ParamType[float]):
@@ -71,7 +67,7 @@ class _Share(click.ParamType[float]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The share, 0 to 1."""
-        given = Finite(0, 100).convert(value, param, ctx)
+        given = click.FloatRange(0, 100).convert(value, param, ctx)
         return float(given if given <= 1 else given / 100)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from graphquant.cli.options import Finite
+from graphquant.cli.options import finite
 from graphquant.cli.output import print_view, progress_bar
 from graphquant.errors import UsageError
 
@@ -46,7 +46,8 @@ _OPTIONS = [
     click.option("--fail-on", type=click.Choice(["regression"]), help="End with exit code 1 if something is."),
     click.option(
         "--sqnr-step",
-        type=Finite(min=0),
+        type=click.FloatRange(min=0),
+        callback=finite,
         metavar="DB",
         help="SQNR that may be lost without that being a regression; 0.5 by default.",
     ),

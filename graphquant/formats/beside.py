@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import mmap
 import re
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
-from graphquant.errors import ModelError
-from graphquant.formats import SUFFIXES
 from graphquant.formats.parts import has_external
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from pathlib import Path
 
 _NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")
 
-_NONE = (".data", ".part")
-"""What ends the names of weights, and of files that a killed process did not finish."""
+_ENDING = len("0123456789abcdef.data")
 
 _MAX_BYTES = 1 << 31
 """Of a model's own file, which is a protocol buffer."""
+
+MAX_LOOKED = 1 << 33
+"""Bytes of files that are looked through for names of weights."""
 
 
 class Digested:
@@ -79,12 +80,10 @@ def replacing(path: Path, *, apart: bool = False) -> Iterator[None]:
 
 
 def _unread(path: Path) -> list[str]:
-    """The files of weights that were written for a model at `path`, and that no model in its folder has."""
-    names = [file.name for file in path.parent.iterdir()]
-    left = set(written_for(path.name, names))
-    left -= read_by([path]) if left else set()
-    left -= read_by(path.with_name(name) for name in may_be_models(names)) if left else set()
-    return sorted(left)
+    """The files of weights that were written for a model at `path`, and that nothing in its folder names."""
+    there = sorted(path.parent.iterdir())
+    left = written_for(path.name, [file.name for file in there])
+    return unnamed(left, [file for file in there if may_name(file.name) and file.is_file()]) if left else []
 
 
 def written_for(model: str, names: Iterable[str]) -> list[str]:
@@ -93,26 +92,26 @@ def written_for(model: str, names: Iterable[str]) -> list[str]:
     return [name for name, told in found if told is not None and told["model"] == model]
 
 
-def may_be_models(names: Iterable[str]) -> list[str]:
-    """Those of `names` that may be ONNX models, kept copies of models such as `net.onnx.bak` too."""
-    return [
-        name
-        for name in sorted(names)
-        if SUFFIXES.get(f".{name.rpartition('.')[2]}") == "onnx" or (".onnx" in name and not name.endswith(_NONE))
-    ]
+def may_name(name: str) -> bool:
+    """Whether a file of this name may be a model: it is none of what is written beside models."""
+    return _NAME.fullmatch(name) is None and not name.endswith((".part", ".intoto.json"))
 
 
-def read_by(paths: Iterable[Path]) -> set[str]:
-    """Where these models have data beside them; what is no model has none."""
-    return {name for path in paths for name in _names(path)}
+def unnamed(weights: Iterable[str], files: Sequence[Path]) -> list[str]:
+    """Those of the files of weights that none of `files` names; none where these are too large to be looked through.
 
+    What is looked for are the digests in the names, which look the same in all forms of a model. A file need not be one
+    that can be read, for one that is just being copied cannot.
 
-def _names(path: Path) -> tuple[str, ...]:
-    try:
-        if not path.is_file() or path.stat().st_size > _MAX_BYTES or not has_external(path):
-            return ()
-        from graphquant.formats.onnx.files import external_names
-
-        return external_names(path)
-    except (ModelError, OSError):
-        return ()
+    Raises:
+        OSError: A file cannot be read.
+    """
+    left = list(weights)
+    sizes = {file: file.stat().st_size for file in files}
+    looked = [file for file, size in sizes.items() if 0 < size <= _MAX_BYTES]
+    if sum(sizes[file] for file in looked) > MAX_LOOKED:
+        return []
+    for file in looked:
+        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            left = [name for name in left if data.find(name[-_ENDING:].encode("ascii")) < 0]
+    return left

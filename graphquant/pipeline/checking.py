@@ -87,7 +87,7 @@ class Check:
     Attributes:
         comparison: Figures of each output and of each quantized tensor; None where they could not be had.
         problem: Why not, "" if they are there.
-        reused: Whether calibration used samples that are measured here.
+        reused: Whether ranges, corrections or a search were made with samples that are measured here.
         elsewhere: Whether calibration was of other data, as its statistics say.
         bounds: What was asked for.
         low: Multiply-adds for one sample of ops whose inputs are all quantized.
@@ -169,7 +169,7 @@ class Check:
             return []
         samples = self.comparison.samples
         found = [doubt for one in self.comparison.outputs for doubt in _doubts(one, self.bounds, samples)]
-        used = "calibration used these samples too, and its ranges fit no others as well", False
+        used = "these samples were used before, for ranges, corrections or a search, which fit no others as well", False
         return [*found, used] if self.reused and self.bounds else found
 
 

@@ -148,7 +148,7 @@ def insert(
             found = observe(prepared, targets, used, None, progress, model=source.digest, max_memory=max_memory)
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
-    seen = cache(lambda: given(found if wanting else None, opened(), partial(_opened, prepared, data or "")))
+    seen = cache(partial(_seen, prepared, found if wanting else None, opened, data or "", used))
     tuning = _tuning(opened, data, samples, seen if bounds else int, wanted=check and bool(bounds or size_budget))
     build = partial(_built, prepared, found=found, used=used, float_weights=float_weights)
     least = bounds if optimize == "size" else Bounds()
@@ -261,6 +261,13 @@ def _decided(
             built = build(made)
             outcome = outcome and replace(outcome, alone={})  # that is of another plan
     return made, built, quick, outcome
+
+
+def _seen(prepared: Model, found: Stats | None, opened: Callable[[], Batches], data: str, used: Batches | None) -> int:
+    """How many of the first samples gave ranges, or where none did, what corrections are made by."""
+    if found is None:
+        return 0 if used is None else used.count
+    return given(found, opened(), partial(_opened, prepared, data))
 
 
 def _tuning(

@@ -276,8 +276,10 @@ def test_statistics_of_all_samples(samples: Path, tmp_path: Path) -> None:
     assert result.searched.tried.comparison.samples == 80
     assert result.searched.tried.assured
     assert not result.searched.met
-    assert result.searched.tried.doubts == ("calibration used these samples too, and its ranges fit no others as well",)
-    assert "not sure: calibration used these samples" in "".join(str(line) for line in search_view(result.searched))
+    assert result.searched.tried.doubts == (
+        "these samples were used before, for ranges, corrections or a search, which fit no others as well",
+    )
+    assert "not sure: these samples were used before" in "".join(str(line) for line in search_view(result.searched))
 
 
 def test_what_is_not_shown_is_not_said_to_be_met(

@@ -20,6 +20,7 @@ from onnx import helper, numpy_helper
 
 import graphquant as gq
 from graphquant.errors import ModelError, UsageError
+from graphquant.formats import beside
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx import apart, files, run
 from graphquant.survey import survey
@@ -157,23 +158,31 @@ def test_weights_of_the_replaced_model_go(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_weights_of_kept_copies_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who copied a model beside itself still has it after a new one took its place; what is no model keeps nothing."""
+    """Who copied a model beside itself still has it after a new one took its place, whatever its name, whole or not."""
     source = model(tmp_path, external=True)
-    path, copies = tmp_path / "q.onnx", [tmp_path / "kept.onnx", tmp_path / "q.onnx.bak"]
+    path, copies = tmp_path / "q.onnx", [tmp_path / name for name in ("kept.onnx", "q.onnx.bak", "best.pb", "v1")]
     monkeypatch.setattr(files, "MANY", 0)
     eight, four = (gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4"))
     eight.save(path)
     before, (first,) = outputs(path), written(path)
     for copy in copies:
         shutil.copy(path, copy)
-    for name in ("q.onnx.intoto.json", "torn.onnx"):
-        tmp_path.joinpath(name).write_text(json.dumps({"location": first}), "utf-8")
+    tmp_path.joinpath("q.onnx.intoto.json").write_text(json.dumps({"location": first}), "utf-8")
+    torn = tmp_path / "torn.onnx"
+    torn.write_bytes(path.read_bytes()[:-1])
     four.save(path, force=True)
     for copy in copies:
         np.testing.assert_array_equal(outputs(copy), before)
         assert tmp_path.joinpath(first).exists()
         copy.unlink()
         four.save(path, force=True)
+    assert tmp_path.joinpath(first).exists()
+    monkeypatch.setattr(beside, "MAX_LOOKED", 10)
+    torn.unlink()
+    four.save(path, force=True)
+    assert tmp_path.joinpath(first).exists()
+    monkeypatch.setattr(beside, "MAX_LOOKED", 1 << 20)
+    four.save(path, force=True)
     assert not tmp_path.joinpath(first).exists()
     assert len(written(path)) == 1
 
