@@ -231,8 +231,9 @@ def _behind(graph: Graph, tensor: TensorRef) -> Op:
     """The op that makes `tensor`, or whose output it is but for a few ops that hand values on."""
     for _ in range(MAX_LOOK):
         home = graph.graphs[tensor.graph]
-        read = home.producer(Use(tensor.graph, tensor.op, 0))
-        if home.op(tensor.op).kind not in HANDED_ON or read is None:
+        op = home.op(tensor.op)
+        read = home.producer(Use(tensor.graph, tensor.op, op.main))
+        if op.kind not in HANDED_ON or read is None:
             break
         tensor = read
     return graph.graphs[tensor.graph].op(tensor.op)

@@ -134,7 +134,7 @@ def site_read(model: Model, use: Use, owner: Mapping[Use, int], through: Contain
         tensor = model.graphs[use.graph].producer(use)
         if use in owner or tensor is None or model.op(tensor).kind not in through:
             break
-        use = Use(tensor.graph, tensor.op, 0)
+        use = Use(tensor.graph, tensor.op, model.op(tensor).main)
     return owner.get(use)
 
 

@@ -159,6 +159,11 @@ class Op:
         """The role of input `slot`."""
         return self.roles[min(slot, len(self.roles) - 1)] if self.roles else "input"
 
+    @property
+    def main(self) -> int:
+        """The first slot that reads data; 0 if none does."""
+        return self.roles.index("input") if "input" in self.roles else 0
+
     def number(self, attr: str, default: float) -> float:
         """The attribute `attr` as a number, `default` if the op has none.
 

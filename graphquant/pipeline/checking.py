@@ -42,6 +42,8 @@ INSIDE = 4
 """Samples on which each quantized tensor is measured."""
 
 
+SURE = "with 95% confidence"
+
 NO_SQNR = "no output holds floats, which alone have a signal to noise"
 NO_AGREEMENT = "no output has class scores or integers, which alone agree or not"
 NO_ACCURACY = "the data has no 'labels' that fit an output, one of its classes for each row"
@@ -179,18 +181,17 @@ def _doubts(one: OutputFigures, bounds: Bounds, samples: int) -> Iterator[tuple[
         yield f"output {one.name!r} was empty for all {samples} samples, which tell nothing of it", False
     if bounds.sqnr is not None and one.least_sqnr is not None and one.least_sqnr < bounds.sqnr:
         known = one.least_sqnr > -math.inf
-        said = f"has {one.least_sqnr:.2f} dB at least" if known else "was measured on too few samples to say more"
-        tail = (
-            f", as {one.half} of {samples} samples make half of its error"
-            if known and TAIL * one.half < samples
-            else ""
+        said = (
+            f"has {one.least_sqnr:.2f} dB at least {SURE}" if known else "was measured on too few samples to say more"
         )
+        few = known and TAIL * one.half < samples
+        tail = f", as {one.half} of {samples} samples make half of its error" if few else ""
         yield f"output {one.name!r} {said}{tail}", known
     if bounds.agreement is not None and one.least_agreement is not None and one.least_agreement < bounds.agreement:
-        said = f"{100 * one.least_agreement:.2f}% of output {one.name!r} agree at least"
+        said = f"{100 * one.least_agreement:.2f}% of output {one.name!r} agree at least {SURE}"
         yield f"{said}{_rows(one.rows, 1 - bounds.agreement)}", one.agreement != 1
     if bounds.drop is not None and one.accuracy is not None and 100 * (one.most_lost or 0) > bounds.drop:
-        said = f"accuracy of output {one.name!r} falls by {100 * (one.most_lost or 0):.2f} points at most"
+        said = f"accuracy of output {one.name!r} falls by {100 * (one.most_lost or 0):.2f} points at most {SURE}"
         yield f"{said}{_rows(one.rows, bounds.drop / 100)}", one.accuracy[1] < one.accuracy[0]
 
 

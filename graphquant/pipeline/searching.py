@@ -117,8 +117,7 @@ def searched(
     if costs is None:
         by_size = optimize == "size"
         costs = in_bytes(prepared) if by_size else in_multiply_adds(prepared, sizes(prepared, kept.samples()))
-    free = dict.fromkeys((op for group in among for op in group.ops), 0.0)  # those of copies, which nothing runs
-    found = search(among, {**free, **costs}, tried, wanted=bounds.sqnr, progress=stage(progress, "searching"))
+    found = search(among, costs, tried, wanted=bounds.sqnr, progress=stage(progress, "searching"))
     ways = drawn.ways(found.chosen)
     quantized = [i for i in range(len(plan.sites)) if ways.get(i) != FLOAT]
     measuring = 2 * len(checks) * kept.samples().count / len(errors)

@@ -54,9 +54,10 @@ def search_view(found: Searched | None) -> list[RenderableType]:
     """What the search did, in a line or two."""
     if found is None or not found.found.plans:
         return []
-    doubts = [plain(f"not sure: {doubt} with 95% confidence", "yellow") for doubt in found.tried.doubts]
+    doubts = [plain(f"not sure: {doubt}", "yellow") for doubt in found.tried.doubts]
     if not found.left and not found.changed and found.tried.assured:
-        return [plain("Searched: what the rules make meets the bounds."), *doubts]
+        shown = " on these samples, which do not show it of others" if doubts else ""
+        return [plain(f"Searched: what the rules make meets the bounds{shown}."), *doubts]
     said = f"Searched {counted(found.found.plans, 'plan')}, {found.runs:.1f} runs for each site"
     said += f": {counted(len(found.left), 'site')} left float, and with them {_percent(found.found.cost)} of the cost"
     ways = Counter(found.changed.values())

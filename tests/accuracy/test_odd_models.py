@@ -14,7 +14,7 @@ from graphquant import pipeline
 from graphquant.accuracy import groups, in_bytes
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as onnx_format
-from graphquant.pipeline import searching, timing, trying
+from graphquant.pipeline import timing, trying
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,16 +70,6 @@ def test_a_budget_that_is_interrupted_decides_nothing(
     monkeypatch.setattr(trying, "blame", stopped)
     with pytest.raises(KeyboardInterrupt):
         gq.insert(model, data=data, size_budget="30%")
-
-
-def test_ops_that_nothing_runs(uneven: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of copies, of which no cost is known, are left float with the others and cost nothing."""
-    model, data = uneven
-    monkeypatch.setattr(searching, "in_multiply_adds", lambda *_: {})
-    found = gq.insert(model, data=data, min_sqnr=90.0)
-    assert found.searched is not None
-    assert found.searched.left
-    assert found.searched.tried.missed == ()
 
 
 def test_a_runtime_that_tells_no_op_s_time(uneven: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:

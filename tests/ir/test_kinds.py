@@ -4,6 +4,7 @@ import pytest
 
 from graphquant.formats.onnx import ops as onnx_ops
 from graphquant.formats.tensorflow import ops as tensorflow_ops
+from graphquant.ir import Op
 from graphquant.ir.kinds import KINDS, PSEUDO_KINDS, ROLES
 
 TABLES = {
@@ -25,3 +26,9 @@ def test_every_word_is_explained():
     words = {**KINDS, **ROLES}
     assert [word for word, text in words.items() if not text or len(text) > 80] == []
     assert [word for word in words if word != "*" and not word.replace("_", "").isalnum()] == []
+
+
+@pytest.mark.parametrize(("roles", "main"), [((), 0), (("axis", "input"), 1), (("condition", "input", "input"), 1)])
+def test_the_slot_that_reads_data(roles, main):
+    """TensorFlow's Split has its axis first."""
+    assert Op(name="op", kind="split", type="Split", roles=roles).main == main
