@@ -181,9 +181,7 @@ def _doubts(one: OutputFigures, bounds: Bounds, samples: int) -> Iterator[tuple[
         yield f"output {one.name!r} was empty for all {samples} samples, which tell nothing of it", False
     if bounds.sqnr is not None and one.least_sqnr is not None and one.least_sqnr < bounds.sqnr:
         known = one.least_sqnr > -math.inf
-        said = (
-            f"has {one.least_sqnr:.2f} dB at least {SURE}" if known else "was measured on too few samples to say"
-        )
+        said = f"has {one.least_sqnr:.2f} dB at least {SURE}" if known else "was measured on too few samples to say"
         few = known and TAIL * one.half < samples
         tail = f", as {one.half} of {samples} samples make half of its error" if few else ""
         yield f"output {one.name!r} {said}{tail}", known
