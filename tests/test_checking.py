@@ -200,9 +200,7 @@ def test_statistics_and_data(net: Path) -> None:
     assert (other.reused, other.comparison.samples, other.comparison.random) == (False, 6, True)
     assert (other.elsewhere, same.elsewhere) == (True, False)
     assert "Checked on 6 samples of other data than the statistics are of: y " in str(check_view(other)[0])
-    assert "Checked on 4 samples that were used before too, for ranges, corrections or a search: y " in str(
-        check_view(same)[0]
-    )
+    assert "Checked on 4 samples used before too, for ranges, corrections or a search: y " in str(check_view(same)[0])
     part = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
     again = gq.insert(net / "net.onnx", stats=part.stats, data=str(net / "data.npz")).check
     assert (again.reused, again.comparison.samples) == (False, 4)

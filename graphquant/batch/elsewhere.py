@@ -134,7 +134,7 @@ def _send(room: Path, names: Collection[str], address: str) -> None:
 def _forget_weights(system: Any, path: str, names: Collection[str], room: Path) -> None:
     """Removes weights that were written for a model at `path` before, and that no file there names, each one fetched.
 
-    Where files there are large, old weights stay.
+    Where files there are large, or one cannot be fetched, old weights stay.
     """
     home, own = posixpath.split(path)
     system.invalidate_cache(home)
@@ -144,8 +144,11 @@ def _forget_weights(system: Any, path: str, names: Collection[str], room: Path) 
     if not left or None in others.values() or sum(others.values()) > MAX_FETCHED:
         return
     room.mkdir()
-    for name in others:
-        _fetch(system, home, name, room)
+    try:
+        for name in others:
+            _fetch(system, home, name, room)
+    except Exception:  # noqa: BLE001 - services raise their own kinds; the output is there, and others may need the old weights
+        return
     for name in unnamed(sorted(left), [room / name for name in others]):
         system.rm_file(f"{home}/{name}")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 import re
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
@@ -20,6 +19,8 @@ _ENDING = len("0123456789abcdef.data")
 
 _MAX_BYTES = 1 << 31
 """Of a model's own file, which is a protocol buffer."""
+
+_PIECE = 1 << 22
 
 MAX_LOOKED = 1 << 33
 """Bytes of files that are looked through for names of weights."""
@@ -112,6 +113,15 @@ def unnamed(weights: Iterable[str], files: Sequence[Path]) -> list[str]:
     if sum(sizes[file] for file in looked) > MAX_LOOKED:
         return []
     for file in looked:
-        with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            left = [name for name in left if data.find(name[-_ENDING:].encode("ascii")) < 0]
+        for piece in _pieces(file):
+            left = [name for name in left if name[-_ENDING:].encode("ascii") not in piece]
     return left
+
+
+def _pieces(file: Path) -> Iterator[bytes]:
+    """What is in a file, which may change meanwhile, in overlapping pieces."""
+    with file.open("rb") as opened:
+        end = b""
+        while data := opened.read(_PIECE):
+            yield end + data
+            end = data[-_ENDING:]

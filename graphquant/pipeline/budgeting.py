@@ -124,10 +124,10 @@ def smallest(
     own = make(plan)[0]
     if not measure(own).assured:
         return None
-    weights = _Weights(source, prepared, plan, make, kept, progress)
     told = stage(progress, "searching")
     best, missed, most = None, -math.inf, stored(own)
     try:
+        weights = _Weights(source, prepared, plan, make, kept, progress)
         for tried in range(HALVINGS):
             middle = missed if math.isinf(missed) else (missed + most) / 2
             found = weights.within(middle, f"{bounds}")

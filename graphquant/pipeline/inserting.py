@@ -132,10 +132,10 @@ def insert(
     opened = cache(partial(_opened, prepared, data or "", samples))  # once, and only where it is wanted
     timing = _timing(source, opened, data, optimize, runtime, size_budget)
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
-    if data is not None and check and bounds.drop is not None:
-        comparing.labelled(opened(), data, formats.module(prepared.format).inputs(prepared), samples)
+    _need_labels(prepared, opened, data, samples, bounds, check=check)
     if data is not None and found is None and (wanting or made.corrections):
         used, held = _shared(data, samples, opened(), bounds, check=check)
+    seen = cache(partial(_seen, prepared, found if wanting else None, opened, data or "", used))
     early = balanced(prepared, made, used, stats=found is not None)
     prepared, made = early.model, early.plan
     if found is not None or wanting:
@@ -143,12 +143,11 @@ def insert(
         targets = planned(prepared, made, full=bool(bounds) and found is None, same=same)
         if found is not None:
             found = select(found, targets, source.digest, calibrate_line(source, made, plan))
-            used = _used(opened(), found, data, samples, check=check) if data is not None and made.corrections else None
+            used = _used(opened, seen, data, samples, check=check) if made.corrections else None
         elif used is not None:
             found = observe(prepared, targets, used, None, progress, model=source.digest, max_memory=max_memory)
         else:
             raise NeedsDataError(_data_lines(source, wanting, taken))
-    seen = cache(partial(_seen, prepared, found if wanting else None, opened, data or "", used))
     tuning = _tuning(opened, data, samples, seen if bounds else int, wanted=check and bool(bounds or size_budget))
     build = partial(_built, prepared, found=found, used=used, float_weights=float_weights)
     least = bounds if optimize == "size" else Bounds()
@@ -210,6 +209,20 @@ class _Built:
     skips: dict[int, Skip]
 
 
+def _need_labels(
+    prepared: Model,
+    opened: Callable[[], Batches],
+    data: str | None,
+    samples: int | None,
+    bounds: Bounds,
+    *,
+    check: bool,
+) -> None:
+    """Refuses data without labels where they are what a bound is measured by."""
+    if data is not None and check and bounds.drop is not None:
+        comparing.labelled(opened(), data, formats.module(prepared.format).inputs(prepared), samples)
+
+
 def _timing(
     source: Model,
     opened: Callable[[], Batches],
@@ -259,13 +272,14 @@ def _decided(
         if quick.plan is not made:
             made = quick.plan
             built = build(made)
+            outcome = outcome if built.inserted else None  # it is of the plan that is not taken
             outcome = outcome and replace(outcome, alone={})  # that is of another plan
     return made, built, quick, outcome
 
 
 def _seen(prepared: Model, found: Stats | None, opened: Callable[[], Batches], data: str, used: Batches | None) -> int:
-    """How many of the first samples gave ranges, or where none did, what corrections are made by."""
-    if found is None:
+    """How many of the first samples are for ranges and corrections: those `used`, or those that statistics are of."""
+    if used is not None or found is None:
         return 0 if used is None else used.count
     return given(found, opened(), partial(_opened, prepared, data))
 
@@ -349,12 +363,14 @@ def _shared(
     return (halved(used) if bounds else used), held
 
 
-def _used(opened: Batches, found: Stats, data: str, samples: int | None, *, check: bool) -> Batches | None:
-    """The samples that gave the ranges, but for the check's; None where the statistics are of other data."""
-    if {run.data for run in found.runs} != {opened.content()}:
+def _used(
+    opened: Callable[[], Batches], seen: Callable[[], int], data: str | None, samples: int | None, *, check: bool
+) -> Batches | None:
+    """The first samples, which were `seen` for statistics, that are not the check's; None where there are none."""
+    if data is None or not seen():
         return None
-    used = parted(data, samples, opened)[0] if check else opened
-    return replace(used, count=min(used.count, max(run.samples for run in found.runs)))
+    used = parted(data, samples, opened())[0] if check else opened()
+    return replace(used, count=min(used.count, seen()))
 
 
 def _notes(solution: Solution) -> dict[TensorRef, str]:

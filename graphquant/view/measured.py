@@ -186,11 +186,7 @@ def check_json(check: Check | None) -> dict[str, Any] | None:
 
 def _measured(check: Check, found: Comparison) -> str:
     """On how many samples, and the figures of the worst outputs."""
-    used = (
-        "that were used before too, for ranges, corrections or a search"
-        if check.reused
-        else "that calibration did not use"
-    )
+    used = "used before too, for ranges, corrections or a search" if check.reused else "that calibration did not use"
     used = "of other data than the statistics are of" if check.elsewhere else used
     ranked = sorted(found.outputs, key=lambda one: math.inf if one.sqnr is None else one.sqnr)
     outputs = listed([_output(one) for one in ranked if not one.empty], WORST)

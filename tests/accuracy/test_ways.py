@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import graphquant as gq
@@ -74,3 +75,26 @@ def test_what_multiplies_on_what_a_pool_hands_on_needs_the_site_before_it() -> N
     among = groups(model, plan, range(len(plan.sites)), {})
     (mine,) = [group for group in among if place in group.sites]
     assert ("", "residual_1/conv") in mine.ops
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Split", "SplitV"])
+def test_a_split_hands_on_what_it_reads_wherever_its_axis_comes(tmp_path: Path, kind: str) -> None:
+    """TensorFlow's Split has its axis first, its SplitV last; what multiplies on their results needs the same site."""
+    import tensorflow as tf
+
+    rng, graph = np.random.default_rng(0), tf.Graph()
+    with graph.as_default():
+        x = tf.compat.v1.placeholder(tf.float32, [None, 8, 8, 4], name="x")
+        first = tf.nn.conv2d(x, rng.normal(size=(3, 3, 4, 8)).astype(np.float32), 1, "SAME", name="first")
+        limited = tf.nn.relu(first, name="limited")
+        given = {"axis": tf.constant(3), "value": limited, "num_split": 2, "name": "s"}
+        sizes = {"size_splits": tf.constant([4, 4])} if kind == "SplitV" else {}
+        for number, part in enumerate(getattr(tf.raw_ops, kind)(**given, **sizes)):
+            tf.nn.conv2d(part, rng.normal(size=(3, 3, 4, 8)).astype(np.float32), 1, "SAME", name=f"c{number}")
+    (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
+    (tmp_path / "rules.toml").write_text(OUTPUTS, "utf-8")
+    model, plan = prepared_and_plan(gq.load(tmp_path / "net.pb"), None, str(tmp_path / "rules.toml"), (), (), None)
+    among = groups(model, plan, range(len(plan.sites)), {})
+    (mine,) = [group for group in among for index in group.sites if plan.sites[index].tensor.op == "limited"]
+    assert {name for _, name in mine.ops} == {"first", "c0", "c1"}

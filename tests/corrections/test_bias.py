@@ -269,3 +269,12 @@ def test_rounding_of_weights_alone_sees_the_data(samples) -> None:
     assert all(one.done for one in rounded.corrected if one.target != "model")
     assert (rounded.check.reused, rounded.check.comparison.samples) == (False, 20)
     assert rounded.check.comparison.sqnr > plain.check.comparison.sqnr + 2
+
+
+def test_statistics_of_the_first_samples_tell_which_corrections_may_see(samples) -> None:
+    """Data of which statistics have the first samples alone is known by them, and corrections are made by those."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    stats = gq.calibrate(model, data=data, samples=40)
+    made = gq.insert(model, stats=stats, data=data)
+    assert all("needs samples" not in one.detail for one in made.corrected)
+    assert (made.check.reused, made.check.elsewhere) == (False, False)
