@@ -228,3 +228,10 @@ def test_what_cannot_be_measured_is_told(net: Path, monkeypatch: pytest.MonkeyPa
     assert made.exit_code == 1
     assert "The check failed: it could not be measured: It is refused. Mend it." in made.stdout
     assert (net / "out.onnx").is_file()
+
+
+def test_a_model_of_texts_needs_no_data(tmp_path: Path) -> None:
+    """Where there is nothing to quantize, data is not looked at, which may not fit: the model is written as it is."""
+    text = '<ir_version: 8, opset_import: ["": 13]> g (string[2] x) => (string[N] y) { y = StringNormalizer (x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "texts.onnx")
+    assert gq.insert(tmp_path / "texts.onnx", data="random:4").inserted == ()

@@ -133,7 +133,7 @@ def insert(
     timing = _timing(source, opened, data, optimize, runtime, size_budget)
     bounds = Bounds(sqnr=min_sqnr, agreement=min_agreement, drop=max_accuracy_drop)
     _need_labels(prepared, opened, data, samples, bounds, check=check)
-    if data is not None and found is None and (wanting or made.corrections):
+    if data is not None and found is None and (wanting or (made.corrections and made.sites)):
         used, held = _shared(data, samples, opened(), bounds, check=check)
     seen = cache(partial(_seen, prepared, found if wanting else None, opened, data or "", used))
     early = balanced(prepared, made, used, stats=found is not None)
