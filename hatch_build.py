@@ -12,12 +12,12 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from setuptools import Distribution, Extension
 from setuptools.command.build_ext import build_ext
 
-NAME = "graphquant.sketch._fill"
-SOURCE = "graphquant/sketch/_fill.c"
+NAME = "graphquant.observers._fill"
+SOURCE = "graphquant/observers/_fill.c"
 
 
 def compiled(source: Path, folder: Path) -> Path | None:
-    """Compiles the kernel into graphquant/sketch below `folder`; None if that fails."""
+    """Compiles the kernel into graphquant/observers below `folder`; None if that fails."""
     extension = Extension(
         NAME,
         [str(source)],
@@ -46,7 +46,7 @@ class Kernel(BuildHookInterface[Any]):
         if made is None:
             self.app.display_warning("No C compiler that works: numpy will count histograms, in three times the time.")
         elif version != "editable":
-            build_data["force_include"][str(made)] = f"graphquant/sketch/{made.name}"
+            build_data["force_include"][str(made)] = f"graphquant/observers/{made.name}"
             build_data["pure_python"] = False
             build_data["tag"] = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 

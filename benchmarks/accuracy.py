@@ -39,15 +39,15 @@ from peers_models import Case, cases
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.comparison import sites_of
-from graphquant.data import open_data
-from graphquant.multiply_adds import multiply_adds
-from graphquant.pipeline.checking import sizes
+from graphquant.analysis import match_sites
+from graphquant.api.validation import measure_tensor_sizes
+from graphquant.calibration.data import open_data
+from graphquant.ir.macs import count_macs
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
-    from graphquant.comparison import Comparison
+    from graphquant.analysis import Comparison
 
 WANTED, FLOAT, SAMPLES = 20.0, 0.1, 100
 """The decibels that are wanted, the share of multiply-adds that may be float, samples of a calibration."""
@@ -164,7 +164,7 @@ def examine(case: Case, nncf: str | None, folder: Path) -> Row:
     data, held_out = folder / "calibration.npz", folder / "held_out.npz"
     np.savez(data, **case.pool)
     np.savez(held_out, **case.held_out)
-    result = gq.insert(case.model, data=str(data), check=False)
+    result = gq.insert(case.model, data=str(data), validate=False)
     made = result.save(folder / f"ours{''.join(case.model.suffixes)}", force=True)
     found = gq.compare(case.model, made, str(held_out), sites=False)
     row.sqnr["graphquant"], row.agreement = worst(found), agreement(found)
@@ -203,9 +203,9 @@ def agreement(found: Comparison) -> float | None:
 
 def in_float(result: gq.Result, made: Path, data: Path) -> tuple[float, Counter[str]]:
     """The share of multiply-adds with quantized inputs, and that of the others by the reason that they have not."""
-    runner = formats.module(result.source.format).runner(result.source)
-    counts = multiply_adds(result.source, sizes(result.source, open_data(str(data), runner.inputs), runner))
-    low = {(one.graph, one.op) for one in sites_of(result.source, gq.load(made)).coverage if one.quantized}
+    runner = formats.format_module(result.source.format).create_runner(result.source)
+    counts = count_macs(result.source, measure_tensor_sizes(result.source, open_data(str(data), runner.inputs), runner))
+    low = {(one.graph, one.op) for one in match_sites(result.source, gq.load(made)).coverage if one.quantized}
     told = {(use.graph, use.op): f"{skip.reason} ({skip.rule})" for skip in result.skips for use in skip.uses}
     whole, reasons = sum(counts.values()) or 1, Counter[str]()
     for place, count in counts.items():
@@ -237,7 +237,9 @@ def keywords(given: Path, folder: Path) -> tuple[list[str], bool]:
     ways: dict[str, dict[str, Any]] = {"int8": {}, "int4": {"rules": [int4], "correct": ("adaptive-rounding",)}}
     told, missed = [], False
     for name, options in ways.items():
-        made = gq.insert(case.model, data=str(data), check=False, **options).save(folder / f"{name}.onnx", force=True)
+        made = gq.insert(case.model, data=str(data), validate=False, **options).save(
+            folder / f"{name}.onnx", force=True
+        )
         (found,) = gq.compare(case.model, made, str(held_out), sites=False).outputs
         before, after = found.accuracy or (0.0, 0.0)
         points, same = KEYWORDS[name]

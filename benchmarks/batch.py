@@ -18,11 +18,11 @@ from pathlib import Path
 
 import onnx
 
-from graphquant.batch import processes
-from graphquant.batch.manifest import entries
-from graphquant.batch.run import Options, run_batch
+from graphquant.batch import workers
+from graphquant.batch.manifest import load_entries
+from graphquant.batch.run import BatchOptions, run_batch
 from graphquant.batch.types import Entry, Outcome
-from graphquant.batch.work import work
+from graphquant.batch.work import quantize_entry
 
 OVERHEAD, SPEED_UP, AGAIN = 0.050, 1.7, 3.0
 """Most seconds for each model beside its own; least that two workers are worth; most seconds of a run without work."""
@@ -51,9 +51,9 @@ class Run:
         start = time.perf_counter()
         report = run_batch(
             asked,
-            Options(folder=folder, cache=cache, force=True),
+            BatchOptions(folder=folder, cache=cache, force=True),
             partial(self._execute, jobs=jobs),
-            told=lambda _outcome: times.append(time.perf_counter()),
+            on_outcome=lambda _outcome: times.append(time.perf_counter()),
         )
         self.whole = time.perf_counter() - start
         self.statuses = {one.status for one in report.outcomes}
@@ -62,7 +62,9 @@ class Run:
             self.own = statistics.mean(self._own[jobs:])
 
     def _execute(self, todo: Sequence[Entry], jobs: int) -> Iterator[Outcome]:
-        for outcome in processes.run(todo, partial(work, max_memory=1 << 30), processes.Limits(jobs=jobs)):
+        for outcome in workers.run_workers(
+            todo, partial(quantize_entry, max_memory=1 << 30), workers.WorkerLimits(jobs=jobs)
+        ):
             self._own.append(outcome.seconds)
             yield outcome
 
@@ -73,7 +75,7 @@ def small(folder: Path) -> list[Entry]:
     for path in sorted(DATA.glob("*/*/model.onnx")):
         for number in range(3):
             shutil.copy(path, folder / f"{path.parent.parent.name}-{path.parent.name}-{number}.onnx")
-    return entries([f"{folder}/*.onnx"], {"rules": ("weight_only",), "output": f"{folder}/out/{{name}}"})
+    return load_entries([f"{folder}/*.onnx"], {"rules": ("weight_only",), "output": f"{folder}/out/{{name}}"})
 
 
 def copies(model: Path, folder: Path, **given: object) -> list[Entry]:
@@ -81,7 +83,7 @@ def copies(model: Path, folder: Path, **given: object) -> list[Entry]:
     folder.mkdir()
     for number in range(COPIES):
         shutil.copy(model, folder / f"m{number:03}.onnx")
-    return entries([f"{folder}/*.onnx"], {"output": f"{folder}/out/{{name}}", **given})
+    return load_entries([f"{folder}/*.onnx"], {"output": f"{folder}/out/{{name}}", **given})
 
 
 def speed_up(name: str, asked: Sequence[Entry], room: Path, pairs: int) -> float:

@@ -17,11 +17,11 @@ import numpy as np
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.accuracy import blame
-from graphquant.comparison import sites_of
-from graphquant.data import open_data
-from graphquant.pipeline import prepared_for
-from graphquant.rewrite import rewrite
+from graphquant.analysis import match_sites
+from graphquant.api import prepare_for_plan
+from graphquant.calibration.data import open_data
+from graphquant.optimize import measure_sensitivity
+from graphquant.quantize.rewrite import rewrite
 
 MODELS = Path(__file__).resolve().parents[1] / "sample_models"
 PAIRS = [
@@ -37,15 +37,15 @@ def ranks(values: Any) -> Any:
 
 def alone(result: gq.Result, feeds: list[Any]) -> dict[tuple[str, str], float]:
     """For each quantization the error of a model that has it alone, as a share of the worst output."""
-    prepared = prepared_for(result.source, result.plan)
-    format_ = formats.module(prepared.format)
-    runner = format_.runner(prepared)
+    prepared = prepare_for_plan(result.source, result.plan)
+    format_ = formats.format_module(prepared.format)
+    runner = format_.create_runner(prepared)
     plain = [runner.run(feed) for feed in feeds]
     floats = [name for name, value in plain[0].items() if value.dtype.kind == "f"]
     found = {}
     for done in result.inserted:
         model, _ = rewrite(prepared, result.plan, {result.plan.sites.index(done.site): done.params})
-        here = format_.runner(model)
+        here = format_.create_runner(model)
         ran = [here.run(feed) for feed in feeds]
         shares = []
         for name in floats:
@@ -58,13 +58,13 @@ def alone(result: gq.Result, feeds: list[Any]) -> dict[tuple[str, str], float]:
 
 def measure(model: str, data: str) -> None:
     """One line of the table."""
-    result = gq.insert(model, data=data, check=False)
-    runner = formats.module(result.source.format).runner(result.source)
+    result = gq.insert(model, data=data, validate=False)
+    runner = formats.format_module(result.source.format).create_runner(result.source)
     batches = open_data(data, runner.inputs)
-    sites = sites_of(result.source, result.model)
+    sites = match_sites(result.source, result.model)
     inputs = {one.name: one.name for one in runner.inputs}
     start = time.perf_counter()
-    found = blame(result.model, sites, batches, inputs=inputs, batchable=runner.batchable)
+    found = measure_sensitivity(result.model, sites, batches, inputs=inputs, batch_independent=runner.batch_independent)
     middle = time.perf_counter()
     honest = alone(result, list(batches))
     end = time.perf_counter()
@@ -72,7 +72,7 @@ def measure(model: str, data: str) -> None:
     mine, theirs = ([of[place] for place in places] for of in (found.errors, honest))
     rank = float(np.corrcoef(ranks(mine), ranks(theirs))[0, 1])
     print(
-        f"{Path(model).name:30} {len(places):4} tensors  rank correlation {rank:.3f}  {found.passes:4.1f} runs each on"
+        f"{Path(model).name:30} {len(places):4} tensors  rank correlation {rank:.3f}  {found.runs_per_op:4.1f} runs each on"
         f" {found.samples} samples  {middle - start:6.1f} s, one by one {end - middle:6.1f} s"
     )
 

@@ -31,10 +31,10 @@ THREADS = 2
 
 def feeds(model: Path, data: Path) -> Iterator[Feed]:
     """The samples of `data`, read as calibration reads them."""
-    from graphquant import formats, pipeline
-    from graphquant.data import open_data
+    from graphquant import api, formats
+    from graphquant.calibration.data import open_data
 
-    runner = formats.module("onnx").runner(pipeline.load(model))
+    runner = formats.format_module("onnx").create_runner(api.load(model))
     yield from open_data(str(data), runner.inputs)
 
 
@@ -56,11 +56,11 @@ def session(model: Path | bytes) -> Any:
 
 def planned(model: Path) -> list[str]:
     """The values of a prepared model that calibration looks at."""
-    from graphquant import pipeline
-    from graphquant.calibration import needs_data
+    from graphquant import api
+    from graphquant.calibration import sites_needing_data
 
-    loaded = pipeline.load(model)
-    sites = needs_data(pipeline.plan(loaded))
+    loaded = api.load(model)
+    sites = sites_needing_data(api.plan(loaded))
     return list(dict.fromkeys(loaded.output(site.tensor).name or str(site.tensor) for site in sites))
 
 
@@ -96,13 +96,13 @@ def fetching(model: Path, data: Path) -> Callable[[], object]:
 
 def graphquant(model: Path, data: Path, method: str) -> Callable[[], object]:
     """Calibration by graphquant: min-max alone, or the whole sketch."""
-    from graphquant import pipeline
-    from graphquant.calibration import with_method
+    from graphquant import api
+    from graphquant.calibration import with_observer
 
     imported(model, data)
-    loaded = pipeline.load(model)
-    plan = with_method(pipeline.plan(loaded), method)
-    return lambda: pipeline.calibrate(loaded, plan, str(data), full=method != "minmax")
+    loaded = api.load(model)
+    plan = with_observer(api.plan(loaded), method)
+    return lambda: api.calibrate(loaded, plan, str(data), full=method != "minmax")
 
 
 def onnxruntime_static(model: Path, data: Path, method: str) -> Callable[[], object]:

@@ -36,11 +36,11 @@ def models(given: Path, folder: Path, samples: int) -> Iterator[tuple[str, Path,
 
 def prepared(model: Path) -> Path:
     """The model as every contestant gets it: of an opset that all take, its BatchNorms folded."""
-    from graphquant import pipeline
+    from graphquant import api
 
-    loaded = pipeline.load(model)
+    loaded = api.load(model)
     path = model.with_name(f"{model.stem}.prepared.onnx")
-    pipeline.save(pipeline.prepared_for(loaded, pipeline.plan(loaded)), path, force=True)  # what calibration runs
+    api.save(api.prepare_for_plan(loaded, api.plan(loaded)), path, force=True)  # what calibration runs
     return path
 
 

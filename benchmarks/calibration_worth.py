@@ -21,9 +21,9 @@ def quantized(what: str, model: Path, data: Path, out: Path, nncf: str | None) -
         return
     tool, _, method = what.partition(" ")
     if tool == "graphquant":
-        from graphquant import pipeline
+        from graphquant import api
 
-        pipeline.insert(model, data=str(data), method=method, check=False).save(out, force=True)
+        api.insert(model, data=str(data), method=method, validate=False).save(out, force=True)
         return
     from onnxruntime.quantization import CalibrationMethod, QuantFormat, quantize_static
 

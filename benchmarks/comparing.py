@@ -19,9 +19,9 @@ import numpy as np
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.calibration import load_of
-from graphquant.calibration.passes import feeds_of
-from graphquant.data import open_data
+from graphquant.calibration import estimate_footprint
+from graphquant.calibration.calibrate import block_feeds
+from graphquant.calibration.data import open_data
 
 MODELS = {
     "face detector": ("ultraface/version-RFB-320.onnx", "ultraface/images.npz"),
@@ -56,10 +56,13 @@ def fitting(data: Path, folder: Path) -> str:
 
 def line(source: gq.Model, quantized: gq.Model, data: str, repeat: int) -> str:
     """The figures of one model."""
-    runners = [formats.module(model.format).runner(model) for model in (source, quantized)]
-    batches, block = open_data(data, runners[0].inputs), load_of(source, batchable=runners[0].batchable).block
-    batched = all(runner.batchable for runner in runners)
-    feeds = [feed for feed, _ in feeds_of(batches, [(0, -(-batches.count // block))], block, batchable=batched)]
+    runners = [formats.format_module(model.format).create_runner(model) for model in (source, quantized)]
+    batches, block = (
+        open_data(data, runners[0].inputs),
+        estimate_footprint(source, batch_independent=runners[0].batch_independent).block_size,
+    )
+    batched = all(runner.batch_independent for runner in runners)
+    feeds = [feed for feed, _ in block_feeds(batches, [(0, -(-batches.count // block))], block, join_samples=batched)]
     for runner in runners:
         passed(runner, feeds)  # sessions are started
     passes, compared = [], []

@@ -34,15 +34,15 @@ from peers_models import Case, cases
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.corrections import BALANCINGS, CORRECTIONS
-from graphquant.data import open_data
+from graphquant.calibration.data import open_data
 from graphquant.errors import ModelError
-from graphquant.ruleset import find
+from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
+from graphquant.rules import find_rule_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OFF = tuple(f"not {name}" for name in (*BALANCINGS, *CORRECTIONS))
+OFF = tuple(f"not {name}" for name in (*PRE_CALIBRATION_ALGORITHMS, *POST_CALIBRATION_ALGORITHMS))
 LOUD, TIMES = 3, 24
 """Channels of each norm that are made larger, and how many times."""
 
@@ -100,14 +100,14 @@ def per_tensor(rules: str = "") -> str:
 
 def _weights(rules: str) -> tuple[str, str, str]:
     """The text before the scheme of weights, that scheme, and the text behind it."""
-    head, name, rest = (rules or find("onnxruntime").read_text("utf-8")).partition("[scheme.weight]")
+    head, name, rest = (rules or find_rule_file("onnxruntime").read_text("utf-8")).partition("[scheme.weight]")
     body, mark, tail = rest.partition("[scheme.stacked-weight]")
     return head, name + body, mark + tail
 
 
 def ways() -> dict[str, tuple[str, tuple[str, ...]]]:
     """For each column its rules and corrections."""
-    plain = find("onnxruntime").read_text("utf-8")
+    plain = find_rule_file("onnxruntime").read_text("utf-8")
     texts = {
         "int8": plain,
         "int8 per tensor": per_tensor(),
@@ -202,7 +202,7 @@ def examine(case: Case, folder: Path, draws: int, kept: Path | None) -> Figures:
             if len(found.setdefault(name, [])) > draw:
                 continue
             expected = expected or outputs(case.model, folder / "held_out.npz")
-            result = gq.insert(case.model, rules=[rules], data=data, correct=correct, check=False)
+            result = gq.insert(case.model, rules=[rules], data=data, algorithms=correct, validate=False)
             made = result.save(folder / f"made{'' if case.model.is_dir() else case.model.suffix}", force=True)
             try:
                 found[name].append(worst_sqnr(expected, outputs(made, folder / "held_out.npz")))
@@ -216,7 +216,7 @@ def examine(case: Case, folder: Path, draws: int, kept: Path | None) -> Figures:
 def outputs(model: Path, data: Path) -> list[list[np.ndarray]]:
     """The outputs for each sample."""
     loaded = gq.load(model)
-    runner = formats.module(loaded.format).runner(loaded)
+    runner = formats.format_module(loaded.format).create_runner(loaded)
     return [list(runner.run(feed).values()) for feed in open_data(str(data), runner.inputs)]
 
 

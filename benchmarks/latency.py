@@ -37,17 +37,18 @@ from calibration_contestants import Reader, feeds
 from oracle import ROOT
 
 import graphquant as gq
-from graphquant import formats, tflite
-from graphquant.accuracy import ratio
-from graphquant.data import open_data
+from graphquant import formats
+from graphquant.api import convert
+from graphquant.calibration.data import open_data
 from graphquant.errors import GraphQuantError
+from graphquant.optimize import measure_time_ratio
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from peers_models import Case
 
-    from graphquant.accuracy import Ratio
+    from graphquant.optimize import TimeRatio
 
     Start = Callable[[], Callable[[], object]]
 
@@ -92,7 +93,7 @@ class Row:
         """Times what `start` starts beside what `plain` does."""
         found = timed(start, plain)
         self.cells[kind] = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
-        self.milliseconds = 1000 * found.other / samples
+        self.milliseconds = 1000 * found.second_seconds / samples
         self.missed |= kind == "optimized" and found.low > 1
 
     def optimized(self, made: gq.Result, start: Callable[[], Start], plain: Start, samples: int = 1) -> None:
@@ -105,9 +106,12 @@ class Row:
             self.cells["optimized"] = "1, all float"
 
 
-def timed(one: Start, other: Start) -> Ratio:
+def timed(one: Start, other: Start) -> TimeRatio:
     """How long one takes as a share of the other: the middle pair of new sessions, with the least and the most."""
-    pairs = sorted((ratio(one(), other(), seconds=SECONDS / PAIRS) for _ in range(PAIRS)), key=lambda each: each.median)
+    pairs = sorted(
+        (measure_time_ratio(one(), other(), seconds=SECONDS / PAIRS) for _ in range(PAIRS)),
+        key=lambda each: each.median,
+    )
     return replace(pairs[PAIRS // 2], low=pairs[0].median, high=pairs[-1].median)
 
 
@@ -116,7 +120,7 @@ def examine(case: Case, folder: Path) -> list[Row]:
     start, data = time.perf_counter(), folder / "calibration.npz"
     np.savez(data, **case.pool)
     rows = [in_framework(case, data, folder)]
-    if formats.format_of(case.model) == "tensorflow":
+    if formats.detect_format(case.model) == "tensorflow":
         rows.append(as_lite(case, data, folder))
     for row in rows:
         row.seconds = time.perf_counter() - start
@@ -126,14 +130,14 @@ def examine(case: Case, folder: Path) -> list[Row]:
 def in_framework(case: Case, data: Path, folder: Path) -> Row:
     """As onnxruntime or TensorFlow runs it."""
     row, source = Row(name=case.name), gq.load(case.model)
-    module = formats.module(source.format)
-    batches = open_data(str(data), module.inputs(source))
+    module = formats.format_module(source.format)
+    batches = open_data(str(data), module.input_specs(source))
     some = [index * batches.count // 4 for index in range(4)] if len(source.live()) > 1 else [0]
-    samples = [next(batches.span(index, index + 1)) for index in some]
+    samples = [next(batches.feeds_between(index, index + 1)) for index in some]
 
     def starting(path: Path) -> Start:
         model = gq.load(path)
-        return lambda: module.timed(model, samples)
+        return lambda: module.prepare_timed_run(model, samples)
 
     def written(made: gq.Result, kind: str) -> Start:
         return starting(made.save(folder / f"{kind}{case.model.suffix}", force=True))
@@ -153,20 +157,20 @@ def in_framework(case: Case, data: Path, folder: Path) -> Row:
 
 def as_lite(case: Case, data: Path, folder: Path) -> Row:
     """As TFLite runs it."""
-    from graphquant.formats.tensorflow.convert import convert, interpreter
+    from graphquant.formats.tensorflow.tflite_converter import prepare_interpreter, run_tflite_converter
 
-    row, source = Row(name=f"{case.name}, TFLite"), tflite.freeze(gq.load(case.model))
+    row, source = Row(name=f"{case.name}, TFLite"), convert.freeze(gq.load(case.model))
 
     def starting(file: bytes) -> Start:
-        return lambda: interpreter(file)
+        return lambda: prepare_interpreter(file)
 
     def written(made: gq.Result) -> Start:
         path = folder / "made.tflite"
-        tflite.convert(made, path, force=True)
+        convert.convert_to_tflite(made, path, force=True)
         return starting(path.read_bytes())
 
     try:
-        plain = starting(convert(source))
+        plain = starting(run_tflite_converter(source))
         row.judge("default", written(gq.insert(source, data=str(data))), plain)
         made = gq.insert(source, data=str(data), optimize="latency", runtime="tflite")
         row.optimized(made, lambda: written(made), plain)

@@ -21,7 +21,7 @@ import onnx
 import onnx.parser
 
 import graphquant as gq
-from graphquant.backends import check
+from graphquant.backends import check_quantized_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -173,7 +173,7 @@ def judge(message: Any, data: str, rules: list[str], folder: Path) -> tuple[int,
         for node in truth.nodes(graph):
             node.name = node.name or node.output[0]
     onnx.save(written, path)
-    verdicts = check(gq.load(path), "onnxruntime").verdicts
+    verdicts = check_quantized_model(gq.load(path), "onnxruntime").verdicts
     actual = truth.of_functions(truth.runs_as(truth.optimized(path)), [one.name for one in written.functions])
     wrong = truth.differences(verdicts, actual)
     return len(verdicts), sum(verdict.status != "float" for verdict in verdicts), wrong

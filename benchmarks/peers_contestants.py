@@ -57,11 +57,11 @@ def graphquant(model: Path, data: Path, out: Path, clock: Clock) -> Callable[[],
     """Its defaults, calibrated on all samples: the others have no check to keep some for."""
     from graphquant import calibration
 
-    calibration.calibrate = clock.watched(calibration.calibrate)  # before pipeline takes it
+    calibration.collect_stats = clock.watched(calibration.collect_stats)  # before pipeline takes it
     import graphquant as gq
 
     imported(model, data)
-    return lambda: gq.insert(model, data=str(data), check=False).save(out, force=True)
+    return lambda: gq.insert(model, data=str(data), validate=False).save(out, force=True)
 
 
 def onnxruntime_static(model: Path, data: Path, out: Path, clock: Clock, method: str) -> Callable[[], object]:

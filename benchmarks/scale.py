@@ -79,27 +79,25 @@ def _model(nodes: Callable[[int], Iterator[tuple[str, list[str], str]]], ops: in
 def graphquant_stages(path: Path, out: Path) -> dict[str, float]:
     """Seconds of each stage."""
     from graphquant import formats
-    from graphquant.ir import check
+    from graphquant.ir import check_invariants
     from graphquant.numerics import Range
-    from graphquant.plans import Choice, make_plan
-    from graphquant.prepare import prepare
-    from graphquant.rewrite import rewrite
-    from graphquant.ruleset import load_ruleset
-    from graphquant.sketch import Sketch
-    from graphquant.solve import solve
+    from graphquant.observers import Sketch
+    from graphquant.quantize import PlanOptions, make_plan, prepare, solve_scales
+    from graphquant.quantize.rewrite import rewrite
+    from graphquant.rules import load_ruleset
 
-    onnx_format = formats.module("onnx")
+    onnx_format = formats.format_module("onnx")
     rules = load_ruleset(["onnxruntime"])
     seen = Range(np.float64(-1.0), np.float64(1.0))
     marks = [time.thread_time()]
     model = onnx_format.load(path)
-    check(model, "load")
+    check_invariants(model, "load")
     marks.append(time.thread_time())
     prepared, steps = prepare(model, rules.prepare)
-    plan = make_plan(prepared, rules, Choice(family="onnx-qdq"), steps=steps)
+    plan = make_plan(prepared, rules, PlanOptions(family="onnx-qdq"), steps=steps)
     marks.append(time.thread_time())
     sketches = {site.tensor: Sketch(seen.low, seen.high, 1) for site in plan.sites}
-    changed, inserted = rewrite(prepared, plan, solve(prepared, plan, sketches).params)
+    changed, inserted = rewrite(prepared, plan, solve_scales(prepared, plan, sketches).params)
     marks.append(time.thread_time())
     onnx_format.save(changed, out)
     marks.append(time.thread_time())

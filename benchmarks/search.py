@@ -27,13 +27,13 @@ from calibration_models import photographs
 from peers_models import REAL
 
 import graphquant as gq
-from graphquant.accuracy import search
-from graphquant.accuracy.choose import cost
+from graphquant.optimize import search_cheapest_plan
+from graphquant.optimize.search import selection_cost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphquant.comparison import OutputFigures
+    from graphquant.analysis import OutputFigures
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -72,17 +72,17 @@ class Every:
 
     def __call__(self, groups: Any, costs: Any, measure: Any, **options: Any) -> Any:
         """What the search finds."""
-        found = search(groups, costs, measure, **options)
+        found = search_cheapest_plan(groups, costs, measure, **options)
         if not groups:
             return found
         self.sites = sum(len(group.sites) for group in groups)
-        self.found = self.least = cost(groups, found.chosen, costs)
+        self.found = self.least = selection_cost(groups, found.selection, costs)
         cheaper = list(product(*(range(len(group.ways)) for group in groups)))
-        cheaper = [ways for ways in cheaper if cost(groups, ways, costs) < self.found]
+        cheaper = [ways for ways in cheaper if selection_cost(groups, ways, costs) < self.found]
         self.tried = len(cheaper)
-        for ways in sorted(cheaper, key=lambda one: cost(groups, one, costs)):
+        for ways in sorted(cheaper, key=lambda one: selection_cost(groups, one, costs)):
             if measure(ways).met:
-                self.least = cost(groups, ways, costs)
+                self.least = selection_cost(groups, ways, costs)
                 break
         return found
 
@@ -97,10 +97,10 @@ def every(folder: Path) -> float:
     for name in NETS:
         path = small(name, folder / "net.onnx")
         first = gq.insert(path, data=str(folder / "data.npz"), min_sqnr=0.1).searched.tried
-        plain = min(one.least_sqnr for one in first.comparison.outputs)
+        plain = min(one.sqnr_lower_bound for one in first.comparison.outputs)
         for more in (1, 2, 3, 5, 8):
             tried = Every()
-            with mock.patch("graphquant.pipeline.searching.search", tried):
+            with mock.patch("graphquant.api.search.search_cheapest_plan", tried):
                 gq.insert(path, data=str(folder / "data.npz"), min_sqnr=plain + more)
             ratio = tried.found / tried.least if tried.least else (1.0 if not tried.found else np.inf)
             worst = max(worst, ratio)

@@ -33,19 +33,19 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from scale import residual
 
-from graphquant import formats, pipeline
+from graphquant import api, formats
 from graphquant.numerics import Range
-from graphquant.rewrite import rewrite
-from graphquant.sketch import Sketch
-from graphquant.solve import solve
-from graphquant.view.graph import model_drawing
-from graphquant.view.html import page as made_page
-from graphquant.view.layout import place
-from graphquant.view.payload import payload, width_of
+from graphquant.observers import Sketch
+from graphquant.quantize import solve_scales
+from graphquant.quantize.rewrite import rewrite
+from graphquant.visualize.html import viewer_page as made_page
+from graphquant.visualize.layout import layered_layout
+from graphquant.visualize.model_drawing import model_drawing
+from graphquant.visualize.viewer_data import box_width, viewer_data
 
 if TYPE_CHECKING:
     from graphquant.ir import Model
-    from graphquant.view.drawing import Drawing
+    from graphquant.visualize.drawing import Drawing
 
 REPEATS, TOWERS = 3, 25
 BARS = {"layout s": 1.0, "file MB": 5.0, "ms/frame": 1000 / 30}
@@ -100,20 +100,20 @@ def quantized(source: onnx.ModelProto, folder: Path) -> Model:
     """The model with QDQ pairs, whose ranges are made up."""
     path = folder / "float.onnx"
     path.write_bytes(source.SerializeToString())
-    model = formats.module("onnx").load(path)
-    plan = pipeline.plan(model)
-    prepared = pipeline.prepared_for(model, plan)
+    model = formats.format_module("onnx").load(path)
+    plan = api.plan(model)
+    prepared = api.prepare_for_plan(model, plan)
     seen = Range(np.float64(-1.0), np.float64(1.0))
     sketches = {site.tensor: Sketch(seen.low, seen.high, 1) for site in plan.sites}
-    return rewrite(prepared, plan, solve(prepared, plan, sketches).params)[0]
+    return rewrite(prepared, plan, solve_scales(prepared, plan, sketches).params)[0]
 
 
 def layout_seconds(drawing: Drawing) -> float:
     """Seconds that placing takes."""
-    widths, paths = [width_of(box) for box in drawing.boxes], drawing.paths()
+    widths, paths = [box_width(box) for box in drawing.boxes], drawing.group_paths()
     tensors = [(source, [drawing.wires[wire].target for wire in wires]) for source, _, wires in drawing.tensors()]
     started = time.process_time()
-    place(widths, tensors, paths)
+    layered_layout(widths, tensors, paths)
     return time.process_time() - started
 
 
@@ -193,7 +193,7 @@ def measured(browser: Any, model: Model, folder: Path) -> dict[str, float]:
     for _ in range(REPEATS):
         laid = layout_seconds(drawing)
         started = time.process_time()
-        text = made_page(payload(drawing))
+        text = made_page(viewer_data(drawing))
         took = time.process_time() - started
         path = folder / "page.html"
         path.write_text(text, "utf-8")
@@ -230,7 +230,7 @@ def main() -> None:
                 cells = [f"{row['ops']:,.0f}", *(f"{row[name]:.2f}" for name in list(row)[1:])]
                 if asked.netron:
                     path = Path(scratch) / "quantized.onnx"
-                    pipeline.save(model, path, force=True)
+                    api.save(model, path, force=True)
                     took = netron_seconds(asked.netron, path)
                     cells.append(f"more than {PATIENCE}" if took is None else f"{took:.1f}")
                 print(f"| {build.__name__} | {' | '.join(cells)} |", flush=True)

@@ -1,5 +1,7 @@
 """`python -m graphquant`."""
 
+from __future__ import annotations
+
 from graphquant.cli import main
 
 if __name__ == "__main__":

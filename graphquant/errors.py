@@ -44,7 +44,7 @@ class ModelError(GraphQuantError):
     exit_code: ClassVar[int] = 3
 
 
-class UnwatchableError(ModelError):
+class UnobservableTensorError(ModelError):
     """A tensor is where its framework shows nobody its values."""
 
 
@@ -66,12 +66,12 @@ class InternalError(GraphQuantError):
     exit_code: ClassVar[int] = 3
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """`text` with everything that a terminal would act on, line breaks too, spelled as Python does: names are data."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def did_you_mean(word: str, known: Iterable[str], *, limit: int = 3) -> str:
+def did_you_mean(word: str, candidates: Iterable[str], *, limit: int = 3) -> str:
     """A sentence naming the known words closest to `word`, with a leading space, or nothing."""
-    close = get_close_matches(word, list(known), n=limit, cutoff=0.5)
+    close = get_close_matches(word, list(candidates), n=limit, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""

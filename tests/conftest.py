@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hypothesis import settings
 
 from graphquant.cli import main
-from graphquant.kernels import repeatable
+from graphquant.utils.tf_determinism import disable_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-repeatable()  # whichever test imports TensorFlow first
+disable_onednn()  # whichever test imports TensorFlow first
 
 settings.register_profile("any machine", deadline=None)  # a machine that others use too may take its time
 settings.load_profile("any machine")

@@ -11,14 +11,14 @@ from typing import get_args
 
 import pytest
 
-from graphquant.batch.manifest import PARTS
-from graphquant.batch.manifest_types import ModelTable
-from graphquant.corrections import BALANCINGS, CORRECTIONS
-from graphquant.data.pixels import PRESETS
-from graphquant.data.spec import KINDS, PIXELS
-from graphquant.documents import keys as keys_of
-from graphquant.prepare import STEPS
-from graphquant.qdq import FAMILIES, RangeFrom
+from graphquant.batch.manifest import PLACEHOLDERS
+from graphquant.batch.manifest_schema import ModelTable
+from graphquant.calibration.data.images import PIXEL_PRESETS
+from graphquant.calibration.data.spec import DATA_KINDS, PIXEL_KEYS
+from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS
+from graphquant.qdq import FAMILIES, RangeSource
+from graphquant.quantize import PREPARATION_STEPS
+from graphquant.rules import table_keys as keys_of
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -140,7 +140,7 @@ def test_batch_tables():
     """The page has a row for each key of a manifest, and for each part that may stand in braces."""
     page = ROOT.joinpath("docs", "batch.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\S+)` \| .* \|$", page, re.MULTILINE)
-    assert sorted(rows) == sorted([*keys_of(ModelTable), *(f"{{{part}}}" for part in PARTS)])
+    assert sorted(rows) == sorted([*keys_of(ModelTable), *(f"{{{part}}}" for part in PLACEHOLDERS)])
 
 
 @pytest.mark.parametrize("page", ["diff.md", "strip.md"])
@@ -166,13 +166,16 @@ def test_preparation_has_a_row_for_each_step():
     rows = re.findall(
         r"^\| `([a-z-]+)` \| .*\|$", ROOT.joinpath("docs", "preparation.md").read_text("utf-8"), re.MULTILINE
     )
-    assert rows[: 1 + len(STEPS)] == ["opset", *STEPS]
+    assert rows[: 1 + len(PREPARATION_STEPS)] == ["opset", *PREPARATION_STEPS]
 
 
 def test_corrections_have_a_row_each():
     """The page's table names every correction, in the order in which they are made."""
     page = ROOT.joinpath("docs", "corrections.md").read_text("utf-8")
-    assert re.findall(r"^\| `([a-z-]+)` \| .*\|$", page, re.MULTILINE) == [*BALANCINGS, *CORRECTIONS]
+    assert re.findall(r"^\| `([a-z-]+)` \| .*\|$", page, re.MULTILINE) == [
+        *PRE_CALIBRATION_ALGORITHMS,
+        *POST_CALIBRATION_ALGORITHMS,
+    ]
 
 
 @pytest.mark.slow
@@ -192,8 +195,8 @@ def test_data_tables():
     """The page has a row for each kind, key and preset, and presets set what it says."""
     page = ROOT.joinpath("docs", "data.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| `(\S+)` \| (.*) \|$", page, re.MULTILINE))
-    assert rows.keys() == {*KINDS, *PIXELS, *PRESETS}
-    for name, keys in PRESETS.items():
+    assert rows.keys() == {*DATA_KINDS, *PIXEL_KEYS, *PIXEL_PRESETS}
+    for name, keys in PIXEL_PRESETS.items():
         said = ",".join(f"{key}={value}" for key, value in keys.items())
         assert rows[name].endswith(f"| `{said}`" if said else "| nothing")
 
@@ -231,7 +234,7 @@ def test_families_tables():
     assert [word.strip("`") for word in head.split(" | ")] == [
         name.removeprefix("quantize-and-dequantize") for name in named
     ]
-    assert re.findall(r'^\| `"(\w+)"` \|', page, re.MULTILINE) == list(get_args(RangeFrom))
+    assert re.findall(r'^\| `"(\w+)"` \|', page, re.MULTILINE) == list(get_args(RangeSource))
 
 
 @pytest.mark.parametrize("page", PAGES)

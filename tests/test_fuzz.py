@@ -30,22 +30,21 @@ from google.protobuf.message import Message
 from onnx import ModelProto, checker
 from rich.console import Console
 
-from graphquant import pipeline
-from graphquant.data import open_data
+from graphquant import api
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.calibration.data import open_data
 from graphquant.errors import GraphQuantError, InternalError
-from graphquant.formats.onnx import runner
+from graphquant.formats.onnx import create_runner
 from graphquant.formats.tensorflow import proto
-from graphquant.ir import Model, check
-from graphquant.plans import to_json
-from graphquant.survey import survey
-from graphquant.view import data as view_data
-from graphquant.view import text as view_text
-from graphquant.view.dot import dot
-from graphquant.view.exchange import graphml
-from graphquant.view.graph import model_drawing
-from graphquant.view.graph_svg import svg
-from graphquant.view.html import page
-from graphquant.view.payload import payload
+from graphquant.ir import Model, check_invariants
+from graphquant.quantize import plan_to_json
+from graphquant.visualize import json_export as view_data
+from graphquant.visualize import text as view_text
+from graphquant.visualize.graph_export import graph_graphml, graphviz_dot
+from graphquant.visualize.html import viewer_page
+from graphquant.visualize.model_drawing import model_drawing
+from graphquant.visualize.svg import graph_svg
+from graphquant.visualize.viewer_data import viewer_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -197,7 +196,7 @@ def quantized(name: str) -> Path:
     """The sample model with quantize-dequantize ops, in a folder of this process."""
     folder = TemporaryDirectory()
     atexit.register(folder.cleanup)
-    result = pipeline.insert(SAMPLES / name, rules=["fixed_point"], float_weights=name == "digits_rnn.onnx")
+    result = api.insert(SAMPLES / name, rules=["fixed_point"], float_weights=name == "digits_rnn.onnx")
     return result.save(Path(folder.name) / name)
 
 
@@ -234,16 +233,16 @@ def mutated_model(rng: random.Random, folder: Path) -> Path:
 def model_case(rng: random.Random, folder: Path) -> str:
     """A spoilt model is inspected, and quantized where no data is needed."""
     path = mutated_model(rng, folder)
-    model = pipeline.load(path)
+    model = api.load(path)
     look(model)
     rules = rng.choice(("fixed_point", "weight_only"))
-    result = pipeline.insert(model, rules=[rules], float_weights=rng.random() < 0.2)  # one in five
+    result = api.insert(model, rules=[rules], float_weights=rng.random() < 0.2)  # one in five
     view_data.result_json(result, None)
     out = result.save(folder / f"out{path.suffix}")
-    again = pipeline.load(out)
-    check(again, "the fuzz test")
+    again = api.load(out)
+    check_invariants(again, "the fuzz test")
     assert path.suffix != ".onnx" or complaint(path) or not complaint(out), complaint(out)
-    added = len(survey(again).readings) - len(survey(model).readings)
+    added = len(summarize_model(again).quantization_ops) - len(summarize_model(model).quantization_ops)
     made = sum(len({use.graph for use in done.site.uses}) for done in result.inserted)  # a dequantization each
     assert added <= made, f"{added} quantization ops came from {len(result.inserted)} sites in {made} graphs"
     return "inserted" if result.inserted else "nothing to insert"
@@ -260,15 +259,15 @@ def complaint(path: Path) -> str:
 
 def look(model: Model) -> None:
     """Everything that `inspect` shows."""
-    found = survey(model)
-    json.dumps(view_data.survey_json(found))
-    dot(model)
+    found = summarize_model(model)
+    json.dumps(view_data.summary_json(found))
+    graphviz_dot(model)
     drawing = model_drawing(model)
-    page(payload(drawing))
-    svg(drawing)
-    graphml(drawing)
+    viewer_page(viewer_data(drawing))
+    graph_svg(drawing)
+    graph_graphml(drawing)
     console = Console(file=io.StringIO(), width=80)
-    console.print(view_text.survey_view(found))
+    console.print(view_text.summary_view(found))
 
 
 def data_case(rng: random.Random, folder: Path) -> str:
@@ -276,7 +275,7 @@ def data_case(rng: random.Random, folder: Path) -> str:
     path = folder / "data.npz"
     shutil.copy(SAMPLES / "digits_cnn_calib.npz", path)
     mutated_bytes(rng, path)
-    return "inserted" if pipeline.insert(SAMPLES / "digits_cnn.onnx", data=str(path), samples=3).inserted else "nothing"
+    return "inserted" if api.insert(SAMPLES / "digits_cnn.onnx", data=str(path), samples=3).inserted else "nothing"
 
 
 def ran_case(rng: random.Random, folder: Path) -> str:
@@ -284,11 +283,11 @@ def ran_case(rng: random.Random, folder: Path) -> str:
     path = folder / "model.onnx"
     shutil.copy(SAMPLES / rng.choice(ONNX), path)
     mutated_message(rng, path, ModelProto)
-    result = pipeline.insert(path, data="random:1")
+    result = api.insert(path, data="random:1")
     out = result.save(folder / "out.onnx")
     if not result.inserted:
         return "nothing to insert"
-    feed = next(iter(open_data("random:1", runner(result.source).inputs)))
+    feed = next(iter(open_data("random:1", create_runner(result.source).inputs)))
     assert refusal(path, feed) or not refusal(out, feed), refusal(out, feed)
     return "inserted"
 
@@ -296,7 +295,7 @@ def ran_case(rng: random.Random, folder: Path) -> str:
 def refusal(path: Path, feed: Any) -> str:
     """Why onnxruntime does not run the model; "" if it does."""
     try:
-        runner(pipeline.load(path)).run(feed)
+        create_runner(api.load(path)).run(feed)
     except GraphQuantError as error:
         return str(error)
     return ""
@@ -308,13 +307,13 @@ def rules_case(rng: random.Random, folder: Path) -> str:
     shutil.copy(SAMPLES.parent / "rules" / rng.choice(("fixed_point.toml", "onnxruntime.toml", "tflite.toml")), path)
     mutated_bytes(rng, path)
     model = SAMPLES / rng.choice(("digits_cnn.onnx", "digits_cnn.pb"))
-    return f"{min(len(pipeline.plan(model, rules=[str(path)]).sites), 1)} or more sites"
+    return f"{min(len(api.plan(model, rules=[str(path)]).sites), 1)} or more sites"
 
 
 def plan_case(rng: random.Random, folder: Path) -> str:
     """A spoilt plan is applied to its model."""
-    model = pipeline.load(SAMPLES / rng.choice(("digits_cnn_bn.onnx", "digits_rnn.onnx", "digits_rnn.pb")))
-    data = to_json(pipeline.plan(model, rules=["fixed_point"]))
+    model = api.load(SAMPLES / rng.choice(("digits_cnn_bn.onnx", "digits_rnn.onnx", "digits_rnn.pb")))
+    data = plan_to_json(api.plan(model, rules=["fixed_point"]))
     path = folder / "plan.json"
     if rng.random() < 0.3:  # the rest are JSON still
         path.write_bytes(rng.choice(BYTES)(rng, json.dumps(data).encode()))
@@ -322,7 +321,7 @@ def plan_case(rng: random.Random, folder: Path) -> str:
         for _ in range(rng.choice((1, 1, 2, 5))):
             mutate_json(rng, data)
         path.write_text(json.dumps(data))
-    result = pipeline.insert(model, plan=path)
+    result = api.insert(model, plan=path)
     result.save(folder / f"out{Path(str(model.path)).suffix}")
     return "inserted" if result.inserted else "nothing to insert"
 

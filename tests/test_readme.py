@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from graphquant.cli import main
 from graphquant.errors import GraphQuantError
-from graphquant.ruleset import load_ruleset, shipped
+from graphquant.rules import load_ruleset, shipped_rule_files
 
 ROOT = Path(__file__).parent.parent
 TEXT = ROOT.joinpath("README.md").read_text("utf-8")
@@ -34,8 +34,8 @@ def test_first_command_ends_as_shown(tmp_path):
     """The first set-up command prints the line that README shows."""
     model, data = (str(ROOT / "sample_models" / name) for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"))
     ran = CliRunner().invoke(main, ["insert", model, "--data", data, "-o", str(tmp_path / "out.onnx")])
-    (shown,) = re.findall(r"^ {4}(\d+ sites inserted.*?) Written to", TEXT, re.MULTILINE)
-    assert ran.stdout.splitlines()[-1].startswith(f"{shown} Written to")
+    (summary_line,) = re.findall(r"^ {4}(\d+ sites inserted.*?) Written to", TEXT, re.MULTILINE)
+    assert ran.stdout.splitlines()[-1].startswith(f"{summary_line} Written to")
 
 
 def test_check_ends_as_shown(tmp_path):
@@ -44,8 +44,8 @@ def test_check_ends_as_shown(tmp_path):
     quantized = str(tmp_path / "out.onnx")
     assert CliRunner().invoke(main, ["insert", model, "--data", data, "-o", quantized]).exit_code == 0
     ran = CliRunner().invoke(main, ["check", quantized, "--for", "onnxruntime"])
-    (shown,) = re.findall(r"^ {4}(\d+ of \d+ ops run in low precision.*)$", TEXT, re.MULTILINE)
-    assert ran.stdout.splitlines()[0].endswith(f" for onnxruntime: {shown}")
+    (summary_line,) = re.findall(r"^ {4}(\d+ of \d+ ops run in low precision.*)$", TEXT, re.MULTILINE)
+    assert ran.stdout.splitlines()[0].endswith(f" for onnxruntime: {summary_line}")
 
 
 def test_rule_file_has_eight_lines(tmp_path):
@@ -60,7 +60,7 @@ def test_rule_file_has_eight_lines(tmp_path):
 def test_targets_are_the_shipped_rules():
     """The target table has a row for each rule file that ships."""
     table = TEXT.partition("## Targets")[2].partition("## ")[0]
-    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(shipped())
+    assert sorted(re.findall(r"^\| `(\w+)`", table, re.MULTILINE)) == sorted(shipped_rule_files())
 
 
 def test_exit_codes_are_all_listed():
@@ -73,8 +73,8 @@ def test_exit_codes_are_all_listed():
 def test_two_set_up_commands():
     """There are exactly two set-up commands, a line each, before the heading "Commands"."""
     before = TEXT.partition("\n## Commands\n")[0]
-    found = re.findall(r"^```bash\n(.*?)^```$", before, re.DOTALL | re.MULTILINE)
-    assert [block.count("\n") for block in found] == [1, 1]
+    blocks = re.findall(r"^```bash\n(.*?)^```$", before, re.DOTALL | re.MULTILINE)
+    assert [block.count("\n") for block in blocks] == [1, 1]
 
 
 def test_links_lead_somewhere():

@@ -11,15 +11,15 @@ import pytest
 
 import graphquant as gq
 from graphquant import formats
-from graphquant.ir import Parameters, TensorRef, Use, check
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.ir import Parameters, TensorRef, Use, check_invariants
 from graphquant.numerics import QParams, fake_quant, quantize
-from graphquant.survey import survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from graphquant.rewrite import Inserted
+    from graphquant.quantize.rewrite import InsertedPair
 
 Array = np.ndarray[Any, Any]
 
@@ -27,29 +27,29 @@ Array = np.ndarray[Any, Any]
 def saved(result: gq.Result, path: Path) -> gq.Model:
     """The result as it is read back, each of its sites with its very scale and zero point."""
     again = gq.load(result.save(path))
-    check(again, "the test")
-    read = {(reading.graph, reading.op): reading.params for reading in survey(again).readings}
+    check_invariants(again, "the test")
+    read = {(reading.graph, reading.op): reading.params for reading in summarize_model(again).quantization_ops}
     assert result.inserted
-    for done in own(result):
-        graph = again.graphs[done.output.graph]
-        op = done.output.op
+    for insertion in own_insertions(result):
+        graph = again.graphs[insertion.output.graph]
+        op = insertion.output.op
         if (graph.name, op) not in read:  # a reshape behind the quantization of a depthwise kernel
             op = next(slot.op for slot in graph.slots(op) if slot is not None)
         params = read[graph.name, op]
         assert params is not None
-        np.testing.assert_array_equal(params.scale, done.params.scale)
-        np.testing.assert_array_equal(params.zero_point, done.params.zero_point)
+        np.testing.assert_array_equal(params.scale, insertion.params.scale)
+        np.testing.assert_array_equal(params.zero_point, insertion.params.zero_point)
     return again
 
 
-def own(result: gq.Result) -> list[Inserted]:
+def own_insertions(result: gq.Result) -> list[InsertedPair]:
     """What was inserted in what runs, and not in saved functions that no run reaches."""
-    return [done for done in result.inserted if done.site.twin is None]
+    return [insertion for insertion in result.inserted if insertion.site.twin is None]
 
 
 def outputs(model: gq.Model, feeds: list[dict[str, Array]]) -> dict[str, Array]:
     """The model's outputs in its own framework, those of all feeds one after the other."""
-    runner = formats.module(model.format).runner(model)
+    runner = formats.format_module(model.format).create_runner(model)
     runs = [runner.run(feed) for feed in feeds]
     return {name: np.stack([run[name] for run in runs]) for name in runs[0]}
 
@@ -73,32 +73,35 @@ def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
     """Int8 top-1 is at most half a point below float on the labelled samples, and 98% of the answers are the same."""
     pytest.importorskip("tensorflow")
     data = np.load(shared / "kws/eval.npz")
-    result = gq.insert(shared / "kws/saved_model", data=str(shared / "kws/calib.npz"), check=False)
+    result = gq.insert(shared / "kws/saved_model", data=str(shared / "kws/calib.npz"), validate=False)
     again = saved(result, tmp_path / "kws")
     name = next(key for key in data if key != "label")
     probabilities = []
     for model in (result.source, again):
-        runner = formats.module(model.format).runner(model)
-        found = runner.run({runner.inputs[0].name: data[name]})
-        probabilities.append(next(iter(found.values())))
-    answers = [found.argmax(1) for found in probabilities]
-    before, after = ((one == data["label"]).mean() for one in answers)
+        runner = formats.format_module(model.format).create_runner(model)
+        outputs = runner.run({runner.inputs[0].name: data[name]})
+        probabilities.append(next(iter(outputs.values())))
+    answers = [outputs.argmax(1) for outputs in probabilities]
+    before, after = ((answer == data["label"]).mean() for answer in answers)
     agreement = (answers[0] == answers[1]).mean()
     report(f"KWS: {len(result.inserted)} sites, float {before:.4f}, int8 {after:.4f}, agreement {agreement:.4f}")
     assert 0 < np.abs(probabilities[0] - probabilities[1]).max() < 0.5  # another model, and no other answers
     assert after >= before - 0.005
     assert agreement >= 0.98
-    for part in ("variables/variables.index", "variables/variables.data-00000-of-00001"):
-        assert (tmp_path / "kws" / part).read_bytes() == (shared / "kws/saved_model" / part).read_bytes()
+    for file_name in ("variables/variables.index", "variables/variables.data-00000-of-00001"):
+        assert (tmp_path / "kws" / file_name).read_bytes() == (shared / "kws/saved_model" / file_name).read_bytes()
 
 
 def test_kws_without_tensorflow(shared: Path, tmp_path: Path) -> None:
     """Weights and fixed-point ranges need no data: the SavedModel is read, rewritten and inspected."""
     result = gq.insert(shared / "kws/saved_model", rules=["fixed_point"])
     saved(result, tmp_path / "kws")
-    assert len(own(result)) == 20
+    assert len(own_insertions(result)) == 20
     assert len(result.inserted) > 40
-    assert {float(scale) for done in result.inserted for scale in np.ravel(done.params.scale)} == {2**-4, 2**-6}
+    assert {float(scale) for insertion in result.inserted for scale in np.ravel(insertion.params.scale)} == {
+        2**-4,
+        2**-6,
+    }
 
 
 # -- the face detector -----------------------------------------------------------------------------
@@ -117,21 +120,23 @@ def test_ultraface_of_opset_9(shared: Path, tmp_path: Path, photographs: list[Ar
     """The upgraded detector finds the same faces; `inspect` shows the scale of each site of the report."""
     source, out = shared / "ultraface/version-RFB-320.onnx", tmp_path / "out.onnx"
     cli("insert", source, "--data", tmp_path / "images.npz", "-o", out, "--report", tmp_path / "report.json")
-    told = json.loads((tmp_path / "report.json").read_text())["sites"]
+    reported = json.loads((tmp_path / "report.json").read_text())["sites"]
     read = json.loads(cli("inspect", out, "--format", "json").stdout)
-    scales = {one["op"]: one["scale"] for one in read["quantization"]}
-    assert {site["output"]["op"]: site["scale"] for site in told} == scales
+    scales = {entry["op"]: entry["scale"] for entry in read["quantization"]}
+    assert {site["output"]["op"]: site["scale"] for site in reported} == scales
     assert read["opset"] == 13
     feeds = [{"input": image} for image in photographs[10:]]
     before, after = outputs(gq.load(source), feeds), outputs(gq.load(out), feeds)
     for name in before:
         assert np.isfinite(after[name]).all()
-        report(f"ultraface {name}: {sqnr(before[name], after[name]):.1f} dB, {len(told)} sites")
+        report(f"ultraface {name}: {sqnr(before[name], after[name]):.1f} dB, {len(reported)} sites")
         assert sqnr(before[name], after[name]) > 20
-    faces = [found["scores"][..., 1] > 0.7 for found in (before, after)]
-    both, either = (faces[0] & faces[1]).sum(), (faces[0] | faces[1]).sum()
-    report(f"ultraface: boxes above 0.7 {faces[0].sum()} float, {faces[1].sum()} int8, {both / either:.3f} in common")
-    assert both / either > 0.85
+    faces = [outputs["scores"][..., 1] > 0.7 for outputs in (before, after)]
+    in_both, in_either = (faces[0] & faces[1]).sum(), (faces[0] | faces[1]).sum()
+    report(
+        f"ultraface: boxes above 0.7 {faces[0].sum()} float, {faces[1].sum()} int8, {in_both / in_either:.3f} in common"
+    )
+    assert in_both / in_either > 0.85
 
 
 # -- MTCNN -----------------------------------------------------------------------------------------
@@ -142,7 +147,7 @@ def test_mtcnn_is_rewritten_without_data(shared: Path, tmp_path: Path) -> None:
     result = gq.insert(shared / "mtcnn.pb", rules=["fixed_point"])
     saved(result, tmp_path / "mtcnn.pb")
     report(f"mtcnn: {len(result.inserted)} sites, {len(result.skips)} skips")
-    assert sum(done.site.parameter for done in result.inserted) >= 19
+    assert sum(insertion.site.parameter for insertion in result.inserted) >= 19
 
 
 @pytest.mark.slow
@@ -153,9 +158,9 @@ def test_mtcnn_runs(shared: Path, tmp_path: Path, rules: str) -> None:
     again = saved(gq.insert(shared / "mtcnn.pb", rules=[rules]), tmp_path / "mtcnn.pb")
     feeds, counts = faces(shared), []
     for model in (gq.load(shared / "mtcnn.pb"), again):
-        found = formats.module("tensorflow").runner(model).run(feeds)
-        assert all(np.isfinite(value).all() for value in found.values())
-        counts.append({name: value.shape for name, value in found.items()})
+        outputs = formats.format_module("tensorflow").create_runner(model).run(feeds)
+        assert all(np.isfinite(value).all() for value in outputs.values())
+        counts.append({name: value.shape for name, value in outputs.items()})
     report(f"mtcnn {rules}: float {counts[0]}, int8 {counts[1]}")
     assert counts[0].keys() == counts[1].keys()
 
@@ -167,23 +172,30 @@ def test_mtcnn_inside_frames(shared: Path, tmp_path: Path) -> None:
     feeds = faces(shared)
     np.savez(tmp_path / "faces.npz", **{name: value[None] for name, value in feeds.items()})
     result = gq.insert(
-        shared / "mtcnn.pb", rules=["onnxruntime"], data=str(tmp_path / "faces.npz"), method="minmax", check=False
+        shared / "mtcnn.pb", rules=["onnxruntime"], data=str(tmp_path / "faces.npz"), method="minmax", validate=False
     )
-    made = [done for done in result.inserted if not done.site.parameter and done.site.axis is None]
-    kinds = {result.model.op(done.site.tensor).kind for done in made}
+    insertions = [
+        insertion for insertion in result.inserted if not insertion.site.parameter and insertion.site.axis is None
+    ]
+    kinds = {result.model.op(insertion.site.tensor).kind for insertion in insertions}
     assert {"conv", "max_pool", "where"} <= kinds
-    runner = formats.module("tensorflow").runner(result.model)
-    (seen,) = runner.observe(list({done.site.tensor for done in made} | {done.output for done in made}), [feeds])
+    runner = formats.format_module("tensorflow").create_runner(result.model)
+    (observed,) = runner.observe(
+        list({insertion.site.tensor for insertion in insertions} | {insertion.output for insertion in insertions}),
+        [feeds],
+    )
     values = 0
-    for done in made:
-        before, after = seen[done.site.tensor], seen[done.output]
+    for insertion in insertions:
+        before, after = observed[insertion.site.tensor], observed[insertion.output]
         assert len(before) == len(after)
         for value, quantized in zip(before, after, strict=True):
             values += value.size
-            given, narrow = fake_quant.range_to_write(done.params), done.params.narrow
-            wanted = fake_quant.with_vars(value, given.low, given.high, num_bits=8, narrow_range=narrow)
-            np.testing.assert_array_equal(quantized, wanted)
-    report(f"mtcnn: {len(made)} activations in {len(kinds)} kinds of ops, {values} values as predicted")
+            written_range, narrow = fake_quant.range_for_fake_quant(insertion.params), insertion.params.narrow
+            expected = fake_quant.fake_quant_with_vars(
+                value, written_range.low, written_range.high, num_bits=8, narrow_range=narrow
+            )
+            np.testing.assert_array_equal(quantized, expected)
+    report(f"mtcnn: {len(insertions)} activations in {len(kinds)} kinds of ops, {values} values as predicted")
     assert values > 100_000
 
 
@@ -204,13 +216,13 @@ def test_silero_vad_with_bodies(shared: Path, tmp_path: Path) -> None:
     """24 subgraphs under If; weights and activations on its own speech, state fed along."""
     source = shared / "silero_vad_16k_op15.onnx"
     data = np.load(shared / "silero_vad.npz")
-    runner = formats.module("onnx").runner(gq.load(source))
+    runner = formats.format_module("onnx").create_runner(gq.load(source))
     assert {spec.name for spec in runner.inputs} <= set(data)
-    result = gq.insert(source, data=str(shared / "silero_vad.npz"), check=False)
+    result = gq.insert(source, data=str(shared / "silero_vad.npz"), validate=False)
     again = saved(result, tmp_path / "vad.onnx")
     feeds = _vad_feeds(data)
     before, after = outputs(result.source, feeds), outputs(again, feeds)
-    speech = [found["output"].ravel() > 0.5 for found in (before, after)]
+    speech = [outputs["output"].ravel() > 0.5 for outputs in (before, after)]
     report(
         f"silero: {len(result.inserted)} sites, {sqnr(before['output'], after['output']):.1f} dB,"
         f" {speech[0].sum()} of {len(speech[0])} are speech, {(speech[0] == speech[1]).mean():.3f} agree"
@@ -233,13 +245,13 @@ def test_silero_vad_with_bodies(shared: Path, tmp_path: Path) -> None:
 def test_silero_vad_names_what_limits_it(shared: Path, tmp_path: Path) -> None:
     """The tensor that the report names is what limits: with its op in float the output is better by decibels."""
     source, data = shared / "silero_vad_16k_op15.onnx", str(shared / "silero_vad.npz")
-    result = gq.insert(source, data=data, check=False)
-    worst = result.losses[0]
+    result = gq.insert(source, data=data, validate=False)
+    worst = result.activation_sqnr[0]
     assert worst.tensor == TensorRef("", "/model/stft/Sqrt")  # its spectrum stays float
-    without = gq.insert(source, data=data, exclude=[worst.tensor.op], check=False)
+    without = gq.insert(source, data=data, exclude=[worst.tensor.op], validate=False)
     feeds = _vad_feeds(np.load(data))
     before, *after = (outputs(model, feeds)["output"] for model in (result.source, result.model, without.model))
-    with_it, without_it = (sqnr(before, found) for found in after)
+    with_it, without_it = (sqnr(before, outputs) for outputs in after)
     report(f"silero: {with_it:.1f} dB, {without_it:.1f} with {worst.tensor.op} in float")
     assert without_it > with_it + 3
 
@@ -260,20 +272,20 @@ def test_silero_vad_lstm_weights(shared: Path, tmp_path: Path) -> None:
     again = saved(result, tmp_path / "vad.onnx")
     assert len(result.inserted) == 4
     parameters = Parameters(result.source)
-    for done in result.inserted:
-        (use,) = done.site.uses
+    for insertion in result.inserted:
+        (use,) = insertion.site.uses
         assert use.graph.startswith("/model/decoder/If_1/")
-        value = parameters.value(done.site.tensor)
+        value = parameters.value(insertion.site.tensor)
         assert value is not None
         assert value.shape == (1, 512, 128)
-        made = again.graphs[use.graph].producer(use)
-        assert made is not None
-        integers = again.graphs[made.graph].producer(Use(made.graph, made.op, 0))
+        producer = again.graphs[use.graph].producer(use)
+        assert producer is not None
+        integers = again.graphs[producer.graph].producer(Use(producer.graph, producer.op, 0))
         assert integers is not None
         stored = Parameters(again).value(integers)
         assert stored is not None
-        assert isinstance(done.params, QParams)
-        assert np.array_equal(stored, quantize(value, done.params))
+        assert isinstance(insertion.params, QParams)
+        assert np.array_equal(stored, quantize(value, insertion.params))
     feeds = _vad_feeds(np.load(shared / "silero_vad.npz"), 20)
     before, after = outputs(result.source, feeds), outputs(again, feeds)
     assert sqnr(before["output"], after["output"]) > 30
@@ -294,12 +306,16 @@ def _vad_feeds(data: Any, count: int = 100) -> list[dict[str, Array]]:
 def test_quantized_model_is_not_quantized_again(shared: Path, tmp_path: Path, rules: str) -> None:
     """An LSTM that is full of QDQ ops keeps its own, and gets no second pair before or behind one."""
     model = gq.load(shared / "qlstm_tract.onnx")
-    own = survey(model).readings
-    assert own
-    result = gq.insert(model, rules=[rules], data="random:2", check=False)
-    again = survey(result.model)
-    assert [reading.op for reading in again.readings if not reading.rule] == [reading.op for reading in own]
-    for done in result.inserted:
-        assert result.source.op(done.site.tensor).kind not in {"quantize", "dequantize", "qdq"}
+    quantization_ops = summarize_model(model).quantization_ops
+    assert quantization_ops
+    result = gq.insert(model, rules=[rules], data="random:2", validate=False)
+    again = summarize_model(result.model)
+    assert [reading.op for reading in again.quantization_ops if not reading.rule] == [
+        reading.op for reading in quantization_ops
+    ]
+    for insertion in result.inserted:
+        assert result.source.op(insertion.site.tensor).kind not in {"quantize", "dequantize", "qdq"}
     gq.save(result.model, tmp_path / "out.onnx")
-    report(f"qlstm {rules}: {len(own)} own pairs, {len(result.inserted)} inserted, {len(result.skips)} left")
+    report(
+        f"qlstm {rules}: {len(quantization_ops)} own pairs, {len(result.inserted)} inserted, {len(result.skips)} left"
+    )

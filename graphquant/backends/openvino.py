@@ -5,26 +5,27 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from graphquant.backends.findings import Backend, BrokenRule
 from graphquant.backends.requirements import (
-    Row,
-    Table,
-    activations_per_tensor,
-    bias_float,
-    inputs_quantized,
-    judge,
-    tied,
-    types,
-    weight_axis,
+    KindRequirements,
+    RequirementTable,
+    predict_from_table,
+    require_float_bias,
+    require_one_scale,
+    require_per_tensor_activations,
+    require_quantized_inputs,
+    require_types,
+    require_weight_axis,
 )
-from graphquant.backends.types import Backend, Broken
 
 if TYPE_CHECKING:
-    from graphquant.backends.requirements import Seen
+    from graphquant.backends.requirements import OpContext
     from graphquant.ir import Op
 
-BYTES = frozenset({"int8", "uint8"})
 
-MOVES = frozenset(
+OPENVINO_DTYPES = frozenset({"int8", "uint8"})
+
+OPENVINO_PASSTHROUGH_KINDS = frozenset(
     {
         *("max_pool", "reduce_max", "reshape", "flatten", "squeeze", "unsqueeze", "split", "transpose", "tile"),
         *("slice", "expand", "pad"),
@@ -33,111 +34,126 @@ MOVES = frozenset(
 """Kinds that hand integers on."""
 
 
-def _axis(op: Op) -> int | None:
+def _openvino_weight_axis(op: Op) -> int | None:
     """Along the output channels."""
     return op.channel_axis
 
 
-def _symmetric_weight(seen: Seen) -> Broken | None:
+def _require_symmetric_weight(context: OpContext) -> BrokenRule | None:
     """Weights have zero point 0."""
-    for side in seen.inputs:
-        weight = side.role in {"weight", "recurrent_weight"} and side.parameter
-        if weight and side.params is not None and side.params.zero_point.any():
-            says = f"its weight {side.source} has a zero point"
-            return Broken(rule="zero-point", says=says, fix="quantize weights symmetrically")
+    for side in context.inputs:
+        is_weight = side.role in {"weight", "recurrent_weight"} and side.parameter
+        if is_weight and side.params is not None and side.params.zero_point.any():
+            message = f"its weight {side.source} has a zero point"
+            return BrokenRule(rule="zero-point", message=message, fix="quantize weights symmetrically")
     return None
 
 
-def _inputs_tied(seen: Seen) -> Broken | None:
+def _require_one_input_scale(context: OpContext) -> BrokenRule | None:
     """The inputs of a Concat have one scale; what is behind it does not matter."""
-    return tied(type(seen)(op=seen.op, graph=seen.graph, sides=seen.sides, inputs=seen.inputs, pairs=(), readers=()))
+    return require_one_scale(
+        type(context)(
+            op=context.op,
+            graph=context.graph,
+            quantizations=context.quantizations,
+            inputs=context.inputs,
+            output_params=(),
+            float_readers=(),
+        )
+    )
 
 
-def _joined(seen: Seen) -> Broken | None:
+def _require_compatible_concat(context: OpContext) -> BrokenRule | None:
     """Zero points of a Concat's parts lie along the axis that a convolution or product behind it sums over.
 
     Measured with OpenVINO 2026.4, which keeps them apart, each for its part, and takes constants to be float.
     """
-    for side in seen.inputs:
-        concat = seen.sides.model.op(side.source)
+    for side in context.inputs:
+        concat = context.quantizations.model.op(side.source)
         if concat.kind != "concat" or side.params is None or side.role != "input":
             continue
-        parts = seen.sides.inputs(seen.sides.model.graphs[side.source.graph], concat)
-        if side.params.type.signed and any(part.parameter for part in parts):
-            says = f"a part of the Concat {concat.name} before it is constant, which is int8 to nobody"
-            return Broken(rule="constant-part", says=says, fix="leave the parts of that Concat float")
+        concat_inputs = context.quantizations.inputs(context.quantizations.model.graphs[side.source.graph], concat)
+        if side.params.type.signed and any(concat_input.parameter for concat_input in concat_inputs):
+            message = f"a part of the Concat {concat.name} before it is constant, which is int8 to nobody"
+            return BrokenRule(rule="constant-part", message=message, fix="leave the parts of that Concat float")
         rank = len(concat.outputs[0].shape or ())
-        axis, product = int(concat.number("axis", 0)), seen.op.kind in {"matmul", "gemm"}
-        place = axis + rank if axis < 0 else axis
-        if rank and side.params.zero_point.any() and place != (rank - 1 if product else 1):
-            says = f"its input is a Concat along axis {axis}, and has a zero point"
+        axis, product = int(concat.numeric_attr("axis", 0)), context.op.kind in {"matmul", "gemm"}
+        positive_axis = axis + rank if axis < 0 else axis
+        if rank and side.params.zero_point.any() and positive_axis != (rank - 1 if product else 1):
+            message = f"its input is a Concat along axis {axis}, and has a zero point"
             fix = "quantize the parts of that Concat symmetrically, and what is behind it"
-            return Broken(rule="refused" if product else "zero-point", says=says, fix=fix)
+            return BrokenRule(rule="refused" if product else "zero-point", message=message, fix=fix)
     return None
 
 
-def _signed_constant(seen: Seen) -> Broken | None:
+def _forbid_signed_constant(context: OpContext) -> BrokenRule | None:
     """No part of a Concat is an int8 constant."""
-    for side in seen.inputs:
+    for side in context.inputs:
         if side.parameter and side.params is not None and side.params.type.signed:
-            says = f"its part {side.source} is a constant, and the others are int8"
-            return Broken(rule="constant-part", says=says, fix="quantize the parts to uint8, or leave them float")
+            message = f"its part {side.source} is a constant, and the others are int8"
+            return BrokenRule(
+                rule="constant-part", message=message, fix="quantize the parts to uint8, or leave them float"
+            )
     return None
 
 
-def _nearest(op: Op) -> bool:
+def _is_nearest_resize(op: Op) -> bool:
     return op.attrs.get("mode", "nearest") in {"nearest", b"nearest"}
 
 
-def _linear_or_nearest(seen: Seen) -> Broken | None:
+def _require_linear_or_nearest(context: OpContext) -> BrokenRule | None:
     """A Resize interpolates linearly, or copies."""
-    mode = seen.op.attrs.get("mode", "nearest")
-    if _nearest(seen.op) or mode in {"linear", b"linear"}:
+    mode = context.op.attrs.get("mode", "nearest")
+    if _is_nearest_resize(context.op) or mode in {"linear", b"linear"}:
         return None
-    return Broken(rule="mode", says=f"its mode is {mode!r}", fix="use a linear or nearest Resize")
+    return BrokenRule(rule="mode", message=f"its mode is {mode!r}", fix="use a linear or nearest Resize")
 
 
-_COMMON = (inputs_quantized, types(BYTES, BYTES), activations_per_tensor)
+_OPENVINO_COMMON = (
+    require_quantized_inputs,
+    require_types(OPENVINO_DTYPES, OPENVINO_DTYPES),
+    require_per_tensor_activations,
+)
 
-_WEIGHTED = Row(
+_OPENVINO_WEIGHTED = KindRequirements(
     requires=(
-        inputs_quantized,
-        types(BYTES, frozenset({"int8"})),
-        activations_per_tensor,
-        _joined,
-        weight_axis(_axis),
-        _symmetric_weight,
-        bias_float,
+        require_quantized_inputs,
+        require_types(OPENVINO_DTYPES, frozenset({"int8"})),
+        require_per_tensor_activations,
+        _require_compatible_concat,
+        require_weight_axis(_openvino_weight_axis),
+        _require_symmetric_weight,
+        require_float_bias,
     )
 )
 
-TABLE = Table(
+OPENVINO_TABLE = RequirementTable(
     name="OpenVINO",
     rows={
-        **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"), _WEIGHTED),
+        **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"), _OPENVINO_WEIGHTED),
         **dict.fromkeys(
             (
                 *("add", "sub", "mul", "div", "max", "min", "pow", "avg_pool", "global_avg_pool"),
                 *("reduce_mean", "reduce_sum", "layernorm", "instancenorm"),
             ),
-            Row(requires=_COMMON),
+            KindRequirements(requires=_OPENVINO_COMMON),
         ),
-        "resize": Row(requires=(*_COMMON, _linear_or_nearest)),
-        "concat": Row(requires=(*_COMMON, _inputs_tied, _signed_constant)),
-        **dict.fromkeys(sorted(MOVES), Row(requires=_COMMON)),
+        "resize": KindRequirements(requires=(*_OPENVINO_COMMON, _require_linear_or_nearest)),
+        "concat": KindRequirements(requires=(*_OPENVINO_COMMON, _require_one_input_scale, _forbid_signed_constant)),
+        **dict.fromkeys(sorted(OPENVINO_PASSTHROUGH_KINDS), KindRequirements(requires=_OPENVINO_COMMON)),
     },
     fuses=dict.fromkeys(
         ("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"),
         frozenset({"relu", "relu6", "clip", "leaky_relu", "prelu", "sigmoid", "tanh", "elu", "hard_swish", "bias_add"}),
     ),
-    moves=MOVES,
-    moves_if={"resize": _nearest},
+    passthrough_kinds=OPENVINO_PASSTHROUGH_KINDS,
+    passthrough_if={"resize": _is_nearest_resize},
 )
 
 OPENVINO = Backend(
     name="openvino",
-    explains="OpenVINO's CPU plugin",
-    predict=partial(judge, table=TABLE),
+    description="OpenVINO's CPU plugin",
+    predict=partial(predict_from_table, table=OPENVINO_TABLE),
     ties_concat=True,
-    bias="float",
+    bias_type="float",
 )

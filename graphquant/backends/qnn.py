@@ -5,29 +5,30 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from graphquant.backends.findings import Backend, BrokenRule
 from graphquant.backends.requirements import (
-    Row,
-    Table,
-    activations_per_tensor,
-    fixed_range,
-    inputs_quantized,
-    judge,
-    output_quantized,
-    tied,
-    types,
-    weight_axis,
+    KindRequirements,
+    RequirementTable,
+    predict_from_table,
+    require_fixed_range,
+    require_one_scale,
+    require_per_tensor_activations,
+    require_quantized_inputs,
+    require_quantized_output,
+    require_types,
+    require_weight_axis,
 )
-from graphquant.backends.types import Backend, Broken
 
 if TYPE_CHECKING:
-    from graphquant.backends.requirements import Seen
+    from graphquant.backends.requirements import OpContext
     from graphquant.ir import Op
 
-ACTIVATIONS = frozenset({"uint8", "uint16"})
 
-WEIGHTS = frozenset({"uint8", "int8", "int4"})
+QNN_ACTIVATION_DTYPES = frozenset({"uint8", "uint16"})
 
-MOVES = frozenset(
+QNN_WEIGHT_DTYPES = frozenset({"uint8", "int8", "int4"})
+
+QNN_PASSTHROUGH_KINDS = frozenset(
     {
         *("reshape", "transpose", "squeeze", "unsqueeze", "split", "gather", "tile", "flatten", "expand", "pad"),
         *("slice", "max_pool", "depth_to_space", "space_to_depth"),
@@ -36,36 +37,43 @@ MOVES = frozenset(
 """Kinds that need no quantization of their own behind them."""
 
 
-def _axis(op: Op) -> int | None:
+def _qnn_weight_axis(op: Op) -> int | None:
     """Only convolutions have several scales: along axis 0, transposed ones along 1."""
     return {"conv": 0, "depthwise_conv": 0, "conv_transpose": 1}.get(op.kind)
 
 
-def _signed_symmetric(seen: Seen) -> Broken | None:
+def _require_symmetric_signed_weight(context: OpContext) -> BrokenRule | None:
     """A signed weight has zero point 0, and one with several scales is signed."""
-    side = seen.by_role("weight")
+    side = context.input_by_role("weight")
     params = None if side is None or not side.parameter else side.params
     if side is None or params is None:
         return None
     if params.type.name.startswith("int") and params.zero_point.any():
-        says = f"its signed weight {side.source} has a zero point"
-        return Broken(rule="zero-point", says=says, fix="quantize it symmetrically, or to uint8")
+        message = f"its signed weight {side.source} has a zero point"
+        return BrokenRule(rule="zero-point", message=message, fix="quantize it symmetrically, or to uint8")
     if params.scale.size > 1 and not params.type.name.startswith("int"):
-        says = f"its weight {side.source} has {params.scale.size} scales and is {params.type.name}"
-        return Broken(rule="type", says=says, fix="quantize it to int8, or per tensor")
+        message = f"its weight {side.source} has {params.scale.size} scales and is {params.type.name}"
+        return BrokenRule(rule="type", message=message, fix="quantize it to int8, or per tensor")
     return None
 
 
-_COMMON = (inputs_quantized, output_quantized, types(ACTIVATIONS, WEIGHTS), activations_per_tensor)
+_QNN_COMMON = (
+    require_quantized_inputs,
+    require_quantized_output,
+    require_types(QNN_ACTIVATION_DTYPES, QNN_WEIGHT_DTYPES),
+    require_per_tensor_activations,
+)
 
-_WEIGHTED = Row(requires=(*_COMMON, weight_axis(_axis), _signed_symmetric))
+_QNN_WEIGHTED = KindRequirements(
+    requires=(*_QNN_COMMON, require_weight_axis(_qnn_weight_axis), _require_symmetric_signed_weight)
+)
 
-_PLAIN = Row(requires=_COMMON)
+_QNN_DEFAULT = KindRequirements(requires=_QNN_COMMON)
 
-TABLE = Table(
+QNN_TABLE = RequirementTable(
     name="QNN",
     rows={
-        **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"), _WEIGHTED),
+        **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"), _QNN_WEIGHTED),
         **dict.fromkeys(
             (
                 *("add", "sub", "mul", "div", "max", "min", "avg_pool", "global_avg_pool", "softmax", "relu", "relu6"),
@@ -73,24 +81,33 @@ TABLE = Table(
                 *("batchnorm", "reduce_mean", "reduce_sum", "reduce_max", "reduce_min", "where", "exp", "log"),
                 *("sqrt", "neg", "abs", "hard_sigmoid", "pow"),
             ),
-            _PLAIN,
+            _QNN_DEFAULT,
         ),
-        "sigmoid": Row(requires=(*_COMMON, fixed_range(1 / 65536, 0))),
-        "tanh": Row(requires=(*_COMMON, fixed_range(1 / 32768, 32768))),
-        "concat": Row(requires=(*_COMMON, tied)),
-        **dict.fromkeys(sorted(MOVES), Row(requires=(inputs_quantized, types(ACTIVATIONS, WEIGHTS), tied))),
+        "sigmoid": KindRequirements(requires=(*_QNN_COMMON, require_fixed_range(1 / 65536, 0))),
+        "tanh": KindRequirements(requires=(*_QNN_COMMON, require_fixed_range(1 / 32768, 32768))),
+        "concat": KindRequirements(requires=(*_QNN_COMMON, require_one_scale)),
+        **dict.fromkeys(
+            sorted(QNN_PASSTHROUGH_KINDS),
+            KindRequirements(
+                requires=(
+                    require_quantized_inputs,
+                    require_types(QNN_ACTIVATION_DTYPES, QNN_WEIGHT_DTYPES),
+                    require_one_scale,
+                )
+            ),
+        ),
     },
     fuses={
         **dict.fromkeys(("conv", "depthwise_conv"), frozenset({"relu", "relu6", "clip"})),
         **dict.fromkeys(("conv_transpose", "gemm", "add"), frozenset({"relu"})),
     },
-    moves=MOVES,
+    passthrough_kinds=QNN_PASSTHROUGH_KINDS,
 )
 
 QNN = Backend(
     name="qnn",
-    explains="Qualcomm's HTP through QNN",
-    predict=partial(judge, table=TABLE),
+    description="Qualcomm's HTP through QNN",
+    predict=partial(predict_from_table, table=QNN_TABLE),
     ties_concat=True,
-    fuses=TABLE.fuses,
+    fuses=QNN_TABLE.fuses,
 )

@@ -5,128 +5,146 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from graphquant.backends.findings import Backend
 from graphquant.backends.requirements import (
-    Row,
-    Table,
-    activations_per_tensor,
-    bias_float,
-    inputs_quantized,
-    judge,
-    output_quantized,
-    symmetric,
-    tied,
-    types,
-    weight_axis,
+    KindRequirements,
+    RequirementTable,
+    predict_from_table,
+    require_float_bias,
+    require_one_scale,
+    require_per_tensor_activations,
+    require_quantized_inputs,
+    require_quantized_output,
+    require_symmetric,
+    require_types,
+    require_weight_axis,
 )
-from graphquant.backends.types import Backend
 
 if TYPE_CHECKING:
-    from graphquant.backends.requirements import Seen
+    from graphquant.backends.requirements import OpContext
     from graphquant.ir import Op, Shape
 
-SMALLEST = 16
+
+MIN_INTEGER_CHANNELS = 16
 """Channels of a convolution, or rows and columns summed over of a matrix product, from which on integers pay."""
 
-FIRST_STEP = 8
+CHANNEL_MULTIPLE = 8
 """Multiple of channels that a convolution of the graph's input, or a depthwise one, may have instead."""
 
-LONGEST_ATTENTION = 512
+MAX_ATTENTION_LENGTH = 512
 
-INT8 = frozenset({"int8"})
+TENSORRT_ACTIVATION_DTYPES = frozenset({"int8"})
 
-_WEIGHTS = INT8 | {"int4"}
+_TENSORRT_WEIGHT_DTYPES = TENSORRT_ACTIVATION_DTYPES | {"int4"}
 
-_ACTIVATIONS = frozenset(
+_TENSORRT_ACTIVATION_KINDS = frozenset(
     {"relu", "relu6", "clip", "leaky_relu", "sigmoid", "tanh", "elu", "hard_sigmoid", "hard_swish"}
 )
 
 
-def _axis(op: Op) -> int | None:
+def _tensorrt_weight_axis(op: Op) -> int | None:
     """Where a weight's scales may lie: convolutions 0, transposed ones 1, matrix products their columns."""
     return op.channel_axis
 
 
-def _shape(seen: Seen, role: str) -> Shape | None:
-    side = seen.by_role(role)
-    shape: Shape | None = None if side is None else seen.graph.output(side.tensor).shape
+def _input_shape_by_role(context: OpContext, role: str) -> Shape | None:
+    side = context.input_by_role(role)
+    shape: Shape | None = None if side is None else context.graph.output(side.tensor).shape
     return shape
 
 
-def _small_conv(seen: Seen) -> str:
+def _small_conv_note(context: OpContext) -> str:
     """Few channels: the integer kernels pad them."""
-    weight = _shape(seen, "weight")
+    weight = _input_shape_by_role(context, "weight")
     if weight is None or len(weight) < 2 or None in weight[:2]:  # noqa: PLR2004  # channels out and in
         return ""
-    out, into = int(weight[0] or 0), int(weight[1] or 0)
-    if seen.op.kind == "depthwise_conv":
-        wide = [int(size or 0) >= 3 for size in weight[2:]]  # noqa: PLR2004  # kernels of 3x3 and larger
-        return "" if out % FIRST_STEP == 0 and all(wide) else "a depthwise kernel this small runs faster in float"
-    into *= int(seen.op.number("group", 1))
-    if min(out, into) >= SMALLEST:
+    output_channels, input_channels = int(weight[0] or 0), int(weight[1] or 0)
+    if context.op.kind == "depthwise_conv":
+        large_kernel = [int(size or 0) >= 3 for size in weight[2:]]  # noqa: PLR2004  # kernels of 3x3 and larger
+        return (
+            ""
+            if output_channels % CHANNEL_MULTIPLE == 0 and all(large_kernel)
+            else "a depthwise kernel this small runs faster in float"
+        )
+    input_channels *= int(context.op.numeric_attr("group", 1))
+    if min(output_channels, input_channels) >= MIN_INTEGER_CHANNELS:
         return ""
-    side = seen.by_role("input")
-    first = side is not None and seen.sides.model.op(side.source).kind == "input"
-    if first and into % FIRST_STEP == 0 and seen.op.number("group", 1) == 1:
+    side = context.input_by_role("input")
+    reads_graph_input = side is not None and context.quantizations.model.op(side.source).kind == "input"
+    if reads_graph_input and input_channels % CHANNEL_MULTIPLE == 0 and context.op.numeric_attr("group", 1) == 1:
         return ""
-    return f"a convolution of {into} to {out} channels runs faster in float; integers pay from {SMALLEST} on"
+    return f"a convolution of {input_channels} to {output_channels} channels runs faster in float; integers pay from {MIN_INTEGER_CHANNELS} on"
 
 
-def _small_product(seen: Seen) -> str:
+def _small_product_note(context: OpContext) -> str:
     """Vectors, and few rows and columns."""
-    left, right = _shape(seen, "input"), _shape(seen, "weight")
-    if left is None or right is None or len(left) < 2 or len(right) < 2:  # noqa: PLR2004  # matrices
+    left_shape, right_shape = _input_shape_by_role(context, "input"), _input_shape_by_role(context, "weight")
+    if left_shape is None or right_shape is None or len(left_shape) < 2 or len(right_shape) < 2:  # noqa: PLR2004  # matrices
         return ""
-    if seen.op.number("transB", 0):
-        right = (*right[:-2], right[-1], right[-2])
-    rows, summed, columns = left[-2], right[-2], right[-1]
+    if context.op.numeric_attr("transB", 0):
+        right_shape = (*right_shape[:-2], right_shape[-1], right_shape[-2])
+    rows, inner_size, columns = left_shape[-2], right_shape[-2], right_shape[-1]
     if rows == 1 or columns == 1:
         return "a product with a vector runs faster in float"
-    if any(size is not None and size < SMALLEST for size in (summed, columns)):
-        return f"a product of {summed} by {columns} runs faster in float; integers pay from {SMALLEST} on"
-    weight = seen.by_role("weight")
-    if weight is not None and not weight.parameter and rows is not None and rows > LONGEST_ATTENTION:
-        return f"attention over {rows} places runs faster in float; integers pay up to {LONGEST_ATTENTION}"
+    if any(size is not None and size < MIN_INTEGER_CHANNELS for size in (inner_size, columns)):
+        return (
+            f"a product of {inner_size} by {columns} runs faster in float; integers pay from {MIN_INTEGER_CHANNELS} on"
+        )
+    weight = context.input_by_role("weight")
+    if weight is not None and not weight.parameter and rows is not None and rows > MAX_ATTENTION_LENGTH:
+        return f"attention over {rows} places runs faster in float; integers pay up to {MAX_ATTENTION_LENGTH}"
     return ""
 
 
-_WEIGHTED = (
-    inputs_quantized,
-    types(INT8, _WEIGHTS),
-    symmetric,
-    activations_per_tensor,
-    weight_axis(_axis),
-    bias_float,
+_TENSORRT_WEIGHTED = (
+    require_quantized_inputs,
+    require_types(TENSORRT_ACTIVATION_DTYPES, _TENSORRT_WEIGHT_DTYPES),
+    require_symmetric,
+    require_per_tensor_activations,
+    require_weight_axis(_tensorrt_weight_axis),
+    require_float_bias,
 )
 
-_BOTH_SIDES = (inputs_quantized, output_quantized, types(INT8, INT8), symmetric, activations_per_tensor)
+_TENSORRT_BOTH_SIDES = (
+    require_quantized_inputs,
+    require_quantized_output,
+    require_types(TENSORRT_ACTIVATION_DTYPES, TENSORRT_ACTIVATION_DTYPES),
+    require_symmetric,
+    require_per_tensor_activations,
+)
 
-_FUSED = _ACTIVATIONS | {"batchnorm", "bias_add"}
+_TENSORRT_FUSABLE_KINDS = _TENSORRT_ACTIVATION_KINDS | {"batchnorm", "bias_add"}
 
-TABLE = Table(
+TENSORRT_TABLE = RequirementTable(
     name="TensorRT",
     rows={
-        **dict.fromkeys(("conv", "depthwise_conv", "conv_transpose"), Row(requires=_WEIGHTED, notes=(_small_conv,))),
-        **dict.fromkeys(("matmul", "gemm"), Row(requires=_WEIGHTED, notes=(_small_product,))),
+        **dict.fromkeys(
+            ("conv", "depthwise_conv", "conv_transpose"),
+            KindRequirements(requires=_TENSORRT_WEIGHTED, notes=(_small_conv_note,)),
+        ),
+        **dict.fromkeys(
+            ("matmul", "gemm"), KindRequirements(requires=_TENSORRT_WEIGHTED, notes=(_small_product_note,))
+        ),
         **dict.fromkeys(
             (
                 *("add", "sub", "mul", "div", "max", "min", "avg_pool", "global_avg_pool", "max_pool", "resize"),
                 *("reshape", "flatten", "transpose", "squeeze", "unsqueeze", "slice", "pad", "gather"),
-                *("depth_to_space", "space_to_depth", "split", *sorted(_ACTIVATIONS)),
+                *("depth_to_space", "space_to_depth", "split", *sorted(_TENSORRT_ACTIVATION_KINDS)),
             ),
-            Row(requires=_BOTH_SIDES),
+            KindRequirements(requires=_TENSORRT_BOTH_SIDES),
         ),
-        "concat": Row(requires=(*_BOTH_SIDES, tied)),
+        "concat": KindRequirements(requires=(*_TENSORRT_BOTH_SIDES, require_one_scale)),
     },
-    fuses=dict.fromkeys(("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"), _FUSED),
-    joins=frozenset({"add"}),
+    fuses=dict.fromkeys(("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"), _TENSORRT_FUSABLE_KINDS),
+    absorbable_sums=frozenset({"add"}),
 )
 
 TENSORRT = Backend(
     name="tensorrt",
-    explains="TensorRT's explicit quantization",
-    predict=partial(judge, table=TABLE),
+    description="TensorRT's explicit quantization",
+    predict=partial(predict_from_table, table=TENSORRT_TABLE),
     symmetric=True,
     ties_concat=True,
-    bias="float",
-    fuses=TABLE.fuses,
+    bias_type="float",
+    fuses=TENSORRT_TABLE.fuses,
 )

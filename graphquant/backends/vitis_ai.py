@@ -7,108 +7,138 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphquant.backends.findings import Backend, BrokenRule
 from graphquant.backends.requirements import (
-    Row,
-    Table,
-    inputs_quantized,
-    judge,
-    output_quantized,
-    symmetric,
-    tied,
-    types,
+    KindRequirements,
+    RequirementTable,
+    predict_from_table,
+    require_one_scale,
+    require_quantized_inputs,
+    require_quantized_output,
+    require_symmetric,
+    require_types,
 )
-from graphquant.backends.types import Backend, Broken
-from graphquant.solve import ADD_READ, ADD_WRITE, BIAS_CUT, CUT, MUL_WRITE, position_of
+from graphquant.quantize import (
+    DPU_ADD_READ_LIMITS,
+    DPU_ADD_WRITE_LIMITS,
+    DPU_CUT_LIMITS,
+    DPU_MAX_BIAS_CUT,
+    DPU_MUL_WRITE_LIMITS,
+    power_of_two_position,
+)
 
 if TYPE_CHECKING:
-    from graphquant.backends.requirements import Seen
-
-INT8 = frozenset({"int8"})
+    from graphquant.backends.requirements import OpContext
 
 
-def power_of_two(seen: Seen) -> Broken | None:
+VITIS_AI_DTYPES = frozenset({"int8"})
+
+
+def require_power_of_two(context: OpContext) -> BrokenRule | None:
     """Every scale is one power of two."""
-    named = [(f"its {side.role} {side.source}", side.params) for side in seen.inputs]
-    for name, params in [*named, *(("its output", params) for params in seen.pairs)]:
-        if params is not None and position_of(params) is None:
-            shown = (
+    named_params = [(f"its {side.role} {side.source}", side.params) for side in context.inputs]
+    for name, params in [*named_params, *(("its output", params) for params in context.output_params)]:
+        if params is not None and power_of_two_position(params) is None:
+            scale_text = (
                 f"{params.scale.size} scales" if params.scale.size > 1 else f"the scale {float(np.max(params.scale)):g}"
             )
-            says = f"{name} has {shown}, not one power of two"
-            return Broken(rule="power-of-two", says=says, fix='quantize per tensor with scale = "power-of-two"')
+            message = f"{name} has {scale_text}, not one power of two"
+            return BrokenRule(
+                rule="power-of-two", message=message, fix='quantize per tensor with scale = "power-of-two"'
+            )
     return None
 
 
-def _bias_quantized(seen: Seen) -> Broken | None:
-    side = seen.by_role("bias")
-    if side is None or side.pair:
+def _require_quantized_bias(context: OpContext) -> BrokenRule | None:
+    side = context.input_by_role("bias")
+    if side is None or side.dequantize_op:
         return None
-    return Broken(rule="float-bias", says=f"its bias {side.source} is float", fix="quantize the bias to int8")
+    return BrokenRule(rule="float-bias", message=f"its bias {side.source} is float", fix="quantize the bias to int8")
 
 
-def _positions(seen: Seen) -> tuple[list[int], int | None]:
+def _scale_positions(context: OpContext) -> tuple[list[int], int | None]:
     """Those of the inputs, and of the output."""
     inputs = [
-        place for side in seen.inputs if side.params is not None and (place := position_of(side.params)) is not None
+        position
+        for side in context.inputs
+        if side.params is not None and (position := power_of_two_position(side.params)) is not None
     ]
-    outputs = [place for params in seen.pairs if params is not None and (place := position_of(params)) is not None]
+    outputs = [
+        position
+        for params in context.output_params
+        if params is not None and (position := power_of_two_position(params)) is not None
+    ]
     return inputs, outputs[0] if outputs else None
 
 
-def _within(name: str, value: int, limits: tuple[int, int]) -> Broken | None:
+def _require_shift_within(name: str, value: int, limits: tuple[int, int]) -> BrokenRule | None:
     low, high = limits
     if low <= value <= high:
         return None
-    says = f"its {name} is {value}, outside of {low} to {high}"
-    return Broken(
-        rule="shift", says=says, fix="move the scale of its output, or of an input, by that many powers of two"
+    message = f"its {name} is {value}, outside of {low} to {high}"
+    return BrokenRule(
+        rule="shift", message=message, fix="move the scale of its output, or of an input, by that many powers of two"
     )
 
 
-def _weighted_shift(seen: Seen) -> Broken | None:
+def _require_weighted_shift(context: OpContext) -> BrokenRule | None:
     """The shifts of a product: of the sum, and of the bias into it."""
-    places = {side.role: position_of(side.params) for side in seen.inputs if side.params is not None}
-    data, weight, output = places.get("input"), places.get("weight"), _positions(seen)[1]
+    positions = {side.role: power_of_two_position(side.params) for side in context.inputs if side.params is not None}
+    data, weight, output = positions.get("input"), positions.get("weight"), _scale_positions(context)[1]
     if data is None or weight is None or output is None:
         return None
-    bias = places.get("bias")
-    broken = _within("shift of weight plus input minus output", weight + data - output, CUT)
-    if broken is None and bias is not None and weight + data - bias > BIAS_CUT:
-        says = f"its shift of weight plus input minus bias is {weight + data - bias}, above {BIAS_CUT}"
-        return Broken(rule="shift", says=says, fix="give the bias a smaller scale")
-    return broken
+    bias = positions.get("bias")
+    broken_rule = _require_shift_within(
+        "shift of weight plus input minus output", weight + data - output, DPU_CUT_LIMITS
+    )
+    if broken_rule is None and bias is not None and weight + data - bias > DPU_MAX_BIAS_CUT:
+        message = f"its shift of weight plus input minus bias is {weight + data - bias}, above {DPU_MAX_BIAS_CUT}"
+        return BrokenRule(rule="shift", message=message, fix="give the bias a smaller scale")
+    return broken_rule
 
 
-def _add_shift(seen: Seen) -> Broken | None:
-    inputs, output = _positions(seen)
+def _require_add_shift(context: OpContext) -> BrokenRule | None:
+    inputs, output = _scale_positions(context)
     if not inputs or output is None:
         return None
-    broken = _within("shift between its inputs", max(inputs) - min(inputs), ADD_READ)
-    return broken or _within("shift of its inputs to its output", min(inputs) - output, ADD_WRITE)
+    broken_rule = _require_shift_within("shift between its inputs", max(inputs) - min(inputs), DPU_ADD_READ_LIMITS)
+    return broken_rule or _require_shift_within(
+        "shift of its inputs to its output", min(inputs) - output, DPU_ADD_WRITE_LIMITS
+    )
 
 
-def _mul_shift(seen: Seen) -> Broken | None:
-    inputs, output = _positions(seen)
-    return None if not inputs or output is None else _within("shift of its product", sum(inputs) - output, MUL_WRITE)
+def _require_mul_shift(context: OpContext) -> BrokenRule | None:
+    inputs, output = _scale_positions(context)
+    return (
+        None
+        if not inputs or output is None
+        else _require_shift_within("shift of its product", sum(inputs) - output, DPU_MUL_WRITE_LIMITS)
+    )
 
 
-_COMMON = (inputs_quantized, output_quantized, types(INT8, INT8), symmetric, power_of_two)
+_VITIS_AI_COMMON = (
+    require_quantized_inputs,
+    require_quantized_output,
+    require_types(VITIS_AI_DTYPES, VITIS_AI_DTYPES),
+    require_symmetric,
+    require_power_of_two,
+)
 
-_SHARED = Row(requires=(*_COMMON, tied))
+_VITIS_AI_ONE_SCALE = KindRequirements(requires=(*_VITIS_AI_COMMON, require_one_scale))
 
-TABLE = Table(
+VITIS_AI_TABLE = RequirementTable(
     name="Vitis AI",
     rows={
         **dict.fromkeys(
             ("conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"),
-            Row(requires=(*_COMMON, _bias_quantized, _weighted_shift)),
+            KindRequirements(requires=(*_VITIS_AI_COMMON, _require_quantized_bias, _require_weighted_shift)),
         ),
-        "add": Row(requires=(*_COMMON, _add_shift)),
-        "mul": Row(requires=(*_COMMON, _mul_shift)),
-        **dict.fromkeys(("relu", "relu6", "leaky_relu", "prelu", "clip"), Row(requires=_COMMON)),
+        "add": KindRequirements(requires=(*_VITIS_AI_COMMON, _require_add_shift)),
+        "mul": KindRequirements(requires=(*_VITIS_AI_COMMON, _require_mul_shift)),
+        **dict.fromkeys(("relu", "relu6", "leaky_relu", "prelu", "clip"), KindRequirements(requires=_VITIS_AI_COMMON)),
         **dict.fromkeys(
             ("concat", "max_pool", "avg_pool", "global_avg_pool", "pad", "slice", "reshape", "flatten", "transpose"),
-            _SHARED,
+            _VITIS_AI_ONE_SCALE,
         ),
     },
     fuses=dict.fromkeys(
@@ -122,10 +152,10 @@ TABLE = Table(
 
 VITIS_AI = Backend(
     name="vitis_ai",
-    explains="AMD's Vitis AI, power-of-two scales",
-    predict=partial(judge, table=TABLE),
+    description="AMD's Vitis AI, power-of-two scales",
+    predict=partial(predict_from_table, table=VITIS_AI_TABLE),
     symmetric=True,
     ties_concat=True,
-    bias="int8",
-    fuses=TABLE.fuses,
+    bias_type="int8",
+    fuses=VITIS_AI_TABLE.fuses,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -11,34 +12,136 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Self
 
-from graphquant.batch.ingredients import file_digest
-from graphquant.batch.journal import remove_journals
-from graphquant.batch.types import Outcome, outcome_from, outcome_json
-from graphquant.data.files import remote
+from graphquant.batch.cache_key import canonical_output, file_digest
+from graphquant.batch.types import Entry, Outcome, outcome_json, parse_outcome
+from graphquant.calibration.data.files import is_remote
 from graphquant.errors import UsageError
-from graphquant.formats.beside import replacing
-from graphquant.whole import room_beside, take_place, whole
+from graphquant.formats.external_weights import replacing_model
+from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
-_CHUNK = 1 << 20
-_SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
-_AGE = re.compile(r"(\d{1,5})\s*([hdw])", re.IGNORECASE)
-_MONTH = 30 * 86400
-_SHA256 = re.compile("[0-9a-f]{64}")
+    from collections.abc import Iterator, Mapping, Sequence
+    from types import TracebackType
 
 
-def default_folder() -> Path:
+# What of a batch is finished, a line each, written to the disk before anything else is done.
+
+
+def journal_path(folder: Path, entries: Sequence[Entry]) -> Path:
+    """The journal of the batch that writes these outputs, from wherever it is started."""
+    outputs = sorted(canonical_output(entry.output) for entry in entries)
+    encoded = json.dumps(outputs).encode(errors="surrogatepass")
+    return folder / "batches" / f"{hashlib.sha256(encoded).hexdigest()[:32]}.jsonl"
+
+
+def remove_journals(folder: Path, age: float) -> None:
+    """Removes the journals that nothing was written to for so many seconds, and that no batch holds."""
+    for path in (folder / "batches").glob("*.jsonl"):
+        with suppress(OSError), path.open("ab") as file:
+            if path.stat().st_mtime < time.time() - age and _lock_journal(file):
+                path.unlink()
+
+
+def _lock_journal(file: IO[bytes]) -> bool:
+    """Takes the lock of a journal, which goes when it is closed; False if another process has it."""
+    try:
+        import fcntl
+    except ImportError:  # Windows has none; there two runs of one batch do the work twice
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+class Journal:
+    """The journal of a batch that runs, held by a lock that ends with the process.
+
+    Args:
+        path: Its file, made if it is not there.
+        resume: Whether what is in it counts; else it starts anew.
+
+    Attributes:
+        finished: The outcomes in it, by the entry's name.
+
+    Raises:
+        UsageError: The batch is being run already, or the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, resume: bool) -> None:
+        self._path = path
+        self.finished: dict[str, Outcome] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+b", buffering=0)  # what is not written does not wait for the end
+        except OSError as error:
+            raise UsageError(
+                f"{path}, where a batch keeps what is finished, cannot be written: {error.strerror}. Give another"
+                " folder with --cache-dir."
+            ) from error
+        if not _lock_journal(self._file):
+            self._file.close()
+            raise UsageError("This batch is being run already. Wait for the other run to end, or stop it.")
+        if resume:
+            self._read_finished()
+        else:
+            self._file.truncate(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def add(self, outcome: Outcome) -> None:
+        """Appends an outcome; when this returns, it is on the disk, but for one that the cache has too.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        line, end = json.dumps(outcome_json(outcome)).encode() + b"\n", self._file.seek(0, os.SEEK_END)
+        if self._file.write(line) != len(line):  # as a raw file may, where the disk is full
+            self._file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if outcome.status != "unchanged":
+            os.fsync(self._file.fileno())
+
+    def _read_finished(self) -> None:
+        """Takes in what is finished; a line that was cut off, and what follows it, is not."""
+        self._file.seek(0)
+        valid_bytes = 0
+        for line in self._file:
+            try:
+                if not line.endswith(b"\n"):
+                    break
+                outcome = parse_outcome(json.loads(line), str(self._path))
+            except (ValueError, RecursionError, UsageError):
+                break
+            self.finished[outcome.name] = outcome
+            valid_bytes += len(line)
+        self._file.truncate(valid_bytes)
+
+
+_CHUNK_SIZE = 1 << 20
+_UNIT_SECONDS = {"h": 3600, "d": 86400, "w": 7 * 86400}
+_AGE_PATTERN = re.compile(r"(\d{1,5})\s*([hdw])", re.IGNORECASE)
+_DEFAULT_AGE = 30 * 86400
+_SHA256_PATTERN = re.compile("[0-9a-f]{64}")
+
+
+def default_cache_folder() -> Path:
     """The user's folder for caches, as the system has it."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(given) if Path(given).is_absolute() else Path.home() / ".cache") / "graphquant"
+    configured = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache") / "graphquant"
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class OutcomeCache:
     """A folder of outcomes by their key, and of the files of outputs by their digest.
 
     Attributes:
@@ -47,36 +150,36 @@ class Cache:
 
     folder: Path
 
-    def outcome(self, key: str) -> Outcome | None:
+    def load_outcome(self, key: str) -> Outcome | None:
         """The outcome that was kept under `key`, None if there is none that can be read."""
-        path = self._outcome(key)
-        found = _read(path)
-        if found is not None:
+        path = self._outcome_path(key)
+        outcome = _read_cached_outcome(path)
+        if outcome is not None:
             with suppress(OSError):
                 os.utime(path)  # pruning goes by the last use
-        return found
+        return outcome
 
-    def keep(self, outcome: Outcome) -> None:
+    def store(self, outcome: Outcome) -> None:
         """Keeps an output, whose files are where the outcome says, and the outcome under its key; no files elsewhere.
 
         Raises:
             OSError: The folder is full, or cannot be written.
         """
-        home = Path(outcome.output).parent
+        folder = Path(outcome.output).parent
         for name, digest in outcome.products.items():
-            path = self._object(digest)
-            if not remote(outcome.output) and not path.is_file():
+            path = self._file_path(digest)
+            if not is_remote(outcome.output) and not path.is_file():
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _copy(home / name, path, digest)
-        path = self._outcome(outcome.digests.key)
+                _copy_verified(folder / name, path, digest)
+        path = self._outcome_path(outcome.digests.key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with whole(path) as file:
+        with atomic_file(path) as file:
             file.write(json.dumps(outcome_json(outcome)).encode())
 
-    def forget(self, key: str) -> None:
+    def remove(self, key: str) -> None:
         """Removes the outcome under `key`, if there is one."""
         with suppress(OSError):
-            self._outcome(key).unlink()
+            self._outcome_path(key).unlink()
 
     def restore(self, outcome: Outcome, output: Path) -> bool:
         """Writes a kept output, whole or not at all; False if it is not there in full any more.
@@ -84,27 +187,29 @@ class Cache:
         Raises:
             OSError: It cannot be written.
         """
-        home, names = output.parent, {PurePosixPath(name): digest for name, digest in outcome.products.items()}
-        if not all(self._object(digest).is_file() for digest in names.values()):
+        folder, digests = output.parent, {PurePosixPath(name): digest for name, digest in outcome.products.items()}
+        if not all(self._file_path(digest).is_file() for digest in digests.values()):
             return False
-        beside = {name: digest for name, digest in names.items() if name.parts[0] != output.name}
-        if any((home / name).exists() and file_digest(home / name) != digest for name, digest in beside.items()):
+        companions = {name: digest for name, digest in digests.items() if name.parts[0] != output.name}
+        if any(
+            (folder / name).exists() and file_digest(folder / name) != digest for name, digest in companions.items()
+        ):
             return False  # another model's data; who makes the output anew finds words for that
-        home.mkdir(parents=True, exist_ok=True)
-        room = room_beside(output)
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = make_staging_folder(output)
         try:
-            for name, digest in names.items():
-                (room / name).parent.mkdir(parents=True, exist_ok=True)
-                if not _copy(self._object(digest), room / name, digest):
-                    self._object(digest).unlink(missing_ok=True)  # it is damaged
+            for name, digest in digests.items():
+                (staging / name).parent.mkdir(parents=True, exist_ok=True)
+                if not _copy_verified(self._file_path(digest), staging / name, digest):
+                    self._file_path(digest).unlink(missing_ok=True)  # it is damaged
                     return False
-            with replacing(output, apart=bool(beside)):
-                for name in beside:
-                    (home / name).parent.mkdir(parents=True, exist_ok=True)
-                    (room / name).replace(home / name)
-                take_place(room / output.name, output, room)
+            with replacing_model(output, external_weights=bool(companions)):
+                for name in companions:
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (staging / name).replace(folder / name)
+                replace_folder(staging / output.name, output, staging)
         finally:
-            shutil.rmtree(room, ignore_errors=True)
+            shutil.rmtree(staging, ignore_errors=True)
         return True
 
     def prune(self, limit: str) -> tuple[int, int]:
@@ -118,56 +223,56 @@ class Cache:
         Raises:
             UsageError: `limit` is neither.
         """
-        age, size = parse_limit(limit)
-        kept = sorted(self._outcomes(), key=lambda path: (-path.stat().st_mtime_ns, path.name))
+        age, size = parse_prune_limit(limit)
+        stored = sorted(self._outcome_files(), key=lambda path: (-path.stat().st_mtime_ns, path.name))
         if size is None:
-            staying = [path for path in kept if path.stat().st_mtime >= time.time() - age]
+            retained = [path for path in stored if path.stat().st_mtime >= time.time() - age]
         else:
-            staying = self._within(kept, size)
-        for path in set(kept) - set(staying):
+            retained = self._within_size(stored, size)
+        for path in set(stored) - set(retained):
             path.unlink(missing_ok=True)
-        needed = {digest for path in staying for digest in self._products(path)}
-        freed = 0
-        for path in self._objects():
-            if path.name not in needed:
-                freed += path.stat().st_size
+        used_digests = {digest for path in retained for digest in self._output_digests(path)}
+        freed_bytes = 0
+        for path in self._stored_files():
+            if path.name not in used_digests:
+                freed_bytes += path.stat().st_size
                 path.unlink(missing_ok=True)
         remove_journals(self.folder, age)
-        return len(kept) - len(staying), freed
+        return len(stored) - len(retained), freed_bytes
 
-    def _within(self, kept: list[Path], size: int) -> list[Path]:
-        """The first of `kept` whose files come to no more than `size` bytes together."""
-        staying, counted = [], set[str]()
-        for path in kept:
-            for digest in self._products(path):
-                if digest not in counted:
-                    counted.add(digest)
+    def _within_size(self, stored: list[Path], size: int) -> list[Path]:
+        """The first of `stored` whose files come to no more than `size` bytes together."""
+        retained, counted_digests = [], set[str]()
+        for path in stored:
+            for digest in self._output_digests(path):
+                if digest not in counted_digests:
+                    counted_digests.add(digest)
                     with suppress(OSError):
-                        size -= self._object(digest).stat().st_size
+                        size -= self._file_path(digest).stat().st_size
             if size < 0:
                 break
-            staying.append(path)
-        return staying
+            retained.append(path)
+        return retained
 
-    def _products(self, path: Path) -> list[str]:
+    def _output_digests(self, path: Path) -> list[str]:
         """The digests of an outcome's files."""
-        found = _read(path)
-        return [] if found is None else list(found.products.values())
+        outcome = _read_cached_outcome(path)
+        return [] if outcome is None else list(outcome.products.values())
 
-    def _outcome(self, key: str) -> Path:
+    def _outcome_path(self, key: str) -> Path:
         return self.folder / "outcomes" / key[:2] / f"{key}.json"
 
-    def _object(self, digest: str) -> Path:
+    def _file_path(self, digest: str) -> Path:
         return self.folder / "files" / digest[:2] / digest
 
-    def _outcomes(self) -> Iterator[Path]:
+    def _outcome_files(self) -> Iterator[Path]:
         return (self.folder / "outcomes").glob("*/*.json")
 
-    def _objects(self) -> Iterator[Path]:
+    def _stored_files(self) -> Iterator[Path]:
         return (path for path in (self.folder / "files").glob("*/*") if path.is_file())
 
 
-def parse_limit(limit: str) -> tuple[int, int | None]:
+def parse_prune_limit(limit: str) -> tuple[int, int | None]:
     """The seconds that "30d" stands for, and None; or those of a month, and the bytes that "2GB" stands for.
 
     Raises:
@@ -175,41 +280,38 @@ def parse_limit(limit: str) -> tuple[int, int | None]:
     """
     from graphquant.calibration import parse_size
 
-    age = _AGE.fullmatch(limit.strip())
-    return (int(age[1]) * _SECONDS[age[2].lower()], None) if age else (_MONTH, parse_size(limit))
+    age = _AGE_PATTERN.fullmatch(limit.strip())
+    return (int(age[1]) * _UNIT_SECONDS[age[2].lower()], None) if age else (_DEFAULT_AGE, parse_size(limit))
 
 
-def _copy(source: Path, target: Path, digest: str) -> bool:
+def _copy_verified(source: Path, target: Path, digest: str) -> bool:
     """Copies a file, whole or not at all; whether it is the one with that digest."""
-    found = hashlib.sha256()
-    with source.open("rb") as opened, whole(target) as file:
-        while chunk := opened.read(_CHUNK):
-            found.update(chunk)
+    hasher = hashlib.sha256()
+    with source.open("rb") as reader, atomic_file(target) as file:
+        while chunk := reader.read(_CHUNK_SIZE):
+            hasher.update(chunk)
             file.write(chunk)
-    if found.hexdigest() != digest:
+    if hasher.hexdigest() != digest:
         target.unlink()
         return False
     return True
 
 
-def _read(path: Path) -> Outcome | None:
+def _read_cached_outcome(path: Path) -> Outcome | None:
     """The outcome in a file, None if it holds none: who fills a cache that several share is not known."""
     try:
-        found = outcome_from(json.loads(path.read_bytes()), str(path))
+        outcome = parse_outcome(json.loads(path.read_bytes()), str(path))
     except (OSError, ValueError, RecursionError, UsageError):
         return None
-    return found if found.digests.key == path.stem and _sound(found.products) else None
+    return outcome if outcome.digests.key == path.stem and _valid_products(outcome.products) else None
 
 
-def _sound(products: Mapping[str, str]) -> bool:
+def _valid_products(products: Mapping[str, str]) -> bool:
     """Whether there are files, with digests that are such and names under the output's folder, as they become paths."""
     return bool(products) and all(
-        _SHA256.fullmatch(digest)
+        _SHA256_PATTERN.fullmatch(digest)
         and PurePosixPath(name).parts
         and not Path(name).is_absolute()
         and ".." not in Path(name).parts
         for name, digest in products.items()
     )
-
-
-__all__ = ["Cache", "default_folder", "parse_limit"]

@@ -21,12 +21,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
-from graphquant.batch.ingredients import versions
-from graphquant.batch.processes import dismiss, run
+from graphquant.batch.cache_key import package_versions
 from graphquant.batch.types import Outcome
-from graphquant.batch.work import unmade
-from graphquant.data.files import remote
+from graphquant.batch.work import failed_outcome
+from graphquant.batch.workers import run_workers, stop_workers
+from graphquant.calibration.data.files import is_remote
 from graphquant.errors import GraphQuantError, MissingDependencyError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from distributed import Future
+    from distributed import Worker as DaskWorker
+
+    from graphquant.api import Progress
+    from graphquant.batch.types import Entry
+    from graphquant.batch.workers import WorkerLimits, WorkFunction
+    from graphquant.calibration import Stats
+
 
 try:
     from distributed import Client, WorkerPlugin, as_completed, get_worker
@@ -35,28 +47,20 @@ except ImportError as _missing:
         "A cluster needs dask.distributed. Install it: pip install 'graphquant[dask]'"
     ) from _missing
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
-    from distributed import Future
-    from distributed import Worker as DaskWorker
-
-    from graphquant.batch.processes import Limits, Worker
-    from graphquant.batch.types import Entry
-    from graphquant.calibration import Stats
-    from graphquant.pipeline import Progress
-
-PATIENCE = "10s"
+SCHEDULER_TIMEOUT = "10s"
 """How long a scheduler may take to answer."""
 
-END, LOOK = 10.0, 0.02
+SHUTDOWN_SECONDS, POLL_SECONDS = 10.0, 0.02
 """Seconds in which the processes of a worker have to end, and between two looks whether they have."""
 
-STATS = "stats.gqs"
+STATS_FILE_NAME = "stats.gqs"
 """Name of a file of statistics in a temporary folder."""
 
 
-def run_on(address: str, entries: Sequence[Entry], worker: Worker, limits: Limits) -> Iterator[Outcome]:
+def run_on_cluster(
+    address: str, entries: Sequence[Entry], worker: WorkFunction, limits: WorkerLimits
+) -> Iterator[Outcome]:
     """Gives the outcome of each entry as soon as it is there, like `processes.run`; leaving early ends the work.
 
     How many are done at once is for the cluster to say: one for each thread of its workers. If there are fewer entries
@@ -73,200 +77,244 @@ def run_on(address: str, entries: Sequence[Entry], worker: Worker, limits: Limit
     """
     if not entries:
         return
-    with _client(address) as client:
+    with _connect(address) as client:
         threads = sum(client.nthreads().values())
         if not threads:
             raise UsageError(f"The cluster at {address} has no workers. Start some: dask worker {address}.")
-        name = f"graphquant-{uuid4().hex}"
-        client.register_plugin(_Crews(), name=name)
+        plugin_name = f"graphquant-{uuid4().hex}"
+        client.register_plugin(_WorkerPools(), name=plugin_name)
         try:
-            yield from _outcomes(client, list(entries), worker, limits, name, max(threads // len(entries), 1))
+            yield from _cluster_outcomes(
+                client, list(entries), worker, limits, plugin_name, max(threads // len(entries), 1)
+            )
         finally:
             with suppress(OSError):  # the scheduler is gone
-                client.unregister_worker_plugin(name)
+                client.unregister_worker_plugin(plugin_name)
 
 
-def _client(address: str) -> Client:
+def _connect(address: str) -> Client:
     try:
-        return Client(address, timeout=PATIENCE, set_as_default=False)
+        return Client(address, timeout=SCHEDULER_TIMEOUT, set_as_default=False)
     except (OSError, ValueError, TimeoutError) as error:
-        said = str(error).strip().split("\n")[0].rstrip(".")
-        raise UsageError(f"There is no dask scheduler at {address}: {said}. Start one: dask scheduler.") from error
+        reason = str(error).strip().split("\n")[0].rstrip(".")
+        raise UsageError(f"There is no dask scheduler at {address}: {reason}. Start one: dask scheduler.") from error
 
 
-def _outcomes(
-    client: Client, entries: list[Entry], worker: Worker, limits: Limits, crews: str, parts: int
+def _cluster_outcomes(
+    client: Client, entries: list[Entry], worker: WorkFunction, limits: WorkerLimits, plugin_name: str, shard_count: int
 ) -> Iterator[Outcome]:
-    here = str(Path.cwd())
-    one = replace(limits, jobs=1)
-    todo: dict[Future[Outcome], Entry] = {}
+    folder = str(Path.cwd())
+    worker_limits = replace(limits, jobs=1)
+    pending: dict[Future[Outcome], Entry] = {}
     try:
         for entry in entries:
-            stats = _calibrated(client, entry, one, crews, here, parts) if parts > 1 else None
-            done = client.submit(_done, entry, stats, worker, one, crews, here, versions(), pure=False)
-            todo[done] = entry
-        for future in as_completed(list(todo), loop=client.loop):
+            statistics = (
+                _submit_calibration(client, entry, worker_limits, plugin_name, folder, shard_count)
+                if shard_count > 1
+                else None
+            )
+            submitted = client.submit(
+                _entry_on_worker,
+                entry,
+                statistics,
+                worker,
+                worker_limits,
+                plugin_name,
+                folder,
+                package_versions(),
+                pure=False,
+            )
+            pending[submitted] = entry
+        for future in as_completed(list(pending), loop=client.loop):
             try:
-                outcome = _outcome(future, todo[future])
+                outcome = _future_outcome(future, pending[future])
             except (CancelledError, OSError) as error:
-                said = "The cluster's scheduler is gone. Start it again, and the batch with --resume."
-                raise UsageError(said) from error
+                message = "The cluster's scheduler is gone. Start it again, and the batch with --resume."
+                raise UsageError(message) from error
             yield outcome
     finally:
         with suppress(OSError):
-            client.cancel(list(todo), force=True)
+            client.cancel(list(pending), force=True)
 
 
-def _outcome(future: Future[Outcome], entry: Entry) -> Outcome:
+def _future_outcome(future: Future[Outcome], entry: Entry) -> Outcome:
     """What became of an entry; that of one at which workers died again and again is their end."""
     error = future.exception()
     if error is None:
         return future.result()
-    said = str(error).strip().split("\n")[0]
-    return unmade(entry, "Crash", f"The cluster gave it up: {said} Try the model alone with -j 1.", status="crashed")
+    reason = str(error).strip().split("\n")[0]
+    return failed_outcome(
+        entry, "Crash", f"The cluster gave it up: {reason} Try the model alone with -j 1.", status="crashed"
+    )
 
 
-def _calibrated(
-    client: Client, entry: Entry, limits: Limits, crews: str, here: str, parts: int
+def _submit_calibration(
+    client: Client, entry: Entry, limits: WorkerLimits, plugin_name: str, folder: str, shard_count: int
 ) -> Future[Stats | None] | None:
     """The statistics of an entry, made in as many parts; None where it needs none, has some, or has bounds."""
-    if entry.data is None or entry.stats is not None or entry.gates.measures or remote(entry.model):
+    if entry.data is None or entry.stats is not None or entry.gates.needs_data or is_remote(entry.model):
         return None
     shards = [
-        client.submit(_part, entry, (number, parts), limits, crews, here, versions(), pure=False)
-        for number in range(1, parts + 1)
+        client.submit(
+            _shard_stats, entry, (number, shard_count), limits, plugin_name, folder, package_versions(), pure=False
+        )
+        for number in range(1, shard_count + 1)
     ]
-    return client.submit(_merged, shards, pure=False)
+    return client.submit(_merge_shard_stats, shards, pure=False)
 
 
 # -- on a worker ---------------------------------------------------------------------------------
 
 
-def _part(
-    entry: Entry, shard: tuple[int, int], limits: Limits, crews: str, here: str, wanted: dict[str, str]
+def _shard_stats(
+    entry: Entry,
+    shard: tuple[int, int],
+    limits: WorkerLimits,
+    plugin_name: str,
+    folder: str,
+    required_versions: dict[str, str],
 ) -> Stats | None:
     """Statistics of a part of the samples; None where something is wrong, which whoever does the model will tell."""
     from graphquant.calibration import load_stats
 
-    if wanted != versions():
+    if required_versions != package_versions():
         return None
-    worker = partial(_observed, shard=shard, max_memory=limits.memory // 2 if limits.memory else None)
-    with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as room:
-        given = replace(entry, output=str(Path(room, STATS)))
-        outcome = _crews(crews).do(given, partial(_in_folder, worker, here), replace(limits, retries=0), None)
-        return load_stats(Path(given.output)) if outcome.status == "done" else None
+    worker = partial(_write_shard_stats, shard=shard, max_memory=limits.memory // 2 if limits.memory else None)
+    with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as temp_folder:
+        shard_entry = replace(entry, output=str(Path(temp_folder, STATS_FILE_NAME)))
+        outcome = _worker_pools(plugin_name).run_entry(
+            shard_entry, partial(_run_in_folder, worker, folder), replace(limits, retries=0), None
+        )
+        return load_stats(Path(shard_entry.output)) if outcome.status == "done" else None
 
 
-def _observed(
+def _write_shard_stats(
     entry: Entry, *, shard: tuple[int, int], max_memory: int | None = None, progress: Progress | None = None
 ) -> Outcome:
     """Writes the statistics of a part of the samples to the entry's output."""
-    from graphquant import formats, pipeline
-    from graphquant.calibration import save_stats, with_method
-    from graphquant.data import open_data
-    from graphquant.pipeline.checking import parted
+    from graphquant import api, formats
+    from graphquant.api.validation import split_holdout
+    from graphquant.calibration import save_stats, with_observer
+    from graphquant.calibration.data import open_data
 
     data = entry.data or ""
     try:
-        model = pipeline.load(Path(entry.model))
-        made = pipeline.plan(
+        model = api.load(Path(entry.model))
+        quantization_plan = api.plan(
             model, rules=entry.rules, include=entry.include, exclude=entry.exclude, family=entry.family
         )
-        batches = open_data(data, formats.module(model.format).inputs(model), samples=entry.samples, meanwhile=True)
-        used, _ = parted(data, entry.samples, batches)  # `insert` keeps the rest for its check
-        made = with_method(made, entry.method)
-        stats = pipeline.calibrate(model, made, used, full=False, shard=shard, max_memory=max_memory, progress=progress)
+        batches = open_data(
+            data,
+            formats.format_module(model.format).input_specs(model),
+            samples=entry.samples,
+            check_in_background=True,
+        )
+        calibration_batches, _ = split_holdout(data, entry.samples, batches)  # `insert` keeps the rest for its check
+        made = with_observer(quantization_plan, entry.method)
+        stats = api.calibrate(
+            model, made, calibration_batches, full=False, shard=shard, max_memory=max_memory, progress=progress
+        )
         save_stats(stats, Path(entry.output))
     except (GraphQuantError, OSError, MemoryError) as error:
-        return unmade(entry, type(error).__name__, str(error))
+        return failed_outcome(entry, type(error).__name__, str(error))
     return Outcome(name=entry.name, model=entry.model, output=entry.output, status="done")
 
 
-def _merged(parts: Sequence[Stats | None]) -> Stats | None:
-    from graphquant import pipeline
+def _merge_shard_stats(shards: Sequence[Stats | None]) -> Stats | None:
+    from graphquant import api
 
-    whole = [part for part in parts if part is not None]
-    return pipeline.merge_stats(whole) if len(whole) == len(parts) else None
+    complete = [stats for stats in shards if stats is not None]
+    return api.merge_stats(complete) if len(complete) == len(shards) else None
 
 
-def _done(
-    entry: Entry, stats: Stats | None, worker: Worker, limits: Limits, crews: str, here: str, wanted: dict[str, str]
+def _entry_on_worker(
+    entry: Entry,
+    stats: Stats | None,
+    worker: WorkFunction,
+    limits: WorkerLimits,
+    plugin_name: str,
+    folder: str,
+    required_versions: dict[str, str],
 ) -> Outcome:
     """The outcome of an entry, done by a process of its own that stays for the next one."""
-    found = versions()
-    differing = [name for name in sorted(wanted.keys() | found.keys()) if wanted.get(name) != found.get(name)]
+    installed = package_versions()
+    differing = [
+        name
+        for name in sorted(required_versions.keys() | installed.keys())
+        if required_versions.get(name) != installed.get(name)
+    ]
     if differing:
-        told = ", ".join(f"{name} {found.get(name, 'is missing')}" for name in differing)
-        here_told = ", ".join(f"{name} {wanted.get(name, 'is missing')}" for name in differing)
-        said = f"A worker of the cluster has {told}, and whoever started the batch {here_told}. Install the same."
-        return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
-    own = _crews(crews)
-    crew = own.free.popleft() if own.free else []
+        installed_text = ", ".join(f"{name} {installed.get(name, 'is missing')}" for name in differing)
+        required_text = ", ".join(f"{name} {required_versions.get(name, 'is missing')}" for name in differing)
+        message = f"A worker of the cluster has {installed_text}, and whoever started the batch {required_text}. Install the same."
+        return failed_outcome(entry, UsageError.__name__, message, UsageError.exit_code)
+    plugin = _worker_pools(plugin_name)
+    pool = plugin.idle.popleft() if plugin.idle else []
     try:
-        with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as room:
-            given = replace(entry, stats=_saved(stats, Path(room))) if stats is not None else entry
-            return own.do(given, partial(_in_folder, worker, here), limits, crew)
+        with tempfile.TemporaryDirectory(prefix="graphquant-stats-") as temp_folder:
+            local_entry = (
+                replace(entry, stats=_save_temp_stats(stats, Path(temp_folder))) if stats is not None else entry
+            )
+            return plugin.run_entry(local_entry, partial(_run_in_folder, worker, folder), limits, pool)
     finally:
-        own.free.append(crew)
+        plugin.idle.append(pool)
 
 
-def _saved(stats: Stats, room: Path) -> str:
+def _save_temp_stats(stats: Stats, folder: Path) -> str:
     from graphquant.calibration import save_stats
 
-    save_stats(stats, room / STATS)
-    return str(room / STATS)
+    save_stats(stats, folder / STATS_FILE_NAME)
+    return str(folder / STATS_FILE_NAME)
 
 
-def _in_folder(worker: Callable[..., Outcome], here: str, entry: Entry, **options: Any) -> Outcome:
+def _run_in_folder(worker: Callable[..., Outcome], folder: str, entry: Entry, **options: Any) -> Outcome:
     """Has the entry done in the folder in which the batch was started, as its paths may be relative."""
     try:
-        os.chdir(here)
+        os.chdir(folder)
     except OSError as error:
-        said = (
-            f"A worker of the cluster cannot use {here}: {error.strerror}. Give all the same file system, or addresses."
-        )
-        return unmade(entry, UsageError.__name__, said, UsageError.exit_code)
+        message = f"A worker of the cluster cannot use {folder}: {error.strerror}. Give all the same file system, or addresses."
+        return failed_outcome(entry, UsageError.__name__, message, UsageError.exit_code)
     return worker(entry, **options)
 
 
-def _crews(name: str) -> _Crews:
+def _worker_pools(plugin_name: str) -> _WorkerPools:
     """Those of the dask worker that this is called on."""
-    return cast("_Crews", get_worker().plugins[name])
+    return cast("_WorkerPools", get_worker().plugins[plugin_name])
 
 
-class _Crews(WorkerPlugin):
+class _WorkerPools(WorkerPlugin):
     """Keeps, on each of dask's workers, the processes that do models, from one to the next.
 
     Attributes:
-        free: Those at no model.
+        idle: Those at no model.
     """
 
     def __init__(self) -> None:
-        self.free: deque[list[Any]] = deque()
+        self.idle: deque[list[Any]] = deque()
         self._busy: deque[Entry] = deque()
 
     def setup(self, worker: DaskWorker) -> None:
         """Lets the process of a worker start others; dask's nanny ends it with all of them."""
         del worker
         multiprocessing.current_process().daemon = False
-        self._halt, self._going = multiprocessing.Pipe(duplex=False)
+        self._halt_reader, self._halt_writer = multiprocessing.Pipe(duplex=False)
 
-    def do(self, entry: Entry, worker: Worker, limits: Limits, crew: list[Any] | None) -> Outcome:
+    def run_entry(self, entry: Entry, worker: WorkFunction, limits: WorkerLimits, pool: list[Any] | None) -> Outcome:
         """Has an entry done by a process: that of a crew, or one for this alone."""
         self._busy.append(entry)
         try:
-            for outcome in list(run([entry], worker, limits, crew=crew, halt=self._halt)):
+            for outcome in list(run_workers([entry], worker, limits, pool=pool, halt=self._halt_reader)):
                 return outcome
         finally:
             self._busy.pop()
-        return unmade(entry, "Skipped", "The batch was stopped before this model was done.", 130, "skipped")
+        return failed_outcome(entry, "Skipped", "The batch was stopped before this model was done.", 130, "skipped")
 
     async def teardown(self, worker: DaskWorker) -> None:
         """Ends them, those at a model too."""
         del worker
-        self._going.close()
-        last = time.monotonic() + END
-        while self._busy and time.monotonic() < last:  # noqa: ASYNC110  # other threads may not set asyncio's events
-            await asyncio.sleep(LOOK)
-        while self.free:
-            dismiss(self.free.popleft())
+        self._halt_writer.close()
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        while self._busy and time.monotonic() < deadline:  # noqa: ASYNC110  # other threads may not set asyncio's events
+            await asyncio.sleep(POLL_SECONDS)
+        while self.idle:
+            stop_workers(self.idle.popleft())

@@ -10,132 +10,145 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphquant import documents
-from graphquant.batch.asked import Asked, find, read
-from graphquant.batch.manifest_types import FORM, OUTPUT, ModelTable, Settings, settings
-from graphquant.batch.models_at import HERE, folder_of, models_at, suffix_of
+from graphquant import rules
+from graphquant.batch.manifest_schema import DEFAULT_OUTPUT, MANIFEST_FORM, EntrySettings, ModelTable, set_keys
+from graphquant.batch.remote import LOCAL_SCHEME, find_models, open_folder, suffix_of
+from graphquant.batch.request import BatchRequest, find_manifest, read_manifest
 from graphquant.batch.types import Entry, Gates
-from graphquant.data import check_spec
-from graphquant.data.files import remote
-from graphquant.data.spec import moved
+from graphquant.calibration.data import check_data_spec
+from graphquant.calibration.data.files import is_remote
+from graphquant.calibration.data.spec import rebase_data_spec
 from graphquant.errors import DataError, RuleError, UsageError, did_you_mean
-from graphquant.formats import KERAS, SUFFIXES
-from graphquant.ruleset import load_ruleset, moved_rules
+from graphquant.formats import KERAS_SUFFIXES, SUFFIXES
+from graphquant.rules import load_ruleset, rebase_rule_paths
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from graphquant.documents import Mistake
+    from graphquant.rules import Mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Chosen:
+class _SelectedModel:
     """A model of the batch: its name, and which table is for it."""
 
     name: str
     index: int
-    folder: bool
+    is_folder: bool
 
-    def part(self, key: str, variant: str | None) -> str:
+    def placeholder_value(self, key: str, variant: str | None) -> str:
         """What `{key}` stands for."""
-        above, _, own = self.name.rpartition("/")
-        suffix = "" if self.folder or suffix_of(own) not in SUFFIXES else suffix_of(own)
-        stem = own.removesuffix(suffix)
+        parent, _, file_name = self.name.rpartition("/")
+        suffix = "" if self.is_folder or suffix_of(file_name) not in SUFFIXES else suffix_of(file_name)
+        stem = file_name.removesuffix(suffix)
         return {
             "stem": stem,
-            "suffix": "" if suffix in KERAS else suffix,  # a Keras model is written as a SavedModel
-            "name": own,
-            "parent": above or ".",
+            "suffix": "" if suffix in KERAS_SUFFIXES else suffix,  # a Keras model is written as a SavedModel
+            "name": file_name,
+            "parent": parent or ".",
             "variant": variant or "",
         }[key]
 
 
-PARTS = ("stem", "suffix", "name", "parent", "variant")
+PLACEHOLDERS = ("stem", "suffix", "name", "parent", "variant")
 """What may stand in braces."""
 
-FILLED = ("data", "stats", "output")
+TEMPLATE_KEYS = ("data", "stats", "output")
 """Keys in which braces may stand."""
 
-_BRACES = re.compile(r"\{([^{}]*)\}")
+_PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
-def entries(names: Sequence[str] = (), given: Mapping[str, Any] | None = None) -> list[Entry]:
+def load_entries(patterns: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> list[Entry]:
     """The entries of a batch, in the order of the manifest, those of a glob by path.
 
     Args:
-        names: Paths and globs, or the path of one manifest; none for that of the current folder.
-        given: What the command line says, by key of `Settings`; it wins over what a manifest says.
+        patterns: Paths and globs, or the path of one manifest; none for that of the current folder.
+        overrides: What the command line says, by key of `Settings`; it wins over what a manifest says.
 
     Raises:
         ManifestError: There are mistakes; the message has all of them, a line each.
         MissingDependencyError: fsspec, or what it needs, is not installed.
         UsageError: There is no manifest, or an option's value is none.
     """
-    options, mistakes = documents.check(dict(given or {}), Settings, FORM)
+    options, mistakes = rules.validate_document(dict(overrides or {}), EntrySettings, MANIFEST_FORM)
     if options is None:
         raise UsageError("\n".join(sentence for _, sentence in mistakes))
-    said = settings(options)
-    if not names or (len(names) == 1 and names[0].endswith(".toml")):
-        asked = read(Path(names[0]) if names else find(), said)
+    overridden = set_keys(options)
+    if not patterns or (len(patterns) == 1 and patterns[0].endswith(".toml")):
+        request = read_manifest(Path(patterns[0]) if patterns else find_manifest(), overridden)
     else:
-        table, mistakes = documents.check({"path": list(dict.fromkeys(names))}, ModelTable, FORM)
+        table, mistakes = rules.validate_document({"path": list(dict.fromkeys(patterns))}, ModelTable, MANIFEST_FORM)
         if table is None:
             raise UsageError("\n".join(sentence for _, sentence in mistakes))
         tables = {index: ModelTable(path=(name,)) for index, name in enumerate(table.path)}
-        asked = Asked(tables=tables, given=said)
-    return _entries(asked)
+        request = BatchRequest(tables=tables, overrides=overridden)
+    return _request_entries(request)
 
 
-def _entries(asked: Asked) -> list[Entry]:
-    mistakes = list(asked.mistakes)
-    chosen = [one for one in _chosen(asked, mistakes) if one.index not in asked.doubtful]
-    looked = _Looked()
-    for index in asked.tables:
-        mistakes += _mistakes(asked, index, looked)
-    made = [(one, _entry(asked, one, looked, mistakes)) for one in chosen]
-    mistakes = [one for one in [*mistakes, *_clashes(asked, made)] if one[1]]
-    if mistakes or looked.failures:
-        raise asked.error(mistakes, looked.failures)
-    return [entry for _, entry in made]
+def _request_entries(request: BatchRequest) -> list[Entry]:
+    mistakes = list(request.mistakes)
+    selected = [model for model in _select_models(request, mistakes) if model.index not in request.ambiguous]
+    checks = _FileChecks()
+    for index in request.tables:
+        mistakes += _entry_mistakes(request, index, checks)
+    entries = [(model, _build_entry(request, model, checks, mistakes)) for model in selected]
+    mistakes = [mistake for mistake in [*mistakes, *_output_clashes(request, entries)] if mistake[1]]
+    if mistakes or checks.failures:
+        raise request.manifest_error(mistakes, checks.failures)
+    return [entry for _, entry in entries]
 
 
 # -- which models --------------------------------------------------------------------------------
 
 
-def _chosen(asked: Asked, mistakes: list[Mistake]) -> list[_Chosen]:
+def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_SelectedModel]:
     """Each model with its table: of one variant a path wins over a glob, and an earlier glob over a later."""
-    found: dict[tuple[str | None, str], tuple[int, bool]] = {}
-    for index, table in asked.tables.items():
+    table_by_model: dict[tuple[str | None, str], tuple[int, bool]] = {}
+    for index, table in request.tables.items():
         if not isinstance(table, ModelTable):
             continue
-        left = {name for pattern in table.leave or () for name in _named(asked, index, "leave", pattern, mistakes)[0]}
+        excluded = {
+            name
+            for pattern in table.exclude_models or ()
+            for name in _matching_models(request, index, "leave", pattern, mistakes)[0]
+        }
         for pattern in table.path:
-            names, exact = _named(asked, index, "path", pattern, mistakes)
+            names, exact = _matching_models(request, index, "path", pattern, mistakes)
             for name in names:
                 key = (table.variant, name)
-                other = found.get(key)
-                if name in left and not exact:
+                earlier = table_by_model.get(key)
+                if name in excluded and not exact:
                     continue
-                if other is None or (exact and not other[1]):
-                    found[key] = (index, exact)
-                elif exact and other[0] != index and asked.path is not None and not asked.doubtful & {index, other[0]}:
+                if earlier is None or (exact and not earlier[1]):
+                    table_by_model[key] = (index, exact)
+                elif (
+                    exact
+                    and earlier[0] != index
+                    and request.path is not None
+                    and not request.ambiguous & {index, earlier[0]}
+                ):
                     mistakes.append(
                         (
                             ("model", index, "path"),
                             f"{name!r} has an entry of its own above. Give one of them a 'variant', or take it out.",
                         )
                     )
-    order = sorted(found, key=lambda key: (found[key][0], key[1]))
+    order = sorted(table_by_model, key=lambda key: (table_by_model[key][0], key[1]))
     return [
-        _Chosen(name=key[1], index=found[key][0], folder=folder_of(key[1], asked.folder).is_folder(key[1]))
+        _SelectedModel(
+            name=key[1], index=table_by_model[key][0], is_folder=open_folder(key[1], request.folder).is_folder(key[1])
+        )
         for key in order
     ]
 
 
-def _named(asked: Asked, index: int, key: str, pattern: str, mistakes: list[Mistake]) -> tuple[Sequence[str], bool]:
+def _matching_models(
+    request: BatchRequest, index: int, key: str, pattern: str, mistakes: list[Mistake]
+) -> tuple[Sequence[str], bool]:
     """The models that a pattern names, none with a mistake where it names nothing."""
     try:
-        return models_at(pattern, asked.folder)
+        return find_models(pattern, request.folder)
     except UsageError as error:
         mistakes.append((("model", index, key), str(error)))
         return (), False
@@ -144,14 +157,14 @@ def _named(asked: Asked, index: int, key: str, pattern: str, mistakes: list[Mist
 # -- what is done with each ----------------------------------------------------------------------
 
 
-class _Looked:
+class _FileChecks:
     """Rule files, data and statistics that were looked at, each once, and what is wrong with rule files themselves."""
 
     def __init__(self) -> None:
         self.failures: dict[str, None] = {}
-        self.rules, self.data = cache(self._rules), cache(self._data)
+        self.rules, self.data = cache(self._check_rules), cache(self._check_data)
 
-    def _rules(self, name: str) -> str:
+    def _check_rules(self, name: str) -> str:
         """What is wrong with how rules are named, "" if nothing is."""
         try:
             load_ruleset([name])
@@ -162,155 +175,171 @@ class _Looked:
         return ""
 
     @staticmethod
-    def _data(spec: str) -> str:
+    def _check_data(spec: str) -> str:
         """What is wrong with a data spec, "" if nothing is."""
         try:
-            check_spec(spec)
+            check_data_spec(spec)
         except DataError as error:
             return str(error)
         return ""
 
     @staticmethod
-    def stats(path: str) -> str:
+    def check_stats(path: str) -> str:
         """What is wrong with the path of a statistics file, "" if nothing is."""
         if Path(path).is_file():
             return ""
         return f"There is no statistics file {path}. Make it with `graphquant calibrate`."
 
 
-def _said(asked: Asked, index: int) -> dict[str, Any]:
+def _entry_settings(request: BatchRequest, index: int) -> dict[str, Any]:
     """All that is said of an entry's models."""
-    return _layered(asked.defaults, settings(asked.tables[index]), asked.given)
+    return _merge_settings(request.defaults, set_keys(request.tables[index]), request.overrides)
 
 
-def _start(asked: Asked, key: str) -> str:
+def _base_folder(request: BatchRequest, key: str) -> str:
     """Where a relative path that `key` says begins."""
-    return "" if key in asked.given else asked.folder
+    return "" if key in request.overrides else request.folder
 
 
-def _mistakes(asked: Asked, index: int, looked: _Looked) -> Iterator[Mistake]:
+def _entry_mistakes(request: BatchRequest, index: int, checks: _FileChecks) -> Iterator[Mistake]:
     """What is wrong with an entry, whatever its models are."""
-    said, table = _said(asked, index), asked.tables[index]
-    for name in moved_rules(said.get("rules", ()), _start(asked, "rules")):
-        yield asked.place(index, "rules"), looked.rules(name)
-    for key in FILLED:
-        yield from ((asked.place(index, key), told) for told in _unfilled(said.get(key, "")))
-    data, stats = said.get("data"), said.get("stats")
-    if data is not None and not _BRACES.search(data):
-        yield asked.place(index, "data"), looked.data(moved(data, _start(asked, "data")))
-    if stats is not None and not _BRACES.search(stats):
-        yield asked.place(index, "stats"), looked.stats(_joined(_start(asked, "stats"), stats))
-    if data is None and _gates(said).measures and index not in asked.doubtful and isinstance(table, ModelTable):
-        key = next(key for key in ("min_sqnr", "min_agreement", "max_accuracy_drop") if key in said)
-        told = f"{key!r} is measured on data, and none is named for {', '.join(table.path)}. Give it 'data'."
-        yield asked.place(index, key), told
+    entry_settings, table = _entry_settings(request, index), request.tables[index]
+    for name in rebase_rule_paths(entry_settings.get("rules", ()), _base_folder(request, "rules")):
+        yield request.key_path(index, "rules"), checks.rules(name)
+    for key in TEMPLATE_KEYS:
+        yield from (
+            (request.key_path(index, key), message) for message in _placeholder_mistakes(entry_settings.get(key, ""))
+        )
+    data, stats = entry_settings.get("data"), entry_settings.get("stats")
+    if data is not None and not _PLACEHOLDER.search(data):
+        yield request.key_path(index, "data"), checks.data(rebase_data_spec(data, _base_folder(request, "data")))
+    if stats is not None and not _PLACEHOLDER.search(stats):
+        yield request.key_path(index, "stats"), checks.check_stats(_join_path(_base_folder(request, "stats"), stats))
+    if (
+        data is None
+        and _build_gates(entry_settings).needs_data
+        and index not in request.ambiguous
+        and isinstance(table, ModelTable)
+    ):
+        key = next(key for key in ("min_sqnr", "min_agreement", "max_accuracy_drop") if key in entry_settings)
+        message = f"{key!r} is measured on data, and none is named for {', '.join(table.path)}. Give it 'data'."
+        yield request.key_path(index, key), message
 
 
-def _entry(asked: Asked, one: _Chosen, looked: _Looked, mistakes: list[Mistake]) -> Entry:
+def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChecks, mistakes: list[Mistake]) -> Entry:
     """The entry of a model; what is wrong with files that are named after it goes to `mistakes`."""
-    table, said = asked.tables[one.index], _said(asked, one.index)
+    table, entry_settings = request.tables[model.index], _entry_settings(request, model.index)
     variant = table.variant if isinstance(table, ModelTable) else None
-    filled = {key: _filled(said[key], one, variant) for key in FILLED if key in said}
-    data = moved(filled["data"], _start(asked, "data")) if "data" in filled else None
-    stats = _joined(_start(asked, "stats"), filled["stats"]) if "stats" in filled else None
+    expanded = {
+        key: _expand_placeholders(entry_settings[key], model, variant) for key in TEMPLATE_KEYS if key in entry_settings
+    }
+    data = rebase_data_spec(expanded["data"], _base_folder(request, "data")) if "data" in expanded else None
+    stats = _join_path(_base_folder(request, "stats"), expanded["stats"]) if "stats" in expanded else None
     if data is not None:
-        mistakes.append((asked.place(one.index, "data"), looked.data(data)))
+        mistakes.append((request.key_path(model.index, "data"), checks.data(data)))
     if stats is not None:
-        mistakes.append((asked.place(one.index, "stats"), looked.stats(stats)))
-    output = filled["output"] if "output" in filled else _filled(OUTPUT, one, variant)
+        mistakes.append((request.key_path(model.index, "stats"), checks.check_stats(stats)))
+    output = expanded["output"] if "output" in expanded else _expand_placeholders(DEFAULT_OUTPUT, model, variant)
     return Entry(
-        name=f"{one.name} [{variant}]" if variant else one.name,
-        model=_joined(asked.folder, one.name),
-        output=_joined(_start(asked, "output"), output),
-        rules=moved_rules(said.get("rules", ()), _start(asked, "rules")),
+        name=f"{model.name} [{variant}]" if variant else model.name,
+        model=_join_path(request.folder, model.name),
+        output=_join_path(_base_folder(request, "output"), output),
+        rules=rebase_rule_paths(entry_settings.get("rules", ()), _base_folder(request, "rules")),
         data=data,
         stats=stats,
-        samples=said.get("samples"),
-        method=said.get("method"),
-        family=said.get("family"),
-        include=said.get("include", ()),
-        exclude=said.get("exclude", ()),
-        float_weights=said.get("float_weights", False),
-        gates=_gates(said),
+        samples=entry_settings.get("samples"),
+        method=entry_settings.get("method"),
+        family=entry_settings.get("family"),
+        include=entry_settings.get("include", ()),
+        exclude=entry_settings.get("exclude", ()),
+        float_weights=entry_settings.get("float_weights", False),
+        gates=_build_gates(entry_settings),
     )
 
 
-def _layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of all layers, the last one's winning; data takes the place of statistics that an earlier one has."""
-    said: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for layer in layers:
         if "data" in layer:
-            said.pop("stats", None)
-        said |= layer
-    return said
+            merged.pop("stats", None)
+        merged |= layer
+    return merged
 
 
-def _gates(said: Mapping[str, Any]) -> Gates:
-    check = said.get("check", False)
+def _build_gates(entry_settings: Mapping[str, Any]) -> Gates:
+    check = entry_settings.get("check", False)
     return Gates(
-        min_sqnr=said.get("min_sqnr"),
-        min_agreement=said.get("min_agreement"),
-        max_accuracy_drop=said.get("max_accuracy_drop"),
-        max_size=said.get("max_size"),
+        min_sqnr=entry_settings.get("min_sqnr"),
+        min_agreement=entry_settings.get("min_agreement"),
+        max_accuracy_drop=entry_settings.get("max_accuracy_drop"),
+        max_size=entry_settings.get("max_size"),
         check=check if isinstance(check, str) else "" if check else None,
     )
 
 
-def _filled(text: str, one: _Chosen, variant: str | None) -> str:
+def _expand_placeholders(text: str, model: _SelectedModel, variant: str | None) -> str:
     """`text` with what its braces stand for; nothing for those that stand for nothing."""
-    return _BRACES.sub(lambda found: one.part(found[1], variant) if found[1] in PARTS else "", text)
+    return _PLACEHOLDER.sub(
+        lambda match: model.placeholder_value(match[1], variant) if match[1] in PLACEHOLDERS else "", text
+    )
 
 
-def _unfilled(text: str) -> Iterator[str]:
+def _placeholder_mistakes(text: str) -> Iterator[str]:
     """What is wrong with the braces of a text."""
-    for found in _BRACES.finditer(text):
-        if found[1] not in PARTS:
-            known = did_you_mean(found[1], PARTS) or f" Known are {', '.join(f'{{{name}}}' for name in PARTS)}."
-            yield f"there is no {found[0]!r}.{known}"
+    for match in _PLACEHOLDER.finditer(text):
+        if match[1] not in PLACEHOLDERS:
+            hint = (
+                did_you_mean(match[1], PLACEHOLDERS)
+                or f" Known are {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)}."
+            )
+            yield f"there is no {match[0]!r}.{hint}"
 
 
-def _joined(folder: str, path: str) -> str:
+def _join_path(folder: str, path: str) -> str:
     """`path` as it is named from the current folder."""
-    path = path.removeprefix(HERE)
-    return path if remote(path) else posixpath.normpath(posixpath.join(folder, path))
+    path = path.removeprefix(LOCAL_SCHEME)
+    return path if is_remote(path) else posixpath.normpath(posixpath.join(folder, path))
 
 
 # -- what they write -----------------------------------------------------------------------------
 
 
-def _clashes(asked: Asked, made: Sequence[tuple[_Chosen, Entry]]) -> Iterator[Mistake]:
+def _output_clashes(request: BatchRequest, entries: Sequence[tuple[_SelectedModel, Entry]]) -> Iterator[Mistake]:
     """Outputs that would take the place of one another, or of a model."""
-    models = {_real(entry.model): entry.model for _, entry in made}
+    models = {_real_path(entry.model): entry.model for _, entry in entries}
     outputs: dict[str, Entry] = {}
-    for one, entry in made:
-        where, place = _real(entry.output), asked.place(one.index, "output")
-        if where in outputs:
-            other = outputs[where]
-            advice = "{variant}" if other.model == entry.model else "{parent}"
+    for selected, entry in entries:
+        output_path, key_path = _real_path(entry.output), request.key_path(selected.index, "output")
+        if output_path in outputs:
+            earlier = outputs[output_path]
+            advice = "{variant}" if earlier.model == entry.model else "{parent}"
             yield (
-                place,
-                f"{entry.output} is the output of {other.name} and of {entry.name}. Put {advice} into 'output'.",
+                key_path,
+                f"{entry.output} is the output of {earlier.name} and of {entry.name}. Put {advice} into 'output'.",
             )
-        outputs.setdefault(where, entry)
-        over = next((model for path in _upwards(where) if (model := models.get(path)) is not None), None)
-        if over is not None:
-            into = "over" if where == _real(over) else "into the folder of"
+        outputs.setdefault(output_path, entry)
+        overwritten = next(
+            (model for path in _path_and_parents(output_path) if (model := models.get(path)) is not None), None
+        )
+        if overwritten is not None:
+            relation = "over" if output_path == _real_path(overwritten) else "into the folder of"
             yield (
-                place,
+                key_path,
                 (
-                    f"the output of {entry.name} would be written {into} {over}, which is a model. Give another"
+                    f"the output of {entry.name} would be written {relation} {overwritten}, which is a model. Give another"
                     " 'output', or leave that model out."
                 ),
             )
 
 
-def _real(path: str) -> str:
-    return path if remote(path) else os.path.realpath(path)
+def _real_path(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(path)
 
 
-def _upwards(path: str) -> Iterator[str]:
+def _path_and_parents(path: str) -> Iterator[str]:
     """`path` and the folders around it."""
     while path:
         yield path
-        above = path.rpartition("/")[0]
-        path = above if above != path else ""
+        parent = path.rpartition("/")[0]
+        path = parent if parent != path else ""

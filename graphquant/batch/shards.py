@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphquant.data.files import found, remote
+from graphquant.batch.types import TIME_KEYS, BatchReport, Outcome, outcome_json
+from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import GraphQuantError, UsageError
-from graphquant.formats.parts import files_of
+from graphquant.formats.model_files import model_files
+from graphquant.visualize.text import join_names
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from graphquant.batch.types import Entry
 
 
-def shard_of(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry]:
+def select_shard(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry]:
     """The entries of one shard, in their order: all shards together have each entry once.
 
     The largest models are dealt out first, each to the shard with the fewest bytes so far. Every machine that sees the
@@ -34,28 +37,116 @@ def shard_of(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry]:
     number, total = shard
     if not 1 <= number <= total:
         raise UsageError(f"There is no shard {number} of {total}. They are counted from 1, as in --shard 1/{total}.")
-    weights = {entry.name: size_of(entry.model) for entry in entries}
-    heap = [(0, place) for place in range(1, total + 1)]
-    mine = set()
-    for name in sorted(weights, key=lambda name: (-weights[name], name)):
-        taken, place = heapq.heappop(heap)
-        heapq.heappush(heap, (taken + weights[name] + 1, place))  # even empty files are work
-        if place == number:
-            mine.add(name)
-    return [entry for entry in entries if entry.name in mine]
+    sizes = {entry.name: model_size(entry.model) for entry in entries}
+    heap = [(0, shard_number) for shard_number in range(1, total + 1)]
+    selected = set()
+    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+        bytes_assigned, shard_number = heapq.heappop(heap)
+        heapq.heappush(heap, (bytes_assigned + sizes[name] + 1, shard_number))  # even empty files are work
+        if shard_number == number:
+            selected.add(name)
+    return [entry for entry in entries if entry.name in selected]
 
 
-def dealt(entries: Sequence[Entry]) -> str:
+def deal_digest(entries: Sequence[Entry]) -> str:
     """A digest of what a batch is dealt out by: machines that see other models, or other sizes, deal otherwise."""
-    told = json.dumps(sorted((entry.name, size_of(entry.model)) for entry in entries))
-    return hashlib.sha256(told.encode(errors="surrogatepass")).hexdigest()
+    encoded = json.dumps(sorted((entry.name, model_size(entry.model)) for entry in entries))
+    return hashlib.sha256(encoded.encode(errors="surrogatepass")).hexdigest()
 
 
-def size_of(model: str) -> int:
+def model_size(model: str) -> int:
     """Bytes of a model with all its files; 0 for one that cannot be read, which whoever works on it will tell."""
     try:
-        if remote(model):
-            return sum(file.system.size(file.name) or 0 for file in found(model)[0])
-        return sum(file.stat().st_size for file in files_of(Path(model)))
+        if is_remote(model):
+            return sum(file.filesystem.size(file.name) or 0 for file in list_data_files(model)[0])
+        return sum(file.stat().st_size for file in model_files(Path(model)))
     except (GraphQuantError, OSError):
         return 0
+
+
+# Reports of the shards of one batch, as one report.
+
+
+def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
+    """One report of all entries that the reports at these paths are of, as one machine would have made it.
+
+    Raises:
+        UsageError: They are of different batches or versions, one is there twice, or a shard is missing.
+    """
+    _check_shards(reports)
+    ordered = sorted(reports.values(), key=lambda report: report.shard)
+    outcomes_by_name: dict[str, list[Outcome]] = {}
+    for name in _merged_order([[outcome.name for outcome in report.outcomes] for report in ordered]):
+        outcomes_by_name[name] = []
+    for report in ordered:
+        for outcome in report.outcomes:
+            outcomes_by_name[outcome.name].append(outcome)
+    return replace(
+        ordered[0],
+        outcomes=tuple(_merge_outcomes(name, outcomes) for name, outcomes in outcomes_by_name.items()),
+        shard=(1, 1),
+        deal_digest="",
+        started=min(report.started for report in ordered),
+        seconds=max(report.seconds for report in ordered),
+        changes=(),
+    )
+
+
+def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
+    versions = {report.version: path for path, report in reports.items()}
+    if len(versions) > 1:
+        (first_version, first), (second_version, second) = list(versions.items())[:2]
+        raise UsageError(
+            f"{first} is of graphquant {first_version} and {second} of {second_version}. Run all shards with one version."
+        )
+    totals = {report.shard[1]: path for path, report in reports.items()}
+    if len(totals) > 1:
+        (first_total, first), (second_total, second) = list(totals.items())[:2]
+        raise UsageError(
+            f"{first} is one of {first_total} shards and {second} one of {second_total}. Give the reports of one batch."
+        )
+    deal_digests = {report.deal_digest: path for path, report in reports.items()}
+    if len(deal_digests) > 1:
+        first, second = list(deal_digests.values())[:2]
+        raise UsageError(
+            f"{first} and {second} are of machines that saw other models, or other sizes of them, so one may be in"
+            " neither. Give all shards the same files."
+        )
+    path_by_number: dict[int, Path] = {}
+    for path, report in reports.items():
+        number = report.shard[0]
+        if number in path_by_number:
+            raise UsageError(
+                f"{path} and {path_by_number[number]} are both of shard {number}. Give each shard's report once."
+            )
+        path_by_number[number] = path
+    (total,) = totals
+    missing = [f"{number}/{total}" for number in range(1, total + 1) if number not in path_by_number]
+    if missing:
+        raise UsageError(
+            f"No report is of shard {join_names(missing)}. Give the reports of all shards: what one of them would say is"
+            " unknown."
+        )
+
+
+def _merged_order(names_by_shard: Sequence[Sequence[str]]) -> Iterable[str]:
+    """The names of all shards: in the manifest's order, where each report has it, else in their own."""
+    all_names = {name for names in names_by_shard for name in names}
+    return (
+        dict.fromkeys(names_by_shard[0])
+        if all(set(names) == all_names for names in names_by_shard)
+        else sorted(all_names)
+    )
+
+
+def _merge_outcomes(name: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """What became of an entry in that shard which did it."""
+    finished = [outcome for outcome in outcomes if outcome.status != "skipped"] or outcomes[:1]
+    if any(_without_times(outcome) != _without_times(finished[0]) for outcome in finished):
+        raise UsageError(f"Two shards have different outcomes of {name}. Give the reports of one batch.")
+    return finished[0]
+
+
+def _without_times(outcome: Outcome) -> dict[str, object]:
+    """An outcome without what differs from run to run."""
+    return {key: value for key, value in outcome_json(outcome).items() if key not in {*TIME_KEYS, "status"}}

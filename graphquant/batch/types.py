@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from graphquant.errors import UsageError
-from graphquant.ir import named
+from graphquant.ir import qualified_op_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SCHEMA = 1
+
+REPORT_SCHEMA_VERSION = 1
 """Of reports."""
 
-MAX_BYTES = 1 << 30
+MAX_REPORT_BYTES = 1 << 30
 """Of a report's file."""
 
 Level = Literal["error", "warning", "note"]
@@ -27,13 +28,13 @@ Status = Literal["done", "unchanged", "failed", "gate", "timeout", "crashed", "m
 """Made now; was there already; refused with an error; made, and a gate does not hold; took too long; its process died;
 took too much memory; not begun, for the batch was stopped or the model is another shard's."""
 
-FINE = ("done", "unchanged")
+PASSED_STATUSES = ("done", "unchanged")
 """The statuses that are no failures."""
 
-TIMES = ("seconds", "attempts", "started")
+TIME_KEYS = ("seconds", "attempts", "started")
 """Keys of a report that differ from run to run."""
 
-_FORBID = ConfigDict(extra="forbid")
+_FORBID_EXTRA = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class Gates:
         check: The backend whose check must find nothing, "" for the check that is of no backend, None for no check.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     min_sqnr: float | None = None
     min_agreement: float | None = None
@@ -57,7 +58,7 @@ class Gates:
     check: str | None = None
 
     @property
-    def measures(self) -> bool:
+    def needs_data(self) -> bool:
         """Whether the float model and the output have to be run beside each other."""
         return not (self.min_sqnr is self.min_agreement is self.max_accuracy_drop is None)
 
@@ -83,7 +84,7 @@ class Entry:
         gates: What must hold of the output.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     name: str
     model: str
@@ -106,53 +107,53 @@ class Problem:
 
     Attributes:
         kind: Name of the error's class, "ModelError"; "Timeout", "Crash" or "Memory" where a worker ended.
-        says: What the command line would say, without "Error: ".
+        message: What the command line would say, without "Error: ".
         exit_code: What it would end with.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     kind: str
-    says: str
+    message: str
     exit_code: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Miss:
+class GateMiss:
     """A gate that does not hold.
 
     Attributes:
         gate: Name of the field of `Gates`.
-        says: What was found, and what was wanted.
+        message: What was found, and what was wanted.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     gate: str
-    says: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class BatchFinding:
     """A finding of `check`: its code and level, graph and op, what is the matter and how to mend it."""
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     code: str
     level: Level
     graph: str
     op: str
-    says: str
+    message: str
     fix: str
 
     @property
-    def where(self) -> str:
+    def site(self) -> str:
         """Graph and name."""
-        return named(self.graph, self.op)
+        return qualified_op_name(self.graph, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class OutcomeMetrics:
     """How far the output is from the float model.
 
     Attributes:
@@ -166,7 +167,7 @@ class Figures:
         problem: Why an output could not be compared, "" if all could.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     sqnr: float | None = None
     exact: bool = False
@@ -189,7 +190,7 @@ class Digests:
         key: All that the output depends on, options and versions included: the same key, the same output.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     model: str = ""
     rules: str = ""
@@ -216,68 +217,68 @@ class Outcome:
         size_after: Bytes of the output, None if there is none.
         sites: How many places are quantized.
         skips: What was left, and why, with a count for each reason.
-        low: How many of the ops that compute run in low precision, of how many, as `check` counts for the gate's
+        int8_ops: How many of the ops that compute run in low precision, of how many, as `check` counts for the gate's
             backend, or onnxruntime; None where that is not foretold.
-        figures: How far the output is from the float model, None where that was not measured.
+        metrics: How far the output is from the float model, None where that was not measured.
         versions: Of graphquant and what it ran on, by package.
         seconds: How long it took; 0 where it was there already, or in the cache.
         attempts: How many times it was tried.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     name: str
     model: str
     output: str
     status: Status
     problem: Problem | None = None
-    misses: tuple[Miss, ...] = ()
-    findings: tuple[Found, ...] = ()
+    misses: tuple[GateMiss, ...] = ()
+    findings: tuple[BatchFinding, ...] = ()
     digests: Digests = field(default_factory=Digests)
     products: dict[str, str] = field(default_factory=dict)
     size_before: int | None = None
     size_after: int | None = None
     sites: int = 0
     skips: dict[str, int] = field(default_factory=dict)
-    low: tuple[int, int] | None = None
-    figures: Figures | None = None
+    int8_ops: tuple[int, int] | None = None
+    metrics: OutcomeMetrics | None = None
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     attempts: int = 1
 
     @property
-    def fine(self) -> bool:
+    def passed(self) -> bool:
         """Whether the output is there and keeps its gates."""
-        return self.status in FINE
+        return self.status in PASSED_STATUSES
 
     @property
     def int8_share(self) -> float | None:
         """Share of the ops that run in low precision; None where that is not foretold, or nothing computes."""
-        return self.low[0] / self.low[1] if self.low is not None and self.low[1] else None
+        return self.int8_ops[0] / self.int8_ops[1] if self.int8_ops is not None and self.int8_ops[1] else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class OutcomeChange:
     """How an outcome differs from an earlier report's.
 
     Attributes:
         name: The entry's.
-        what: What differs; "digest" where an output that was built again is not what there is.
+        kind: What differs; "digest" where an output that was built again is not what there is.
         level: "error" for a regression that fails the batch, "warning" for one that does not, "note" for what is only
             told.
-        says: What it was, and what it is.
+        message: What it was, and what it is.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     name: str
-    what: Literal["status", "sqnr", "measured", "agreement", "accuracy", "size", "int8", "seconds", "gone", "digest"]
+    kind: Literal["status", "sqnr", "measured", "agreement", "accuracy", "size", "int8", "seconds", "gone", "digest"]
     level: Level
-    says: str
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class BatchReport:
     """What became of all entries.
 
     Attributes:
@@ -285,71 +286,73 @@ class Report:
         version: Of graphquant.
         outcomes: In the order of the manifest.
         shard: Which part of the manifest it is of, of how many, counted from 1.
-        dealt: Of a part, a digest of what all models were dealt out by, which all parts of one batch have in common.
+        deal_digest: Of a part, a digest of what all models were dealt out by, which all parts of one batch have in common.
         started: When, seconds since 1970.
         seconds: How long it took.
         changes: Against an earlier report, where one was given.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _FORBID
+    __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     schema: Literal[1] = 1
     version: str
     outcomes: tuple[Outcome, ...]
     shard: tuple[int, int] = (1, 1)
-    dealt: str = ""
+    deal_digest: str = ""
     started: float = 0.0
     seconds: float = 0.0
-    changes: tuple[Change, ...] = ()
+    changes: tuple[OutcomeChange, ...] = ()
 
     @property
-    def fine(self) -> bool:
+    def passed(self) -> bool:
         """Whether every output is there and keeps its gates."""
-        return all(one.fine for one in self.outcomes)
+        return all(outcome.passed for outcome in self.outcomes)
 
 
 @cache
-def _adapter(kind: type) -> TypeAdapter[Any]:
+def _batch_adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as JSON data; `outcome_from` gives it back."""
-    told: dict[str, Any] = _adapter(Outcome).dump_python(outcome, mode="json")
-    return told
+    """An outcome as JSON data; `parse_outcome` gives it back."""
+    data: dict[str, Any] = _batch_adapter(Outcome).dump_python(outcome, mode="json")
+    return data
 
 
-def outcome_from(data: Any, where: str) -> Outcome:
+def parse_outcome(data: Any, source: str) -> Outcome:
     """The outcome that `outcome_json` made `data` of.
 
     Raises:
         UsageError: It is none.
     """
-    made: Outcome = _read(Outcome, data, where)
-    return made
+    outcome: Outcome = _validate_json(Outcome, data, source)
+    return outcome
 
 
-def report_json(report: Report, *, times: bool = True) -> dict[str, Any]:
+def batch_report_json(report: BatchReport, *, times: bool = True) -> dict[str, Any]:
     """A report as JSON data; without times it is the same for any number of workers and on any day."""
-    told: dict[str, Any] = _adapter(Report).dump_python(report, mode="json")
+    data: dict[str, Any] = _batch_adapter(BatchReport).dump_python(report, mode="json")
     if not times:
-        told = {key: value for key, value in told.items() if key not in TIMES}
-        told["outcomes"] = [{key: one[key] for key in one if key not in TIMES} for one in told["outcomes"]]
-        told["changes"] = [one for one in told["changes"] if one["what"] not in TIMES]
-    return told
+        data = {key: value for key, value in data.items() if key not in TIME_KEYS}
+        data["outcomes"] = [
+            {key: outcome[key] for key in outcome if key not in TIME_KEYS} for outcome in data["outcomes"]
+        ]
+        data["changes"] = [change for change in data["changes"] if change["what"] not in TIME_KEYS]
+    return data
 
 
-def report_from(data: Any, where: str) -> Report:
-    """The report that `report_json` made `data` of.
+def parse_report(data: Any, source: str) -> BatchReport:
+    """The report that `batch_report_json` made `data` of.
 
     Raises:
         UsageError: It is none, or of another version.
     """
-    made: Report = _read(Report, data, where)
-    return made
+    report: BatchReport = _validate_json(BatchReport, data, source)
+    return report
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> BatchReport:
     """The report in the JSON file at `path`.
 
     Raises:
@@ -359,48 +362,27 @@ def read_report(path: Path) -> Report:
 
     try:
         with path.open("rb") as file:
-            text = file.read(MAX_BYTES + 1)
-        if len(text) > MAX_BYTES:
+            text = file.read(MAX_REPORT_BYTES + 1)
+        if len(text) > MAX_REPORT_BYTES:
             raise UsageError(f"{path} is larger than any report. Give one that `graphquant batch` wrote.")
         data = json.loads(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give a report of `graphquant batch`.") from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is no JSON text. Give a report that `graphquant batch` wrote.") from error
-    return report_from(data, str(path))
+    return parse_report(data, str(path))
 
 
-def _read(kind: type, data: Any, where: str) -> Any:
-    if isinstance(data, dict) and kind is Report and data.get("schema") != SCHEMA:
+def _validate_json(kind: type, data: Any, source: str) -> Any:
+    if isinstance(data, dict) and kind is BatchReport and data.get("schema") != REPORT_SCHEMA_VERSION:
         raise UsageError(
-            f"{where} has schema {data.get('schema')!r}, and this graphquant reads {SCHEMA}. Make it again."
+            f"{source} has schema {data.get('schema')!r}, and this graphquant reads {REPORT_SCHEMA_VERSION}. Make it again."
         )
     try:
-        return _adapter(kind).validate_python(data)
+        return _batch_adapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{where} is not as graphquant wrote it: {place}: {first['msg']}. Make it again.") from error
-
-
-__all__ = [
-    "FINE",
-    "SCHEMA",
-    "TIMES",
-    "Change",
-    "Digests",
-    "Entry",
-    "Figures",
-    "Found",
-    "Gates",
-    "Miss",
-    "Outcome",
-    "Problem",
-    "Report",
-    "Status",
-    "outcome_from",
-    "outcome_json",
-    "read_report",
-    "report_from",
-    "report_json",
-]
+        location = ".".join(map(str, first["loc"]))
+        raise UsageError(
+            f"{source} is not as graphquant wrote it: {location}: {first['msg']}. Make it again."
+        ) from error

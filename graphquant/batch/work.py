@@ -2,30 +2,119 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphquant.batch.elsewhere import is_elsewhere, through
-from graphquant.batch.gates import figures_of, misses
-from graphquant.batch.ingredients import digest_of, file_digest, versions
-from graphquant.batch.types import Digests, Found, Outcome, Problem
+from graphquant.batch.cache_key import combined_digest, file_digest, package_versions
+from graphquant.batch.remote import is_remote_entry, process_remote
+from graphquant.batch.types import BatchFinding, Digests, GateMiss, Outcome, OutcomeMetrics, Problem
 from graphquant.errors import GraphQuantError, InternalError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from graphquant.batch.types import Entry, Status
+    from graphquant.api import Progress, Result
+    from graphquant.batch.types import Entry, Gates, Status
     from graphquant.ir import Model
-    from graphquant.pipeline import Progress
 
-BACKEND = "onnxruntime"
+
+# How far an output is from its float model, and which gates do not hold.
+
+SQNR_DECIMALS = 2
+"""Decimals of dB that are kept: TensorFlow's kernels of oneDNN round as their memory happens to lie."""
+
+
+def outcome_metrics(result: Result) -> OutcomeMetrics | None:
+    """What the check at the end of `insert` found, as a batch keeps it; None where there was no data for it."""
+    if not result.inserted:
+        return OutcomeMetrics(exact=True)
+    if result.validation is None:
+        return None
+    comparison = result.validation.comparison
+    if comparison is None:
+        return OutcomeMetrics(problem=result.validation.problem)
+    problem = next((f"output {output.name!r}: {output.problem}" for output in comparison.outputs if output.problem), "")
+    problem = "every output was empty for all samples" if comparison.all_empty else problem
+    accuracies = [output.accuracy for output in comparison.outputs if output.accuracy is not None]
+    return OutcomeMetrics(
+        sqnr=round(comparison.sqnr, SQNR_DECIMALS)
+        if comparison.sqnr is not None and math.isfinite(comparison.sqnr)
+        else None,
+        exact=not problem and all(output.max_error == 0 for output in comparison.outputs),
+        agreement=comparison.agreement,
+        accuracy=max(accuracies, key=lambda accuracy: accuracy[0] - accuracy[1], default=None),
+        samples=comparison.samples,
+        random=comparison.random,
+        problem=problem or ("values are not finite" if comparison.sqnr == -math.inf else ""),
+    )
+
+
+def gate_misses(
+    gates: Gates, metrics: OutcomeMetrics | None, size: int, findings: Sequence[BatchFinding]
+) -> tuple[GateMiss, ...]:
+    """The gates that do not hold, or that nothing can be held against.
+
+    Args:
+        gates: The bounds.
+        metrics: What was measured, None if there was no data.
+        size: Bytes of the output.
+        findings: What the check found.
+    """
+    messages = {
+        "min_sqnr": _sqnr_miss(gates.min_sqnr, metrics),
+        "min_agreement": _agreement_miss(gates.min_agreement, metrics),
+        "max_accuracy_drop": _accuracy_miss(gates.max_accuracy_drop, metrics),
+    }
+    if metrics is None:
+        messages = {
+            name: "there is no data to measure it on" if getattr(gates, name) is not None else "" for name in messages
+        }
+    elif metrics.problem:
+        messages = {name: metrics.problem if getattr(gates, name) is not None else "" for name in messages}
+    if gates.max_size is not None and size > gates.max_size:
+        messages["max_size"] = f"the output has {size} bytes and may have {gates.max_size}"
+    if gates.check is not None and findings:
+        codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
+        messages["check"] = f"the check found {codes}"
+    return tuple(GateMiss(gate=name, message=message) for name, message in messages.items() if message)
+
+
+def _sqnr_miss(minimum: float | None, metrics: OutcomeMetrics | None) -> str:
+    if minimum is None or metrics is None or metrics.exact:
+        return ""
+    if metrics.sqnr is None:
+        return "no output that differs holds floats"
+    return "" if metrics.sqnr >= minimum else f"the worst output has {metrics.sqnr:.2f} dB and needs {minimum:g}"
+
+
+def _agreement_miss(minimum: float | None, metrics: OutcomeMetrics | None) -> str:
+    if minimum is None or metrics is None or metrics.exact:
+        return ""
+    if metrics.agreement is None:
+        return "no output holds class scores or integers"
+    percent = 100 * metrics.agreement
+    return "" if percent >= minimum else f"{percent:.2f}% agree and {minimum:g}% must"
+
+
+def _accuracy_miss(maximum: float | None, metrics: OutcomeMetrics | None) -> str:
+    if maximum is None or metrics is None or metrics.exact:
+        return ""
+    if metrics.accuracy is None:
+        return "the data has no labels that an output can be held against"
+    before, after = (100 * share for share in metrics.accuracy)
+    passed = before - after <= maximum + 1e-9  # the shares are rounded
+    return "" if passed else f"accuracy fell from {before:.2f}% to {after:.2f}%, by more than {maximum:g}"
+
+
+DEFAULT_BACKEND = "onnxruntime"
 """Whose low-precision ops are counted where no gate names a backend."""
 
 
-def work(entry: Entry, *, max_memory: int | None = None, progress: Progress | None = None) -> Outcome:
+def quantize_entry(entry: Entry, *, max_memory: int | None = None, progress: Progress | None = None) -> Outcome:
     """Quantizes a model, writes it, and holds it against its gates.
 
     What is at the output already is replaced: whether it may be was asked before.
@@ -37,62 +126,63 @@ def work(entry: Entry, *, max_memory: int | None = None, progress: Progress | No
     """
     start = time.monotonic()
 
-    def made(one: Entry) -> Outcome:
-        return _tried(one, lambda: _made(one, max_memory, progress))
+    def attempt(local_entry: Entry) -> Outcome:
+        return _run_safely(local_entry, lambda: _quantize(local_entry, max_memory, progress))
 
-    outcome = _tried(entry, lambda: through(entry, made)) if is_elsewhere(entry) else made(entry)
+    outcome = _run_safely(entry, lambda: process_remote(entry, attempt)) if is_remote_entry(entry) else attempt(entry)
     return replace(outcome, seconds=round(time.monotonic() - start, 3))
 
 
-def _tried(entry: Entry, make: Callable[[], Outcome]) -> Outcome:
-    """The outcome that `make` gives, or that tells why it gives none."""
+def _run_safely(entry: Entry, process: Callable[[], Outcome]) -> Outcome:
+    """The outcome that `process` gives, or that tells why it gives none."""
     try:
-        return make()
+        return process()
     except GraphQuantError as error:
-        return unmade(entry, type(error).__name__, str(error), error.exit_code)
+        return failed_outcome(entry, type(error).__name__, str(error), error.exit_code)
     except OSError as error:
-        return unmade(entry, type(error).__name__, _refused(error), UsageError.exit_code)
+        return failed_outcome(entry, type(error).__name__, _os_error_message(error), UsageError.exit_code)
     except MemoryError:
-        said = "There is not enough memory for this model. Give more with --max-memory, or fewer jobs with -j."
-        return unmade(entry, "Memory", said, InternalError.exit_code, "memory")
+        message = "There is not enough memory for this model. Give more with --max-memory, or fewer jobs with -j."
+        return failed_outcome(entry, "Memory", message, InternalError.exit_code, "memory")
 
 
-def unmade(entry: Entry, kind: str, says: str, exit_code: int = 1, status: Status = "failed") -> Outcome:
+def failed_outcome(entry: Entry, kind: str, message: str, exit_code: int = 1, status: Status = "failed") -> Outcome:
     """The outcome of an entry that has no output."""
     return Outcome(
         name=entry.name,
         model=entry.model,
         output=entry.output,
         status=status,
-        problem=Problem(kind=kind, says=says, exit_code=exit_code),
-        versions=versions(),
+        problem=Problem(kind=kind, message=message, exit_code=exit_code),
+        versions=package_versions(),
     )
 
 
-def judged(entry: Entry, outcome: Outcome, status: Status) -> Outcome:
+def apply_gates(entry: Entry, outcome: Outcome, status: Status) -> Outcome:
     """An outcome whose output is there, held against the entry's gates."""
-    missed = misses(entry.gates, outcome.figures, outcome.size_after or 0, outcome.findings)
-    named = replace(outcome, name=entry.name, model=entry.model, output=entry.output)
-    return replace(named, status="gate" if missed else status, misses=missed, problem=None)
+    missed_gates = gate_misses(entry.gates, outcome.metrics, outcome.size_after or 0, outcome.findings)
+    renamed = replace(outcome, name=entry.name, model=entry.model, output=entry.output)
+    return replace(renamed, status="gate" if missed_gates else status, misses=missed_gates, problem=None)
 
 
-def _refused(error: OSError) -> str:
+def _os_error_message(error: OSError) -> str:
     name = f"{error.filename} cannot be used" if error.filename else "A file cannot be used"
     return f"{name}: {error.strerror or error}. Give another path, or make room."
 
 
-def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Outcome:
-    from graphquant import outputs, pipeline
-    from graphquant.formats import format_of
-    from graphquant.formats.parts import files_of
-    from graphquant.whole import on_disk
+def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -> Outcome:
+    from graphquant import api
+    from graphquant.api import models
+    from graphquant.formats import detect_format
+    from graphquant.formats.model_files import model_files
+    from graphquant.utils.atomic_files import flush_to_disk
 
     model, output = Path(entry.model), Path(entry.output)
-    form = format_of(model)
+    format_name = detect_format(model)
     output.parent.mkdir(parents=True, exist_ok=True)
-    outputs.check_model_output(output, model, form, force=True)
-    result = pipeline.insert(
-        pipeline.load(model),
+    models.check_model_output(output, model, format_name, force=True)
+    result = api.insert(
+        api.load(model),
         rules=entry.rules,
         data=entry.data,
         stats=entry.stats,
@@ -109,13 +199,13 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
         progress=progress,
     )
     result.save(output, force=True)
-    before = sum(file.stat().st_size for file in files_of(model))
-    files = files_of(output)
-    on_disk(files)  # before the journal says that they are
-    named = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]
-    written = pipeline.load(output)
-    findings, low = _checked(written, entry.gates.check)
-    return judged(
+    before = sum(file.stat().st_size for file in model_files(model))
+    files = model_files(output)
+    flush_to_disk(files)  # before the journal says that they are
+    digests = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]
+    written = api.load(output)
+    findings, low = _lint_output(written, entry.gates.check)
+    return apply_gates(
         entry,
         Outcome(
             name=entry.name,
@@ -123,35 +213,39 @@ def _made(entry: Entry, max_memory: int | None, progress: Progress | None) -> Ou
             output=entry.output,
             status="done",
             findings=findings,
-            digests=Digests(rules=result.plan.digest, output=digest_of(named)),
-            products=dict(named),
+            digests=Digests(rules=result.plan.digest, output=combined_digest(digests)),
+            products=dict(digests),
             size_before=before,
             size_after=sum(file.stat().st_size for file in files),
             sites=len(result.inserted),
             skips=dict(sorted(Counter(skip.reason for skip in result.skips).items())),
-            low=low,
-            figures=figures_of(result),
-            versions=versions(),
+            int8_ops=low,
+            metrics=outcome_metrics(result),
+            versions=package_versions(),
         ),
         "done",
     )
 
 
-def _checked(model: Model, backend: str | None) -> tuple[tuple[Found, ...], tuple[int, int] | None]:
+def _lint_output(model: Model, backend: str | None) -> tuple[tuple[BatchFinding, ...], tuple[int, int] | None]:
     """What the check finds, where one is asked for, and how many ops run in low precision, of how many."""
-    from graphquant.backends import CODES, check
+    from graphquant.backends import LINT_CODES, check_quantized_model
 
-    wanted = backend or (BACKEND if model.format == "onnx" else None)
-    report = check(model, wanted)
-    low = (report.counts["low"], len(report.verdicts)) if report.backend else None
+    counted_backend = backend or (DEFAULT_BACKEND if model.format == "onnx" else None)
+    report = check_quantized_model(model, counted_backend)
+    int8_ops = (report.counts["low"], len(report.verdicts)) if report.backend else None
     if backend is None:
-        return (), low
-    named = report if backend else check(model)
+        return (), int8_ops
+    linted = report if backend else check_quantized_model(model)
     findings = [
-        Found(code=one.code, level=CODES[one.code].level, graph=one.graph, op=one.op, says=one.says, fix=one.fix)
-        for one in named.findings
+        BatchFinding(
+            code=finding.code,
+            level=LINT_CODES[finding.code].level,
+            graph=finding.graph,
+            op=finding.op,
+            message=finding.message,
+            fix=finding.fix,
+        )
+        for finding in linted.findings
     ]
-    return tuple(findings), low
-
-
-__all__ = ["judged", "unmade", "work"]
+    return tuple(findings), int8_ops

@@ -1,42 +1,40 @@
 """A plan, a runner and data to statistics: each tensor whose range only data can tell fills one sketch."""
 
-from graphquant.calibration.cones import kept
-from graphquant.calibration.file import load_stats, save_stats
+from graphquant.calibration.calibrate import ResumeError, RunFootprint, collect_stats, estimate_footprint
+from graphquant.calibration.fingerprints import preserved_fingerprints
 from graphquant.calibration.memory import parse_size
-from graphquant.calibration.passes import Observing
-from graphquant.calibration.run import Load, NoContinuationError, calibrate, load_of
-from graphquant.calibration.stats import Run, Stats, merge, select
+from graphquant.calibration.stats import DataRun, Stats, combine_stats, select_stats
+from graphquant.calibration.stats_file import load_stats, save_stats
 from graphquant.calibration.targets import (
-    METHODS,
-    Target,
-    Targets,
-    everything,
-    finest,
-    needs_data,
-    planned,
-    with_method,
+    CALIBRATION_METHODS,
+    ObservationTarget,
+    ObservationTargets,
+    all_float_targets,
+    finest_histogram_bits,
+    plan_targets,
+    sites_needing_data,
+    with_observer,
 )
 
 __all__ = [
-    "METHODS",
-    "Load",
-    "NoContinuationError",
-    "Observing",
-    "Run",
+    "CALIBRATION_METHODS",
+    "DataRun",
+    "ObservationTarget",
+    "ObservationTargets",
+    "ResumeError",
+    "RunFootprint",
     "Stats",
-    "Target",
-    "Targets",
-    "calibrate",
-    "everything",
-    "finest",
-    "kept",
-    "load_of",
+    "all_float_targets",
+    "collect_stats",
+    "combine_stats",
+    "estimate_footprint",
+    "finest_histogram_bits",
     "load_stats",
-    "merge",
-    "needs_data",
     "parse_size",
-    "planned",
+    "plan_targets",
+    "preserved_fingerprints",
     "save_stats",
-    "select",
-    "with_method",
+    "select_stats",
+    "sites_needing_data",
+    "with_observer",
 ]

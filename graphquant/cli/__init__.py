@@ -7,19 +7,19 @@ from io import TextIOWrapper
 
 import click
 
-from graphquant.cli.batching import batch
-from graphquant.cli.calibrating import calibrate
-from graphquant.cli.checking import check
-from graphquant.cli.comparing import compare
-from graphquant.cli.group import Group
-from graphquant.cli.inserting import insert
-from graphquant.cli.looking import data, explain, inspect, plan
-from graphquant.cli.rule_files import rules
-from graphquant.cli.undoing import diff, strip
-from graphquant.kernels import repeatable
+from graphquant.cli.batch import batch_command
+from graphquant.cli.calibrate import calibrate_command
+from graphquant.cli.check import check_command
+from graphquant.cli.compare import compare_command
+from graphquant.cli.insert import insert_command
+from graphquant.cli.inspect import data_group, explain_command, inspect_command, plan_command
+from graphquant.cli.options import ErrorHandlingGroup
+from graphquant.cli.rules import rules_group
+from graphquant.cli.strip import diff_command, strip_command
+from graphquant.utils.tf_determinism import disable_onednn
 
 
-@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=ErrorHandlingGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(package_name="graphquant")
 def main() -> None:
     """Quantize trained TensorFlow and ONNX graphs, and see exactly what was done.
@@ -30,8 +30,21 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # a terminal's encoding may lack a name's letters
             stream.reconfigure(errors="backslashreplace")
-    repeatable()  # before a data function imports TensorFlow
+    disable_onednn()  # before a data function imports TensorFlow
 
 
-for command in (insert, calibrate, plan, explain, inspect, check, compare, diff, strip, batch, data, rules):
+for command in (
+    insert_command,
+    calibrate_command,
+    plan_command,
+    explain_command,
+    inspect_command,
+    check_command,
+    compare_command,
+    diff_command,
+    strip_command,
+    batch_command,
+    data_group,
+    rules_group,
+):
     main.add_command(command)

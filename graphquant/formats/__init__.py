@@ -16,6 +16,19 @@ if TYPE_CHECKING:
 
     from graphquant.ir import Model, Shape, TensorRef
 
+
+__all__ = [
+    "FORMATS",
+    "KERAS_SUFFIXES",
+    "SUFFIXES",
+    "Feeds",
+    "FormatModule",
+    "InputSpec",
+    "Runner",
+    "detect_format",
+    "format_module",
+]
+
 Feeds = Mapping[str, npt.NDArray[Any]]
 
 
@@ -37,16 +50,16 @@ class InputSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class OpProfile:
     """Seconds that the ops of a model take in one run.
 
     Attributes:
-        ops: By graph and name; what a framework makes of several ops is told of one of them.
-        conversions: Of these what turns float to integers or back, by the op, or the one whose result is turned.
+        seconds: By graph and name; what a framework makes of several ops is told of one of them.
+        conversion_seconds: Of these what turns float to integers or back, by the op, or the one whose result is turned.
     """
 
-    ops: Mapping[tuple[str, str], float]
-    conversions: Mapping[tuple[str, str], float]
+    seconds: Mapping[tuple[str, str], float]
+    conversion_seconds: Mapping[tuple[str, str], float]
 
 
 class Runner(Protocol):
@@ -56,23 +69,23 @@ class Runner(Protocol):
     outputs: Sequence[str]
 
     @property
-    def batchable(self) -> bool:
+    def batch_independent(self) -> bool:
         """Whether samples may be joined along axis 0 of every input and each result is still that of its sample.
 
         Known from the model alone; False where that cannot be shown.
         """
 
     @property
-    def ends(self) -> Mapping[str, TensorRef]:
+    def output_tensors(self) -> Mapping[str, TensorRef]:
         """The tensors that `outputs` are; an output that is no tensor of the main graph is left out."""
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
         """The model's outputs by name, for one feed."""
 
-    def unwatchable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
+    def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
         """Those of `tensors` that cannot be observed, with the reason."""
 
-    def sizes(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
+    def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
         """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached."""
 
     def observe(
@@ -80,15 +93,15 @@ class Runner(Protocol):
         tensors: Sequence[TensorRef],
         feeds: Iterable[Feeds],
         *,
-        beside: Sequence[TensorRef] = (),
-        at_once: int = 1,
-        look: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
+        other_tensors: Sequence[TensorRef] = (),
+        max_in_flight: int = 1,
+        on_result: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
         """For each feed the values that each tensor took: none if it was not reached, several inside loops.
 
-        The values of up to `at_once` feeds may be there or under way, so if it is 1, a feed is read only when its
-        values are asked for. `look` is shown them in order, on whatever thread, and may take out what need not be kept
-        until it is asked for. `beside` are tensors that other calls observe on the same feeds, for want of memory:
+        The values of up to `max_in_flight` feeds may be there or under way, so if it is 1, a feed is read only when its
+        values are asked for. `on_result` is shown them in order, on whatever thread, and may take out what need not be kept
+        until it is asked for. `other_tensors` are tensors that other calls observe on the same feeds, for want of memory:
         values must be the same bits however tensors are shared out among such calls.
         """
 
@@ -97,7 +110,7 @@ class FormatModule(Protocol):
     """What the package of a format offers."""
 
     DEFAULT_RULES: str
-    FAMILY: str
+    DEFAULT_FAMILY: str
 
     def load(self, path: Path) -> Model:
         """Reads a model; raises ModelError."""
@@ -108,31 +121,31 @@ class FormatModule(Protocol):
     def save(self, model: Model, path: Path) -> None:
         """Emits the model and writes it to `path`, whole or not at all."""
 
-    def inputs(self, model: Model) -> Sequence[InputSpec]:
+    def input_specs(self, model: Model) -> Sequence[InputSpec]:
         """What a run of the model must be fed, told without starting its framework."""
 
-    def runner(self, model: Model) -> Runner:
+    def create_runner(self, model: Model) -> Runner:
         """A runner for the model."""
 
-    def timed(self, model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
+    def prepare_timed_run(self, model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
         """What runs the model once on each of `feeds`, on one thread and as fast as it can; raises ModelError."""
 
-    def spent(self, model: Model, feeds: Sequence[Feeds]) -> Spent | None:
+    def profile_ops(self, model: Model, feeds: Sequence[Feeds]) -> OpProfile | None:
         """Seconds that each op takes in such a run, None where the framework does not tell; raises ModelError."""
 
-    def upgrade(self, model: Model, opset: int) -> Model:
+    def upgrade_opset(self, model: Model, opset: int) -> Model:
         """The model at an opset; raises ModelError if that cannot be done."""
 
-    def said(self, model: Model) -> dict[str, str]:
+    def read_metadata(self, model: Model) -> dict[str, str]:
         """What the model says of where it came from, by key."""
 
-    def origin(self, model: Model) -> tuple[Model, bool] | None:
+    def restore_original(self, model: Model) -> tuple[Model, bool] | None:
         """The model that the record in this one gives back, None if there is no record; raises ModelError.
 
         With it comes whether this one is as graphquant wrote it, but for its weights.
         """
 
-    def skeleton(self, model: Model) -> str:
+    def encode_skeleton(self, model: Model) -> str:
         """The source message without the data of its weights, as text: what taking an upgrade back needs."""
 
 
@@ -155,16 +168,16 @@ SUFFIXES: dict[str, str] = {
     ".h5": "tensorflow",
 }
 
-KERAS = (".keras", ".h5")
+KERAS_SUFFIXES = (".keras", ".h5")
 """Suffixes of files that Keras exports to a SavedModel, as which the model is written."""
 
 
-def module(name: str) -> FormatModule:
+def format_module(name: str) -> FormatModule:
     """The package of the format called `name`."""
     return cast("FormatModule", import_module(FORMATS[name]))
 
 
-def format_of(path: Path) -> str:
+def detect_format(path: Path) -> str:
     """The format of the model at `path`, from its suffix or, for a folder, its `saved_model.pb`.
 
     Raises:
@@ -175,23 +188,16 @@ def format_of(path: Path) -> str:
             return "tensorflow"
         raise ModelError(f"{path} is a folder without saved_model.pb. Give a SavedModel's folder or a model file.")
     if not path.is_file():
-        near = sorted(p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES)[:5] if path.parent.is_dir() else []
-        raise ModelError(f"There is no file {path}." + (f" Models in that folder: {', '.join(near)}." if near else ""))
+        nearby = (
+            sorted(file.name for file in path.parent.glob("*") if file.suffix in SUFFIXES)[:5]
+            if path.parent.is_dir()
+            else []
+        )
+        raise ModelError(
+            f"There is no file {path}." + (f" Models in that folder: {', '.join(nearby)}." if nearby else "")
+        )
     if path.suffix not in SUFFIXES:
         raise ModelError(
             f"{path} has the unknown suffix {path.suffix!r}. Known are {', '.join(SUFFIXES)} and SavedModel folders."
         )
     return SUFFIXES[path.suffix]
-
-
-__all__ = [
-    "FORMATS",
-    "KERAS",
-    "SUFFIXES",
-    "Feeds",
-    "FormatModule",
-    "InputSpec",
-    "Runner",
-    "format_of",
-    "module",
-]

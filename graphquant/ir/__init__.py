@@ -1,21 +1,12 @@
 """The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
-from graphquant.ir.channels import (
-    channel_axis,
-    channel_view,
-    input_channels,
-    kernel_size,
-    output_channels,
-    rows,
-    summed_axis,
-)
-from graphquant.ir.check import check
-from graphquant.ir.graph import CONTROL, Graph, Model, bulk
-from graphquant.ir.parameter import FORWARDING, Parameters, readable
-from graphquant.ir.twins import Twins
+from graphquant.ir.function_clones import FunctionClones
+from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, paused_gc
+from graphquant.ir.invariants import check_invariants
+from graphquant.ir.parameters import FORWARDING_KINDS, Parameters, require_finite_weight
 from graphquant.ir.types import (
+    CLAMPING_KINDS,
     FLOAT_TYPES,
-    LIMITING_KINDS,
     NO_ATTRS,
     QUANTIZATION_KINDS,
     WEIGHTED_KINDS,
@@ -24,41 +15,50 @@ from graphquant.ir.types import (
     Op,
     Output,
     Shape,
-    Stored,
+    StoredQuantization,
     TensorRef,
     Use,
-    named,
+    qualified_op_name,
+)
+from graphquant.ir.weight_layout import (
+    channel_axis,
+    input_channels,
+    kernel_size,
+    matrix_rows,
+    merged_channel_shape,
+    output_channels,
+    reduction_axis,
 )
 
 __all__ = [
-    "CONTROL",
-    "FLOAT_TYPES",
-    "FORWARDING",
-    "LIMITING_KINDS",
-    "NO_ATTRS",
-    "QUANTIZATION_KINDS",
-    "WEIGHTED_KINDS",
+    "CLAMPING_KINDS",
+    "CONTROL_EDGE",
     "Call",
     "DataType",
+    "FLOAT_TYPES",
+    "FORWARDING_KINDS",
+    "FunctionClones",
     "Graph",
     "Model",
+    "NO_ATTRS",
     "Op",
     "Output",
     "Parameters",
+    "QUANTIZATION_KINDS",
     "Shape",
-    "Stored",
+    "StoredQuantization",
     "TensorRef",
-    "Twins",
     "Use",
-    "bulk",
+    "WEIGHTED_KINDS",
     "channel_axis",
-    "channel_view",
-    "check",
+    "check_invariants",
     "input_channels",
     "kernel_size",
-    "named",
+    "matrix_rows",
+    "merged_channel_shape",
     "output_channels",
-    "readable",
-    "rows",
-    "summed_axis",
+    "paused_gc",
+    "qualified_op_name",
+    "reduction_axis",
+    "require_finite_weight",
 ]

@@ -1,6 +1,6 @@
 """`Graph` and `Model`: networkx graphs of ops, and the few edits that everything is made of.
 
-Ops are nodes. A filled input slot is an edge keyed by the slot's number; a control edge is keyed `CONTROL`. A tensor
+Ops are nodes. A filled input slot is an edge keyed by the slot's number; a control edge is keyed `CONTROL_EDGE`. A tensor
 that is read inside the body of an op (ONNX If, Loop, Scan) is a capture: in the producer's graph an edge from the
 producer to the op that owns the body, keyed `("capture", use)`. Each node also keeps its slots in order, so that
 "what feeds this slot" and "who reads this tensor" both cost only their own edges.
@@ -14,27 +14,28 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from graphquant.drawn import Drawn
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir.types import Op, Output, TensorRef, Use
+from graphquant.utils.notebook_html import HtmlRepresentation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import numpy as np
 
-CONTROL = "control"
+
+CONTROL_EDGE = "control"
 
 
 @contextmanager
-def bulk() -> Iterator[None]:
+def paused_gc() -> Iterator[None]:
     """Pauses Python's cyclic collector while many ops are made; without it the cost per op grows with the graph."""
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
@@ -48,7 +49,7 @@ class Graph:
         parent: Graph and op that own this body; None for the main graph and for functions.
         inputs: Names of the ops of kind "input", in the order of the graph's signature.
         outputs: Names of the ops of kind "output", in the same order.
-        edited: Uses whose source changed since load.
+        rerouted_uses: Uses whose source changed since load.
         anchor: What ops that are added are for, "" if that is not to be noted.
     """
 
@@ -58,9 +59,9 @@ class Graph:
         graphs: dict[str, Graph],
         *,
         parent: tuple[str, str] | None = None,
-        taken: set[str] | None = None,
+        reserved_names: set[str] | None = None,
     ) -> None:
-        """`taken` holds names that new ops must not get; graphs whose values share one name space share the set."""
+        """`reserved_names` holds names that new ops must not get; graphs whose values share one name space share the set."""
         import networkx as nx  # here, so that rule files can be read without it
 
         self.name = name
@@ -69,10 +70,10 @@ class Graph:
         self.nx: nx.MultiDiGraph[str] = nx.MultiDiGraph()
         self.inputs: list[str] = []
         self.outputs: list[str] = []
-        self.edited: set[Use] = set()
-        self.removed: set[str] = set()
+        self.rerouted_uses: set[Use] = set()
+        self.removed_ops: set[str] = set()
         self.anchor = ""
-        self.taken: set[str] = set() if taken is None else taken
+        self.reserved_names: set[str] = set() if reserved_names is None else reserved_names
 
     # -- reading ---------------------------------------------------------------------------------
 
@@ -92,18 +93,18 @@ class Graph:
         for _, data in self.nx.nodes(data=True):
             yield data["op"]
 
-    def in_order(self) -> list[str]:
+    def topological_order(self) -> list[str]:
         """The names of the ops, each after those it has edges from; those in a ring, or behind one, are left out."""
-        behind = {name: list(targets) for name, targets in self.nx.adjacency()}
-        waiting = dict.fromkeys(behind, 0)
-        for targets in behind.values():
+        successors = {name: list(targets) for name, targets in self.nx.adjacency()}
+        pending_inputs = dict.fromkeys(successors, 0)
+        for targets in successors.values():
             for target in targets:
-                waiting[target] += 1
-        ready = [name for name, count in waiting.items() if not count]
+                pending_inputs[target] += 1
+        ready = [name for name, count in pending_inputs.items() if not count]
         for name in ready:  # grows meanwhile
-            for target in behind[name]:
-                waiting[target] -= 1
-                if not waiting[target]:
+            for target in successors[name]:
+                pending_inputs[target] -= 1
+                if not pending_inputs[target]:
                     ready.append(target)
         return ready
 
@@ -115,186 +116,198 @@ class Graph:
         """What each input slot of op `name` reads, None for an empty slot. Not to be changed by the caller."""
         return self.nx.nodes[name]["slots"]  # type: ignore[no-any-return]  # node data is untyped
 
-    def producer(self, use: Use) -> TensorRef | None:
+    def source_of(self, use: Use) -> TensorRef | None:
         """The tensor read at `use`, which must be in this graph."""
         slots = self.slots(use.op)
         return slots[use.slot] if 0 <= use.slot < len(slots) else None
 
     def consumers(self, tensor: TensorRef) -> list[Use]:
         """Every place that reads `tensor`, in bodies too, in the order in which their ops were first wired to it."""
-        return self.graphs[tensor.graph].readers(tensor.op).get(tensor.port, [])
+        return self.graphs[tensor.graph].consumers_by_port(tensor.op).get(tensor.port, [])
 
-    def readers(self, name: str) -> dict[int, list[Use]]:
+    def consumers_by_port(self, name: str) -> dict[int, list[Use]]:
         """The consumers of each output port of op `name`."""
-        found: dict[int, list[Use]] = {}
+        by_port: dict[int, list[Use]] = {}
         for target, edges in self.nx.adj[name].items():
             key: Any  # a slot, CONTROL or ("capture", use)
             for key, data in edges.items():
                 if isinstance(key, int):
-                    found.setdefault(data["port"], []).append(Use(self.name, target, key))
-                elif key != CONTROL:
-                    found.setdefault(data["port"], []).append(key[1])
-        return found
+                    by_port.setdefault(data["port"], []).append(Use(self.name, target, key))
+                elif key != CONTROL_EDGE:
+                    by_port.setdefault(data["port"], []).append(key[1])
+        return by_port
 
     def control_inputs(self, name: str) -> list[str]:
         """Ops that must run before op `name` by a control edge."""
-        return [source for source, edges in self.nx.pred[name].items() if CONTROL in edges]
+        return [source for source, edges in self.nx.pred[name].items() if CONTROL_EDGE in edges]
 
     def output(self, tensor: TensorRef) -> Any:
         """What is known of `tensor`, an `Output`; the tensor may live in an enclosing graph."""
         return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
 
-    def edge(self, use: Use, tensor: TensorRef) -> dict[str, Any] | None:
+    def edge_data(self, use: Use, tensor: TensorRef) -> dict[str, Any] | None:
         """The data of the edge that stands for `use`, of this graph, reading `tensor`; None if it is missing."""
-        home, owner, key = self._edge(use, tensor)
-        data: dict[str, Any] | None = home.nx.get_edge_data(tensor.op, owner, key=key)
+        source_graph, target, key = self._edge_key(use, tensor)
+        data: dict[str, Any] | None = source_graph.nx.get_edge_data(tensor.op, target, key=key)
         return data
 
     # -- building and editing --------------------------------------------------------------------
 
-    def fresh(self, name: str) -> str:
+    def unique_name(self, name: str) -> str:
         """`name`, or with the smallest free `_k` behind it."""
-        if name not in self.taken and name not in self.nx:
+        if name not in self.reserved_names and name not in self.nx:
             return name
-        k = 1
-        while f"{name}_{k}" in self.taken or f"{name}_{k}" in self.nx:
-            k += 1
-        return f"{name}_{k}"
+        suffix = 1
+        while f"{name}_{suffix}" in self.reserved_names or f"{name}_{suffix}" in self.nx:
+            suffix += 1
+        return f"{name}_{suffix}"
 
-    def add(self, op: Op, inputs: Sequence[TensorRef | None] = (), *, after: Iterable[str] = ()) -> TensorRef:
-        """Adds `op` reading `inputs`, with control edges from the ops `after`; returns its first output."""
+    def add_op(
+        self, op: Op, inputs: Sequence[TensorRef | None] = (), *, control_sources: Iterable[str] = ()
+    ) -> TensorRef:
+        """Adds `op` reading `inputs`, with control edges from the ops `control_sources`; returns its first output."""
         if op.name in self.nx:
             raise InternalError(f"op {op.name!r} is already in graph {self.name!r}.")
         self.nx.add_node(op.name, op=replace(op, anchor=self.anchor) if self.anchor else op, slots=[])
-        self.taken.add(op.name)
-        self.taken.update(output.name for output in op.outputs if output.name)
-        self.wire(op.name, inputs, after=after)
+        self.reserved_names.add(op.name)
+        self.reserved_names.update(output.name for output in op.outputs if output.name)
+        self.connect_inputs(op.name, inputs, control_sources=control_sources)
         return TensorRef(self.name, op.name, 0)
 
-    def wire(self, name: str, inputs: Sequence[TensorRef | None], *, after: Iterable[str] = ()) -> None:
+    def connect_inputs(
+        self, name: str, inputs: Sequence[TensorRef | None], *, control_sources: Iterable[str] = ()
+    ) -> None:
         """Gives an op that was added without inputs its inputs; loops need their ops before their edges."""
         slots = self.slots(name)
         slots.extend([None] * len(inputs))
         for slot, tensor in enumerate(inputs):
             if tensor is not None:
                 slots[slot] = tensor
-                self._link(Use(self.name, name, slot), tensor)
-        for source in after:
+                self._add_data_edge(Use(self.name, name, slot), tensor)
+        for source in control_sources:
             if source not in self.nx:
                 raise InternalError(f"op {name!r} is to run after {source!r}, which graph {self.name!r} does not hold.")
-            self.nx.add_edge(source, name, key=CONTROL)
+            self.nx.add_edge(source, name, key=CONTROL_EDGE)
 
-    def connect(self, use: Use, tensor: TensorRef | None) -> None:
+    def set_source(self, use: Use, tensor: TensorRef | None) -> None:
         """Makes `use` read `tensor` (None empties the slot), whatever it read before."""
         if tensor is not None:
-            self._end(use, tensor)  # refuses before anything is changed
+            self._checked_edge_key(use, tensor)  # refuses before anything is changed
         slots = self.slots(use.op)
         slots.extend([None] * (use.slot + 1 - len(slots)))
-        before = slots[use.slot]
-        if before is not None:
-            self._unlink(use, before)
+        old_source = slots[use.slot]
+        if old_source is not None:
+            self._remove_data_edge(use, old_source)
         slots[use.slot] = tensor
         if tensor is not None:
-            self._link(use, tensor)
-        self.edited.add(use)
+            self._add_data_edge(use, tensor)
+        self.rerouted_uses.add(use)
 
-    def reroute(self, tensor: TensorRef, uses: Iterable[Use], to: TensorRef) -> int:
-        """Makes exactly `uses`, which read `tensor` now, read `to`; returns how many there were.
+    def reroute(self, tensor: TensorRef, uses: Iterable[Use], target: TensorRef) -> int:
+        """Makes exactly `uses`, which read `tensor` now, read `target`; returns how many there were.
 
         Raises:
-            UsageError: A tensor does not exist, a use does not read `tensor`, or `to` has another dtype or shape, or is
+            UsageError: A tensor does not exist, a use does not read `tensor`, or `target` has another dtype or shape, or is
                 out of the use's sight. Nothing is changed then.
         """
-        old, new = self._known(tensor), self._known(to)
-        if old.dtype is not None and new.dtype is not None and old.dtype != new.dtype:
+        old_output, new_output = self._require_output(tensor), self._require_output(target)
+        if old_output.dtype is not None and new_output.dtype is not None and old_output.dtype != new_output.dtype:
             raise UsageError(
-                f"{to} is {new.dtype} and {tensor} is {old.dtype}. Only tensors of one dtype can be swapped."
+                f"{target} is {new_output.dtype} and {tensor} is {old_output.dtype}. Only tensors of one dtype can be swapped."
             )
-        if not _shapes_agree(old.shape, new.shape):
-            raise UsageError(f"{to} has shape {new.shape} and {tensor} has {old.shape}. Their shapes must agree.")
-        listed = list(dict.fromkeys(uses))
-        for use in listed:
-            reader = self.graphs.get(use.graph)
-            if reader is None or use.op not in reader or reader.producer(use) != tensor:
-                some = _some(self.consumers(tensor))
-                raise UsageError(f"{use} does not read {tensor}. Name a use that does: {some}.")
-            if not reader.sees(to.graph):
-                raise UsageError(f"{use} cannot read {to}: graph {to.graph!r} does not enclose {use.graph!r}.")
-        for use in listed:
-            self.graphs[use.graph].connect(use, to)
-        return len(listed)
+        if not _shapes_compatible(old_output.shape, new_output.shape):
+            raise UsageError(
+                f"{target} has shape {new_output.shape} and {tensor} has {old_output.shape}. Their shapes must agree."
+            )
+        unique_uses = list(dict.fromkeys(uses))
+        for use in unique_uses:
+            reader_graph = self.graphs.get(use.graph)
+            if reader_graph is None or use.op not in reader_graph or reader_graph.source_of(use) != tensor:
+                valid_uses = _format_uses(self.consumers(tensor))
+                raise UsageError(f"{use} does not read {tensor}. Name a use that does: {valid_uses}.")
+            if not reader_graph.can_read(target.graph):
+                raise UsageError(f"{use} cannot read {target}: graph {target.graph!r} does not enclose {use.graph!r}.")
+        for use in unique_uses:
+            self.graphs[use.graph].set_source(use, target)
+        return len(unique_uses)
 
-    def replace(self, op: Op) -> None:
+    def replace_op(self, op: Op) -> None:
         """Puts `op` in the place of the op of the same name; its inputs stay wired."""
         self.nx.nodes[op.name]["op"] = op
-        self.taken.update(output.name for output in op.outputs if output.name)
+        self.reserved_names.update(output.name for output in op.outputs if output.name)
 
-    def remove(self, name: str) -> None:
+    def remove_op(self, name: str) -> None:
         """Takes out op `name`, which nothing may read any more."""
-        left = [use for uses in self.readers(name).values() for use in uses]
-        if left:
+        remaining_uses = [use for uses in self.consumers_by_port(name).values() for use in uses]
+        if remaining_uses:
             raise InternalError(
-                f"op {name!r} is still read by {_some(left)}; reroute its consumers before removing it."
+                f"op {name!r} is still read by {_format_uses(remaining_uses)}; reroute its consumers before removing it."
             )
-        owned = [call.graph for call in self.op(name).calls if self._owns(name, call.graph)]
-        if owned:
-            raise InternalError(f"op {name!r} still owns the body {owned[0]!r}; it cannot be removed without it.")
+        owned_bodies = [call.graph for call in self.op(name).calls if self._owns_body(name, call.graph)]
+        if owned_bodies:
+            raise InternalError(
+                f"op {name!r} still owns the body {owned_bodies[0]!r}; it cannot be removed without it."
+            )
         for slot, tensor in enumerate(self.slots(name)):
             use = Use(self.name, name, slot)
-            self.edited.discard(use)
+            self.rerouted_uses.discard(use)
             if tensor is not None and tensor.graph != self.name:
-                self._unlink(use, tensor)
+                self._remove_data_edge(use, tensor)
         self.nx.remove_node(name)
-        self.removed.add(name)
+        self.removed_ops.add(name)
 
-    def _owns(self, name: str, body: str) -> bool:
+    def _owns_body(self, name: str, body: str) -> bool:
         return body in self.graphs and self.graphs[body].parent == (self.name, name)
 
-    def sees(self, graph: str) -> bool:
+    def can_read(self, graph: str) -> bool:
         """Whether ops of this graph may read tensors of `graph`: the graph itself or one that encloses it."""
-        here: Graph = self
-        while here.name != graph:
-            if here.parent is None:
+        enclosing: Graph = self
+        while enclosing.name != graph:
+            if enclosing.parent is None:
                 return False
-            here = self.graphs[here.parent[0]]
+            enclosing = self.graphs[enclosing.parent[0]]
         return True
 
-    def _known(self, tensor: TensorRef) -> Output:
-        home = self.graphs.get(tensor.graph)
-        if home is None or tensor.op not in home or not 0 <= tensor.port < len(home.op(tensor.op).outputs):
+    def _require_output(self, tensor: TensorRef) -> Output:
+        source_graph = self.graphs.get(tensor.graph)
+        if (
+            source_graph is None
+            or tensor.op not in source_graph
+            or not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs)
+        ):
             raise UsageError(f"The model has no tensor {tensor}. `graphquant inspect` lists those it has.")
-        return home.op(tensor.op).outputs[tensor.port]
+        return source_graph.op(tensor.op).outputs[tensor.port]
 
-    def _link(self, use: Use, tensor: TensorRef) -> None:
-        home, owner, key = self._end(use, tensor)
-        home.nx.add_edge(tensor.op, owner, key=key, port=tensor.port)
+    def _add_data_edge(self, use: Use, tensor: TensorRef) -> None:
+        source_graph, target, key = self._checked_edge_key(use, tensor)
+        source_graph.nx.add_edge(tensor.op, target, key=key, port=tensor.port)
 
-    def _unlink(self, use: Use, tensor: TensorRef) -> None:
-        home, owner, key = self._edge(use, tensor)
-        home.nx.remove_edge(tensor.op, owner, key=key)
+    def _remove_data_edge(self, use: Use, tensor: TensorRef) -> None:
+        source_graph, target, key = self._edge_key(use, tensor)
+        source_graph.nx.remove_edge(tensor.op, target, key=key)
 
-    def _end(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
-        """`_edge`, which must be one between ops that are there."""
-        home, owner, key = self._edge(use, tensor)
-        if use.slot < 0 or tensor.op not in home.nx or owner not in home.nx:
+    def _checked_edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
+        """`_edge_key`, which must be one between ops that are there."""
+        source_graph, target, key = self._edge_key(use, tensor)
+        if use.slot < 0 or tensor.op not in source_graph.nx or target not in source_graph.nx:
             raise InternalError(f"{use} reads {tensor}, which graph {tensor.graph!r} does not hold.")
-        return home, owner, key
+        return source_graph, target, key
 
-    def _edge(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
+    def _edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
         """Graph, target op and key of the edge that stands for `use` reading `tensor`."""
         if tensor.graph == self.name:
             return self, use.op, use.slot
-        here, owner = self, use.op
-        while here.name != tensor.graph:
-            if here.parent is None:
+        enclosing, target = self, use.op
+        while enclosing.name != tensor.graph:
+            if enclosing.parent is None:
                 raise InternalError(f"{use} cannot read {tensor}: it is in no enclosing graph.")
-            parent, owner = here.parent
-            here = self.graphs[parent]
-        return here, owner, ("capture", use)
+            parent, target = enclosing.parent
+            enclosing = self.graphs[parent]
+        return enclosing, target, ("capture", use)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Model(Drawn):
+class Model(HtmlRepresentation):
     """A loaded model: its graphs, and the source message that emit patches a copy of.
 
     Attributes:
@@ -303,16 +316,16 @@ class Model(Drawn):
         source: What the format read; only the format knows its type.
         path: Where the model came from, None for one built in memory.
         digest: Hex SHA-256 of the source, external data and variables not included.
-        evaluate: Gives the outputs of one pure op for input arrays, or None if it cannot; None where the format cannot.
+        evaluate_op: Gives the outputs of one pure op for input arrays, or None if it cannot; None where the format cannot.
         opset: The ONNX default domain's opset; 0 for the others.
-        entries: The graphs that a run may start with; a TFLite file has one for each signature.
-        saved: Graphs that no run starts with and that say what whoever loads the model may call, and with which
+        entry_graphs: The graphs that a run may start with; a TFLite file has one for each signature.
+        saved_functions: Graphs that no run starts with and that say what whoever loads the model may call, and with which
             variables: the saved functions of a SavedModel.
-        alive: The object in memory that the model was made of ("the session"), "" for a file. Its variables go on
+        live_object: The object in memory that the model was made of ("the session"), "" for a file. Its variables go on
             training, so that none may become a constant.
-        saver: Writes the model, set by whoever loaded it.
+        save_model: Writes the model, set by whoever loaded it.
         provenance: What a written model is to say of where it came from, by key; None leaves what it says.
-        origin: The model that the record in a written one is to give back; None where there is to be none.
+        original_model: The model that the record in a written one is to give back; None where there is to be none.
     """
 
     format: str
@@ -320,14 +333,14 @@ class Model(Drawn):
     source: Any = None
     path: Path | None = None
     digest: str = ""
-    evaluate: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]] | None] | None = None
+    evaluate_op: Callable[[Op, list[np.ndarray[Any, Any]]], list[np.ndarray[Any, Any]] | None] | None = None
     opset: int = 0
-    entries: tuple[str, ...] = ("",)
-    saved: tuple[str, ...] = ()
-    alive: str = ""
-    saver: Callable[[Model, Path, bool], Path] | None = None
+    entry_graphs: tuple[str, ...] = ("",)
+    saved_functions: tuple[str, ...] = ()
+    live_object: str = ""
+    save_model: Callable[[Model, Path, bool], Path] | None = None
     provenance: dict[str, str] | None = None
-    origin: Model | None = None
+    original_model: Model | None = None
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Writes the model to `path`, whole or not at all; returns the path.
@@ -336,9 +349,9 @@ class Model(Drawn):
             UsageError: There is something at `path` and `force` is not given, or it cannot be written.
             ModelError: The model has no such form.
         """
-        if self.saver is None:
+        if self.save_model is None:
             raise InternalError("this model was built without a loader; use graphquant.save(model, path).")
-        return self.saver(self, Path(path), force)
+        return self.save_model(self, Path(path), force)
 
     @property
     def main(self) -> Graph:
@@ -355,64 +368,66 @@ class Model(Drawn):
 
     def callers(self) -> dict[str, list[tuple[Use, Any]]]:
         """For each graph the ops that run it: (`Use` of the op with slot 0, `Call`)."""
-        found: dict[str, list[tuple[Use, Any]]] = {}
+        callers_of: dict[str, list[tuple[Use, Any]]] = {}
         for graph in self.graphs.values():
             for op in graph.ops():
                 for call in op.calls:
-                    found.setdefault(call.graph, []).append((Use(graph.name, op.name, 0), call))
-        return found
+                    callers_of.setdefault(call.graph, []).append((Use(graph.name, op.name, 0), call))
+        return callers_of
 
-    def live(self) -> list[str]:
+    def reachable_graphs(self) -> list[str]:
         """Graphs that a run can reach, the main one first."""
-        return self.reached(self.entries)
+        return self.graphs_reachable_from(self.entry_graphs)
 
-    def reached(self, starts: Iterable[str]) -> list[str]:
+    def graphs_reachable_from(self, starts: Iterable[str]) -> list[str]:
         """The graphs `starts` and all that they call."""
         queue = list(starts)
-        seen = set(queue)
+        visited = set(queue)
         for name in queue:
             for op in self.graphs[name].ops():
                 for call in op.calls:
-                    if call.graph not in seen and call.graph in self.graphs:
-                        seen.add(call.graph)
+                    if call.graph not in visited and call.graph in self.graphs:
+                        visited.add(call.graph)
                         queue.append(call.graph)
         return queue
 
     def copy(self) -> Model:
         """A model whose graphs can be edited without touching this one; ops and the source are shared."""
         graphs: dict[str, Graph] = {}
-        shared: dict[int, set[str]] = {}
-        with bulk():
+        name_spaces: dict[int, set[str]] = {}
+        with paused_gc():
             for name, graph in self.graphs.items():
-                taken = shared.setdefault(id(graph.taken), set(graph.taken))
-                twin = Graph(name, graphs, parent=graph.parent, taken=taken)
-                twin.nx = graph.nx.copy()
-                for _, data in twin.nx.nodes(data=True):
+                reserved_names = name_spaces.setdefault(id(graph.reserved_names), set(graph.reserved_names))
+                copied_graph = Graph(name, graphs, parent=graph.parent, reserved_names=reserved_names)
+                copied_graph.nx = graph.nx.copy()
+                for _, data in copied_graph.nx.nodes(data=True):
                     data["slots"] = list(data["slots"])
-                twin.inputs, twin.outputs = list(graph.inputs), list(graph.outputs)
-                twin.edited, twin.removed = set(graph.edited), set(graph.removed)
-                graphs[name] = twin
+                copied_graph.inputs, copied_graph.outputs = list(graph.inputs), list(graph.outputs)
+                copied_graph.rerouted_uses, copied_graph.removed_ops = set(graph.rerouted_uses), set(graph.removed_ops)
+                graphs[name] = copied_graph
         return Model(
             format=self.format,
             graphs=graphs,
             source=self.source,
             path=self.path,
             digest=self.digest,
-            evaluate=self.evaluate,
+            evaluate_op=self.evaluate_op,
             opset=self.opset,
-            entries=self.entries,
-            saved=self.saved,
-            alive=self.alive,
-            saver=self.saver,
+            entry_graphs=self.entry_graphs,
+            saved_functions=self.saved_functions,
+            live_object=self.live_object,
+            save_model=self.save_model,
         )
 
 
-def _shapes_agree(one: tuple[int | None, ...] | None, other: tuple[int | None, ...] | None) -> bool:
-    if one is None or other is None:
+def _shapes_compatible(first_shape: tuple[int | None, ...] | None, second_shape: tuple[int | None, ...] | None) -> bool:
+    if first_shape is None or second_shape is None:
         return True
-    return len(one) == len(other) and all(a is None or b is None or a == b for a, b in zip(one, other, strict=True))
+    return len(first_shape) == len(second_shape) and all(
+        a is None or b is None or a == b for a, b in zip(first_shape, second_shape, strict=True)
+    )
 
 
-def _some(uses: Sequence[Use], limit: int = 5) -> str:
-    listed = ", ".join(str(use) for use in uses[:limit])
-    return (listed + (", ..." if len(uses) > limit else "")) or "none"
+def _format_uses(uses: Sequence[Use], limit: int = 5) -> str:
+    text = ", ".join(str(use) for use in uses[:limit])
+    return (text + (", ..." if len(uses) > limit else "")) or "none"

@@ -16,6 +16,7 @@ from graphquant.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+
 Shape = tuple[int | None, ...]
 """Static sizes, outermost first; None stands for a size known only when the model runs."""
 
@@ -27,7 +28,7 @@ QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
 WEIGHTED_KINDS = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
 """Kinds that multiply by one weight and add up; what fuses with them comes behind."""
 
-LIMITING_KINDS = frozenset({"max", "min"})
+CLAMPING_KINDS = frozenset({"max", "min"})
 """Kinds that families put before a quantization whose type leaves some of its container out."""
 
 NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
@@ -61,13 +62,13 @@ class Use(NamedTuple):
         return f"{self.graph}/{self.op}[{self.slot}]" if self.graph else f"{self.op}[{self.slot}]"
 
 
-def named(graph: str, op: str) -> str:
+def qualified_op_name(graph: str, op: str) -> str:
     """An op as people read it, with its graph where that is not the main one."""
     return f"{graph}/{op}" if graph else op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stored:
+class StoredQuantization:
     """What a file says of a tensor itself, where scales belong to tensors and not to ops beside them (TFLite).
 
     Attributes:
@@ -95,13 +96,13 @@ class Stored:
 class Output:
     """What is known of one output: its name in the file, numpy-like dtype name and static shape.
 
-    `name` is "" for an optional output that the op leaves out; `stored` is None where scales are in ops.
+    `name` is "" for an optional output that the op leaves out; `quantization` is None where scales are in ops.
     """
 
     name: str
     dtype: str | None = None
     shape: Shape | None = None
-    stored: Stored | None = None
+    quantization: StoredQuantization | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class Op:
         channel_axis: The output channel axis of the "weight" slot's tensor, None if there is none.
         outputs: One entry per output port.
         attrs: The op's attributes, decoded when they are read.
-        value: Gives the value of a constant or variable when called, None for all else or if it cannot be read.
+        read_value: Gives the value of a constant or variable when called, None for all else or if it cannot be read.
         calls: The graphs that the op runs.
         source: The node of the source message; None for an op that graphquant made.
         rule: The rule or step that made the op, "" for one of the source.
@@ -149,7 +150,7 @@ class Op:
     channel_axis: int | None = None
     outputs: tuple[Output, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=lambda: NO_ATTRS)
-    value: Callable[[], np.ndarray[Any, Any]] | None = None
+    read_value: Callable[[], np.ndarray[Any, Any]] | None = None
     calls: tuple[Call, ...] = ()
     source: Any = None
     rule: str = ""
@@ -160,11 +161,11 @@ class Op:
         return self.roles[min(slot, len(self.roles) - 1)] if self.roles else "input"
 
     @property
-    def main(self) -> int:
+    def main_slot(self) -> int:
         """The first slot that reads data; 0 if none does."""
         return self.roles.index("input") if "input" in self.roles else 0
 
-    def number(self, attr: str, default: float) -> float:
+    def numeric_attr(self, attr: str, default: float) -> float:
         """The attribute `attr` as a number, `default` if the op has none.
 
         Raises:

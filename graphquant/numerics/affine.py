@@ -10,17 +10,59 @@ to its values instead of whole numbers.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.numerics.blocks import rows_at_a_time, spread
-from graphquant.numerics.types import Array, FloatType, QType
+from graphquant.numerics.data_types import Array, FloatType, QType
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+# Tensors cut into blocks along one axis, each with a scale of its own: ONNX's `block_size`, from opset 21.
+
+SLAB_ELEMENTS = 1 << 22
+"""Elements of a weight that are worked on at a time."""
+
+
+def block_scale_shape(shape: tuple[int, ...], axis: int, block: int) -> tuple[int, ...]:
+    """The shape of the scales: that of the tensor with the number of blocks at `axis`; the last may be cut short."""
+    return (*shape[:axis], -(-shape[axis] // block), *shape[axis + 1 :])
+
+
+def split_blocks(value: Array, axis: int, block: int) -> Array:
+    """The elements of each block, (number of blocks, block), in the order of the scales; short ones end in zeros."""
+    padding = -value.shape[axis] % block
+    if padding:
+        value = np.pad(value, [(0, padding if dim == axis else 0) for dim in range(value.ndim)])
+    blocks = value.reshape(*value.shape[:axis], -1, block, *value.shape[axis + 1 :])
+    return np.moveaxis(blocks, axis + 1, -1).reshape(-1, block)
+
+
+def iter_blocks(value: Array, axis: int, block: int) -> Iterator[Array]:
+    """The same, some rows of the tensor at a time: it is a copy."""
+    step = rows_per_slab(value.shape, block if axis == 0 else 1)
+    for start in range(0, value.shape[0], step):
+        yield split_blocks(value[start : start + step], axis, block)
+
+
+def rows_per_slab(shape: tuple[int, ...], multiple: int) -> int:
+    """How many rows of a tensor have some `SLAB` elements, as a multiple of a number."""
+    rows = max(SLAB_ELEMENTS * shape[0] // max(math.prod(shape), 1), 1)
+    return -(-rows // multiple) * multiple
+
+
+def expand_blocks(values: Array, axis: int, block: int, shape: tuple[int, ...]) -> Array:
+    """The value of its block for each element of a tensor of `shape`."""
+    if values.ndim == 0:
+        return values
+    repeated = np.repeat(values, block, axis)
+    return repeated[(slice(None),) * axis + (slice(shape[axis]),)]
+
 
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 """Scales below the smallest normal float32 are flushed to zero by kernels, so none is ever chosen."""
@@ -48,14 +90,14 @@ class Range:
         if not (np.isfinite(self.low).all() and np.isfinite(self.high).all() and (self.low <= self.high).all()):
             raise InternalError("a Range with low > high or without finite ends was made; its maker must refuse it.")
 
-    def union(self, other: Range) -> Range:
+    def union(self, second: Range) -> Range:
         """The smallest range that holds both."""
-        return Range(np.minimum(self.low, other.low), np.maximum(self.high, other.high))
+        return Range(np.minimum(self.low, second.low), np.maximum(self.high, second.high))
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Range):
+    def __eq__(self, value: object) -> bool:
+        if not isinstance(value, Range):
             return NotImplemented
-        return np.array_equal(self.low, other.low) and np.array_equal(self.high, other.high)
+        return np.array_equal(self.low, value.low) and np.array_equal(self.high, value.high)
 
     __hash__ = None  # type: ignore[assignment]  # arrays have no hash
 
@@ -71,7 +113,7 @@ class QParams:
         narrow: Whether the most negative value is left out.
         axis: The channel axis if `scale` is (C,), the axis of the blocks if there are any, else None.
         block: How many elements along `axis` have one scale; None where there are no blocks.
-        given: The range that an op is told as it stands, of which it makes `scale` and `zero_point` itself; else None.
+        op_range: The range that an op is told as it stands, of which it makes `scale` and `zero_point` itself; else None.
     """
 
     scale: Array
@@ -80,13 +122,17 @@ class QParams:
     narrow: bool = False
     axis: int | None = None
     block: int | None = None
-    given: Range | None = None
+    op_range: Range | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", np.asarray(self.scale, np.float32))
         object.__setattr__(self, "zero_point", np.asarray(self.zero_point, np.int32))
-        fits = self.axis is not None if self.scale.ndim else self.axis is None
-        if self.scale.shape != self.zero_point.shape or not fits or (self.scale.ndim > 1 and self.block is None):
+        axis_matches = self.axis is not None if self.scale.ndim else self.axis is None
+        if (
+            self.scale.shape != self.zero_point.shape
+            or not axis_matches
+            or (self.scale.ndim > 1 and self.block is None)
+        ):
             raise InternalError("QParams whose scale, zero point, axis and block do not fit each other were made.")
         if not (np.isfinite(self.scale).all() and (self.scale > 0).all()):
             raise InternalError("QParams with a scale that is not positive and finite were made.")
@@ -95,12 +141,12 @@ class QParams:
     def range(self) -> Range:
         """The float64 range that `scale` and `zero_point` stand for. It is made when asked for: blocks are many."""
         low, high = self.type.limits(narrow=self.narrow)
-        wide, zero = self.scale.astype(np.float64), self.zero_point.astype(np.float64)
-        return Range((low - zero) * wide, (high - zero) * wide)
+        scale64, zero = self.scale.astype(np.float64), self.zero_point.astype(np.float64)
+        return Range((low - zero) * scale64, (high - zero) * scale64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dynamic:
+class DynamicQParams:
     """How a tensor is quantized whose range is that of the values in each run, so that there is no scale to tell.
 
     Attributes:
@@ -114,7 +160,7 @@ class Dynamic:
     axis: int | None = None
 
 
-def choose(
+def choose_qparams(
     observed: Range,
     dtype: QType,
     *,
@@ -134,27 +180,29 @@ def choose(
     """
     qmin, qmax = dtype.limits(narrow=narrow)
     low, high = np.minimum(observed.low, 0.0), np.maximum(observed.high, 0.0)
-    middle = dtype.middle
+    symmetric_zero = dtype.symmetric_zero_point
     symmetric = symmetric or isinstance(dtype, FloatType)
     if symmetric:
-        scale = np.maximum(high / (qmax - middle), low / (qmin - middle))
+        scale = np.maximum(high / (qmax - symmetric_zero), low / (qmin - symmetric_zero))
     else:
         scale = high / (qmax - qmin) - low / (qmax - qmin)  # not high - low, which can overflow
-    scale = _round(np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0), power_of_two=power_of_two)
+    scale = _round_scale(np.where(scale > 0, np.maximum(scale, SMALLEST_SCALE), 1.0), power_of_two=power_of_two)
     if symmetric:
-        zero_point = np.broadcast_to(np.int32(middle), low.shape)  # takes no memory, however many blocks there are
-        farthest = np.array(max(middle - qmin, qmax - middle), np.float64)
+        zero_point = np.broadcast_to(
+            np.int32(symmetric_zero), low.shape
+        )  # takes no memory, however many blocks there are
+        farthest_step = np.array(max(symmetric_zero - qmin, qmax - symmetric_zero), np.float64)
     else:
         zero_point = np.clip(np.rint(qmin - low / scale), qmin, qmax)
-        farthest = np.maximum(zero_point - qmin, qmax - zero_point)
-    largest = LARGEST_VALUE / farthest
-    if (scale > largest).any():
-        scale = np.minimum(scale, _round(largest, power_of_two=power_of_two, down=True))
-    return from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis, block=block)
+        farthest_step = np.maximum(zero_point - qmin, qmax - zero_point)
+    largest_scale = LARGEST_VALUE / farthest_step
+    if (scale > largest_scale).any():
+        scale = np.minimum(scale, _round_scale(largest_scale, power_of_two=power_of_two, round_down=True))
+    return qparams_from_scale(scale, zero_point, dtype, narrow=narrow, axis=axis, block=block)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
+class QuantizationGrid:
     """What a scheme can represent, but for the scale: all that picking a range depends on.
 
     Attributes:
@@ -169,9 +217,9 @@ class Grid:
     narrow: bool = False
     power_of_two: bool = False
 
-    def choose(self, observed: Range, *, axis: int | None = None, block: int | None = None) -> QParams:
-        """Scale and zero point for values in `observed`; see `choose`."""
-        return choose(
+    def qparams(self, observed: Range, *, axis: int | None = None, block: int | None = None) -> QParams:
+        """Scale and zero point for values in `observed`; see `qparams`."""
+        return choose_qparams(
             observed,
             self.type,
             symmetric=self.symmetric,
@@ -182,19 +230,19 @@ class Grid:
         )
 
 
-def _round(scale: Array, *, power_of_two: bool, down: bool = False) -> Array:
-    """Float64 `scale` as the nearest float32, or the next power of two that is not smaller; `down`: none larger."""
+def _round_scale(scale: Array, *, power_of_two: bool, round_down: bool = False) -> Array:
+    """Float64 `scale` as the nearest float32, or the next power of two that is not smaller; `round_down`: none larger."""
     if power_of_two:
         mantissa, exponent = np.frexp(scale)
-        return np.asarray(np.ldexp(1.0, exponent - (down | (mantissa == 0.5))))  # noqa: PLR2004  # frexp's own lower end
+        return np.asarray(np.ldexp(1.0, exponent - (round_down | (mantissa == 0.5))))  # noqa: PLR2004  # frexp's own lower end
     with np.errstate(over="ignore"):
         nearest = scale.astype(np.float32).astype(np.float64)
-    if not down:
+    if not round_down:
         return nearest
     return np.where(nearest > scale, np.nextafter(nearest.astype(np.float32), np.float32(0)), nearest)
 
 
-def halved(params: QParams) -> QParams:
+def round_scale_to_float16(params: QParams) -> QParams:
     """The nearest params with scales that float16 can hold.
 
     Raises:
@@ -204,13 +252,13 @@ def halved(params: QParams) -> QParams:
         scale = params.scale.astype(np.float16)
     if not (np.isfinite(scale).all() and (scale >= np.finfo(np.float16).smallest_normal).all()):
         raise UsageError("its scale does not fit float16, the type of the tensor; convert the model to float32 first")
-    zero = params.zero_point
-    return from_scale(
-        scale.astype(np.float32), zero, params.type, narrow=params.narrow, axis=params.axis, block=params.block
+    zero_point = params.zero_point
+    return qparams_from_scale(
+        scale.astype(np.float32), zero_point, params.type, narrow=params.narrow, axis=params.axis, block=params.block
     )
 
 
-def from_scale(
+def qparams_from_scale(
     scale: Array,
     zero_point: Array,
     dtype: QType,
@@ -223,14 +271,14 @@ def from_scale(
     return QParams(scale=scale, zero_point=zero_point, type=dtype, narrow=narrow, axis=axis, block=block)
 
 
-def over(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
+def broadcast_to_tensor(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
     """Scales, zero points or bounds of `params` shaped to broadcast over a tensor of `shape`."""
     if params.block is not None and params.axis is not None:
-        return spread(values, params.axis, params.block, shape)
-    return along(values, params.axis, len(shape))
+        return expand_blocks(values, params.axis, params.block, shape)
+    return broadcast_along_axis(values, params.axis, len(shape))
 
 
-def along(values: Array, axis: int | None, ndim: int) -> Array:
+def broadcast_along_axis(values: Array, axis: int | None, ndim: int) -> Array:
     """Per-channel `values` (C,) shaped to broadcast along `axis` of a tensor with `ndim` axes; a scalar as it is."""
     if axis is None or values.ndim == 0:
         return values
@@ -245,55 +293,60 @@ def quantize(x: Array, params: QParams) -> Array:
     NaN becomes the smallest value, as onnxruntime makes it on x86. With a float8 type the values are of that, held as
     float32, and NaN stays.
     """
-    steps = _steps(x, params)
+    steps = _quantize_as_float(x, params)
     return steps if isinstance(params.type, FloatType) else steps.astype(np.int32)
 
 
-def _steps(x: Array, params: QParams) -> Array:
+def _quantize_as_float(x: Array, params: QParams) -> Array:
     """The same as floats."""
-    seen = _seen(x.shape, params)
+    blocked_shape = _blocked_shape(x.shape, params)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        steps = np.asarray(np.asarray(x, np.float32).reshape(seen) / _fit(params.scale, params, x.shape))
+        steps = np.asarray(
+            np.asarray(x, np.float32).reshape(blocked_shape)
+            / _broadcast_to_blocked_shape(params.scale, params, x.shape)
+        )
     if isinstance(params.type, FloatType):
-        return params.type.round(steps).reshape(x.shape)
+        return params.type.round_values(steps).reshape(x.shape)
     np.rint(steps, out=steps)
     # In float32 a sum is exact or far beyond 16 bits.
     steps = steps.astype(np.float32 if params.type.bits <= EXACT_BITS else np.float64, copy=False)
-    steps += _fit(params.zero_point, params, x.shape).astype(steps.dtype)
+    steps += _broadcast_to_blocked_shape(params.zero_point, params, x.shape).astype(steps.dtype)
     qmin, qmax = params.type.limits(narrow=params.narrow)
     np.fmax(steps, qmin, out=steps)  # which takes the number where one is NaN
     np.minimum(steps, qmax, out=steps)
     return steps.reshape(x.shape)
 
 
-def stored(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
+def quantize_to_dtype(x: Array, params: QParams, dtype: np.dtype[Any]) -> Array:
     """`quantize(x, params)` as values of `dtype`, made some rows at a time: a weight may fill much of the memory."""
     result = np.empty(x.shape, dtype)
-    plain = dtype.kind in "iu"  # of numpy's own, which floats become without a step between
-    for place, part in slabs(x.shape, params):
-        result[place] = _steps(x[place], part) if plain else quantize(x[place], part).astype(dtype)
+    is_numpy_integer = dtype.kind in "iu"  # of numpy's own, which floats become without a step between
+    for rows, row_params in iter_slabs(x.shape, params):
+        result[rows] = (
+            _quantize_as_float(x[rows], row_params) if is_numpy_integer else quantize(x[rows], row_params).astype(dtype)
+        )
     return result
 
 
-def slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, QParams]]:
+def iter_slabs(shape: tuple[int, ...], params: QParams) -> Iterator[tuple[Any, QParams]]:
     """Where the parts of a tensor are that are worked on at a time, and what each is quantized with."""
     if not shape:
         yield ..., params
         return
-    step = rows_at_a_time(shape, params.block or 1)
+    step = rows_per_slab(shape, params.block or 1)
     for start in range(0, shape[0], step):
-        yield slice(start, start + step), _rows(params, start, step)
+        yield slice(start, start + step), _params_of_rows(params, start, step)
 
 
-def _rows(params: QParams, start: int, count: int) -> QParams:
+def _params_of_rows(params: QParams, start: int, count: int) -> QParams:
     """What `count` rows of a tensor are quantized with: of the scales along its first axis those that are theirs."""
     if params.axis is None or (params.block is None and params.axis):
         return params
-    size = params.block if params.block is not None and params.axis == 0 else 1
-    here = slice(start // size, -(-(start + count) // size))
-    return from_scale(
-        params.scale[here],
-        params.zero_point[here],
+    rows_per_scale = params.block if params.block is not None and params.axis == 0 else 1
+    scale_rows = slice(start // rows_per_scale, -(-(start + count) // rows_per_scale))
+    return qparams_from_scale(
+        params.scale[scale_rows],
+        params.zero_point[scale_rows],
         params.type,
         narrow=params.narrow,
         axis=params.axis,
@@ -303,23 +356,25 @@ def _rows(params: QParams, start: int, count: int) -> QParams:
 
 def dequantize(q: Array, params: QParams) -> Array:
     """Integers or float8 values `q` as float32, of the same shape; what ONNX DequantizeLinear computes."""
-    seen, scale = _seen(q.shape, params), _fit(params.scale, params, q.shape)
+    blocked_shape, scale = _blocked_shape(q.shape, params), _broadcast_to_blocked_shape(params.scale, params, q.shape)
     if isinstance(params.type, FloatType):
-        return np.asarray(np.asarray(q, np.float32).reshape(seen) * scale).reshape(q.shape)
-    wide = np.int32 if params.type.bits <= EXACT_BITS else np.int64
-    steps = q.astype(wide).reshape(seen) - _fit(params.zero_point, params, q.shape)
+        return np.asarray(np.asarray(q, np.float32).reshape(blocked_shape) * scale).reshape(q.shape)
+    step_dtype = np.int32 if params.type.bits <= EXACT_BITS else np.int64
+    steps = q.astype(step_dtype).reshape(blocked_shape) - _broadcast_to_blocked_shape(
+        params.zero_point, params, q.shape
+    )
     return np.asarray(steps.astype(np.float32) * scale).astype(np.float32, copy=False).reshape(q.shape)
 
 
-def _seen(shape: tuple[int, ...], params: QParams) -> tuple[int, ...]:
+def _blocked_shape(shape: tuple[int, ...], params: QParams) -> tuple[int, ...]:
     """The shape in which what `_fit` gives broadcasts: that of the tensor, or whole blocks on an axis of their own."""
     if params.block is None or params.axis is None or shape[params.axis] % params.block:
         return shape
     return (*shape[: params.axis], shape[params.axis] // params.block, params.block, *shape[params.axis + 1 :])
 
 
-def _fit(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
-    """Scales or zero points shaped to broadcast over a tensor of `shape` in its `_seen` form."""
+def _broadcast_to_blocked_shape(values: Array, params: QParams, shape: tuple[int, ...]) -> Array:
+    """Scales or zero points shaped to broadcast over a tensor of `shape` in its `_blocked_shape` form."""
     if params.block is not None and params.axis is not None and values.ndim and not shape[params.axis] % params.block:
         return np.expand_dims(values, params.axis + 1)
-    return over(values, params, shape)
+    return broadcast_to_tensor(values, params, shape)

@@ -18,37 +18,37 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.numerics import eigen
-from graphquant.numerics.affine import QParams, Range, along, from_scale
-from graphquant.numerics.types import Array, IntType, QType
+from graphquant.numerics.affine import QParams, Range, broadcast_along_axis, qparams_from_scale
+from graphquant.numerics.data_types import Array, IntType, QType
 
-RoundMode = Literal["HALF_TO_EVEN", "HALF_UP"]
-ROUND_MODES = get_args(RoundMode)
+TFRoundMode = Literal["HALF_TO_EVEN", "HALF_UP"]
+TF_ROUND_MODES = get_args(TFRoundMode)
 
-SIGNED_BITS, UNSIGNED_BITS = 61, 62
+MAX_SIGNED_BITS, MAX_UNSIGNED_BITS = 61, 62
 """The most bits that the kernels take."""
 
-WHOLE = -1
+WHOLE_TENSOR_AXIS = -1
 """The axis that means one range for the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Steps:
+class ScaledRange:
     """What QuantizeAndDequantize makes of a range; arrays of the tensor's type, () or (C,).
 
     Attributes:
-        per_unit: Steps per 1.0: values are multiplied by it and rounded.
-        size: One step, which the rounded values are multiplied by: the scale. 1 / per_unit up to rounding.
+        inverse_scale: Steps per 1.0: values are multiplied by it and rounded.
+        scale: One step, which the rounded values are multiplied by: the scale. 1 / per_unit up to rounding.
         low: Smallest value that is kept, if the range was given.
         high: Largest value that is kept, likewise.
     """
 
-    per_unit: Array
-    size: Array
+    inverse_scale: Array
+    scale: Array
     low: Array
     high: Array
 
 
-def v1(
+def quantize_and_dequantize_v1(
     x: Any,
     *,
     signed_input: bool = True,
@@ -73,11 +73,13 @@ def v1(
     Raises:
         UsageError: A type or number of bits that the kernel refuses, or min > max, or a NaN as an end.
     """
-    low, high = (eigen.flush(np.asarray(end, np.float32)) for end in (input_min, input_max))
-    return v2(x, low, high, signed_input=signed_input, num_bits=num_bits, range_given=range_given)
+    low, high = (eigen.flush_denormals(np.asarray(end, np.float32)) for end in (input_min, input_max))
+    return quantize_and_dequantize_v2(
+        x, low, high, signed_input=signed_input, num_bits=num_bits, range_given=range_given
+    )
 
 
-def v2(
+def quantize_and_dequantize_v2(
     x: Any,
     input_min: Any = 0.0,
     input_max: Any = 0.0,
@@ -85,9 +87,9 @@ def v2(
     signed_input: bool = True,
     num_bits: int = 8,
     range_given: bool = False,
-    round_mode: RoundMode = "HALF_TO_EVEN",
+    round_mode: TFRoundMode = "HALF_TO_EVEN",
     narrow_range: bool = False,
-    axis: int = WHOLE,
+    axis: int = WHOLE_TENSOR_AXIS,
 ) -> Array:
     """What QuantizeAndDequantizeV2 and QuantizeAndDequantizeV4 give.
 
@@ -112,27 +114,28 @@ def v2(
         UsageError: What the kernel refuses: a type, bits, a round mode, an axis, the shape of a range, and for the
             whole tensor min > max or a NaN as an end. Ends per channel are not checked.
     """
-    values = _values(x)
-    if round_mode not in ROUND_MODES:
+    values = _require_kernel_float(x)
+    if round_mode not in TF_ROUND_MODES:
         raise UsageError(f"round_mode is {round_mode!r}. It must be HALF_TO_EVEN or HALF_UP.")
-    _check_bits(num_bits, signed_input)
-    _check_axis(axis, values.ndim)
-    ends = _given(values, input_min, input_max, axis) if range_given else _observed(values, axis)
-    found = steps(*ends, num_bits=num_bits, signed=signed_input, narrow=narrow_range)
-    at = None if axis == WHOLE else axis
-    per_unit, size, low, high = (
-        along(each, at, values.ndim) for each in (found.per_unit, found.size, found.low, found.high)
+    _check_kernel_bits(num_bits, signed_input)
+    _check_channel_axis(axis, values.ndim)
+    ends = _checked_range(values, input_min, input_max, axis) if range_given else _observed_limits(values, axis)
+    scaled_range = scale_range(*ends, num_bits=num_bits, signed=signed_input, narrow=narrow_range)
+    channel_axis = None if axis == WHOLE_TENSOR_AXIS else axis
+    inverse_scale, scale, low, high = (
+        broadcast_along_axis(limits, channel_axis, values.ndim)
+        for limits in (scaled_range.inverse_scale, scaled_range.scale, scaled_range.low, scaled_range.high)
     )
     with np.errstate(all="ignore"):
-        kept = eigen.flush(values)
+        clipped = eigen.flush_denormals(values)
         if range_given:
-            kept = eigen.larger(eigen.smaller(kept, high), low)
-        scaled = eigen.flush(kept * per_unit)
-        whole = np.rint(scaled) if round_mode == "HALF_TO_EVEN" else np.floor(scaled + scaled.dtype.type(0.5))
-        return np.asarray(eigen.flush(whole * size))
+            clipped = eigen.eigen_max(eigen.eigen_min(clipped, high), low)
+        scaled = eigen.flush_denormals(clipped * inverse_scale)
+        rounded = np.rint(scaled) if round_mode == "HALF_TO_EVEN" else np.floor(scaled + scaled.dtype.type(0.5))
+        return np.asarray(eigen.flush_denormals(rounded * scale))
 
 
-def v3(
+def quantize_and_dequantize_v3(
     x: Any,
     input_min: Any,
     input_max: Any,
@@ -141,7 +144,7 @@ def v3(
     signed_input: bool = True,
     range_given: bool = True,
     narrow_range: bool = False,
-    axis: int = WHOLE,
+    axis: int = WHOLE_TENSOR_AXIS,
 ) -> Array:
     """What QuantizeAndDequantizeV3 gives, whose bits are a tensor too and which always rounds half to even.
 
@@ -163,7 +166,7 @@ def v3(
     """
     if np.ndim(x) == 0:
         raise UsageError("QuantizeAndDequantizeV3 takes no scalar. Reshape it to [1], or use V2 or V4.")
-    return v2(
+    return quantize_and_dequantize_v2(
         x,
         input_min,
         input_max,
@@ -175,7 +178,7 @@ def v3(
     )
 
 
-v4 = v2
+quantize_and_dequantize_v4 = quantize_and_dequantize_v2
 """V4 computes what V2 does, and differs by its gradient alone."""
 
 
@@ -184,8 +187,8 @@ def straight_through_gradient(gradients: Any) -> Array:
     return np.asarray(gradients)
 
 
-def v4_gradient(
-    gradients: Any, x: Any, input_min: Any, input_max: Any, *, axis: int = WHOLE
+def quantize_and_dequantize_v4_gradient(
+    gradients: Any, x: Any, input_min: Any, input_max: Any, *, axis: int = WHOLE_TENSOR_AXIS
 ) -> tuple[Array, Array, Array]:
     """What QuantizeAndDequantizeV4Grad gives: gradients pass where `x` is within the range, which itself has zeros.
 
@@ -204,21 +207,23 @@ def v4_gradient(
     Raises:
         UsageError: A type, shape or axis that the kernel refuses.
     """
-    values = _values(x)
+    values = _require_kernel_float(x)
     upstream = np.asarray(gradients, values.dtype)
     if upstream.shape != values.shape:
         raise UsageError(f"The gradients are {upstream.shape} and the values {values.shape}. Give both one shape.")
-    _check_axis(axis, values.ndim)
-    low, high = _ends(values, input_min, input_max, axis)
-    at = None if axis == WHOLE else axis
-    kept = eigen.flush(values)
-    inside = (kept >= along(low, at, values.ndim)) & (kept <= along(high, at, values.ndim))
+    _check_channel_axis(axis, values.ndim)
+    low, high = _cast_range(values, input_min, input_max, axis)
+    channel_axis = None if axis == WHOLE_TENSOR_AXIS else axis
+    flushed = eigen.flush_denormals(values)
+    inside = (flushed >= broadcast_along_axis(low, channel_axis, values.ndim)) & (
+        flushed <= broadcast_along_axis(high, channel_axis, values.ndim)
+    )
     with np.errstate(all="ignore"):
-        passed = eigen.flush(eigen.flush(upstream) * inside.astype(values.dtype))
+        passed = eigen.flush_denormals(eigen.flush_denormals(upstream) * inside.astype(values.dtype))
     return np.asarray(passed), np.zeros_like(low), np.zeros_like(high)
 
 
-def steps(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> Steps:
+def scale_range(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> ScaledRange:
     """The steps that QuantizeAndDequantize takes in the range `low` to `high`, whatever it rounds by.
 
     Args:
@@ -231,48 +236,50 @@ def steps(low: Any, high: Any, *, num_bits: int, signed: bool, narrow: bool) -> 
     Raises:
         UsageError: Bits that the kernels refuse.
     """
-    _check_bits(num_bits, signed)
-    bottom, top = eigen.flush(np.asarray(low)), eigen.flush(np.asarray(high))
-    number = bottom.dtype.type
-    qmin, qmax = (number(end) for end in IntType(num_bits, signed).limits(narrow=narrow))
-    largest = np.finfo(number).max
+    _check_kernel_bits(num_bits, signed)
+    flushed_low, flushed_high = eigen.flush_denormals(np.asarray(low)), eigen.flush_denormals(np.asarray(high))
+    float_type = flushed_low.dtype.type
+    qmin, qmax = (float_type(end) for end in IntType(num_bits, signed).limits(narrow=narrow))
+    largest = np.finfo(float_type).max
     with np.errstate(all="ignore"):
-        from_low = eigen.flush(np.where(qmin * bottom > 0, qmin / bottom, largest))
-        from_high = eigen.flush(np.where(qmax * top > 0, qmax / top, largest))
+        from_low = eigen.flush_denormals(np.where(qmin * flushed_low > 0, qmin / flushed_low, largest))
+        from_high = eigen.flush_denormals(np.where(qmax * flushed_high > 0, qmax / flushed_high, largest))
         by_low = from_low < from_high
-        size = eigen.flush(np.where(by_low, bottom / qmin, top / qmax))
-        return Steps(
-            per_unit=np.where(by_low, from_low, from_high),
-            size=size,
-            low=np.where(by_low, bottom, eigen.flush(qmin * size)),
-            high=np.where(by_low, eigen.flush(qmax * size), top),
+        scale = eigen.flush_denormals(np.where(by_low, flushed_low / qmin, flushed_high / qmax))
+        return ScaledRange(
+            inverse_scale=np.where(by_low, from_low, from_high),
+            scale=scale,
+            low=np.where(by_low, flushed_low, eigen.flush_denormals(qmin * scale)),
+            high=np.where(by_low, eigen.flush_denormals(qmax * scale), flushed_high),
         )
 
 
-def params_of(given: Range, kind: QType, *, narrow: bool = False, axis: int | None = None) -> QParams:
-    """How float32 tensors are quantized by this op if its range is `given`, whichever way it rounds.
+def quantize_and_dequantize_params(
+    op_range: Range, dtype: QType, *, narrow: bool = False, axis: int | None = None
+) -> QParams:
+    """How float32 tensors are quantized by this op if its range is `op_range`, whichever way it rounds.
 
     Args:
-        given: What `input_min` and `input_max` are, as float32 once they are written.
-        kind: The integers, of 2 bits and more.
+        op_range: What `input_min` and `input_max` are, as float32 once they are written.
+        dtype: The integers, of 2 bits and more.
         narrow: Whether the most negative one is left out.
         axis: The channel axis if the range is per channel.
 
     Raises:
         UsageError: Bits that the kernels refuse, or a range in which there is no step: (0, 0), say.
     """
-    low, high = (end.astype(np.float32) for end in (given.low, given.high))
-    size = steps(low, high, num_bits=kind.bits, signed=kind.signed, narrow=narrow).size
-    if not (np.isfinite(size) & (size > 0)).all():
+    low, high = (end.astype(np.float32) for end in (op_range.low, op_range.high))
+    scale = scale_range(low, high, num_bits=dtype.bits, signed=dtype.signed, narrow=narrow).scale
+    if not (np.isfinite(scale) & (scale > 0)).all():
         raise UsageError(f"QuantizeAndDequantize has no step in the range {low} to {high}. Give one that holds more.")
-    return from_scale(size, np.zeros(size.shape), kind, narrow=narrow, axis=axis)
+    return qparams_from_scale(scale, np.zeros(scale.shape), dtype, narrow=narrow, axis=axis)
 
 
-def range_to_write(params: QParams) -> Range:
+def range_for_quantize_and_dequantize(params: QParams) -> Range:
     """The `input_min` and `input_max` with which a float32 QuantizeAndDequantize steps by the scale of `params`.
 
     For signed integers with the most negative one that is any scale. Else it is the nearest that a float32 range can
-    give, which `steps` tells: the scale itself for powers of two and most others, off in the last place for the rest.
+    give, which `scale_range` tells: the scale itself for powers of two and most others, off in the last place for the rest.
 
     Raises:
         InternalError: A zero point that is not 0, which this op does not have.
@@ -280,21 +287,23 @@ def range_to_write(params: QParams) -> Range:
     if (params.zero_point != 0).any():
         raise InternalError("QuantizeAndDequantize was asked for a zero point; its family must refuse it.")
     qmin, qmax = params.type.limits(narrow=params.narrow)
-    wanted = params.scale.astype(np.float64)
-    low, high = (qmin * wanted).astype(np.float32), (qmax * wanted).astype(np.float32)
-    tried = [high]
-    while len(tried) <= 3:  # noqa: PLR2004  # places down from there the lower end decides the scale
-        tried.append(np.nextafter(tried[-1], np.float32(0)))
-    tried.append(np.nextafter(high, np.float32(np.inf)))
-    ends = [(-end if qmin == -qmax else low, end) for end in tried]
+    target_scale = params.scale.astype(np.float64)
+    low, high = (qmin * target_scale).astype(np.float32), (qmax * target_scale).astype(np.float32)
+    candidate_highs = [high]
+    while len(candidate_highs) <= 3:  # noqa: PLR2004  # places down from there the lower end decides the scale
+        candidate_highs.append(np.nextafter(candidate_highs[-1], np.float32(0)))
+    candidate_highs.append(np.nextafter(high, np.float32(np.inf)))
+    candidate_ranges = [(-end if qmin == -qmax else low, end) for end in candidate_highs]
     bits, signed = params.type.bits, params.type.signed
-    found = [steps(*pair, num_bits=bits, signed=signed, narrow=params.narrow) for pair in ends]
-    sizes = np.stack([each.size for each in found]).astype(np.float64)
-    best = np.argmin(np.abs(sizes - wanted), axis=0)
-    return Range(*(np.choose(best, [pair[side] for pair in ends]) for side in (0, 1)))
+    scaled_ranges = [
+        scale_range(*candidate, num_bits=bits, signed=signed, narrow=params.narrow) for candidate in candidate_ranges
+    ]
+    scales = np.stack([scaled_range.scale for scaled_range in scaled_ranges]).astype(np.float64)
+    best = np.argmin(np.abs(scales - target_scale), axis=0)
+    return Range(*(np.choose(best, [candidate[side] for candidate in candidate_ranges]) for side in (0, 1)))
 
 
-def _values(x: Any) -> Array:
+def _require_kernel_float(x: Any) -> Array:
     """`x` as an array of a type that the kernels take."""
     values = np.asarray(x)
     if values.dtype not in {np.dtype(np.float32), np.dtype(np.float64)}:
@@ -304,24 +313,26 @@ def _values(x: Any) -> Array:
     return values
 
 
-def _check_bits(num_bits: int, signed: bool) -> None:
-    most = SIGNED_BITS if signed else UNSIGNED_BITS
-    if not 1 <= num_bits <= most:
+def _check_kernel_bits(num_bits: int, signed: bool) -> None:
+    max_bits = MAX_SIGNED_BITS if signed else MAX_UNSIGNED_BITS
+    if not 1 <= num_bits <= max_bits:
         kind = "signed" if signed else "unsigned"
-        raise UsageError(f"num_bits is {num_bits}. QuantizeAndDequantize takes 1 to {most} bits for {kind} integers.")
+        raise UsageError(
+            f"num_bits is {num_bits}. QuantizeAndDequantize takes 1 to {max_bits} bits for {kind} integers."
+        )
 
 
-def _check_axis(axis: int, ndim: int) -> None:
-    if not (axis == WHOLE or 0 <= axis < ndim):
+def _check_channel_axis(axis: int, ndim: int) -> None:
+    if not (axis == WHOLE_TENSOR_AXIS or 0 <= axis < ndim):
         raise UsageError(
             f"axis is {axis} for a tensor of {ndim} axes. Count from 0; -1 is the whole tensor and not the last axis."
         )
 
 
-def _ends(values: Array, input_min: Any, input_max: Any, axis: int) -> tuple[Array, Array]:
+def _cast_range(values: Array, input_min: Any, input_max: Any, axis: int) -> tuple[Array, Array]:
     """The given range in the type of `values`, in the shape that the kernels want."""
-    low, high = (eigen.flush(np.asarray(end).astype(values.dtype)) for end in (input_min, input_max))
-    shape = () if axis == WHOLE else (values.shape[axis],)
+    low, high = (eigen.flush_denormals(np.asarray(end).astype(values.dtype)) for end in (input_min, input_max))
+    shape = () if axis == WHOLE_TENSOR_AXIS else (values.shape[axis],)
     if low.shape != shape or high.shape != shape:
         raise UsageError(
             f"The range has the shapes {low.shape} and {high.shape}. With axis {axis} both must be {shape}."
@@ -329,23 +340,28 @@ def _ends(values: Array, input_min: Any, input_max: Any, axis: int) -> tuple[Arr
     return low, high
 
 
-def _given(values: Array, input_min: Any, input_max: Any, axis: int) -> tuple[Array, Array]:
+def _checked_range(values: Array, input_min: Any, input_max: Any, axis: int) -> tuple[Array, Array]:
     """The given range, refused as the kernels refuse it."""
-    low, high = _ends(values, input_min, input_max, axis)
-    if axis == WHOLE and not low <= high:
+    low, high = _cast_range(values, input_min, input_max, axis)
+    if axis == WHOLE_TENSOR_AXIS and not low <= high:
         raise UsageError(f"The range is {low} to {high}. Give a minimum that is not above the maximum, and no NaN.")
     return low, high
 
 
-def _observed(values: Array, axis: int) -> tuple[Array, Array]:
+def _observed_limits(values: Array, axis: int) -> tuple[Array, Array]:
     """Smallest and largest value, of each channel or of all, in the kernels' order (see `eigen`)."""
     shape = values.shape or (1,)
-    before, channels = (1, 1) if axis == WHOLE else (math.prod(shape[:axis]), shape[axis])
-    after = values.size if axis == WHOLE else math.prod(shape[axis + 1 :])
-    rows = eigen.flush(values).reshape(before, channels, after).transpose(2, 0, 1).reshape(before * after, channels)
+    leading, channels = (1, 1) if axis == WHOLE_TENSOR_AXIS else (math.prod(shape[:axis]), shape[axis])
+    trailing = values.size if axis == WHOLE_TENSOR_AXIS else math.prod(shape[axis + 1 :])
+    rows = (
+        eigen.flush_denormals(values)
+        .reshape(leading, channels, trailing)
+        .transpose(2, 0, 1)
+        .reshape(leading * trailing, channels)
+    )
     if not (np.isnan(rows) | (np.signbit(rows) & (rows == 0))).any():  # else the order of the values matters
         low, high = rows.min(axis=0, initial=np.inf), rows.max(axis=0, initial=-np.inf)
     else:
-        order = eigen.reduce if axis == WHOLE else eigen.in_a_row
-        low, high = order(rows, eigen.smaller, np.inf), order(rows, eigen.larger, -np.inf)
-    return (low[0], high[0]) if axis == WHOLE else (low, high)
+        reduce_rows = eigen.tree_reduce if axis == WHOLE_TENSOR_AXIS else eigen.sequential_reduce
+        low, high = reduce_rows(rows, eigen.eigen_min, np.inf), reduce_rows(rows, eigen.eigen_max, -np.inf)
+    return (low[0], high[0]) if axis == WHOLE_TENSOR_AXIS else (low, high)

@@ -14,34 +14,108 @@ import ml_dtypes
 import numpy as np
 
 from graphquant.ir import Graph, Op, Output, TensorRef
-from graphquant.numerics import Array, FloatType, IntType, QParams, QType, over, stored
-from graphquant.qdq.base import Family, Lowering, Request, constant, static_params
-from graphquant.qdq.onnx_read import read, rounding
+from graphquant.numerics import (
+    Array,
+    FloatType,
+    IntType,
+    QParams,
+    QType,
+    broadcast_to_tensor,
+    parse_type,
+    qparams_from_scale,
+    quantize_to_dtype,
+)
+from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, add_constant, require_static_params
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from graphquant.ir import Parameters
+    from graphquant.qdq.family import RoundingMode
+
+
+# QuantizeLinear and DequantizeLinear of ONNX's or onnxruntime's domain, read back.
+
+
+def read_onnx_qdq(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
+    """Scale and zero point of a QuantizeLinear or DequantizeLinear, None where they are computed at run time."""
+    slots = [*graph.slots(op.name), None, None, None][:3]
+    scale = None if slots[1] is None else parameters.value(slots[1])
+    zero_point = None if slots[2] is None else parameters.value(slots[2])
+    if scale is None or (slots[2] is not None and zero_point is None):
+        return None
+    dtype = _quantized_type(graph, op, slots[0], zero_point)
+    with np.errstate(over="ignore", under="ignore"):
+        scale32 = scale.astype(np.float32)
+    if dtype is None or not (np.isfinite(scale32).all() and (scale32 > 0).all()):
+        return None
+    if scale32.size == 0 or (zero_point is not None and zero_point.size != scale32.size):
+        return None
+    zero_points = (
+        np.zeros(scale32.shape) if zero_point is None else zero_point.astype(np.float64).reshape(scale32.shape)
+    )
+    if isinstance(dtype, FloatType) and zero_points.any():  # no such op is defined
+        return None
+    return _onnx_qparams(graph, op, slots[0], scale32, zero_points.astype(np.int32), dtype)
+
+
+def _onnx_qparams(
+    graph: Graph, op: Op, data: TensorRef | None, scale: Array, zero_point: Array, dtype: QType
+) -> QParams | None:
+    """What scale and zero point mean: of the tensor, of channels or of blocks; None where they do not go with it."""
+    block = int(op.numeric_attr("block_size", 0))
+    if scale.size == 1 and block <= 0:
+        return qparams_from_scale(scale.reshape(()), zero_point.reshape(()), dtype)
+    axis = int(op.numeric_attr("axis", 1))
+    shape = graph.output(data).shape if data is not None else None
+    rank = len(shape) if shape else scale.ndim if block > 0 else 0
+    axis = axis + rank if axis < 0 else axis
+    if block <= 0:
+        return qparams_from_scale(scale, zero_point, dtype, axis=axis) if scale.ndim == 1 else None
+    if scale.ndim != rank or not 0 <= axis < rank:
+        return None
+    return qparams_from_scale(scale, zero_point, dtype, axis=axis, block=block)
+
+
+def _quantized_type(graph: Graph, op: Op, data: TensorRef | None, zero_point: Array | None) -> QType | None:
+    """The type on the quantized side, None if it is none of those that are read or not known."""
+    name = None if zero_point is None else str(zero_point.dtype)
+    if name is None and op.kind == "dequantize" and data is not None:
+        name = graph.output(data).dtype
+    if name is None and op.kind == "quantize":
+        name = op.outputs[0].dtype if op.outputs else None  # which "output_dtype" may say
+    try:
+        return parse_type(name or "uint8")
+    except ValueError:
+        return None
+
+
+def onnx_qdq_rounding(_op: Op) -> RoundingMode:
+    """QuantizeLinear rounds half to even."""
+    return "half-even"
+
+
 OPSET_PER_TENSOR, OPSET_PER_CHANNEL = 10, 13
 """Of 8 bits, and of int32 biases."""
 
-OPSET_RUN_TIME = 11
+OPSET_ACTIVATIONS = 11
 """Where activations are quantized, onnxruntime adds a Round to float biases, which opset 10 has not."""
 
 OPSET_FLOAT8, OPSET_BLOCKS = 19, 21
 """The first has float16 too, the second of 4 and 16 bits."""
 
-OPSET_OTHER_WIDTHS = 21
+OPSET_4_AND_16_BITS = 21
 """Where 4 and 16 bits came to the default domain."""
 
-MICROSOFT = "com.microsoft"
+MICROSOFT_DOMAIN = "com.microsoft"
 """Where onnxruntime has them below, whatever the opset."""
 
 OPSET_BROADCAST = 8
 """First opset whose Max and Min broadcast, as the clipping of odd widths needs."""
 
-OTHER_WIDTHS = frozenset({"int4", "uint4", "int16", "uint16"})
+TYPES_OF_4_AND_16_BITS = frozenset({"int4", "uint4", "int16", "uint16"})
 
-NO_CONSTANT = frozenset({"int4", "uint4"})
+TYPES_WITHOUT_CONSTANT = frozenset({"int4", "uint4"})
 """Of these what initializers may be and Constants may not, below the opset that brought them."""
 
 _ROLES = ("input", "scale", "zero_point")
@@ -51,7 +125,7 @@ _MAX = ("max", "Max", ("input",))
 _MIN = ("min", "Min", ("input",))
 
 
-def _container(dtype: QType, *, parameter: bool) -> str:
+def _container_type(dtype: QType, *, parameter: bool) -> str:
     """The type that holds the values: 8 bits where 4 would do at run time.
 
     onnxruntime's optimizer moves 4 bits past a MaxPool, into a convolution and the like, whose kernels have no such
@@ -61,161 +135,169 @@ def _container(dtype: QType, *, parameter: bool) -> str:
     return dtype.container.replace("4", "8") if narrow and not parameter else dtype.container
 
 
-def lower(graph: Graph, site: Lowering) -> TensorRef:
+def add_onnx_qdq(graph: Graph, site: QDQSite) -> TensorRef:
     """Adds QuantizeLinear and DequantizeLinear; where there is a value to fold, an integer constant for the former."""
-    params = static_params(site)
-    known = graph.output(site.tensor)
-    held = _container(params.type, parameter=site.parameter)
-    integer = np.dtype(getattr(ml_dtypes, held, held))
-    shape = () if _one_block(params) else params.scale.shape
-    zeros = params.zero_point.astype(integer).reshape(shape)
-    floats = np.dtype(known.dtype)  # the scale's type is the tensor's
-    scales = params.scale.astype(floats).reshape(shape)
-    scale = constant(graph, f"{site.name}/scale", scales, type_="Constant", rule=site.rule)
-    zero = constant(graph, f"{site.name}/zero_point", zeros, type_="Constant", rule=site.rule)
-    if site.value is not None:
-        label = graph.fresh(f"{site.name}/{integer.name}")
-        folded = partial(_folded, site.value, params, integer)
-        folded = folded if site.keep is None else partial(site.keep, folded)
-        made = Output(label, integer.name, site.shape)
-        op = Op(name=label, kind="constant", type="Constant", roles=(), outputs=(made,), value=folded, rule=site.rule)
-        source = graph.add(op)
+    params = require_static_params(site)
+    source_output = graph.output(site.tensor)
+    container = _container_type(params.type, parameter=site.is_parameter)
+    integer_dtype = np.dtype(getattr(ml_dtypes, container, container))
+    shape = () if _is_single_block(params) else params.scale.shape
+    zero_points = params.zero_point.astype(integer_dtype).reshape(shape)
+    float_dtype = np.dtype(source_output.dtype)  # the scale's type is the tensor's
+    scales = params.scale.astype(float_dtype).reshape(shape)
+    scale = add_constant(graph, f"{site.name}/scale", scales, op_type="Constant", rule=site.rule)
+    zero_point = add_constant(graph, f"{site.name}/zero_point", zero_points, op_type="Constant", rule=site.rule)
+    if site.read_value is not None:
+        op_name = graph.unique_name(f"{site.name}/{integer_dtype.name}")
+        read_integers = partial(_quantized_weight, site.read_value, params, integer_dtype)
+        read_integers = read_integers if site.reuse_integers is None else partial(site.reuse_integers, read_integers)
+        output = Output(op_name, integer_dtype.name, site.shape)
+        op = Op(
+            name=op_name,
+            kind="constant",
+            type="Constant",
+            roles=(),
+            outputs=(output,),
+            read_value=read_integers,
+            rule=site.rule,
+        )
+        source = graph.add_op(op)
     else:
-        made = Output("", integer.name, known.shape)
-        data = _clipped(graph, site)
-        source = _add(graph, site, site.name, _QUANTIZE, made, [data, scale, zero])
-    made = Output("", known.dtype, known.shape)
-    return _add(graph, site, f"{site.name}/dequant", _DEQUANTIZE, made, [source, scale, zero])
+        output = Output("", integer_dtype.name, source_output.shape)
+        data = _add_clip(graph, site)
+        source = _add_op(graph, site, site.name, _QUANTIZE, output, [data, scale, zero_point])
+    output = Output("", source_output.dtype, source_output.shape)
+    return _add_op(graph, site, f"{site.name}/dequant", _DEQUANTIZE, output, [source, scale, zero_point])
 
 
-def _folded(value: Callable[[], Array], params: QParams, integer: np.dtype[Any]) -> Array:
-    return stored(value(), params, integer)
+def _quantized_weight(read_value: Callable[[], Array], params: QParams, integer_dtype: np.dtype[Any]) -> Array:
+    return quantize_to_dtype(read_value(), params, integer_dtype)
 
 
-def _one_block(params: QParams) -> bool:
+def _is_single_block(params: QParams) -> bool:
     """Whether a vector is one block: onnxruntime then takes the scale for the tensor's, and refuses a block size."""
     return params.block is not None and params.scale.shape == (1,)
 
 
-def _clipped(graph: Graph, site: Lowering) -> TensorRef:
+def _add_clip(graph: Graph, site: QDQSite) -> TensorRef:
     """The tensor without what the type's container has and the type has not, by Max and Min, which broadcast.
 
     onnxruntime's QuantizeLinear to 4 bits per channel wraps around where a value is 2**31 steps large, so a weight that
     stays float gets both ends before that.
     """
-    params, known = static_params(site), graph.output(site.tensor)
+    params, source_output = require_static_params(site), graph.output(site.tensor)
     result = site.tensor
-    if isinstance(params.type, FloatType) or not site.clip:
+    if isinstance(params.type, FloatType) or not site.needs_clip:
         return result
-    ends = params.type.limits(narrow=params.narrow)
-    held = IntType.parse(_container(params.type, parameter=site.parameter))
-    container, wraps = held.limits(), held.container in {"int4", "uint4"}
+    type_limits = params.type.limits(narrow=params.narrow)
+    container_type = IntType.parse(_container_type(params.type, parameter=site.is_parameter))
+    container_limits, wraps = container_type.limits(), container_type.container in {"int4", "uint4"}
     bounds = ((_MAX, "low", params.range.low), (_MIN, "high", params.range.high))
-    for place, (op, word, values) in enumerate(bounds):
-        if wraps or ends[place] != container[place]:
-            shaped = _bound(values.astype(np.dtype(known.dtype)), site)
-            bound = constant(graph, f"{site.name}/{word}", shaped, type_="Constant", rule=site.rule)
-            made = Output("", known.dtype, known.shape)
-            result = _add(graph, site, f"{site.name}/clip_{word}", op, made, [result, bound])
+    for end_index, (op_form, end_name, limit) in enumerate(bounds):
+        if wraps or type_limits[end_index] != container_limits[end_index]:
+            bound_value = _broadcast_bound(limit.astype(np.dtype(source_output.dtype)), site)
+            bound = add_constant(graph, f"{site.name}/{end_name}", bound_value, op_type="Constant", rule=site.rule)
+            output = Output("", source_output.dtype, source_output.shape)
+            result = _add_op(graph, site, f"{site.name}/clip_{end_name}", op_form, output, [result, bound])
     return result
 
 
-def _bound(values: Array, site: Lowering) -> Array:
+def _broadcast_bound(values: Array, site: QDQSite) -> Array:
     """Bounds shaped to broadcast over the tensor, whose shape is known where there are blocks."""
     shape = tuple(size or 0 for size in site.shape or ())
-    return over(values, static_params(site), shape)
+    return broadcast_to_tensor(values, require_static_params(site), shape)
 
 
-def _add(
+def _add_op(
     graph: Graph,
-    site: Lowering,
+    site: QDQSite,
     name: str,
-    kind: tuple[str, str, tuple[str, ...]],
-    made: Output,
+    op_form: tuple[str, str, tuple[str, ...]],
+    output: Output,
     inputs: list[TensorRef],
 ) -> TensorRef:
-    label = graph.fresh(name)
-    known = Output(label, made.dtype, made.shape)
-    domain, attrs = _form(site) if kind in {_QUANTIZE, _DEQUANTIZE} else ("", {})
+    op_name = graph.unique_name(name)
+    named_output = Output(op_name, output.dtype, output.shape)
+    domain, attrs = _domain_and_attrs(site) if op_form in {_QUANTIZE, _DEQUANTIZE} else ("", {})
     op = Op(
-        name=label,
-        kind=kind[0],
-        type=kind[1],
+        name=op_name,
+        kind=op_form[0],
+        type=op_form[1],
         domain=domain,
-        roles=kind[2],
-        outputs=(known,),
+        roles=op_form[2],
+        outputs=(named_output,),
         attrs=attrs,
         rule=site.rule,
     )
-    return graph.add(op, inputs)
+    return graph.add_op(op, inputs)
 
 
-def _form(site: Lowering) -> tuple[str, dict[str, int]]:
+def _domain_and_attrs(site: QDQSite) -> tuple[str, dict[str, int]]:
     """The domain of the ops, and their attributes."""
-    params = static_params(site)
-    attrs = {} if _one_block(params) else {"axis": params.axis, "block_size": params.block}
-    held = _container(params.type, parameter=site.parameter)
-    own = site.opset < OPSET_OTHER_WIDTHS and held in OTHER_WIDTHS
-    return MICROSOFT if own else "", {name: value for name, value in attrs.items() if value is not None}
+    params = require_static_params(site)
+    attrs = {} if _is_single_block(params) else {"axis": params.axis, "block_size": params.block}
+    container = _container_type(params.type, parameter=site.is_parameter)
+    in_microsoft_domain = site.opset < OPSET_4_AND_16_BITS and container in TYPES_OF_4_AND_16_BITS
+    return MICROSOFT_DOMAIN if in_microsoft_domain else "", {
+        name: value for name, value in attrs.items() if value is not None
+    }
 
 
-def why_not(asked: Request) -> str | None:  # noqa: PLR0911  # one for each thing it cannot do
+def onnx_qdq_unsupported_reason(request: FamilyRequest) -> str | None:  # noqa: PLR0911  # one for each thing it cannot do
     """The reason why onnxruntime cannot run these ops, or None."""
-    if asked.dtype == "float16" and not (asked.parameter and isinstance(asked.type, IntType)):
+    if request.dtype == "float16" and not (request.is_parameter and isinstance(request.type, IntType)):
         return "onnxruntime runs ops between float16 pairs in float; convert the model to float32 first"
-    if asked.dtype not in {"float16", "float32"}:
-        return f"QuantizeLinear with a float32 scale takes no {asked.dtype} tensor"
-    if asked.range != "observed":
+    if request.dtype not in {"float16", "float32"}:
+        return f"QuantizeLinear with a float32 scale takes no {request.dtype} tensor"
+    if request.range_source != "observed":
         return "QuantizeLinear needs a scale that is known; leave 'range' out"
-    if asked.round == "half-up":
+    if request.rounding_mode == "half-up":
         return "QuantizeLinear always rounds half to even; leave 'round' out"
-    if asked.block is not None and not asked.parameter:
+    if request.block is not None and not request.is_parameter:
         return (
             "blocks are for weights, whose values are known: no statistics are kept for each block of an activation;"
             ' take per = "tensor" or per = "channel"'
         )
-    if asked.type.name == "int32" and asked.parameter:
+    if request.type.name == "int32" and request.is_parameter:
         return None
-    if isinstance(asked.type, FloatType) or asked.type.container in {"int8", "uint8", *OTHER_WIDTHS}:
+    if isinstance(request.type, FloatType) or request.type.container in {"int8", "uint8", *TYPES_OF_4_AND_16_BITS}:
         return None
-    return (
-        f"{asked.type.name} does not fit the types of 4, 8 and 16 bits that onnxruntime quantizes to; take 2 to 16 bits"
-    )
+    return f"{request.type.name} does not fit the types of 4, 8 and 16 bits that onnxruntime quantizes to; take 2 to 16 bits"
 
 
-def opset(asked: Request) -> int:
+def onnx_qdq_minimum_opset(request: FamilyRequest) -> int:
     """The lowest opset of the default domain that has these ops, or that goes with those of onnxruntime's own."""
-    held = _container(asked.type, parameter=asked.parameter)
-    other = held in OTHER_WIDTHS
-    if asked.function and asked.parameter and held in NO_CONSTANT:
-        return OPSET_OTHER_WIDTHS
-    if asked.block is not None or (asked.dtype == "float16" and other):
+    container = _container_type(request.type, parameter=request.is_parameter)
+    has_4_or_16_bits = container in TYPES_OF_4_AND_16_BITS
+    if request.in_function and request.is_parameter and container in TYPES_WITHOUT_CONSTANT:
+        return OPSET_4_AND_16_BITS
+    if request.block is not None or (request.dtype == "float16" and has_4_or_16_bits):
         return OPSET_BLOCKS
-    if isinstance(asked.type, FloatType) or asked.dtype == "float16":
+    if isinstance(request.type, FloatType) or request.dtype == "float16":
         return OPSET_FLOAT8
-    if other:
-        return OPSET_BROADCAST if asked.parameter else OPSET_RUN_TIME
-    if asked.axis is not None:
+    if has_4_or_16_bits:
+        return OPSET_BROADCAST if request.is_parameter else OPSET_ACTIVATIONS
+    if request.axis is not None:
         return OPSET_PER_CHANNEL
-    return OPSET_PER_TENSOR if asked.parameter else OPSET_RUN_TIME
+    return OPSET_PER_TENSOR if request.is_parameter else OPSET_ACTIVATIONS
 
 
-def settle(params: QParams) -> QParams:
+def exact_params(params: QParams) -> QParams:
     """What is asked for: scale and zero point are written as they are."""
     return params
 
 
-ONNX_QDQ = Family(
+ONNX_QDQ = QDQFamily(
     name="onnx-qdq",
     format="onnx",
-    lower=lower,
-    why_not=why_not,
-    opset=opset,
-    settle=settle,
-    types=frozenset({"QuantizeLinear", "DequantizeLinear"}),
-    folds=True,
-    zero_points=True,
-    arguments=frozenset(),
-    read=read,
-    rounding=rounding,
+    add_ops=add_onnx_qdq,
+    unsupported_reason=onnx_qdq_unsupported_reason,
+    minimum_opset=onnx_qdq_minimum_opset,
+    effective_params=exact_params,
+    op_types=frozenset({"QuantizeLinear", "DequantizeLinear"}),
+    stores_integer_weights=True,
+    has_zero_points=True,
+    argument_names=frozenset(),
+    read_params=read_onnx_qdq,
+    rounding_mode_of=onnx_qdq_rounding,
 )

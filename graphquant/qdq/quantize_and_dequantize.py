@@ -14,64 +14,66 @@ import numpy as np
 
 from graphquant.errors import InternalError, UsageError
 from graphquant.ir import DataType, Graph, Op, Output, Parameters, TensorRef
-from graphquant.numerics import Array, Dynamic, IntType, QParams, Range
+from graphquant.numerics import Array, DynamicQParams, IntType, QParams, Range
 from graphquant.numerics import quantize_and_dequantize as qad
-from graphquant.qdq.base import Family, Lowering, Request, Round, only_integers
-from graphquant.qdq.nodes import held, within
+from graphquant.qdq.family import FamilyRequest, QDQFamily, QDQSite, RoundingMode, integer_only_reason
+from graphquant.qdq.tf_nodes import add_argument, add_in_merged_shape
 
-ROUND_MODES: dict[Round, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
+TF_ROUND_MODE_NAMES: dict[RoundingMode, str] = {"half-even": "HALF_TO_EVEN", "half-up": "HALF_UP"}
 
-FLOATS = frozenset({"float32", "float64"})
+KERNEL_FLOAT_TYPES = frozenset({"float32", "float64"})
 """The types that have a CPU kernel."""
 
-READABLE_BITS = 62
+MAX_READABLE_BITS = 62
 
 
-def lower(graph: Graph, site: Lowering, *, version: int) -> TensorRef:
+def add_quantize_and_dequantize(graph: Graph, site: QDQSite, *, version: int) -> TensorRef:
     """Adds the op with the constants of its range, and of V3's bits."""
-    return within(graph, site, partial(_lower, version=version))
+    return add_in_merged_shape(graph, site, partial(_add_quantize_and_dequantize_op, version=version))
 
 
-def _lower(graph: Graph, site: Lowering, *, version: int) -> TensorRef:
-    params, known = site.params, graph.output(site.tensor)
+def _add_quantize_and_dequantize_op(graph: Graph, site: QDQSite, *, version: int) -> TensorRef:
+    params, source_output = site.params, graph.output(site.tensor)
     attrs: dict[str, Any] = {
         "signed_input": params.type.signed,
-        "range_given": not isinstance(params, Dynamic),
+        "range_given": not isinstance(params, DynamicQParams),
         "narrow_range": params.narrow and params.type.signed,
     }
     if params.axis is not None:
         attrs["axis"] = params.axis
     if version != 3:  # noqa: PLR2004  # whose bits are a tensor, and which rounds half to even
-        attrs |= {"num_bits": params.type.bits, "round_mode": ROUND_MODES[site.round or "half-even"]}
-    low, high = (end.astype(known.dtype) for end in _ends(site, version, known.dtype))
-    label = graph.fresh(site.name)
-    inputs = [site.tensor, held(graph, site, "min", low), held(graph, site, "max", high)]
+        attrs |= {"num_bits": params.type.bits, "round_mode": TF_ROUND_MODE_NAMES[site.rounding_mode or "half-even"]}
+    low, high = (end.astype(source_output.dtype) for end in _range_inputs(site, version, source_output.dtype))
+    op_name = graph.unique_name(site.name)
+    inputs = [site.tensor, add_argument(graph, site, "min", low), add_argument(graph, site, "max", high)]
     roles: tuple[str, ...] = ("input", "min", "max")
     if version == 3:  # noqa: PLR2004  # its bits are a tensor
-        inputs.append(held(graph, site, "num_bits", np.array(params.type.bits, np.int32)))
+        inputs.append(add_argument(graph, site, "num_bits", np.array(params.type.bits, np.int32)))
         roles = (*roles, "other")
     op = Op(
-        name=label,
+        name=op_name,
         kind="qdq",
         type=f"QuantizeAndDequantizeV{version}",
         roles=roles,
-        outputs=(Output(label, known.dtype, known.shape),),
-        attrs={"T": DataType(known.dtype or "float32"), **attrs},
+        outputs=(Output(op_name, source_output.dtype, source_output.shape),),
+        attrs={"T": DataType(source_output.dtype or "float32"), **attrs},
         rule=site.rule,
     )
-    return graph.add(op, inputs)
+    return graph.add_op(op, inputs)
 
 
-def _ends(site: Lowering, version: int, dtype: str | None) -> tuple[Array, Array]:
+def _range_inputs(site: QDQSite, version: int, dtype: str | None) -> tuple[Array, Array]:
     """What `input_min` and `input_max` are, () or (C,); float64, to be written in the tensor's type."""
     params = site.params
     if isinstance(params, QParams):
-        given = params.given or (params.range if dtype == "float64" else qad.range_to_write(params))
-        return given.low, given.high
+        op_range = params.op_range or (
+            params.range if dtype == "float64" else qad.range_for_quantize_and_dequantize(params)
+        )
+        return op_range.low, op_range.high
     # V4 alone looks at a range that is not given: its gradients pass inside of it.
     largest = float(np.finfo(np.float32).max) if version == 4 else 0.0  # noqa: PLR2004
-    ends = (site.args.input_min, -largest), (site.args.input_max, largest)
-    low, high = (default if given is None else given for given, default in ends)
+    argument_defaults = (site.args.input_min, -largest), (site.args.input_max, largest)
+    low, high = (default if limit is None else limit for limit, default in argument_defaults)
     if params.axis is None:
         return np.asarray(low, np.float64), np.asarray(high, np.float64)
     channels = None if site.shape is None else site.shape[params.axis]
@@ -82,124 +84,128 @@ def _ends(site: Lowering, version: int, dtype: str | None) -> tuple[Array, Array
     return np.full(channels, low, np.float64), np.full(channels, high, np.float64)
 
 
-def why_not(asked: Request, *, version: int) -> str | None:
+def quantize_and_dequantize_unsupported_reason(request: FamilyRequest, *, version: int) -> str | None:
     """The reason why TensorFlow cannot run this version, or None."""
-    ops, most = f"QuantizeAndDequantizeV{version}", qad.SIGNED_BITS if asked.type.signed else qad.UNSIGNED_BITS
-    if (reason := only_integers(asked, ops)) is not None:
+    op_type, max_bits = (
+        f"QuantizeAndDequantizeV{version}",
+        qad.MAX_SIGNED_BITS if request.type.signed else qad.MAX_UNSIGNED_BITS,
+    )
+    if (reason := integer_only_reason(request, op_type)) is not None:
         return reason
-    if asked.dtype not in FLOATS:
-        return f"{ops} has no CPU kernel for {asked.dtype}; cast the tensor to float32"
-    if not (2 if asked.type.signed else 1) <= asked.type.bits <= most:
-        kind = "signed" if asked.type.signed else "unsigned"
-        return (
-            f"{ops} takes {2 if asked.type.signed else 1} to {most} {kind} bits, and the scheme wants {asked.type.bits}"
-        )
-    if not asked.symmetric and asked.type.signed:
+    if request.dtype not in KERNEL_FLOAT_TYPES:
+        return f"{op_type} has no CPU kernel for {request.dtype}; cast the tensor to float32"
+    if not (2 if request.type.signed else 1) <= request.type.bits <= max_bits:
+        signedness = "signed" if request.type.signed else "unsigned"
+        return f"{op_type} takes {2 if request.type.signed else 1} to {max_bits} {signedness} bits, and the scheme wants {request.type.bits}"
+    if not request.symmetric and request.type.signed:
         return 'QuantizeAndDequantize has no zero point; take zero = "symmetric", or the family fake-quant'
-    if asked.axis is not None and _channels(asked) is None:
-        return f'{ops} per channel needs a known number of channels; take per = "tensor"'
-    return _why_not_here(asked, ops, version)
+    if request.axis is not None and _channel_count(request) is None:
+        return f'{op_type} per channel needs a known number of channels; take per = "tensor"'
+    return _version_unsupported_reason(request, op_type, version)
 
 
-def _why_not_here(asked: Request, ops: str, version: int) -> str | None:
+def _version_unsupported_reason(request: FamilyRequest, op_type: str, version: int) -> str | None:
     """What this version cannot do and another one can."""
     if version == 3:  # noqa: PLR2004  # V3 differs from V2 and V4 in each of these
-        if asked.round == "half-up":
-            return f"{ops} always rounds half to even; leave 'round' out, or take quantize-and-dequantize-v2 or -v4"
-        if asked.shape == ():
-            return f"{ops} takes no scalar; take quantize-and-dequantize-v2 or -v4"
+        if request.rounding_mode == "half-up":
+            return f"{op_type} always rounds half to even; leave 'round' out, or take quantize-and-dequantize-v2 or -v4"
+        if request.shape == ():
+            return f"{op_type} takes no scalar; take quantize-and-dequantize-v2 or -v4"
         return None
-    if asked.axis is not None and not asked.dynamic:
+    if request.axis is not None and not request.is_dynamic:
         return (
-            f'{ops} has no CPU kernel for a range per channel; take per = "tensor", or the family'
+            f'{op_type} has no CPU kernel for a range per channel; take per = "tensor", or the family'
             " quantize-and-dequantize-v3 or fake-quant"
         )
-    if asked.args.given() and not asked.dynamic:
+    if request.args.specified() and not request.is_dynamic:
         return "'input_min' and 'input_max' bound the gradients of a dynamic range; use observe = \"fixed\""
     return None
 
 
-def _channels(asked: Request) -> int | None:
-    return None if asked.shape is None or asked.axis is None else asked.shape[asked.axis]
+def _channel_count(request: FamilyRequest) -> int | None:
+    return None if request.shape is None or request.axis is None else request.shape[request.axis]
 
 
-def opset(_asked: Request) -> int:
+def no_minimum_opset(_request: FamilyRequest) -> int:
     """TensorFlow has no opsets."""
     return 0
 
 
-def settle(params: QParams) -> QParams:
+def effective_quantize_and_dequantize_params(params: QParams) -> QParams:
     """The scale that the op has when it is to have that of `params`: it computes it from a float32 range."""
-    told = params.given or qad.range_to_write(params)
-    found = qad.params_of(told, params.type, narrow=params.narrow, axis=params.axis)
-    return replace(found, given=params.given)
+    op_range = params.op_range or qad.range_for_quantize_and_dequantize(params)
+    effective = qad.quantize_and_dequantize_params(op_range, params.type, narrow=params.narrow, axis=params.axis)
+    return replace(effective, op_range=params.op_range)
 
 
-def read(graph: Graph, op: Op, parameters: Parameters) -> QParams | Dynamic | None:
+def read_quantize_and_dequantize(graph: Graph, op: Op, parameters: Parameters) -> QParams | DynamicQParams | None:
     """What an op of any version does; None where its range or its bits are computed while the model runs."""
-    bits = _bits(graph, op, parameters)
-    if bits is None or not 1 <= bits <= READABLE_BITS:
+    bits = _constant_bits(graph, op, parameters)
+    if bits is None or not 1 <= bits <= MAX_READABLE_BITS:
         return None
-    integer = IntType(bits, signed=bool(op.attrs.get("signed_input", True)))
-    narrow = bool(op.attrs.get("narrow_range", False)) and integer.signed
-    axis = int(op.number("axis", qad.WHOLE))
-    at = None if axis < 0 else axis
+    dtype = IntType(bits, signed=bool(op.attrs.get("signed_input", True)))
+    narrow = bool(op.attrs.get("narrow_range", False)) and dtype.signed
+    axis = int(op.numeric_attr("axis", qad.WHOLE_TENSOR_AXIS))
+    channel_axis = None if axis < 0 else axis
     if not op.attrs.get("range_given", op.type.endswith("V3")):
-        return Dynamic(type=integer, narrow=narrow, axis=at)
-    ends = _given(graph, op, parameters)
-    if ends is None or (ends.low.ndim == 0) != (at is None):
+        return DynamicQParams(type=dtype, narrow=narrow, axis=channel_axis)
+    limits = _constant_range(graph, op, parameters)
+    if limits is None or (limits.low.ndim == 0) != (channel_axis is None):
         return None
     try:
-        return qad.params_of(ends, integer, narrow=narrow, axis=at)
+        return qad.quantize_and_dequantize_params(limits, dtype, narrow=narrow, axis=channel_axis)
     except UsageError:  # there is no step in it
         return None
 
 
-def _bits(graph: Graph, op: Op, parameters: Parameters) -> int | None:
+def _constant_bits(graph: Graph, op: Op, parameters: Parameters) -> int | None:
     if not op.type.endswith("V3"):
-        return int(op.number("num_bits", 8))
+        return int(op.numeric_attr("num_bits", 8))
     slot = [*graph.slots(op.name), None, None, None, None][3]
     value = None if slot is None else parameters.value(slot)
     return int(value) if value is not None and value.shape == () and value.dtype.kind == "i" else None
 
 
-def _given(graph: Graph, op: Op, parameters: Parameters) -> Range | None:
+def _constant_range(graph: Graph, op: Op, parameters: Parameters) -> Range | None:
     """The constant range of the op; None where it is not constant or no range."""
     if op.type == "QuantizeAndDequantize":
-        low, high = np.asarray(op.number("input_min", 0.0)), np.asarray(op.number("input_max", 0.0))
+        low, high = np.asarray(op.numeric_attr("input_min", 0.0)), np.asarray(op.numeric_attr("input_max", 0.0))
     else:
         values = [None if slot is None else parameters.value(slot) for slot in graph.slots(op.name)[1:3]]
         if len(values) != 2 or values[0] is None or values[1] is None:  # noqa: PLR2004  # min and max
             return None
         low, high = values[0], values[1]
-    if low.dtype.name not in FLOATS or low.dtype != high.dtype or low.shape != high.shape or low.ndim > 1:
+    if low.dtype.name not in KERNEL_FLOAT_TYPES or low.dtype != high.dtype or low.shape != high.shape or low.ndim > 1:
         return None
-    proper = np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()
-    return Range(low, high) if proper else None
+    is_valid = np.isfinite(low).all() and np.isfinite(high).all() and (low <= high).all()
+    return Range(low, high) if is_valid else None
 
 
-def rounding(op: Op) -> Round:
+def quantize_and_dequantize_rounding(op: Op) -> RoundingMode:
     """Half to even, unless the op says otherwise."""
     return "half-up" if op.attrs.get("round_mode") == "HALF_UP" else "half-even"
 
 
-def _family(version: int, arguments: frozenset[str] = frozenset()) -> Family:
+def _quantize_and_dequantize_family(version: int, arguments: frozenset[str] = frozenset()) -> QDQFamily:
     types = {f"QuantizeAndDequantizeV{version}"} | ({"QuantizeAndDequantize"} if version == 2 else set())  # noqa: PLR2004  # which replaced the first
-    return Family(
+    return QDQFamily(
         name=f"quantize-and-dequantize-v{version}",
         format="tensorflow",
-        lower=partial(lower, version=version),
-        why_not=partial(why_not, version=version),
-        opset=opset,
-        settle=settle,
-        types=frozenset(types),
-        folds=False,
-        zero_points=False,
-        arguments=arguments,
-        read=read,
-        rounding=rounding,
+        add_ops=partial(add_quantize_and_dequantize, version=version),
+        unsupported_reason=partial(quantize_and_dequantize_unsupported_reason, version=version),
+        minimum_opset=no_minimum_opset,
+        effective_params=effective_quantize_and_dequantize_params,
+        op_types=frozenset(types),
+        stores_integer_weights=False,
+        has_zero_points=False,
+        argument_names=arguments,
+        read_params=read_quantize_and_dequantize,
+        rounding_mode_of=quantize_and_dequantize_rounding,
     )
 
 
-V2, V3 = _family(2), _family(3)
-V4 = _family(4, frozenset({"input_min", "input_max"}))
+QUANTIZE_AND_DEQUANTIZE_V2, QUANTIZE_AND_DEQUANTIZE_V3 = (
+    _quantize_and_dequantize_family(2),
+    _quantize_and_dequantize_family(3),
+)
+QUANTIZE_AND_DEQUANTIZE_V4 = _quantize_and_dequantize_family(4, frozenset({"input_min", "input_max"}))

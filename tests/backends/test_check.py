@@ -8,8 +8,8 @@ import jsonschema
 import pytest
 
 import graphquant as gq
-from graphquant.backends import BACKENDS, CODES
-from graphquant.view.notices import escaped
+from graphquant.backends import BACKENDS, LINT_CODES
+from graphquant.visualize.ci_annotations import escape_annotation
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,7 +59,7 @@ def test_sarif(cli, quantized, tmp_path, published):
     schema = published("https://json.schemastore.org/sarif-2.1.0.json")
     jsonschema.validate(log, schema, format_checker=jsonschema.FormatChecker())
     run = log["runs"][0]
-    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == list(CODES)
+    assert [rule["id"] for rule in run["tool"]["driver"]["rules"]] == list(LINT_CODES)
     assert run["results"]
     for result in run["results"]:
         assert run["tool"]["driver"]["rules"][result["ruleIndex"]]["id"] == result["ruleId"]
@@ -77,15 +77,15 @@ def test_github(cli, quantized):
 
 def test_escapes():
     """Line breaks, percent signs, and in properties colons and commas, are spelled out."""
-    assert escaped("50%\r\na:b,c") == "50%25%0D%0Aa:b,c"
-    assert escaped("a:b,c", property_=True) == "a%3Ab%2Cc"
+    assert escape_annotation("50%\r\na:b,c") == "50%25%0D%0Aa:b,c"
+    assert escape_annotation("a:b,c", property_=True) == "a%3Ab%2Cc"
 
 
 def test_page():
     """docs/check.md explains each code with its level, each backend and each rule, and nothing else."""
     page = (ROOT / "docs" / "check.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| (GQ\d+) \| (\w+) \|", page, re.MULTILINE))
-    assert rows == {code: told.level for code, told in CODES.items()}
+    assert rows == {code: told.level for code, told in LINT_CODES.items()}
     assert all(f"| `{name}` |" in page for name in BACKENDS)
     sources = "".join(path.read_text("utf-8") for path in (ROOT / "graphquant" / "backends").rglob("*.py"))
     rules = set(re.findall(r"(?:rule=|NO_KERNEL = |REFUSED = )\"([a-z0-9-]+)\"", sources))

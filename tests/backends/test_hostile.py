@@ -8,9 +8,9 @@ import onnx
 import pytest
 
 import graphquant as gq
-from graphquant.backends import BACKENDS, check
+from graphquant.backends import BACKENDS, check_quantized_model
 from graphquant.errors import InternalError
-from graphquant.view import check as view
+from graphquant.visualize import check_report as view
 
 HERE = Path(__file__).parent
 
@@ -41,21 +41,21 @@ def test_mutations_end_well(start, tmp_path):
         (tmp_path / "model.onnx").write_bytes(fuzz.wire(message))
         try:
             model = gq.load(tmp_path / "model.onnx")
-            reports = [check(model, backend) for backend in (None, *BACKENDS)]
+            reports = [check_quantized_model(model, backend) for backend in (None, *BACKENDS)]
         except InternalError:
             pytest.fail(f"seed {seed} broke an invariant")
         except gq.GraphQuantError:
             ends["refused"] += 1
             continue
         ends["told"] += 1
-        assert len(view.sarif(reports)["runs"][0]["results"]) == sum(len(report.findings) for report in reports)
+        assert len(view.check_sarif(reports)["runs"][0]["results"]) == sum(len(report.findings) for report in reports)
         for report in reports:
-            assert len(view.github(report).splitlines()) == len(report.findings)
+            assert len(view.check_annotations(report).splitlines()) == len(report.findings)
     assert min(ends.values()) > 10
 
 
 def test_reports_repeat(tmp_path):
     """Reports of one model are equal however often it is loaded."""
     onnx.save(oracle.build("silu")[0], tmp_path / "model.onnx")
-    told = [view.report_json(check(gq.load(tmp_path / "model.onnx"), "onnxruntime")) for _ in range(2)]
+    told = [view.check_json(check_quantized_model(gq.load(tmp_path / "model.onnx"), "onnxruntime")) for _ in range(2)]
     assert told[0] == told[1]

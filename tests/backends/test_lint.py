@@ -6,7 +6,7 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
-from graphquant.backends import BACKENDS, CODES, check
+from graphquant.backends import BACKENDS, LINT_CODES, check_quantized_model
 from graphquant.errors import DataError, UsageError
 
 CONSTANTS = {
@@ -127,17 +127,17 @@ def load(text, tmp_path):
 @pytest.mark.parametrize(("code", "backend", "text", "op"), CASES)
 def test_findings(code, backend, text, op, tmp_path):
     """The finding names the op that has it; a model without an op has none of that code, or of any."""
-    found = check(load(text, tmp_path), backend).findings
+    found = check_quantized_model(load(text, tmp_path), backend).findings
     if not op:
         assert [finding.code for finding in found if code in {"", finding.code}] == []
         return
     assert (code, op) in {(finding.code, finding.op) for finding in found}
-    assert all(finding.says and finding.fix for finding in found)
+    assert all(finding.message and finding.fix for finding in found)
 
 
 def test_every_code_is_tried():
     """There is a model for each code."""
-    assert {code for code, _, _, op in CASES if op} == set(CODES)
+    assert {code for code, _, _, op in CASES if op} == set(LINT_CODES)
 
 
 def test_functions_that_nothing_calls(tmp_path):
@@ -150,9 +150,9 @@ def test_functions_that_nothing_calls(tmp_path):
       i = QuantizeLinear(p, s, z) q = DequantizeLinear(i, s, z)
     }"""
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
-    found = check(gq.load(tmp_path / "model.onnx")).findings
+    found = check_quantized_model(gq.load(tmp_path / "model.onnx")).findings
     assert [finding.code for finding in found] == ["GQ107"]
-    assert "1 DequantizeLinear, 1 QuantizeLinear" in found[0].says
+    assert "1 DequantizeLinear, 1 QuantizeLinear" in found[0].message
 
 
 BRANCHES = """<ir_version: 8, opset_import: ["": 17]> g (bool c, float[4] x) => (float[4] y) {
@@ -205,7 +205,7 @@ def test_what_no_sample_reached(tmp_path, cli):
 def test_float_models_have_no_findings(samples):
     """A model without quantization has verdicts, all of them float, and no findings."""
     for backend in BACKENDS:
-        report = check(gq.load(samples / "digits_cnn.onnx"), backend)
+        report = check_quantized_model(gq.load(samples / "digits_cnn.onnx"), backend)
         assert report.counts["low"] == 0
         assert report.counts["float"] == len(report.verdicts) > 20
         assert report.findings == ()
@@ -215,12 +215,12 @@ def test_tensorflow_models_are_linted_without_a_backend(samples, tmp_path):
     """A TensorFlow model's fake-quantization is checked, and no backend is foretold for it."""
     result = gq.insert(samples / "digits_cnn.pb", rules=["fixed_point"])
     path = result.save(tmp_path / "model.pb")
-    assert {finding.code for finding in check(gq.load(path)).findings} <= {"GQ101", "GQ103"}
+    assert {finding.code for finding in check_quantized_model(gq.load(path)).findings} <= {"GQ101", "GQ103"}
     with pytest.raises(UsageError, match="is a tensorflow model"):
-        check(gq.load(path), "onnxruntime")
+        check_quantized_model(gq.load(path), "onnxruntime")
 
 
 def test_unknown_backends():
     """An unknown backend is an error that names the closest."""
     with pytest.raises(UsageError, match="Did you mean 'onnxruntime'"):
-        check(gq.Model(format="onnx"), "onnxrutime")
+        check_quantized_model(gq.Model(format="onnx"), "onnxrutime")

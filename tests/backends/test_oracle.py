@@ -11,7 +11,7 @@ import pytest
 from onnxruntime.capi import onnxruntime_pybind11_state as errors
 
 import graphquant as gq
-from graphquant.backends.onnxruntime import predict
+from graphquant.backends.onnxruntime import predict_onnxruntime
 
 SPEC = importlib.util.spec_from_file_location("run_onnxruntime", Path(__file__).with_name("run_onnxruntime.py"))
 truth = importlib.util.module_from_spec(SPEC)
@@ -514,7 +514,7 @@ def compare(message, tmp_path):
     """The verdicts, what really came, and how the two differ."""
     path = tmp_path / "model.onnx"
     onnx.save(message, path)
-    verdicts = predict(gq.load(path))
+    verdicts = predict_onnxruntime(gq.load(path))
     actual = truth.runs_as(truth.optimized(path))
     return verdicts, actual
 
@@ -526,7 +526,7 @@ def test_small_graphs(name, tmp_path):
     verdicts, actual = compare(message, tmp_path)
     assert truth.differences(verdicts, actual) == []
     found = next(verdict for verdict in verdicts if verdict.op.split("@")[0] == about)
-    told = found.broken.rule if found.broken else (found.runs_as if found.status == "low" else found.status)
+    told = found.broken_rule.rule if found.broken_rule else (found.runs_as if found.status == "low" else found.status)
     assert told == expected
 
 
@@ -617,7 +617,7 @@ def test_all_optimizations(name, tmp_path):
     onnx.save(message, tmp_path / "model.onnx")
     actual = truth.runs_as(truth.optimized(tmp_path / "model.onnx", level="ORT_ENABLE_ALL"))
     named = {op: kind for op, kind in actual.items() if "@" in op}
-    assert truth.differences(predict(gq.load(tmp_path / "model.onnx")), named) == []
+    assert truth.differences(predict_onnxruntime(gq.load(tmp_path / "model.onnx")), named) == []
 
 
 @pytest.mark.slow
@@ -627,7 +627,7 @@ def test_int8_activations(name, tmp_path):
     message = build(name)[0]
     onnx.save(message, tmp_path / "model.onnx")
     allowed = truth.optimized(tmp_path / "model.onnx", config={"session.qdqisint8allowed": "1"})
-    verdicts = predict(gq.load(tmp_path / "model.onnx"), int8=True)
+    verdicts = predict_onnxruntime(gq.load(tmp_path / "model.onnx"), int8=True)
     assert truth.differences(verdicts, truth.runs_as(allowed)) == []
 
 
@@ -645,7 +645,11 @@ def test_refused_models(text, given, tmp_path, monkeypatch):
     monkeypatch.setitem(CASES, name, (text, "refused"))
     message = build(name)[0]
     onnx.save(inside_if(message) if given else message, tmp_path / "model.onnx")
-    told = [verdict.broken.rule for verdict in predict(gq.load(tmp_path / "model.onnx")) if verdict.broken]
+    told = [
+        verdict.broken_rule.rule
+        for verdict in predict_onnxruntime(gq.load(tmp_path / "model.onnx"))
+        if verdict.broken_rule
+    ]
     assert "refused" in told
     with pytest.raises((errors.Fail, errors.InvalidGraph)):
         truth.optimized(tmp_path / "model.onnx")

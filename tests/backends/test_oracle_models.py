@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-from graphquant.backends.onnxruntime import predict
+from graphquant.backends.onnxruntime import predict_onnxruntime
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "benchmarks" / "oracle.py"
@@ -89,7 +89,7 @@ def test_models_of_the_other_quantizer(name, options, tmp_path):
     for node in oracle.truth.nodes(message.graph):
         node.name = node.name or node.output[0]
     oracle.onnx.save(message, written)
-    verdicts = predict(oracle.gq.load(written))
+    verdicts = predict_onnxruntime(oracle.gq.load(written))
     assert oracle.truth.differences(verdicts, oracle.truth.runs_as(oracle.truth.optimized(written))) == []
     assert any(verdict.status == "low" for verdict in verdicts)
 
@@ -99,5 +99,5 @@ def test_float_models(name, tmp_path):
     """Nothing of a float model is foretold to run on integers."""
     make, _ = MODELS[name]
     oracle.onnx.save(make(), tmp_path / "model.onnx")
-    verdicts = predict(oracle.gq.load(tmp_path / "model.onnx"))
+    verdicts = predict_onnxruntime(oracle.gq.load(tmp_path / "model.onnx"))
     assert {verdict.status for verdict in verdicts} == {"float"}

@@ -207,8 +207,8 @@ def test_verdicts(backend, text, expected, tmp_path):
     """The op `r` runs as the backend's documents say, or breaks the rule that they name."""
     verdicts = {verdict.op: verdict for verdict in BACKENDS[backend].predict(load(text, tmp_path))}
     found = verdicts["r"]
-    assert (found.broken.rule if found.broken else found.status) == expected
-    assert (found.status == "float") == (found.broken is not None)
+    assert (found.broken_rule.rule if found.broken_rule else found.status) == expected
+    assert (found.status == "float") == (found.broken_rule is not None)
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "qnn", "openvino", "vitis_ai"])

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from graphquant.batch.manifest_types import schema
-from graphquant.batch.types import read_report, report_json
+from graphquant.batch.manifest_schema import manifest_schema
+from graphquant.batch.types import batch_report_json, read_report
 from graphquant.cli import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,16 +45,16 @@ def test_shards_are_one_batch(batch):
     shards = [read_report(Path(f"{number}.json")) for number in (1, 2)]
     assert sorted(len(shard.outcomes) for shard in shards) == [1, 2]
     assert [shard.shard for shard in shards] == [(1, 2), (2, 2)]
-    assert shards[0].dealt == shards[1].dealt != ""
+    assert shards[0].deal_digest == shards[1].deal_digest != ""
     assert batch("--merge", "1.json", "2.json", "--report", "merged.json")[0] == 0
-    merged, plain = (report_json(read_report(Path(name)), times=False) for name in ("merged.json", "whole.json"))
+    merged, plain = (batch_report_json(read_report(Path(name)), times=False) for name in ("merged.json", "whole.json"))
     assert merged == plain
 
 
 def test_the_schema(batch):
     """--schema prints the schema of manifests."""
     code, said, _ = batch("--schema")
-    assert (code, json.loads(said)) == (0, schema())
+    assert (code, json.loads(said)) == (0, manifest_schema())
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_mistakes_of_a_manifest(batch):
 
 
 @pytest.mark.slow
-def test_pruning_does_not_stand_in_for_the_batch(batch):
+def test_prune_does_not_run_the_batch(batch):
     """Beside a manifest the batch is done, and then the cache pruned; alone it is only where nothing else is asked."""
     Path("graphquant.toml").write_text('[defaults]\nrules = "weight_only"\n[[model]]\npath = "digits_cnn.onnx"\n')
     code, out, err = batch("--prune-cache", "0d", "--report", "r.json", "-j", "1", "--format", "json")

@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from graphquant import pipeline
-from graphquant.batch import processes
-from graphquant.batch.manifest import entries
-from graphquant.batch.run import Options, run_batch
-from graphquant.batch.types import Gates, read_report, report_json
-from graphquant.batch.work import work
+from graphquant import api
+from graphquant.batch import workers as processes
+from graphquant.batch.manifest import load_entries
+from graphquant.batch.run import BatchOptions, run_batch
+from graphquant.batch.types import Gates, batch_report_json, read_report
+from graphquant.batch.work import quantize_entry
 from graphquant.calibration import load_stats
 from graphquant.cli import main
 from graphquant.errors import MissingDependencyError, UsageError
@@ -100,8 +100,8 @@ def batch(folder, execute):
     folder.joinpath("graphquant.toml").write_text(MANIFEST, "utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        report = run_batch(entries(), Options(folder=folder / "cache"), execute)
-        return report_json(report, times=False), digests(folder / "out")
+        report = run_batch(load_entries(), BatchOptions(folder=folder / "cache"), execute)
+        return batch_report_json(report, times=False), digests(folder / "out")
 
 
 def digests(folder):
@@ -111,14 +111,14 @@ def digests(folder):
 
 def here(jobs):
     """Processes of this machine."""
-    return partial(processes.run, worker=partial(work), limits=processes.Limits(jobs=jobs))
+    return partial(processes.run_workers, worker=partial(quantize_entry), limits=processes.WorkerLimits(jobs=jobs))
 
 
 def there(address):
     """A cluster."""
-    from graphquant.batch.cluster import run_on
+    from graphquant.batch.cluster import run_on_cluster
 
-    return partial(run_on, address, worker=partial(work), limits=processes.Limits())
+    return partial(run_on_cluster, address, worker=partial(quantize_entry), limits=processes.WorkerLimits())
 
 
 @pytest.mark.slow
@@ -150,7 +150,7 @@ def test_a_killed_worker(tmp_path, monkeypatch, cluster):
     for name in "bcdef":
         shutil.copy(tmp_path / "a.onnx", tmp_path / f"{name}.onnx")
     monkeypatch.chdir(tmp_path)
-    asked = entries(["*.onnx"], {"data": "random:64", "output": "out/{name}"})
+    asked = load_entries(["*.onnx"], {"data": "random:64", "output": "out/{name}"})
     going = there(address)(asked)
     first = next(going)
     with Client(address, set_as_default=False) as client:
@@ -160,7 +160,7 @@ def test_a_killed_worker(tmp_path, monkeypatch, cluster):
     found = [first, *going]
     assert {one.name: one.status for one in found} == dict.fromkeys([f"{name}.onnx" for name in "abcdef"], "done")
     assert len(set(digests(tmp_path / "out").values())) == 1
-    pipeline.insert(tmp_path / "a.onnx", data="random:64").save(tmp_path / "plain.onnx")
+    api.insert(tmp_path / "a.onnx", data="random:64").save(tmp_path / "plain.onnx")
     assert hashlib.sha256((tmp_path / "plain.onnx").read_bytes()).hexdigest() in digests(tmp_path / "out").values()
 
 
@@ -175,13 +175,13 @@ def compensating(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gates", [Gates(), Gates(min_sqnr=30)])
-def test_few_models_are_calibrated_in_parts(tmp_path, monkeypatch, cluster, gates):
+def test_calibration_is_sharded_for_few_models(tmp_path, monkeypatch, cluster, gates):
     """With more threads than models the samples are dealt out; the output is the one of a single process."""
     address, _ = cluster(2)
     for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
         shutil.copy(ROOT / "sample_models" / name, tmp_path)
     monkeypatch.chdir(tmp_path)
-    (asked,) = entries(["digits_cnn.onnx"], {"data": "digits_cnn_calib.npz", "method": "percentile"})
+    (asked,) = load_entries(["digits_cnn.onnx"], {"data": "digits_cnn_calib.npz", "method": "percentile"})
     asked = replace(asked, gates=gates, rules=(compensating(tmp_path),))
     (found,) = there(address)([asked])
     assert (found.status, found.problem) == ("done", None)
@@ -191,33 +191,33 @@ def test_few_models_are_calibrated_in_parts(tmp_path, monkeypatch, cluster, gate
     assert Path(found.output).read_bytes() == Path("alone.onnx").read_bytes()
 
 
-def test_parts_are_the_whole(tmp_path, monkeypatch):
+def test_shard_statistics_merge_exactly(tmp_path, monkeypatch):
     """The statistics of parts, merged, are those of all samples; a part that fails leaves the model to one worker."""
     pytest.importorskip("distributed")
-    from graphquant.batch.cluster import _merged, _observed
+    from graphquant.batch.cluster import _merge_shard_stats, _write_shard_stats
 
     shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
     shutil.copy(ROOT / "sample_models" / "digits_cnn_calib.npz", tmp_path / "a.npz")
     monkeypatch.chdir(tmp_path)
-    (asked,) = entries(["a.onnx"], {"data": "a.npz", "samples": 40, "method": "percentile"})
+    (asked,) = load_entries(["a.onnx"], {"data": "a.npz", "samples": 40, "method": "percentile"})
     asked = replace(asked, rules=(compensating(tmp_path),))
-    done = [_observed(replace(asked, output=f"{number}.gqs"), shard=(number, 3)) for number in (1, 2, 3)]
+    done = [_write_shard_stats(replace(asked, output=f"{number}.gqs"), shard=(number, 3)) for number in (1, 2, 3)]
     assert [one.status for one in done] == ["done"] * 3
     parts = [load_stats(Path(one.output)) for one in done]
-    whole = _merged(parts)
+    whole = _merge_shard_stats(parts)
     assert whole.samples == 32  # the rest is for the check
-    source = pipeline.load(tmp_path / "a.onnx")
+    source = api.load(tmp_path / "a.onnx")
     given = {"data": str(tmp_path / "a.npz"), "samples": 40, "method": "percentile", "rules": asked.rules}
-    result = pipeline.insert(source, **given)
-    assert any(one.done for one in result.corrected)
+    result = api.insert(source, **given)
+    assert any(one.applied for one in result.algorithm_results)
     assert whole.sketches.keys() == result.stats.sketches.keys()
     result.save(tmp_path / "one.onnx")
-    again = pipeline.insert(source, stats=whole, **given)
-    assert again.check == result.check
+    again = api.insert(source, stats=whole, **given)
+    assert again.validation == result.validation
     again.save(tmp_path / "parts.onnx")
     assert (tmp_path / "one.onnx").read_bytes() == (tmp_path / "parts.onnx").read_bytes()
-    assert _observed(replace(asked, data="b.npz"), shard=(1, 3)).status == "failed"
-    assert _merged([*parts[:2], None]) is None
+    assert _write_shard_stats(replace(asked, data="b.npz"), shard=(1, 3)).status == "failed"
+    assert _merge_shard_stats([*parts[:2], None]) is None
 
 
 def test_no_dask(monkeypatch):
@@ -233,9 +233,9 @@ def test_no_scheduler(tmp_path, monkeypatch):
     pytest.importorskip("distributed")
     from graphquant.batch import cluster
 
-    monkeypatch.setattr(cluster, "PATIENCE", "0.5s")
+    monkeypatch.setattr(cluster, "SCHEDULER_TIMEOUT", "0.5s")
     (tmp_path / "a.onnx").touch()
-    asked = entries([str(tmp_path / "a.onnx")])
+    asked = load_entries([str(tmp_path / "a.onnx")])
     for address in ("tcp://127.0.0.1:9", "nothing://here"):
         with pytest.raises(UsageError, match=f"There is no dask scheduler at {address}"):
             list(there(address)(asked))
@@ -243,11 +243,11 @@ def test_no_scheduler(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_parts_are_worked_on_under_the_limits(tmp_path, monkeypatch, cluster):
+def test_shards_obey_the_limits(tmp_path, monkeypatch, cluster):
     """Data that ends or outlasts the process that reads it ends none of dask's workers, in parts or in one piece."""
     from distributed import Client
 
-    from graphquant.batch.cluster import run_on
+    from graphquant.batch.cluster import run_on_cluster
 
     address, _ = cluster(2)
     shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
@@ -257,15 +257,15 @@ def test_parts_are_worked_on_under_the_limits(tmp_path, monkeypatch, cluster):
     monkeypatch.chdir(tmp_path)
     with Client(address, set_as_default=False) as client:
         before = client.run(os.getpid)
-        limits = processes.Limits(timeout=5, retries=0)
+        limits = processes.WorkerLimits(timeout=5, retries=0)
         for fault, status in (("leave", "crashed"), ("wait", "timeout")):
-            asked = entries(["a.onnx"], {"data": f"faults:{fault}", "output": "never.onnx"})
-            assert [one.status for one in run_on(address, asked, partial(work), limits)] == [status]
+            asked = load_entries(["a.onnx"], {"data": f"faults:{fault}", "output": "never.onnx"})
+            assert [one.status for one in run_on_cluster(address, asked, partial(quantize_entry), limits)] == [status]
         assert client.run(os.getpid) == before
 
 
 @pytest.mark.slow
-def test_stopping_ends_what_is_going_on(tmp_path, monkeypatch, cluster):
+def test_stopping_ends_running_work(tmp_path, monkeypatch, cluster):
     """Whoever leaves early leaves no process on a cluster at a model, and another batch has its workers."""
     address, _ = cluster(1)
     for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
@@ -275,29 +275,29 @@ def test_stopping_ends_what_is_going_on(tmp_path, monkeypatch, cluster):
         "utf-8",
     )
     monkeypatch.chdir(tmp_path)
-    quick = replace(*entries(["digits_cnn.onnx"], {"rules": ("weight_only",)}), name="quick")
+    quick = replace(*load_entries(["digits_cnn.onnx"], {"rules": ("weight_only",)}), name="quick")
     asked = [quick, replace(quick, name="wait", output="wait.onnx", rules=(), data="faults:wait")]
     going = there(address)(asked)
     assert next(going).name == "quick"
     while not (started := list(tmp_path.glob("started-*"))):
         time.sleep(0.05)
     going.close()
-    assert processes.memory_of(int(started[0].name.rpartition("-")[2])) == 0
+    assert processes.process_memory(int(started[0].name.rpartition("-")[2])) == 0
     assert [one.status for one in there(address)([quick])] == ["done"]
 
 
 @pytest.mark.slow
-def test_the_scheduler_goes(tmp_path, monkeypatch, cluster):
+def test_losing_the_scheduler(tmp_path, monkeypatch, cluster):
     """A scheduler that does not come back ends the batch with a word; what was finished is kept."""
     from graphquant.batch import cluster as module
 
-    monkeypatch.setattr(module, "PATIENCE", "5s")
+    monkeypatch.setattr(module, "SCHEDULER_TIMEOUT", "5s")
     monkeypatch.chdir(tmp_path)
     address, started = cluster(1)
     shutil.copy(ROOT / "sample_models" / "digits_cnn.onnx", tmp_path / "a.onnx")
     for name in "bcd":
         shutil.copy(tmp_path / "a.onnx", tmp_path / f"{name}.onnx")
-    asked = entries(["*.onnx"], {"rules": ("weight_only",), "output": "out/{name}"})
+    asked = load_entries(["*.onnx"], {"rules": ("weight_only",), "output": "out/{name}"})
 
     def execute(todo):
         for outcome in there(address)(todo):
@@ -305,8 +305,8 @@ def test_the_scheduler_goes(tmp_path, monkeypatch, cluster):
             started[0].kill()
 
     with pytest.raises(UsageError, match="The cluster's scheduler is gone"):
-        run_batch(asked, Options(folder=tmp_path / "cache"), execute)
-    report = run_batch(asked, Options(folder=tmp_path / "cache", resume=True), here(1))
+        run_batch(asked, BatchOptions(folder=tmp_path / "cache"), execute)
+    report = run_batch(asked, BatchOptions(folder=tmp_path / "cache", resume=True), here(1))
     assert [one.status for one in report.outcomes] == ["done"] * 4
 
 
@@ -316,4 +316,4 @@ def test_no_workers(tmp_path, cluster):
     address, _ = cluster(0)
     (tmp_path / "a.onnx").touch()
     with pytest.raises(UsageError, match=f"The cluster at {address} has no workers"):
-        list(there(address)(entries([str(tmp_path / "a.onnx")])))
+        list(there(address)(load_entries([str(tmp_path / "a.onnx")])))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from graphquant.batch.types import read_report, report_json
+from graphquant.batch.types import batch_report_json, read_report
 
 pytestmark = pytest.mark.slow  # each starts the program and its workers
 
@@ -31,7 +31,7 @@ def run(*arguments):
 
 def told():
     """What the report tells, without times."""
-    return report_json(read_report(Path("report.json")), times=False)
+    return batch_report_json(read_report(Path("report.json")), times=False)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def journaled():
 
 def _killed(finished, chance, *arguments):
     """Runs the batch and kills it: soon, or soon after it has finished one more, however fast the machine is."""
-    more = chance.choice([0, 1])
+    more = chance.options([0, 1])
     process = subprocess.Popen(
         command("-j", "2", "--no-cache", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
@@ -178,7 +178,7 @@ def test_every_fault_at_once(here):
     hung, crashed, heavy = read_report(Path("report.json")).outcomes[-4:-1]
     assert [one.attempts for one in (hung, crashed, heavy)] == [1, 2, 2]
     assert hung.seconds >= 45
-    assert "not done after 45 s" in hung.problem.says
+    assert "not done after 45 s" in hung.problem.message
     corrupt = told()["outcomes"][-1]["problem"]
     assert (corrupt["kind"], corrupt["exit_code"]) == ("ModelError", 3)
     assert "corrupt.onnx" in corrupt["says"]

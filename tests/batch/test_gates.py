@@ -2,15 +2,15 @@
 
 import pytest
 
-from graphquant.batch.gates import misses
-from graphquant.batch.types import Figures, Found, Gates
+from graphquant.batch.types import BatchFinding, Gates, OutcomeMetrics
+from graphquant.batch.work import gate_misses
 
-FIGURES = Figures(sqnr=30.0, agreement=0.975, accuracy=(0.97, 0.95), samples=40)
+FIGURES = OutcomeMetrics(sqnr=30.0, agreement=0.975, accuracy=(0.97, 0.95), samples=40)
 
 
 def told(gates, figures=FIGURES, size=1000, findings=()):
     """What does not hold, by gate."""
-    return {miss.gate: miss.says for miss in misses(gates, figures, size, findings)}
+    return {miss.gate: miss.message for miss in gate_misses(gates, figures, size, findings)}
 
 
 @pytest.mark.parametrize(
@@ -32,20 +32,20 @@ def test_each_bound(fine, missed, says):
     assert told(Gates(**missed)) == {next(iter(missed)): says}
 
 
-def test_what_the_check_found():
+def test_lint_findings():
     """Any finding is a miss where a check is asked for, and none where it is not."""
-    found = (Found(code="GQ101", level="warning", graph="", op="a", says="x", fix="y"),) * 2
+    found = (BatchFinding(code="GQ101", level="warning", graph="", op="a", message="x", fix="y"),) * 2
     assert told(Gates(check="onnxruntime"), findings=found) == {"check": "the check found GQ101"}
     assert told(Gates(), findings=found) == {}
 
 
-def test_where_there_is_nothing_to_hold_a_bound_against():
+def test_bounds_without_data():
     """A bound that cannot be measured does not hold, with the reason."""
     every = Gates(min_sqnr=1, min_agreement=1, max_accuracy_drop=1)
     names = {"min_sqnr", "min_agreement", "max_accuracy_drop"}
     assert told(every, None) == dict.fromkeys(names, "there is no data to measure it on")
-    assert told(every, Figures(problem="it is broken")) == dict.fromkeys(names, "it is broken")
-    assert told(every, Figures()) == {
+    assert told(every, OutcomeMetrics(problem="it is broken")) == dict.fromkeys(names, "it is broken")
+    assert told(every, OutcomeMetrics()) == {
         "min_sqnr": "no output that differs holds floats",
         "min_agreement": "no output holds class scores or integers",
         "max_accuracy_drop": "the data has no labels that an output can be held against",
@@ -53,6 +53,6 @@ def test_where_there_is_nothing_to_hold_a_bound_against():
     assert told(Gates(), None) == {}
 
 
-def test_a_model_that_nothing_differs_in():
+def test_an_exact_model():
     """It keeps any bound."""
-    assert told(Gates(min_sqnr=500, min_agreement=100, max_accuracy_drop=0), Figures(exact=True)) == {}
+    assert told(Gates(min_sqnr=500, min_agreement=100, max_accuracy_drop=0), OutcomeMetrics(exact=True)) == {}

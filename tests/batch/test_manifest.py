@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from graphquant.batch.asked import NAME, PROJECT
-from graphquant.batch.manifest import entries
-from graphquant.batch.manifest_types import FORM, Settings, schema
-from graphquant.batch.manifest_types import settings as said
+from graphquant.batch.manifest import load_entries
+from graphquant.batch.manifest_schema import MANIFEST_FORM, EntrySettings, manifest_schema
+from graphquant.batch.manifest_schema import set_keys as said
+from graphquant.batch.request import MANIFEST_NAME, PROJECT_FILE
 from graphquant.batch.types import Entry, Gates
-from graphquant.documents import attributes, keys
 from graphquant.errors import ManifestError, UsageError
+from graphquant.rules import field_descriptions, table_keys
 
 MODELS = {
     "a.onnx": "",
@@ -50,14 +50,14 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def manifest(text, path=NAME):
+def manifest(text, path=MANIFEST_NAME):
     """Writes a manifest and gives its entries."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, "utf-8")
-    return entries([path])
+    return load_entries([path])
 
 
-def mistakes(text, path=NAME):
+def mistakes(text, path=MANIFEST_NAME):
     """The lines that a manifest with mistakes is answered."""
     with pytest.raises(ManifestError) as caught:
         manifest(text, path)
@@ -66,26 +66,26 @@ def mistakes(text, path=NAME):
 
 def test_a_glob_takes_models_only(here):
     """Files beside models, outputs of earlier runs and what is inside a SavedModel are none."""
-    assert [one.model for one in entries(["models/*"])] == ["models/a.onnx", "models/b.pb", "models/net"]
-    assert [one.model for one in entries(["models/**/*"])] == [
+    assert [one.model for one in load_entries(["models/*"])] == ["models/a.onnx", "models/b.pb", "models/net"]
+    assert [one.model for one in load_entries(["models/**/*"])] == [
         "models/a.onnx",
         "models/b.pb",
         "models/deep/c.onnx",
         "models/deep/keras.keras",
         "models/net",
     ]
-    assert [one.model for one in entries(["models/**"])] == [one.model for one in entries(["models/**/*"])]
+    assert [one.model for one in load_entries(["models/**"])] == [one.model for one in load_entries(["models/**/*"])]
 
 
-def test_a_glob_takes_what_it_says(here):
+def test_a_glob_with_an_explicit_suffix(here):
     """A suffix or a .quant in the glob itself is taken at its word."""
-    assert [one.model for one in entries(["models/*.json"])] == ["models/labels.json"]
-    assert [one.model for one in entries(["models/*.quant.onnx"])] == ["models/a.quant.onnx"]
+    assert [one.model for one in load_entries(["models/*.json"])] == ["models/labels.json"]
+    assert [one.model for one in load_entries(["models/*.quant.onnx"])] == ["models/a.quant.onnx"]
 
 
 def test_outputs_by_default(here):
     """An output stands beside its model, a SavedModel's and a Keras file's as a folder."""
-    made = {one.model: one.output for one in entries(["models/**/*"])}
+    made = {one.model: one.output for one in load_entries(["models/**/*"])}
     assert made == {
         "models/a.onnx": "models/a.quant.onnx",
         "models/b.pb": "models/b.quant.pb",
@@ -98,16 +98,18 @@ def test_outputs_by_default(here):
 def test_paths_in_the_order_given(here):
     """Paths keep their order; one that a glob names too stands where it was named, once."""
     names = ["models/b.pb", "models/*.onnx", "models/a.onnx", "./models//b.pb"]
-    assert [one.name for one in entries(names)] == ["models/b.pb", "models/a.onnx"]
+    assert [one.name for one in load_entries(names)] == ["models/b.pb", "models/a.onnx"]
 
 
 def test_options_reach_every_entry(here):
     """What the command line says is in each entry, and wins over a manifest."""
     options = {"rules": ("fixed_point",), "samples": 3, "max_size": "2MB", "check": True, "min_sqnr": None}
     expected = {"rules": ("fixed_point",), "samples": 3, "gates": Gates(max_size=2_000_000, check="")}
-    Path(NAME).write_text('[defaults]\nsamples = 9\n[[model]]\npath = "models/a.onnx"\nrules = "generic"\n', "utf-8")
+    Path(MANIFEST_NAME).write_text(
+        '[defaults]\nsamples = 9\n[[model]]\npath = "models/a.onnx"\nrules = "generic"\n', "utf-8"
+    )
     for names in ([], ["models/a.onnx"]):
-        (one,) = entries(names, options)
+        (one,) = load_entries(names, options)
         assert one == Entry(name="models/a.onnx", model="models/a.onnx", output="models/a.quant.onnx", **expected)
 
 
@@ -159,7 +161,7 @@ def test_a_whole_manifest(here, folder):
         'stats = "{name}.gqs"\n', ""
     )
     at = posixpath.normpath(folder) + "/" if folder else ""
-    found = manifest(text, f"{folder}{NAME}")
+    found = manifest(text, f"{folder}{MANIFEST_NAME}")
     common = {"rules": (f"{folder.rstrip('/')}/mine.toml" if folder else "mine.toml", "onnxruntime")}
     assert [one.name for one in found] == ["a.onnx", "b.pb", "deep/c.onnx", "a.onnx [trt]"]
     assert [one.model for one in found] == [f"{at}{name}" for name in ("a.onnx", "b.pb", "deep/c.onnx", "a.onnx")]
@@ -184,7 +186,7 @@ def test_a_whole_manifest(here, folder):
     assert [(one.method, one.float_weights) for one in found] == [(None, False)] * 3 + [("mse", True)]
 
 
-def test_data_takes_the_place_of_statistics(here):
+def test_data_overrides_statistics(here):
     """An entry's data replaces the defaults' statistics; its own statistics stand beside the defaults' data."""
     Path("s.gqs").touch()
     (one,) = manifest('[defaults]\nstats = "s.gqs"\n[[model]]\npath = "models/a.onnx"\ndata = "random:3"\n')
@@ -196,26 +198,26 @@ def test_data_takes_the_place_of_statistics(here):
 def test_a_pyproject(here):
     """[tool.graphquant] of a pyproject.toml is a manifest where there is no graphquant.toml; lines are the file's."""
     text = '[project]\nname = "x"\n[tool.other]\na = 1\n[[tool.graphquant.model]]\npath = "models/*.pb"\n'
-    Path(PROJECT).write_text(text, "utf-8")
-    assert [one.model for one in entries()] == ["models/b.pb"]
-    assert mistakes(f"{text}rule = 'x'\n", PROJECT) == [
+    Path(PROJECT_FILE).write_text(text, "utf-8")
+    assert [one.model for one in load_entries()] == ["models/b.pb"]
+    assert mistakes(f"{text}rule = 'x'\n", PROJECT_FILE) == [
         "pyproject.toml:7: 'rule' is no key of a model's entry. Did you mean 'rules'?"
     ]
-    Path(NAME).write_text('[[model]]\npath = "models/a.onnx"\n', "utf-8")
-    assert [one.model for one in entries()] == ["models/a.onnx"]
+    Path(MANIFEST_NAME).write_text('[[model]]\npath = "models/a.onnx"\n', "utf-8")
+    assert [one.model for one in load_entries()] == ["models/a.onnx"]
 
 
 def test_no_manifest(here):
     """Without a manifest, or with a pyproject.toml of others, it is said what to name."""
     with pytest.raises(UsageError, match=r"There is no graphquant\.toml here, nor a pyproject\.toml with"):
-        entries()
-    Path(PROJECT).write_text("[project]\n", "utf-8")
+        load_entries()
+    Path(PROJECT_FILE).write_text("[project]\n", "utf-8")
     with pytest.raises(UsageError, match=r"There is no graphquant\.toml here"):
-        entries()
+        load_entries()
     with pytest.raises(UsageError, match=r"pyproject\.toml has no table \[tool\.graphquant\]"):
-        entries([PROJECT])
+        load_entries([PROJECT_FILE])
     with pytest.raises(UsageError, match=r"There is no manifest no\.toml"):
-        entries(["no.toml"])
+        load_entries(["no.toml"])
 
 
 def test_all_mistakes_of_values_at_once(here):
@@ -289,7 +291,7 @@ path = "./models/a.onnx"
     assert told[6].endswith("Did you mean 'stem'?")
 
 
-def test_mistakes_of_keys_hide_no_others(here):
+def test_key_mistakes_do_not_hide_others(here):
     """Wrong keys, globs that name nothing, data and rules that are not there: all of it is told the first time."""
     Path("bad.toml").write_text("a = 1\n", "utf-8")
     told = mistakes(
@@ -348,7 +350,7 @@ data = "there.npz"
         ("model = [3, {path = 'models/a.onnx'}]", 1),
     ],
 )
-def test_what_follows_from_a_mistake_is_none(here, text, line):
+def test_consequences_of_a_mistake_are_not_reported(here, text, line):
     """Who misspells a key is told that alone, and not what would be wrong without it."""
     (told,) = mistakes(text)
     assert told.startswith(f"graphquant.toml:{line}: ")
@@ -434,18 +436,18 @@ def test_no_models_and_no_toml(here):
         (["models/a.onx"], "There is no model 'models/a.onx'. Did you mean 'a.onnx'"),
     ],
 )
-def test_names_that_name_nothing(here, names, says):
+def test_patterns_without_matches(here, names, says):
     """The command line is answered without a file's name, with what is nearest."""
     with pytest.raises(ManifestError) as caught:
-        entries(names)
+        load_entries(names)
     assert str(caught.value).startswith(says)
 
 
 @pytest.mark.parametrize(("name", "says"), [("", "'path' is empty."), ("x" * 5000, "entry 2 of 'path' has more than")])
-def test_names_that_are_none(here, name, says):
+def test_invalid_names(here, name, says):
     """What cannot be a name at all is told too."""
     with pytest.raises(UsageError) as caught:
-        entries(["models/a.onnx", name])
+        load_entries(["models/a.onnx", name])
     assert says.removeprefix("'path'") in str(caught.value)
 
 
@@ -457,10 +459,10 @@ def test_the_character_nul(here):
     ]
 
 
-def test_options_that_are_none(here):
+def test_invalid_options(here):
     """An option's value is told as a manifest's would be."""
     with pytest.raises(UsageError, match="there is no method 'minmx'"):
-        entries(["models/*"], {"method": "minmx"})
+        load_entries(["models/*"], {"method": "minmx"})
 
 
 def test_addresses(here):
@@ -470,22 +472,22 @@ def test_addresses(here):
     try:
         for name in MODELS:
             system.pipe(f"/zoo/{name}", b"")
-        found = entries(["memory://zoo/**/*"])
+        found = load_entries(["memory://zoo/**/*"])
         assert [one.model for one in found] == [
             f"memory:///zoo/{name}" for name in ("a.onnx", "b.pb", "deep/c.onnx", "deep/keras.keras", "net")
         ]
         assert [one.output for one in found][-2:] == ["memory:///zoo/deep/keras.quant", "memory:///zoo/net.quant"]
-        (one,) = entries(["memory://zoo/a.onnx"], {"output": "memory://out/{name}"})
+        (one,) = load_entries(["memory://zoo/a.onnx"], {"output": "memory://out/{name}"})
         assert (one.model, one.output) == ("memory://zoo/a.onnx", "memory://out/a.onnx")
         with pytest.raises(ManifestError, match=r"There is no model 'memory://zoo/aa\.onnx'\. Did you mean 'a\.onnx'"):
-            entries(["memory://zoo/aa.onnx"])
+            load_entries(["memory://zoo/aa.onnx"])
     finally:
         system.rm("/zoo", recursive=True)
 
 
 def test_the_schema(here):
     """Editors are told the same: what is a manifest fits the schema, with all keys described."""
-    made = schema()
+    made = manifest_schema()
     Draft202012Validator.check_schema(made)
     validator = Draft202012Validator(made)
     assert list(validator.iter_errors(tomllib.loads(FULL))) == []
@@ -503,8 +505,8 @@ def test_the_schema(here):
 
 def test_docstrings_name_every_key():
     """Each key has its sentence."""
-    for table in FORM.tables.values():
-        assert attributes(table).keys() >= set(keys(table))
+    for table in MANIFEST_FORM.tables.values():
+        assert field_descriptions(table).keys() >= set(table_keys(table))
 
 
 _VALUES = st.fixed_dictionaries(
@@ -528,10 +530,10 @@ def test_layers(tmp_path_factory, defaults, own, over):
     folder = tmp_path_factory.getbasetemp() / "layers"
     folder.mkdir(exist_ok=True)
     (folder / "a.onnx").touch()
-    path = folder / NAME
+    path = folder / MANIFEST_NAME
     rows = ["[defaults]", *_rows(defaults), "[[model]]", 'path = "a.onnx"', *_rows(own)]
     path.write_text("\n".join(rows), "utf-8")
-    (one,) = entries([str(path)], over)
+    (one,) = load_entries([str(path)], over)
     wanted = {"samples": None, "method": None, "family": None, "include": (), "float_weights": False}
     wanted |= {"max_size": None, "check": False, **defaults, **own, **over}
     check = {True: "", False: None}.get(wanted.pop("check"), "onnxruntime")
@@ -558,7 +560,7 @@ def test_globs(tmp_path_factory, files, globs, picked):
     named = [*globs, *picked.sample(files, min(2, len(files)))]
     picked.shuffle(named)
     tables = [f"[[model]]\npath = {json.dumps(name)}\nsamples = {place + 1}" for place, name in enumerate(named)]
-    path = folder / NAME
+    path = folder / MANIFEST_NAME
     path.write_text("\n".join(tables), "utf-8")
     expected = {}
     for exact in (True, False):
@@ -571,10 +573,10 @@ def test_globs(tmp_path_factory, files, globs, picked):
     ]
     if unmatched:
         with pytest.raises(ManifestError) as caught:
-            entries([str(path)])
+            load_entries([str(path)])
         assert len(str(caught.value).split("\n")) == len(unmatched)
     else:
-        assert [(one.name, one.samples) for one in entries([str(path)])] == sorted(
+        assert [(one.name, one.samples) for one in load_entries([str(path)])] == sorted(
             expected.items(), key=lambda item: (item[1], item[0])
         )
 
@@ -589,18 +591,18 @@ def test_globs(tmp_path_factory, files, globs, picked):
         max_size=12,
     ).map("\n".join)
 )
-def test_anything_is_entries_or_mistakes(tmp_path_factory, text):
+def test_any_manifest_gives_entries_or_mistakes(tmp_path_factory, text):
     """Whatever stands in a manifest, it is entries or a list of mistakes, each a line with its place."""
     path = tmp_path_factory.getbasetemp() / f"any-{random.Random(text).getrandbits(32)}.toml"  # noqa: S311  # a name
     path.write_text(text, "utf-8")
     try:
-        told = entries([str(path)]) and []
+        told = load_entries([str(path)]) and []
     except ManifestError as error:
         told = str(error).split("\n")
     path.unlink()
     assert [line for line in told if not line.startswith(f"{path}:")] == []
 
 
-def test_settings_are_what_was_said():
+def test_only_set_keys_are_returned():
     """Only keys that were given are settings."""
-    assert said(Settings(samples=3, check=False)) == {"samples": 3, "check": False}
+    assert said(EntrySettings(samples=3, check=False)) == {"samples": 3, "check": False}

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import pytest
 
-from graphquant.batch.types import read_report, report_json
+from graphquant.batch.types import batch_report_json, read_report
 
 pytestmark = pytest.mark.slow  # more than a hundred models, twice
 
@@ -25,7 +25,7 @@ def run(*arguments):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert made.returncode in {0, 1}, made.stderr
     took = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    return report_json(read_report(Path("r.json")), times=False), took
+    return batch_report_json(read_report(Path("r.json")), times=False), took
 
 
 def written():

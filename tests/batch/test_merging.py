@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from graphquant.batch.merging import merged
-from graphquant.batch.types import Change, Outcome, Report, report_json
+from graphquant.batch.shards import merge_reports
+from graphquant.batch.types import BatchReport, Outcome, OutcomeChange, batch_report_json
 from graphquant.errors import UsageError
 
 
@@ -27,7 +27,7 @@ def _shards(number, skipped):
             if skipped or place % number == shard
         ]
         path = Path(f"{shard}.json")
-        made[path] = Report(
+        made[path] = BatchReport(
             version="1", outcomes=tuple(outcomes), shard=(shard + 1, number), started=50.0 - shard, seconds=5.0 + shard
         )
     return made
@@ -35,30 +35,30 @@ def _shards(number, skipped):
 
 @pytest.mark.parametrize("skipped", [True, False])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_shards_become_the_whole(number, skipped):
+def test_shards_merge_to_the_full_report(number, skipped):
     """In the manifest's order, however the reports are given, with the time from the first start and the longest."""
     shards = _shards(number, skipped)
-    whole = Report(version="1", outcomes=tuple(map(_outcome, NAMES)))
-    for given in (shards, dict(reversed(shards.items()))):
-        made = merged(given)
-        assert report_json(made, times=False) == report_json(whole, times=False)
-        assert (made.started, made.seconds) == (51.0 - number, 4.0 + number)
+    whole = BatchReport(version="1", outcomes=tuple(map(_outcome, NAMES)))
+    for reports in (shards, dict(reversed(shards.items()))):
+        merged = merge_reports(reports)
+        assert batch_report_json(merged, times=False) == batch_report_json(whole, times=False)
+        assert (merged.started, merged.seconds) == (51.0 - number, 4.0 + number)
 
 
-def test_what_no_shard_did_stays_so():
+def test_skipped_models_stay_skipped():
     """An entry that was not begun anywhere is not begun."""
     shards = {
         path: replace(one, outcomes=tuple(replace(each, status="skipped") for each in one.outcomes))
         for path, one in _shards(2, skipped=True).items()
     }
-    assert {one.status for one in merged(shards).outcomes} == {"skipped"}
+    assert {one.status for one in merge_reports(shards).outcomes} == {"skipped"}
 
 
-def test_changes_are_compared_anew():
+def test_merging_drops_changes():
     """What a shard said of an earlier report is no word on the whole."""
-    change = Change(name="a", what="gone", level="error", says="gone")
+    change = OutcomeChange(name="a", kind="gone", level="error", message="gone")
     shards = {path: replace(one, changes=(change,)) for path, one in _shards(2, skipped=True).items()}
-    assert merged(shards).changes == ()
+    assert merge_reports(shards).changes == ()
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_changes_are_compared_anew():
         ),
     ],
 )
-def test_what_does_not_belong_together(spoil, says):
+def test_incompatible_shards(spoil, says):
     """It is refused: a result of a part must not pass for one of all."""
     given = spoil(*_shards(2, skipped=True).values())
     with pytest.raises(UsageError, match=says):
-        merged({Path(f"{place}.json"): report for place, report in enumerate(given)})
+        merge_reports({Path(f"{place}.json"): report for place, report in enumerate(given)})

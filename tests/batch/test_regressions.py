@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from graphquant.batch.regressions import compared, regressed
-from graphquant.batch.types import Figures, Outcome, Problem, Report
+from graphquant.batch.regressions import compare_reports, has_regressions
+from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics, Problem
 
 
 def _outcome(name="net", **changed):
@@ -16,20 +16,20 @@ def _outcome(name="net", **changed):
         "size_before": 40_000,
         "size_after": 10_000,
         "low": (9, 10),
-        "figures": Figures(sqnr=40.0, samples=8),
+        "figures": OutcomeMetrics(sqnr=40.0, samples=8),
         "seconds": 2.0,
     }
     return Outcome(name=name, **{**made, **changed})
 
 
 def _changes(was, now, **options):
-    old = Report(version="1", outcomes=(was,) if was else ())
-    new = Report(version="1", outcomes=(now,) if now else ())
-    return [(one.what, one.level, one.says) for one in compared(new, old, **options).changes]
+    old = BatchReport(version="1", outcomes=(was,) if was else ())
+    new = BatchReport(version="1", outcomes=(now,) if now else ())
+    return [(one.kind, one.level, one.message) for one in compare_reports(new, old, **options).changes]
 
 
 FAILED = _outcome(
-    status="failed", problem=Problem(kind="ModelError", says="no"), size_after=None, figures=None, low=None
+    status="failed", problem=Problem(kind="ModelError", message="no"), size_after=None, figures=None, low=None
 )
 
 
@@ -38,16 +38,16 @@ FAILED = _outcome(
     [
         ({}, []),
         ({"status": "unchanged"}, []),
-        ({"figures": Figures(sqnr=39.6)}, []),
-        ({"figures": Figures(sqnr=39.4)}, [("sqnr", "warning", "SQNR is 39.4 dB, and was 40.0 dB")]),
-        ({"figures": Figures(sqnr=45.0)}, []),
-        ({"figures": Figures(exact=True)}, []),
+        ({"figures": OutcomeMetrics(sqnr=39.6)}, []),
+        ({"figures": OutcomeMetrics(sqnr=39.4)}, [("sqnr", "warning", "SQNR is 39.4 dB, and was 40.0 dB")]),
+        ({"figures": OutcomeMetrics(sqnr=45.0)}, []),
+        ({"figures": OutcomeMetrics(exact=True)}, []),
         (
             {"figures": None},
             [("measured", "warning", "how far the output is from the float model was not measured, and was")],
         ),
         (
-            {"figures": Figures(problem="values are not finite", samples=8)},
+            {"figures": OutcomeMetrics(problem="values are not finite", samples=8)},
             [("measured", "warning", "the output cannot be compared, and could: values are not finite")],
         ),
         ({"size_after": 10_100}, []),
@@ -63,14 +63,14 @@ FAILED = _outcome(
         ({"status": "timeout"}, [("status", "warning", "timed out, and was done")]),
     ],
 )
-def test_what_is_told(now, told):
+def test_reported_changes(now, told):
     """Each figure by itself: what is worse by more than its step is a regression; slower is only told."""
     assert _changes(_outcome(), _outcome(**now)) == told
 
 
-def test_exact_before():
+def test_previously_exact_outputs():
     """An output that did not differ and now does has lost more than any step."""
-    assert _changes(_outcome(figures=Figures(exact=True)), _outcome(), sqnr_step=100.0) == [
+    assert _changes(_outcome(figures=OutcomeMetrics(exact=True)), _outcome(), sqnr_step=100.0) == [
         ("sqnr", "warning", "SQNR is 40.0 dB, and was exact")
     ]
 
@@ -78,48 +78,53 @@ def test_exact_before():
 @pytest.mark.parametrize(
     ("now", "told"),
     [
-        (Figures(agreement=0.991, accuracy=(0.98, 0.97), samples=1000), []),
+        (OutcomeMetrics(agreement=0.991, accuracy=(0.98, 0.97), samples=1000), []),
         (
-            Figures(agreement=0.3, accuracy=(0.98, 0.3), samples=1000),
+            OutcomeMetrics(agreement=0.3, accuracy=(0.98, 0.3), samples=1000),
             [
                 ("agreement", "warning", "agreement is 30.0 %, and was 100.0 %"),
                 ("accuracy", "warning", "accuracy is 30.0 %, and was 98.0 %"),
             ],
         ),
-        (Figures(agreement=0.9, accuracy=(0.98, 0.88), samples=10), []),
-        (Figures(exact=True, samples=1000), [("accuracy", "warning", "accuracy is not known, and was 98.0 %")]),
+        (OutcomeMetrics(agreement=0.9, accuracy=(0.98, 0.88), samples=10), []),
+        (OutcomeMetrics(exact=True, samples=1000), [("accuracy", "warning", "accuracy is not known, and was 98.0 %")]),
         (
-            Figures(accuracy=(0.98, 0.98), samples=1000),
+            OutcomeMetrics(accuracy=(0.98, 0.98), samples=1000),
             [("agreement", "warning", "agreement is not known, and was 100.0 %")],
         ),
     ],
 )
 def test_shares_of_samples(now, told):
     """Agreement and accuracy may fall by a hundredth, or one sample; one that is gone has fallen."""
-    was = _outcome(figures=Figures(agreement=1.0, accuracy=(0.98, 0.98), samples=1000))
+    was = _outcome(figures=OutcomeMetrics(agreement=1.0, accuracy=(0.98, 0.98), samples=1000))
     assert _changes(was, _outcome(figures=now)) == told
 
 
-def test_exact_shares_before():
+def test_previously_exact_shares():
     """Integers that did not differ and now do are told by their agreement."""
     told = [("agreement", "warning", "agreement is 50.0 %, and was 100.0 %")]
-    assert _changes(_outcome(figures=Figures(exact=True)), _outcome(figures=Figures(agreement=0.5, samples=8))) == told
+    assert (
+        _changes(
+            _outcome(figures=OutcomeMetrics(exact=True)), _outcome(figures=OutcomeMetrics(agreement=0.5, samples=8))
+        )
+        == told
+    )
 
 
-def test_the_step_is_an_option():
+def test_the_sqnr_step_is_an_option():
     """How much SQNR may go is for the caller to say."""
-    assert _changes(_outcome(), _outcome(figures=Figures(sqnr=35.0)), sqnr_step=5.0) == []
-    assert len(_changes(_outcome(), _outcome(figures=Figures(sqnr=39.9)), sqnr_step=0.05)) == 1
+    assert _changes(_outcome(), _outcome(figures=OutcomeMetrics(sqnr=35.0)), sqnr_step=5.0) == []
+    assert len(_changes(_outcome(), _outcome(figures=OutcomeMetrics(sqnr=39.9)), sqnr_step=0.05)) == 1
 
 
-def test_failing():
+def test_failing_models():
     """A new failure is a regression, an old one is none, and a mended one is told."""
     assert [one[:2] for one in _changes(_outcome(), FAILED)] == [("status", "warning")]
     assert _changes(FAILED, FAILED) == []
     assert _changes(FAILED, _outcome()) == [("status", "note", "done, and was failed")]
 
 
-def test_coming_and_going():
+def test_added_and_missing_models():
     """A model that is gone is a regression, a new one and one of another shard are none."""
     assert _changes(None, _outcome()) == []
     assert _changes(_outcome(), None) == [("gone", "warning", "the last report has it, and this batch does not")]
@@ -129,11 +134,13 @@ def test_coming_and_going():
 
 def test_fail_on_regression():
     """Only then a regression is an error, and what is only told never is."""
-    old = Report(version="1", outcomes=(_outcome("a"), _outcome("b")))
-    new = Report(version="1", outcomes=(_outcome("a", size_after=20_000), _outcome("b", seconds=9.0)))
-    assert not regressed(compared(new, old))
-    failing = compared(new, old, fail=True)
-    assert regressed(failing)
+    old = BatchReport(version="1", outcomes=(_outcome("a"), _outcome("b")))
+    new = BatchReport(version="1", outcomes=(_outcome("a", size_after=20_000), _outcome("b", seconds=9.0)))
+    assert not has_regressions(compare_reports(new, old))
+    failing = compare_reports(new, old, fail=True)
+    assert has_regressions(failing)
     assert [one.level for one in failing.changes] == ["error", "note"]
-    slower = compared(replace(new, outcomes=new.outcomes[1:]), replace(old, outcomes=old.outcomes[1:]), fail=True)
-    assert not regressed(slower)
+    slower = compare_reports(
+        replace(new, outcomes=new.outcomes[1:]), replace(old, outcomes=old.outcomes[1:]), fail=True
+    )
+    assert not has_regressions(slower)

@@ -9,14 +9,13 @@ from pathlib import Path
 import onnx
 import pytest
 
-from graphquant.batch.cache import Cache
-from graphquant.batch.ingredients import file_digest
-from graphquant.batch.journal import journal_of
-from graphquant.batch.run import Options, run_batch
-from graphquant.batch.types import Entry, Gates, Outcome, report_json
-from graphquant.batch.work import unmade, work
+from graphquant.batch.cache import OutcomeCache, journal_path
+from graphquant.batch.cache_key import file_digest
+from graphquant.batch.run import BatchOptions, run_batch
+from graphquant.batch.types import Entry, Gates, Outcome, batch_report_json
+from graphquant.batch.work import failed_outcome, quantize_entry
 from graphquant.errors import UsageError
-from graphquant.formats.onnx import files
+from graphquant.formats.onnx import file_writer
 
 
 class Executor:
@@ -31,7 +30,7 @@ class Executor:
             if len(self.done) == self._stop:
                 raise KeyboardInterrupt
             self.done.append(entry.name)
-            yield work(entry)
+            yield quantize_entry(entry)
 
 
 @pytest.fixture
@@ -53,10 +52,10 @@ def entry(stem, **options):
 
 def options(**given):
     """Where things are kept here."""
-    return Options(folder=Path("cache"), **given)
+    return BatchOptions(folder=Path("cache"), **given)
 
 
-def both():
+def two_entries():
     """The two entries."""
     return [entry("digits_cnn"), entry("digits_rnn", gates=Gates(min_sqnr=1, check=""))]
 
@@ -70,7 +69,7 @@ def run(entries, execute=None, **given):
 
 def test_a_batch(here):
     """Models are made in the order of their size and reported in that of the manifest, with what they are made of."""
-    outcomes, done = run([*both()][::-1])
+    outcomes, done = run([*two_entries()][::-1])
     assert [one.name for one in outcomes] == ["digits_rnn.onnx", "digits_cnn.onnx"]
     assert done == ["digits_rnn.onnx", "digits_cnn.onnx"]  # 39 and 38 kB
     assert [one.status for one in outcomes] == ["done", "done"]
@@ -79,42 +78,42 @@ def test_a_batch(here):
     assert one.size_before == Path("digits_cnn.onnx").stat().st_size
     assert one.size_after == Path("out/digits_cnn.onnx").stat().st_size
     assert one.sites == 24
-    assert one.figures.samples == 4
-    assert one.figures.sqnr > 20
-    assert one.low[1] == 27
+    assert one.metrics.samples == 4
+    assert one.metrics.sqnr > 20
+    assert one.int8_ops[1] == 27
 
 
-def test_nothing_is_made_twice(here):
+def test_finished_outputs_are_not_rebuilt(here):
     """A second run works on nothing and tells the same but for the word "unchanged", and that it took no time."""
-    first, _ = run(both())
-    second, done = run(both())
+    first, _ = run(two_entries())
+    second, done = run(two_entries())
     assert done == []
     assert second == [replace(one, status="unchanged", seconds=0.0) for one in first]
     assert all(one.seconds for one in first)
 
 
-def test_an_output_that_went_comes_back_from_the_cache(here):
+def test_a_removed_output_is_restored_from_the_cache(here):
     """It has the same bytes; one that somebody changed is not touched without --force."""
-    run(both())
+    run(two_entries())
     outputs = [Path("out/digits_cnn.onnx"), Path("out/digits_rnn.onnx")]
     before = outputs[0].read_bytes()
     outputs[0].unlink()
     outputs[1].write_bytes(b"mine")
-    outcomes, done = run(both())
+    outcomes, done = run(two_entries())
     assert done == []
     assert outputs[0].read_bytes() == before
     assert outputs[1].read_bytes() == b"mine"
     assert [one.status for one in outcomes] == ["unchanged", "failed"]
-    assert "was changed since a batch wrote it." in outcomes[1].problem.says
+    assert "was changed since a batch wrote it." in outcomes[1].problem.message
     assert outcomes[1].problem.exit_code == 2
-    outcomes, done = run(both(), force=True)
+    outcomes, done = run(two_entries(), force=True)
     assert ([one.status for one in outcomes], done) == (["unchanged", "unchanged"], [])
     assert outputs[1].read_bytes() != b"mine"
 
 
-def test_outputs_with_weights_beside_them(here, monkeypatch):
+def test_outputs_with_external_weights(here, monkeypatch):
     """Made or from the cache, an output has its own weights beside it, and those before are gone."""
-    monkeypatch.setattr(files, "MANY", 0)
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     message = onnx.load("digits_cnn.onnx")
     onnx.save(message, "big.onnx", save_as_external_data=True, location="big.bin")
     made = []
@@ -131,44 +130,44 @@ def test_outputs_with_weights_beside_them(here, monkeypatch):
 
 def test_a_lost_cache(here):
     """Outputs that say they were made of their models are the batch's; other files and models are not."""
-    entries = [*both(), replace(both()[0], name="other", output="out/other.onnx")]
+    entries = [*two_entries(), replace(two_entries()[0], name="other", output="out/other.onnx")]
     run(entries)
     shutil.rmtree("cache")
     shutil.copy("out/digits_rnn.onnx", "out/other.onnx")
     outcomes, done = run(entries)
     assert [one.status for one in outcomes] == ["done", "done", "failed"]
-    assert "graphquant made it, but not of digits_cnn.onnx as it is now" in outcomes[2].problem.says
+    assert "graphquant made it, but not of digits_cnn.onnx as it is now" in outcomes[2].problem.message
     assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
     shutil.rmtree("cache")
     shutil.copy("digits_cnn.onnx", "out/digits_cnn.onnx")
-    assert "nothing tells that a batch made it" in run(entries)[0][0].problem.says
+    assert "nothing tells that a batch made it" in run(entries)[0][0].problem.message
 
 
-def test_an_output_that_goes_at_once(here):
+def test_an_output_removed_at_once(here):
     """It is not kept, without a word, and the others are."""
 
     def execute(entries):
         for one in entries:
-            made = work(one)
+            made = quantize_entry(one)
             if one.name == "digits_rnn.onnx":  # the first
                 Path(one.output).unlink()
             yield made
 
     warned = []
-    run_batch(both(), options(), execute, warned=warned.append)
+    run_batch(two_entries(), options(), execute, on_warning=warned.append)
     assert warned == []
-    outcomes, done = run(both())
+    outcomes, done = run(two_entries())
     assert done == ["digits_rnn.onnx"]
     assert [one.status for one in outcomes] == ["unchanged", "done"]
 
 
 def test_a_damaged_cache_is_not_used(here):
     """A file in it that has other bytes than its name says is made anew."""
-    (first, _), _ = run(both())
+    (first, _), _ = run(two_entries())
     kept = next(Path("cache/files").glob(f"*/{first.digests.output}"))
     kept.write_bytes(b"x" * kept.stat().st_size)
     Path("out/digits_cnn.onnx").unlink()
-    outcomes, done = run(both())
+    outcomes, done = run(two_entries())
     assert done == ["digits_cnn.onnx"]
     assert outcomes[0].digests.output == first.digests.output
     assert kept.read_bytes() == Path("out/digits_cnn.onnx").read_bytes()
@@ -184,16 +183,16 @@ def test_a_damaged_cache_is_not_used(here):
         (None, ""),
     ],
 )
-def test_a_cache_that_somebody_else_filled(here, name, digest):
+def test_a_cache_filled_by_someone_else(here, name, digest):
     """An outcome without files, or whose digests or names lead elsewhere, counts for nothing and removes nothing."""
-    (first, _), _ = run(both())
+    (first, _), _ = run(two_entries())
     Path("precious").write_bytes(b"mine")
     kept = next(Path("cache/outcomes").glob(f"*/{first.digests.key}.json"))
     told = json.loads(kept.read_bytes())
     told["products"] = {} if name is None else {name: digest.format(folder=here)}
     kept.write_text(json.dumps(told))
     Path("out/digits_cnn.onnx").unlink()
-    outcomes, done = run(both())
+    outcomes, done = run(two_entries())
     assert done == ["digits_cnn.onnx"]
     assert outcomes[0].digests.output == first.digests.output
     assert Path("precious").read_bytes() == b"mine"
@@ -210,7 +209,7 @@ def test_a_cache_that_somebody_else_filled(here, name, digest):
         {"gates": Gates(check="")},
     ],
 )
-def test_what_an_output_depends_on(here, change):
+def test_inputs_of_the_cache_key(here, change):
     """Another option is another output."""
     run([entry("digits_cnn")])
     assert run([entry("digits_cnn", **change)])[1] == ["digits_cnn.onnx"]
@@ -230,18 +229,18 @@ def test_the_content_of_files_counts(here):
     assert run([made])[1] == ["digits_cnn.onnx"]
 
 
-def test_gates_are_held_against_what_is_known(here):
+def test_gates_apply_to_cached_outputs(here):
     """Another size needs no work; another bound does, for the output is searched for by it."""
     first, _ = run([entry("digits_cnn")])
     outcomes, done = run([entry("digits_cnn", gates=Gates(max_size=10))])
     assert done == []
     assert outcomes[0].status == "gate"
     assert [miss.gate for miss in outcomes[0].misses] == ["max_size"]
-    assert f"{first[0].size_after} bytes" in outcomes[0].misses[0].says
+    assert f"{first[0].size_after} bytes" in outcomes[0].misses[0].message
 
 
 @pytest.mark.parametrize("bounds", [(20, 56), (56, 20)])
-def test_another_bound_is_another_output(here, bounds):
+def test_bounds_are_part_of_the_cache_key(here, bounds):
     """What was searched for by one bound is not taken from the cache for another, nor by --resume."""
     made = []
     for bound in bounds:
@@ -255,14 +254,14 @@ def test_another_bound_is_another_output(here, bounds):
 
 def test_without_the_cache(here):
     """Everything is made, and what a batch wrote may be replaced by it."""
-    run(both(), cache=False)
+    run(two_entries(), cache=False)
     assert not Path("cache/files").exists()
-    outcomes, done = run(both(), cache=False)
+    outcomes, done = run(two_entries(), cache=False)
     assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
     assert [one.status for one in outcomes] == ["done", "done"]
 
 
-def test_failures_are_the_models_own(here):
+def test_a_failure_affects_one_model(here):
     """A damaged or missing model, missing data, mistaken rules are told as insert tells them; the rest is done."""
     Path("broken.onnx").write_bytes(b"\xff" * 100)
     Path("bad.toml").write_text("[[rule]]\nname = 'x'\n")
@@ -279,70 +278,70 @@ def test_failures_are_the_models_own(here):
     kinds = ["ModelError", "ModelError", "DataError", "RuleError", "NeedsDataError"]
     assert [one.problem.kind for one in outcomes[:5]] == kinds
     assert [one.problem.exit_code for one in outcomes[:5]] == [3, 3, 2, 2, 2]
-    assert "There is no file missing.onnx" in outcomes[1].problem.says
+    assert "There is no file missing.onnx" in outcomes[1].problem.message
     assert sorted(path.name for path in Path("out").iterdir()) == ["digits_cnn.onnx"]
 
 
 def test_stopped_and_resumed(here):
     """What was finished is kept and not done again; the report is that of a run that nobody stopped."""
-    expected = [replace(one, seconds=0.0) for one in run(both())[0]]
+    expected = [replace(one, seconds=0.0) for one in run(two_entries())[0]]
     shutil.rmtree("cache")
     shutil.rmtree("out")
-    outcomes, done = run(both(), Executor(stop=1), cache=False)
+    outcomes, done = run(two_entries(), Executor(stop=1), cache=False)
     assert [one.status for one in outcomes] == ["skipped", "done"]
     assert done == ["digits_rnn.onnx"]
-    outcomes, done = run(both(), cache=False, resume=True)
+    outcomes, done = run(two_entries(), cache=False, resume=True)
     assert done == ["digits_cnn.onnx"]
     assert [replace(one, seconds=0.0) for one in outcomes] == expected
 
 
-def test_what_is_written_while_stopping_is_ours(here):
+def test_outputs_written_while_stopping_are_claimed(here):
     """An executor has ended all its work before it is said which outputs are not there."""
 
     def execute(entries):
         try:
-            yield work(entries[0])
+            yield quantize_entry(entries[0])
         finally:
-            work(entries[1])  # was about to write it
+            quantize_entry(entries[1])  # was about to write it
 
     def stop(_outcome):
         raise KeyboardInterrupt
 
-    report = run_batch(both(), options(cache=False), execute, told=stop)
+    report = run_batch(two_entries(), options(cache=False), execute, on_outcome=stop)
     assert [one.status for one in report.outcomes] == ["skipped", "done"]
     assert Path("out/digits_cnn.onnx").exists()
-    assert [one.status for one in run(both(), cache=False, resume=True)[0]] == ["done", "done"]
+    assert [one.status for one in run(two_entries(), cache=False, resume=True)[0]] == ["done", "done"]
 
 
-def test_resume_looks_at_what_is_there(here):
+def test_resume_verifies_existing_outputs(here):
     """A finished model whose output is gone, or whose rules changed, is made again."""
-    run(both(), cache=False)
+    run(two_entries(), cache=False)
     Path("out/digits_cnn.onnx").unlink()
-    assert run(both(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
-    changed = [entry("digits_cnn"), replace(both()[1], method="minmax")]
+    assert run(two_entries(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
+    changed = [entry("digits_cnn"), replace(two_entries()[1], method="minmax")]
     assert run(changed, cache=False, resume=True)[1] == ["digits_rnn.onnx"]
 
 
-def test_resume_tries_again_what_failed(here):
+def test_resume_retries_failures(here):
     """What timed out, or had no package or no room, may go well with other limits, which the key has not."""
 
     def execute(entries):
-        yield from (unmade(one, "Timeout", "It took long.", 1, "timeout") for one in entries)
+        yield from (failed_outcome(one, "Timeout", "It took long.", 1, "timeout") for one in entries)
 
-    assert [one.status for one in run_batch(both(), options(), execute).outcomes] == ["timeout", "timeout"]
-    outcomes, done = run(both(), resume=True)
+    assert [one.status for one in run_batch(two_entries(), options(), execute).outcomes] == ["timeout", "timeout"]
+    outcomes, done = run(two_entries(), resume=True)
     assert sorted(done) == ["digits_cnn.onnx", "digits_rnn.onnx"]
     assert [one.status for one in outcomes] == ["done", "done"]
 
 
-def test_a_journal_that_was_cut(here):
+def test_a_truncated_journal(here):
     """A line that was not written to its end counts for nothing, and what is added later is read again."""
-    run(both(), cache=False)
-    path = journal_of(Path("cache"), both())
+    run(two_entries(), cache=False)
+    path = journal_path(Path("cache"), two_entries())
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[1][:50])
-    assert run(both(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
-    assert run(both(), cache=False, resume=True)[1] == []
+    assert run(two_entries(), cache=False, resume=True)[1] == ["digits_cnn.onnx"]
+    assert run(two_entries(), cache=False, resume=True)[1] == []
     assert [json.loads(line)["name"] for line in path.read_bytes().splitlines()] == [
         "digits_rnn.onnx",
         "digits_cnn.onnx",
@@ -353,16 +352,16 @@ def test_an_output_is_on_the_disk_before_its_outcome(here, monkeypatch):
     """Its bytes and its name, so that after a crash of the machine the journal knows nothing that is not there."""
     synced, really = set(), os.fsync
     monkeypatch.setattr(os, "fsync", lambda file: (synced.add(os.fstat(file).st_ino), really(file)))
-    work(entry("digits_cnn"))
+    quantize_entry(entry("digits_cnn"))
     assert {Path("out/digits_cnn.onnx").stat().st_ino, Path("out").stat().st_ino} <= synced
 
 
-def test_the_journal_of_outputs_elsewhere(here, monkeypatch):
+def test_the_journal_of_remote_outputs(here, monkeypatch):
     """It does not depend on the folder in which the batch was started."""
     far = [replace(entry("digits_cnn"), output="s3://bucket/out.onnx")]
-    before = journal_of(Path("cache"), far)
+    before = journal_path(Path("cache"), far)
     monkeypatch.chdir("/")
-    assert journal_of(Path("cache"), far) == before
+    assert journal_path(Path("cache"), far) == before
 
 
 def test_a_batch_runs_once_at_a_time(here):
@@ -370,36 +369,36 @@ def test_a_batch_runs_once_at_a_time(here):
 
     def execute(entries):
         with pytest.raises(UsageError, match="being run already"):
-            run_batch(both(), options(), Executor())
-        yield from map(work, entries)
+            run_batch(two_entries(), options(), Executor())
+        yield from map(quantize_entry, entries)
 
-    report = run_batch(both(), options(), execute)
+    report = run_batch(two_entries(), options(), execute)
     assert [one.status for one in report.outcomes] == ["done", "done"]
 
 
-def test_a_model_that_changes_meanwhile_is_not_cached(here):
+def test_a_model_changed_during_the_run_is_not_cached(here):
     """Nobody knows which of the two the output was made of."""
 
     def execute(entries):
         for one in entries:
-            made = work(one)
+            made = quantize_entry(one)
             shutil.copy("digits_rnn.onnx", "digits_cnn.onnx")
             yield made
 
     outcomes = run_batch([entry("digits_cnn")], options(), execute).outcomes
     assert outcomes[0].status == "done"
-    assert Cache(Path("cache")).outcome(outcomes[0].digests.key) is None
+    assert OutcomeCache(Path("cache")).load_outcome(outcomes[0].digests.key) is None
 
 
-def test_data_that_changes_meanwhile(here):
+def test_data_changed_during_the_run(here):
     """What was made while it did is no more in the cache; what has other data is."""
 
     def execute(entries):
-        yield from map(work, entries)
+        yield from map(quantize_entry, entries)
         shutil.copy("digits_rnn_calib.npz", "digits_cnn_calib.npz")
 
-    outcomes = run_batch(both(), options(), execute).outcomes
-    kept = [Cache(Path("cache")).outcome(one.digests.key) is not None for one in outcomes]
+    outcomes = run_batch(two_entries(), options(), execute).outcomes
+    kept = [OutcomeCache(Path("cache")).load_outcome(one.digests.key) is not None for one in outcomes]
     assert kept == [False, True]
 
 
@@ -417,21 +416,21 @@ def test_data_functions_are_run(here):
 
 def test_a_report_without_times(here):
     """Two runs give the same report but for times."""
-    made = [run_batch(both(), options(cache=False), Executor()) for _ in range(2)]
-    reports = [report_json(report, times=False) for report in made]
+    made = [run_batch(two_entries(), options(cache=False), Executor()) for _ in range(2)]
+    reports = [batch_report_json(report, times=False) for report in made]
     assert reports[0] == reports[1]
     assert isinstance(reports[0]["outcomes"][0]["sites"], int)
 
 
-def test_what_is_pruned(here):
+def test_pruning_the_cache(here):
     """What was not used longest goes first, and files that no outcome needs go with it."""
-    (rnn, cnn), _ = run(both()[::-1])
-    run(both()[1:])  # used once more
-    cache = Cache(Path("cache"))
+    (rnn, cnn), _ = run(two_entries()[::-1])
+    run(two_entries()[1:])  # used once more
+    cache = OutcomeCache(Path("cache"))
     assert cache.prune("1d") == (0, 0)
     assert cache.prune(f"{rnn.size_after + 10}") == (1, cnn.size_after)
-    assert cache.outcome(cnn.digests.key) is None
-    assert isinstance(cache.outcome(rnn.digests.key), Outcome)
+    assert cache.load_outcome(cnn.digests.key) is None
+    assert isinstance(cache.load_outcome(rnn.digests.key), Outcome)
     assert cache.prune("0d") == (1, rnn.size_after)
     assert list(Path("cache/files").glob("*/*")) == []
     with pytest.raises(UsageError, match="no amount"):
@@ -440,35 +439,35 @@ def test_what_is_pruned(here):
 
 def test_journals_are_pruned(here):
     """Those that nothing was written to for so long, unless a batch holds it."""
-    path = journal_of(Path("cache"), both())
+    path = journal_path(Path("cache"), two_entries())
 
     def execute(entries):
         os.utime(path, (1, 1))
-        Cache(Path("cache")).prune("2GB")
+        OutcomeCache(Path("cache")).prune("2GB")
         assert path.exists()
-        yield from (unmade(one, "Timeout", "It took long.", 1, "timeout") for one in entries)
+        yield from (failed_outcome(one, "Timeout", "It took long.", 1, "timeout") for one in entries)
 
-    run_batch(both(), options(), execute)
-    Cache(Path("cache")).prune("2GB")
+    run_batch(two_entries(), options(), execute)
+    OutcomeCache(Path("cache")).prune("2GB")
     assert path.exists()
     os.utime(path, (1, 1))
-    Cache(Path("cache")).prune("2GB")
+    OutcomeCache(Path("cache")).prune("2GB")
     assert not path.exists()
 
 
-def test_what_failed_leaves_the_output_to_others(here):
+def test_a_failure_releases_the_output(here):
     """A file that somebody puts where a model failed, or where a batch was stopped, is not replaced."""
     wanting = replace(entry("digits_cnn"), data=None)
     assert run([wanting])[0][0].problem.kind == "NeedsDataError"
     assert run([entry("digits_rnn")], Executor(stop=0))[0][0].status == "skipped"
     for name in ("digits_cnn.onnx", "digits_rnn.onnx"):
         Path("out", name).write_bytes(b"mine")
-    outcomes, done = run(both())
+    outcomes, done = run(two_entries())
     assert done == []
-    assert ["nothing tells that a batch made it" in one.problem.says for one in outcomes] == [True, True]
+    assert ["nothing tells that a batch made it" in one.problem.message for one in outcomes] == [True, True]
 
 
-def test_what_failed_leaves_an_earlier_output(here):
+def test_a_failure_keeps_an_earlier_output(here):
     """It stays what it is and the batch's: the next run replaces it, and not what somebody put in its place."""
     run([entry("digits_cnn")])
     before = Path("out/digits_cnn.onnx").read_bytes()
@@ -478,4 +477,4 @@ def test_what_failed_leaves_an_earlier_output(here):
     assert run([entry("digits_cnn", samples=5)])[0][0].status == "done"
     run([wanting])
     Path("out/digits_cnn.onnx").write_bytes(b"mine")
-    assert "was changed since a batch wrote it." in run([entry("digits_cnn", samples=6)])[0][0].problem.says
+    assert "was changed since a batch wrote it." in run([entry("digits_cnn", samples=6)])[0][0].problem.message

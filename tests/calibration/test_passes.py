@@ -7,21 +7,21 @@ import itertools
 import numpy as np
 import pytest
 
-from graphquant.calibration.memory import at_once
-from graphquant.calibration.passes import copies, feeds_of, observed
-from graphquant.data import Batches
+from graphquant.calibration.calibrate import block_feeds, observe_feeds, tee_items
+from graphquant.calibration.data import Dataset
+from graphquant.calibration.memory import concurrent_run_count
 from graphquant.ir import TensorRef
 
 A, B = TensorRef("", "a"), TensorRef("", "b")
 
 
-def batches(count: int, wide: tuple[int, ...] = ()) -> Batches:
+def batches(count: int, wide: tuple[int, ...] = ()) -> Dataset:
     """Samples [1, 1] of their own number; those in `wide` are [1, 2]."""
 
     def feeds(start: int, stop: int):
         return ({"x": np.full((1, 1 + (i in wide)), i, np.float32)} for i in range(start, min(stop, count)))
 
-    return Batches(count=count, digest="d", feeds=feeds)
+    return Dataset(count=count, digest="d", open_feeds=feeds)
 
 
 class Runner:
@@ -29,22 +29,22 @@ class Runner:
 
     def __init__(self, size: int) -> None:
         """`size` is how many elements each tensor has."""
-        self.size, self.asked, self.fed, self.open = size, [], [], 0
+        self.size, self.requests, self.fed, self.open = size, [], [], 0
 
-    def sizes(self, tensors, feed):
+    def element_counts(self, tensors, feed):
         """The same for each."""
         self.fed.append(("sizes", feed))
         return dict.fromkeys(tensors, self.size)
 
-    def observe(self, tensors, feeds, *, beside=(), at_once=1, look=None):
+    def observe(self, tensors, feeds, *, other_tensors=(), max_in_flight=1, on_result=None):
         """What is fed, for each tensor."""
-        self.asked.append((tensors, beside, at_once))
+        self.requests.append((tensors, other_tensors, max_in_flight))
         self.open += 1
         try:
             for feed in feeds:
                 self.fed.append((tensors, feed))
                 seen = {tensor: [feed] for tensor in tensors}
-                look(seen)
+                on_result(seen)
                 yield seen
         finally:
             self.open -= 1
@@ -55,7 +55,7 @@ def run(runner: Runner, count: int, **options) -> list:
     feeds = ((number, number // 2 if number % 2 else None) for number in range(count))
     seen: list = []
     given = {"elements": None, "space": 1 << 30, "threads": 4, **options}
-    for number, _ in enumerate(observed(runner, (A, B), feeds, lambda *one: seen.append(one), **given), 1):
+    for number, _ in enumerate(observe_feeds(runner, (A, B), feeds, lambda *one: seen.append(one), **given), 1):
         assert len(seen) == number
     return seen
 
@@ -65,7 +65,7 @@ def test_one_pass_where_all_fits() -> None:
     runner = Runner(10)
     seen = run(runner, 4)
     assert seen == [({A: [n], B: [n]}, block) for n, block in ((0, None), (1, 0), (2, None), (3, 1))]
-    assert runner.asked == [((A, B), (), 4)]
+    assert runner.requests == [((A, B), (), 4)]
     assert runner.fed == [("sizes", 0), *(((A, B), n) for n in range(4))]
     assert runner.open == 0
 
@@ -82,14 +82,14 @@ def test_groups_take_turns_on_each_feed() -> None:
     runner = Runner(100)
     seen = run(runner, 2, space=900)
     assert seen == [({A: [0]}, None), ({B: [0]}, None), ({A: [1]}, None), ({B: [1]}, 0)]
-    assert runner.asked == [((A,), (B,), 1), ((B,), (A,), 1)]
+    assert runner.requests == [((A,), (B,), 1), ((B,), (A,), 1)]
 
 
 def test_nothing_to_run() -> None:
     """Without feeds the runner is asked nothing."""
     runner = Runner(1)
     assert run(runner, 0) == []
-    assert (runner.asked, runner.fed) == ([], [])
+    assert (runner.requests, runner.fed) == ([], [])
 
 
 def test_leaving_early_closes_what_is_open() -> None:
@@ -97,7 +97,9 @@ def test_leaving_early_closes_what_is_open() -> None:
     runner = Runner(1)
     seen: list = []
     feeds = ((n, None) for n in itertools.count())
-    passes = observed(runner, (A,), feeds, lambda *one: seen.append(one), elements=1, space=1 << 30, threads=2)
+    passes = observe_feeds(
+        runner, (A,), feeds, lambda *one: seen.append(one), max_elements=1, budget=1 << 30, max_concurrent_runs=2
+    )
     next(passes)
     assert seen == [({A: [0]}, None)]
     assert runner.open == 1
@@ -110,8 +112,8 @@ def test_leaving_early_closes_what_is_open() -> None:
 )
 def test_memory_bounds_the_runs_at_once(space: int, runs: int) -> None:
     """There is always one run, and at most one per thread."""
-    assert at_once(100, space, 4) == runs
-    assert at_once(0, 1 << 20, 4) == 4
+    assert concurrent_run_count(100, space, 4) == runs
+    assert concurrent_run_count(0, 1 << 20, 4) == 4
 
 
 def test_blocks_are_joined_where_shapes_agree() -> None:
@@ -120,11 +122,11 @@ def test_blocks_are_joined_where_shapes_agree() -> None:
     def shape(feeds) -> list:
         return [(feed["x"].shape, block) for feed, block in feeds]
 
-    joined = feeds_of(batches(8, (4,)), [(0, 3)], 3, batchable=True)
+    joined = block_feeds(batches(8, (4,)), [(0, 3)], 3, join_samples=True)
     assert shape(joined) == [((3, 1), 0), ((1, 1), None), ((1, 2), None), ((1, 1), 1), ((2, 1), 2)]
-    alone = feeds_of(batches(8), [(0, 1), (2, 3)], 3, batchable=False)
+    alone = block_feeds(batches(8), [(0, 1), (2, 3)], 3, join_samples=False)
     assert shape(alone) == [((1, 1), None), ((1, 1), None), ((1, 1), 0), ((1, 1), None), ((1, 1), 2)]
-    assert shape(feeds_of(batches(8), [], 3, batchable=True)) == []
+    assert shape(block_feeds(batches(8), [], 3, join_samples=True)) == []
 
 
 def test_feeds_are_kept_no_longer_than_needed() -> None:
@@ -140,9 +142,9 @@ def test_feeds_are_kept_no_longer_than_needed() -> None:
             alive.discard(self.number)
 
     class Forgetful(Runner):
-        def observe(self, tensors, feeds, *, beside=(), at_once=1, look=None):
+        def observe(self, tensors, feeds, *, other_tensors=(), max_in_flight=1, on_result=None):
             for _ in feeds:
-                look({})
+                on_result({})
                 yield {}
 
     def forget(_seen, _block) -> None:
@@ -150,7 +152,7 @@ def test_feeds_are_kept_no_longer_than_needed() -> None:
 
     most = 0
     feeds = ((Feed(n), n) for n in range(200))
-    for _ in observed(Forgetful(100), (A, B), feeds, forget, elements=None, space=900, threads=1):
+    for _ in observe_feeds(Forgetful(100), (A, B), feeds, forget, max_elements=None, budget=900, max_concurrent_runs=1):
         most = max(most, len(alive))
     assert most <= 3
 
@@ -167,7 +169,7 @@ def test_copies_that_were_closed_keep_nothing() -> None:
         def __del__(self) -> None:
             alive.discard(self.number)
 
-    one, other = copies((Item(number) for number in range(100)), 2)
+    one, other = tee_items((Item(number) for number in range(100)), 2)
     assert [next(one).number for _ in range(3)] == [0, 1, 2]
     assert [next(other).number for _ in range(2)] == [0, 1]
     other.close()

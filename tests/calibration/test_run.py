@@ -11,60 +11,60 @@ import numpy as np
 import pytest
 
 from graphquant import formats
-from graphquant.calibration import Load, Stats, Target, merge
-from graphquant.calibration import calibrate as calibrate_
-from graphquant.calibration import everything as all_of
-from graphquant.data import Batches
+from graphquant.calibration import ObservationTarget, RunFootprint, Stats, combine_stats
+from graphquant.calibration import all_float_targets as all_of
+from graphquant.calibration import collect_stats as calibrate_
+from graphquant.calibration.data import Dataset
 from graphquant.errors import DataError
 from graphquant.ir import TensorRef
-from graphquant.sketch import distribution, sketch
+from graphquant.observers import distribution_of, sketch_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
 A, B, C = (TensorRef("", name) for name in "abc")
-TARGETS = {tensor: Target(tensor.op * 32, None, 7) for tensor in (A, B, C)}
-LOAD = Load(block=4, elements=None)
+TARGETS = {tensor: ObservationTarget(tensor.op * 32, None, 7) for tensor in (A, B, C)}
+LOAD = RunFootprint(block_size=4, elements_per_sample=None)
 
-calibrate = partial(calibrate_, model="source", load=LOAD)
+calibrate = partial(calibrate_, model_digest="source", footprint=LOAD)
 
 
-def batches(count: int, shape: Callable[[int], int] = lambda _: 1) -> Batches:
+def batches(count: int, shape: Callable[[int], int] = lambda _: 1) -> Dataset:
     """Samples that hold their own number."""
 
     def feeds(start: int, stop: int) -> Iterator[dict]:
         return ({"x": np.full((shape(i),), float(i))} for i in range(start, stop))
 
-    return Batches(count=count, digest=f"da7a{count}", feeds=feeds)
+    return Dataset(count=count, digest=f"da7a{count}", open_feeds=feeds)
 
 
 class Runner:
     """Computes tensors from the fed numbers with functions that give the values of one tensor; None: not reached."""
 
     def __init__(self, *, batchable: bool = False, sizes: int = 1, **tensors) -> None:
-        """`sizes` is what each tensor is said to have."""
-        self.tensors, self.batchable, self.size = tensors, batchable, sizes
+        """`element_counts` is what each tensor is said to have."""
+        self.tensors, self.batch_independent, self.size = tensors, batchable, sizes
         self.fed: list[list[float]] = []
         self.asked: list[tuple[TensorRef, ...]] = []
 
-    def unwatchable(self, tensors):
+    def unobservable(self, tensors):
         """Those it has no function for."""
         return {tensor: "it is hidden" for tensor in tensors if tensor.op not in self.tensors}
 
-    def sizes(self, tensors, feed):
+    def element_counts(self, tensors, feed):
         """The same for each."""
         return dict.fromkeys(tensors, self.size)
 
-    def observe(self, tensors, feeds, *, beside=(), at_once=1, look=None) -> Iterator[dict]:
+    def observe(self, tensors, feeds, *, other_tensors=(), max_in_flight=1, on_result=None) -> Iterator[dict]:
         """The values of `tensors` for each feed."""
-        assert set(tensors) | set(beside) == {TensorRef("", name) for name in self.tensors}
+        assert set(tensors) | set(other_tensors) == {TensorRef("", name) for name in self.tensors}
         self.asked.append(tuple(tensors))
         for feed in feeds:
             self.fed.append(feed["x"].tolist())
-            seen = {tensor: self.tensors[tensor.op](feed["x"]) for tensor in tensors}
-            look(seen)
-            yield seen
+            observation = {tensor: self.tensors[tensor.op](feed["x"]) for tensor in tensors}
+            on_result(observation)
+            yield observation
 
 
 def everything(**options) -> Runner:
@@ -85,30 +85,30 @@ def test_statistics_of_all_samples() -> None:
     assert (a.low, a.high, a.count, a.blocks) == (-9, 18, 20, 3)
     assert (a.low_sum, a.high_sum) == (-(3 + 7 + 9) << 1074, 2 * (3 + 7 + 9) << 1074)
     assert (b.low, b.high, b.count, b.nan) == (1, 19, 15, 5)
-    assert (found.samples, found.blocks, found.complete, found.model) == (10, 3, True, "source")
+    assert (found.samples, found.blocks, found.complete, found.model_digest) == (10, 3, True, "source")
 
 
 def test_what_is_kept_follows_the_target() -> None:
     """Each tensor has the bins and the channels its target says."""
     runner = Runner(a=lambda x: [x], b=lambda x: [np.array([[1.0, -2.0], [x[0], 3.0]])], c=lambda x: [x])
-    targets = {A: Target("a", None, 0), B: Target("b", 1, 7), C: Target("c", None, 10)}
+    targets = {A: ObservationTarget("a", None, 0), B: ObservationTarget("b", 1, 7), C: ObservationTarget("c", None, 10)}
     kept = calibrate(targets, runner, batches(5)).sketches
     assert [one.bits for one in kept.values()] == [0, 0, 10]
     assert (kept[B].low.tolist(), kept[B].high.tolist()) == ([0.0, -2.0], [4.0, 3.0])
     assert kept[C] == calibrate({C: targets[C]}, Runner(c=lambda x: [x]), batches(5)).sketches[C]
-    assert kept[C].bins.tolist() == sketch(np.arange(5.0), bits=10).bins.tolist()
+    assert kept[C].bins.tolist() == sketch_values(np.arange(5.0), bits=10).bins.tolist()
 
 
 def test_what_is_not_reached_is_absent() -> None:
     """A tensor that only some samples reach has those; one that was empty has how often; one hidden has its reason."""
     runner = Runner(a=lambda x: [x] if x[0] == 1 else [], b=lambda _: [np.zeros(0)])
     found = calibrate(TARGETS, runner, batches(3))
-    assert (list(found.sketches), found.unwatchable) == ([A, B], {C: "it is hidden"})
-    assert (found.sketches[B].count, found.sketches[B].blank) == (0, 3)
-    assert found.unseen(A) == ""
-    assert found.unseen(B) == "it was empty all 3 times that it was seen"
-    assert found.unseen(C) == "it is hidden"
-    assert found.sketches[A] == sketch(np.array([1.0]), bits=7)
+    assert (list(found.sketches), found.unobservable) == ([A, B], {C: "it is hidden"})
+    assert (found.sketches[B].count, found.sketches[B].empty_arrays) == (0, 3)
+    assert found.missing_reason(A) == ""
+    assert found.missing_reason(B) == "it was empty all 3 times that it was seen"
+    assert found.missing_reason(C) == "it is hidden"
+    assert found.sketches[A] == sketch_values(np.array([1.0]), bits=7)
     assert (list(found.targets), found.samples) == ([A, B, C], 3)
 
 
@@ -136,7 +136,9 @@ def test_inputs_with_other_numbers_of_rows_are_not_joined() -> None:
     def run(rows: int) -> list:
         feeds = [{"x": np.full(1, i), "z": np.full(rows, i)} for i in range(2)]
         runner = everything(batchable=True)
-        calibrate(TARGETS, runner, Batches(count=2, digest="da7a", feeds=lambda start, stop: iter(feeds[start:stop])))
+        calibrate(
+            TARGETS, runner, Dataset(count=2, digest="da7a", open_feeds=lambda start, stop: iter(feeds[start:stop]))
+        )
         return runner.fed
 
     assert (run(1), run(2)) == ([[0, 1]], [[0], [1]])
@@ -150,8 +152,8 @@ def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:
     runner = everything(batchable=batchable)
     shards = [calibrate(TARGETS, runner, batches(22), shard=(part + 1, parts)) for part in range(parts)]
     assert sorted(number for fed in runner.fed for number in fed) == list(range(22))
-    assert merge(shards) == merge(shards[::-1]) == merge([*shards[1::2], *shards[::2]]) == whole
-    assert whole.runs[0].done == ((0, 6),)
+    assert combine_stats(shards) == combine_stats(shards[::-1]) == combine_stats([*shards[1::2], *shards[::2]]) == whole
+    assert whole.runs[0].block_ranges == ((0, 6),)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +179,9 @@ def test_groups_come_to_the_same(room: int, groups: list) -> None:
 def test_the_digest_may_come_later() -> None:
     """Samples are run before all were read; the digest is there in the end, and an error ends the run that it meets."""
     data = replace(batches(22), digest=Future())
-    found = calibrate(TARGETS, everything(), data, stop=lambda: data.digest.done() or data.digest.set_result("da7a22"))
+    found = calibrate(
+        TARGETS, everything(), data, should_stop=lambda: data.digest.done() or data.digest.set_result("da7a22")
+    )
     assert found == calibrate(TARGETS, everything(), batches(22), shard=(1, 3))
     runner, data = everything(), replace(batches(22), digest=Future())
     data.digest.set_exception(DataError("NaN"))
@@ -191,7 +195,7 @@ def test_the_digest_may_come_later() -> None:
 def test_known_sizes_need_no_measuring() -> None:
     """Where static shapes say that all is small, no run is spent on sizes."""
     runner = everything(sizes=1 << 60)
-    calibrate(TARGETS, runner, batches(5), load=Load(block=4, elements=100))
+    calibrate(TARGETS, runner, batches(5), footprint=RunFootprint(block_size=4, elements_per_sample=100))
     assert runner.asked == [(A, B, C)]
 
 
@@ -200,7 +204,7 @@ def test_stopping_keeps_blocks_and_goes_on(blocks: int) -> None:
     """What was gathered until a stop, continued, is what an uninterrupted call finds."""
     left = iter([False] * (blocks - 1) + [True])
     told: list[tuple[int, int]] = []
-    part = calibrate(TARGETS, everything(), batches(22), stop=lambda: next(left))
+    part = calibrate(TARGETS, everything(), batches(22), should_stop=lambda: next(left))
     assert (part.samples, part.complete) == (4 * blocks, False)
     rest = calibrate(TARGETS, everything(), batches(22), before=part, progress=lambda *what: told.append(what))
     assert rest == calibrate(TARGETS, everything(), batches(22))
@@ -218,7 +222,11 @@ def test_going_on_with_something_else_is_refused() -> None:
             partial(again, batches(22), model="other"),
             "of another model, other tensors or other data",
         ),
-        (stop(batches(22)), partial(again, batches(22), load=Load(block=2, elements=1)), "of another model"),
+        (
+            stop(batches(22)),
+            partial(again, batches(22), load=RunFootprint(block_size=2, elements_per_sample=1)),
+            "of another model",
+        ),
         (stop(batches(22)), partial(again, batches(22), shard=(2, 2)), "of another shard"),
         (again(batches(22)), partial(again, batches(22)), "complete"),
     ):
@@ -255,20 +263,28 @@ def test_stats_is_plain_data() -> None:
     """Its sums are those of its runs."""
     found = calibrate(TARGETS, everything(), batches(22), shard=(2, 4))
     assert isinstance(found, Stats)
-    assert (found.runs[0].done, found.samples, found.blocks, found.random) == (((1, 3),), 8, 2, False)
+    assert (found.runs[0].block_ranges, found.samples, found.blocks, found.random) == (((1, 3),), 8, 2, False)
 
 
 def test_other_blocks_agree(samples: Path) -> None:
     """A real model run in blocks of 1, 8 and 32 has the same statistics but for the last bits of its values."""
-    model = formats.module("onnx").load(samples / "digits_cnn.onnx")
-    runner = formats.module("onnx").runner(model)
+    model = formats.format_module("onnx").load(samples / "digits_cnn.onnx")
+    runner = formats.format_module("onnx").create_runner(model)
     with np.load(samples / "digits_cnn_calib.npz") as file:
         images = file["image"]
-    data = Batches(
-        count=64, digest="da7a", feeds=lambda start, stop: ({"image": images[i : i + 1]} for i in range(start, stop))
+    data = Dataset(
+        count=64,
+        digest="da7a",
+        open_feeds=lambda start, stop: ({"image": images[i : i + 1]} for i in range(start, stop)),
     )
     found = [
-        calibrate_(all_of(model), runner, data, model="source", load=Load(block=block, elements=None)).sketches
+        calibrate_(
+            all_of(model),
+            runner,
+            data,
+            model_digest="source",
+            footprint=RunFootprint(block_size=block, elements_per_sample=None),
+        ).sketches
         for block in (1, 8, 32)
     ]
     assert len(found[0]) > 10
@@ -279,6 +295,7 @@ def test_other_blocks_agree(samples: Path) -> None:
             assert (same.count, same.nan, same.inf) == (one.count, one.nan, one.inf)
             np.testing.assert_allclose([same.low, same.high], [one.low, one.high], rtol=1e-5, atol=1e-6)
             ranked = [
-                [distribution(each).ranked(rank) for rank in (1, one.count // 2, one.count)] for each in (one, same)
+                [distribution_of(each).value_at_rank(rank) for rank in (1, one.count // 2, one.count)]
+                for each in (one, same)
             ]
             np.testing.assert_allclose(*ranked, rtol=2**-6, atol=1e-6)

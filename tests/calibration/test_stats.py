@@ -7,26 +7,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from graphquant.calibration import Run, Stats, Target, merge, select
-from graphquant.calibration.stats import spans
+from graphquant.calibration import DataRun, ObservationTarget, Stats, combine_stats, select_stats
+from graphquant.calibration.stats import uncovered_ranges
 from graphquant.errors import DataError
 from graphquant.ir import TensorRef
-from graphquant.sketch import sketch
+from graphquant.observers import sketch_values
 
 A, B = TensorRef("", "a"), TensorRef("", "b", 1)
 
 
-def run(*done: tuple[int, int], data="d1", **changes) -> Run:
+def run(*done: tuple[int, int], data="d1", **changes) -> DataRun:
     """Ten samples in blocks of four."""
-    return Run(**{"data": data, "samples": 10, "block": 4, "done": done, **changes})
+    return DataRun(**{"data": data, "samples": 10, "block": 4, "done": done, **changes})
 
 
-def stats(*runs: Run, values=(1.0, 2.0), **changes) -> Stats:
+def stats(*runs: DataRun, values=(1.0, 2.0), **changes) -> Stats:
     """Of a tensor that was reached and one that was not."""
     found = Stats(
-        model="m0",
-        targets={A: Target("aa", None, 7), B: Target("bb", None, 7)},
-        sketches={A: sketch(np.array(values), bits=7)},
+        model_digest="m0",
+        targets={A: ObservationTarget("aa", None, 7), B: ObservationTarget("bb", None, 7)},
+        sketches={A: sketch_values(np.array(values), bits=7)},
         runs=runs,
     )
     return replace(found, **changes)
@@ -44,13 +44,13 @@ def test_counts() -> None:
 
 def test_merge_joins_blocks_and_values() -> None:
     """Blocks of the same data join to ranges, sketches are merged, other data stands beside it."""
-    whole = merge([stats(run((2, 3))), stats(run((0, 1)), values=(-5.0,)), stats(run((1, 2)), values=(9.0,))])
+    whole = combine_stats([stats(run((2, 3))), stats(run((0, 1)), values=(-5.0,)), stats(run((1, 2)), values=(9.0,))])
     assert whole.runs == (run((0, 3)),)
     assert (whole.sketches[A].low, whole.sketches[A].high, whole.sketches[A].blocks) == (-5, 9, 3)
     assert list(whole.sketches) == [A]
     other = stats(run((0, 3), data="d0"), values=(70.0,))
-    assert merge([whole, other]) == merge([other, whole])
-    assert [one.data for one in merge([whole, other]).runs] == ["d0", "d1"]
+    assert combine_stats([whole, other]) == combine_stats([other, whole])
+    assert [one.data_digest for one in combine_stats([whole, other]).runs] == ["d0", "d1"]
 
 
 @pytest.mark.parametrize(
@@ -59,38 +59,60 @@ def test_merge_joins_blocks_and_values() -> None:
         (stats(run((0, 1)), model="m1"), "They are of different models"),
         (stats(run((1, 3))), "Both hold the samples 4 to 7 of the same data"),
         (stats(run((1, 2), block=5)), "They cut the same data into other blocks"),
-        (stats(run((2, 3)), targets={A: Target("aa", None, 7)}), "do not hold the same tensors.*the first is b:1"),
-        (stats(run((2, 3)), targets={A: Target("aa", 1, 7), B: Target("bb", None, 7)}), "kept alike .the first is a:0"),
-        (stats(run((2, 3)), targets={A: Target("ac", None, 7), B: Target("bb", None, 7)}), "the first is a:0"),
+        (
+            stats(run((2, 3)), targets={A: ObservationTarget("aa", None, 7)}),
+            "do not hold the same tensors.*the first is b:1",
+        ),
+        (
+            stats(run((2, 3)), targets={A: ObservationTarget("aa", 1, 7), B: ObservationTarget("bb", None, 7)}),
+            "kept alike .the first is a:0",
+        ),
+        (
+            stats(run((2, 3)), targets={A: ObservationTarget("ac", None, 7), B: ObservationTarget("bb", None, 7)}),
+            "the first is a:0",
+        ),
         (stats(run((2, 3)), unwatchable={B: "hidden"}), "some can be observed in one of them only"),
     ],
 )
 def test_what_does_not_merge(other: Stats, reason: str) -> None:
     """Other models, other tensors and blocks that count twice are refused with the reason."""
     with pytest.raises(DataError, match=reason):
-        merge([stats(run((0, 2))), other])
+        combine_stats([stats(run((0, 2))), other])
 
 
 def test_select_goes_by_what_is_computed() -> None:
     """A tensor of another name that is computed alike is the same; one that was not reached stays absent."""
     renamed = TensorRef("", "renamed")
-    found = select(stats(run((0, 3))), {renamed: Target("aa", None, 0), B: Target("bb", None, 7)}, "m0", "do this")
+    found = select_stats(
+        stats(run((0, 3))),
+        {renamed: ObservationTarget("aa", None, 0), B: ObservationTarget("bb", None, 7)},
+        "m0",
+        "do this",
+    )
     assert list(found.sketches) == [renamed]
     assert list(found.targets) == [renamed, B]
     hidden = stats(run((0, 3)), unwatchable={B: "hidden"})
-    assert select(hidden, {B: Target("bb", None, 7)}, "m0", "do this").unwatchable == {B: "hidden"}
+    assert select_stats(hidden, {B: ObservationTarget("bb", None, 7)}, "m0", "do this").unobservable == {B: "hidden"}
 
 
 @pytest.mark.parametrize(
     ("wanted", "model", "reason"),
     [
-        ({A: Target("aa", None, 7)}, "m1", "The statistics are of another model, or it was changed since"),
-        ({TensorRef("", "c"): Target("cc", None, 7)}, "m0", "lack one tensor of the plan:\n  c:0: it was not observed"),
-        ({A: Target("xx", None, 7)}, "m0", "a:0: there it is computed otherwise"),
-        ({A: Target("aa", None, 10)}, "m0", "a:0: a histogram of 7 mantissa bits was kept, and one of 10 is wanted"),
-        ({A: Target("aa", 1, 7)}, "m0", "a:0: it was kept for all channels together"),
+        ({A: ObservationTarget("aa", None, 7)}, "m1", "The statistics are of another model, or it was changed since"),
         (
-            {TensorRef("", f"c{i}"): Target("cc") for i in range(7)},
+            {TensorRef("", "c"): ObservationTarget("cc", None, 7)},
+            "m0",
+            "lack one tensor of the plan:\n  c:0: it was not observed",
+        ),
+        ({A: ObservationTarget("xx", None, 7)}, "m0", "a:0: there it is computed otherwise"),
+        (
+            {A: ObservationTarget("aa", None, 10)},
+            "m0",
+            "a:0: a histogram of 7 mantissa bits was kept, and one of 10 is wanted",
+        ),
+        ({A: ObservationTarget("aa", 1, 7)}, "m0", "a:0: it was kept for all channels together"),
+        (
+            {TensorRef("", f"c{i}"): ObservationTarget("cc") for i in range(7)},
             "m0",
             "lack 7 tensors of the plan:\n(  c.*\n){5}  and 2",
         ),
@@ -99,22 +121,22 @@ def test_select_goes_by_what_is_computed() -> None:
 def test_what_is_lacking(wanted: dict, model: str, reason: str) -> None:
     """The tensors, the reason and the command that helps are named."""
     with pytest.raises(DataError, match=reason) as caught:
-        select(stats(run((0, 3))), wanted, model, "graphquant do this")
+        select_stats(stats(run((0, 3))), wanted, model, "graphquant do this")
     assert str(caught.value).endswith("\n  graphquant do this")
 
 
 def test_of_no_samples() -> None:
     """Statistics of no samples give no ranges; a plan that wants none has no use for any."""
     with pytest.raises(DataError, match=r"are of none of 10 samples.*Merge them") as caught:
-        select(stats(run()), {A: Target("aa", None, 7)}, "m0", "graphquant do this")
+        select_stats(stats(run()), {A: ObservationTarget("aa", None, 7)}, "m0", "graphquant do this")
     assert str(caught.value).endswith("\n  graphquant do this")
-    assert select(stats(run()), {}, "m0", "graphquant do this").samples == 0
+    assert select_stats(stats(run()), {}, "m0", "graphquant do this").samples == 0
 
 
 def test_spans() -> None:
     """What is left of a range between others."""
-    assert spans([], 2, 5) == [(2, 5)]
-    assert spans([(0, 2), (3, 4)], 1, 6) == [(2, 3), (4, 6)]
-    assert spans([(0, 9)], 2, 5) == []
-    assert spans([(6, 7)], 2, 5) == [(2, 5)]
-    assert spans([], 3, 3) == []
+    assert uncovered_ranges([], 2, 5) == [(2, 5)]
+    assert uncovered_ranges([(0, 2), (3, 4)], 1, 6) == [(2, 3), (4, 6)]
+    assert uncovered_ranges([(0, 9)], 2, 5) == []
+    assert uncovered_ranges([(6, 7)], 2, 5) == [(2, 5)]
+    assert uncovered_ranges([], 3, 3) == []

@@ -7,11 +7,18 @@ from pathlib import Path
 import pytest
 
 import graphquant as gq
-from graphquant.calibration import Target, everything, finest, needs_data, planned, with_method
+from graphquant.calibration import (
+    ObservationTarget,
+    all_float_targets,
+    finest_histogram_bits,
+    plan_targets,
+    sites_needing_data,
+    with_observer,
+)
 from graphquant.errors import UsageError
 from graphquant.ir import TensorRef, Use
-from graphquant.plans import Plan, Site
-from graphquant.ruleset import Scheme
+from graphquant.quantize import Plan, Site
+from graphquant.rules import Scheme
 
 MTCNN = Path(__file__).parents[3] / "shared/models/mtcnn.pb"
 RELU = TensorRef("", "stem/relu")
@@ -51,31 +58,35 @@ def cnn(samples: Path) -> gq.Model:
 def test_what_needs_data(changes, needed: bool) -> None:
     """Weights, and what the plan or the scheme gives, need no data; all else does."""
     one = site(**changes)
-    assert needs_data(plan(one)) == ((one,) if needed else ())
+    assert sites_needing_data(plan(one)) == ((one,) if needed else ())
 
 
 def test_axis_is_what_all_sites_share(cnn: gq.Model) -> None:
     """A tensor is kept per channel where all its sites want that axis, else as a whole."""
     for axes, kept in (((1,), 1), ((1, 1), 1), ((1, None), None), ((1, 0, 1), None), ((None,), None)):
-        found = planned(cnn, plan(*(site(axis=axis) for axis in axes)), full=True)
+        found = plan_targets(cnn, plan(*(site(axis=axis) for axis in axes)), full_histograms=True)
         assert found[RELU].axis == kept
 
 
 def test_bits_follow_schemes_and_observers(cnn: gq.Model) -> None:
     """Seven bits up to int8, ten above, none where min and max are enough and the histogram is not asked for."""
     sites = site(), site(dtype="int16"), site(POOL)
-    full = planned(cnn, plan(*sites), full=True)
+    full = plan_targets(cnn, plan(*sites), full_histograms=True)
     assert {tensor: target.bits for tensor, target in full.items()} == {RELU: 10, POOL: 7}
-    bare = planned(cnn, plan(*sites), full=False)
+    bare = plan_targets(cnn, plan(*sites), full_histograms=False)
     assert {tensor: target.bits for tensor, target in bare.items()} == {RELU: 0, POOL: 0}
-    assert (finest(plan(*sites)), finest(plan(sites[2])), finest(plan())) == (10, 7, 7)
+    assert (
+        finest_histogram_bits(plan(*sites)),
+        finest_histogram_bits(plan(sites[2])),
+        finest_histogram_bits(plan()),
+    ) == (10, 7, 7)
 
 
 def test_everything_is_all_float_activations(samples: Path) -> None:
     """Inputs and what is computed from them, bodies too; no parameters, no outputs, no integers."""
     for name in ("digits_cnn.onnx", "digits_rnn.onnx", "digits_cnn.pb", "digits_rnn_saved_model"):
         model = gq.load(samples / name)
-        found = everything(model)
+        found = all_float_targets(model)
         for rules in ("onnxruntime", "tflite", "tensorrt", "fixed_point"):
             made = gq.plan(model, rules=[rules])
             sites = {one.tensor for one in made.sites if not one.parameter and not made.steps}
@@ -100,23 +111,23 @@ def test_everything_is_all_float_activations(samples: Path) -> None:
 )
 def test_what_serves(kept: tuple, wanted: tuple, reason: str) -> None:
     """Finer bins serve coarser ones, ends per channel serve the ends of all, and nothing serves more than it has."""
-    assert Target("", *kept).serves(Target("", *wanted)) == reason
+    assert ObservationTarget("", *kept).shortfall(ObservationTarget("", *wanted)) == reason
 
 
 def test_method_replaces_observers() -> None:
     """Sites that data gives a range get the method; all others stay."""
     fixed = site(POOL, observe={"name": "fixed", "low": 0, "high": 6})
     weight = site(TensorRef("", "w"), parameter=True)
-    made = with_method(plan(site(), fixed, weight), "absmax")
+    made = with_observer(plan(site(), fixed, weight), "absmax")
     assert [one.scheme.observe.name for one in made.sites] == ["absmax", "fixed", "minmax"]
-    assert with_method(made, None) is made
+    assert with_observer(made, None) is made
 
 
 @pytest.mark.parametrize(("name", "near"), [("absmx", "'absmax'"), ("fixed", "Use "), ("bias", "Use ")])
 def test_methods_that_are_none(name: str, near: str) -> None:
     """An unknown method names close ones; one that needs a rule's arguments is none."""
     with pytest.raises(UsageError, match=f"There is no method '{name}'.*{near}"):
-        with_method(plan(site()), name)
+        with_observer(plan(site()), name)
 
 
 @pytest.mark.slow
@@ -125,6 +136,6 @@ def test_methods_that_are_none(name: str, near: str) -> None:
 def test_everything_has_what_rules_want_in_frames(rules: str) -> None:
     """All tensors that a plan needs data for, those that enter a loop too, are among all tensors."""
     model = gq.load(MTCNN)
-    wanted = planned(model, gq.plan(model, rules=[rules]), full=True)
+    wanted = plan_targets(model, gq.plan(model, rules=[rules]), full_histograms=True)
     assert len(wanted) > 5
-    assert set(wanted) <= set(everything(model))
+    assert set(wanted) <= set(all_float_targets(model))

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef, Use, check
+from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef, Use, check_invariants
 
 DTYPES = ("float32", "int64", None)
 SHAPES = ((2, 3), (None, 3), (2,), None)
-PICK = st.integers(0, 10**6)
+INDEX = st.integers(0, 10**6)
 
 
 def op(name: str, *outputs: Output, kind: str = "other", **more) -> Op:
@@ -28,9 +28,9 @@ def snapshot(model: Model) -> list:
             sorted(map(str, graph.nx.edges(keys=True, data="port"))),
             list(graph.inputs),
             list(graph.outputs),
-            sorted(graph.edited),
-            sorted(graph.removed),
-            sorted(graph.taken),
+            sorted(graph.rerouted_uses),
+            sorted(graph.removed_ops),
+            sorted(graph.reserved_names),
         )
         for name, graph in model.graphs.items()
     ]
@@ -47,7 +47,7 @@ def scan(model: Model, tensor: TensorRef) -> set[Use]:
     }
 
 
-class Edits(RuleBasedStateMachine):
+class EditMachine(RuleBasedStateMachine):
     """Random edits; new ops read only older ones, so that the graphs stay acyclic."""
 
     @initialize()
@@ -55,33 +55,35 @@ class Edits(RuleBasedStateMachine):
         """A main graph with one body, in which lies another."""
         self.model = Model(format="onnx")
         self.age: dict[tuple[str, str], int] = {}
-        taken: set[str] = set()
+        reserved_names: set[str] = set()
         for name, parent in (("", None), ("if/then", ("", "if")), ("if/then/loop/body", ("if/then", "loop"))):
-            self.model.graphs[name] = Graph(name, self.model.graphs, parent=parent, taken=taken)
+            self.model.graphs[name] = Graph(name, self.model.graphs, parent=parent, reserved_names=reserved_names)
         for name, owner, body in (("", "if", "if/then"), ("if/then", "loop", "if/then/loop/body")):
             graph = self.model.graphs[name]
-            self.put(graph, op(f"{owner}_in", kind="input"), [])
-            self.put(graph, op(owner, calls=(Call("body", body),)), [])
+            self.add_op(graph, op(f"{owner}_in", kind="input"), [])
+            self.add_op(graph, op(owner, calls=(Call("body", body),)), [])
         self.copies: list[tuple[Model, list]] = []
 
-    def put(self, graph: Graph, new: Op, inputs: list) -> TensorRef:
+    def add_op(self, graph: Graph, new: Op, inputs: list) -> TensorRef:
         """Adds an op and remembers when."""
         self.age[graph.name, new.name] = len(self.age)
-        return graph.add(new, inputs)
+        return graph.add_op(new, inputs)
 
     def tensors(self, graph: Graph, before: int = 10**9) -> list[TensorRef]:
         """The tensors that an op of that age in `graph` may read without making a cycle."""
-        found: list[TensorRef] = []
-        here: Graph | None = graph
-        while here is not None:
-            for known in here.ops():
-                if self.age[here.name, known.name] < before:
-                    found += [TensorRef(here.name, known.name, port) for port in range(len(known.outputs))]
-            if here.parent is None:
+        visible: list[TensorRef] = []
+        enclosing: Graph | None = graph
+        while enclosing is not None:
+            for op_in_scope in enclosing.ops():
+                if self.age[enclosing.name, op_in_scope.name] < before:
+                    visible += [
+                        TensorRef(enclosing.name, op_in_scope.name, port) for port in range(len(op_in_scope.outputs))
+                    ]
+            if enclosing.parent is None:
                 break
-            before = min(before, self.age[here.parent])
-            here = self.model.graphs[here.parent[0]]
-        return found
+            before = min(before, self.age[enclosing.parent])
+            enclosing = self.model.graphs[enclosing.parent[0]]
+        return visible
 
     def graph(self, pick: int) -> Graph:
         """Any graph."""
@@ -97,8 +99,8 @@ class Edits(RuleBasedStateMachine):
         ]
 
     @rule(
-        pick=PICK,
-        picks=st.lists(PICK, max_size=4),
+        pick=INDEX,
+        picks=st.lists(INDEX, max_size=4),
         dtypes=st.lists(st.sampled_from(DTYPES), min_size=1, max_size=2),
         shape=st.sampled_from(SHAPES),
         gap=st.booleans(),
@@ -106,27 +108,27 @@ class Edits(RuleBasedStateMachine):
     def add(self, pick, picks, dtypes, shape, gap) -> None:
         """A new op reads what it is told to and is read by nobody."""
         graph = self.graph(pick)
-        known = self.tensors(graph)
-        inputs = [known[p % len(known)] for p in picks] if known else []
+        visible = self.tensors(graph)
+        inputs = [visible[p % len(visible)] for p in picks] if visible else []
         inputs += [None] if gap else []
-        name = graph.fresh("op")
-        assert name not in graph.taken
-        made = self.put(graph, op(name, *(Output(f"{name}_{i}", d, shape) for i, d in enumerate(dtypes))), inputs)
-        assert made == TensorRef(graph.name, name, 0)
+        name = graph.unique_name("op")
+        assert name not in graph.reserved_names
+        output = self.add_op(graph, op(name, *(Output(f"{name}_{i}", d, shape) for i, d in enumerate(dtypes))), inputs)
+        assert output == TensorRef(graph.name, name, 0)
         assert graph.slots(name) == inputs
-        assert graph.consumers(made) == []
+        assert graph.consumers(output) == []
 
     @precondition(lambda self: self.uses())
-    @rule(pick=PICK, to=PICK, some=st.integers(0, 255))
+    @rule(pick=INDEX, to=INDEX, some=st.integers(0, 255))
     def reroute(self, pick, to, some) -> None:
         """Exactly the named uses move, or nothing at all changes."""
         use = self.uses()[pick % len(self.uses())]
-        tensor = self.model.graphs[use.graph].producer(use)
+        tensor = self.model.graphs[use.graph].source_of(use)
         if tensor is None:
             return
         home = self.model.graphs[tensor.graph]
         everyone = home.consumers(tensor)
-        uses = [one for i, one in enumerate(everyone) if some >> (i % 8) & 1]
+        uses = [use for i, use in enumerate(everyone) if some >> (i % 8) & 1]
         every = [
             TensorRef(g, o.name, p)
             for g, h in self.model.graphs.items()
@@ -136,7 +138,7 @@ class Edits(RuleBasedStateMachine):
         new = every[to % len(every)]
         if any(
             new not in self.tensors(self.model.graphs[u.graph], self.age[u[:2]])
-            and self.model.graphs[u.graph].sees(new.graph)
+            and self.model.graphs[u.graph].can_read(new.graph)
             for u in uses
         ):
             return  # it would make a cycle
@@ -151,7 +153,7 @@ class Edits(RuleBasedStateMachine):
             )
         )
         before, read_before = snapshot(self.model), scan(self.model, new)
-        if not fits or not all(self.model.graphs[u.graph].sees(new.graph) for u in uses):
+        if not fits or not all(self.model.graphs[u.graph].can_read(new.graph) for u in uses):
             with pytest.raises(UsageError):
                 home.reroute(tensor, uses, new)
             assert snapshot(self.model) == before
@@ -162,25 +164,25 @@ class Edits(RuleBasedStateMachine):
             assert scan(self.model, tensor) == set(everyone) - set(uses)
 
     @precondition(lambda self: self.uses())
-    @rule(pick=PICK, wrong=PICK)
+    @rule(pick=INDEX, wrong=INDEX)
     def refuse_wrong_uses(self, pick, wrong) -> None:
         """A use that reads something else, or is none, is refused, and the good ones beside it stay."""
         uses = self.uses()
         good, bad = uses[pick % len(uses)], uses[wrong % len(uses)]
-        tensor = self.model.graphs[good.graph].producer(good)
+        tensor = self.model.graphs[good.graph].source_of(good)
         if tensor is None:
             return
         home, before = self.model.graphs[tensor.graph], snapshot(self.model)
-        others = [bad] if self.model.graphs[bad.graph].producer(bad) != tensor else []
-        for other in (
-            *others,
+        wrong_uses = [bad] if self.model.graphs[bad.graph].source_of(bad) != tensor else []
+        for wrong_use in (
+            *wrong_uses,
             Use("", "no such op", 0),
             Use("nowhere", "if", 0),
             good._replace(slot=99),
             good._replace(slot=-1),
         ):
             with pytest.raises(UsageError, match="does not read"):
-                home.reroute(tensor, [good, other], tensor)
+                home.reroute(tensor, [good, wrong_use], tensor)
         for missing in (
             TensorRef("", "none"),
             TensorRef("nowhere", "if"),
@@ -192,19 +194,19 @@ class Edits(RuleBasedStateMachine):
         assert snapshot(self.model) == before
 
     @precondition(lambda self: self.uses())
-    @rule(pick=PICK, to=PICK, empty=st.booleans(), beyond=st.integers(0, 2))
+    @rule(pick=INDEX, to=INDEX, empty=st.booleans(), beyond=st.integers(0, 2))
     def connect(self, pick, to, empty, beyond) -> None:
         """One slot changes what it reads."""
         use = self.uses()[pick % len(self.uses())]
         graph = self.model.graphs[use.graph]
         use = use._replace(slot=use.slot + beyond)
-        known = self.tensors(graph, self.age[use[:2]])
-        new = None if empty or not known else known[to % len(known)]
-        graph.connect(use, new)
-        assert graph.producer(use) == new
-        assert use in graph.edited
+        visible = self.tensors(graph, self.age[use[:2]])
+        new = None if empty or not visible else visible[to % len(visible)]
+        graph.set_source(use, new)
+        assert graph.source_of(use) == new
+        assert use in graph.rerouted_uses
 
-    @rule(pick=PICK, which=PICK)
+    @rule(pick=INDEX, which=INDEX)
     def remove(self, pick, which) -> None:
         """An op that nobody reads goes, with its own edges; one that is read, or owns a body, stays."""
         graph = self.graph(pick)
@@ -212,29 +214,29 @@ class Edits(RuleBasedStateMachine):
         if not ops:
             return
         name, before = ops[which % len(ops)].name, snapshot(self.model)
-        if graph.op(name).calls or graph.readers(name):
+        if graph.op(name).calls or graph.consumers_by_port(name):
             with pytest.raises(InternalError, match="still"):
-                graph.remove(name)
+                graph.remove_op(name)
             assert snapshot(self.model) == before
             return
-        graph.remove(name)
+        graph.remove_op(name)
         assert name not in graph
-        assert name in graph.removed
-        assert not any(use.op == name for use in graph.edited)
+        assert name in graph.removed_ops
+        assert not any(use.op == name for use in graph.rerouted_uses)
 
-    @rule(pick=PICK, which=PICK)
+    @rule(pick=INDEX, which=INDEX)
     def replace(self, pick, which) -> None:
         """Another op of the same name takes over, inputs and readers included."""
         graph = self.graph(pick)
-        ops = [known for known in graph.ops() if not known.calls]
+        ops = [candidate for candidate in graph.ops() if not candidate.calls]
         if not ops:
             return
         old = ops[which % len(ops)]
-        slots, readers = list(graph.slots(old.name)), graph.readers(old.name)
+        slots, readers = list(graph.slots(old.name)), graph.consumers_by_port(old.name)
         new = op(old.name, *old.outputs, kind="relu")
-        graph.replace(new)
+        graph.replace_op(new)
         assert graph.op(old.name) is new
-        assert (graph.slots(old.name), graph.readers(old.name)) == (slots, readers)
+        assert (graph.slots(old.name), graph.consumers_by_port(old.name)) == (slots, readers)
 
     @rule()
     def copy(self) -> None:
@@ -249,69 +251,69 @@ class Edits(RuleBasedStateMachine):
         """Invariants hold, consumers are those of a full scan, and copies are untouched."""
         if not hasattr(self, "model"):
             return
-        check(self.model, "test")
+        check_invariants(self.model, "test")
         for name, graph in self.model.graphs.items():
-            for known in graph.ops():
-                for port in range(len(known.outputs)):
-                    tensor = TensorRef(name, known.name, port)
-                    found = graph.consumers(tensor)
-                    assert len(found) == len(set(found))
-                    assert set(found) == scan(self.model, tensor)
+            for graph_op in graph.ops():
+                for port in range(len(graph_op.outputs)):
+                    tensor = TensorRef(name, graph_op.name, port)
+                    consumers = graph.consumers(tensor)
+                    assert len(consumers) == len(set(consumers))
+                    assert set(consumers) == scan(self.model, tensor)
         for model, before in self.copies[-2:]:
             assert snapshot(model) == before
 
 
-Edits.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
-test_edits = Edits.TestCase
+EditMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+test_edits = EditMachine.TestCase
 
 
 def small() -> Model:
     """A graph of x -> add(x, x) -> output."""
     model = Model(format="onnx")
     graph = model.graphs[""] = Graph("", model.graphs)
-    x = graph.add(op("x", kind="input"))
-    total = graph.add(op("add"), [x, x])
-    graph.add(op("out", kind="output"), [total], after=["x"])
+    x = graph.add_op(op("x", kind="input"))
+    total = graph.add_op(op("add"), [x, x])
+    graph.add_op(op("out", kind="output"), [total], control_sources=["x"])
     graph.inputs, graph.outputs = ["x"], ["out"]
     return model
 
 
-def test_one_of_two_slots_moves() -> None:
+def test_reroute_moves_only_the_selected_slot() -> None:
     """`Add(x, x)` has two edges, of which one can be rerouted."""
     model = small()
     graph = model.main
     x = TensorRef("", "x")
-    fake = graph.add(op("x/quant"), [x])
+    fake = graph.add_op(op("x/quant"), [x])
     assert graph.reroute(x, [Use("", "add", 1)], fake) == 1
     assert graph.slots("add") == [x, fake]
     assert graph.consumers(x) == [Use("", "add", 0), Use("", "x/quant", 0)]
     assert graph.control_inputs("out") == ["x"]
-    assert graph.edited == {Use("", "add", 1)}
+    assert graph.rerouted_uses == {Use("", "add", 1)}
 
 
-def test_fresh_names() -> None:
+def test_unique_names() -> None:
     """A taken name gets the smallest free number; a removed op's name stays taken."""
     graph = small().main
-    assert graph.fresh("y") == "y"
-    assert graph.fresh("x") == "x_1"
-    graph.add(op("x_1"))
-    assert graph.fresh("x") == "x_2"
-    graph.remove("x_1")
-    assert graph.fresh("x") == "x_2"
+    assert graph.unique_name("y") == "y"
+    assert graph.unique_name("x") == "x_1"
+    graph.add_op(op("x_1"))
+    assert graph.unique_name("x") == "x_2"
+    graph.remove_op("x_1")
+    assert graph.unique_name("x") == "x_2"
 
 
-def test_impossible_edits_are_faults() -> None:
+def test_impossible_edits_raise_internal_errors() -> None:
     """What no caller may do is refused before anything is changed."""
     model = small()
     graph = model.main
     with pytest.raises(InternalError, match="already in graph"):
-        graph.add(op("x"))
+        graph.add_op(op("x"))
     with pytest.raises(InternalError, match="to run after 'nothing'"):
-        graph.wire("x", [], after=["nothing"])
+        graph.connect_inputs("x", [], control_sources=["nothing"])
     before = snapshot(model)
     for tensor in (TensorRef("", "nothing"), TensorRef("elsewhere", "x")):
         with pytest.raises(InternalError):
-            graph.connect(Use("", "add", 0), tensor)
+            graph.set_source(Use("", "add", 0), tensor)
     assert snapshot(model) == before
 
 
@@ -329,50 +331,50 @@ def test_impossible_edits_are_faults() -> None:
         (lambda g: g.connect(Use("", "add", 0), TensorRef("", "add")), "the ops add form a cycle"),
     ],
 )
-def test_check_finds_damage(damage, message: str) -> None:
+def test_invariants_detect_damage(damage, message: str) -> None:
     """Each broken invariant is named, with the stage at fault."""
     model = small()
-    check(model, "test")
+    check_invariants(model, "test")
     damage(model.main)
     with pytest.raises(InternalError, match=f"After test, the main graph is broken: .*{message}"):
-        check(model, "test")
+        check_invariants(model, "test")
 
 
 def nested() -> Model:
     """A main graph whose op `if` owns a body that reads `x`."""
     model = small()
-    model.main.add(op("if", calls=(Call("then_branch", "if/then"),)), [TensorRef("", "x")])
+    model.main.add_op(op("if", calls=(Call("then_branch", "if/then"),)), [TensorRef("", "x")])
     body = model.graphs["if/then"] = Graph("if/then", model.graphs, parent=("", "if"))
-    body.add(op("relu"), [TensorRef("", "x")])
+    body.add_op(op("relu"), [TensorRef("", "x")])
     return model
 
 
-def test_check_finds_damaged_captures() -> None:
+def test_invariants_detect_damaged_captures() -> None:
     """A capture without its edge, an edge without its capture, and a lost owner are found."""
     key = ("capture", Use("if/then", "relu", 0))
     model = nested()
     assert model.main.consumers(TensorRef("", "x"))[-1] == key[1]
     assert model.graphs["if/then"].consumers(TensorRef("", "x")) == model.main.consumers(TensorRef("", "x"))
-    check(model, "test")
+    check_invariants(model, "test")
     model.main.nx.remove_edge("x", "if", key=key)
     with pytest.raises(InternalError, match=r"graph 'if/then' is broken: .*the edge for it is missing"):
-        check(model, "test")
+        check_invariants(model, "test")
     model = nested()
     model.graphs["if/then"].nx.remove_node("relu")
     with pytest.raises(InternalError, match="which reads elsewhere"):
-        check(model, "test")
+        check_invariants(model, "test")
     model = nested()
     model.main.nx.remove_node("if")
     with pytest.raises(InternalError, match="its owner 'if' is gone"):
-        check(model, "test")
+        check_invariants(model, "test")
 
 
 def test_values_are_shared_by_copies() -> None:
     """A copy's ops are the same objects; its graphs are not."""
     model = small()
     value = np.zeros(3)
-    model.main.add(op("c", kind="constant", value=lambda: value))
-    twin = model.copy()
-    assert twin.main.op("c") is model.main.op("c")
-    assert twin.main.nx is not model.main.nx
-    assert twin.main.graphs is twin.graphs
+    model.main.add_op(op("c", kind="constant", value=lambda: value))
+    copied = model.copy()
+    assert copied.main.op("c") is model.main.op("c")
+    assert copied.main.nx is not model.main.nx
+    assert copied.main.graphs is copied.graphs

@@ -7,21 +7,21 @@ from graphquant.formats.tensorflow import ops as tensorflow_ops
 from graphquant.ir import Op
 from graphquant.ir.kinds import KINDS, PSEUDO_KINDS, ROLES
 
-TABLES = {
-    "onnx": {**onnx_ops.DEFAULT_DOMAIN, **onnx_ops.MICROSOFT_DOMAIN},
-    "tensorflow": tensorflow_ops._TABLE,
+OP_TABLES = {
+    "onnx": {**onnx_ops.DEFAULT_DOMAIN_OPS, **onnx_ops.MICROSOFT_DOMAIN_OPS},
+    "tensorflow": tensorflow_ops._OP_INFOS,
 }
 
 
-@pytest.mark.parametrize("framework", TABLES)
-def test_op_tables_speak_it(framework):
+@pytest.mark.parametrize("framework", OP_TABLES)
+def test_op_tables_use_known_kinds_and_roles(framework):
     """Each framework's op table uses explained kinds and roles only, and no pseudo-kind."""
-    infos = TABLES[framework].values()
+    infos = OP_TABLES[framework].values()
     assert sorted({info.kind for info in infos} - (KINDS.keys() - PSEUDO_KINDS.keys())) == []
     assert sorted({role for info in infos for role in info.roles} - ROLES.keys()) == []
 
 
-def test_every_word_is_explained():
+def test_every_kind_and_role_is_described():
     """Every kind and role has a short explanation and is a word that rule files can write."""
     words = {**KINDS, **ROLES}
     assert [word for word, text in words.items() if not text or len(text) > 80] == []
@@ -29,6 +29,6 @@ def test_every_word_is_explained():
 
 
 @pytest.mark.parametrize(("roles", "main"), [((), 0), (("axis", "input"), 1), (("condition", "input", "input"), 1)])
-def test_the_slot_that_reads_data(roles, main):
+def test_main_slot(roles, main):
     """TensorFlow's Split has its axis first."""
-    assert Op(name="op", kind="split", type="Split", roles=roles).main == main
+    assert Op(name="op", kind="split", type="Split", roles=roles).main_slot == main

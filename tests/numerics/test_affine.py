@@ -18,10 +18,10 @@ from graphquant.numerics import (
     IntType,
     QParams,
     Range,
-    along,
-    choose,
+    broadcast_along_axis,
+    choose_qparams,
     dequantize,
-    from_scale,
+    qparams_from_scale,
     quantize,
 )
 
@@ -42,11 +42,11 @@ ranges = st.tuples(floats, floats).map(lambda ends: Range(np.array(min(ends)), n
 @pytest.fixture(scope="module")
 def sessions():
     """Sessions of one QuantizeLinear or DequantizeLinear each, made once per kind."""
-    made = {}
+    cache = {}
 
     def get(op: str, dtype: str, axis: int | None) -> onnxruntime.InferenceSession:
         key = (op, dtype, axis)
-        if key not in made:
+        if key not in cache:
             ends = (TensorProto.FLOAT, TYPES[dtype]) if op == "QuantizeLinear" else (TYPES[dtype], TensorProto.FLOAT)
             node = helper.make_node(op, ["x", "s", "z"], ["y"], **({} if axis is None else {"axis": axis}))
             inputs = [("x", ends[0]), ("s", TensorProto.FLOAT), ("z", TYPES[dtype])]
@@ -57,8 +57,8 @@ def sessions():
                 [helper.make_tensor_value_info("y", ends[1], None)],
             )
             model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
-            made[key] = onnxruntime.InferenceSession(model.SerializeToString())
-        return made[key]
+            cache[key] = onnxruntime.InferenceSession(model.SerializeToString())
+        return cache[key]
 
     return get
 
@@ -84,14 +84,14 @@ def test_per_tensor_like_onnxruntime(sessions, dtype: str, scale: float) -> None
     """Quantized integers and dequantized floats are onnxruntime's, bit for bit, for each kind of scale."""
     kind = IntType.parse(dtype)
     x = hard_values(scale)
-    for zero in (*kind.limits(), kind.middle, 3):
-        params = from_scale(np.array(scale, np.float32), np.array(zero), kind)
+    for zero in (*kind.limits(), kind.symmetric_zero_point, 3):
+        params = qparams_from_scale(np.array(scale, np.float32), np.array(zero), kind)
         arguments = {"s": params.scale, "z": params.zero_point.astype(dtype)}
         expected = sessions("QuantizeLinear", dtype, None).run(None, {"x": x, **arguments})[0]
         np.testing.assert_array_equal(quantize(x, params), expected)
-        back = sessions("DequantizeLinear", dtype, None).run(None, {"x": expected, **arguments})[0]
+        dequantized = sessions("DequantizeLinear", dtype, None).run(None, {"x": expected, **arguments})[0]
         with np.errstate(over="ignore"):
-            np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(back))
+            np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(dequantized))
 
 
 @pytest.mark.parametrize(("dtype", "axis"), list(itertools.product(TYPES, (0, 1, 2, -1))))
@@ -103,12 +103,12 @@ def test_per_axis_like_onnxruntime(sessions, dtype: str, axis: int) -> None:
     channels = x.shape[axis]
     scale = np.exp(rng.normal(size=channels)).astype(np.float32)
     zero = rng.integers(*kind.limits(), size=channels)
-    params = from_scale(scale, zero, kind, axis=axis)
+    params = qparams_from_scale(scale, zero, kind, axis=axis)
     arguments = {"s": params.scale, "z": params.zero_point.astype(dtype)}
     expected = sessions("QuantizeLinear", dtype, axis).run(None, {"x": x, **arguments})[0]
     np.testing.assert_array_equal(quantize(x, params), expected)
-    back = sessions("DequantizeLinear", dtype, axis).run(None, {"x": expected, **arguments})[0]
-    np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(back))
+    dequantized = sessions("DequantizeLinear", dtype, axis).run(None, {"x": expected, **arguments})[0]
+    np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(dequantized))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -117,32 +117,32 @@ def test_chosen_params_like_onnxruntime(sessions, dtype: str) -> None:
     rng = np.random.default_rng(2)
     for low, high in [(-1.0, 1.0), (0.0, 6.0), (-0.3, 11.0), (-7.5, -2.5), (3.0, 4.0), (-3e38, 3e38)]:
         for symmetric, power in itertools.product((True, False), repeat=2):
-            params = choose(
+            params = choose_qparams(
                 Range(np.array(low), np.array(high)), IntType.parse(dtype), symmetric=symmetric, power_of_two=power
             )
             x = rng.uniform(low / 1.1, high / 1.1, 997).astype(np.float32)
             arguments = {"s": params.scale, "z": params.zero_point.astype(dtype)}
             expected = sessions("QuantizeLinear", dtype, None).run(None, {"x": x, **arguments})[0]
             np.testing.assert_array_equal(quantize(x, params), expected)
-            back = sessions("DequantizeLinear", dtype, None).run(None, {"x": expected, **arguments})[0]
-            np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(back))
+            dequantized = sessions("DequantizeLinear", dtype, None).run(None, {"x": expected, **arguments})[0]
+            np.testing.assert_array_equal(bits(dequantize(expected, params)), bits(dequantized))
 
 
 def test_nan_becomes_the_smallest_value() -> None:
     """NaN has a defined result, without a warning from numpy."""
-    params = from_scale(np.array(1.0), np.array(3), IntType(8, True), narrow=True)
+    params = qparams_from_scale(np.array(1.0), np.array(3), IntType(8, True), narrow=True)
     assert quantize(np.array([np.nan, 1.0], np.float32), params).tolist() == [-127, 4]
 
 
 @given(ranges, types, schemes)
 def test_chosen_params_are_sound(observed: Range, dtype: IntType, scheme: dict[str, bool]) -> None:
     """Zero is exact, the zero point is a value of the type, and every quantized value is a finite float32."""
-    params = choose(observed, dtype, **scheme)
+    params = choose_qparams(observed, dtype, **scheme)
     qmin, qmax = dtype.limits(narrow=scheme["narrow"])
     assert qmin <= params.zero_point <= qmax
     assert params.scale >= SMALLEST_SCALE
     if scheme["symmetric"]:
-        assert params.zero_point == dtype.middle
+        assert params.zero_point == dtype.symmetric_zero_point
     assert bits(dequantize(quantize(np.zeros(1, np.float32), params), params)).tolist() == [0]
     ends = dequantize(np.array([qmin, qmax]), params)
     assert np.isfinite(ends).all()
@@ -155,7 +155,7 @@ def test_chosen_params_are_sound(observed: Range, dtype: IntType, scheme: dict[s
 @given(ranges, types, schemes, st.lists(st.floats(0, 1), min_size=1, max_size=30))
 def test_round_trip_is_within_half_a_step(observed, dtype, scheme, positions) -> None:
     """Values inside the observed range come back within half a scale, float32 rounding apart."""
-    params = choose(observed, dtype, **scheme)
+    params = choose_qparams(observed, dtype, **scheme)
     share = np.array(positions)
     x = (observed.low * (1 - share) + observed.high * share).astype(np.float32)
     x = np.clip(x, np.float32(params.range.low), np.float32(params.range.high))
@@ -167,7 +167,7 @@ def test_round_trip_is_within_half_a_step(observed, dtype, scheme, positions) ->
 @given(ranges, types, schemes)
 def test_the_range_covers_what_was_observed(observed: Range, dtype: IntType, scheme: dict[str, bool]) -> None:
     """Symmetric ranges hold the observed one; asymmetric ones do up to half a step, for their zero point is rounded."""
-    params = choose(observed, dtype, **scheme)
+    params = choose_qparams(observed, dtype, **scheme)
     if max(-observed.low, observed.high) > LARGEST_VALUE / 4:
         return  # the finite-float32 limit may take a step off
     scale = float(params.scale)
@@ -176,7 +176,7 @@ def test_the_range_covers_what_was_observed(observed: Range, dtype: IntType, sch
     assert params.range.high + slack >= observed.high
     if scheme["power_of_two"] and scheme["symmetric"]:
         assert params.range.low <= observed.low <= observed.high <= params.range.high
-        middle, (qmin, qmax) = dtype.middle, dtype.limits(narrow=scheme["narrow"])
+        middle, (qmin, qmax) = dtype.symmetric_zero_point, dtype.limits(narrow=scheme["narrow"])
         half = scale / 2  # the next smaller power of two does not cover it
         covered = (qmin - middle) * half <= observed.low and observed.high <= (qmax - middle) * half
         assert not covered or scale in {1.0, SMALLEST_SCALE}
@@ -185,7 +185,7 @@ def test_the_range_covers_what_was_observed(observed: Range, dtype: IntType, sch
 @given(ranges, types, schemes, st.lists(floats, min_size=2, max_size=30))
 def test_quantize_is_monotone(observed, dtype, scheme, values) -> None:
     """A larger float never becomes a smaller integer."""
-    params = choose(observed, dtype, **scheme)
+    params = choose_qparams(observed, dtype, **scheme)
     integers = quantize(np.sort(np.array(values, np.float32)), params)
     assert (np.diff(integers) >= 0).all()
 
@@ -193,7 +193,7 @@ def test_quantize_is_monotone(observed, dtype, scheme, values) -> None:
 @given(types, schemes, st.integers(-100, 100))
 def test_dequantize_then_quantize_gives_the_integers_back(dtype, scheme, exponent) -> None:
     """Every quantized value survives the way through float32."""
-    params = choose(Range(np.array(-1.3 * 2.0**exponent), np.array(2.0**exponent)), dtype, **scheme)
+    params = choose_qparams(Range(np.array(-1.3 * 2.0**exponent), np.array(2.0**exponent)), dtype, **scheme)
     qmin, qmax = dtype.limits(narrow=scheme["narrow"])
     integers = np.unique(np.linspace(qmin, qmax, 300).round().astype(np.int64))
     np.testing.assert_array_equal(quantize(dequantize(integers, params), params), integers)
@@ -216,7 +216,7 @@ def test_dequantize_then_quantize_gives_the_integers_back(dtype, scheme, exponen
 )
 def test_worked_int8_values(low: float, high: float, symmetric: bool, scale: np.float32, zero: int) -> None:
     """Scales and zero points that were worked out by hand, ranges of one sign and tiny ones among them."""
-    params = choose(Range(np.array(low), np.array(high)), IntType(8, True), symmetric=symmetric)
+    params = choose_qparams(Range(np.array(low), np.array(high)), IntType(8, True), symmetric=symmetric)
     assert (params.scale, params.zero_point) == (scale, zero)
 
 
@@ -225,7 +225,9 @@ def test_the_largest_ranges_do_not_overflow(limit: float) -> None:
     """Ranges up to the end of float32, and float64 ones beyond it, get finite scales and values."""
     for symmetric, power in itertools.product((True, False), repeat=2):
         for dtype in (IntType(8, True), IntType(8, False), IntType(16, True)):
-            params = choose(Range(np.array(-limit), np.array(limit)), dtype, symmetric=symmetric, power_of_two=power)
+            params = choose_qparams(
+                Range(np.array(-limit), np.array(limit)), dtype, symmetric=symmetric, power_of_two=power
+            )
             assert np.isfinite(dequantize(np.array(dtype.limits()), params)).all()
             assert params.range.high >= min(limit, LARGEST_VALUE) / (4 if power else 1.02)
 
@@ -234,7 +236,9 @@ def test_the_largest_ranges_do_not_overflow(limit: float) -> None:
 def test_fixed_point_values(bits_: int, exponent: int) -> None:
     """A narrow range of plus and minus (2^(n-1) - 1) * 2^d has the scale 2^d exactly."""
     largest = (2 ** (bits_ - 1) - 1) * 2.0**exponent
-    params = choose(Range(np.array(-largest), np.array(largest)), IntType(bits_, True), symmetric=True, narrow=True)
+    params = choose_qparams(
+        Range(np.array(-largest), np.array(largest)), IntType(bits_, True), symmetric=True, narrow=True
+    )
     assert params.scale == 2.0**exponent
     assert params.zero_point == 0
     assert (params.range.low, params.range.high) == (-largest, largest)
@@ -245,20 +249,23 @@ def test_per_channel_is_each_channel_alone() -> None:
     low, high = np.array([-1.0, 0.0, -5.0, 0.0]), np.array([2.0, 6.0, -1.0, 0.0])
     for symmetric, power in itertools.product((True, False), repeat=2):
         arguments = {"symmetric": symmetric, "power_of_two": power}
-        together = choose(Range(low, high), IntType(8, False), axis=1, **arguments)
-        alone = [choose(Range(a, b), IntType(8, False), **arguments) for a, b in zip(low, high, strict=True)]
-        assert together.scale.tolist() == [params.scale for params in alone]
-        assert together.zero_point.tolist() == [params.zero_point for params in alone]
+        together = choose_qparams(Range(low, high), IntType(8, False), axis=1, **arguments)
+        separate_params = [
+            choose_qparams(Range(a, b), IntType(8, False), **arguments) for a, b in zip(low, high, strict=True)
+        ]
+        assert together.scale.tolist() == [params.scale for params in separate_params]
+        assert together.zero_point.tolist() == [params.zero_point for params in separate_params]
         assert together.range == Range(
-            np.array([params.range.low for params in alone]), np.array([params.range.high for params in alone])
+            np.array([params.range.low for params in separate_params]),
+            np.array([params.range.high for params in separate_params]),
         )
 
 
 def test_along_puts_channels_on_their_axis() -> None:
     """Per-channel values get the shape that broadcasts along their axis; a scalar stays."""
-    assert along(np.arange(3), 1, 4).shape == (1, 3, 1, 1)
-    assert along(np.arange(3), -1, 2).shape == (1, 3)
-    assert along(np.array(2.0), None, 4).shape == ()
+    assert broadcast_along_axis(np.arange(3), 1, 4).shape == (1, 3, 1, 1)
+    assert broadcast_along_axis(np.arange(3), -1, 2).shape == (1, 3)
+    assert broadcast_along_axis(np.array(2.0), None, 4).shape == ()
 
 
 @pytest.mark.parametrize("name", ["int1", "uint32", "int33", "float32", "int", "Int8", "int8 "])
@@ -328,8 +335,8 @@ print("agreed")
 @pytest.mark.slow
 def test_dequantized_values_like_tensorflow() -> None:
     """FakeQuant with the range of our params gives our values and scale, exactly for powers of two, ties apart."""
-    done = subprocess.run([sys.executable, "-c", FAKE_QUANT], capture_output=True, text=True, check=False)
-    assert done.stdout == "agreed\n", done.stderr[-2000:]
+    process = subprocess.run([sys.executable, "-c", FAKE_QUANT], capture_output=True, text=True, check=False)
+    assert process.stdout == "agreed\n", process.stderr[-2000:]
 
 
 @settings(max_examples=30)
@@ -338,6 +345,6 @@ def test_from_scale_range_is_the_represented_one(width: int, signed: bool, expon
     """The range of known params is what their smallest and largest integers stand for."""
     dtype = IntType(width, signed)
     qmin, qmax = dtype.limits()
-    params = from_scale(np.array(2.0**exponent), np.array(qmax - 1), dtype)
+    params = qparams_from_scale(np.array(2.0**exponent), np.array(qmax - 1), dtype)
     assert params.range.low == (qmin - qmax + 1) * 2.0**exponent
     assert params.range.high == 2.0**exponent

@@ -12,12 +12,12 @@ def test_every_bit_is_tensorflows() -> None:
     """On 22,000 seeded cases and those of hypothesis the references and TensorFlow give the same bits."""
     pytest.importorskip("tensorflow")
     script = Path(__file__).with_name("against_tensorflow.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
-    sys.stdout.write(done.stdout)
-    assert done.returncode == 0, done.stderr[-5000:]
-    counts = done.stdout.splitlines()[-2].split()
+    process = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
+    sys.stdout.write(process.stdout)
+    assert process.returncode == 0, process.stderr[-5000:]
+    counts = process.stdout.splitlines()[-2].split()
     assert int(counts[1]) >= 20_000
-    assert done.stdout.endswith("mismatches = 0\n")
+    assert process.stdout.endswith("mismatches = 0\n")
 
 
 THREADS = """
@@ -43,5 +43,5 @@ print("agreed")
 def test_sums_of_large_tensors_are_close_with_more_threads() -> None:
     """Known divergence: several threads sum tensors of about 50,000 gradients and more in an order of their own."""
     pytest.importorskip("tensorflow")
-    done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
-    assert done.stdout == "agreed\n", done.stderr[-2000:]
+    process = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, check=False)
+    assert process.stdout == "agreed\n", process.stderr[-2000:]

@@ -10,13 +10,13 @@ from graphquant.numerics import (
     IntType,
     QParams,
     Range,
-    blocks_of,
-    choose,
+    block_scale_shape,
+    broadcast_to_tensor,
+    choose_qparams,
     dequantize,
-    from_scale,
-    in_blocks,
-    over,
+    qparams_from_scale,
     quantize,
+    split_blocks,
 )
 
 
@@ -33,29 +33,29 @@ def cuts(draw: st.DrawFn) -> tuple[np.ndarray, int, int]:
 def test_each_block_has_its_elements(cut: tuple[np.ndarray, int, int]) -> None:
     """Block k of a row holds its elements from k * size on, zeros behind the end, in the order of the scales."""
     value, axis, size = cut
-    shape = blocks_of(value.shape, axis, size)
+    shape = block_scale_shape(value.shape, axis, size)
     assert shape[axis] == -(-value.shape[axis] // size)
-    cells = in_blocks(value, axis, size).reshape(*shape, size)
-    for place in np.ndindex(*shape):
-        row = value[(*place[:axis], slice(None), *place[axis + 1 :])]
-        held = row[place[axis] * size : (place[axis] + 1) * size]
-        np.testing.assert_array_equal(cells[place], np.append(held, np.zeros(size - held.size)))
+    cells = split_blocks(value, axis, size).reshape(*shape, size)
+    for index in np.ndindex(*shape):
+        row = value[(*index[:axis], slice(None), *index[axis + 1 :])]
+        elements = row[index[axis] * size : (index[axis] + 1) * size]
+        np.testing.assert_array_equal(cells[index], np.append(elements, np.zeros(size - elements.size)))
 
 
 @given(cut=cuts(), symmetric=st.booleans())
 def test_each_element_has_its_blocks_scale(cut: tuple[np.ndarray, int, int], *, symmetric: bool) -> None:
     """Quantizing with blocks is quantizing each block by itself with its own scale and zero point."""
     value, axis, size = cut
-    cells = in_blocks(value, axis, size)
-    shape = blocks_of(value.shape, axis, size)
-    seen = Range(cells.min(1).reshape(shape), cells.max(1).reshape(shape))
-    params = choose(seen, IntType(4, signed=True), symmetric=symmetric, axis=axis, block=size)
-    found = dequantize(quantize(value, params), params)
-    for place in np.ndindex(*shape):
-        spot = (*place[:axis], slice(place[axis] * size, (place[axis] + 1) * size), *place[axis + 1 :])
-        alone = from_scale(params.scale[place], params.zero_point[place], params.type)
-        np.testing.assert_array_equal(found[spot], dequantize(quantize(value[spot], alone), alone))
-    assert over(params.scale, params, value.shape).shape == value.shape
+    cells = split_blocks(value, axis, size)
+    shape = block_scale_shape(value.shape, axis, size)
+    limits = Range(cells.min(1).reshape(shape), cells.max(1).reshape(shape))
+    params = choose_qparams(limits, IntType(4, signed=True), symmetric=symmetric, axis=axis, block=size)
+    dequantized = dequantize(quantize(value, params), params)
+    for index in np.ndindex(*shape):
+        spot = (*index[:axis], slice(index[axis] * size, (index[axis] + 1) * size), *index[axis + 1 :])
+        block_params = qparams_from_scale(params.scale[index], params.zero_point[index], params.type)
+        np.testing.assert_array_equal(dequantized[spot], dequantize(quantize(value[spot], block_params), block_params))
+    assert broadcast_to_tensor(params.scale, params, value.shape).shape == value.shape
 
 
 def test_scales_must_fit() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from graphquant.errors import UsageError
-from graphquant.numerics import IntType, QParams, Range, fake_quant, from_scale, quantize_and_dequantize
+from graphquant.numerics import IntType, QParams, Range, fake_quant, qparams_from_scale, quantize_and_dequantize
 
 # What fake_quant_ops_test.cc expects: (num_bits, narrow_range, min, max, inputs, outputs).
 VECTORS = [
@@ -35,51 +35,51 @@ VECTORS = [
     (2, False, -0.4, 1.1, [-0.6, -0.5, -0.24, 0, 1, 1.1], [-0.5, -0.5, 0, 0, 1, 1]),
     (2, True, -0.4, 0.6, [-0.6, -0.5, -0.24, 0, 0.5, 0.6], [-0.5, -0.5, 0, 0, 0.5, 0.5]),
 ]
-MORE = [0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25]
-HALVES = [1, 1.5, 1.5, 2, 2.5, 3, 3.5, 4]
+MORE_VECTORS = [0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25]
+TIES = [1, 1.5, 1.5, 2, 2.5, 3, 3.5, 4]
 HUGE = [100, 100, 100, 100, 1000]
 
 # The (1, 2, 3, 4) tensors of the per-channel tests, all of whose channels have one range.
 VECTORS_OF_24 = [
     (
         (8, False, -0.1, 63.65),
-        [-0.1, 0, 0.1, 0.25, *MORE, 63, 63.25, 63.5, 63.7, 63.75, 63.8, 63.9, *HUGE],
-        [0, 0, 0, 0.25, *MORE, 63, 63.25, 63.5, *[63.75] * 9],
+        [-0.1, 0, 0.1, 0.25, *MORE_VECTORS, 63, 63.25, 63.5, 63.7, 63.75, 63.8, 63.9, *HUGE],
+        [0, 0, 0, 0.25, *MORE_VECTORS, 63, 63.25, 63.5, *[63.75] * 9],
     ),
     (
         (8, True, -0.1, 63.4),
-        [-0.1, 0, 0.1, 0.25, *MORE, 63, 63.25, 63.3, 63.4, 63.5, 63.6, 63.7, *HUGE],
-        [0, 0, 0, 0.25, *MORE, 63, 63.25, 63.25, *[63.5] * 9],
+        [-0.1, 0, 0.1, 0.25, *MORE_VECTORS, 63, 63.25, 63.3, 63.4, 63.5, 63.6, 63.7, *HUGE],
+        [0, 0, 0, 0.25, *MORE_VECTORS, 63, 63.25, 63.25, *[63.5] * 9],
     ),
     (
         (8, False, -0.125, 63.625),
-        [-0.3, -0.25, -0.2, 0, 0.25, *MORE[:-1], 63, 63.25, 63.4, 63.5, 63.6, 63.7, 100, *HUGE],
-        [-0.25, -0.25, -0.25, 0, 0.25, *MORE[:-1], 63, 63.25, *[63.5] * 10],
+        [-0.3, -0.25, -0.2, 0, 0.25, *MORE_VECTORS[:-1], 63, 63.25, 63.4, 63.5, 63.6, 63.7, 100, *HUGE],
+        [-0.25, -0.25, -0.25, 0, 0.25, *MORE_VECTORS[:-1], 63, 63.25, *[63.5] * 10],
     ),
     (
         (8, True, -0.125, 63.375),
-        [-0.3, -0.25, -0.2, 0, 0.25, *MORE[:-1], 63, 63.2, 63.25, 63.3, 63.4, 63.5, 100, *HUGE],
-        [-0.25, -0.25, -0.25, 0, 0.25, *MORE[:-1], 63, *[63.25] * 11],
+        [-0.3, -0.25, -0.2, 0, 0.25, *MORE_VECTORS[:-1], 63, 63.2, 63.25, 63.3, 63.4, 63.5, 100, *HUGE],
+        [-0.25, -0.25, -0.25, 0, 0.25, *MORE_VECTORS[:-1], 63, *[63.25] * 11],
     ),
     (
         (4, False, -0.1, 7.4),
-        [-0.1, 0, 0.1, 0.5, *HALVES, 6, 6.5, 7, 7.4, 7.5, 7.7, 7.8, *HUGE],
-        [0, 0, 0, 0.5, *HALVES, 6, 6.5, 7, *[7.5] * 9],
+        [-0.1, 0, 0.1, 0.5, *TIES, 6, 6.5, 7, 7.4, 7.5, 7.7, 7.8, *HUGE],
+        [0, 0, 0, 0.5, *TIES, 6, 6.5, 7, *[7.5] * 9],
     ),
     (
         (4, True, -0.1, 6.9),
-        [-0.1, 0, 0.1, 0.5, *HALVES, 6, 6.5, 6.8, 6.9, 7, 7.1, 7.2, *HUGE],
-        [0, 0, 0, 0.5, *HALVES, 6, 6.5, *[7] * 10],
+        [-0.1, 0, 0.1, 0.5, *TIES, 6, 6.5, 6.8, 6.9, 7, 7.1, 7.2, *HUGE],
+        [0, 0, 0, 0.5, *TIES, 6, 6.5, *[7] * 10],
     ),
     (
         (4, False, -0.4, 7.1),
-        [-0.6, -0.5, -0.4, 0, 0.5, *HALVES[:2], *HALVES[3:], 6, 6.5, 6.9, 7, 7.1, 7.7, 100, *HUGE],
-        [-0.5, -0.5, -0.5, 0, 0.5, *HALVES[:2], *HALVES[3:], 6, 6.5, *[7] * 10],
+        [-0.6, -0.5, -0.4, 0, 0.5, *TIES[:2], *TIES[3:], 6, 6.5, 6.9, 7, 7.1, 7.7, 100, *HUGE],
+        [-0.5, -0.5, -0.5, 0, 0.5, *TIES[:2], *TIES[3:], 6, 6.5, *[7] * 10],
     ),
     (
         (4, True, -0.4, 6.6),
-        [-0.6, -0.5, -0.4, 0, 0.5, *HALVES[:2], *HALVES[3:], 5.5, 6, 6.4, 6.5, 6.6, 6.7, 100, *HUGE],
-        [-0.5, -0.5, -0.5, 0, 0.5, *HALVES[:2], *HALVES[3:], 5.5, 6, *[6.5] * 10],
+        [-0.6, -0.5, -0.4, 0, 0.5, *TIES[:2], *TIES[3:], 5.5, 6, 6.4, 6.5, 6.6, 6.7, 100, *HUGE],
+        [-0.5, -0.5, -0.5, 0, 0.5, *TIES[:2], *TIES[3:], 5.5, 6, *[6.5] * 10],
     ),
 ]
 VECTORS += [(*scheme, inputs, outputs) for scheme, inputs, outputs in VECTORS_OF_24]
@@ -114,36 +114,43 @@ def channels(end: float, count: int) -> np.ndarray:
 def test_vectors_of_tensorflow(bits, narrow, low, high, inputs, outputs) -> None:
     """The values of TensorFlow's tests come out of all three ops, per channel along every shape they use."""
     x, scheme = np.array(inputs, np.float32), {"num_bits": bits, "narrow_range": narrow}
-    found = [fake_quant.with_args(x, low=low, high=high, **scheme), fake_quant.with_vars(x, low, high, **scheme)]
+    results = [
+        fake_quant.fake_quant_with_args(x, low=low, high=high, **scheme),
+        fake_quant.fake_quant_with_vars(x, low, high, **scheme),
+    ]
     for shape in {(len(x),), (len(x) // 2, 2), (1, 1, 2, len(x) // 2)}:
         ends = channels(low, shape[-1]), channels(high, shape[-1])
-        found.append(fake_quant.with_vars_per_channel(x.reshape(shape), *ends, **scheme).reshape(-1))
-    for each in found:
-        assert each.dtype == np.float32
-        np.testing.assert_allclose(each, outputs, rtol=1e-5, atol=1e-5)
+        results.append(fake_quant.fake_quant_with_vars_per_channel(x.reshape(shape), *ends, **scheme).reshape(-1))
+    for actual in results:
+        assert actual.dtype == np.float32
+        np.testing.assert_allclose(actual, outputs, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("low", "high", "bits", "narrow", "first", "last", "step"), NUDGED)
 def test_nudged_vectors_of_tensorflow(low, high, bits, narrow, first, last, step) -> None:
     """Values round within the nudged range; gradients pass within it and are summed outside."""
     steps = [-step, -0.01, 0, 0.01, step - 0.01, step, step + 0.01]
-    x = np.array([*(first + each for each in steps), last - 0.01, last, last + 0.01, last + step], np.float32)
+    x = np.array([*(first + offset for offset in steps), last - 0.01, last, last + 0.01, last + step], np.float32)
     expected = [first] * 4 + [first + step] * 3 + [last] * 4
     scheme = {"num_bits": bits, "narrow_range": narrow}
     upstream = np.arange(1, 12, dtype=np.float32)
     passed = [0, 0, 3, 4, 5, 6, 7, 8, 9, 0, 0]
     column = x[:, None], channels(low, 1), channels(high, 1)
     close = {"rtol": 1e-3, "atol": 1e-5}
-    np.testing.assert_allclose(fake_quant.with_args(x, low=low, high=high, **scheme), expected, **close)
-    np.testing.assert_allclose(fake_quant.with_vars(x, low, high, **scheme), expected, **close)
-    np.testing.assert_allclose(fake_quant.with_vars_per_channel(*column, **scheme)[:, 0], expected, **close)
-    assert fake_quant.with_args_gradient(upstream, x, low=low, high=high, **scheme).tolist() == passed
-    found = fake_quant.with_vars_gradient(upstream, x, low, high, **scheme)
-    assert [each.tolist() for each in found] == [passed, 3, 21]
-    found = fake_quant.with_vars_per_channel_gradient(upstream[:, None], *column, **scheme)
-    assert [each[:, 0].tolist() for each in found[:1]] + [each.tolist() for each in found[1:]] == [passed, [3], [21]]
-    nudged = fake_quant.steps(low, high, **scheme)
-    np.testing.assert_allclose((nudged.low, nudged.high, nudged.size), (first, last, step), **close)
+    np.testing.assert_allclose(fake_quant.fake_quant_with_args(x, low=low, high=high, **scheme), expected, **close)
+    np.testing.assert_allclose(fake_quant.fake_quant_with_vars(x, low, high, **scheme), expected, **close)
+    np.testing.assert_allclose(fake_quant.fake_quant_with_vars_per_channel(*column, **scheme)[:, 0], expected, **close)
+    assert fake_quant.fake_quant_with_args_gradient(upstream, x, low=low, high=high, **scheme).tolist() == passed
+    gradients = fake_quant.fake_quant_with_vars_gradient(upstream, x, low, high, **scheme)
+    assert [offset.tolist() for offset in gradients] == [passed, 3, 21]
+    gradients = fake_quant.fake_quant_with_vars_per_channel_gradient(upstream[:, None], *column, **scheme)
+    assert [offset[:, 0].tolist() for offset in gradients[:1]] + [offset.tolist() for offset in gradients[1:]] == [
+        passed,
+        [3],
+        [21],
+    ]
+    nudged = fake_quant.nudge_range(low, high, **scheme)
+    np.testing.assert_allclose((nudged.low, nudged.high, nudged.scale), (first, last, step), **close)
 
 
 @pytest.mark.parametrize(
@@ -166,11 +173,11 @@ def test_gradient_vectors_of_tensorflow(bits, narrow, low, high, x) -> None:
         values = np.tile(np.array(x, np.float32), (rows, 1))
         ends = channels(low, 4), channels(high, 4)
         scheme = {"num_bits": bits, "narrow_range": narrow}
-        passed, below, above = fake_quant.with_vars_per_channel_gradient(upstream, values, *ends, **scheme)
+        passed, below, above = fake_quant.fake_quant_with_vars_per_channel_gradient(upstream, values, *ends, **scheme)
         np.testing.assert_array_equal(passed, upstream * [0, 1, 1, 0])
         assert below.tolist() == [upstream[:, 0].sum(), 0, 0, 0]
         assert above.tolist() == [0, 0, 0, upstream[:, 3].sum()]
-        passed, below, above = fake_quant.with_vars_gradient(upstream, values, low, high, **scheme)
+        passed, below, above = fake_quant.fake_quant_with_vars_gradient(upstream, values, low, high, **scheme)
         np.testing.assert_array_equal(passed, upstream * [0, 1, 1, 0])
         assert (below, above) == (upstream[:, 0].sum(), upstream[:, 3].sum())
 
@@ -178,13 +185,13 @@ def test_gradient_vectors_of_tensorflow(bits, narrow, low, high, x) -> None:
 def test_a_range_of_zeros() -> None:
     """A range of (0, 0) gives zeros and lets each gradient pass as it is, in its channel alone too."""
     x, upstream = np.array([[-1, 2], [3, -4]], np.float32), np.array([[1, 2], [3, 1e-40]], np.float32)
-    assert fake_quant.with_vars(x, 0, 0).tolist() == [[0, 0], [0, 0]]
-    passed, below, above = fake_quant.with_vars_gradient(upstream, x, 0, 0)
+    assert fake_quant.fake_quant_with_vars(x, 0, 0).tolist() == [[0, 0], [0, 0]]
+    passed, below, above = fake_quant.fake_quant_with_vars_gradient(upstream, x, 0, 0)
     np.testing.assert_array_equal(passed, upstream)
     assert (below, above) == (0, 0)
     ends = np.array([0, -1], np.float32), np.array([0, 1], np.float32)
-    assert fake_quant.with_vars_per_channel(x, *ends)[:, 0].tolist() == [0, 0]
-    passed, below, above = fake_quant.with_vars_per_channel_gradient(upstream, x, *ends)
+    assert fake_quant.fake_quant_with_vars_per_channel(x, *ends)[:, 0].tolist() == [0, 0]
+    passed, below, above = fake_quant.fake_quant_with_vars_per_channel_gradient(upstream, x, *ends)
     assert passed[:, 0].tolist() == [1, 3]
     assert (below.tolist(), above.tolist()) == ([0, 0], [0, 2])  # the denormal gradient below counts as 0
 
@@ -193,8 +200,8 @@ def test_the_ops_differ_in_bits() -> None:
     """Vars divides by the step where Args and PerChannel multiply: on some values another step is the nearest."""
     x = np.random.default_rng(3).uniform(-6, 6, 200_000).astype(np.float32)
     x = np.concatenate([x, (np.arange(-60, 60, dtype=np.float32) + np.float32(0.5)) * np.float32(12 / 255)])
-    by_args, by_vars = fake_quant.with_args(x), fake_quant.with_vars(x, -6.0, 6.0)
-    by_channel = fake_quant.with_vars_per_channel(x[:, None], channels(-6, 1), channels(6, 1))[:, 0]
+    by_args, by_vars = fake_quant.fake_quant_with_args(x), fake_quant.fake_quant_with_vars(x, -6.0, 6.0)
+    by_channel = fake_quant.fake_quant_with_vars_per_channel(x[:, None], channels(-6, 1), channels(6, 1))[:, 0]
     np.testing.assert_array_equal(by_args, by_channel)
     assert 0 < (by_args != by_vars).sum() < 200
 
@@ -203,10 +210,10 @@ def test_fixed_point_ties_go_up() -> None:
     """In a narrow power-of-two range it is QuantizeAndDequantize that rounds half up, and not half to even."""
     x = (np.arange(-300, 300, dtype=np.float32) + np.float32(0.5)) / np.float32(16)
     end = np.float32(127 / 16)
-    ours = fake_quant.with_vars(x, -end, end, narrow_range=True)
+    ours = fake_quant.fake_quant_with_vars(x, -end, end, narrow_range=True)
     same = {"range_given": True, "narrow_range": True}
-    up = quantize_and_dequantize.v2(x, -end, end, round_mode="HALF_UP", **same)
-    even = quantize_and_dequantize.v2(x, -end, end, **same)
+    up = quantize_and_dequantize.quantize_and_dequantize_v2(x, -end, end, round_mode="HALF_UP", **same)
+    even = quantize_and_dequantize.quantize_and_dequantize_v2(x, -end, end, **same)
     np.testing.assert_array_equal(ours, up)
     assert (ours != even).sum() == 127
 
@@ -215,28 +222,34 @@ def test_fixed_point_ties_go_up() -> None:
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     """A scalar and tensors without values keep their shape; what has no gradients sums to 0."""
     x = np.full(shape, 9, np.float32)
-    assert fake_quant.with_args(x).shape == fake_quant.with_vars(x, -6, 6).shape == shape
-    passed, below, above = fake_quant.with_vars_gradient(x, x, -6, 6)
+    assert fake_quant.fake_quant_with_args(x).shape == fake_quant.fake_quant_with_vars(x, -6, 6).shape == shape
+    passed, below, above = fake_quant.fake_quant_with_vars_gradient(x, x, -6, 6)
     assert (passed.shape, below, above) == (shape, 0, 0 if x.size == 0 else 9)
     if shape:
         ends = channels(-6, shape[-1]), channels(6, shape[-1])
-        assert fake_quant.with_vars_per_channel(x, *ends).shape == shape
-        passed, below, above = fake_quant.with_vars_per_channel_gradient(x, x, *ends)
+        assert fake_quant.fake_quant_with_vars_per_channel(x, *ends).shape == shape
+        passed, below, above = fake_quant.fake_quant_with_vars_per_channel_gradient(x, x, *ends)
         assert (passed.shape, below.tolist(), above.tolist()) == (shape, [0] * shape[-1], [0] * shape[-1])
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: fake_quant.with_args(np.ones(2)), "tensor is float64"),
-        (lambda: fake_quant.with_args(np.ones(2, np.float32), low=1, high=1), "a minimum below its maximum"),
-        (lambda: fake_quant.with_args(np.ones(2, np.float32), low=np.nan, high=1), "a minimum below its maximum"),
-        (lambda: fake_quant.with_vars(np.ones(2, np.float32), -1, 1, num_bits=1), "2 to 16 bits"),
-        (lambda: fake_quant.with_vars(np.ones(2, np.float32), -1, 1, num_bits=17), "2 to 16 bits"),
-        (lambda: fake_quant.with_vars(np.ones(2, np.float32), [-1], [1]), r"Both must be \(\)"),
-        (lambda: fake_quant.with_vars_per_channel(np.ones((2, 3), np.float32), [-1], [1]), r"Both must be \(3,\)"),
-        (lambda: fake_quant.with_vars_per_channel(np.float32(1), [-1], [1]), "was given a scalar"),
-        (lambda: fake_quant.with_args_gradient(np.ones(3), np.ones(2, np.float32)), "Give both one shape"),
+        (lambda: fake_quant.fake_quant_with_args(np.ones(2)), "tensor is float64"),
+        (lambda: fake_quant.fake_quant_with_args(np.ones(2, np.float32), low=1, high=1), "a minimum below its maximum"),
+        (
+            lambda: fake_quant.fake_quant_with_args(np.ones(2, np.float32), low=np.nan, high=1),
+            "a minimum below its maximum",
+        ),
+        (lambda: fake_quant.fake_quant_with_vars(np.ones(2, np.float32), -1, 1, num_bits=1), "2 to 16 bits"),
+        (lambda: fake_quant.fake_quant_with_vars(np.ones(2, np.float32), -1, 1, num_bits=17), "2 to 16 bits"),
+        (lambda: fake_quant.fake_quant_with_vars(np.ones(2, np.float32), [-1], [1]), r"Both must be \(\)"),
+        (
+            lambda: fake_quant.fake_quant_with_vars_per_channel(np.ones((2, 3), np.float32), [-1], [1]),
+            r"Both must be \(3,\)",
+        ),
+        (lambda: fake_quant.fake_quant_with_vars_per_channel(np.float32(1), [-1], [1]), "was given a scalar"),
+        (lambda: fake_quant.fake_quant_with_args_gradient(np.ones(3), np.ones(2, np.float32)), "Give both one shape"),
     ],
 )
 def test_refusals(call, message: str) -> None:
@@ -247,7 +260,7 @@ def test_refusals(call, message: str) -> None:
 
 def params(scale, bits: int, *, signed: bool, narrow: bool, zero) -> QParams:
     """Params with scales and zero points per channel."""
-    return from_scale(np.asarray(scale), np.asarray(zero), IntType(bits, signed), narrow=narrow, axis=0)
+    return qparams_from_scale(np.asarray(scale), np.asarray(zero), IntType(bits, signed), narrow=narrow, axis=0)
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 16])
@@ -260,26 +273,26 @@ def test_ranges_to_write(bits: int, signed: bool, narrow: bool) -> None:
         exponents = rng.integers(-40, 40, 3000) if exact else rng.uniform(-40, 40, 3000)
         scale = np.exp2(exponents).astype(np.float32)
         zero = rng.integers(qmin, qmax, 3000, endpoint=True)
-        wanted = params(scale, bits, signed=signed, narrow=narrow, zero=zero)
-        ends = fake_quant.range_to_write(wanted)
+        target = params(scale, bits, signed=signed, narrow=narrow, zero=zero)
+        ends = fake_quant.range_for_fake_quant(target)
         low, high = ends.low.astype(np.float32), ends.high.astype(np.float32)
         np.testing.assert_array_equal((low, high), (ends.low, ends.high))  # they are float32 numbers
-        found = fake_quant.steps(low, high, num_bits=bits, narrow_range=narrow)
-        np.testing.assert_array_equal(found.zero_point, zero - qmin + narrow)
+        nudged = fake_quant.nudge_range(low, high, num_bits=bits, narrow_range=narrow)
+        np.testing.assert_array_equal(nudged.zero_point, zero - qmin + narrow)
         if exact:
-            np.testing.assert_array_equal(found.size, scale)
-        assert (np.abs(found.size - scale) <= np.spacing(scale)).all()
-        assert (found.size == scale).mean() > 0.7
+            np.testing.assert_array_equal(nudged.scale, scale)
+        assert (np.abs(nudged.scale - scale) <= np.spacing(scale)).all()
+        assert (nudged.scale == scale).mean() > 0.7
 
 
 def test_params_of_a_range() -> None:
     """A range gives the nudged scale and zero point, counted as the type counts; one without a step is refused."""
-    given = Range(np.array([-0.1275, -6]), np.array([63.6225, 1.5]))
-    found = fake_quant.params_of(given, IntType(8, signed=True), axis=0)
-    np.testing.assert_allclose(found.scale, [0.25, 7.5 / 255], rtol=1e-6)
-    assert found.zero_point.tolist() == [1 - 128, 204 - 128]
-    assert fake_quant.params_of(given, IntType(8, signed=False), axis=0).zero_point.tolist() == [1, 204]
-    narrow = fake_quant.params_of(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), narrow=True)
+    op_range = Range(np.array([-0.1275, -6]), np.array([63.6225, 1.5]))
+    actual = fake_quant.fake_quant_params(op_range, IntType(8, signed=True), axis=0)
+    np.testing.assert_allclose(actual.scale, [0.25, 7.5 / 255], rtol=1e-6)
+    assert actual.zero_point.tolist() == [1 - 128, 204 - 128]
+    assert fake_quant.fake_quant_params(op_range, IntType(8, signed=False), axis=0).zero_point.tolist() == [1, 204]
+    narrow = fake_quant.fake_quant_params(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), narrow=True)
     assert (narrow.zero_point, narrow.range.low) == (0, -127 * float(narrow.scale))
     with pytest.raises(UsageError, match="no step in the range"):
-        fake_quant.params_of(Range(np.array(1.0), np.array(1.0)), IntType(8, signed=True))
+        fake_quant.fake_quant_params(Range(np.array(1.0), np.array(1.0)), IntType(8, signed=True))

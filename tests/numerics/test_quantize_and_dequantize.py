@@ -4,28 +4,28 @@ import numpy as np
 import pytest
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.numerics import IntType, QParams, Range, from_scale
+from graphquant.numerics import IntType, QParams, Range, qparams_from_scale
 from graphquant.numerics import quantize_and_dequantize as qad
 
-ONE = np.float32(1)
-SEVEN = [-1, -0.5, 0, 0.3, 0.8, 0.555, 0.50390625]
-EIGHT = [-0.8, -0.5, 0, 0.3, 0.8, 0.555, -2, 33]
-FOUR = [-0.5, 0, 0.3, 0.8]
+FLOAT_1 = np.float32(1)
+FLOAT_7 = [-1, -0.5, 0, 0.3, 0.8, 0.555, 0.50390625]
+FLOAT_8 = [-0.8, -0.5, 0, 0.3, 0.8, 0.555, -2, 33]
+FLOAT_4 = [-0.5, 0, 0.3, 0.8]
 
 # What quantize_and_dequantize_op_test.cc and unary_ops_test.py expect of an
 # input, range or None, arguments, and the output as integers by a divisor.
 VECTORS = [
     ([-3.5], None, {}, [-128], 128 / 3.5),
-    (SEVEN, None, {}, [-128, -64, 0, 38, 102, 71, 64], 128),
-    (SEVEN, None, {"round_mode": "HALF_UP"}, [-128, -64, 0, 38, 102, 71, 65], 128),
-    (SEVEN, None, {"round_mode": "HALF_UP", "narrow_range": True}, [-127, -63, 0, 38, 102, 70, 64], 127),
-    (SEVEN, None, {"narrow_range": True}, [-127, -64, 0, 38, 102, 70, 64], 127),
+    (FLOAT_7, None, {}, [-128, -64, 0, 38, 102, 71, 64], 128),
+    (FLOAT_7, None, {"round_mode": "HALF_UP"}, [-128, -64, 0, 38, 102, 71, 65], 128),
+    (FLOAT_7, None, {"round_mode": "HALF_UP", "narrow_range": True}, [-127, -63, 0, 38, 102, 70, 64], 127),
+    (FLOAT_7, None, {"narrow_range": True}, [-127, -64, 0, 38, 102, 70, 64], 127),
     ([-1, -0.5, 0, 0.3125, 0.8, 0.555], None, {"num_bits": 4}, [-8, -4, 0, 2, 6, 4], 8),
     ([-1, -0.5, 0, 0.3125, 0.8, 0.555], None, {"num_bits": 4, "round_mode": "HALF_UP"}, [-8, -4, 0, 3, 6, 4], 8),
-    (EIGHT, (-1, 1), {}, [-102, -64, 0, 38, 102, 70, -128, 127], 127),
-    (EIGHT, (-1, 1), {"round_mode": "HALF_UP"}, [-102, -63, 0, 38, 102, 70, -128, 127], 127),
-    (FOUR, (0, 1), {"signed_input": False}, [0, 0, 76, 204], 255),
-    (FOUR, (0, 1), {"signed_input": False, "round_mode": "HALF_UP"}, [0, 0, 77, 204], 255),
+    (FLOAT_8, (-1, 1), {}, [-102, -64, 0, 38, 102, 70, -128, 127], 127),
+    (FLOAT_8, (-1, 1), {"round_mode": "HALF_UP"}, [-102, -63, 0, 38, 102, 70, -128, 127], 127),
+    (FLOAT_4, (0, 1), {"signed_input": False}, [0, 0, 76, 204], 255),
+    (FLOAT_4, (0, 1), {"signed_input": False, "round_mode": "HALF_UP"}, [0, 0, 77, 204], 255),
     ([0, 0, 0, 0], None, {"signed_input": False}, [0, 0, 0, 0], 1),
     ([-1, -0.5, 0, 0.3], None, {}, [-128, -64, 0, 38], 128),
     ([-0.8, -0.4, 0, 0.3, 0.8, -2, 33], (-1, 1), {}, [-102, -51, 0, 38, 102, -128, 127], 127),
@@ -37,17 +37,22 @@ def test_vectors_of_tensorflow(x, ends, arguments, integers, divisor) -> None:
     """The values of TensorFlow's tests come out, in both types, from V2, from V4 and, where it can, from V1 and V3."""
     for dtype in (np.float32, np.float64):
         values, expected = np.array(x, dtype), np.array(integers) / divisor
-        given = {"range_given": ends is not None, **arguments}
+        options = {"range_given": ends is not None, **arguments}
         low, high = ends or (0, 0)
-        found = [qad.v2(values, low, high, **given), qad.v4(values, low, high, **given)]
+        results = [
+            qad.quantize_and_dequantize_v2(values, low, high, **options),
+            qad.quantize_and_dequantize_v4(values, low, high, **options),
+        ]
         if "round_mode" not in arguments:
-            bits = given.pop("num_bits", 8)
-            found.append(qad.v3(values, low, high, bits, **given))
+            bits = options.pop("num_bits", 8)
+            results.append(qad.quantize_and_dequantize_v3(values, low, high, bits, **options))
             if "narrow_range" not in arguments:
-                found.append(qad.v1(values, num_bits=bits, input_min=low, input_max=high, **given))
-        for each in found:
-            assert each.dtype == dtype
-            np.testing.assert_allclose(each, expected, rtol=0, atol=1e-5)
+                results.append(
+                    qad.quantize_and_dequantize_v1(values, num_bits=bits, input_min=low, input_max=high, **options)
+                )
+        for actual in results:
+            assert actual.dtype == dtype
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 def sliced(values, axis: int, sizes=(2, 3, 4, 5)) -> np.ndarray:
@@ -65,11 +70,11 @@ def test_vectors_of_tensorflow_along_an_axis(axis: int) -> None:
     """The values of array_ops_test.py come out per channel, exactly; a given range gives the same in V3."""
     x = sliced([-1, -0.5, 0, 0.3, 0.8, 0.555, 0.5], axis)
     expected = sliced([-1, -0.5, 0, 38 / 128, 102 / 128, 71 / 128, 0.5], axis)
-    np.testing.assert_array_equal(qad.v4(x, round_mode="HALF_UP", axis=axis), expected)
+    np.testing.assert_array_equal(qad.quantize_and_dequantize_v4(x, round_mode="HALF_UP", axis=axis), expected)
     rows = x.reshape(1, -1) if axis == -1 else np.moveaxis(x, axis, 0).reshape(x.shape[axis], -1)
     low, high = rows.min(axis=1), rows.max(axis=1)
     ends = (low[0], high[0]) if axis == -1 else (low, high)
-    np.testing.assert_array_equal(qad.v3(x, *ends, 8, axis=axis), expected)
+    np.testing.assert_array_equal(qad.quantize_and_dequantize_v3(x, *ends, 8, axis=axis), expected)
 
 
 # What quantize_and_dequantize_op_test.cc expects of slices of SEVEN times 1, 2, ...: sizes, arguments, output as above.
@@ -85,13 +90,16 @@ SLICES = [
 @pytest.mark.parametrize(("sizes", "arguments", "integers", "divisor"), SLICES)
 def test_slice_vectors_of_tensorflow(sizes, arguments, integers, divisor, axis: int) -> None:
     """The parametrized values of TensorFlow's kernel test come out along each of its axes, of V2, V4 and V3."""
-    x = sliced(SEVEN, axis, sizes)
+    x = sliced(FLOAT_7, axis, sizes)
     expected = sliced(np.array(integers) / divisor, axis, sizes)
-    found = [qad.v2(x, axis=axis, **arguments), qad.v4(x, axis=axis, **arguments)]
+    results = [
+        qad.quantize_and_dequantize_v2(x, axis=axis, **arguments),
+        qad.quantize_and_dequantize_v4(x, axis=axis, **arguments),
+    ]
     if "round_mode" not in arguments:
-        found.append(qad.v3(x, 0, 0, 8, range_given=False, axis=axis, **arguments))
-    for each in found:
-        np.testing.assert_allclose(each, expected, rtol=0, atol=1e-5)
+        results.append(qad.quantize_and_dequantize_v3(x, 0, 0, 8, range_given=False, axis=axis, **arguments))
+    for actual in results:
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("axis", [-1, 1, 3])
@@ -101,7 +109,7 @@ def test_gradient_vector_of_tensorflow(axis: int) -> None:
     x = sliced([-1, -0.5, 0, 0.3, 0.8, 0.55, 0.6], axis)
     high = np.float32(0.8) + np.arange(1 if axis == -1 else x.shape[axis], dtype=np.float32) * np.float32(0.4)
     high = high[0] if axis == -1 else high
-    passed, low_gradient, high_gradient = qad.v4_gradient(upstream, x, -high, high, axis=axis)
+    passed, low_gradient, high_gradient = qad.quantize_and_dequantize_v4_gradient(upstream, x, -high, high, axis=axis)
     wide = high if axis == -1 else high.reshape([-1 if at == axis else 1 for at in range(4)])
     np.testing.assert_array_equal(passed, np.where((x >= -wide) & (x <= wide), upstream, 0))
     assert np.shape(low_gradient) == np.shape(high_gradient) == np.shape(high)
@@ -111,32 +119,40 @@ def test_gradient_vector_of_tensorflow(axis: int) -> None:
 
 def test_worked_ranges() -> None:
     """The documented examples: [-10, 5] steps by 1 / 12.8 and ends at 9.921875, [-10, 10] starts at -10.07874."""
-    found = qad.steps(np.float64(-10), np.float64(5), num_bits=8, signed=True, narrow=False)
-    assert (found.per_unit, found.size, found.low, found.high) == (12.8, 10 / 128, -10, 9.921875)
-    found = qad.steps(np.float64(-10), np.float64(10), num_bits=8, signed=True, narrow=False)
-    assert (found.per_unit, found.high) == (12.7, 10)
-    assert found.low == pytest.approx(-10.07874, abs=1e-5)
-    narrow = qad.steps(ONE * -10, ONE * 10, num_bits=8, signed=True, narrow=True)
+    scaled_range = qad.scale_range(np.float64(-10), np.float64(5), num_bits=8, signed=True, narrow=False)
+    assert (scaled_range.inverse_scale, scaled_range.scale, scaled_range.low, scaled_range.high) == (
+        12.8,
+        10 / 128,
+        -10,
+        9.921875,
+    )
+    scaled_range = qad.scale_range(np.float64(-10), np.float64(10), num_bits=8, signed=True, narrow=False)
+    assert (scaled_range.inverse_scale, scaled_range.high) == (12.7, 10)
+    assert scaled_range.low == pytest.approx(-10.07874, abs=1e-5)
+    narrow = qad.scale_range(FLOAT_1 * -10, FLOAT_1 * 10, num_bits=8, signed=True, narrow=True)
     assert (narrow.low, narrow.high) == (-10, 10)
 
 
 def test_rounding_and_zero() -> None:
     """Half a step goes up or to the even side, 0.0 stays 0.0 with its sign, and narrow means nothing unsigned."""
     x = np.array([7.5, -7.5, 6.5, -0.0, 0.0], np.float32)
-    up = qad.v2(x, -128, 127, range_given=True, round_mode="HALF_UP")
-    even = qad.v2(x, -128, 127, range_given=True)
+    up = qad.quantize_and_dequantize_v2(x, -128, 127, range_given=True, round_mode="HALF_UP")
+    even = qad.quantize_and_dequantize_v2(x, -128, 127, range_given=True)
     assert up.tolist() == [8, -7, 7, 0, 0]
     assert even.tolist() == [8, -8, 6, 0, 0]
     assert np.signbit(even).tolist() == [False, True, False, True, False]
     unsigned = {"signed_input": False, "range_given": True}
-    np.testing.assert_array_equal(qad.v2(x, 0, 6, **unsigned), qad.v2(x, 0, 6, narrow_range=True, **unsigned))
-    assert qad.v2(x, 0, 0, range_given=True).tolist() == [0, 0, 0, 0, 0]
+    np.testing.assert_array_equal(
+        qad.quantize_and_dequantize_v2(x, 0, 6, **unsigned),
+        qad.quantize_and_dequantize_v2(x, 0, 6, narrow_range=True, **unsigned),
+    )
+    assert qad.quantize_and_dequantize_v2(x, 0, 0, range_given=True).tolist() == [0, 0, 0, 0, 0]
 
 
 def test_gradient_counts_the_given_range() -> None:
     """The gradient's range is that which was given, not the wider one that results, both ends included."""
     x = np.array([-10.05, -10, 3, 5, 7], np.float32)
-    passed, *_ = qad.v4_gradient(np.full(5, 2.0), x, -10.0, 5.0)
+    passed, *_ = qad.quantize_and_dequantize_v4_gradient(np.full(5, 2.0), x, -10.0, 5.0)
     assert passed.tolist() == [0, 2, 2, 2, 0]
     assert qad.straight_through_gradient([1.0, 2.0]).tolist() == [1, 2]
 
@@ -144,10 +160,13 @@ def test_gradient_counts_the_given_range() -> None:
 def test_denormals_are_zeros() -> None:
     """Denormal values, ranges and steps count as zeros, as processors make them in TensorFlow's threads."""
     x = np.array([1e-39, -1e-39, 2.0], np.float32)
-    assert qad.v2(x, 0.0, 2.0, range_given=True).tolist() == [0, 0, 2]
-    assert qad.v2(x[:2]).tolist() == [0, 0]
-    assert np.signbit(qad.v2(x[:2])).tolist() == [True, False]  # the step is -0.0, the last of the two
-    assert not qad.v2(np.array([1e-37], np.float32), num_bits=16).any()  # a step would be 3e-42
+    assert qad.quantize_and_dequantize_v2(x, 0.0, 2.0, range_given=True).tolist() == [0, 0, 2]
+    assert qad.quantize_and_dequantize_v2(x[:2]).tolist() == [0, 0]
+    assert np.signbit(qad.quantize_and_dequantize_v2(x[:2])).tolist() == [
+        True,
+        False,
+    ]  # the step is -0.0, the last of the two
+    assert not qad.quantize_and_dequantize_v2(np.array([1e-37], np.float32), num_bits=16).any()  # a step would be 3e-42
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -163,45 +182,57 @@ def test_nan_without_a_range(dtype: type) -> None:
     ]:
         x = np.linspace(-1, 1, count).astype(dtype)
         x[at] = np.nan
-        lost = np.isnan(qad.v2(x))
+        lost = np.isnan(qad.quantize_and_dequantize_v2(x))
         assert lost.all() if spoilt else lost.sum() == 1, (count, at)
     x = np.array([[-4, np.nan, 1], [8, 1, 2]], dtype)  # per channel, what came before the NaN is forgotten
-    assert qad.v2(x, axis=0)[0].tolist()[::2] == [-4, 1]
-    assert qad.v2(x, axis=0, num_bits=2, narrow_range=True)[0, 0] == -4
+    assert qad.quantize_and_dequantize_v2(x, axis=0)[0].tolist()[::2] == [-4, 1]
+    assert qad.quantize_and_dequantize_v2(x, axis=0, num_bits=2, narrow_range=True)[0, 0] == -4
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2)])
 def test_scalars_and_empty_tensors(shape: tuple[int, ...]) -> None:
     """A scalar and tensors without values keep their shape and type, with and without a range."""
     x = np.full(shape, 0.5, np.float32)
-    for given in (True, False):
-        found = qad.v2(x, -1, 1, range_given=given)
-        assert found.shape == shape
-        assert found.dtype == np.float32
+    for range_given in (True, False):
+        actual = qad.quantize_and_dequantize_v2(x, -1, 1, range_given=range_given)
+        assert actual.shape == shape
+        assert actual.dtype == np.float32
     for axis in range(len(shape)):
-        assert qad.v2(x, axis=axis).shape == shape
+        assert qad.quantize_and_dequantize_v2(x, axis=axis).shape == shape
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: qad.v2(np.ones(2, np.float16)), "no CPU kernel for float16"),
-        (lambda: qad.v2(np.ones(2), 1.0, 0.0, range_given=True), "range is 1.0 to 0.0"),
-        (lambda: qad.v2(np.ones(2), np.nan, 0.0, range_given=True), "no NaN"),
-        (lambda: qad.v1(np.ones(2), input_min=5.0, input_max=-10.0, range_given=True), "range is 5.0 to -10.0"),
-        (lambda: qad.v2(np.ones(2), num_bits=62), "1 to 61 bits for signed"),
-        (lambda: qad.v3(np.ones(2), 0, 1, 63, signed_input=False), "1 to 62 bits for unsigned"),
-        (lambda: qad.v2(np.ones(2), num_bits=0), "num_bits is 0"),
-        (lambda: qad.v2(np.ones(2), round_mode="HALF_DOWN"), "HALF_TO_EVEN or HALF_UP"),
-        (lambda: qad.v2(np.ones(2), axis=1), "axis is 1 for a tensor of 1 axes"),
-        (lambda: qad.v3(np.ones((2, 2)), 0, 1, 8, axis=-2), "Count from 0"),
-        (lambda: qad.v3(np.ones((2, 2)), 0, 0, 8, range_given=False, axis=-(2**31)), "Count from 0"),
-        (lambda: qad.v2([2.5, 2.5], axis=10), "axis is 10 for a tensor of 1 axes"),
-        (lambda: qad.v4(np.ones(1), 1, 10, num_bits=1, range_given=True, axis=2**31 - 1), "for a tensor of 1 axes"),
-        (lambda: qad.v3(np.float32(1), 0, 1, 8), "takes no scalar"),
-        (lambda: qad.v2(np.ones((2, 3)), [0, 0], [1, 1], range_given=True, axis=1), r"both must be \(3,\)"),
-        (lambda: qad.v2(np.ones(2), [0], [1], range_given=True), r"both must be \(\)"),
-        (lambda: qad.v4_gradient(np.ones(3), np.ones(2), 0, 1), "Give both one shape"),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2, np.float16)), "no CPU kernel for float16"),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), 1.0, 0.0, range_given=True), "range is 1.0 to 0.0"),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), np.nan, 0.0, range_given=True), "no NaN"),
+        (
+            lambda: qad.quantize_and_dequantize_v1(np.ones(2), input_min=5.0, input_max=-10.0, range_given=True),
+            "range is 5.0 to -10.0",
+        ),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), num_bits=62), "1 to 61 bits for signed"),
+        (lambda: qad.quantize_and_dequantize_v3(np.ones(2), 0, 1, 63, signed_input=False), "1 to 62 bits for unsigned"),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), num_bits=0), "num_bits is 0"),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), round_mode="HALF_DOWN"), "HALF_TO_EVEN or HALF_UP"),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), axis=1), "axis is 1 for a tensor of 1 axes"),
+        (lambda: qad.quantize_and_dequantize_v3(np.ones((2, 2)), 0, 1, 8, axis=-2), "Count from 0"),
+        (
+            lambda: qad.quantize_and_dequantize_v3(np.ones((2, 2)), 0, 0, 8, range_given=False, axis=-(2**31)),
+            "Count from 0",
+        ),
+        (lambda: qad.quantize_and_dequantize_v2([2.5, 2.5], axis=10), "axis is 10 for a tensor of 1 axes"),
+        (
+            lambda: qad.quantize_and_dequantize_v4(np.ones(1), 1, 10, num_bits=1, range_given=True, axis=2**31 - 1),
+            "for a tensor of 1 axes",
+        ),
+        (lambda: qad.quantize_and_dequantize_v3(np.float32(1), 0, 1, 8), "takes no scalar"),
+        (
+            lambda: qad.quantize_and_dequantize_v2(np.ones((2, 3)), [0, 0], [1, 1], range_given=True, axis=1),
+            r"both must be \(3,\)",
+        ),
+        (lambda: qad.quantize_and_dequantize_v2(np.ones(2), [0], [1], range_given=True), r"both must be \(\)"),
+        (lambda: qad.quantize_and_dequantize_v4_gradient(np.ones(3), np.ones(2), 0, 1), "Give both one shape"),
     ],
 )
 def test_refusals(call, message: str) -> None:
@@ -210,20 +241,20 @@ def test_refusals(call, message: str) -> None:
         call()
 
 
-def wanted(scale, bits: int, *, signed: bool = True, narrow: bool = False, zero: int = 0) -> QParams:
+def target_params(scale, bits: int, *, signed: bool = True, narrow: bool = False, zero: int = 0) -> QParams:
     """Params with a scale, per channel if it is an array."""
     scale = np.asarray(scale, np.float32)
     axis = 0 if scale.ndim else None
-    return from_scale(scale, np.full(scale.shape, zero), IntType(bits, signed), narrow=narrow, axis=axis)
+    return qparams_from_scale(scale, np.full(scale.shape, zero), IntType(bits, signed), narrow=narrow, axis=axis)
 
 
 def size_of(params: QParams) -> np.ndarray:
     """The step that the op takes in the range to write for `params`."""
-    ends = qad.range_to_write(params)
+    ends = qad.range_for_quantize_and_dequantize(params)
     low, high = ends.low.astype(np.float32), ends.high.astype(np.float32)
     np.testing.assert_array_equal((low, high), (ends.low, ends.high))  # it is a range of float32 numbers
     kind = params.type
-    return qad.steps(low, high, num_bits=kind.bits, signed=kind.signed, narrow=params.narrow).size
+    return qad.scale_range(low, high, num_bits=kind.bits, signed=kind.signed, narrow=params.narrow).scale
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 11, 16])
@@ -231,32 +262,36 @@ def test_ranges_to_write_give_the_scale(bits: int) -> None:
     """Any scale of signed integers and every power of two comes out exactly; other scales in all but the last place."""
     rng = np.random.default_rng(bits)
     scales = np.exp(rng.uniform(-60, 60, 2000)).astype(np.float32)
-    np.testing.assert_array_equal(size_of(wanted(scales, bits)), scales)
+    np.testing.assert_array_equal(size_of(target_params(scales, bits)), scales)
     powers = np.float32(2) ** np.arange(-100, 100, dtype=np.float32)
     for kind in ({"signed": True, "narrow": True}, {"signed": False}):
-        np.testing.assert_array_equal(size_of(wanted(powers, bits, **kind)), powers)
-        found = size_of(wanted(scales, bits, **kind))
-        assert (np.abs(found - scales) <= np.spacing(scales)).all()
-        assert (found == scales).mean() > 0.7
-    assert size_of(wanted(0.1, bits)) == np.float32(0.1)
+        np.testing.assert_array_equal(size_of(target_params(powers, bits, **kind)), powers)
+        actual = size_of(target_params(scales, bits, **kind))
+        assert (np.abs(actual - scales) <= np.spacing(scales)).all()
+        assert (actual == scales).mean() > 0.7
+    assert size_of(target_params(0.1, bits)) == np.float32(0.1)
 
 
 def test_ranges_to_write_need_zero_point_0() -> None:
     """A zero point elsewhere cannot be had from this op, which its family refuses before."""
     with pytest.raises(InternalError, match="asked for a zero point"):
-        qad.range_to_write(wanted(0.5, 8, zero=3))
+        qad.range_for_quantize_and_dequantize(target_params(0.5, 8, zero=3))
 
 
 def test_params_of_a_range() -> None:
     """A range gives the scale that the op steps by, in float32 and per channel; one without a step is refused."""
     kind = IntType(8, signed=True)
-    found = qad.params_of(Range(np.array(-10.0), np.array(5.0)), kind)
-    assert (found.scale, found.zero_point, found.range.high) == (np.float32(0.078125), 0, 9.921875)
-    found = qad.params_of(Range(np.array([-0.1, -3]), np.array([0.1, 1])), kind, narrow=True, axis=1)
-    assert found.scale.tolist() == [np.float32(0.1) / np.float32(127), np.float32(3) / np.float32(127)]
-    written = qad.range_to_write(found)
-    assert qad.params_of(written, kind, narrow=True, axis=1).scale.tolist() == found.scale.tolist()
+    actual = qad.quantize_and_dequantize_params(Range(np.array(-10.0), np.array(5.0)), kind)
+    assert (actual.scale, actual.zero_point, actual.range.high) == (np.float32(0.078125), 0, 9.921875)
+    actual = qad.quantize_and_dequantize_params(
+        Range(np.array([-0.1, -3]), np.array([0.1, 1])), kind, narrow=True, axis=1
+    )
+    assert actual.scale.tolist() == [np.float32(0.1) / np.float32(127), np.float32(3) / np.float32(127)]
+    written = qad.range_for_quantize_and_dequantize(actual)
+    assert (
+        qad.quantize_and_dequantize_params(written, kind, narrow=True, axis=1).scale.tolist() == actual.scale.tolist()
+    )
     with pytest.raises(UsageError, match="no step in the range"):
-        qad.params_of(Range(np.array(0.0), np.array(0.0)), kind)
+        qad.quantize_and_dequantize_params(Range(np.array(0.0), np.array(0.0)), kind)
     with pytest.raises(UsageError, match="no step in the range"):
-        qad.params_of(Range(np.array(-2.0), np.array(-1.0)), IntType(8, signed=False))
+        qad.quantize_and_dequantize_params(Range(np.array(-2.0), np.array(-1.0)), IntType(8, signed=False))

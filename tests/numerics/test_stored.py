@@ -9,14 +9,14 @@ import pytest
 from graphquant.numerics import (
     IntType,
     Range,
-    blocks,
-    blocks_of,
-    choose,
-    in_blocks,
+    affine,
+    block_scale_shape,
+    choose_qparams,
+    iter_blocks,
     parse_type,
     quantize,
-    some_in_blocks,
-    stored,
+    quantize_to_dtype,
+    split_blocks,
 )
 
 
@@ -29,23 +29,25 @@ def test_rows(dtype: str, axis: Any, block: Any, shape: tuple[int, ...], monkeyp
     value = rng.standard_normal(shape).astype(np.float32)
     size: tuple[int, ...] = () if axis is None else (shape[axis],)
     if block is not None:
-        size = blocks_of(shape, axis, block)
+        size = block_scale_shape(shape, axis, block)
     high = rng.uniform(0.5, 3, size)
     low = np.zeros(size) if dtype.startswith("u") else -high
-    params = choose(Range(low, high), parse_type(dtype), symmetric=not dtype.startswith("u"), axis=axis, block=block)
-    held = np.dtype(getattr(ml_dtypes, dtype, dtype))
-    whole = quantize(value, params).astype(held)
+    params = choose_qparams(
+        Range(low, high), parse_type(dtype), symmetric=not dtype.startswith("u"), axis=axis, block=block
+    )
+    storage_dtype = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    whole = quantize(value, params).astype(storage_dtype)
     for slab in (1, 10, 37, 1 << 22):
-        monkeypatch.setattr(blocks, "SLAB", slab)
-        made = stored(value, params, held)
-        assert made.dtype == held
-        np.testing.assert_array_equal(made.astype(np.float32), whole.astype(np.float32))
+        monkeypatch.setattr(affine, "SLAB_ELEMENTS", slab)
+        actual = quantize_to_dtype(value, params, storage_dtype)
+        assert actual.dtype == storage_dtype
+        np.testing.assert_array_equal(actual.astype(np.float32), whole.astype(np.float32))
 
 
 def test_scalar() -> None:
     """A single number has no rows."""
-    params = choose(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), symmetric=True)
-    assert stored(np.array(0.5, np.float32), params, np.dtype(np.int8)).tolist() == 64
+    params = choose_qparams(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), symmetric=True)
+    assert quantize_to_dtype(np.array(0.5, np.float32), params, np.dtype(np.int8)).tolist() == 64
 
 
 @pytest.mark.parametrize(("axis", "block"), [(0, 3), (0, 4), (1, 4), (2, 2)])
@@ -53,7 +55,7 @@ def test_blocks_of_some_rows(axis: int, block: int, monkeypatch: pytest.MonkeyPa
     """Blocks of some rows at a time are, one behind the other, those of all."""
     value = np.random.default_rng(0).standard_normal((10, 6, 5)).astype(np.float32)
     for slab in (1, 50, 100, 1 << 22):
-        monkeypatch.setattr(blocks, "SLAB", slab)
-        parts = list(some_in_blocks(value, axis, block))
-        assert len(parts) > 1 or slab >= 100
-        np.testing.assert_array_equal(np.concatenate(parts), in_blocks(value, axis, block))
+        monkeypatch.setattr(affine, "SLAB_ELEMENTS", slab)
+        slabs = list(iter_blocks(value, axis, block))
+        assert len(slabs) > 1 or slab >= 100
+        np.testing.assert_array_equal(np.concatenate(slabs), split_blocks(value, axis, block))

@@ -5,11 +5,11 @@ import pytest
 
 import graphquant as gq
 from graphquant.errors import UsageError
-from graphquant.ir import Op, channel_axis, channel_view
-from graphquant.numerics import Dynamic, fake_quant
+from graphquant.ir import Op, channel_axis, merged_channel_shape
+from graphquant.numerics import DynamicQParams, fake_quant
 from graphquant.numerics import quantize_and_dequantize as qad
-from graphquant.plans import to_json
-from graphquant.plans.json import from_json
+from graphquant.quantize import plan_to_json
+from graphquant.quantize.plan_json import plan_from_json
 
 RULES = """
 [scheme.s]
@@ -59,26 +59,32 @@ def run(result, tmp_path, names: list[str]) -> list[np.ndarray]:
     path = result.save(tmp_path / "made.pb", force=True)
     with v1.Graph().as_default() as graph:
         v1.import_graph_def(v1.GraphDef.FromString(path.read_bytes()), name="")
-        with v1.Session(graph=graph) as session:
+        with v1.TensorFlowSession(graph=graph) as session:
             return session.run(names, {"x:0": np.ones((1, 6, 6, CHANNELS), np.float32)})
 
 
 def expected(family: str, weight: np.ndarray, params) -> np.ndarray:
     """What the family's reference makes of each output channel by itself."""
     flat = weight.reshape(3, 3, -1)
-    if isinstance(params, Dynamic):
-        found = [qad.v2(flat[..., one], num_bits=8, narrow_range=params.narrow) for one in range(flat.shape[2])]
+    if isinstance(params, DynamicQParams):
+        channels = [
+            qad.quantize_and_dequantize_v2(flat[..., channel], num_bits=8, narrow_range=params.narrow)
+            for channel in range(flat.shape[2])
+        ]
     elif family == "fake-quant":
-        ends = fake_quant.range_to_write(params)
-        found = [
-            fake_quant.with_vars_per_channel(flat, ends.low, ends.high, narrow_range=True)[..., one]
-            for one in range(flat.shape[2])
+        ends = fake_quant.range_for_fake_quant(params)
+        channels = [
+            fake_quant.fake_quant_with_vars_per_channel(flat, ends.low, ends.high, narrow_range=True)[..., channel]
+            for channel in range(flat.shape[2])
         ]
     else:
-        ends = qad.range_to_write(params)
+        ends = qad.range_for_quantize_and_dequantize(params)
         pairs = zip(ends.low, ends.high, strict=True)
-        found = [qad.v3(flat[..., one], *pair, 8, narrow_range=True) for one, pair in enumerate(pairs)]
-    return np.stack(found, axis=2).reshape(weight.shape)
+        channels = [
+            qad.quantize_and_dequantize_v3(flat[..., channel], *pair, 8, narrow_range=True)
+            for channel, pair in enumerate(pairs)
+        ]
+    return np.stack(channels, axis=2).reshape(weight.shape)
 
 
 @pytest.mark.slow
@@ -96,16 +102,16 @@ def expected(family: str, weight: np.ndarray, params) -> np.ndarray:
 def test_each_output_channel_has_its_scale(tmp_path, family: str, range_: str, multiplier: int) -> None:
     """The scale of an output channel is that of its own values, and the op gives what the reference predicts."""
     result = inserted(tmp_path, multiplier, f'family = "{family}"\nrange = "{range_}"\nnarrow = true')
-    (done,) = result.inserted
+    (inserted_site,) = result.inserted
     weight = kernel(multiplier)
-    assert done.params.axis == 2
-    assert done.site.view == (None if multiplier == 1 else (3, 3, CHANNELS * multiplier))
+    assert inserted_site.params.axis == 2
+    assert inserted_site.site.view == (None if multiplier == 1 else (3, 3, CHANNELS * multiplier))
     if range_ == "observed":
         largest = np.abs(weight).reshape(9, -1).max(axis=0)
-        np.testing.assert_allclose(done.params.scale, largest / 127, rtol=2e-7)
-    (before, after) = run(result, tmp_path, [str(done.site.tensor), str(done.output)])
+        np.testing.assert_allclose(inserted_site.params.scale, largest / 127, rtol=2e-7)
+    (before, after) = run(result, tmp_path, [str(inserted_site.site.tensor), str(inserted_site.output)])
     np.testing.assert_array_equal(before, weight)
-    np.testing.assert_array_equal(after.view(np.int32), expected(family, weight, done.params).view(np.int32))
+    np.testing.assert_array_equal(after.view(np.int32), expected(family, weight, inserted_site.params).view(np.int32))
 
 
 @pytest.mark.slow
@@ -120,19 +126,19 @@ def test_v2_and_v4_refuse_a_range_per_channel(tmp_path, version: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_says_how_the_kernel_is_seen(tmp_path) -> None:
+def test_plan_has_the_merged_channel_shape(tmp_path) -> None:
     """A plan with a view survives JSON and is applied; another view or number of scales is refused."""
-    made = inserted(tmp_path, 2, 'family = "fake-quant"')
-    data = to_json(made.plan)
+    result = inserted(tmp_path, 2, 'family = "fake-quant"')
+    data = plan_to_json(result.plan)
     assert data["sites"][0]["view"] == [3, 3, 8]
-    again = gq.insert(made.source, plan=from_json(data))
-    np.testing.assert_array_equal(again.inserted[0].params.scale, made.inserted[0].params.scale)
+    again = gq.insert(result.source, plan=plan_from_json(data))
+    np.testing.assert_array_equal(again.inserted[0].params.scale, result.inserted[0].params.scale)
     data["sites"][0]["scale"] = [0.5] * 4
     with pytest.raises(UsageError, match="it has 8 channels and the plan gives 4 scales"):
-        gq.insert(made.source, plan=from_json(data))
+        gq.insert(result.source, plan=plan_from_json(data))
     data["sites"][0]["view"] = [9, 2, 4]
     with pytest.raises(UsageError, match=r"do not see channels in the view \[9, 2, 4\]"):
-        gq.insert(made.source, plan=from_json(data))
+        gq.insert(result.source, plan=plan_from_json(data))
 
 
 @pytest.mark.slow
@@ -147,13 +153,13 @@ def test_tflite_has_the_same_scales(tmp_path, multiplier: int) -> None:
         '[[rule]]\nname = "y"\nproducer = {kind = "depthwise_conv"}\nquantize = "a"\n'
     )
     result = gq.insert(model(tmp_path, multiplier), rules=[str(rules)])
-    from graphquant.tflite import convert
+    from graphquant.api.convert import convert_to_tflite
 
-    receipt = convert(result, None)
-    assert [line.problem for line in receipt.lines] == [""] * 3
-    kernels = [line for line in receipt.lines if line.tensor.op == "w"]
-    assert kernels[0].found is not None
-    assert kernels[0].found[0].size == CHANNELS * multiplier
+    receipt = convert_to_tflite(result, None)
+    assert [line.problem for line in receipt.tensors] == [""] * 3
+    kernels = [line for line in receipt.tensors if line.tensor.op == "w"]
+    assert kernels[0].runtime is not None
+    assert kernels[0].runtime[0].size == CHANNELS * multiplier
 
 
 def test_views_of_other_kernels() -> None:
@@ -161,9 +167,9 @@ def test_views_of_other_kernels() -> None:
     tensorflow = Op(name="d", kind="depthwise_conv", type="DepthwiseConv2dNative", outputs=(), channel_axis=2)
     onnx = Op(name="d", kind="depthwise_conv", type="Conv", outputs=(), channel_axis=0)
     transposed = Op(name="t", kind="conv_transpose", type="Conv2DBackpropInput", outputs=(), channel_axis=2)
-    assert channel_view(tensorflow, (3, 3, 4, 2)) == (3, 3, 8)
-    assert channel_view(tensorflow, (3, 3, None, 2)) == (3, 3, None)
-    assert channel_view(tensorflow, (3, 3, 4, 1)) is None
-    assert channel_view(onnx, (8, 1, 3, 3)) is None
-    assert channel_view(transposed, (3, 3, 8, 4)) is None
+    assert merged_channel_shape(tensorflow, (3, 3, 4, 2)) == (3, 3, 8)
+    assert merged_channel_shape(tensorflow, (3, 3, None, 2)) == (3, 3, None)
+    assert merged_channel_shape(tensorflow, (3, 3, 4, 1)) is None
+    assert merged_channel_shape(onnx, (8, 1, 3, 3)) is None
+    assert merged_channel_shape(transposed, (3, 3, 8, 4)) is None
     assert (channel_axis(onnx, (8, 1, 3, 3)), channel_axis(tensorflow, (3,))) == (0, None)

@@ -5,10 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, check
-from graphquant.numerics import FloatType, IntType, QParams, Range, choose, dequantize, quantize
-from graphquant.qdq import FAMILIES, Lowering
-from graphquant.qdq.base import Request
+from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, check_invariants
+from graphquant.numerics import FloatType, IntType, QParams, Range, choose_qparams, dequantize, quantize
+from graphquant.qdq import FAMILIES, QDQSite
+from graphquant.qdq.family import FamilyRequest
 
 INT8 = IntType(8, True)
 E4M3 = FloatType("float8_e4m3fn")
@@ -19,15 +19,15 @@ def graph_with(shape: tuple[int, ...], kind: str = "relu") -> tuple[Model, Graph
     model = Model(format="onnx")
     graph = model.graphs[""] = Graph("", model.graphs)
     op = Op(name="t", kind=kind, type=kind, outputs=(Output("t", "float32", shape),))
-    return model, graph, graph.add(op)
+    return model, graph, graph.add_op(op)
 
 
-def lower(family: str, shape: tuple[int, ...], params: QParams, **more) -> tuple[Graph, TensorRef]:
+def lower_tensor(family: str, shape: tuple[int, ...], params: QParams, **more) -> tuple[Graph, TensorRef]:
     """The graph after lowering one site, checked."""
     model, graph, tensor = graph_with(shape)
-    site = Lowering(tensor=tensor, name="t/quant", params=params, rule="r", shape=shape, **more)
-    result = FAMILIES[family].lower(graph, site)
-    check(model, family)
+    site = QDQSite(tensor=tensor, name="t/quant", params=params, rule="r", shape=shape, **more)
+    result = FAMILIES[family].add_ops(graph, site)
+    check_invariants(model, family)
     assert all(op.rule == "r" for op in graph.ops() if op.name != "t")
     return graph, result
 
@@ -41,21 +41,21 @@ def value(graph: Graph, name: str) -> np.ndarray:
     """The value of a constant, which its output describes."""
     op = graph.op(name)
     assert op.kind == "constant"
-    held = op.value()
-    assert (op.outputs[0].dtype, op.outputs[0].shape) == (str(held.dtype), held.shape)
-    return held
+    constant = op.read_value()
+    assert (op.outputs[0].dtype, op.outputs[0].shape) == (str(constant.dtype), constant.shape)
+    return constant
 
 
 def per_channel(channels: int, axis: int) -> QParams:
     """Symmetric int8 scales, one per channel, all different."""
     high = np.arange(1.0, channels + 1)
-    return choose(Range(-high, high), INT8, symmetric=True, narrow=True, axis=axis)
+    return choose_qparams(Range(-high, high), INT8, symmetric=True, narrow=True, axis=axis)
 
 
 def test_onnx_per_tensor() -> None:
     """QuantizeLinear and DequantizeLinear share the constants of scale and zero point."""
-    params = choose(Range(np.array(-1.0), np.array(3.0)), IntType(8, False), symmetric=False)
-    graph, result = lower("onnx-qdq", (2, 3), params)
+    params = choose_qparams(Range(np.array(-1.0), np.array(3.0)), IntType(8, False), symmetric=False)
+    graph, result = lower_tensor("onnx-qdq", (2, 3), params)
     assert wiring(graph) == {
         "t/quant/scale": ("Constant", []),
         "t/quant/zero_point": ("Constant", []),
@@ -76,7 +76,7 @@ def test_onnx_per_channel_weight_is_folded() -> None:
     """A weight becomes an integer constant and one DequantizeLinear with its axis."""
     weight = np.linspace(-2.0, 2.0, 12, dtype=np.float32).reshape(3, 4)
     params = per_channel(3, 0)
-    graph, result = lower("onnx-qdq", (3, 4), params, value=lambda: weight)
+    graph, result = lower_tensor("onnx-qdq", (3, 4), params, value=lambda: weight)
     assert wiring(graph) == {
         "t/quant/scale": ("Constant", []),
         "t/quant/zero_point": ("Constant", []),
@@ -95,16 +95,16 @@ def test_onnx_per_channel_weight_is_folded() -> None:
 
 def test_odd_widths_live_in_the_next_container() -> None:
     """Five bits are int8 values from -16 to 15."""
-    params = choose(Range(np.array(-1.0), np.array(1.0)), IntType(5, True), symmetric=True)
+    params = choose_qparams(Range(np.array(-1.0), np.array(1.0)), IntType(5, True), symmetric=True)
     values = np.array([-9.0, -1.0, 0.0, 1.0, 9.0], np.float32)
-    graph, _ = lower("onnx-qdq", (5,), params, value=lambda: values)
+    graph, _ = lower_tensor("onnx-qdq", (5,), params, value=lambda: values)
     assert value(graph, "t/quant/int8").tolist() == [-16, -15, 0, 15, 15]
 
 
 def test_fake_quant_per_tensor() -> None:
     """FakeQuantWithMinMaxVars has the range of the params, its bits and whether it is narrow."""
-    params = choose(Range(np.array(-8.0), np.array(127 / 16)), INT8, symmetric=True)
-    graph, result = lower("fake-quant", (2, 3), params)
+    params = choose_qparams(Range(np.array(-8.0), np.array(127 / 16)), INT8, symmetric=True)
+    graph, result = lower_tensor("fake-quant", (2, 3), params)
     assert wiring(graph) == {
         "t/quant/min": ("Const", []),
         "t/quant/max": ("Const", []),
@@ -119,7 +119,7 @@ def test_fake_quant_per_tensor() -> None:
 
 def test_fake_quant_of_the_last_axis() -> None:
     """Per channel of the last axis needs no reshape."""
-    graph, result = lower("fake-quant", (3, 3, 2, 4), per_channel(4, 3))
+    graph, result = lower_tensor("fake-quant", (3, 3, 2, 4), per_channel(4, 3))
     assert set(wiring(graph)) == {"t/quant", "t/quant/min", "t/quant/max"}
     assert graph.op(result.op).type == "FakeQuantWithMinMaxVarsPerChannel"
     np.testing.assert_allclose(value(graph, "t/quant/max"), [1.0, 2.0, 3.0, 4.0], rtol=1e-6)
@@ -136,7 +136,7 @@ def test_fake_quant_of_the_last_axis() -> None:
 )
 def test_fake_quant_of_an_inner_axis(shape, axis: int, flat, high) -> None:
     """The channel axis and what follows it become the last axis, each channel's range repeated, and back."""
-    graph, result = lower("fake-quant", shape, per_channel(shape[axis], axis))
+    graph, result = lower_tensor("fake-quant", shape, per_channel(shape[axis], axis))
     assert wiring(graph) == {
         "t/quant/flat/shape": ("Const", []),
         "t/quant/flat": ("Reshape", ["t:0", "t/quant/flat/shape:0"]),
@@ -159,75 +159,101 @@ def test_fake_quant_of_an_inner_axis(shape, axis: int, flat, high) -> None:
 def test_constants_in_frames_follow_the_tensor(axis: int | None) -> None:
     """In a TF1 frame each new constant runs after the quantized op; elsewhere none does."""
     params = (
-        choose(Range(np.array(-1.0), np.array(1.0)), INT8, symmetric=True) if axis is None else per_channel(2, axis)
+        choose_qparams(Range(np.array(-1.0), np.array(1.0)), INT8, symmetric=True)
+        if axis is None
+        else per_channel(2, axis)
     )
     for framed in (True, False):
-        graph, _ = lower("fake-quant", (3, 3, 2, 4), params, in_frame=framed)
+        graph, _ = lower_tensor("fake-quant", (3, 3, 2, 4), params, in_frame=framed)
         for op in graph.ops():
             if op.kind == "constant":
                 assert graph.control_inputs(op.name) == (["t"] if framed else [])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_taken_names(family: str) -> None:
+def test_names_in_use_get_a_suffix(family: str) -> None:
     """Where a name is taken, the new op gets the smallest free number and the wiring follows."""
     model, graph, tensor = graph_with((2,))
     for name in ("t/quant", "t/quant/min", "t/quant/scale"):
-        graph.add(Op(name=name, kind="other", type="other", outputs=(Output(name),)))
-    params = choose(Range(np.array(-1.0), np.array(1.0)), INT8, symmetric=True)
-    FAMILIES[family].lower(graph, Lowering(tensor=tensor, name="t/quant", params=params, rule="r"))
-    check(model, family)
-    held = "t/quant/scale_1" if family == "onnx-qdq" else "t/quant/min_1"
-    assert graph.slots("t/quant_1")[:2] == [tensor, TensorRef("", held)]
+        graph.add_op(Op(name=name, kind="other", type="other", outputs=(Output(name),)))
+    params = choose_qparams(Range(np.array(-1.0), np.array(1.0)), INT8, symmetric=True)
+    FAMILIES[family].add_ops(graph, QDQSite(tensor=tensor, name="t/quant", params=params, rule="r"))
+    check_invariants(model, family)
+    used_name = "t/quant/scale_1" if family == "onnx-qdq" else "t/quant/min_1"
+    assert graph.slots("t/quant_1")[:2] == [tensor, TensorRef("", used_name)]
 
 
 @pytest.mark.parametrize(("family", "name"), [("onnx-qdq", "t/quant"), ("fake-quant", "t/quant")])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_what_is_lowered_is_read_back(family: str, name: str, symmetric: bool) -> None:
+def test_params_are_read_back(family: str, name: str, symmetric: bool) -> None:
     """A family reads from its own op the scale and range that it was made from."""
-    params = choose(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=symmetric)
+    params = choose_qparams(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=symmetric)
     model, graph, tensor = graph_with((2,))
-    FAMILIES[family].lower(graph, Lowering(tensor=tensor, name=name, params=params, rule="r"))
-    found = FAMILIES[family].read(graph, graph.op(name), Parameters(model))
-    assert found is not None
-    np.testing.assert_allclose(found.scale, params.scale, rtol=1e-6)
-    np.testing.assert_allclose([found.range.low, found.range.high], [params.range.low, params.range.high], rtol=1e-6)
-    assert found.zero_point == params.zero_point
+    FAMILIES[family].add_ops(graph, QDQSite(tensor=tensor, name=name, params=params, rule="r"))
+    actual = FAMILIES[family].read_params(graph, graph.op(name), Parameters(model))
+    assert actual is not None
+    np.testing.assert_allclose(actual.scale, params.scale, rtol=1e-6)
+    np.testing.assert_allclose([actual.range.low, actual.range.high], [params.range.low, params.range.high], rtol=1e-6)
+    assert actual.zero_point == params.zero_point
 
 
 def test_a_range_of_strings_is_not_read() -> None:
     """A damaged FakeQuant whose range is no float is told as one that is not known, not as a crash."""
-    params = choose(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=True)
-    graph, _ = lower("fake-quant", (2,), params)
-    damaged = dataclasses.replace(graph.op("t/quant/max"), value=lambda: np.array(b"", object))
-    graph.replace(damaged)
+    params = choose_qparams(Range(np.array(-0.7), np.array(2.9)), INT8, symmetric=True)
+    graph, _ = lower_tensor("fake-quant", (2,), params)
+    damaged = dataclasses.replace(graph.op("t/quant/max"), read_value=lambda: np.array(b"", object))
+    graph.replace_op(damaged)
     model = Model(format="onnx", graphs={"": graph})
-    assert FAMILIES["fake-quant"].read(graph, graph.op("t/quant"), Parameters(model)) is None
+    assert FAMILIES["fake-quant"].read_params(graph, graph.op("t/quant"), Parameters(model)) is None
 
 
 @pytest.mark.parametrize(
     ("family", "asked", "reason"),
     [
-        ("onnx-qdq", Request(type=INT8, axis=0, dtype="float32", shape=None), None),
-        ("onnx-qdq", Request(type=INT8, axis=None, dtype="float16", shape=None), "convert the model to float32"),
-        ("onnx-qdq", Request(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
-        ("onnx-qdq", Request(type=IntType(17, True), axis=None, dtype="float32", shape=None), "take 2 to 16 bits"),
-        ("onnx-qdq", Request(type=IntType(32, True), axis=None, dtype="float32", shape=None), "take 2 to 16 bits"),
-        ("onnx-qdq", Request(type=IntType(32, True), axis=0, dtype="float32", shape=(3,), parameter=True), None),
-        ("onnx-qdq", Request(type=E4M3, axis=1, dtype="float32", shape=None), None),
-        ("onnx-qdq", Request(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32), "blocks are for weights"),
-        ("onnx-qdq", Request(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32, parameter=True), None),
-        ("fake-quant", Request(type=E4M3, axis=None, dtype="float32", shape=None), "is for ONNX models"),
-        ("fake-quant", Request(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32), "has no blocks"),
-        ("quantize-and-dequantize-v2", Request(type=E4M3, axis=None, dtype="float32", shape=None), "for ONNX models"),
-        ("fake-quant", Request(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
-        ("fake-quant", Request(type=IntType(17, True), axis=None, dtype="float32", shape=None), "2 to 16 bits"),
-        ("fake-quant", Request(type=INT8, axis=None, dtype="float64", shape=None), "this tensor is float64"),
-        ("fake-quant", Request(type=INT8, axis=1, dtype="float32", shape=(None, 3)), "static shape"),
-        ("fake-quant", Request(type=INT8, axis=1, dtype="float32", shape=(2, 3)), None),
+        ("onnx-qdq", FamilyRequest(type=INT8, axis=0, dtype="float32", shape=None), None),
+        ("onnx-qdq", FamilyRequest(type=INT8, axis=None, dtype="float16", shape=None), "convert the model to float32"),
+        ("onnx-qdq", FamilyRequest(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
+        (
+            "onnx-qdq",
+            FamilyRequest(type=IntType(17, True), axis=None, dtype="float32", shape=None),
+            "take 2 to 16 bits",
+        ),
+        (
+            "onnx-qdq",
+            FamilyRequest(type=IntType(32, True), axis=None, dtype="float32", shape=None),
+            "take 2 to 16 bits",
+        ),
+        (
+            "onnx-qdq",
+            FamilyRequest(type=IntType(32, True), axis=0, dtype="float32", shape=(3,), is_parameter=True),
+            None,
+        ),
+        ("onnx-qdq", FamilyRequest(type=E4M3, axis=1, dtype="float32", shape=None), None),
+        (
+            "onnx-qdq",
+            FamilyRequest(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32),
+            "blocks are for weights",
+        ),
+        (
+            "onnx-qdq",
+            FamilyRequest(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32, is_parameter=True),
+            None,
+        ),
+        ("fake-quant", FamilyRequest(type=E4M3, axis=None, dtype="float32", shape=None), "is for ONNX models"),
+        ("fake-quant", FamilyRequest(type=INT8, axis=0, dtype="float32", shape=(64, 2), block=32), "has no blocks"),
+        (
+            "quantize-and-dequantize-v2",
+            FamilyRequest(type=E4M3, axis=None, dtype="float32", shape=None),
+            "for ONNX models",
+        ),
+        ("fake-quant", FamilyRequest(type=IntType(16, True), axis=None, dtype="float32", shape=None), None),
+        ("fake-quant", FamilyRequest(type=IntType(17, True), axis=None, dtype="float32", shape=None), "2 to 16 bits"),
+        ("fake-quant", FamilyRequest(type=INT8, axis=None, dtype="float64", shape=None), "this tensor is float64"),
+        ("fake-quant", FamilyRequest(type=INT8, axis=1, dtype="float32", shape=(None, 3)), "static shape"),
+        ("fake-quant", FamilyRequest(type=INT8, axis=1, dtype="float32", shape=(2, 3)), None),
     ],
 )
-def test_what_a_family_cannot_do(family: str, asked: Request, reason: str | None) -> None:
+def test_unsupported_reasons(family: str, asked: FamilyRequest, reason: str | None) -> None:
     """A request that the runtime would refuse is refused with its reason."""
-    said = FAMILIES[family].why_not(asked)
-    assert said is None if reason is None else reason in said
+    actual = FAMILIES[family].unsupported_reason(asked)
+    assert actual is None if reason is None else reason in actual

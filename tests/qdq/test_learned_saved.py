@@ -5,9 +5,9 @@ import pytest
 
 import graphquant as gq
 from graphquant import formats
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import UsageError
 from graphquant.numerics import fake_quant
-from graphquant.survey import survey
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -78,12 +78,12 @@ def inserted(model, tmp_path, family="fake-quant"):
 
 def quantized(rounds=1):
     """What the reference makes of the products."""
-    ends = fake_quant.range_to_write(gq_params(-0.75, 0.5))
+    ends = fake_quant.range_for_fake_quant(gq_params(-0.75, 0.5))
     largest = np.abs(WEIGHT).max(axis=0)
-    weight = fake_quant.range_to_write(gq_params(-largest, largest, axis=1))
+    weight = fake_quant.range_for_fake_quant(gq_params(-largest, largest, axis=1))
     y = X
     for _ in range(rounds):
-        y = fake_quant.with_vars(y, ends.low, ends.high) @ fake_quant.with_vars_per_channel(
+        y = fake_quant.fake_quant_with_vars(y, ends.low, ends.high) @ fake_quant.fake_quant_with_vars_per_channel(
             WEIGHT, weight.low, weight.high
         )
     return y
@@ -91,15 +91,15 @@ def quantized(rounds=1):
 
 def gq_params(low, high, axis=None):
     """The scale that the rules choose for a range."""
-    from graphquant.numerics import IntType, Range, choose
+    from graphquant.numerics import IntType, Range, choose_qparams
 
-    return choose(Range(low, high), IntType(8, signed=True), symmetric=True, axis=axis)
+    return choose_qparams(Range(low, high), IntType(8, signed=True), symmetric=True, axis=axis)
 
 
 def test_layouts_of_the_rules(tf, tmp_path) -> None:
     """The reference above is what the plan decides."""
     result = inserted(saved(tf, tmp_path / "net"), tmp_path)
-    scales = {done.site.rule: done.params.scale for done in result.inserted}
+    scales = {inserted_site.site.rule: inserted_site.params.scale for inserted_site in result.inserted}
     largest = np.abs(WEIGHT).max(axis=0)
     np.testing.assert_array_equal(scales["x"], gq_params(-0.75, 0.5).scale)
     np.testing.assert_array_equal(scales["w"], gq_params(-largest, largest, axis=1).scale)
@@ -120,10 +120,10 @@ def test_saved_models(tf, tmp_path, kind: str, rounds: int) -> None:
     np.testing.assert_allclose(next(iter(signature(x=X).values())), expected, rtol=1e-5, atol=1e-6)
     again = gq.load(path)
     for model in (result.model, again):
-        (found,) = formats.module("tensorflow").runner(model).run({"x": X}).values()
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert all(reading.params is not None and reading.learned for reading in survey(again).readings)
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+        (actual,) = formats.format_module("tensorflow").create_runner(model).run({"x": X}).values()
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+    assert all(reading.params is not None and reading.learned for reading in summarize_model(again).quantization_ops)
+    with tf.Graph().as_default(), tf.compat.v1.TensorFlowSession() as session:
         meta = tf.compat.v1.saved_model.load(session, ["serve"], str(path))
         (out,) = meta.signature_def["serving_default"].outputs.values()
         (x,) = meta.signature_def["serving_default"].inputs.values()
@@ -150,10 +150,10 @@ def test_training_moves_the_ranges(tf, tmp_path, kind: str) -> None:
     assert moved[-1]
     tf.saved_model.save(loaded, str(tmp_path / "again"), signatures=loaded.signatures)
     twice = tf.saved_model.load(str(tmp_path / "again"))
-    for one, other in zip(twice.learned_ranges, loaded.learned_ranges, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for trained_variable, loaded_variable in zip(twice.learned_ranges, loaded.learned_ranges, strict=True):
+        np.testing.assert_array_equal(trained_variable, loaded_variable)
     np.testing.assert_array_equal(twice(X), loaded(X))
-    readings = survey(gq.load(tmp_path / "again")).readings
+    readings = summarize_model(gq.load(tmp_path / "again")).quantization_ops
     assert any(reading.params is not None for reading in readings)
 
 
@@ -163,13 +163,13 @@ def test_the_gradient_is_the_references(tf, tmp_path) -> None:
     low, high, *_ = loaded.learned_ranges
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(loaded(X))
-    found = tape.gradient(loss, [low, high])
+    gradients = tape.gradient(loss, [low, high])
     largest = np.abs(WEIGHT).max(axis=0)
-    weight = fake_quant.range_to_write(gq_params(-largest, largest, axis=1))
-    kernel = fake_quant.with_vars_per_channel(WEIGHT, weight.low, weight.high)
+    weight = fake_quant.range_for_fake_quant(gq_params(-largest, largest, axis=1))
+    kernel = fake_quant.fake_quant_with_vars_per_channel(WEIGHT, weight.low, weight.high)
     upstream = np.ones((5, 3), np.float32) @ kernel.T
-    expected = fake_quant.with_vars_gradient(upstream, X, low.numpy(), high.numpy())[1:]
-    np.testing.assert_allclose([float(each) for each in found], expected, rtol=1e-5)
+    expected = fake_quant.fake_quant_with_vars_gradient(upstream, X, low.numpy(), high.numpy())[1:]
+    np.testing.assert_allclose([float(gradient) for gradient in gradients], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("version", [2, 3, 4])
@@ -182,8 +182,8 @@ def test_ranges_that_no_gradient_reaches(tf, tmp_path, version: int) -> None:
     names = [variable.name for variable in loaded.learned_ranges if not variable.trainable]
     assert names == [f"x/quant/{word}:0" for word in ("min", "max", "num_bits")[: 2 + (version == 3)]]
     before = loaded(X).numpy()
-    loaded.learned_ranges[0].assign(-0.01)
-    loaded.learned_ranges[1].assign(0.01)
+    loaded.learned_ranges[0].assign_variables(-0.01)
+    loaded.learned_ranges[1].assign_variables(0.01)
     assert np.abs(loaded(X)).max() < np.abs(before).max() / 10
 
 
@@ -201,7 +201,7 @@ def test_callers_that_take_no_variables(tf, tmp_path) -> None:
 def first_generation(tf, folder, *, variable: bool, metagraph: bool = False):
     """A TF1 SavedModel, or a MetaGraph with its checkpoint."""
     v1 = tf.compat.v1
-    with tf.Graph().as_default() as graph, v1.Session() as session:
+    with tf.Graph().as_default() as graph, v1.TensorFlowSession() as session:
         x = v1.placeholder(tf.float32, [None, 3], name="x")
         weight = v1.get_variable("w", initializer=WEIGHT, use_resource=True) if variable else tf.constant(WEIGHT)
         y = tf.identity(tf.matmul(x, weight, name="product"), name="out")
@@ -220,31 +220,31 @@ def test_saved_models_of_the_first_generation(tf, tmp_path, variable: bool) -> N
     result = inserted(first_generation(tf, tmp_path, variable=variable), tmp_path)
     path = result.save(tmp_path / "made")
     v1, expected = tf.compat.v1, quantized()
-    with tf.Graph().as_default(), v1.Session() as session:
+    with tf.Graph().as_default(), v1.TensorFlowSession() as session:
         v1.saved_model.load(session, ["serve"], str(path))
         np.testing.assert_allclose(session.run("out:0", {"x:0": X}), expected, rtol=1e-5, atol=1e-6)
         trained = v1.trainable_variables()
-        assert [one.name for one in trained][-4:-2] == ["x/quant/min:0", "x/quant/max:0"]
+        assert [variable.name for variable in trained][-4:-2] == ["x/quant/min:0", "x/quant/max:0"]
         loss = tf.reduce_mean(tf.square(session.graph.get_tensor_by_name("out:0") - TARGET))
         step = v1.train.GradientDescentOptimizer(0.05).minimize(loss)
         losses = [session.run([loss, step], {"x:0": X})[0] for _ in range(5)]
         assert losses == sorted(losses, reverse=True)
         v1.train.Saver().save(session, str(tmp_path / "trained"))
     assert "x/quant/min" in [name for name, _ in tf.train.list_variables(str(tmp_path / "trained"))]
-    (found,) = formats.module("tensorflow").runner(gq.load(path)).run({"x": X}).values()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    (actual,) = formats.format_module("tensorflow").create_runner(gq.load(path)).run({"x": X}).values()
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_meta_graphs(tf, tmp_path) -> None:
     """A MetaGraph's checkpoint holds the ranges, and the saver that it brings restores and saves them."""
     v1, source = tf.compat.v1, first_generation(tf, tmp_path, variable=True, metagraph=True)
     path = inserted(source, tmp_path).save(tmp_path / "made.meta")
-    with tf.Graph().as_default(), v1.Session() as session:
+    with tf.Graph().as_default(), v1.TensorFlowSession() as session:
         saver = v1.train.import_meta_graph(str(path))
         saver.restore(session, str(tmp_path / "made"))
         np.testing.assert_allclose(session.run("out:0", {"x:0": X}), quantized(), rtol=1e-5, atol=1e-6)
-        (low,) = [one for one in v1.trainable_variables() if one.name == "x/quant/min:0"]
-        session.run(low.assign(-2.0))
+        (low,) = [variable for variable in v1.trainable_variables() if variable.name == "x/quant/min:0"]
+        session.run(low.assign_variables(-2.0))
         saver.save(session, str(tmp_path / "later"))
         saver.restore(session, str(tmp_path / "made"))
         assert session.run(low) != -2.0
@@ -273,18 +273,18 @@ def test_keyword_spotting(tf, tmp_path, shared) -> None:
         '[[rule]]\nname = "x"\nconsumer = {kind = "conv|depthwise_conv|matmul", input = "input"}\nquantize = "s"\n'
     )
     result = gq.insert(source, rules=[str(rules)])
-    assert any(done.site.twin is not None for done in result.inserted)
+    assert any(inserted_site.site.twin is not None for inserted_site in result.inserted)
     path, x = result.save(tmp_path / "made"), np.load(shared / "kws/eval.npz")["input_1"][:4]
-    (expected,) = formats.module("tensorflow").runner(gq.load(path)).run({"input_1": x}).values()
-    with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
+    (expected,) = formats.format_module("tensorflow").create_runner(gq.load(path)).run({"input_1": x}).values()
+    with tf.Graph().as_default() as graph, tf.compat.v1.TensorFlowSession() as session:
         meta = tf.compat.v1.saved_model.load(session, ["serve"], str(path))
         handles = [
             op for op in graph.get_operations() if op.name.startswith("learned_ranges/") and op.type == "VarHandleOp"
         ]
-        assert len(handles) == 2 * sum(done.site.twin is None for done in result.inserted)
+        assert len(handles) == 2 * sum(inserted_site.site.twin is None for inserted_site in result.inserted)
         (out,) = meta.signature_def["serving_default"].outputs.values()
-        (given,) = meta.signature_def["serving_default"].inputs.values()
-        np.testing.assert_allclose(session.run(out.name, {given.name: x}), expected, rtol=1e-4, atol=1e-5)
+        (input_info,) = meta.signature_def["serving_default"].inputs.values()
+        np.testing.assert_allclose(session.run(out.name, {input_info.name: x}), expected, rtol=1e-4, atol=1e-5)
         less = [tf.raw_ops.AssignVariableOp(resource=op.outputs[0], value=0.01) for op in handles if "max" in op.name]
         session.run(less)
-        assert np.abs(session.run(out.name, {given.name: x}) - expected).max() > 1e-3
+        assert np.abs(session.run(out.name, {input_info.name: x}) - expected).max() > 1e-3

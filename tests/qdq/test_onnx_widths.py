@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 
 import graphquant as gq
-from graphquant.solve import FLOAT8_BETWEEN
+from graphquant.quantize import FLOAT8_NOT_RUNNABLE
 
 MODEL = Path("sample_models/digits_cnn.onnx")
 
@@ -56,8 +56,8 @@ def run(path: Path, level: onnxruntime.GraphOptimizationLevel) -> np.ndarray:
     options.log_severity_level = 4
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     image = np.load("sample_models/digits_cnn_eval.npz")["image"][:8].astype(np.float32)
-    given = session.get_inputs()[0]
-    return session.run(None, {given.name: image.reshape(8, *given.shape[1:])})[0]
+    model_input = session.get_inputs()[0]
+    return session.run(None, {model_input.name: image.reshape(8, *model_input.shape[1:])})[0]
 
 
 @pytest.mark.parametrize(
@@ -80,20 +80,24 @@ def test_narrow_types_load(tmp_path: Path, activation: str, weight: str) -> None
     assert len(result.inserted) > 15
     want, have = run(path, PLAIN), run(path, FULL)
     np.testing.assert_allclose(have, want, atol=0.15 * np.abs(want).max())
-    assert not result.notes or FLOAT8_BETWEEN not in "".join(result.notes.values())
+    assert not result.notes or FLOAT8_NOT_RUNNABLE not in "".join(result.notes.values())
 
 
-def test_float8_between_is_told(tmp_path: Path) -> None:
+def test_float8_activations_are_noted(tmp_path: Path) -> None:
     """Each float8 site between quantized tensors says where the model runs; weights alone run anywhere."""
     result = insert(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
-    told = {done.site.tensor for done in result.inserted if done.site.tensor in result.notes}
-    assert {done.site.tensor for done in result.inserted if not done.site.parameter} < told
-    assert all(FLOAT8_BETWEEN in note for note in result.notes.values())
+    noted_tensors = {
+        inserted_site.site.tensor for inserted_site in result.inserted if inserted_site.site.tensor in result.notes
+    }
+    assert {
+        inserted_site.site.tensor for inserted_site in result.inserted if not inserted_site.site.parameter
+    } < noted_tensors
+    assert all(FLOAT8_NOT_RUNNABLE in note for note in result.notes.values())
     path = result.save(tmp_path / "quant.onnx")
     assert np.isfinite(run(path, PLAIN)).all()
     rules = (tmp_path / "rules.toml").read_text()
     (tmp_path / "rules.toml").write_text(rules[: rules.index('[[rule]]\nname = "behind"')])
-    alone = gq.insert(MODEL, rules=[str(tmp_path / "rules.toml")])
-    assert not alone.notes
-    path = alone.save(tmp_path / "alone.onnx")
+    float8_result = gq.insert(MODEL, rules=[str(tmp_path / "rules.toml")])
+    assert not float8_result.notes
+    path = float8_result.save(tmp_path / "alone.onnx")
     np.testing.assert_allclose(run(path, FULL), run(path, PLAIN), rtol=1e-3, atol=1e-3)

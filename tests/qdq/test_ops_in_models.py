@@ -9,13 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import RuleError
 from graphquant.ir import Graph, Model, Op, Output, Parameters
-from graphquant.numerics import Dynamic, IntType, Range, choose, fake_quant
+from graphquant.numerics import DynamicQParams, IntType, Range, choose_qparams, fake_quant
 from graphquant.numerics import quantize_and_dequantize as qad
-from graphquant.qdq import FAMILIES, Lowering, Request
-from graphquant.ruleset import load_ruleset
-from graphquant.survey import survey
+from graphquant.qdq import FAMILIES, FamilyRequest, QDQSite
+from graphquant.rules import load_ruleset
 
 RULES = """
 [scheme.s]
@@ -64,7 +64,7 @@ def session(made, tmp_path):
     made.save(tmp_path / "made.pb", force=True)
     with v1.Graph().as_default() as graph:
         v1.import_graph_def(v1.GraphDef.FromString((tmp_path / "made.pb").read_bytes()), name="")
-        with v1.Session(graph=graph) as opened:
+        with v1.TensorFlowSession(graph=graph) as opened:
             if any(op.name == "init_learned_ranges" for op in graph.get_operations()):
                 opened.run("init_learned_ranges")
             yield opened
@@ -99,34 +99,40 @@ def ends_of(family, params, dtype):
         return params.given
     if dtype == "float64":
         return params.range
-    return fake_quant.range_to_write(params) if family == "fake-quant" else qad.range_to_write(params)
+    return (
+        fake_quant.range_for_fake_quant(params)
+        if family == "fake-quant"
+        else qad.range_for_quantize_and_dequantize(params)
+    )
 
 
 def predicted(family, before, params, *, rounding, form):
     """What the numpy reference of the family gives."""
     kind = params.type
-    if isinstance(params, Dynamic):
+    if isinstance(params, DynamicQParams):
         axis = -1 if params.axis is None else params.axis
         more = {} if family.endswith("v3") else {"round_mode": qad_mode(rounding), "num_bits": kind.bits}
         positional = (0.0, 0.0, kind.bits) if family.endswith("v3") else (0.0, 0.0)
-        call = qad.v3 if family.endswith("v3") else qad.v2
+        call = qad.quantize_and_dequantize_v3 if family.endswith("v3") else qad.quantize_and_dequantize_v2
         signed, narrow = kind.signed, params.narrow
         return call(before, *positional, signed_input=signed, range_given=False, narrow_range=narrow, axis=axis, **more)
     ends = ends_of(family, params, str(before.dtype))
     if family == "fake-quant":
         more = {"num_bits": kind.bits, "narrow_range": params.narrow and kind.signed}
         if form == "args":
-            return fake_quant.with_args(before, low=float(ends.low), high=float(ends.high), **more)
+            return fake_quant.fake_quant_with_args(before, low=float(ends.low), high=float(ends.high), **more)
         if params.axis is None:
-            return fake_quant.with_vars(before, ends.low, ends.high, **more)
+            return fake_quant.fake_quant_with_vars(before, ends.low, ends.high, **more)
         last = np.moveaxis(before, params.axis, -1)
-        found = fake_quant.with_vars_per_channel(np.ascontiguousarray(last), ends.low, ends.high, **more)
-        return np.moveaxis(found, -1, params.axis)
+        quantized = fake_quant.fake_quant_with_vars_per_channel(np.ascontiguousarray(last), ends.low, ends.high, **more)
+        return np.moveaxis(quantized, -1, params.axis)
     more = {"signed_input": kind.signed, "narrow_range": params.narrow, "range_given": True}
     if family.endswith("v3"):
         axis = -1 if params.axis is None else params.axis
-        return qad.v3(before, ends.low, ends.high, kind.bits, axis=axis, **more)
-    return qad.v2(before, ends.low, ends.high, num_bits=kind.bits, round_mode=qad_mode(rounding), **more)
+        return qad.quantize_and_dequantize_v3(before, ends.low, ends.high, kind.bits, axis=axis, **more)
+    return qad.quantize_and_dequantize_v2(
+        before, ends.low, ends.high, num_bits=kind.bits, round_mode=qad_mode(rounding), **more
+    )
 
 
 def qad_mode(rounding):
@@ -185,13 +191,15 @@ def test_every_argument_of_every_family(
     ):
         result = inserted(models[dtype], tmp_path, lines, role)
         assert len(result.inserted) == 3, result.skips
-        names = [(str(done.site.tensor), str(done.output)) for done in result.inserted]
-        for done, (before, after) in zip(result.inserted, run(result, tmp_path, names, dtype), strict=True):
+        names = [(str(inserted_site.site.tensor), str(inserted_site.output)) for inserted_site in result.inserted]
+        for inserted_site, (before, after) in zip(result.inserted, run(result, tmp_path, names, dtype), strict=True):
             assert before.dtype == dtype
-            assert done.params.axis == (WEIGHTS[done.site.uses[0].op] if channel and role == "weight" else None)
+            assert inserted_site.params.axis == (
+                WEIGHTS[inserted_site.site.uses[0].op] if channel and role == "weight" else None
+            )
             if source == "given" and role == "input":
-                assert (done.params.given.low, done.params.given.high) == (-1.5, 0.75)
-            expected = predicted(family, before, done.params, rounding=rounding, form=form)
+                assert (inserted_site.params.given.low, inserted_site.params.given.high) == (-1.5, 0.75)
+            expected = predicted(family, before, inserted_site.params, rounding=rounding, form=form)
             np.testing.assert_array_equal(bits_of(after), bits_of(expected))
 
 
@@ -217,28 +225,32 @@ def test_gradients_of_every_family(models, tmp_path, family, source, form, dtype
     if (family, source) == ("quantize-and-dequantize-v4", "dynamic"):
         scheme += "\nargs = {input_min = -1.0, input_max = 0.5}"
     result = inserted(models[dtype], tmp_path, scheme, "input")
-    done, x = result.inserted[0], values(dtype)
-    assert done.site.tensor.op == "x"
+    inserted_site, x = result.inserted[0], values(dtype)
+    assert inserted_site.site.tensor.op == "x"
     upstream = np.random.default_rng(5).normal(size=x.shape).astype(dtype)
     with session(result, tmp_path) as opened:
         graph = opened.graph
-        made = graph.get_operation_by_name(done.output.op)
-        wanted = [graph.get_tensor_by_name("x:0"), *(made.inputs[1:3])]
-        found = tf.compat.v1.gradients(made.outputs[0], wanted, grad_ys=tf.constant(upstream))
-        found = opened.run([each for each in found if each is not None], {"x:0": x})
+        quantize_op = graph.get_operation_by_name(inserted_site.output.op)
+        sources = [graph.get_tensor_by_name("x:0"), *(quantize_op.inputs[1:3])]
+        gradients = tf.compat.v1.gradients(quantize_op.outputs[0], sources, grad_ys=tf.constant(upstream))
+        gradients = opened.run([gradient for gradient in gradients if gradient is not None], {"x:0": x})
     if family == "fake-quant":
-        ends = ends_of(family, done.params, dtype)
+        ends = ends_of(family, inserted_site.params, dtype)
         if form == "args":
-            expected = [fake_quant.with_args_gradient(upstream, x, low=float(ends.low), high=float(ends.high))]
+            expected = [
+                fake_quant.fake_quant_with_args_gradient(upstream, x, low=float(ends.low), high=float(ends.high))
+            ]
         else:
-            expected = fake_quant.with_vars_gradient(upstream, x, ends.low, ends.high)
+            expected = fake_quant.fake_quant_with_vars_gradient(upstream, x, ends.low, ends.high)
     elif family.endswith("v4"):
-        told = None if source == "dynamic" else ends_of(family, done.params, dtype)
-        expected = qad.v4_gradient(upstream, x, *((told.low, told.high) if told else (-1.0, 0.5)))
+        limits = None if source == "dynamic" else ends_of(family, inserted_site.params, dtype)
+        expected = qad.quantize_and_dequantize_v4_gradient(
+            upstream, x, *((limits.low, limits.high) if limits else (-1.0, 0.5))
+        )
     else:
         expected = [qad.straight_through_gradient(upstream)]
-    assert len(found) == len(expected)
-    for ours, theirs in zip(expected, found, strict=True):
+    assert len(gradients) == len(expected)
+    for ours, theirs in zip(expected, gradients, strict=True):
         np.testing.assert_array_equal(bits_of(theirs), bits_of(ours))
 
 
@@ -261,36 +273,38 @@ def test_gradients_per_channel(models, tmp_path, family, source) -> None:
     scheme += 'observe = {name = "fixed", low = -0.5, high = 0.25}\n'
     scheme += "args = {input_min = -1.0, input_max = 0.5}" if family.endswith("v4") else ""
     result = inserted(models["float32"], tmp_path, scheme, "weight")
-    done = next(one for one in result.inserted if one.site.uses[0].op == "conv")
+    inserted_site = next(candidate for candidate in result.inserted if candidate.site.uses[0].op == "conv")
     with session(result, tmp_path) as opened:
-        kernel = opened.graph.get_tensor_by_name(str(done.site.tensor))
-        made = opened.graph.get_operation_by_name(done.output.op)
+        kernel = opened.graph.get_tensor_by_name(str(inserted_site.site.tensor))
+        quantize_op = opened.graph.get_operation_by_name(inserted_site.output.op)
         value = opened.run(kernel)
         upstream = np.random.default_rng(6).normal(size=value.shape).astype(np.float32)
-        found = tf.compat.v1.gradients(made.outputs[0], [kernel, *made.inputs[1:3]], grad_ys=tf.constant(upstream))
-        found = opened.run([each for each in found if each is not None])
+        gradients = tf.compat.v1.gradients(
+            quantize_op.outputs[0], [kernel, *quantize_op.inputs[1:3]], grad_ys=tf.constant(upstream)
+        )
+        gradients = opened.run([gradient for gradient in gradients if gradient is not None])
     if family == "fake-quant":
-        ends = fake_quant.range_to_write(done.params)
-        expected = fake_quant.with_vars_per_channel_gradient(upstream, value, ends.low, ends.high)
+        ends = fake_quant.range_for_fake_quant(inserted_site.params)
+        expected = fake_quant.fake_quant_with_vars_per_channel_gradient(upstream, value, ends.low, ends.high)
     elif family.endswith("v4"):
         ends = np.full(4, -1, np.float32), np.full(4, 0.5, np.float32)
-        expected = qad.v4_gradient(upstream, value, *ends, axis=3)
+        expected = qad.quantize_and_dequantize_v4_gradient(upstream, value, *ends, axis=3)
     else:
         expected = [qad.straight_through_gradient(upstream)]
-    assert len(found) == len(expected)
-    for ours, theirs in zip(expected, found, strict=True):
+    assert len(gradients) == len(expected)
+    for ours, theirs in zip(expected, gradients, strict=True):
         np.testing.assert_array_equal(bits_of(theirs), bits_of(ours))
 
 
 @pytest.mark.slow
-def test_what_inspect_reads_back(models, tmp_path) -> None:
+def test_inspect_reads_params_back(models, tmp_path) -> None:
     """A dynamic site needs no data and is told as dynamic, with its axis and how it rounds."""
     scheme = 'family = "quantize-and-dequantize-v4"\nrange = "dynamic"\nper = "channel"\nround = "half-up"'
     result = inserted(models["float32"], tmp_path, scheme, "weight")
     result.save(tmp_path / "made.pb")
-    found = survey(gq.load(tmp_path / "made.pb")).readings
-    assert [(one.params, one.round) for one in found] == [
-        (Dynamic(type=IntType(8, True), axis=axis), "half-up") for axis in WEIGHTS.values()
+    readings = summarize_model(gq.load(tmp_path / "made.pb")).quantization_ops
+    assert [(reading.params, reading.rounding) for reading in readings] == [
+        (DynamicQParams(type=IntType(8, True), axis=axis), "half-up") for axis in WEIGHTS.values()
     ]
 
 
@@ -304,25 +318,25 @@ def test_what_inspect_reads_back(models, tmp_path) -> None:
     half_up=st.booleans(),
 )
 @settings(deadline=None)
-def test_lowering_is_read_back(family, bits, signed, narrow, high, dynamic, half_up) -> None:
+def test_added_ops_are_read_back(family, bits, signed, narrow, high, dynamic, half_up) -> None:
     """Scale, bits, sign, narrow range and rounding come back from the ops exactly."""
     model = Model(format="tensorflow")
     graph = model.graphs[""] = Graph("", model.graphs)
-    tensor = graph.add(Op(name="t", kind="relu", type="Relu", outputs=(Output("t", "float32", (2,)),)))
+    tensor = graph.add_op(Op(name="t", kind="relu", type="Relu", outputs=(Output("t", "float32", (2,)),)))
     kind, narrow = IntType(bits, signed), narrow and signed
     rounding = "half-up" if half_up and not family.endswith("v3") else "half-even"
     low = -high if signed else 0.0
-    params = choose(Range(low, high), kind, symmetric=signed, narrow=narrow)
-    wanted = Dynamic(type=kind, narrow=narrow) if dynamic else FAMILIES[family].settle(params)
-    site = Lowering(tensor=tensor, name="q", params=wanted, rule="r", shape=(2,), round=rounding)
-    made = FAMILIES[family].lower(graph, site)
-    found = FAMILIES[family].read(graph, graph.op(made.op), Parameters(model))
-    assert FAMILIES[family].rounding(graph.op(made.op)) == rounding
+    params = choose_qparams(Range(low, high), kind, symmetric=signed, narrow=narrow)
+    expected = DynamicQParams(type=kind, narrow=narrow) if dynamic else FAMILIES[family].effective_params(params)
+    site = QDQSite(tensor=tensor, name="q", params=expected, rule="r", shape=(2,), rounding_mode=rounding)
+    output = FAMILIES[family].add_ops(graph, site)
+    actual = FAMILIES[family].read_params(graph, graph.op(output.op), Parameters(model))
+    assert FAMILIES[family].rounding_mode_of(graph.op(output.op)) == rounding
     if dynamic:
-        assert found == wanted
+        assert actual == expected
         return
-    assert (found.type, found.narrow, found.scale, found.zero_point) == (kind, narrow, wanted.scale, 0)
-    assert abs(float(found.scale) / float(params.scale) - 1) < 2.0**-22
+    assert (actual.type, actual.narrow, actual.scale, actual.zero_point) == (kind, narrow, expected.scale, 0)
+    assert abs(float(actual.scale) / float(params.scale) - 1) < 2.0**-22
 
 
 @pytest.mark.parametrize(
@@ -342,7 +356,7 @@ def test_lowering_is_read_back(family, bits, signed, narrow, high, dynamic, half
         ),
     ],
 )
-def test_rules_that_no_op_can_follow(tmp_path, scheme: str, said: str) -> None:
+def test_unsupported_schemes_are_rejected(tmp_path, scheme: str, said: str) -> None:
     """A scheme that its family cannot carry out is an error of the rule file, with its line and the way out."""
     path = tmp_path / "r.toml"
     path.write_text(RULES.format(scheme=scheme, role="weight"))
@@ -355,17 +369,17 @@ def test_rules_that_no_op_can_follow(tmp_path, scheme: str, said: str) -> None:
 @pytest.mark.parametrize("version", [2, 4])
 def test_a_range_per_channel_needs_v3(version: int) -> None:
     """V2 and V4 have no kernel for a range per channel, and the way out is told; with a dynamic range they have."""
-    why_not = FAMILIES[f"quantize-and-dequantize-v{version}"].why_not
-    asked = {"type": IntType(8, True), "axis": 1, "dtype": "float32", "shape": (2, 3)}
-    assert "quantize-and-dequantize-v3 or fake-quant" in why_not(Request(**asked))
-    assert why_not(Request(**asked, range="dynamic")) is None
+    why_not = FAMILIES[f"quantize-and-dequantize-v{version}"].unsupported_reason
+    request_fields = {"type": IntType(8, True), "axis": 1, "dtype": "float32", "shape": (2, 3)}
+    assert "quantize-and-dequantize-v3 or fake-quant" in why_not(FamilyRequest(**request_fields))
+    assert why_not(FamilyRequest(**request_fields, range_source="dynamic")) is None
 
 
 def test_types_and_shapes_without_a_kernel() -> None:
     """Half floats and scalars of V3 are refused, float64 is not."""
-    why_not = FAMILIES["quantize-and-dequantize-v3"].why_not
+    why_not = FAMILIES["quantize-and-dequantize-v3"].unsupported_reason
     for dtype in ("float16", "bfloat16"):
-        reason = why_not(Request(type=IntType(8, True), axis=None, dtype=dtype, shape=(2,)))
+        reason = why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype=dtype, shape=(2,)))
         assert f"no CPU kernel for {dtype}" in reason
-    assert "no scalar" in why_not(Request(type=IntType(8, True), axis=None, dtype="float32", shape=()))
-    assert why_not(Request(type=IntType(8, True), axis=None, dtype="float64", shape=(2,))) is None
+    assert "no scalar" in why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype="float32", shape=()))
+    assert why_not(FamilyRequest(type=IntType(8, True), axis=None, dtype="float64", shape=(2,))) is None

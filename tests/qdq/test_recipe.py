@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import UsageError
 from graphquant.numerics import fake_quant
 from graphquant.numerics import quantize_and_dequantize as qad
-from graphquant.survey import survey
 
 CASES = [
     (family, round_)
@@ -29,9 +29,11 @@ def predicted(family, round_, quantizer, x):
     """What the family's reference makes of the recipe's range."""
     low, high, bits = quantizer.min, quantizer.max, quantizer.bits
     if family == "fake-quant":
-        return fake_quant.with_vars(x, low, high, num_bits=bits, narrow_range=True)
+        return fake_quant.fake_quant_with_vars(x, low, high, num_bits=bits, narrow_range=True)
     mode = "HALF_UP" if round_ == "half-up" else "HALF_TO_EVEN"
-    return qad.v2(x, low, high, num_bits=bits, range_given=True, narrow_range=True, round_mode=mode)
+    return qad.quantize_and_dequantize_v2(
+        x, low, high, num_bits=bits, range_given=True, narrow_range=True, round_mode=mode
+    )
 
 
 @pytest.mark.slow
@@ -51,21 +53,23 @@ def test_kernels_and_activations(tmp_path, family, round_, bits, exponent) -> No
     quantizer = gq.FixedPoint(bits, exponent, family=family, round=round_)
     assert gq.insert_quant_op(model, "x", "block2", quantizer) == 1
     assert gq.insert_quant_op(model, "w", "block2", quantizer) == 1
-    readings = survey(model).readings
-    assert [(float(one.params.scale), int(one.params.zero_point)) for one in readings] == [(2.0**exponent, 0)] * 2
+    readings = summarize_model(model).quantization_ops
+    assert [(float(reading.params.scale), int(reading.params.zero_point)) for reading in readings] == [
+        (2.0**exponent, 0)
+    ] * 2
     path = model.save(tmp_path / "made.pb")
-    with tf.Graph().as_default() as made, v1.Session(graph=made) as session:
+    with tf.Graph().as_default() as source_graph, v1.TensorFlowSession(graph=source_graph) as session:
         v1.import_graph_def(v1.GraphDef.FromString(path.read_bytes()), name="")
-        first, second = (made.get_operation_by_name(f"{layer}/conv") for layer in ("block1", "block2"))
+        first, second = (source_graph.get_operation_by_name(f"{layer}/conv") for layer in ("block1", "block2"))
         assert [tensor.name for tensor in first.inputs] == ["x:0", "w:0"]
         assert all("block2/SlimQuant" in tensor.name for tensor in second.inputs)
-        found = session.run(list(second.inputs), {"x:0": X})
-    for value, before in zip(found, (X, WEIGHT), strict=True):
+        actual = session.run(list(second.inputs), {"x:0": X})
+    for value, before in zip(actual, (X, WEIGHT), strict=True):
         expected = predicted(family, round_, quantizer, before)
         np.testing.assert_array_equal(value.view(np.int32), expected.view(np.int32))
 
 
-def test_roundings_that_a_family_has_not(samples) -> None:
+def test_unsupported_rounding_modes(samples) -> None:
     """A rounding that the ops cannot do is refused, and so is one that does not exist."""
     model = gq.load(samples / "digits_cnn.pb")
     with pytest.raises(UsageError, match="always rounds half up"):

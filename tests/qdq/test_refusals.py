@@ -9,7 +9,7 @@ import graphquant as gq
 from graphquant.errors import RuleError, UsageError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.values import encode_tensor, type_number
-from graphquant.plans import to_json
+from graphquant.quantize import plan_to_json
 
 RULES = """
 [scheme.s]
@@ -105,8 +105,8 @@ def test_tensors(tmp_path, cli, scheme: str, role: str, dtype: str, rank: int, s
     assert not result.inserted
     assert said in result.skips[0].reason
     assert result.model is result.source
-    told = cli("insert", path, "--rules", rules(tmp_path, scheme, role)[0], "-o", out)
-    assert "0 sites inserted" in told.output
+    run = cli("insert", path, "--rules", rules(tmp_path, scheme, role)[0], "-o", out)
+    assert "0 sites inserted" in run.output
     assert out.read_bytes() == path.read_bytes()
 
 
@@ -115,8 +115,8 @@ def test_the_last_axis_is_counted_from_the_front(tmp_path) -> None:
     path = net(tmp_path / "net.pb", rank=3)
     for scheme in (V3 + CHANNEL, V3 + 'range = "dynamic"\nper = "channel"', V2 + 'range = "dynamic"\nper = "channel"'):
         result = gq.insert(path, rules=rules(tmp_path, scheme, "weight"))
-        (done,) = result.inserted
-        assert result.model.main.op(done.output.op).attrs["axis"] == 2
+        (inserted_site,) = result.inserted
+        assert result.model.main.op(inserted_site.output.op).attrs["axis"] == 2
 
 
 def test_ranges_that_are_learned_along_an_inner_axis(tmp_path) -> None:
@@ -131,16 +131,16 @@ def test_ranges_that_are_learned_along_an_inner_axis(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("source", ["given", "dynamic", "learned"])
-def test_plans_say_where_the_range_comes_from(tmp_path, source: str) -> None:
+def test_plans_have_the_range_source(tmp_path, source: str) -> None:
     """A plan keeps it through JSON, and makes the same bytes."""
     path = net(tmp_path / "net.pb")
-    made = gq.insert(path, rules=rules(tmp_path, V3 + FIXED + f'range = "{source}"', "input"))
-    data = to_json(made.plan)
+    result = gq.insert(path, rules=rules(tmp_path, V3 + FIXED + f'range = "{source}"', "input"))
+    data = plan_to_json(result.plan)
     assert data["schemes"]["s"]["range"] == source
     (tmp_path / "plan.json").write_text(json.dumps(data))
     again = gq.insert(path, plan=tmp_path / "plan.json")
-    one, other = made.save(tmp_path / "one.pb"), again.save(tmp_path / "other.pb")
-    assert one.read_bytes() == other.read_bytes()
+    saved_path, reloaded_path = result.save(tmp_path / "one.pb"), again.save(tmp_path / "other.pb")
+    assert saved_path.read_bytes() == reloaded_path.read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_plans_say_where_the_range_comes_from(tmp_path, source: str) -> None:
 def test_edited_plans(tmp_path, cli, scheme: str, role: str, changes: dict, said: str) -> None:
     """A plan that was edited to what no op can do is refused whole."""
     path, out = net(tmp_path / "net.pb"), tmp_path / "out.pb"
-    data = to_json(gq.plan(path, rules=rules(tmp_path, scheme, role)))
+    data = plan_to_json(gq.plan(path, rules=rules(tmp_path, scheme, role)))
     for key, value in changes.items():
         target = data["schemes"]["s"] if key in {"family", "bits"} else data["sites"][0]
         target[key] = value

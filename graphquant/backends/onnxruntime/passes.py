@@ -10,310 +10,368 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphquant.backends.onnxruntime.clips import absorb_clips
-from graphquant.backends.onnxruntime.operands import quantize_bias, where_scalar
-from graphquant.backends.onnxruntime.work import FIRST_OPSET, is_dq, is_q, names
+from graphquant.backends.onnxruntime.context import fuse_clips, quantize_float_bias, quantize_where_scalar
+from graphquant.backends.onnxruntime.work import FIRST_OPSET, is_dq, is_q, op_names
 from graphquant.ir import FLOAT_TYPES, NO_ATTRS, Op, Output, TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from graphquant.backends.onnxruntime.work import Gone, Work
+    from graphquant.backends.onnxruntime.work import RemovedOps, WorkingCopy
     from graphquant.ir import Graph
 
-    Sizes = tuple[int | str | None, ...]
+    NamedSizes = tuple[int | str | None, ...]
 
-ROUNDS = 10
+
+MAX_ROUNDS = 10
 """How often onnxruntime goes over a graph before it gives up changing it."""
 
-PROPAGATES = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
+PROPAGATING_TYPES = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
 """Ops that a quantization may move past, so that they need none of their own on the other side."""
 
 
-def simplify(work: Work, graph: Graph, gone: Gone) -> None:
+def simplify_graph(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> None:
     """Every step, until nothing changes any more."""
-    _known_shapes(work, graph)
-    _unique_dq(work, graph)
-    for _ in range(ROUNDS):
-        changed = [step(work, graph, gone) for step in _STEPS]
+    _fold_static_shapes(working_copy, graph)
+    _duplicate_dq_per_reader(working_copy, graph)
+    for _ in range(MAX_ROUNDS):
+        changed = [step(working_copy, graph, removed_ops) for step in _ORT_STEPS]
         if not any(changed):
             break
-    absorb_clips(work, graph, gone)
+    fuse_clips(working_copy, graph, removed_ops)
 
 
-def _known_shapes(work: Work, graph: Graph) -> None:
+def _fold_static_shapes(working_copy: WorkingCopy, graph: Graph) -> None:
     """A Shape whose answer is known becomes a constant, and reads nothing any more."""
-    for name in names(graph, lambda op: op.kind == "shape"):
-        read = work.slot(graph, name, 0)
-        sizes = work.shape(read) if read is not None else None
+    for name in op_names(graph, lambda op: op.kind == "shape"):
+        input_tensor = working_copy.slot_tensor(graph, name, 0)
+        sizes = working_copy.static_shape(input_tensor) if input_tensor is not None else None
         if sizes is not None and None not in sizes:
-            graph.connect(Use(graph.name, name, 0), None)
+            graph.set_source(Use(graph.name, name, 0), None)
 
 
-def _forwarding(work: Work, graph: Graph, gone: Gone) -> bool:
+def _remove_identities(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> bool:
     """Identity and Dropout are dropped, as far as no graph output needs their name."""
     changed = False
-    for name in names(graph, lambda op: op.kind in {"identity", "dropout"}):
-        source = work.slot(graph, name, 0)
-        if source is None or len(graph.readers(name)) > 1 or 0 not in graph.readers(name):
+    for name in op_names(graph, lambda op: op.kind in {"identity", "dropout"}):
+        source = working_copy.slot_tensor(graph, name, 0)
+        if source is None or len(graph.consumers_by_port(name)) > 1 or 0 not in graph.consumers_by_port(name):
             continue
-        home = graph.graphs[source.graph]
-        if work.is_output(graph, name) and (
+        home_graph = graph.graphs[source.graph]
+        if working_copy.is_output(graph, name) and (
             source.graph != graph.name
-            or home.op(source.op).kind in {"input", "constant"}
-            or len(work.readers(home, source.op)) > 1
+            or home_graph.op(source.op).kind in {"input", "constant"}
+            or len(working_copy.all_uses(home_graph, source.op)) > 1
         ):
             continue
-        gone.into[graph.name, name] = ""
-        work.bypass(graph, name)
+        removed_ops.host_names[graph.name, name] = ""
+        working_copy.bypass(graph, name)
         changed = True
     return changed
 
 
-def _double_pairs(work: Work, graph: Graph, _gone: Gone) -> bool:
+def _merge_double_pairs(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
     """Of Q, DQ, Q, DQ in a row, the inner two go."""
     changed = False
-    for name in names(graph, is_dq):
-        before = work.producer(graph, name, 0)
-        child = work.only(graph, name)
-        if before is None or not is_q(before) or child is None or not is_q(graph.op(child.op)):
+    for name in op_names(graph, is_dq):
+        first_q = working_copy.producer(graph, name, 0)
+        second_q_use = working_copy.only_use(graph, name)
+        if first_q is None or not is_q(first_q) or second_q_use is None or not is_q(graph.op(second_q_use.op)):
             continue
-        if work.folded(graph, before.name):
+        if working_copy.is_folded(graph, first_q.name):
             continue
-        last = work.only(graph, child.op)
-        if work.only(graph, before.name) is None or last is None or not is_dq(graph.op(last.op)):
+        last_use = working_copy.only_use(graph, second_q_use.op)
+        if working_copy.only_use(graph, first_q.name) is None or last_use is None or not is_dq(graph.op(last_use.op)):
             continue
-        first, second = work.dtype(graph, name), work.dtype(graph, child.op)
-        fits = work.same_params(graph, before.name, name) and work.same_params(graph, child.op, last.op)
-        if not fits or first != second or first not in {"int8", "uint8"}:
+        first_dtype, second_dtype = (
+            working_copy.integer_dtype(graph, name),
+            working_copy.integer_dtype(graph, second_q_use.op),
+        )
+        params_match = working_copy.same_params(graph, first_q.name, name) and working_copy.same_params(
+            graph, second_q_use.op, last_use.op
+        )
+        if not params_match or first_dtype != second_dtype or first_dtype not in {"int8", "uint8"}:
             continue
-        _merge(work, graph, (before.name, name, child.op, last.op), first)
-        graph.connect(last, TensorRef(graph.name, before.name))
-        work.drop(graph, child.op)
-        work.drop(graph, name)
+        _merge_pair_ranges(working_copy, graph, (first_q.name, name, second_q_use.op, last_use.op), first_dtype)
+        graph.set_source(last_use, TensorRef(graph.name, first_q.name))
+        working_copy.drop(graph, second_q_use.op)
+        working_copy.drop(graph, name)
         changed = True
     return changed
 
 
-def _merge(work: Work, graph: Graph, chain: tuple[str, str, str, str], dtype: str) -> None:
+def _merge_pair_ranges(working_copy: WorkingCopy, graph: Graph, chain: tuple[str, str, str, str], dtype: str) -> None:
     """The outer Q and DQ get the range that both pairs have in common."""
-    least, most = (-128, 127) if dtype == "int8" else (0, 255)
+    lowest, highest = (-128, 127) if dtype == "int8" else (0, 255)
     ends = []
     for name in chain[1:3]:
-        _, given, middle_ = work.inputs(graph, name)
-        step, middle = work.number(given) or 0.0, work.number(middle_) or 0.0
-        ends.append(((least - middle) * step, (most - middle) * step))
+        _, scale_tensor, zero_tensor = working_copy.qdq_inputs(graph, name)
+        step, zero_value = working_copy.scalar_value(scale_tensor) or 0.0, working_copy.scalar_value(zero_tensor) or 0.0
+        ends.append(((lowest - zero_value) * step, (highest - zero_value) * step))
     if ends[0] == ends[1]:
         return
     low, high = max(ends[0][0], ends[1][0]), min(ends[0][1], ends[1][1])
-    scale = (high - low) / (most - least)
-    zero = round(least - low / scale) if scale else least
+    scale = (high - low) / (highest - lowest)
+    zero = round(lowest - low / scale) if scale else lowest
     for name in (chain[0], chain[3]):
-        known = Output("", "float32", ())
-        graph.connect(Use(graph.name, name, 1), work.stand_in(graph, f"{name}/scale", "float32", known, scale))
-        middle = min(max(zero, least), most)
-        graph.connect(Use(graph.name, name, 2), work.stand_in(graph, f"{name}/zero", dtype, known, middle))
+        float_output = Output("", "float32", ())
+        graph.set_source(
+            Use(graph.name, name, 1),
+            working_copy.add_placeholder(graph, f"{name}/scale", "float32", float_output, scale),
+        )
+        zero_value = min(max(zero, lowest), highest)
+        graph.set_source(
+            Use(graph.name, name, 2),
+            working_copy.add_placeholder(graph, f"{name}/zero", dtype, float_output, zero_value),
+        )
 
 
-def _common(work: Work, graph: Graph, _gone: Gone) -> bool:
+def _merge_equal_quantizations(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
     """Quantizations of one tensor with equal parameters become one."""
-    first: dict[tuple[object, ...], str] = {}
+    first_by_key: dict[tuple[object, ...], str] = {}
     changed = False
-    for name in names(graph, is_q):
-        data, scale, zero = work.inputs(graph, name)
-        if not work.scalar(graph, name) or work.is_output(graph, name) or work.folded(graph, name):
+    for name in op_names(graph, is_q):
+        data, scale, zero = working_copy.qdq_inputs(graph, name)
+        if (
+            not working_copy.has_scalar_params(graph, name)
+            or working_copy.is_output(graph, name)
+            or working_copy.is_folded(graph, name)
+        ):
             continue
-        key = (data, work.number(scale), None if zero is None else work.number(zero), work.dtype(graph, name))
-        twin = first.setdefault(key, name)
-        if twin != name:
-            for use in work.readers(graph, name):
-                work.model.graphs[use.graph].connect(use, TensorRef(graph.name, twin))
-            work.drop(graph, name)
+        key = (
+            data,
+            working_copy.scalar_value(scale),
+            None if zero is None else working_copy.scalar_value(zero),
+            working_copy.integer_dtype(graph, name),
+        )
+        equal_name = first_by_key.setdefault(key, name)
+        if equal_name != name:
+            for use in working_copy.all_uses(graph, name):
+                working_copy.model.graphs[use.graph].set_source(use, TensorRef(graph.name, equal_name))
+            working_copy.drop(graph, name)
             changed = True
     return changed
 
 
-def _unique_dq(work: Work, graph: Graph, _gone: Gone | None = None) -> bool:
+def _duplicate_dq_per_reader(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps | None = None) -> bool:
     """Each reader gets a DQ of its own; one that is a graph output, or is read in a body, keeps only those."""
     changed = False
-    for name in names(graph, is_dq):
-        uses = work.readers(graph, name)
-        mine = [use for use in uses if use.graph == graph.name and graph.op(use.op).kind != "output"]
-        keep = 1 if len(mine) == len(uses) else 0
-        for use in mine[keep:]:
-            graph.connect(use, work.add(graph, graph.op(name), name, graph.slots(name)))
+    for name in op_names(graph, is_dq):
+        uses = working_copy.all_uses(graph, name)
+        local_uses = [use for use in uses if use.graph == graph.name and graph.op(use.op).kind != "output"]
+        kept_count = 1 if len(local_uses) == len(uses) else 0
+        for use in local_uses[kept_count:]:
+            graph.set_source(use, working_copy.add_like(graph, graph.op(name), name, graph.slots(name)))
             changed = True
     return changed
 
 
-def _matmul_add(work: Work, graph: Graph, gone: Gone) -> bool:
+def _fuse_matmul_add(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> bool:
     """MatMul and the Add of a bias become a Gemm, between Reshapes where the input has not two axes.
 
     The bias need be no constant. Of two products that are added, the one that stands last takes the other for its bias.
     """
     changed = False
-    for name in reversed(names(graph, lambda op: op.type == "MatMul" and not op.domain)):
-        use = work.only(graph, name)
+    for name in reversed(op_names(graph, lambda op: op.type == "MatMul" and not op.domain)):
+        use = working_copy.only_use(graph, name)
         if use is None or graph.op(use.op).type != "Add":
             continue
-        left, right = work.slot(graph, name, 0), work.slot(graph, name, 1)
-        bias = work.slot(graph, use.op, 1 - use.slot)
-        if left is None or right is None or bias is None or graph.output(left).dtype not in FLOAT_TYPES | {None}:
+        left_tensor, right_tensor = working_copy.slot_tensor(graph, name, 0), working_copy.slot_tensor(graph, name, 1)
+        bias = working_copy.slot_tensor(graph, use.op, 1 - use.slot)
+        if (
+            left_tensor is None
+            or right_tensor is None
+            or bias is None
+            or graph.output(left_tensor).dtype not in FLOAT_TYPES | {None}
+        ):
             continue
-        a, b, c = (work.sizes(tensor) for tensor in (left, right, bias))
-        if not a or b is None or c is None or len(b) != 2 or not _gemm_bias(a, b, c):  # noqa: PLR2004  # a matrix
+        left_sizes, right_sizes, bias_sizes = (
+            working_copy.named_sizes(tensor) for tensor in (left_tensor, right_tensor, bias)
+        )
+        if (
+            not left_sizes
+            or right_sizes is None
+            or bias_sizes is None
+            or len(right_sizes) != 2
+            or not _is_gemm_bias_shape(left_sizes, right_sizes, bias_sizes)
+        ):  # noqa: PLR2004  # a matrix
             continue
-        if len(a) != 2 and not all(isinstance(size, int) for size in (*a, *b)):  # noqa: PLR2004  # the same
+        if len(left_sizes) != 2 and not all(isinstance(size, int) for size in (*left_sizes, *right_sizes)):  # noqa: PLR2004  # the same
             continue
-        _to_gemm(work, graph, name, use.op, bias)
-        gone.into[graph.name, use.op] = name
+        _convert_to_gemm(working_copy, graph, name, use.op, bias)
+        removed_ops.host_names[graph.name, use.op] = name
         changed = True
     return changed
 
 
-def _gemm_bias(a: Sizes, b: Sizes, c: Sizes) -> bool:
-    """Whether Gemm can add a bias of shape `c` to the product of shapes `a` and `b`."""
-    columns = b[1]
-    if len(c) == 1:
-        return c[0] == columns and columns is not None
-    if len(a) != 2 or len(c) != 2:  # noqa: PLR2004  # a matrix
+def _is_gemm_bias_shape(left_sizes: NamedSizes, right_sizes: NamedSizes, bias_sizes: NamedSizes) -> bool:
+    """Whether Gemm can add a bias of shape `bias_sizes` to the product of shapes `left_sizes` and `right_sizes`."""
+    columns = right_sizes[1]
+    if len(bias_sizes) == 1:
+        return bias_sizes[0] == columns and columns is not None
+    if len(left_sizes) != 2 or len(bias_sizes) != 2:  # noqa: PLR2004  # a matrix
         return False
-    return (c[0] == 1 and c[1] == columns) or (c[0] == a[0] is not None and c[1] in {1, columns})
+    return (bias_sizes[0] == 1 and bias_sizes[1] == columns) or (
+        bias_sizes[0] == left_sizes[0] is not None and bias_sizes[1] in {1, columns}
+    )
 
 
-def _to_gemm(work: Work, graph: Graph, name: str, add: str, bias: TensorRef) -> None:
+def _convert_to_gemm(working_copy: WorkingCopy, graph: Graph, name: str, add: str, bias: TensorRef) -> None:
     matmul = graph.op(name)
-    left = work.slot(graph, name, 0)
-    readers = work.readers(graph, add)
-    known = graph.output(TensorRef(graph.name, add))
-    graph.replace(replace(matmul, kind="gemm", type="Gemm", attrs=NO_ATTRS, roles=("input", "weight", "bias")))
+    left_tensor = working_copy.slot_tensor(graph, name, 0)
+    readers = working_copy.all_uses(graph, add)
+    sum_output = graph.output(TensorRef(graph.name, add))
+    graph.replace_op(replace(matmul, kind="gemm", type="Gemm", attrs=NO_ATTRS, roles=("input", "weight", "bias")))
     for use in readers:
-        work.model.graphs[use.graph].connect(use, TensorRef(graph.name, name))
-    work.drop(graph, add)
-    work.stand_for(TensorRef(graph.name, name), TensorRef(graph.name, add))
-    graph.connect(Use(graph.name, name, 2), bias)
-    sizes = work.shape(left) if left is not None else None
+        working_copy.model.graphs[use.graph].set_source(use, TensorRef(graph.name, name))
+    working_copy.drop(graph, add)
+    working_copy.set_label(TensorRef(graph.name, name), TensorRef(graph.name, add))
+    graph.set_source(Use(graph.name, name, 2), bias)
+    sizes = working_copy.static_shape(left_tensor) if left_tensor is not None else None
     if sizes is None or len(sizes) == 2:  # noqa: PLR2004  # a matrix
         return
     rows = math.prod(size or 1 for size in sizes[:-1])
-    wide = Output("", known.dtype, (rows, sizes[-1]))
-    reshape = Op(name="", kind="reshape", type="Reshape", roles=("input", "shape"), outputs=(wide,))
-    shape = work.stand_in(graph, f"{name}/shape", "int64", Output("", "int64", (2,)))
-    into = work.add(graph, reshape, f"{name}/in", [left, shape])
-    work.stand_for(into, left or into)
-    graph.connect(Use(graph.name, name, 0), into)
-    back = replace(reshape, outputs=(known,))
-    after = work.add(graph, back, f"{name}/out", [TensorRef(graph.name, name), shape])
-    work.stand_for(after, TensorRef(graph.name, add))
+    flat_output = Output("", sum_output.dtype, (rows, sizes[-1]))
+    reshape = Op(name="", kind="reshape", type="Reshape", roles=("input", "shape"), outputs=(flat_output,))
+    shape = working_copy.add_placeholder(graph, f"{name}/shape", "int64", Output("", "int64", (2,)))
+    flat_tensor = working_copy.add_like(graph, reshape, f"{name}/in", [left_tensor, shape])
+    working_copy.set_label(flat_tensor, left_tensor or flat_tensor)
+    graph.set_source(Use(graph.name, name, 0), flat_tensor)
+    restore_reshape = replace(reshape, outputs=(sum_output,))
+    restored_tensor = working_copy.add_like(graph, restore_reshape, f"{name}/out", [TensorRef(graph.name, name), shape])
+    working_copy.set_label(restored_tensor, TensorRef(graph.name, add))
     for use in readers:
-        work.model.graphs[use.graph].connect(use, after)
+        working_copy.model.graphs[use.graph].set_source(use, restored_tensor)
 
 
-def _reshapes(work: Work, graph: Graph, gone: Gone) -> bool:
+def _merge_reshapes(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> bool:
     """Of two Reshapes in a row the first goes, if the shape behind the second is known."""
     changed = False
-    for name in names(graph, lambda op: op.type == "Reshape" and not op.domain):
+    for name in op_names(graph, lambda op: op.type == "Reshape" and not op.domain):
         if name not in graph:
             continue
-        before = work.producer(graph, name, 0)
+        previous_op = working_copy.producer(graph, name, 0)
         shape = graph.op(name).outputs[0].shape
-        if before is None or before.type != "Reshape" or shape is None or None in shape:
+        if previous_op is None or previous_op.type != "Reshape" or shape is None or None in shape:
             continue
-        if work.only(graph, before.name) is not None:
-            gone.into[graph.name, before.name] = name
-            work.bypass(graph, before.name)
+        if working_copy.only_use(graph, previous_op.name) is not None:
+            removed_ops.host_names[graph.name, previous_op.name] = name
+            working_copy.bypass(graph, previous_op.name)
             changed = True
     return changed
 
 
-def _propagates(work: Work, op: Op) -> bool:
-    known = op.type in PROPAGATES and not op.domain
-    return known and work.model.opset >= FIRST_OPSET.get(op.type, 0)
+def _may_propagate(working_copy: WorkingCopy, op: Op) -> bool:
+    is_propagating_type = op.type in PROPAGATING_TYPES and not op.domain
+    return is_propagating_type and working_copy.model.opset >= FIRST_OPSET.get(op.type, 0)
 
 
-def _forward(work: Work, graph: Graph, _gone: Gone) -> bool:
+def _propagate_dq_forward(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
     """Behind an op that a DQ may move past, a pair is put, unless something quantizes what it makes already."""
     changed = False
-    for name in names(graph, is_dq):
-        use = work.only(graph, name)
-        if use is None or not work.scalar(graph, name):
+    for name in op_names(graph, is_dq):
+        use = working_copy.only_use(graph, name)
+        if use is None or not working_copy.has_scalar_params(graph, name):
             continue
-        todo = [use.op]
-        while todo:
-            passed = todo.pop()
-            if not _propagates(work, graph.op(passed)):
+        pending = [use.op]
+        while pending:
+            op_name = pending.pop()
+            if not _may_propagate(working_copy, graph.op(op_name)):
                 continue
-            uses = graph.readers(passed).get(0, [])
-            inner = [one for one in uses if work.model.graphs[one.graph].op(one.op).kind != "output"]
-            if inner and len(inner) != len(uses):
+            uses = graph.consumers_by_port(op_name).get(0, [])
+            inner_uses = [
+                use_of_output
+                for use_of_output in uses
+                if working_copy.model.graphs[use_of_output.graph].op(use_of_output.op).kind != "output"
+            ]
+            if inner_uses and len(inner_uses) != len(uses):
                 continue
-            if not uses or any(is_q(work.model.graphs[one.graph].op(one.op)) for one in uses):
+            if not uses or any(
+                is_q(working_copy.model.graphs[use_of_output.graph].op(use_of_output.op)) for use_of_output in uses
+            ):
                 continue
-            work.pair(graph, TensorRef(graph.name, passed), uses, name)
+            working_copy.insert_pair(graph, TensorRef(graph.name, op_name), uses, name)
             changed = True
-            todo += [one.op for one in uses if one.graph == graph.name and graph.op(one.op).kind != "output"]
+            pending += [
+                use_of_output.op
+                for use_of_output in uses
+                if use_of_output.graph == graph.name and graph.op(use_of_output.op).kind != "output"
+            ]
     return changed
 
 
-def _backward(work: Work, graph: Graph, _gone: Gone) -> bool:
+def _propagate_q_backward(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
     """Before an op that a Q may move past, a pair is put where there is none."""
     changed = False
-    for name in names(graph, is_q):
-        if not work.scalar(graph, name) or work.folded(graph, name):
+    for name in op_names(graph, is_q):
+        if not working_copy.has_scalar_params(graph, name) or working_copy.is_folded(graph, name):
             continue
-        here = Use(graph.name, name, 0)
+        current_use = Use(graph.name, name, 0)
         while True:
-            tensor = graph.producer(here)
-            if tensor is None or tensor.graph != graph.name or len(work.readers(graph, tensor.op)) != 1:
+            tensor = graph.source_of(current_use)
+            if tensor is None or tensor.graph != graph.name or len(working_copy.all_uses(graph, tensor.op)) != 1:
                 break
             op = graph.op(tensor.op)
-            if not _propagates(work, op):
+            if not _may_propagate(working_copy, op):
                 break
-            here = Use(graph.name, op.name, 0)
-            before = graph.producer(here)
-            if before is None or before.graph != graph.name or is_dq(graph.op(before.op)) or work.constant(before):
+            current_use = Use(graph.name, op.name, 0)
+            input_tensor = graph.source_of(current_use)
+            if (
+                input_tensor is None
+                or input_tensor.graph != graph.name
+                or is_dq(graph.op(input_tensor.op))
+                or working_copy.is_constant(input_tensor)
+            ):
                 break
-            given = graph.op(before.op).kind == "input"
-            if not given and len(graph.consumers(before)) != 1:
+            is_graph_input = graph.op(input_tensor.op).kind == "input"
+            if not is_graph_input and len(graph.consumers(input_tensor)) != 1:
                 break
-            made = work.pair(graph, before, [here], name)
+            inserted = working_copy.insert_pair(graph, input_tensor, [current_use], name)
             changed = True
-            if given:
+            if is_graph_input:
                 break
-            read = work.producer(graph, made[0].op, 0)
-            if read is None:
+            inserted_q = working_copy.producer(graph, inserted[0].op, 0)
+            if inserted_q is None:
                 break
-            here = Use(graph.name, read.name, 0)
+            current_use = Use(graph.name, inserted_q.name, 0)
     return changed
 
 
-def to_uint8(work: Work, graph: Graph) -> None:
+def convert_pairs_to_uint8(working_copy: WorkingCopy, graph: Graph) -> None:
     """A pair of int8 becomes one of uint8 where its Q has one reader: kernels for x86 want uint8 activations."""
-    for name in names(graph, is_q):
-        use = work.only(graph, name)
-        if use is None or not is_dq(graph.op(use.op)) or work.dtype(graph, name) != "int8":
+    for name in op_names(graph, is_q):
+        use = working_copy.only_use(graph, name)
+        if use is None or not is_dq(graph.op(use.op)) or working_copy.integer_dtype(graph, name) != "int8":
             continue
-        if work.folded(graph, name):
+        if working_copy.is_folded(graph, name):
             continue
-        zeros = [work.number(work.inputs(graph, one)[2]) for one in (name, use.op)]
-        if zeros[0] is None or zeros[0] != zeros[1] or not work.own(graph, work.inputs(graph, name)[2]):
+        zero_values = [
+            working_copy.scalar_value(working_copy.qdq_inputs(graph, pair_name)[2]) for pair_name in (name, use.op)
+        ]
+        if (
+            zero_values[0] is None
+            or zero_values[0] != zero_values[1]
+            or not working_copy.is_local_constant(graph, working_copy.qdq_inputs(graph, name)[2])
+        ):
             continue
         op = graph.op(name)
-        graph.replace(replace(op, outputs=(replace(op.outputs[0], dtype="uint8"),)))
-        for one in (name, use.op):
-            zero = work.stand_in(graph, f"{one}/zero", "uint8", Output("", "uint8", ()), zeros[0] + 128)
-            graph.connect(Use(graph.name, one, 2), zero)
+        graph.replace_op(replace(op, outputs=(replace(op.outputs[0], dtype="uint8"),)))
+        for pair_name in (name, use.op):
+            zero_tensor = working_copy.add_placeholder(
+                graph, f"{pair_name}/zero", "uint8", Output("", "uint8", ()), zero_values[0] + 128
+            )
+            graph.set_source(Use(graph.name, pair_name, 2), zero_tensor)
 
 
-_STEPS: tuple[Callable[[Work, Graph, Gone], bool], ...] = (
-    _forwarding,
-    _double_pairs,
-    _common,
-    _matmul_add,
-    _reshapes,
-    _forward,
-    _backward,
-    quantize_bias,
-    where_scalar,
-    _unique_dq,
+_ORT_STEPS: tuple[Callable[[WorkingCopy, Graph, RemovedOps], bool], ...] = (
+    _remove_identities,
+    _merge_double_pairs,
+    _merge_equal_quantizations,
+    _fuse_matmul_add,
+    _merge_reshapes,
+    _propagate_dq_forward,
+    _propagate_q_backward,
+    quantize_float_bias,
+    quantize_where_scalar,
+    _duplicate_dq_per_reader,
 )

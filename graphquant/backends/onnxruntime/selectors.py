@@ -4,113 +4,306 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphquant.backends.onnxruntime.around import (
-    BYTES,
-    REFUSED,
-    Around,
-    clip_behind,
-    group_broken,
-    inputs_broken,
-    no_type,
-    said,
-    too_old,
-    type_broken,
+import numpy as np
+
+from graphquant.backends.findings import NOT_QUANTIZED, BrokenRule
+from graphquant.backends.onnxruntime.context import (
+    BYTE_DTYPES,
+    PLACEHOLDER_RULE,
+    REFUSED_RULE,
+    OrtOpContext,
+    broken_group_rule,
+    broken_input_rule,
+    broken_int8_rule,
+    broken_output_rule,
+    broken_type_rule,
+    format_optional_number,
+    missing_kernel_rule,
+    old_opset_rule,
+    unfused_clip_rule,
 )
-from graphquant.backends.onnxruntime.products import conv, gemm, matmul
-from graphquant.backends.types import NOT_QUANTIZED, Broken
+from graphquant.backends.onnxruntime.work import is_dq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from graphquant.ir import Op
 
-HALVES = frozenset({"int16", "uint16"})
+
+# Convolutions and matrix products: what onnxruntime makes of them, or the rule they break.
+
+MIN_BLOCK_SIZE = 16
+"""Values that share a scale in the weights of MatMulNBits, at least; a power of two."""
+
+BIAS_ABSOLUTE_TOLERANCE, BIAS_RELATIVE_TOLERANCE = 1e-6, 1e-2
+"""How far the scale of a bias may be off: absolutely, and as a share of what it should be."""
+
+NARROW_WEIGHT_DTYPES = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
 
 
-def _unary(becomes: str) -> Callable[[Around], str | Broken]:
-    def select(here: Around) -> str | Broken:
-        return group_broken(here, 1) or type_broken(here) or becomes
+def select_conv(context: OrtOpContext) -> str | BrokenRule:
+    """Conv: all quantized, the bias too, and int8 activations only where kernels take them."""
+    broken_rule = (
+        broken_group_rule(context)
+        or _missing_weight_rule(context)
+        or broken_int8_rule(context)
+        or _mixed_types_rule(context)
+        or _unsupported_type_rule(context, 2)
+    )
+    return broken_rule or _broken_bias_rule(context, check_scale=True) or "QLinearConv"
+
+
+def _missing_weight_rule(context: OrtOpContext) -> BrokenRule | None:
+    """A broken model may leave the weight out."""
+    return NOT_QUANTIZED if len(context.dqs) < 2 else None  # noqa: PLR2004  # data and weight
+
+
+def _mixed_types_rule(context: OrtOpContext) -> BrokenRule | None:
+    """Input and output differ in type."""
+    if not context.qs or context.input_dtypes[0] == context.output_dtype:
+        return None
+    message = f"its input is {context.input_dtypes[0]} and its output {context.output_dtype}"
+    return BrokenRule(rule="mixed-types", message=message, fix="give both of them one integer type")
+
+
+def _unsupported_type_rule(context: OrtOpContext, inputs: int) -> BrokenRule | None:
+    unsupported_dtype = next((dtype for dtype in context.input_dtypes[:inputs] if dtype not in BYTE_DTYPES), "")
+    return missing_kernel_rule(context.op, unsupported_dtype) if unsupported_dtype else None
+
+
+def _broken_bias_rule(context: OrtOpContext, *, check_scale: bool = False) -> BrokenRule | None:
+    if len(context.input_dtypes) < 3:  # noqa: PLR2004  # the slot of the bias
+        return None
+    if context.input_dtypes[2] != "int32":
+        message = f"its bias is {context.input_dtypes[2]}"
+        return BrokenRule(rule="bias-type", message=message, fix="quantize the bias to int32, scale input times weight")
+    if check_scale and context.dqs[2].rule != PLACEHOLDER_RULE and not _is_product_scale(context):
+        message = "its bias does not have the scale input times weight and zero point 0"
+        return BrokenRule(
+            rule="bias-scale", message=message, fix="requantize the bias with that scale, or leave it float"
+        )
+    return None
+
+
+def _is_product_scale(context: OrtOpContext) -> bool:
+    """Whether the scale of the bias is the product of the other two, as closely as onnxruntime asks."""
+    params_tensors = [context.working_copy.qdq_inputs(context.graph, dq.name) for dq in context.dqs]
+    scales = [context.working_copy.small_constant_value(scale) for _, scale, _ in params_tensors]
+    zero = context.working_copy.small_constant_value(params_tensors[2][2])
+    if any(scale is None for scale in scales) or (zero is not None and np.any(zero)):
+        return False
+    data_scale, weight_scale, bias_scale = (np.asarray(scale, np.float64).reshape(-1) for scale in scales)
+    if len({1, data_scale.size, weight_scale.size, bias_scale.size}) > 2:  # noqa: PLR2004  # 1 and one other, or they do not fit
+        return False
+    product = data_scale * weight_scale
+    return bool(
+        (np.abs(bias_scale - product) <= BIAS_ABSOLUTE_TOLERANCE + BIAS_RELATIVE_TOLERANCE * np.abs(product)).all()
+    )
+
+
+def select_matmul(context: OrtOpContext) -> str | BrokenRule:
+    """MatMul: both inputs quantized, with or without a quantized output; or a weight of few bits alone."""
+    if len(context.dqs) == 1:
+        return _select_matmul_nbits(context)
+    broken_rule = broken_input_rule(context, 2) or broken_int8_rule(context) or _unsupported_type_rule(context, 2)
+    if broken_rule or not context.qs:
+        return broken_rule or "MatMulIntegerToFloat"
+    return broken_output_rule(context) or _mixed_types_rule(context) or "QLinearMatMul"
+
+
+def _select_matmul_nbits(context: OrtOpContext) -> str | BrokenRule:
+    """Float activations times weights of few bits."""
+    source = context.working_copy.producer(context.graph, context.op.name, 1)
+    if source is None or not is_dq(source) or context.qs or context.clip:
+        return broken_input_rule(context, 2) or BrokenRule(
+            rule="float-input", message="it has one quantized input", fix="quantize both"
+        )
+    dtype = context.working_copy.integer_dtype(context.graph, source.name)
+    data, scale, zero = context.working_copy.qdq_inputs(context.graph, source.name)
+    if (
+        dtype not in NARROW_WEIGHT_DTYPES
+        or not context.working_copy.is_constant(data)
+        or not context.working_copy.is_constant(scale)
+    ):
+        return broken_input_rule(context, 2) or missing_kernel_rule(context.op, dtype)
+    weight_tensors = [weight_tensor for weight_tensor in (data, scale, zero) if weight_tensor is not None]
+    if any(weight_tensor.graph != context.graph.name for weight_tensor in weight_tensors):
+        message = "its weight is a constant of another graph, and onnxruntime refuses the whole model for that"
+        return BrokenRule(
+            rule=REFUSED_RULE, message=message, fix="put the weight, its scales and zero points into the body"
+        )
+    if any(
+        context.working_copy.constant_use_count(context.graph, weight_tensor) > 1 for weight_tensor in weight_tensors
+    ):
+        message = "its weight, or a constant of up to 8 scales with these very values, is read elsewhere too"
+        return BrokenRule(rule="shared-weight", message=message, fix="give it a weight and scales of its own")
+    shape = context.graph.output(data).shape if data is not None else None
+    sizes = context.graph.output(scale).shape if scale is not None else None
+    zeros = context.graph.output(zero).shape if zero is not None else sizes
+    if shape is None or len(shape) != 2 or zeros != sizes:  # noqa: PLR2004  # a matrix
+        message = "its quantized weight is no matrix, or scales and zero points differ in shape"
+        return BrokenRule(
+            rule="weight-shape", message=message, fix="quantize a weight of two axes, or the activation too"
+        )
+    return _broken_block_rule(source, shape, sizes) or "MatMulNBits"
+
+
+def _broken_block_rule(
+    source: Op, shape: tuple[int | None, ...], sizes: tuple[int | None, ...] | None
+) -> BrokenRule | None:
+    block = int(source.numeric_attr("block_size", 0))
+    axis = int(source.numeric_attr("axis", 1))
+    if not block:
+        if sizes == () or (sizes == (shape[1],) and axis == 1):
+            return None
+        message = "its weight's scales are neither one, nor one for each column, nor one for each block of rows"
+        return BrokenRule(rule="weight-axis", message=message, fix="use one scale for each column, axis 1")
+    if axis != 0:
+        message = f"its weight's blocks lie along axis {axis}"
+        return BrokenRule(
+            rule="weight-axis", message=message, fix="put blocks along axis 0, the one that is summed over"
+        )
+    if block < MIN_BLOCK_SIZE or block & (block - 1):
+        message = f"its weight's blocks have {block} values"
+        return BrokenRule(rule="block-size", message=message, fix="use blocks of 16, 32, 64 or another power of two")
+    return None
+
+
+def select_gemm(context: OrtOpContext) -> str | BrokenRule:
+    """Gemm: all inputs quantized, the bias too, with or without a quantized output."""
+    broken_rule = broken_input_rule(context) or _missing_weight_rule(context)
+    if broken_rule:
+        return _select_gemm_nbits(context) or broken_rule
+    if context.qs or context.clip:
+        broken_rule = broken_output_rule(context)
+    if not broken_rule and context.input_dtypes[0] == "int8" and context.input_dtypes[1] != "int8":
+        message = f"its activation is int8 and its weight {context.input_dtypes[1]}"
+        broken_rule = BrokenRule(rule="int8-activation", message=message, fix="quantize activations to uint8")
+    broken_rule = broken_rule or _mixed_types_rule(context) or _unsupported_type_rule(context, 2)
+    if not broken_rule and len(context.input_dtypes) > 2 and context.op.numeric_attr("beta", 1.0) != 1.0:  # noqa: PLR2004  # with a bias
+        return BrokenRule(rule="beta", message="its beta is not 1", fix="multiply the bias by beta and set beta to 1")
+    return broken_rule or _broken_bias_rule(context) or "QGemm"
+
+
+def _select_gemm_nbits(context: OrtOpContext) -> str | BrokenRule | None:
+    """A Gemm that is no more than a MatMul and a bias, with few bits in its weight; None if it is something else."""
+    source = context.working_copy.producer(context.graph, context.op.name, 1)
+    data_producer = context.working_copy.producer(context.graph, context.op.name, 0)
+    if source is None or not is_dq(source) or (data_producer is not None and is_dq(data_producer)) or context.qs:
+        return None
+    is_plain_product = (
+        context.op.numeric_attr("alpha", 1.0) == 1.0
+        and not context.op.numeric_attr("transA", 0)
+        and not context.op.numeric_attr("transB", 0)
+    )
+    slots = [*context.graph.slots(context.op.name), None, None, None][:3]
+    if not is_plain_product or (slots[2] is not None and context.op.numeric_attr("beta", 1.0) != 1.0):
+        return None
+    data = context.working_copy.slot_tensor(context.graph, source.name, 0)
+    columns = context.graph.output(data).shape if data is not None else None
+    if slots[2] is not None and columns is not None and context.graph.output(slots[2]).shape != columns[1:]:
+        return None
+    return _select_matmul_nbits(context)
+
+
+HALF_WORD_DTYPES = frozenset({"int16", "uint16"})
+
+
+def _select_unary(becomes: str) -> Callable[[OrtOpContext], str | BrokenRule]:
+    def select(context: OrtOpContext) -> str | BrokenRule:
+        return broken_group_rule(context, 1) or broken_type_rule(context) or becomes
 
     return select
 
 
-def _average_pool(here: Around) -> str | Broken:
-    broken = group_broken(here, 1) or type_broken(here)
-    if broken is None and "dilations" in here.op.attrs:
-        says = "onnxruntime's average pool on integers knows no 'dilations', not even of 1, and it refuses the model"
-        return Broken(rule=REFUSED, says=says, fix="take the attribute away where it is 1, or leave the op float")
-    return broken or "QLinearAveragePool"
+def _select_average_pool(context: OrtOpContext) -> str | BrokenRule:
+    broken_rule = broken_group_rule(context, 1) or broken_type_rule(context)
+    if broken_rule is None and "dilations" in context.op.attrs:
+        message = "onnxruntime's average pool on integers knows no 'dilations', not even of 1, and it refuses the model"
+        return BrokenRule(
+            rule=REFUSED_RULE, message=message, fix="take the attribute away where it is 1, or leave the op float"
+        )
+    return broken_rule or "QLinearAveragePool"
 
 
-def _joint(becomes: str) -> Callable[[Around], str | Broken]:
-    def select(here: Around) -> str | Broken:
-        return group_broken(here) or type_broken(here) or becomes
+def _select_joint(becomes: str) -> Callable[[OrtOpContext], str | BrokenRule]:
+    def select(context: OrtOpContext) -> str | BrokenRule:
+        return broken_group_rule(context) or broken_type_rule(context) or becomes
 
     return select
 
 
-def _where(here: Around) -> str | Broken:
-    return group_broken(here, 2) or type_broken(here) or "QLinearWhere"
+def _select_where(context: OrtOpContext) -> str | BrokenRule:
+    return broken_group_rule(context, 2) or broken_type_rule(context) or "QLinearWhere"
 
 
-def _passes(allowed: frozenset[str], *, positive: bool = False) -> Callable[[Around], str | Broken]:
+def _select_passthrough(
+    allowed_dtypes: frozenset[str], *, needs_positive_scale: bool = False
+) -> Callable[[OrtOpContext], str | BrokenRule]:
     """An op that moves values about, or compares them: the same on integers if nothing else changes."""
 
-    def select(here: Around) -> str | Broken:
-        broken = too_old(here) or clip_behind(here) or group_broken(here, 1) or type_broken(here, allowed)
-        if broken:
-            return broken
-        for q in here.qs:
-            if not here.work.same_params(here.graph, q.name, here.dqs[0].name):
-                return _tie(here, q)
-        _, scale, _ = here.work.inputs(here.graph, here.qs[0].name)
-        if positive and not (here.work.number(scale) or 0) > 0:
-            return Broken(rule="scale", says="its scale is not positive", fix="quantize with a positive scale")
-        return f"{here.op.type} on {here.types[0]}"
+    def select(context: OrtOpContext) -> str | BrokenRule:
+        broken_rule = (
+            old_opset_rule(context)
+            or unfused_clip_rule(context)
+            or broken_group_rule(context, 1)
+            or broken_type_rule(context, allowed_dtypes)
+        )
+        if broken_rule:
+            return broken_rule
+        for q in context.qs:
+            if not context.working_copy.same_params(context.graph, q.name, context.dqs[0].name):
+                return _different_scales_rule(context, q)
+        _, scale, _ = context.working_copy.qdq_inputs(context.graph, context.qs[0].name)
+        if needs_positive_scale and not (context.working_copy.scalar_value(scale) or 0) > 0:
+            return BrokenRule(rule="scale", message="its scale is not positive", fix="quantize with a positive scale")
+        return f"{context.op.type} on {context.input_dtypes[0]}"
 
     return select
 
 
-def _tie(here: Around, q: Op) -> Broken:
-    shown = []
-    for name in (here.dqs[0].name, q.name):
-        _, scale, zero = here.work.inputs(here.graph, name)
-        given = "no explicit" if zero is None else said(here.work.number(zero))
-        shown.append(f"scale {said(here.work.number(scale))}, zero point {given}")
-    says = f"its input has {shown[0]} and its output {shown[1]}"
-    return Broken(rule="tie", says=says, fix="give input and output one scale and one explicit zero point")
+def _different_scales_rule(context: OrtOpContext, q: Op) -> BrokenRule:
+    params_texts = []
+    for name in (context.dqs[0].name, q.name):
+        _, scale, zero = context.working_copy.qdq_inputs(context.graph, name)
+        zero_text = "no explicit" if zero is None else format_optional_number(context.working_copy.scalar_value(zero))
+        params_texts.append(
+            f"scale {format_optional_number(context.working_copy.scalar_value(scale))}, zero point {zero_text}"
+        )
+    message = f"its input has {params_texts[0]} and its output {params_texts[1]}"
+    return BrokenRule(rule="tie", message=message, fix="give input and output one scale and one explicit zero point")
 
 
-def _arg_max(here: Around) -> str | Broken:
-    if len(here.dqs) != 1 or here.clip:
-        return inputs_broken(here, 1) or clip_behind(here) or NOT_QUANTIZED
-    if here.types[0] not in BYTES:
-        return no_type(here.op, here.types[0])
-    if not here.work.scalar(here.graph, here.dqs[0].name, zero_needed=True):
-        says = "its input's scale or zero point is not one explicit constant"
-        return Broken(rule="scale", says=says, fix="quantize per tensor, with a zero point")
-    return f"ArgMax on {here.types[0]}"
+def _select_arg_max(context: OrtOpContext) -> str | BrokenRule:
+    if len(context.dqs) != 1 or context.clip:
+        return broken_input_rule(context, 1) or unfused_clip_rule(context) or NOT_QUANTIZED
+    if context.input_dtypes[0] not in BYTE_DTYPES:
+        return missing_kernel_rule(context.op, context.input_dtypes[0])
+    if not context.working_copy.has_scalar_params(context.graph, context.dqs[0].name, zero_needed=True):
+        message = "its input's scale or zero point is not one explicit constant"
+        return BrokenRule(rule="scale", message=message, fix="quantize per tensor, with a zero point")
+    return f"ArgMax on {context.input_dtypes[0]}"
 
 
-SELECTORS: dict[str, Callable[[Around], str | Broken]] = {
-    "Conv": conv,
-    "MatMul": matmul,
-    "Gemm": gemm,
-    "Add": _joint("QLinearAdd"),
-    "Mul": _joint("QLinearMul"),
-    "Concat": _joint("QLinearConcat"),
-    "Where": _where,
-    "AveragePool": _average_pool,
-    "GlobalAveragePool": _unary("QLinearGlobalAveragePool"),
-    "LeakyRelu": _unary("QLinearLeakyRelu"),
-    "Sigmoid": _unary("QLinearSigmoid"),
-    "Softmax": _unary("QLinearSoftmax"),
-    "Resize": _passes(BYTES),
-    "MaxPool": _passes(BYTES | {"int4", "uint4"}, positive=True),
-    "ReduceMax": _passes(BYTES, positive=True),
-    "ReduceMin": _passes(BYTES, positive=True),
-    "Split": _passes(BYTES | HALVES),
-    "ArgMax": _arg_max,
+ORT_SELECTORS: dict[str, Callable[[OrtOpContext], str | BrokenRule]] = {
+    "Conv": select_conv,
+    "MatMul": select_matmul,
+    "Gemm": select_gemm,
+    "Add": _select_joint("QLinearAdd"),
+    "Mul": _select_joint("QLinearMul"),
+    "Concat": _select_joint("QLinearConcat"),
+    "Where": _select_where,
+    "AveragePool": _select_average_pool,
+    "GlobalAveragePool": _select_unary("QLinearGlobalAveragePool"),
+    "LeakyRelu": _select_unary("QLinearLeakyRelu"),
+    "Sigmoid": _select_unary("QLinearSigmoid"),
+    "Softmax": _select_unary("QLinearSoftmax"),
+    "Resize": _select_passthrough(BYTE_DTYPES),
+    "MaxPool": _select_passthrough(BYTE_DTYPES | {"int4", "uint4"}, needs_positive_scale=True),
+    "ReduceMax": _select_passthrough(BYTE_DTYPES, needs_positive_scale=True),
+    "ReduceMin": _select_passthrough(BYTE_DTYPES, needs_positive_scale=True),
+    "Split": _select_passthrough(BYTE_DTYPES | HALF_WORD_DTYPES),
+    "ArgMax": _select_arg_max,
     **dict.fromkeys(
         (
             "DepthToSpace",
@@ -125,7 +318,7 @@ SELECTORS: dict[str, Callable[[Around], str | Broken]] = {
             "Transpose",
             "Unsqueeze",
         ),
-        _passes(BYTES | HALVES),
+        _select_passthrough(BYTE_DTYPES | HALF_WORD_DTYPES),
     ),
 }
 """For each op type that can run on integers, what it takes; every other type stays float."""

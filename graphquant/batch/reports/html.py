@@ -6,153 +6,240 @@ and no other.
 
 from __future__ import annotations
 
+import hashlib
+import re
 from datetime import UTC, datetime
 from html import escape
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
-from graphquant.batch.reports.words import (
-    INT8,
-    STATUSES,
-    decibels,
-    percent,
-    ratio,
-    reasons,
-    size,
-    status,
-    summary,
-    time,
+from graphquant import __version__
+from graphquant.batch.reports.text import (
+    INT8_NOTE,
+    STATUS_LABELS,
+    bytes_text,
+    failure_reasons,
+    metrics_sqnr_text,
+    outcome_duration,
+    percent_text,
+    report_summary,
+    size_ratio,
+    status_text,
 )
-from graphquant.errors import printable
-from graphquant.view.html import digest
+from graphquant.errors import GraphQuantError, UsageError, escape_unprintable
+from graphquant.utils.atomic_files import atomic_file
+from graphquant.visualize.html import csp_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from graphquant.batch.types import Change, Outcome, Report
+    from graphquant.api import Progress
+    from graphquant.batch.types import BatchReport, Outcome, OutcomeChange
 
-COLUMNS = ("model", "status", "before", "after", "", "sites", "int8", "SQNR", "time", "graph")
+
+REPORT_COLUMNS = ("model", "status", "before", "after", "", "sites", "int8", "SQNR", "time", "graph")
 """Heads of the table; what has one is sorted by."""
 
-_NUMBERS = frozenset({"before", "after", "", "sites", "int8", "SQNR", "time"})
+_NUMBER_COLUMNS = frozenset({"before", "after", "", "sites", "int8", "SQNR", "time"})
 
 
-def page(report: Report, graphs: Mapping[str, str] | None = None) -> str:
+def report_page(report: BatchReport, graphs: Mapping[str, str] | None = None) -> str:
     """The whole page; the same report gives the same bytes.
 
     Args:
         report: The report.
         graphs: For models that have a page of their own its address, relative to this one, by their names.
     """
-    return "\n".join(_page(report, graphs or {})) + "\n"
+    return "\n".join(_report_lines(report, graphs or {})) + "\n"
 
 
-def _page(report: Report, graphs: Mapping[str, str]) -> Iterator[str]:
-    script, style = _shipped("report.js"), _shipped("report.css")
-    policy = f"default-src 'none'; script-src {digest(script)}; style-src {digest(style)}"
+def _report_lines(report: BatchReport, graphs: Mapping[str, str]) -> Iterator[str]:
+    script, style = _report_file("report.js"), _report_file("report.css")
+    policy = f"default-src 'none'; script-src {csp_digest(script)}; style-src {csp_digest(style)}"
     yield "<!DOCTYPE html>"
     yield '<html lang="en"><head><meta charset="utf-8"><title>graphquant batch</title>'
     yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
     yield f"<style>{style}</style></head><body>"
-    yield from _header(report)
+    yield from _page_header(report)
     yield '<table id="models"><thead><tr>'
-    yield from (_head(column) for column in COLUMNS)
+    yield from (_column_heading(column) for column in REPORT_COLUMNS)
     yield "</tr></thead><tbody>"
-    changes: dict[str, list[Change]] = {}
+    changes: dict[str, list[OutcomeChange]] = {}
     for change in report.changes:
         changes.setdefault(change.name, []).append(change)
-    for one in report.outcomes:
-        yield _row(one, changes.pop(one.name, []), graphs.get(one.name))
+    for outcome in report.outcomes:
+        yield _model_row(outcome, changes.pop(outcome.name, []), graphs.get(outcome.name))
     yield "</tbody></table>"
-    yield from (f'<p class="bad">{_text(one.name)}: {_text(one.says)}</p>' for some in changes.values() for one in some)
+    yield from (
+        f'<p class="bad">{_html_text(change_.name)}: {_html_text(change_.message)}</p>'
+        for remaining in changes.values()
+        for change_ in remaining
+    )
     yield f"<script>{script}</script></body></html>"
 
 
-def _header(report: Report) -> Iterator[str]:
+def _page_header(report: BatchReport) -> Iterator[str]:
     started = datetime.fromtimestamp(report.started, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    yield f"<header><h1>graphquant batch</h1><p>{_text(summary(report))}</p>"
-    yield f'<p class="soft">graphquant {_text(report.version)}, {started}</p>'
+    yield f"<header><h1>graphquant batch</h1><p>{_html_text(report_summary(report))}</p>"
+    yield f'<p class="soft">graphquant {_html_text(report.version)}, {started}</p>'
     yield '<form id="controls">'
     yield '<input id="query" type="search" placeholder="filter by name" aria-label="filter by name">'
     yield '<select id="status" aria-label="status"><option value="">every status</option>'
-    counts = {name: sum(one.status == name for one in report.outcomes) for name in STATUSES}
+    counts = {name: sum(outcome.status == name for outcome in report.outcomes) for name in STATUS_LABELS}
     yield from (
-        f'<option value="{name}">{STATUSES[name]} ({count})</option>' for name, count in counts.items() if count
+        f'<option value="{name}">{STATUS_LABELS[name]} ({count})</option>' for name, count in counts.items() if count
     )
     if report.changes:
         yield '<option value="changed">changed</option>'
     yield '</select><output id="shown"></output><button type="button" id="theme">light or dark</button></form></header>'
 
 
-def _head(column: str) -> str:
-    of = ' class="n"' if column in _NUMBERS else ""
+def _column_heading(column: str) -> str:
+    class_attribute = ' class="n"' if column in _NUMBER_COLUMNS else ""
     if column == "graph":
-        return f"<th{of}>{column}</th>"
-    says = f' title="{_text(INT8)}"' if column == "int8" else ""
-    return f'<th{of}{says} aria-sort="none"><button type="button">{column or "%"}</button></th>'
+        return f"<th{class_attribute}>{column}</th>"
+    title = f' title="{_html_text(INT8_NOTE)}"' if column == "int8" else ""
+    return f'<th{class_attribute}{title} aria-sort="none"><button type="button">{column or "%"}</button></th>'
 
 
-def _row(outcome: Outcome, changes: list[Change], graph: str | None) -> str:
-    fine = outcome.fine and all(one.level == "note" for one in changes)
-    kind = "soft" if outcome.status == "skipped" else "good" if fine else "bad"
-    shown = "regressed" if outcome.fine and not fine else status(outcome)
-    part = ratio(outcome)
-    sqnr = outcome.figures.sqnr if outcome.figures is not None else None
-    exact = outcome.figures is not None and outcome.figures.exact
-    made = outcome.size_after is not None
-    link = f'<a href="{_text(graph)}">graph</a>' if graph is not None else ""
+def _model_row(outcome: Outcome, changes: list[OutcomeChange], graph: str | None) -> str:
+    passed = outcome.passed and all(change.level == "note" for change in changes)
+    kind = "soft" if outcome.status == "skipped" else "good" if passed else "bad"
+    status_cell = "regressed" if outcome.passed and not passed else status_text(outcome)
+    ratio_ = size_ratio(outcome)
+    sqnr = outcome.metrics.sqnr if outcome.metrics is not None else None
+    exact = outcome.metrics is not None and outcome.metrics.exact
+    has_output = outcome.size_after is not None
+    link = f'<a href="{_html_text(graph)}">graph</a>' if graph is not None else ""
     cells = [
-        f'<td class="name" data-v="{_text(outcome.name)}">{_name(outcome, changes)}</td>',
-        f'<td data-v="{shown}"><span class="{kind}">{shown}</span></td>',
-        _number(outcome.size_before, size(outcome.size_before)),
-        _number(outcome.size_after, size(outcome.size_after)),
-        _number(part, percent(part)),
-        _number(outcome.sites if made else None, str(outcome.sites) if made else ""),
-        _number(outcome.int8_share, _bar(outcome)),
-        _number(10_000.0 if exact else sqnr, decibels(outcome.figures)),
-        _number(outcome.seconds or None, time(outcome)),
+        f'<td class="name" data-v="{_html_text(outcome.name)}">{_name_cell(outcome, changes)}</td>',
+        f'<td data-v="{status_cell}"><span class="{kind}">{status_cell}</span></td>',
+        _number_cell(outcome.size_before, bytes_text(outcome.size_before)),
+        _number_cell(outcome.size_after, bytes_text(outcome.size_after)),
+        _number_cell(ratio_, percent_text(ratio_)),
+        _number_cell(outcome.sites if has_output else None, str(outcome.sites) if has_output else ""),
+        _number_cell(outcome.int8_share, _int8_bar(outcome)),
+        _number_cell(10_000.0 if exact else sqnr, metrics_sqnr_text(outcome.metrics)),
+        _number_cell(outcome.seconds or None, outcome_duration(outcome)),
         f"<td>{link}</td>",
     ]
     changed = ' data-changed="1"' if changes else ""
     return f'<tr data-status="{outcome.status}"{changed}>{"".join(cells)}</tr>'
 
 
-def _number(value: float | None, shown: str) -> str:
-    return f'<td class="n" data-v="{"" if value is None else f"{value:.6g}"}">{shown}</td>'
+def _number_cell(value: float | None, text: str) -> str:
+    return f'<td class="n" data-v="{"" if value is None else f"{value:.6g}"}">{text}</td>'
 
 
-def _bar(outcome: Outcome) -> str:
+def _int8_bar(outcome: Outcome) -> str:
     """The share as a bar with its number."""
-    if outcome.low is None or outcome.int8_share is None:
+    if outcome.int8_ops is None or outcome.int8_share is None:
         return ""
-    low, all_ops = outcome.low
+    int8_ops, all_ops = outcome.int8_ops
     width = round(60 * outcome.int8_share, 1)
     band, bar = '<rect class="band" width="60" height="8"/>', f'<rect width="{width}" height="8"/>'
     drawn = f'<svg width="60" height="8" aria-hidden="true">{band}{bar}</svg>'
-    return f'<span title="{low} of {all_ops} ops">{percent(outcome.int8_share)} {drawn}</span>'
+    return f'<span title="{int8_ops} of {all_ops} ops">{percent_text(outcome.int8_share)} {drawn}</span>'
 
 
-def _name(outcome: Outcome, changes: list[Change]) -> str:
+def _name_cell(outcome: Outcome, changes: list[OutcomeChange]) -> str:
     """The name, why it is not fine, and the rest to unfold."""
-    rows = {"model": outcome.model, "output": outcome.output, **_digests(outcome)}
-    rows |= {f"left: {why}": str(count) for why, count in outcome.skips.items()}
-    rows |= {f"{one.code} {one.where}": f"{one.says}. To mend it: {one.fix}." for one in outcome.findings}
-    table = "".join(f"<tr><th>{_text(what)}</th><td>{_text(said)}</td></tr>" for what, said in rows.items() if said)
-    said = [f'<p class="bad">{_text(one)}</p>' for one in reasons(outcome)]
-    said += [f'<p class="{"soft" if one.level == "note" else "bad"}">{_text(one.says)}</p>' for one in changes]
-    return f"<details><summary>{_text(outcome.name)}</summary><table>{table}</table></details>{''.join(said)}"
+    rows = {"model": outcome.model, "output": outcome.output, **_digest_rows(outcome)}
+    rows |= {f"left: {skip_reason}": str(count) for skip_reason, count in outcome.skips.items()}
+    rows |= {
+        f"{finding.code} {finding.site}": f"{finding.message}. To mend it: {finding.fix}."
+        for finding in outcome.findings
+    }
+    table = "".join(
+        f"<tr><th>{_html_text(label)}</th><td>{_html_text(detail)}</td></tr>"
+        for label, detail in rows.items()
+        if detail
+    )
+    paragraphs = [f'<p class="bad">{_html_text(reason)}</p>' for reason in failure_reasons(outcome)]
+    paragraphs += [
+        f'<p class="{"soft" if change.level == "note" else "bad"}">{_html_text(change.message)}</p>'
+        for change in changes
+    ]
+    return (
+        f"<details><summary>{_html_text(outcome.name)}</summary><table>{table}</table></details>{''.join(paragraphs)}"
+    )
 
 
-def _digests(outcome: Outcome) -> dict[str, str]:
-    some = outcome.digests
-    rows = {"model": some.model, "rules": some.rules, "data": some.data, "output": some.output}
-    return {f"SHA-256 of the {what}": said for what, said in rows.items()}
+def _digest_rows(outcome: Outcome) -> dict[str, str]:
+    digests = outcome.digests
+    rows = {"model": digests.model, "rules": digests.rules, "data": digests.data, "output": digests.output}
+    return {f"SHA-256 of the {label}": digest for label, digest in rows.items()}
 
 
-def _text(said: str) -> str:
-    return escape("\n".join(map(printable, said.split("\n"))))
+def _html_text(text: str) -> str:
+    return escape("\n".join(map(escape_unprintable, text.split("\n"))))
 
 
-def _shipped(name: str) -> str:
+def _report_file(name: str) -> str:
     return files("graphquant.batch.reports").joinpath(name).read_text("utf-8")
+
+
+# Each output drawn as a page beside the report, so that the report can lead there.
+
+MAX_NAME_LENGTH = 80
+"""Characters of a model's name that are in its page's name."""
+
+
+def draw_graphs(report: BatchReport, report_path: Path, progress: Progress | None = None) -> dict[str, str]:
+    """Draws every output that is a file here into a folder beside the report, where it is not drawn already.
+
+    Args:
+        report: The report.
+        report_path: Where the report will be.
+        progress: Is told how many are drawn.
+
+    Returns:
+        The address of each page, relative to the report, by the model's name.
+
+    Raises:
+        UsageError: The folder cannot be written.
+    """
+    folder = report_path.with_name(f"{report_path.stem}_graphs")
+    drawn = [outcome for outcome in report.outcomes if outcome.digests.output and _is_local_output(outcome)]
+    links: dict[str, str] = {}
+    for number, outcome in enumerate(drawn):
+        page = folder / _page_name(outcome)
+        if page.is_file() or _draw_output(outcome, page):
+            links[outcome.name] = f"{quote(folder.name)}/{quote(page.name)}"
+        if progress is not None:
+            progress("drawing", number + 1, len(drawn))
+    return links
+
+
+def _is_local_output(outcome: Outcome) -> bool:
+    return "://" not in outcome.output and Path(outcome.output).exists()
+
+
+def _page_name(outcome: Outcome) -> str:
+    """A name that changes with what is drawn and with who draws it."""
+    made_of = f"{outcome.name}\0{outcome.digests.output}\0{__version__}"
+    mark = hashlib.sha256(made_of.encode("utf-8", "surrogateescape")).hexdigest()[:12]
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', outcome.name)[:MAX_NAME_LENGTH].strip('._')}-{mark}.html"
+
+
+def _draw_output(outcome: Outcome, page: Path) -> bool:
+    """Draws an output; tells whether that was possible, for it may have been changed since."""
+    from graphquant import api
+    from graphquant.visualize.html import viewer_page as made_page
+    from graphquant.visualize.model_drawing import model_drawing
+    from graphquant.visualize.viewer_data import viewer_data
+
+    try:
+        drawing = model_drawing(api.load(Path(outcome.output)))
+    except GraphQuantError:
+        return False
+    try:
+        page.parent.mkdir(exist_ok=True)
+        with atomic_file(page) as file:
+            file.write(made_page(viewer_data(drawing, [])).encode())
+    except OSError as error:
+        raise UsageError(f"{page} cannot be written: {error.strerror}. Put the report elsewhere.") from error
+    return True

@@ -6,21 +6,25 @@ import inspect
 from typing import Any
 
 from graphquant.batch import types
-from graphquant.documents import attributes
+from graphquant.rules import field_descriptions
 
 
 def report_schema() -> dict[str, Any]:
     """The schema, with the words of the docstrings."""
     from pydantic import TypeAdapter
 
-    made = TypeAdapter(types.Report).json_schema(mode="serialization")
-    for name, node in {types.Report.__name__: made, **made["$defs"]}.items():
+    json_schema = TypeAdapter(types.BatchReport).json_schema(mode="serialization")
+    for name, node in {types.BatchReport.__name__: json_schema, **json_schema["$defs"]}.items():
         table = getattr(types, name)
         node["description"] = inspect.cleandoc(table.__doc__).partition("\n")[0]
-        said = attributes(table)
+        descriptions = field_descriptions(table)
         for key, entry in node["properties"].items():
             entry.pop("title", None)
-            if key in said:
-                entry["description"] = said[key]
+            if key in descriptions:
+                entry["description"] = descriptions[key]
         node["required"] = list(node["properties"])
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **made, "title": "graphquant batch report"}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **json_schema,
+        "title": "graphquant batch report",
+    }

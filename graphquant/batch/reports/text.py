@@ -1,4 +1,4 @@
-"""A report for the terminal: a table of models, then why some of them are not fine."""
+"""An outcome in words: what cells of tables and lines of reports say, the same in each of them."""
 
 from __future__ import annotations
 
@@ -6,40 +6,292 @@ from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 
-from graphquant.batch.reports.words import INT8, decibels, percent, ratio, reasons, size, status, summary, time, told
-from graphquant.view.listing import Listing
-from graphquant.view.text import plain
+from graphquant.backends import LINT_CODES
+from graphquant.backends.lint import LintCode
+from graphquant.errors import escape_unprintable
+from graphquant.visualize.ci_annotations import Notice
+from graphquant.visualize.tables import NameTable
+from graphquant.visualize.text import plain_line, pluralize
 
 if TYPE_CHECKING:
-    from graphquant.batch.types import Outcome, Report
+    from collections.abc import Iterator
 
-NUMBERS = ("size", "", "sites", "int8", "SQNR", "time")
+    from graphquant.batch.types import BatchReport, Outcome, OutcomeMetrics
+
+
+STATUS_LABELS = {
+    "done": "done",
+    "unchanged": "unchanged",
+    "failed": "failed",
+    "gate": "gate missed",
+    "timeout": "timed out",
+    "crashed": "crashed",
+    "memory": "out of memory",
+    "skipped": "not begun",
+}
+"""Each status in words."""
+
+
+def status_text(outcome: Outcome) -> str:
+    """What became of it."""
+    return STATUS_LABELS[outcome.status]
+
+
+def bytes_text(count: int | None) -> str:
+    """Bytes in the unit that reads best: `512 B`, `52.1 KB`, `1.31 GB`."""
+    if count is None:
+        return ""
+    value, units = float(count), iter(("B", "KB", "MB", "GB"))
+    unit = next(units)
+    for larger in units:
+        if value < 999.5:  # noqa: PLR2004  # what three figures can show
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}"
+
+
+def size_ratio(outcome: Outcome) -> float | None:
+    """The output's size as a share of the model's."""
+    before, after = outcome.size_before, outcome.size_after
+    return after / before if after is not None and before else None
+
+
+def percent_text(share: float | None) -> str:
+    """A share as whole percents, 100 % only where nothing is missing; many times the whole as such."""
+    if share is None:
+        return ""
+    if share >= 10:  # noqa: PLR2004  # from where on percents have four figures
+        return f"{share:.0f} x"
+    percents = round(share * 100)
+    return f"{min(percents, 99) if share < 1 else percents} %"
+
+
+def metrics_sqnr_text(metrics: OutcomeMetrics | None) -> str:
+    """The SQNR, or that nothing differs."""
+    if metrics is None:
+        return ""
+    if metrics.sqnr is None:
+        return "exact" if metrics.exact else ""
+    return f"{metrics.sqnr:.1f} dB"
+
+
+def outcome_duration(outcome: Outcome) -> str:
+    """How long it took; nothing where nothing was done."""
+    return duration_text(outcome.seconds) if outcome.seconds else ""
+
+
+def duration_text(count: float) -> str:
+    """A duration: `0.8 s`, `3 min 20 s`."""
+    if count < 60:  # noqa: PLR2004  # seconds of a minute
+        return f"{count:.1f} s"
+    minutes, remaining_seconds = divmod(round(count), 60)
+    return f"{minutes} min {remaining_seconds} s"
+
+
+INT8_NOTE = (
+    "int8: how many of the ops that compute run on integers, as `graphquant check` foretells; see docs/check.md."
+)
+"""What the column of that name says."""
+
+
+def failure_reasons(outcome: Outcome) -> list[str]:
+    """Why it is not fine: the error, or each gate that does not hold; and why its figures cannot be had."""
+    messages = [outcome.problem.message] if outcome.problem is not None else []
+    messages += [miss.message for miss in outcome.misses]
+    problem = "" if outcome.metrics is None else outcome.metrics.problem
+    return (
+        messages
+        if not problem or problem in messages
+        else [*messages, f"it cannot be compared with the float model: {problem}"]
+    )
+
+
+def prefix_model_name(outcome: Outcome, reason: str) -> str:
+    """A reason with the model's name before it, which many begin with already."""
+    prefix = next((name for name in (outcome.name, outcome.model) if reason.startswith(name)), None)
+    return f"{outcome.name}: {reason}" if prefix is None else outcome.name + reason.removeprefix(prefix)
+
+
+def report_summary(report: BatchReport) -> str:
+    """The report in a line: how many models, how many of each status, how long."""
+    counts: dict[str, int] = {}
+    for outcome in report.outcomes:
+        counts[status_text(outcome)] = counts.get(status_text(outcome), 0) + 1
+    phrases = [f"{counts[word]} {word}" for word in STATUS_LABELS.values() if word in counts]
+    kinds = [change.kind for change in report.changes if change.level != "note"]
+    difference_count = kinds.count("digest")
+    phrases += [pluralize(len(kinds) - difference_count, "regression")] if len(kinds) > difference_count else []
+    phrases += [pluralize(difference_count, "difference")] if difference_count else []
+    shard = f" of shard {report.shard[0]}/{report.shard[1]}" if report.shard[1] > 1 else ""
+    return f"{pluralize(len(report.outcomes), 'model')}{shard}: {', '.join(phrases)}; {duration_text(report.seconds)}."
+
+
+# A report for the terminal: a table of models, then why some of them are not fine.
+
+TEXT_NUMBER_COLUMNS = ("size", "", "sites", "int8", "SQNR", "time")
 """Heads of columns of numbers."""
 
 
-def report_view(report: Report) -> RenderableType:
+def batch_report_view(report: BatchReport) -> RenderableType:
     """The table, reasons and changes, and a line on all."""
-    table = Listing("model", "status", *NUMBERS, right=NUMBERS)
-    for one in report.outcomes:
-        table.add_row(*_cells(one), style="" if one.fine or one.status == "skipped" else "red")
-    parts: list[RenderableType] = [table] if report.outcomes else []
-    parts += [plain(INT8, style="dim")] if any(one.int8_share is not None for one in report.outcomes) else []
-    for one in report.outcomes:
-        parts += [plain(told(one, line), style="red") for said in reasons(one) for line in said.split("\n") if line]
+    table = NameTable("model", "status", *TEXT_NUMBER_COLUMNS, right=TEXT_NUMBER_COLUMNS)
+    for outcome in report.outcomes:
+        table.add_row(*_outcome_cells(outcome), style="" if outcome.passed or outcome.status == "skipped" else "red")
+    sections: list[RenderableType] = [table] if report.outcomes else []
+    sections += (
+        [plain_line(INT8_NOTE, style="dim")]
+        if any(outcome.int8_share is not None for outcome in report.outcomes)
+        else []
+    )
+    for outcome in report.outcomes:
+        sections += [
+            plain_line(prefix_model_name(outcome, line), style="red")
+            for reason in failure_reasons(outcome)
+            for line in reason.split("\n")
+            if line
+        ]
     colours = {"error": "bold red", "warning": "yellow", "note": "dim"}
-    parts += [plain(f"{one.name}: {one.says}", style=colours[one.level]) for one in report.changes]
-    return Group(*parts, plain(summary(report), style="bold"))
+    sections += [
+        plain_line(f"{change.name}: {change.message}", style=colours[change.level]) for change in report.changes
+    ]
+    return Group(*sections, plain_line(report_summary(report), style="bold"))
 
 
-def _cells(outcome: Outcome) -> tuple[str, ...]:
-    made = outcome.size_after is not None
+def _outcome_cells(outcome: Outcome) -> tuple[str, ...]:
+    has_output = outcome.size_after is not None
     return (
         outcome.name,
-        status(outcome),
-        size(outcome.size_after),
-        percent(ratio(outcome)),
-        str(outcome.sites) if made else "",
-        percent(outcome.int8_share),
-        decibels(outcome.figures),
-        time(outcome),
+        status_text(outcome),
+        bytes_text(outcome.size_after),
+        percent_text(size_ratio(outcome)),
+        str(outcome.sites) if has_output else "",
+        percent_text(outcome.int8_share),
+        metrics_sqnr_text(outcome.metrics),
+        outcome_duration(outcome),
     )
+
+
+# What went wrong in a batch, a notice each, for code scanning and for annotations; docs/ci.md explains the codes.
+
+BATCH_CODES = {
+    "GQ201": LintCode("error", "a model cannot be quantized as asked"),
+    "GQ202": LintCode("error", "a model took longer than it may"),
+    "GQ203": LintCode("error", "the process that quantized a model ended"),
+    "GQ204": LintCode("error", "a model took more memory than it may"),
+    "GQ205": LintCode("error", "an output does not keep a gate"),
+    "GQ206": LintCode("warning", "a model was not begun, for the batch was stopped"),
+    "GQ207": LintCode("warning", "an output is worse than in an earlier report"),
+    "GQ208": LintCode("error", "an output is not what is built of its model now"),
+    "GQ209": LintCode("warning", "an output cannot be compared with its float model"),
+}
+"""What a batch adds to the codes of `check`."""
+
+ALL_CODES = {**LINT_CODES, **BATCH_CODES}
+"""Every code that a batch's report can have."""
+
+_BY_STATUS = {
+    "failed": "GQ201",
+    "timeout": "GQ202",
+    "crashed": "GQ203",
+    "memory": "GQ204",
+    "gate": "GQ205",
+    "skipped": "GQ206",
+}
+
+
+def report_notices(report: BatchReport) -> Iterator[Notice]:
+    """Everything that is wrong, model by model; then what changed."""
+    for outcome in report.outcomes:
+        if outcome.status != "skipped" or report.shard[1] == 1:  # another shard's is none of this report's business
+            yield from _outcome_notices(outcome)
+    paths = {outcome.name: outcome.model for outcome in report.outcomes}
+    for change in report.changes:
+        if change.level != "note":
+            path = paths.get(change.name, change.name)
+            code = "GQ208" if change.kind == "digest" else "GQ207"
+            yield Notice(code, change.level, path, "", "", f"{change.name}: {change.message}.")
+
+
+def _outcome_notices(outcome: Outcome) -> Iterator[Notice]:
+    code = _BY_STATUS.get(outcome.status)
+    if code is not None:
+        level = BATCH_CODES[code].level
+        for reason in failure_reasons(outcome) or [f"{BATCH_CODES[code].description}."]:
+            yield Notice(code, level, outcome.model, "", "", prefix_model_name(outcome, reason))
+    elif outcome.passed:
+        for reason in failure_reasons(outcome):
+            yield Notice("GQ209", BATCH_CODES["GQ209"].level, outcome.model, "", "", prefix_model_name(outcome, reason))
+    for finding in outcome.findings:
+        message = f"{finding.message}. To mend it: {finding.fix}."
+        yield Notice(finding.code, finding.level, outcome.output, finding.site, finding.op, message)
+
+
+# A report as Markdown, for a step summary or a comment: what went wrong first, then a table of all models.
+
+MAX_MARKDOWN_BYTES = 900_000
+"""Bytes; GitHub takes a summary of 1 MiB."""
+
+MAX_REASON_LENGTH = 600
+"""Characters of a reason."""
+
+_MARKDOWN_COLUMNS = ("model", "status", "size", "sites", "int8", "SQNR", "time")
+
+
+def report_markdown(report: BatchReport) -> str:
+    """The Markdown; where a step summary has no room for all, the rest is counted. Those that failed come first."""
+    heading = [f"### {_status_mark(report)} graphquant batch", "", _escape_markdown(report_summary(report)), ""]
+    table = [f"| {' | '.join(_MARKDOWN_COLUMNS)} |", f"| --- | --- |{' ---: |' * (len(_MARKDOWN_COLUMNS) - 2)}"]
+    problems = _truncate_lines([*_problem_items(report)], MAX_MARKDOWN_BYTES // 2)
+    rows = [_markdown_row(outcome) for outcome in sorted(report.outcomes, key=lambda outcome: outcome.passed)]
+    return "\n".join([*heading, *problems, "", *table, *_truncate_lines(rows, MAX_MARKDOWN_BYTES // 2)]) + "\n"
+
+
+def _status_mark(report: BatchReport) -> str:
+    """A mark that is seen at once."""
+    return "✅" if report.passed and all(change.level != "error" for change in report.changes) else "❌"
+
+
+def _problem_items(report: BatchReport) -> Iterator[str]:
+    for outcome in report.outcomes:
+        for reason in failure_reasons(outcome):
+            yield f"- **{_escape_markdown(outcome.name)}** {status_text(outcome)}: {_escape_markdown(reason)}"
+    for change in report.changes:
+        if change.level != "note":
+            word = "differs" if change.kind == "digest" else "regressed"
+            yield f"- **{_escape_markdown(change.name)}** {word}: {_escape_markdown(change.message)}"
+    for change in report.changes:
+        if change.level == "note":
+            yield f"- {_escape_markdown(change.name)}: {_escape_markdown(change.message)}"
+
+
+def _markdown_row(outcome: Outcome) -> str:
+    ratio_ = size_ratio(outcome)
+    sizes = bytes_text(outcome.size_before)
+    if ratio_ is not None:
+        sizes += f" → {bytes_text(outcome.size_after)} ({percent_text(ratio_)})"
+    cells = (
+        _escape_markdown(outcome.name),
+        status_text(outcome) if outcome.passed else f"**{status_text(outcome)}**",
+        sizes,
+        str(outcome.sites) if outcome.size_after is not None else "",
+        percent_text(outcome.int8_share),
+        metrics_sqnr_text(outcome.metrics),
+        outcome_duration(outcome),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def _escape_markdown(text: str) -> str:
+    """Words as they are: nothing in them is markup, a mention or the end of a cell."""
+    visible = escape_unprintable(text.replace("\n", " "))
+    visible = visible if len(visible) <= MAX_REASON_LENGTH else f"{visible[:MAX_REASON_LENGTH]}..."
+    return "".join(f"&#{ord(char)};" if char in "&<>|*_`[]\\~#@!:$" else char for char in visible)
+
+
+def _truncate_lines(lines: list[str], room: int) -> list[str]:
+    """As many lines as there is room for, and how many more there are."""
+    for number, line in enumerate(lines):
+        room -= len(line.encode()) + 1
+        if room < 0:
+            return [*lines[:number], "", f"{len(lines) - number} more are in the other reports."]
+    return lines

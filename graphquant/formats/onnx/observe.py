@@ -21,25 +21,26 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from onnx import ModelProto, TensorProto, helper, inliner
 
-from graphquant.errors import UnwatchableError
-from graphquant.formats.onnx.infer import ERRORS, inferred
-from graphquant.formats.onnx.lift import Lifter, Mark, Place, marks
-from graphquant.formats.onnx.tensors import CODES, first_line
-from graphquant.formats.onnx.write import bodies
+from graphquant.errors import UnobservableTensorError
+from graphquant.formats.onnx.emitter import node_bodies
+from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS, infer_types
+from graphquant.formats.onnx.subgraph_outputs import MarkedNode, SubgraphLifter, ValueOutputs, find_marked_nodes
+from graphquant.formats.onnx.tensors import DTYPE_CODES, first_line
 from graphquant.ir import TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from graphquant.formats import Feeds
-    from graphquant.formats.onnx.write import Emission
+    from graphquant.formats.onnx.emitter import Emission
     from graphquant.ir import Model, Op
+
 
 Array = np.ndarray[Any, Any]
 
-MARK = "graphquant.seen "
+WATCH_MARK = "graphquant.seen "
 
-Showing = Literal["values", "values by flag", "sizes"]
+WatchMode = Literal["values", "values by flag", "sizes"]
 """What is shown of tensors: all values in each run, those whose flag is set, or how many elements each value has."""
 
 
@@ -48,61 +49,63 @@ class Probe:
     """Where the values of a watched tensor come from.
 
     Attributes:
-        places: Where they come out of a run; a function gives one for each of its calls.
+        sources: Where they come out of a run; a function gives one for each of its calls.
         flag: The graph input that must be 1 for that, "" if there is none.
-        fed: The graph input that it is, "" if it is none.
+        input_name: The graph input that it is, "" if it is none.
         value: Gives its value if it is constant or not fed.
     """
 
-    places: tuple[Place, ...] = ()
+    sources: tuple[ValueOutputs, ...] = ()
     flag: str = ""
-    fed: str = ""
+    input_name: str = ""
     value: Callable[[], Array] | None = None
 
-    def values(self, found: Mapping[str, Any], feed: Feeds) -> list[Array]:
+    def values(self, fetched: Mapping[str, Any], feed: Feeds) -> list[Array]:
         """The values that the tensor took, given the fetched outputs and the feed."""
-        if self.fed in feed:
-            return [feed[self.fed]]
+        if self.input_name in feed:
+            return [feed[self.input_name]]
         if self.value is not None:
             return [self.value()]
-        return [value for place in self.places for value in place.values(found)]
+        return [value for source in self.sources for value in source.values(fetched)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Watched:
+class WatchedMessage:
     """A message that shows tensors.
 
     Attributes:
         message: The ModelProto.
         probes: Where to find each tensor.
         flags: All inputs that say what is shown; they must be fed.
-        refused: The tensors that cannot be watched, with the reason.
+        rejected: The tensors that cannot be watched, with the reason.
     """
 
     message: Any
     probes: Mapping[TensorRef, Probe]
     flags: tuple[str, ...]
-    refused: Mapping[TensorRef, UnwatchableError]
+    rejected: Mapping[TensorRef, UnobservableTensorError]
 
 
-def fetches(probes: Iterable[Probe]) -> list[str]:
+def outputs_to_fetch(probes: Iterable[Probe]) -> list[str]:
     """The outputs to fetch for `probes`."""
-    return list(dict.fromkeys(name for probe in probes for place in probe.places for name in place.outputs))
+    return list(dict.fromkeys(name for probe in probes for source in probe.sources for name in source.outputs))
 
 
-def watch(model: Model, emission: Emission, tensors: Iterable[TensorRef], show: Showing = "values") -> Watched:
+def watch_tensors(
+    model: Model, emission: Emission, tensors: Iterable[TensorRef], mode: WatchMode = "values"
+) -> WatchedMessage:
     """A copy of the emitted `model` that shows `tensors`."""
-    return _Watcher(model, emission, show).run(list(dict.fromkeys(tensors)))
+    return _WatchBuilder(model, emission, mode).build(list(dict.fromkeys(tensors)))
 
 
-class _Watcher:
+class _WatchBuilder:
     """Builds one copy."""
 
-    def __init__(self, model: Model, emission: Emission, show: Showing) -> None:
+    def __init__(self, model: Model, emission: Emission, mode: WatchMode) -> None:
         self._model = model
         self._emission = emission
-        self._show = show
-        self._numbers = count(1)
+        self._mode = mode
+        self._counter = count(1)
         self._message = ModelProto()
         self._message.CopyFrom(emission.message)
         functions = [name for name, graph in model.graphs.items() if name and graph.parent is None]
@@ -110,228 +113,250 @@ class _Watcher:
             "": self._message.graph,
             **dict(zip(functions, self._message.functions, strict=True)),
         }
-        self._orders: dict[str, dict[str, int]] = {}
+        self._value_positions: dict[str, dict[str, int]] = {}
         self._flags: dict[TensorRef, str] = {}
-        self._refused: dict[TensorRef, UnwatchableError] = {}
+        self._rejected: dict[TensorRef, UnobservableTensorError] = {}
 
-    def run(self, tensors: Sequence[TensorRef]) -> Watched:
+    def build(self, tensors: Sequence[TensorRef]) -> WatchedMessage:
         probes = {tensor: Probe() for tensor in tensors}
         outputs: dict[TensorRef, str] = {}
-        hidden: list[TensorRef] = []
+        marked_tensors: list[TensorRef] = []
         for tensor in tensors:
             op = self._model.op(tensor)
             if op.kind == "constant":
-                probes[tensor] = Probe(value=op.value)
+                probes[tensor] = Probe(value=op.read_value)
             elif not tensor.graph and op.kind == "input":
-                probes[tensor] = Probe(fed=op.name, value=op.value)
-            elif not tensor.graph and self._show == "values":
-                outputs[tensor] = self._output(tensor)
+                probes[tensor] = Probe(input_name=op.name, value=op.read_value)
+            elif not tensor.graph and self._mode == "values":
+                outputs[tensor] = self._published_value(tensor)
             else:
-                hidden.append(tensor)
-        if self._show != "values":
-            hidden = self._last_first([*hidden, *(end for end in self._ends() if end not in probes)])
-        found = self._found(hidden)
-        lifter = Lifter(self._message, self._model.opset, self._fresh)
+                marked_tensors.append(tensor)
+        if self._mode != "values":
+            marked_tensors = self._last_produced_first(
+                [*marked_tensors, *(output for output in self._detach_outputs() if output not in probes)]
+            )
+        marked = self._mark_tensors(marked_tensors)
+        lifter = SubgraphLifter(self._message, self._model.opset, self._new_name)
         for tensor, name in outputs.items():
             lifter.publish(name)
-            probes[tensor] = Probe(places=(Place(outputs=(name,)),))
-        for tensor, places in self._places(lifter, found).items():
+            probes[tensor] = Probe(sources=(ValueOutputs(outputs=(name,)),))
+        for tensor, sources in self._lift_marked(lifter, marked).items():
             flag = self._flags.get(tensor, "")
             if tensor in probes:
-                shown = (replace(place, lifted=True, stacked=place.stacked + 1) if flag else place for place in places)
-                probes[tensor] = Probe(places=tuple(shown), flag=flag)
-        return Watched(
+                gated = (
+                    replace(source, lifted=True, stacked_axes=source.stacked_axes + 1) if flag else source
+                    for source in sources
+                )
+                probes[tensor] = Probe(sources=tuple(gated), flag=flag)
+        return WatchedMessage(
             message=self._message,
-            probes={tensor: probe for tensor, probe in probes.items() if tensor not in self._refused},
+            probes={tensor: probe for tensor, probe in probes.items() if tensor not in self._rejected},
             flags=tuple(self._flags.values()),
-            refused=self._refused,
+            rejected=self._rejected,
         )
 
-    def _ends(self) -> list[TensorRef]:
+    def _detach_outputs(self) -> list[TensorRef]:
         """The tensors that are outputs of the model, which they cease to be; those that are no tensors remain."""
         infos = self._message.graph.output
-        ends = []
+        output_tensors = []
         for index, label in reversed(list(enumerate(self._model.main.outputs))):
-            tensor = self._model.main.producer(Use("", label, 0))
+            tensor = self._model.main.source_of(Use("", label, 0))
             if tensor is None or not infos[index].type.HasField("tensor_type"):
                 continue
             if self._model.op(tensor).kind not in {"constant", "input"}:
-                ends.append(tensor)
+                output_tensors.append(tensor)
                 del infos[index]
-        return list(dict.fromkeys(ends))
+        return list(dict.fromkeys(output_tensors))
 
-    def _last_first(self, tensors: Sequence[TensorRef]) -> list[TensorRef]:
+    def _last_produced_first(self, tensors: Sequence[TensorRef]) -> list[TensorRef]:
         """Tensors in the order in which a graph makes them, backwards; those of a graph it is given come last."""
-        return sorted(tensors, key=self._made, reverse=True)
+        return sorted(tensors, key=self._producer_position, reverse=True)
 
-    def _made(self, tensor: TensorRef) -> int:
+    def _producer_position(self, tensor: TensorRef) -> int:
         """The place of the node that makes `tensor` in its graph, -1 if none does."""
         try:
-            self._proto(tensor.graph)
-        except UnwatchableError:  # refused later
+            self._graph_proto(tensor.graph)
+        except UnobservableTensorError:  # refused later
             return -1
-        return self._order(tensor.graph).get(self._emission.name(self._model, tensor), -1)
+        return self._positions(tensor.graph).get(self._emission.value_name(self._model, tensor), -1)
 
-    def _output(self, tensor: TensorRef) -> str:
+    def _published_value(self, tensor: TensorRef) -> str:
         """The value of the main graph that shows `tensor`."""
-        nodes = self._shown(tensor, "")
+        nodes = self._watch_nodes(tensor, "")
         self._message.graph.node.extend(nodes)
-        return str(nodes[-1].output[0]) if nodes else self._emission.name(self._model, tensor)
+        return str(nodes[-1].output[0]) if nodes else self._emission.value_name(self._model, tensor)
 
-    def _shown(self, tensor: TensorRef, mark: str) -> list[Any]:
+    def _watch_nodes(self, tensor: TensorRef, mark: str) -> list[Any]:
         """Nodes of which the last gives what is to be seen of `tensor`; with a `mark` there is at least one."""
-        types = ["Size"] if self._show == "sizes" else ["Identity"] if mark else []
+        op_types = ["Size"] if self._mode == "sizes" else ["Identity"] if mark else []
         if self._model.output(tensor).dtype == "bfloat16":
-            types.insert(0, "Cast")
-        nodes, value = [], self._emission.name(self._model, tensor)
-        for type_ in types:
-            made = self._model.graphs[tensor.graph].fresh(f"graphquant/shown/{next(self._numbers)}")
-            nodes.append(_widened(value, made) if type_ == "Cast" else helper.make_node(type_, [value], [made]))
-            value = made
+            op_types.insert(0, "Cast")
+        nodes, value = [], self._emission.value_name(self._model, tensor)
+        for op_type in op_types:
+            result_name = self._model.graphs[tensor.graph].unique_name(f"graphquant/shown/{next(self._counter)}")
+            nodes.append(
+                _cast_to_float(value, result_name)
+                if op_type == "Cast"
+                else helper.make_node(op_type, [value], [result_name])
+            )
+            value = result_name
         if mark:
             nodes[-1].doc_string = mark
         return nodes
 
-    def _found(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, Mark]]:
+    def _mark_tensors(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, MarkedNode]]:
         """Marks `tensors`, which are in bodies and functions; one in a function has a mark for each call of it."""
-        for key, tensor in enumerate(tensors):
+        for number, tensor in enumerate(tensors):
             try:
-                proto = self._proto(tensor.graph)
-            except UnwatchableError as error:
-                self._refuse(tensor, str(error))
+                proto = self._graph_proto(tensor.graph)
+            except UnobservableTensorError as error:
+                self._reject(tensor, str(error))
                 continue
-            proto.node.extend(self._shown(tensor, f"{MARK}{key}"))
+            proto.node.extend(self._watch_nodes(tensor, f"{WATCH_MARK}{number}"))
         if any(self._in_function(tensor) for tensor in tensors):
-            self._inline(inliner.inline_local_functions, tensors)
-        found = marks(self._message, self._message, MARK) if tensors else []
-        if any(level.type == "SequenceMap" for mark in found for level in mark.levels):
-            self._inline(_spell_out_sequence_map, tensors)
-        known = self._show == "sizes" or all(self._model.output(tensor).dtype for tensor in tensors)
-        typed = self._message if known else inferred(self._message, self._model.source.folder)
-        found = marks(self._message, typed, MARK) if tensors else []
-        pairs = [(tensors[int(mark.key)], mark) for mark in found]
-        if self._show == "values by flag":
+            self._inline_calls(inliner.inline_local_functions, tensors)
+        marked_nodes = find_marked_nodes(self._message, self._message, WATCH_MARK) if tensors else []
+        if any(level.op_type == "SequenceMap" for mark in marked_nodes for level in mark.levels):
+            self._inline_calls(_expand_sequence_maps, tensors)
+        types_known = self._mode == "sizes" or all(self._model.output(tensor).dtype for tensor in tensors)
+        typed_message = self._message if types_known else infer_types(self._message, self._model.source.folder)
+        marked_nodes = find_marked_nodes(self._message, typed_message, WATCH_MARK) if tensors else []
+        marked_tensors = [(tensors[int(mark.key)], mark) for mark in marked_nodes]
+        if self._mode == "values by flag":
             # What has no type is always shown.
-            return [(tensor, self._flag(tensor, mark) if self._dtype(tensor, mark) else mark) for tensor, mark in pairs]
-        return pairs
+            return [
+                (tensor, self._gate_by_flag(tensor, mark) if self._element_type(tensor, mark) else mark)
+                for tensor, mark in marked_tensors
+            ]
+        return marked_tensors
 
-    def _flag(self, tensor: TensorRef, mark: Mark) -> Mark:
+    def _gate_by_flag(self, tensor: TensorRef, mark: MarkedNode) -> MarkedNode:
         """Makes the marked node a Loop that gives its input once if the tensor's flag is 1, and never if it is 0."""
         if tensor not in self._flags:
-            self._flags[tensor] = self._fresh()
-            self._message.graph.input.append(_info(self._flags[tensor], TensorProto.INT64, []))
+            self._flags[tensor] = self._new_name()
+            self._message.graph.input.append(_tensor_info(self._flags[tensor], TensorProto.INT64, []))
         flag = self._flags[tensor]
-        turn, go, on, held, same, value, end, values = (self._fresh() for _ in range(8))
-        copies = {go: on, held: same, mark.node.input[0]: value}
+        iteration, condition, condition_out, carried, carried_out, value, final_carried, values = (
+            self._new_name() for _ in range(8)
+        )
+        copies = {condition: condition_out, carried: carried_out, mark.node.input[0]: value}
         body = helper.make_graph(
             [helper.make_node("Identity", [source], [target]) for source, target in copies.items()],
             value,
-            [_info(turn, TensorProto.INT64, []), _info(go, TensorProto.BOOL, []), _info(held, TensorProto.INT64, [])],
             [
-                _info(on, TensorProto.BOOL, []),
-                _info(same, TensorProto.INT64, []),
-                _info(value, self._dtype(tensor, mark), None),
+                _tensor_info(iteration, TensorProto.INT64, []),
+                _tensor_info(condition, TensorProto.BOOL, []),
+                _tensor_info(carried, TensorProto.INT64, []),
+            ],
+            [
+                _tensor_info(condition_out, TensorProto.BOOL, []),
+                _tensor_info(carried_out, TensorProto.INT64, []),
+                _tensor_info(value, self._element_type(tensor, mark), None),
             ],
         )
-        shown = helper.make_node("Identity", [values], list(mark.node.output))
+        publish_node = helper.make_node("Identity", [values], list(mark.node.output))
         # Before opset 11 a Loop must carry something.
-        mark.node.CopyFrom(helper.make_node("Loop", [flag, "", flag], [end, values], body=body))
+        mark.node.CopyFrom(helper.make_node("Loop", [flag, "", flag], [final_carried, values], body=body))
         nodes = (mark.levels[0].body if mark.levels else self._message.graph).node
-        nodes.append(shown)
+        nodes.append(publish_node)
         return replace(mark, node=nodes[-1])
 
-    def _inline(self, inline: Callable[[Any], Any], tensors: Sequence[TensorRef]) -> None:
+    def _inline_calls(self, inline: Callable[[Any], Any], tensors: Sequence[TensorRef]) -> None:
         """Puts functions in place of their calls; refuses what remains inside one."""
         with_functions = self._message
         try:
             self._message = inline(with_functions)
-        except ERRORS as error:
+        except INFERENCE_ERRORS as error:
             for tensor in filter(self._in_function, tensors):
-                self._refuse(tensor, f"its function cannot be put in place of the call: {first_line(error)}")
+                self._reject(tensor, f"its function cannot be put in place of the call: {first_line(error)}")
             return
-        left = {function.name for function in self._message.functions}
+        remaining = {function.name for function in self._message.functions}
         for tensor in filter(self._in_function, tensors):
-            name = self._root(tensor.graph)
-            if name in left:
-                self._refuse(tensor, f"the function {name!r} is of another opset than the model")
+            name = self._root_graph(tensor.graph)
+            if name in remaining:
+                self._reject(tensor, f"the function {name!r} is of another opset than the model")
 
-    def _places(self, lifter: Lifter, found: Sequence[tuple[TensorRef, Mark]]) -> dict[TensorRef, list[Place]]:
+    def _lift_marked(
+        self, lifter: SubgraphLifter, marked: Sequence[tuple[TensorRef, MarkedNode]]
+    ) -> dict[TensorRef, list[ValueOutputs]]:
         """Lifts all marked values."""
-        places: dict[TensorRef, list[Place]] = {}
-        for lift in (False, True):  # what is around one tensor is made ready for all before any of them is lifted
-            for tensor, mark in found:
+        sources: dict[TensorRef, list[ValueOutputs]] = {}
+        for lifting in (False, True):  # what is around one tensor is made ready for all before any of them is lifted
+            for tensor, mark in marked:
                 try:
-                    if lift:
-                        places.setdefault(tensor, []).append(lifter.lift(mark, self._dtype(tensor, mark)))
+                    if lifting:
+                        sources.setdefault(tensor, []).append(lifter.lift_value(mark, self._element_type(tensor, mark)))
                     else:
-                        lifter.loosen(mark.levels)
-                except UnwatchableError as error:
-                    self._refuse(tensor, str(error))
-        return places
+                        lifter.convert_scans(mark.levels)
+                except UnobservableTensorError as error:
+                    self._reject(tensor, str(error))
+        return sources
 
-    def _dtype(self, tensor: TensorRef, mark: Mark) -> int:
+    def _element_type(self, tensor: TensorRef, mark: MarkedNode) -> int:
         """ONNX element type of what the mark's node gives."""
-        if self._show == "sizes":
+        if self._mode == "sizes":
             return int(TensorProto.INT64)
-        dtype = CODES.get(self._model.output(tensor).dtype or "", mark.dtype)
+        dtype = DTYPE_CODES.get(self._model.output(tensor).dtype or "", mark.dtype)
         return int(TensorProto.FLOAT) if dtype == TensorProto.BFLOAT16 else dtype
 
-    def _proto(self, graph: str) -> Any:
+    def _graph_proto(self, graph: str) -> Any:
         """The copy of the GraphProto or FunctionProto of a graph."""
         names = [graph]
         while names[-1] not in self._protos:
-            names.append(self._parent(names[-1])[0])
+            names.append(self._parent_of(names[-1])[0])
         for name in reversed(names[:-1]):
-            outer, owner = self._parent(name)
+            outer, owner = self._parent_of(name)
             op = self._model.graphs[outer].op(owner)
             attr = next(call.attr for call in op.calls if call.graph == name)
-            self._protos[name] = bodies(self._owner(outer, op))[attr]
+            self._protos[name] = node_bodies(self._owner_node(outer, op))[attr]
         return self._protos[graph]
 
-    def _owner(self, graph: str, op: Op) -> Any:
+    def _owner_node(self, graph: str, op: Op) -> Any:
         """The node of `op` in the message; found by the name of its outputs as they were emitted."""
         port = next((k for k, output in enumerate(op.outputs) if output.name), None)
         if port is None:
-            raise UnwatchableError(f"{op.type} {op.name!r} around it has no output")
-        name = self._emission.name(self._model, TensorRef(graph, op.name, port))
-        return self._protos[graph].node[self._order(graph)[name]]
+            raise UnobservableTensorError(f"{op.type} {op.name!r} around it has no output")
+        name = self._emission.value_name(self._model, TensorRef(graph, op.name, port))
+        return self._protos[graph].node[self._positions(graph)[name]]
 
-    def _order(self, graph: str) -> Mapping[str, int]:
+    def _positions(self, graph: str) -> Mapping[str, int]:
         """Where in its graph each value is made; what stands behind the nodes that were loaded does not change that."""
-        if graph not in self._orders:
+        if graph not in self._value_positions:
             nodes = self._protos[graph].node
-            self._orders[graph] = {name: index for index, node in enumerate(nodes) for name in node.output if name}
-        return self._orders[graph]
+            self._value_positions[graph] = {
+                name: index for index, node in enumerate(nodes) for name in node.output if name
+            }
+        return self._value_positions[graph]
 
-    def _parent(self, graph: str) -> tuple[str, str]:
+    def _parent_of(self, graph: str) -> tuple[str, str]:
         return self._model.graphs[graph].parent or ("", "")
 
-    def _root(self, graph: str) -> str:
+    def _root_graph(self, graph: str) -> str:
         """The main graph or the function around a graph."""
         while (parent := self._model.graphs[graph].parent) is not None:
             graph = parent[0]
         return graph
 
     def _in_function(self, tensor: TensorRef) -> bool:
-        return bool(self._root(tensor.graph))
+        return bool(self._root_graph(tensor.graph))
 
-    def _refuse(self, tensor: TensorRef, why: str) -> None:
-        said = f"The tensor {tensor} cannot be watched: {why}. Leave it out with --exclude."
-        self._refused.setdefault(tensor, UnwatchableError(said))
+    def _reject(self, tensor: TensorRef, reason: str) -> None:
+        message = f"The tensor {tensor} cannot be watched: {reason}. Leave it out with --exclude."
+        self._rejected.setdefault(tensor, UnobservableTensorError(message))
 
-    def _fresh(self) -> str:
-        return self._model.main.fresh(f"graphquant/observed/{next(self._numbers)}")
+    def _new_name(self) -> str:
+        return self._model.main.unique_name(f"graphquant/observed/{next(self._counter)}")
 
 
-def _info(name: str, dtype: int, shape: list[int] | None) -> Any:
+def _tensor_info(name: str, dtype: int, shape: list[int] | None) -> Any:
     return helper.make_tensor_value_info(name, dtype, shape)
 
 
-def _widened(value: str, name: str) -> Any:
+def _cast_to_float(value: str, name: str) -> Any:
     """The node that makes `value` float32, which holds all of bfloat16; that onnxruntime hands out to nobody."""
     return helper.make_node("Cast", [value], [name], to=TensorProto.FLOAT)
 
 
-def _spell_out_sequence_map(message: Any) -> Any:
+def _expand_sequence_maps(message: Any) -> Any:
     """`message` with each SequenceMap written as the Loop that it stands for."""
     return inliner.inline_selected_functions(message, [("", "SequenceMap")], inline_schema_functions=True)

@@ -9,12 +9,13 @@ if TYPE_CHECKING:
 
     from graphquant.ir import Shape
 
-T = TypeVar("T", float, float | None)
+
+NumberT = TypeVar("NumberT", float, float | None)
 
 RELU6_BOUNDS = (0.0, 6.0)
 
 
-class OpInfo(NamedTuple):
+class OnnxOpInfo(NamedTuple):
     """Kind, roles of the input slots (the last stands for all that follow) and channel axis of the "weight" slot."""
 
     kind: str
@@ -22,7 +23,7 @@ class OpInfo(NamedTuple):
     channel_axis: int | None = None
 
 
-class Facts(NamedTuple):
+class NodeFacts(NamedTuple):
     """What the kind of a node may depend on beside its type."""
 
     attrs: Mapping[str, Any]
@@ -30,102 +31,102 @@ class Facts(NamedTuple):
     scalar: Callable[[int], float | None]
 
 
-_WEIGHTED = ("input", "weight", "bias")
-_RECURRENT = ("input", "weight", "recurrent_weight", "bias", "lengths", "state", "state", "peephole")
-_NORM = ("input", "scale", "offset")
-_REDUCE = ("input", "axis")
-_QUANT = ("input", "scale", "zero_point")
+_WEIGHTED_ROLES = ("input", "weight", "bias")
+_RECURRENT_ROLES = ("input", "weight", "recurrent_weight", "bias", "lengths", "state", "state", "peephole")
+_NORM_ROLES = ("input", "scale", "offset")
+_REDUCE_ROLES = ("input", "axis")
+_QDQ_ROLES = ("input", "scale", "zero_point")
 
-OTHER = OpInfo("other")
+OTHER_OP = OnnxOpInfo("other")
 
-DEFAULT_DOMAIN: dict[str, OpInfo] = {
-    "Conv": OpInfo("conv", _WEIGHTED, 0),
-    "ConvTranspose": OpInfo("conv_transpose", _WEIGHTED, 1),
-    "MatMul": OpInfo("matmul", ("input", "weight")),
-    "Gemm": OpInfo("gemm", _WEIGHTED, 1),
-    "Einsum": OpInfo("einsum"),
-    "LSTM": OpInfo("lstm", _RECURRENT, 1),
-    "GRU": OpInfo("gru", _RECURRENT, 1),
-    "RNN": OpInfo("rnn", _RECURRENT, 1),
-    "Add": OpInfo("add"),
-    "Sum": OpInfo("add"),
-    "Sub": OpInfo("sub"),
-    "Mul": OpInfo("mul"),
-    "Div": OpInfo("div"),
-    "Pow": OpInfo("pow"),
-    "Max": OpInfo("max"),
-    "Min": OpInfo("min"),
-    "Relu": OpInfo("relu"),
-    "Clip": OpInfo("clip", ("input", "min", "max")),
-    "LeakyRelu": OpInfo("leaky_relu"),
-    "PRelu": OpInfo("prelu", ("input", "slope")),
-    "Elu": OpInfo("elu"),
-    "Sigmoid": OpInfo("sigmoid"),
-    "HardSigmoid": OpInfo("hard_sigmoid"),
-    "Tanh": OpInfo("tanh"),
-    "Softmax": OpInfo("softmax"),
-    "LogSoftmax": OpInfo("log_softmax"),
-    "Gelu": OpInfo("gelu"),
-    "HardSwish": OpInfo("hard_swish"),
-    "Softplus": OpInfo("softplus"),
-    "Erf": OpInfo("erf"),
-    "Exp": OpInfo("exp"),
-    "Log": OpInfo("log"),
-    "Sqrt": OpInfo("sqrt"),
-    "Neg": OpInfo("neg"),
-    "Abs": OpInfo("abs"),
-    "MaxPool": OpInfo("max_pool"),
-    "GlobalMaxPool": OpInfo("max_pool"),
-    "AveragePool": OpInfo("avg_pool"),
-    "GlobalAveragePool": OpInfo("global_avg_pool"),
-    "BatchNormalization": OpInfo("batchnorm", (*_NORM, "mean", "variance")),
-    "LayerNormalization": OpInfo("layernorm", _NORM),
-    "InstanceNormalization": OpInfo("instancenorm", _NORM),
-    "GroupNormalization": OpInfo("groupnorm", _NORM),
-    "LRN": OpInfo("lrn"),
-    "ReduceMean": OpInfo("reduce_mean", _REDUCE),
-    "ReduceSum": OpInfo("reduce_sum", _REDUCE),
-    "ReduceMax": OpInfo("reduce_max", _REDUCE),
-    "ReduceMin": OpInfo("reduce_min", _REDUCE),
-    "Concat": OpInfo("concat"),
-    "Split": OpInfo("split", ("input", "sizes")),
-    "Slice": OpInfo("slice", ("input", "indices", "indices", "axis", "indices")),
-    "Gather": OpInfo("gather", ("input", "indices")),
-    "GatherElements": OpInfo("gather", ("input", "indices")),
-    "GatherND": OpInfo("gather", ("input", "indices")),
-    "Reshape": OpInfo("reshape", ("input", "shape")),
-    "Flatten": OpInfo("flatten"),
-    "Transpose": OpInfo("transpose"),
-    "Squeeze": OpInfo("squeeze", ("input", "axis")),
-    "Unsqueeze": OpInfo("unsqueeze", ("input", "axis")),
-    "Expand": OpInfo("expand", ("input", "shape")),
-    "Tile": OpInfo("tile", ("input", "repeats")),
-    "Pad": OpInfo("pad", ("input", "padding", "value", "axis")),
-    "Resize": OpInfo("resize", ("input", "region", "sizes")),
-    "Upsample": OpInfo("resize", ("input", "sizes")),
-    "DepthToSpace": OpInfo("depth_to_space"),
-    "SpaceToDepth": OpInfo("space_to_depth"),
-    "Cast": OpInfo("cast"),
-    "CastLike": OpInfo("cast", ("input", "like")),
-    "Shape": OpInfo("shape"),
-    "Where": OpInfo("where", ("condition", "input")),
-    "ArgMax": OpInfo("arg_max"),
-    "TopK": OpInfo("top_k", ("input", "sizes")),
-    "If": OpInfo("if", ("condition",)),
-    "Loop": OpInfo("loop", ("count", "condition", "input")),
-    "Scan": OpInfo("scan"),
-    "SequenceMap": OpInfo("loop"),
-    "Constant": OpInfo("constant", ()),
-    "Identity": OpInfo("identity"),
-    "Dropout": OpInfo("dropout", ("input", "ratio", "training_mode")),
-    "QuantizeLinear": OpInfo("quantize", _QUANT),
-    "DequantizeLinear": OpInfo("dequantize", _QUANT),
-    "RandomNormal": OpInfo("random", ()),
-    "RandomUniform": OpInfo("random", ()),
-    "RandomNormalLike": OpInfo("random"),
-    "RandomUniformLike": OpInfo("random"),
-    "Multinomial": OpInfo("random"),
-    "Bernoulli": OpInfo("random"),
+DEFAULT_DOMAIN_OPS: dict[str, OnnxOpInfo] = {
+    "Conv": OnnxOpInfo("conv", _WEIGHTED_ROLES, 0),
+    "ConvTranspose": OnnxOpInfo("conv_transpose", _WEIGHTED_ROLES, 1),
+    "MatMul": OnnxOpInfo("matmul", ("input", "weight")),
+    "Gemm": OnnxOpInfo("gemm", _WEIGHTED_ROLES, 1),
+    "Einsum": OnnxOpInfo("einsum"),
+    "LSTM": OnnxOpInfo("lstm", _RECURRENT_ROLES, 1),
+    "GRU": OnnxOpInfo("gru", _RECURRENT_ROLES, 1),
+    "RNN": OnnxOpInfo("rnn", _RECURRENT_ROLES, 1),
+    "Add": OnnxOpInfo("add"),
+    "Sum": OnnxOpInfo("add"),
+    "Sub": OnnxOpInfo("sub"),
+    "Mul": OnnxOpInfo("mul"),
+    "Div": OnnxOpInfo("div"),
+    "Pow": OnnxOpInfo("pow"),
+    "Max": OnnxOpInfo("max"),
+    "Min": OnnxOpInfo("min"),
+    "Relu": OnnxOpInfo("relu"),
+    "Clip": OnnxOpInfo("clip", ("input", "min", "max")),
+    "LeakyRelu": OnnxOpInfo("leaky_relu"),
+    "PRelu": OnnxOpInfo("prelu", ("input", "slope")),
+    "Elu": OnnxOpInfo("elu"),
+    "Sigmoid": OnnxOpInfo("sigmoid"),
+    "HardSigmoid": OnnxOpInfo("hard_sigmoid"),
+    "Tanh": OnnxOpInfo("tanh"),
+    "Softmax": OnnxOpInfo("softmax"),
+    "LogSoftmax": OnnxOpInfo("log_softmax"),
+    "Gelu": OnnxOpInfo("gelu"),
+    "HardSwish": OnnxOpInfo("hard_swish"),
+    "Softplus": OnnxOpInfo("softplus"),
+    "Erf": OnnxOpInfo("erf"),
+    "Exp": OnnxOpInfo("exp"),
+    "Log": OnnxOpInfo("log"),
+    "Sqrt": OnnxOpInfo("sqrt"),
+    "Neg": OnnxOpInfo("neg"),
+    "Abs": OnnxOpInfo("abs"),
+    "MaxPool": OnnxOpInfo("max_pool"),
+    "GlobalMaxPool": OnnxOpInfo("max_pool"),
+    "AveragePool": OnnxOpInfo("avg_pool"),
+    "GlobalAveragePool": OnnxOpInfo("global_avg_pool"),
+    "BatchNormalization": OnnxOpInfo("batchnorm", (*_NORM_ROLES, "mean", "variance")),
+    "LayerNormalization": OnnxOpInfo("layernorm", _NORM_ROLES),
+    "InstanceNormalization": OnnxOpInfo("instancenorm", _NORM_ROLES),
+    "GroupNormalization": OnnxOpInfo("groupnorm", _NORM_ROLES),
+    "LRN": OnnxOpInfo("lrn"),
+    "ReduceMean": OnnxOpInfo("reduce_mean", _REDUCE_ROLES),
+    "ReduceSum": OnnxOpInfo("reduce_sum", _REDUCE_ROLES),
+    "ReduceMax": OnnxOpInfo("reduce_max", _REDUCE_ROLES),
+    "ReduceMin": OnnxOpInfo("reduce_min", _REDUCE_ROLES),
+    "Concat": OnnxOpInfo("concat"),
+    "Split": OnnxOpInfo("split", ("input", "sizes")),
+    "Slice": OnnxOpInfo("slice", ("input", "indices", "indices", "axis", "indices")),
+    "Gather": OnnxOpInfo("gather", ("input", "indices")),
+    "GatherElements": OnnxOpInfo("gather", ("input", "indices")),
+    "GatherND": OnnxOpInfo("gather", ("input", "indices")),
+    "Reshape": OnnxOpInfo("reshape", ("input", "shape")),
+    "Flatten": OnnxOpInfo("flatten"),
+    "Transpose": OnnxOpInfo("transpose"),
+    "Squeeze": OnnxOpInfo("squeeze", ("input", "axis")),
+    "Unsqueeze": OnnxOpInfo("unsqueeze", ("input", "axis")),
+    "Expand": OnnxOpInfo("expand", ("input", "shape")),
+    "Tile": OnnxOpInfo("tile", ("input", "repeats")),
+    "Pad": OnnxOpInfo("pad", ("input", "padding", "value", "axis")),
+    "Resize": OnnxOpInfo("resize", ("input", "region", "sizes")),
+    "Upsample": OnnxOpInfo("resize", ("input", "sizes")),
+    "DepthToSpace": OnnxOpInfo("depth_to_space"),
+    "SpaceToDepth": OnnxOpInfo("space_to_depth"),
+    "Cast": OnnxOpInfo("cast"),
+    "CastLike": OnnxOpInfo("cast", ("input", "like")),
+    "Shape": OnnxOpInfo("shape"),
+    "Where": OnnxOpInfo("where", ("condition", "input")),
+    "ArgMax": OnnxOpInfo("arg_max"),
+    "TopK": OnnxOpInfo("top_k", ("input", "sizes")),
+    "If": OnnxOpInfo("if", ("condition",)),
+    "Loop": OnnxOpInfo("loop", ("count", "condition", "input")),
+    "Scan": OnnxOpInfo("scan"),
+    "SequenceMap": OnnxOpInfo("loop"),
+    "Constant": OnnxOpInfo("constant", ()),
+    "Identity": OnnxOpInfo("identity"),
+    "Dropout": OnnxOpInfo("dropout", ("input", "ratio", "training_mode")),
+    "QuantizeLinear": OnnxOpInfo("quantize", _QDQ_ROLES),
+    "DequantizeLinear": OnnxOpInfo("dequantize", _QDQ_ROLES),
+    "RandomNormal": OnnxOpInfo("random", ()),
+    "RandomUniform": OnnxOpInfo("random", ()),
+    "RandomNormalLike": OnnxOpInfo("random"),
+    "RandomUniformLike": OnnxOpInfo("random"),
+    "Multinomial": OnnxOpInfo("random"),
+    "Bernoulli": OnnxOpInfo("random"),
 }
 
 INTEGER_OPS = (
@@ -135,53 +136,53 @@ INTEGER_OPS = (
 )
 """Ops that compute on integers by themselves, beside those called QLinear..."""
 
-MICROSOFT_DOMAIN: dict[str, OpInfo] = {
-    "QuantizeLinear": OpInfo("quantize", _QUANT),
-    "DequantizeLinear": OpInfo("dequantize", _QUANT),
+MICROSOFT_DOMAIN_OPS: dict[str, OnnxOpInfo] = {
+    "QuantizeLinear": OnnxOpInfo("quantize", _QDQ_ROLES),
+    "DequantizeLinear": OnnxOpInfo("dequantize", _QDQ_ROLES),
 }
 
 
-def classify(op_type: str, domain: str, facts: Facts) -> OpInfo:
+def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OnnxOpInfo:
     """Kind, roles and channel axis of a node of type `op_type` in `domain` ("" is the default one)."""
     if domain in {"", "com.microsoft"} and (op_type.startswith("QLinear") or op_type in INTEGER_OPS):
-        return OpInfo("integer")
+        return OnnxOpInfo("integer")
     if domain == "com.microsoft":
-        return MICROSOFT_DOMAIN.get(op_type, OTHER)
+        return MICROSOFT_DOMAIN_OPS.get(op_type, OTHER_OP)
     if domain:
-        return OTHER
-    special = _SPECIAL.get(op_type)
-    return special(DEFAULT_DOMAIN[op_type], facts) if special else DEFAULT_DOMAIN.get(op_type, OTHER)
+        return OTHER_OP
+    refine = _REFINEMENTS.get(op_type)
+    return refine(DEFAULT_DOMAIN_OPS[op_type], facts) if refine else DEFAULT_DOMAIN_OPS.get(op_type, OTHER_OP)
 
 
-def _number(facts: Facts, name: str, default: T) -> float | T:
+def _numeric_attribute(facts: NodeFacts, name: str, default: NumberT) -> float | NumberT:
     """A number among the attributes; a hostile model may hold anything there."""
     value = facts.attrs.get(name)
     return value if isinstance(value, int | float) else default
 
 
-def _conv(info: OpInfo, facts: Facts) -> OpInfo:
+def _classify_conv(info: OnnxOpInfo, facts: NodeFacts) -> OnnxOpInfo:
     weight = facts.shape(1)
-    depthwise = weight is not None and len(weight) > 1 and weight[1] == 1 and _number(facts, "group", 1) > 1
+    depthwise = weight is not None and len(weight) > 1 and weight[1] == 1 and _numeric_attribute(facts, "group", 1) > 1
     return info._replace(kind="depthwise_conv") if depthwise else info
 
 
-def _matmul(info: OpInfo, facts: Facts) -> OpInfo:
+def _classify_matmul(info: OnnxOpInfo, facts: NodeFacts) -> OnnxOpInfo:
     weight = facts.shape(1)
     return info._replace(channel_axis=len(weight) - 1) if weight is not None and len(weight) > 1 else info
 
 
-def _gemm(info: OpInfo, facts: Facts) -> OpInfo:
-    return info._replace(channel_axis=0 if _number(facts, "transB", 0) else 1)
+def _classify_gemm(info: OnnxOpInfo, facts: NodeFacts) -> OnnxOpInfo:
+    return info._replace(channel_axis=0 if _numeric_attribute(facts, "transB", 0) else 1)
 
 
-def _clip(info: OpInfo, facts: Facts) -> OpInfo:
-    low, high = _number(facts, "min", facts.scalar(1)), _number(facts, "max", facts.scalar(2))
+def _classify_clip(info: OnnxOpInfo, facts: NodeFacts) -> OnnxOpInfo:
+    low, high = _numeric_attribute(facts, "min", facts.scalar(1)), _numeric_attribute(facts, "max", facts.scalar(2))
     return info._replace(kind="relu6") if (low, high) == RELU6_BOUNDS else info
 
 
-_SPECIAL: dict[str, Callable[[OpInfo, Facts], OpInfo]] = {
-    "Conv": _conv,
-    "MatMul": _matmul,
-    "Gemm": _gemm,
-    "Clip": _clip,
+_REFINEMENTS: dict[str, Callable[[OnnxOpInfo, NodeFacts], OnnxOpInfo]] = {
+    "Conv": _classify_conv,
+    "MatMul": _classify_matmul,
+    "Gemm": _classify_gemm,
+    "Clip": _classify_clip,
 }

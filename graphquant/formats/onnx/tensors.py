@@ -8,30 +8,34 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import AttributeProto, TensorProto, helper, numpy_helper
+from onnx import AttributeProto, NodeProto, TensorProto, helper, numpy_helper
 
 from graphquant.errors import ModelError
+from graphquant.ir import DataType, Op
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from graphquant.ir import Shape
+
 
 Array = np.ndarray[Any, Any]
 
-MAX_DENSE = 1 << 24
+MAX_DENSE_ELEMENTS = 1 << 24
 """Number of elements that any sparse tensor is written out to: its size says nothing about the file's."""
 
 MAX_SPARSITY = 1 << 10
 """Elements for each one that is stored, up to which a larger one is written out too."""
 
-NAMES: dict[int, str] = {
+DTYPE_NAMES: dict[int, str] = {
     code: "string" if code == TensorProto.STRING else np.dtype(helper.tensor_dtype_to_np_dtype(code)).name
     for code in sorted(helper.get_all_tensor_dtypes())
 }
 """numpy-like names of the element types."""
 
-CODES: dict[str, int] = {name: code for code, name in NAMES.items()}
+DTYPE_CODES: dict[str, int] = {name: code for code, name in DTYPE_NAMES.items()}
 
-_CONSTANT_FORMS: dict[str, Any] = {
+_CONSTANT_VALUE_DTYPES: dict[str, Any] = {
     "value": None,
     "sparse_value": None,
     "value_float": np.float32,
@@ -43,22 +47,30 @@ _CONSTANT_FORMS: dict[str, Any] = {
 }
 """The attributes that may hold a Constant node's value, and the dtype of those that are no tensors."""
 
-SUB_BYTE = {"int2": 2, "uint2": 2, "int4": 4, "uint4": 4, "float4_e2m1fn": 4, "float6_e2m3fn": 6, "float6_e3m2fn": 6}
+SUB_BYTE_BITS = {
+    "int2": 2,
+    "uint2": 2,
+    "int4": 4,
+    "uint4": 4,
+    "float4_e2m1fn": 4,
+    "float6_e2m3fn": 6,
+    "float6_e3m2fn": 6,
+}
 """Bits of the types of which several elements are stored in a byte."""
 
 
-def type_of(proto: Any) -> tuple[str | None, Shape | None]:
+def type_and_shape(proto: Any) -> tuple[str | None, Shape | None]:
     """Dtype name and static shape of a TypeProto; (None, None) for what is no dense tensor."""
     if not proto.HasField("tensor_type"):
         return None, None
     tensor = proto.tensor_type
     if not tensor.HasField("shape"):
-        return NAMES.get(tensor.elem_type), None
+        return DTYPE_NAMES.get(tensor.elem_type), None
     sizes = tuple(d.dim_value if d.HasField("dim_value") and d.dim_value >= 0 else None for d in tensor.shape.dim)
-    return NAMES.get(tensor.elem_type), sizes
+    return DTYPE_NAMES.get(tensor.elem_type), sizes
 
 
-def size_of(tensor: Any) -> Shape:
+def tensor_shape(tensor: Any) -> Shape:
     """The shape of a TensorProto.
 
     Raises:
@@ -77,9 +89,9 @@ def is_external(tensor: Any) -> bool:
     return bool(tensor.data_location == TensorProto.EXTERNAL)
 
 
-def bytes_of(dtype: str, count: int) -> int:
+def stored_bytes(dtype: str, count: int) -> int:
     """Bytes that `count` elements take in a file."""
-    bits = SUB_BYTE.get(dtype) or 8 * np.dtype(helper.tensor_dtype_to_np_dtype(CODES[dtype])).itemsize
+    bits = SUB_BYTE_BITS.get(dtype) or 8 * np.dtype(helper.tensor_dtype_to_np_dtype(DTYPE_CODES[dtype])).itemsize
     return (count * bits + 7) // 8
 
 
@@ -89,19 +101,19 @@ def tensor_value(tensor: Any, folder: Path | None) -> Array:
     Raises:
         ModelError: The data is not as long as dtype and shape need, or the external file is unsuitable.
     """
-    size_of(tensor)
-    if tensor.data_type not in NAMES:
+    tensor_shape(tensor)
+    if tensor.data_type not in DTYPE_NAMES:
         raise ModelError(
             f"The tensor {tensor.name!r} has the unknown element type {tensor.data_type}. Export the model again."
         )
     if is_external(tensor):
-        return _external_value(tensor, folder)
+        return _external_array(tensor, folder)
     try:
         return np.asarray(numpy_helper.to_array(tensor))
     except (ValueError, TypeError, OverflowError, MemoryError) as error:
         raise ModelError(
             f"The data of tensor {tensor.name!r} does not fit its shape {list(tensor.dims)} of "
-            f"{NAMES[tensor.data_type]} ({first_line(error)}). The file is damaged: export the model again."
+            f"{DTYPE_NAMES[tensor.data_type]} ({first_line(error)}). The file is damaged: export the model again."
         ) from error
 
 
@@ -114,10 +126,10 @@ def sparse_value(sparse: Any, folder: Path | None) -> Array:
     name, shape = sparse.values.name, tuple(sparse.dims)
     count = math.prod(shape)
     values, indices = tensor_value(sparse.values, folder), tensor_value(sparse.indices, folder)
-    most = max(MAX_DENSE, MAX_SPARSITY * values.size)
-    if any(size < 0 for size in shape) or count > most:
+    max_elements = max(MAX_DENSE_ELEMENTS, MAX_SPARSITY * values.size)
+    if any(size < 0 for size in shape) or count > max_elements:
         raise ModelError(
-            f"The sparse tensor {name!r} has the shape {list(shape)}. At most {most} elements can be written out."
+            f"The sparse tensor {name!r} has the shape {list(shape)}. At most {max_elements} elements can be written out."
             " Store it dense."
         )
     dense = np.zeros(shape, values.dtype)
@@ -140,9 +152,9 @@ def constant_value(node: Any, folder: Path | None) -> Array:
         ModelError: It has none, or one that cannot be read.
     """
     for attr in node.attribute:
-        if attr.name in _CONSTANT_FORMS:
+        if attr.name in _CONSTANT_VALUE_DTYPES:
             value = attribute_value(attr, folder)
-            return value if isinstance(value, np.ndarray) else np.array(value, _CONSTANT_FORMS[attr.name])
+            return value if isinstance(value, np.ndarray) else np.array(value, _CONSTANT_VALUE_DTYPES[attr.name])
     raise ModelError(f"The Constant node that makes {list(node.output)} has no value. Export the model again.")
 
 
@@ -153,26 +165,31 @@ def external_path(tensor: Any, folder: Path | None) -> Path:
         ModelError: It is out of the model's folder, or there is no such file.
     """
     location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-    where = f"The external data of tensor {tensor.name!r} is said to be in {location!r}"
-    pure = PurePosixPath(location)
+    claim = f"The external data of tensor {tensor.name!r} is said to be in {location!r}"
+    relative_path = PurePosixPath(location)
     if folder is None:
-        raise ModelError(f"{where}, but the model has no folder. Load the model from its file.")
-    leaves = pure.is_absolute() or ".." in pure.parts or "\0" in location or PureWindowsPath(location).drive
+        raise ModelError(f"{claim}, but the model has no folder. Load the model from its file.")
+    escapes = (
+        relative_path.is_absolute()
+        or ".." in relative_path.parts
+        or "\0" in location
+        or PureWindowsPath(location).drive
+    )
     path = folder / location
     try:
-        if leaves or not location or not path.resolve().is_relative_to(folder.resolve()):
+        if escapes or not location or not path.resolve().is_relative_to(folder.resolve()):
             raise ModelError(
-                f"{where}, out of the model's folder. Put the data beside the model, and its path relative to it."
+                f"{claim}, out of the model's folder. Put the data beside the model, and its path relative to it."
             )
-        found = path.is_file()
+        exists = path.is_file()
     except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
-        raise ModelError(f"{where}, which is no path ({first_line(error)}). Export the model again.") from error
-    if not found:
-        raise ModelError(f"{where}, but {folder} holds no such file. Put the data file beside the model.")
+        raise ModelError(f"{claim}, which is no path ({first_line(error)}). Export the model again.") from error
+    if not exists:
+        raise ModelError(f"{claim}, but {folder} holds no such file. Put the data file beside the model.")
     return path
 
 
-class Attrs(Mapping[str, Any]):
+class OnnxAttributes(Mapping[str, Any]):
     """The attributes of a node, decoded when read; without bodies and references to a function's attributes."""
 
     __slots__ = ("_folder", "_node", "_protos")
@@ -182,58 +199,62 @@ class Attrs(Mapping[str, Any]):
         self._folder = folder
         self._protos: dict[str, Any] | None = None
 
-    def _index(self) -> dict[str, Any]:
+    def _protos_by_name(self) -> dict[str, Any]:
         if self._protos is None:
-            skipped = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-            self._protos = {a.name: a for a in self._node.attribute if a.type not in skipped and not a.ref_attr_name}
+            skipped_types = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+            self._protos = {
+                attr.name: attr
+                for attr in self._node.attribute
+                if attr.type not in skipped_types and not attr.ref_attr_name
+            }
         return self._protos
 
     def __getitem__(self, name: str) -> Any:
-        return attribute_value(self._index()[name], self._folder)
+        return attribute_value(self._protos_by_name()[name], self._folder)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._index())
+        return iter(self._protos_by_name())
 
     def __len__(self) -> int:
-        return len(self._index())
+        return len(self._protos_by_name())
 
 
 def attribute_value(attr: Any, folder: Path | None) -> Any:
     """The value of an AttributeProto as numbers, text (bytes if it is no UTF-8), lists of these, or arrays."""
-    read = _DECODERS.get(attr.type)
-    return read(attr, folder) if read else helper.get_attribute_value(attr)
+    decode = _DECODERS.get(attr.type)
+    return decode(attr, folder) if decode else helper.get_attribute_value(attr)
 
 
-def _external_value(tensor: Any, folder: Path | None) -> Array:
+def _external_array(tensor: Any, folder: Path | None) -> Array:
     path = external_path(tensor, folder)
-    name, shape, count = NAMES[tensor.data_type], tuple(tensor.dims), math.prod(tensor.dims)
+    name, shape, count = DTYPE_NAMES[tensor.data_type], tuple(tensor.dims), math.prod(tensor.dims)
     if name == "string":
         raise ModelError(
             f"The tensor {tensor.name!r} holds text in an external file. ONNX has no such thing: export it again."
         )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
-    needed = bytes_of(name, count)
+    expected_bytes = stored_bytes(name, count)
     entries = {entry.key: entry.value for entry in tensor.external_data}
     try:
-        offset, length = int(entries.get("offset") or 0), int(entries.get("length") or needed)
+        offset, length = int(entries.get("offset") or 0), int(entries.get("length") or expected_bytes)
     except ValueError as error:
         raise ModelError(
             f"Offset or length of tensor {tensor.name!r}'s external data is no number. Export the model again."
         ) from error
-    if offset < 0 or length != needed or offset + needed > path.stat().st_size:
+    if offset < 0 or length != expected_bytes or offset + expected_bytes > path.stat().st_size:
         raise ModelError(
-            f"The tensor {tensor.name!r} needs {needed} bytes from byte {offset} of {path.name}; the model says "
+            f"The tensor {tensor.name!r} needs {expected_bytes} bytes from byte {offset} of {path.name}; the model says "
             f"{length}, and the file has {path.stat().st_size}. The file is cut off or another model's: copy it again."
         )
     if not count:
         return np.zeros(shape, dtype)
-    if name in SUB_BYTE:
-        packed = np.memmap(path, np.uint8, "r", offset, (needed,)).tobytes()
+    if name in SUB_BYTE_BITS:
+        packed = np.memmap(path, np.uint8, "r", offset, (expected_bytes,)).tobytes()
         return np.asarray(numpy_helper.to_array(TensorProto(data_type=tensor.data_type, dims=shape, raw_data=packed)))
     return np.memmap(path, dtype, "r", offset, shape)
 
 
-def _text(value: bytes) -> str | bytes:
+def _decode_text(value: bytes) -> str | bytes:
     try:
         return value.decode()
     except UnicodeDecodeError:
@@ -241,8 +262,8 @@ def _text(value: bytes) -> str | bytes:
 
 
 _DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {
-    AttributeProto.STRING: lambda attr, _: _text(attr.s),
-    AttributeProto.STRINGS: lambda attr, _: [_text(s) for s in attr.strings],
+    AttributeProto.STRING: lambda attr, _: _decode_text(attr.s),
+    AttributeProto.STRINGS: lambda attr, _: [_decode_text(s) for s in attr.strings],
     AttributeProto.TENSOR: lambda attr, folder: tensor_value(attr.t, folder),
     AttributeProto.TENSORS: lambda attr, folder: [tensor_value(tensor, folder) for tensor in attr.tensors],
     AttributeProto.SPARSE_TENSOR: lambda attr, folder: sparse_value(attr.sparse_tensor, folder),
@@ -254,3 +275,97 @@ _DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {
 def first_line(error: BaseException) -> str:
     """The first line of what an error of another library says, without the full stop."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+
+
+# Ops as NodeProtos and TensorProtos.
+
+RULE_KEY = "graphquant.rule"
+ANCHOR_KEY = "graphquant.anchor"
+
+_GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+
+
+def new_node(op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
+    """The NodeProto of an op that is in no source.
+
+    Raises:
+        ModelError: An attribute cannot be written.
+    """
+    node = NodeProto(name=op.name, op_type=op.type, domain=op.domain, input=inputs, output=outputs)
+    _write_attributes(node, op, {})
+    return node
+
+
+def constant_node(op: Op, output: str) -> Any:
+    """The Constant node that stands for the constant `op` where there are no initializers."""
+    node = NodeProto(name=op.name, op_type="Constant", output=[output])
+    node.attribute.append(helper.make_attribute("value", constant_tensor(op, output)))
+    return node
+
+
+def patch_node(node: Any, op: Op, loaded_op: Op) -> None:
+    """Changes `node`, the copy of the source of `loaded_op`, to the type, attributes, outputs and value of `op`.
+
+    Raises:
+        ModelError: An attribute cannot be written.
+    """
+    node.op_type, node.domain = op.type, op.domain or ("ai.onnx" if node.domain == "ai.onnx" else "")
+    for port, output in enumerate(op.outputs):
+        if port < len(node.output):
+            node.output[port] = output.name
+        else:
+            node.output.append(output.name)
+    if op.read_value is not None and op.read_value is not loaded_op.read_value:
+        del node.attribute[:]
+        node.attribute.append(helper.make_attribute("value", constant_tensor(op, "")))
+    elif op.attrs is not loaded_op.attrs:
+        preserved = [attr for attr in node.attribute if attr.type in _GRAPH_ATTRIBUTES or attr.ref_attr_name]
+        types = {attr.name: attr.type for attr in node.attribute}
+        del node.attribute[:]
+        node.attribute.extend(preserved)
+        _write_attributes(node, op, types)
+
+
+def constant_tensor(op: Op, name: str) -> Any:
+    """The TensorProto of the value of the constant `op`.
+
+    Raises:
+        ModelError: There is no such tensor in ONNX.
+    """
+    try:
+        return numpy_helper.from_array(constant_op_value(op), name)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ModelError(
+            f"The constant {op.name!r} cannot be written to ONNX ({error}). Give it a dtype that ONNX has."
+        ) from error
+
+
+def constant_op_value(op: Op) -> Any:
+    """The value of a constant.
+
+    Raises:
+        ModelError: It has none.
+    """
+    if op.read_value is None:
+        raise ModelError(f"The constant {op.name!r} has no value. Give it one.")
+    return op.read_value()
+
+
+def write_rule_metadata(node: Any, op: Op) -> None:
+    """Notes in `node` which rule made it, and what for."""
+    for key, value in ((RULE_KEY, op.rule), (ANCHOR_KEY, op.anchor)):
+        if value:
+            node.metadata_props.add(key=key, value=value)
+
+
+def _write_attributes(node: Any, op: Op, types: Mapping[str, int]) -> None:
+    for name, value in op.attrs.items():
+        encoded = DTYPE_CODES[value] if isinstance(value, DataType) else value
+        if isinstance(encoded, np.ndarray):
+            encoded = numpy_helper.from_array(encoded)
+        try:
+            node.attribute.append(helper.make_attribute(name, encoded, attr_type=types.get(name)))
+        except (ValueError, TypeError) as error:
+            raise ModelError(
+                f"Attribute {name!r} of {op.name!r} cannot be written to ONNX ({error}). Give it another value."
+            ) from error

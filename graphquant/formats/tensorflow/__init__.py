@@ -9,14 +9,14 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphquant.formats.tensorflow import notes, proto
+from graphquant.formats.tensorflow import metadata, proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.give_back import give_back
-from graphquant.formats.tensorflow.live import load_live
-from graphquant.formats.tensorflow.load import build, load
-from graphquant.formats.tensorflow.run import inputs, runner
+from graphquant.formats.tensorflow.from_tensorflow import from_tensorflow
+from graphquant.formats.tensorflow.load import build_model, load
+from graphquant.formats.tensorflow.runner import create_runner, input_specs
 from graphquant.formats.tensorflow.save import save
-from graphquant.provenance import RECORD, restore
+from graphquant.formats.tensorflow.to_tensorflow import to_tensorflow
+from graphquant.quantize import RECORD_KEY, restore_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,11 +24,29 @@ if TYPE_CHECKING:
     from graphquant.formats import Feeds
     from graphquant.ir import Model
 
+
+__all__ = [
+    "DEFAULT_RULES",
+    "DEFAULT_FAMILY",
+    "emit",
+    "to_tensorflow",
+    "input_specs",
+    "load",
+    "from_tensorflow",
+    "create_runner",
+    "save",
+    "encode_skeleton",
+    "profile_ops",
+    "prepare_timed_run",
+    "prepare_timed_tflite_run",
+    "upgrade_opset",
+]
+
 DEFAULT_RULES = "tflite"
-FAMILY = "fake-quant"
+DEFAULT_FAMILY = "fake-quant"
 
 
-def timed(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
+def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
     """What runs the model once on each of `feeds` on one thread, with TensorFlow's own rewriting for speed.
 
     Raises:
@@ -36,51 +54,53 @@ def timed(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
         MissingDependencyError: tensorflow is not installed.
         ModelError: TensorFlow refuses the model.
     """
-    return runner(model).timed(feeds)
+    return create_runner(model).prepare_timed_run(feeds)
 
 
-def timed_lite(model: Model) -> Callable[[], object]:
+def prepare_timed_tflite_run(model: Model) -> Callable[[], object]:
     """What runs the TFLite file of a frozen model once, on one thread.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
         ModelError: The converter or the runtime refuses the model.
     """
-    from graphquant.formats.tensorflow.convert import convert, interpreter
+    from graphquant.formats.tensorflow.tflite_converter import prepare_interpreter, run_tflite_converter
 
-    return interpreter(convert(model))
+    return prepare_interpreter(run_tflite_converter(model))
 
 
-def spent(model: Model, feeds: Sequence[Feeds]) -> None:  # the protocol's signature
+def profile_ops(model: Model, feeds: Sequence[Feeds]) -> None:  # the protocol's signature
     """Nothing: what TensorFlow tells of ops is not what they take without telling."""
 
 
-def upgrade(model: Model, opset: int) -> Model:  # noqa: ARG001  # the protocol's signature
+def upgrade_opset(model: Model, opset: int) -> Model:  # noqa: ARG001  # the protocol's signature
     """The model itself: TensorFlow has no opsets."""
     return model
 
 
-def said(model: Model) -> dict[str, str]:
+def read_metadata(model: Model) -> dict[str, str]:
     """What the model says of where it came from."""
-    known = notes.said(model.source, model.source.message)
-    return {key: value.decode(errors="replace") for key, value in known.items() if key != RECORD}
+    entries = metadata.node_metadata(model.source, model.source.message)
+    return {key: value.decode(errors="replace") for key, value in entries.items() if key != RECORD_KEY}
 
 
-def origin(model: Model) -> tuple[Model, bool] | None:
+def restore_original(model: Model) -> tuple[Model, bool] | None:
     """The model that the record in this one gives back; see `FormatModule`.
 
     Raises:
         ModelError: The record is damaged, or weights were changed.
     """
-    found = notes.record(model.source)
-    if found is None:
+    record = metadata.original_record(model.source)
+    if record is None:
         return None
-    message, same = restore(*found, type(model.source.message))
+    message, unchanged = restore_source(*record, type(model.source.message))
     digest = hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
-    return build(replace(model.source, message=message, digest=digest), model.path or model.source.file), same
+    return build_model(
+        replace(model.source, message=message, digest=digest), model.path or model.source.file
+    ), unchanged
 
 
-def skeleton(model: Model) -> str:
+def encode_skeleton(model: Model) -> str:
     """The source message without the data of its constants, as text."""
     message = type(model.source.message)()
     message.CopyFrom(model.source.message)
@@ -93,21 +113,3 @@ def skeleton(model: Model) -> str:
                     proto.TensorProto(dtype=tensor.dtype, tensor_shape=tensor.tensor_shape)
                 )
     return proto.to_text(message)
-
-
-__all__ = [
-    "DEFAULT_RULES",
-    "FAMILY",
-    "emit",
-    "give_back",
-    "inputs",
-    "load",
-    "load_live",
-    "runner",
-    "save",
-    "skeleton",
-    "spent",
-    "timed",
-    "timed_lite",
-    "upgrade",
-]

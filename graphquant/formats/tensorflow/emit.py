@@ -6,54 +6,55 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import InternalError
 from graphquant.formats.tensorflow import opdefs, proto
-from graphquant.formats.tensorflow.learned import add_initializers, learned
-from graphquant.formats.tensorflow.load import ARGUMENT, RESULT
-from graphquant.formats.tensorflow.notes import ANCHOR_ATTR, RULE_ATTR
-from graphquant.formats.tensorflow.values import Attrs, Stored, encode_attr, encode_tensor, type_number
-from graphquant.ir import Graph, Model, Op, TensorRef, Use, bulk
+from graphquant.formats.tensorflow.learned_ranges import add_initializers, learned_ranges
+from graphquant.formats.tensorflow.load import ARGUMENT_TYPE, RESULT_TYPE
+from graphquant.formats.tensorflow.metadata import ANCHOR_ATTR, RULE_ATTR
+from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, encode_attr, encode_tensor, type_number
+from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from graphquant.formats.tensorflow.source import Source
+    from graphquant.formats.tensorflow.source import TensorFlowSource
 
-__all__ = ["emit"]
 
 _ATTR_TYPES: Final = {"s": "string", "i": "int", "f": "float", "b": "bool", "func": "func", "placeholder": "string"}
-_ENDS: Final = frozenset({ARGUMENT, RESULT})
+_BOUNDARY_TYPES: Final = frozenset({ARGUMENT_TYPE, RESULT_TYPE})
 
 
-@bulk()
+@paused_gc()
 def emit(model: Model) -> Any:
     """The source message with the model's changes: equal to the source if there are none.
 
     Raises:
         InternalError: The model holds what a TensorFlow graph cannot say.
     """
-    source: Source = model.source
+    source: TensorFlowSource = model.source
     message = type(source.message)()
     message.CopyFrom(source.message)
     graph_def, meta = source.graph_def(message), source.meta_graph(message)
-    brought = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
-    table = opdefs.extend(brought).extend(function.signature for function in graph_def.library.function)
-    written: list[Any] = []
-    patch = _Patch(model.main, table, in_function=False)
-    written += patch.apply(graph_def.node)
+    custom_op_defs = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
+    table = opdefs.extended_op_table(custom_op_defs).with_op_defs(
+        function.signature for function in graph_def.library.function
+    )
+    new_nodes: list[Any] = []
+    graph_patch = _GraphPatch(model.main, table, in_function=False)
+    new_nodes += graph_patch.apply(graph_def.node)
     if meta is not None:
         _patch_signatures(model.main, meta.signature_def, source.meta_graph(source.message).signature_def)
     for function in graph_def.library.function:
         graph = model.graphs[function.signature.name]
-        patch = _Patch(graph, table, in_function=True)
-        written += patch.apply(function.node_def)
-        _patch_results(patch, function)
+        graph_patch = _GraphPatch(graph, table, in_function=True)
+        new_nodes += graph_patch.apply(function.node_def)
+        _patch_results(graph_patch, function)
     if meta is None:
-        add_initializers(graph_def, learned(model))
+        add_initializers(graph_def, learned_ranges(model))
     if meta is not None and meta.meta_info_def.stripped_op_list.op:
-        _add_op_defs(meta.meta_info_def.stripped_op_list, written, table)
+        _add_op_defs(meta.meta_info_def.stripped_op_list, new_nodes, table)
     return message
 
 
-class _Patch:
+class _GraphPatch:
     """Writes the changes of one graph into its nodes."""
 
     def __init__(self, graph: Graph, table: opdefs.OpTable, *, in_function: bool) -> None:
@@ -65,26 +66,28 @@ class _Patch:
     def apply(self, nodes: Any) -> list[Any]:
         """Patches `nodes`, a repeated field; returns the nodes that are new."""
         graph = self._graph
-        fresh = {op.name: op for op in graph.ops() if op.source is None and op.type not in _ENDS}
-        patched = [node for node in nodes if node.name in graph and node.name not in fresh and self._is_changed(node)]
-        if not (fresh or patched or graph.removed):
+        new_ops = {op.name: op for op in graph.ops() if op.source is None and op.type not in _BOUNDARY_TYPES}
+        patched = [
+            node for node in nodes if node.name in graph and node.name not in new_ops and self._node_changed(node)
+        ]
+        if not (new_ops or patched or graph.removed_ops):
             return []
-        written = [self._attributes(op) for op in fresh.values()]
-        for node in written:
+        new_nodes = [self._make_node(op) for op in new_ops.values()]
+        for node in new_nodes:
             # Inputs need the names of the new nodes' outputs, which follow from their attributes.
             if self._in_function:
                 self._ports[node.name] = opdefs.output_ports(node, self._table)
-        for node in written:
-            op = fresh[node.name]
-            node.input.extend(self.spell(tensor) for tensor in self._filled(op))
+        for node in new_nodes:
+            op = new_ops[node.name]
+            node.input.extend(self.input_name(tensor) for tensor in self._connected_inputs(op))
             node.input.extend(f"^{name}" for name in graph.control_inputs(op.name))
-            node.device = self._device(op)
+            node.device = self._source_device(op)
         for node in patched:
-            self._patch(node)
-        self._put(nodes, written, fresh)
-        return written
+            self._patch_node(node)
+        self._replace_nodes(nodes, new_nodes, new_ops)
+        return new_nodes
 
-    def spell(self, tensor: TensorRef) -> str:
+    def input_name(self, tensor: TensorRef) -> str:
         """`tensor` as an input of a node of this graph names it."""
         op = self._graph.op(tensor.op)
         if op.source is not None:
@@ -95,77 +98,78 @@ class _Patch:
             return f"{tensor.op}:{arg}:{index}"
         return f"{tensor.op}:{tensor.port}" if tensor.port else tensor.op
 
-    def _put(self, nodes: Any, written: list[Any], fresh: Mapping[str, Op]) -> None:
+    def _replace_nodes(self, nodes: Any, new_nodes: list[Any], new_ops: Mapping[str, Op]) -> None:
         """Takes removed and replaced nodes out and puts new ones at the end, replaced ones in their place."""
-        by_name = {node.name: node for node in written}
-        if any(node.name in fresh or node.name not in self._graph for node in nodes):
-            kept = [by_name.pop(node.name, node) for node in nodes if node.name in self._graph]
-            copies = [_copy(node) for node in kept]
+        by_name = {node.name: node for node in new_nodes}
+        if any(node.name in new_ops or node.name not in self._graph for node in nodes):
+            remaining = [by_name.pop(node.name, node) for node in nodes if node.name in self._graph]
+            copies = [_copy_node(node) for node in remaining]
             del nodes[:]
             nodes.extend(copies)
         nodes.extend(by_name.values())
 
-    def _is_changed(self, node: Any) -> bool:
+    def _node_changed(self, node: Any) -> bool:
         op = self._graph.op(node.name)
         return (
             any(
-                Use(self._graph.name, op.name, slot) in self._graph.edited
+                Use(self._graph.name, op.name, slot) in self._graph.rerouted_uses
                 for slot in range(len(self._graph.slots(op.name)))
             )
-            or {text[1:] for text in node.input if text.startswith("^")} != set(self._graph.control_inputs(op.name))
+            or {tensor[1:] for tensor in node.input if tensor.startswith("^")}
+            != set(self._graph.control_inputs(op.name))
             or op.type != node.op
-            or not isinstance(op.attrs, Attrs)
-            or (op.kind == "constant" and op.value is not None and not isinstance(op.value, Stored))
+            or not isinstance(op.attrs, NodeAttrs)
+            or (op.kind == "constant" and op.read_value is not None and not isinstance(op.read_value, ConstValue))
         )
 
-    def _patch(self, node: Any) -> None:
+    def _patch_node(self, node: Any) -> None:
         """Writes what changed of an op of the source into its node."""
         op = self._graph.op(node.name)
-        before = [text for text in node.input if not text.startswith("^")]
+        old_inputs = [tensor for tensor in node.input if not tensor.startswith("^")]
         data = [
-            self.spell(tensor)
-            if slot >= len(before) or Use(self._graph.name, op.name, slot) in self._graph.edited
-            else before[slot]
-            for slot, tensor in enumerate(self._filled(op))
+            self.input_name(tensor)
+            if slot >= len(old_inputs) or Use(self._graph.name, op.name, slot) in self._graph.rerouted_uses
+            else old_inputs[slot]
+            for slot, tensor in enumerate(self._connected_inputs(op))
         ]
-        wanted = self._graph.control_inputs(op.name)
-        kept = [text for text in node.input if text.startswith("^") and text[1:] in wanted]
-        added = [f"^{name}" for name in wanted if f"^{name}" not in kept]
+        control_inputs = self._graph.control_inputs(op.name)
+        old_controls = [tensor for tensor in node.input if tensor.startswith("^") and tensor[1:] in control_inputs]
+        new_controls = [f"^{name}" for name in control_inputs if f"^{name}" not in old_controls]
         del node.input[:]
-        node.input.extend([*data, *kept, *added])
+        node.input.extend([*data, *old_controls, *new_controls])
         node.op = op.type
-        if not isinstance(op.attrs, Attrs):
-            loaded = Attrs(op.source.attr, {})
+        if not isinstance(op.attrs, NodeAttrs):
+            source_attrs = NodeAttrs(op.source.attr, {})
             for name, value in op.attrs.items():
-                if name not in loaded or not _equal(loaded[name], value):
+                if name not in source_attrs or not _same_attr(source_attrs[name], value):
                     node.attr[name].CopyFrom(encode_attr(value))
-        if op.kind == "constant" and op.value is not None and not isinstance(op.value, Stored):
-            _set_value(node, op)
+        if op.kind == "constant" and op.read_value is not None and not isinstance(op.read_value, ConstValue):
+            _set_constant(node, op)
 
-    def _filled(self, op: Op) -> list[TensorRef]:
+    def _connected_inputs(self, op: Op) -> list[TensorRef]:
         slots = self._graph.slots(op.name)
-        found = [slot for slot in slots if slot is not None]
-        if len(found) != len(slots):
+        connected = [slot for slot in slots if slot is not None]
+        if len(connected) != len(slots):
             raise InternalError(f"op {op.name!r} has an empty input slot; TensorFlow has none.")
-        return found
+        return connected
 
-    def _attributes(self, op: Op) -> Any:
+    def _make_node(self, op: Op) -> Any:
         """The node of a new op, without its inputs."""
         node = proto.NodeDef(name=op.name, op=op.type)
         for name, value in op.attrs.items():
             node.attr[name].CopyFrom(encode_attr(value))
         if op.kind == "constant":
-            _set_value(node, op)
-        self._infer_types(op, node)
+            _set_constant(node, op)
+        self._infer_type_attrs(op, node)
         if op.rule:
             node.attr[RULE_ATTR].s = op.rule.encode()
         if op.anchor:
             node.attr[ANCHOR_ATTR].s = op.anchor.encode()
         return node
 
-    def _infer_types(self, op: Op, node: Any) -> None:
+    def _infer_type_attrs(self, op: Op, node: Any) -> None:
         """Fills in the type attributes that follow from what the op reads."""
-        spec = self._table.find(op.type)
+        spec = self._table.find_spec(op.type)
         if spec is None:
             raise InternalError(f"op {op.name!r} has the type {op.type!r}, which TensorFlow does not have.")
         for slot, arg in enumerate(spec.inputs):
@@ -178,101 +182,101 @@ class _Patch:
                 if dtype is not None:
                     node.attr[arg.type_attr].type = type_number(dtype)
 
-    def _device(self, op: Op) -> str:
+    def _source_device(self, op: Op) -> str:
         """The device of what produces the tensor that the new op, or the first new op to read it, works on."""
-        seen: set[str] = set()
-        here = op
-        while here.source is None and here.name not in seen:
-            seen.add(here.name)
-            slots = self._graph.slots(here.name)
+        visited: set[str] = set()
+        current = op
+        while current.source is None and current.name not in visited:
+            visited.add(current.name)
+            slots = self._graph.slots(current.name)
             if slots and slots[0] is not None:
-                here = self._graph.op(slots[0].op)
+                current = self._graph.op(slots[0].op)
             else:
-                here = self._graph.op(next(iter(self._graph.nx.adj[here.name]), here.name))
-        return str(here.source.device) if here.source is not None and here.type not in _ENDS else ""
+                current = self._graph.op(next(iter(self._graph.nx.adj[current.name]), current.name))
+        return str(current.source.device) if current.source is not None and current.type not in _BOUNDARY_TYPES else ""
 
 
-def _copy(node: Any) -> Any:
-    twin = proto.NodeDef()
-    twin.CopyFrom(node)
-    return twin
+def _copy_node(node: Any) -> Any:
+    duplicate = proto.NodeDef()
+    duplicate.CopyFrom(node)
+    return duplicate
 
 
-def _set_value(node: Any, op: Op) -> None:
-    if op.value is None:
+def _set_constant(node: Any, op: Op) -> None:
+    if op.read_value is None:
         raise InternalError(f"the constant {op.name!r} has no value.")
-    tensor = encode_tensor(op.value())
+    tensor = encode_tensor(op.read_value())
     node.attr["dtype"].type = tensor.dtype
     node.attr["value"].tensor.CopyFrom(tensor)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and encode_attr(one) == encode_attr(other)
+def _same_attr(first: Any, second: Any) -> bool:
+    return type(first) is type(second) and encode_attr(first) == encode_attr(second)
 
 
-def _patch_signatures(main: Graph, signatures: Any, before: Any) -> None:
+def _patch_signatures(main: Graph, signatures: Any, source_signatures: Any) -> None:
     """Points the signatures' outputs at the tensors that the model's outputs read now."""
-    moved = {}
+    rerouted = {}
     for label in main.outputs:
-        if Use("", label, 0) in main.edited:
-            tensor = main.producer(Use("", label, 0))
+        if Use("", label, 0) in main.rerouted_uses:
+            tensor = main.source_of(Use("", label, 0))
             if tensor is None:
                 raise InternalError(f"the output {label!r} reads nothing.")
-            moved[main.op(label).attrs.get("tensor")] = str(tensor)
-    for key in sorted(before) if moved else ():
-        for name in sorted(before[key].outputs):
-            old = before[key].outputs[name].name
-            new = moved.get(old if ":" in old else f"{old}:0")
-            if new is not None:
-                signatures[key].outputs[name].name = new
+            rerouted[main.op(label).attrs.get("tensor")] = str(tensor)
+    for key in sorted(source_signatures) if rerouted else ():
+        for name in sorted(source_signatures[key].outputs):
+            old_name = source_signatures[key].outputs[name].name
+            new_name = rerouted.get(old_name if ":" in old_name else f"{old_name}:0")
+            if new_name is not None:
+                signatures[key].outputs[name].name = new_name
 
 
-def _patch_results(patch: _Patch, function: Any) -> None:
+def _patch_results(graph_patch: _GraphPatch, function: Any) -> None:
     """Points a function's results at the tensors that are read now, and forgets control outputs of removed nodes."""
-    graph = patch._graph  # noqa: SLF001  # the same room
+    graph = graph_patch._graph  # noqa: SLF001  # the same room
     for label in graph.outputs:
-        if Use(graph.name, label, 0) in graph.edited:
-            tensor = graph.producer(Use(graph.name, label, 0))
+        if Use(graph.name, label, 0) in graph.rerouted_uses:
+            tensor = graph.source_of(Use(graph.name, label, 0))
             if tensor is None:
                 raise InternalError(f"the output {label!r} of {graph.name!r} reads nothing.")
-            function.ret[label.removeprefix("@")] = patch.spell(tensor)
-    if graph.removed:
-        gone = [key for key in sorted(function.control_ret) if function.control_ret[key] not in graph]
-        for key in gone:
+            function.ret[label.removeprefix("@")] = graph_patch.input_name(tensor)
+    if graph.removed_ops:
+        removed_keys = [key for key in sorted(function.control_ret) if function.control_ret[key] not in graph]
+        for key in removed_keys:
             del function.control_ret[key]
             if key in function.signature.control_output:
                 function.signature.control_output.remove(key)
 
 
-def _add_op_defs(op_list: Any, written: Iterable[Any], table: opdefs.OpTable) -> None:
+def _add_op_defs(op_list: Any, new_nodes: Iterable[Any], table: opdefs.OpTable) -> None:
     """Adds the definition of each operation that the new nodes use and the list does not hold."""
-    present = {op_def.name for op_def in op_list.op}
-    first = {node.op: node for node in reversed(list(written))}
-    for name in sorted(first):
-        spec = table.find(name)
-        if name not in present and spec is not None:
-            op_list.op.append(_op_def(spec, first[name]))
+    listed = {op_def.name for op_def in op_list.op}
+    node_by_type = {node.op: node for node in reversed(list(new_nodes))}
+    for name in sorted(node_by_type):
+        spec = table.find_spec(name)
+        if name not in listed and spec is not None:
+            op_list.op.append(_make_op_def(spec, node_by_type[name]))
 
 
-def _op_def(spec: opdefs.OpSpec, node: Any) -> Any:
+def _make_op_def(spec: opdefs.OpSpec, node: Any) -> Any:
     """The definition of an operation, as far as its arguments and the node's attributes tell it."""
     op_def = proto.OpDef(name=spec.name, is_stateful=spec.is_stateful)
     types: dict[str, str] = {}
     for field, args in ((op_def.input_arg, spec.inputs), (op_def.output_arg, spec.outputs)):
         for arg in args:
-            made = field.add(name=arg.name, is_ref=arg.is_ref)
+            arg_def = field.add(name=arg.name, is_ref=arg.is_ref)
             if arg.type_list_attr:
-                made.type_list_attr = arg.type_list_attr
+                arg_def.type_list_attr = arg.type_list_attr
                 types[arg.type_list_attr] = "list(type)"
                 continue
             if arg.number_attr:
-                made.number_attr = arg.number_attr
+                arg_def.number_attr = arg.number_attr
                 types[arg.number_attr] = "int"
             if arg.type_attr:
-                made.type_attr = arg.type_attr
+                arg_def.type_attr = arg.type_attr
                 types[arg.type_attr] = "type"
             elif arg.dtype:
-                made.type = type_number(arg.dtype)
+                arg_def.type = type_number(arg.dtype)
     for name in sorted(node.attr):
         kind = node.attr[name].WhichOneof("value")
         if not name.startswith("_") and kind not in {None, "list"}:

@@ -19,32 +19,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
-from graphquant.formats.tensorflow.live import rename
-from graphquant.formats.tensorflow.load import build
-from graphquant.formats.tensorflow.session import _first_line, _silence
-from graphquant.formats.tensorflow.session import tensorflow as installed
-from graphquant.formats.tensorflow.source import read
+from graphquant.formats.tensorflow.from_tensorflow import normalize_function_names
+from graphquant.formats.tensorflow.load import build_model
+from graphquant.formats.tensorflow.session import first_error_line, silence_stderr
+from graphquant.formats.tensorflow.session import import_tensorflow as installed
+from graphquant.formats.tensorflow.source import read_source
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from graphquant.ir import Model
 
-__all__ = ["load_keras", "traced"]
 
 MAX_CONFIG_BYTES: Final = 1 << 26
 MAX_EXPANSION: Final = 100
 """Keras stores its zip members as they are; one that grows more is made to fill memory."""
 
-_CONFIG: Final = "config.json"
-_WEIGHTS: Final = "model.weights.h5"
-_CODE: Final = frozenset({"Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"})
+_CONFIG_FILE: Final = "config.json"
+_WEIGHTS_FILE: Final = "model.weights.h5"
+_CODE_CLASSES: Final = frozenset({"Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"})
 """Classes whose configuration is code, or leads to files with code."""
 
-_PACKAGES: Final = frozenset({"keras", "builtins"})
+_TRUSTED_PACKAGES: Final = frozenset({"keras", "builtins"})
 """Where classes may come from; "builtins" is what Keras writes for its own functions."""
 
-_BREAKS: Final = (
+_KERAS_ERRORS: Final = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -60,35 +59,35 @@ _BREAKS: Final = (
 """What Keras raises for a file that is damaged or not its own."""
 
 
-def traced(tensorflow: Any, keras: Any, model: Any) -> Any:
+def trace_keras_model(tensorflow: Any, keras: Any, model: Any) -> Any:
     """The ConcreteFunction of a Keras model in memory, as Keras exports it: in inference, for any batch size.
 
     Raises:
         ModelError: Keras refuses.
         UsageError: Keras does not run on TensorFlow, or the model was never built.
     """
-    _check_backend(keras)
+    _require_tensorflow_backend(keras)
     from keras.src.export.export_utils import get_input_signature
 
-    def call(*inputs: Any) -> Any:
+    def call_model(*inputs: Any) -> Any:
         return model(*inputs)
 
     # A tensor's own name counts the tensors of the process; that of its layer is what whoever made the model knows.
     layers = iter([tensor._keras_history.operation.name for tensor in getattr(model, "inputs", None) or ()])  # noqa: SLF001
 
-    def spec(one: Any) -> Any:
-        return tensorflow.TensorSpec(one.shape, one.dtype, name=next(layers, one.name))
+    def named_spec(tensor: Any) -> Any:
+        return tensorflow.TensorSpec(tensor.shape, tensor.dtype, name=next(layers, tensor.name))
 
     try:
-        signature = keras.tree.map_structure(spec, get_input_signature(model))
+        signature = keras.tree.map_structure(named_spec, get_input_signature(model))
     except (ValueError, TypeError) as error:
         raise UsageError(
             f"The Keras model {model.name!r} does not say what its inputs are. Call it once on a batch first."
         ) from error
     try:
-        return tensorflow.function(call, input_signature=signature, autograph=False).get_concrete_function()
-    except (*_BREAKS, tensorflow.errors.OpError) as error:
-        raise ModelError(f"Keras cannot trace the model {model.name!r}: {_first_line(str(error))}.") from error
+        return tensorflow.function(call_model, input_signature=signature, autograph=False).get_concrete_function()
+    except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
+        raise ModelError(f"Keras cannot trace the model {model.name!r}: {first_error_line(str(error))}.") from error
 
 
 def load_keras(path: Path) -> Model:
@@ -106,19 +105,19 @@ def load_keras(path: Path) -> Model:
             f"{path} is a Keras file, which Keras reads with TensorFlow, and tensorflow is not installed."
             " Install it with: pip install 'graphquant[tensorflow]'"
         ) from error
-    config = _check(path)
-    room = _Room(tempfile.mkdtemp(prefix="graphquant-keras-"))
-    folder = Path(room.name) / "model"
-    with _silence(), warnings.catch_warnings():
+    config = _read_safe_config(path)
+    temp_folder = _TempFolder(tempfile.mkdtemp(prefix="graphquant-keras-"))
+    folder = Path(temp_folder.name) / "model"
+    with silence_stderr(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _export(tensorflow, path, folder, config)
-    source = read(folder)
-    _rename(source.meta_graph(source.message))
+        _export_saved_model(tensorflow, path, folder, config)
+    source = read_source(folder)
+    _normalize_saved_functions(source.meta_graph(source.message))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return build(replace(source, digest=digest, room=room), path)
+    return build_model(replace(source, digest=digest, temp_folder=temp_folder), path)
 
 
-class _Room:
+class _TempFolder:
     """A temporary folder that goes when nobody holds this any more."""
 
     def __init__(self, name: str) -> None:
@@ -126,38 +125,40 @@ class _Room:
         weakref.finalize(self, shutil.rmtree, name, ignore_errors=True)
 
 
-def _export(tensorflow: Any, path: Path, folder: Path, config: Any) -> None:
+def _export_saved_model(tensorflow: Any, path: Path, folder: Path, config: Any) -> None:
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     import keras
 
-    _check_backend(keras)
-    _check_classes(keras, path, config)
+    _require_tensorflow_backend(keras)
+    _require_known_classes(keras, path, config)
     try:
         model = keras.saving.load_model(path, compile=False, safe_mode=True)
         model.export(folder, format="tf_saved_model", verbose=False)
-    except (*_BREAKS, tensorflow.errors.OpError) as error:
+    except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
         raise ModelError(
-            f"Keras {keras.__version__} cannot read {path}: {_first_line(str(error))} Export it to a SavedModel with"
+            f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))} Export it to a SavedModel with"
             " model.export(folder), where it was made, and give that folder."
         ) from error
 
 
-def _rename(meta: Any) -> None:
+def _normalize_saved_functions(meta: Any) -> None:
     """Gives functions the same names whenever the file is read."""
-    names, objects = rename(meta.graph_def), meta.object_graph_def
+    names, objects = normalize_function_names(meta.graph_def), meta.object_graph_def
     for old, new in names.items():
         if old != new and old in objects.concrete_functions:
             objects.concrete_functions[new].CopyFrom(objects.concrete_functions[old])
             del objects.concrete_functions[old]
     for node in objects.nodes:
         if node.WhichOneof("kind") == "function":
-            node.function.concrete_functions[:] = [names.get(one, one) for one in node.function.concrete_functions]
+            node.function.concrete_functions[:] = [names.get(name, name) for name in node.function.concrete_functions]
         elif node.WhichOneof("kind") == "bare_concrete_function":
-            bare = node.bare_concrete_function
-            bare.concrete_function_name = names.get(bare.concrete_function_name, bare.concrete_function_name)
+            bare_function = node.bare_concrete_function
+            bare_function.concrete_function_name = names.get(
+                bare_function.concrete_function_name, bare_function.concrete_function_name
+            )
 
 
-def _check_backend(keras: Any) -> None:
+def _require_tensorflow_backend(keras: Any) -> None:
     backend = keras.config.backend()
     if backend != "tensorflow":
         raise UsageError(f"Keras runs on {backend} here. Set KERAS_BACKEND=tensorflow before it is imported.")
@@ -166,99 +167,101 @@ def _check_backend(keras: Any) -> None:
 # -- what a file holds -----------------------------------------------------------------------------
 
 
-def _check(path: Path) -> Any:
+def _read_safe_config(path: Path) -> Any:
     """Refuses a file that is none of Keras, has code in it, or leads out of itself; gives its configuration."""
     try:
-        config = json.loads(_zip_config(path) if path.suffix == ".keras" else _h5_config(path))
+        config = json.loads(_read_zip_config(path) if path.suffix == ".keras" else _read_h5_config(path))
     except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{path} is no Keras model: {_first_line(str(error))} It may be damaged.") from error
-    for entry in _dicts(config):
+        raise ModelError(f"{path} is no Keras model: {first_error_line(str(error))} It may be damaged.") from error
+    for entry in _json_objects(config):
         name = entry.get("class_name")
-        if name in _CODE:
+        if name in _CODE_CLASSES:
             raise ModelError(
-                f"{path} has the {str(name).strip('_')} layer{_name(entry)}, which is code in the model's file or a way"
+                f"{path} has the {str(name).strip('_')} layer{_quoted_layer_name(entry)}, which is code in the model's file or a way"
                 " to it. It is not run. Where you trust it, export the model with model.export(folder) and give that"
                 " folder."
             )
     return config
 
 
-def _check_classes(keras: Any, path: Path, config: Any) -> None:
+def _require_known_classes(keras: Any, path: Path, config: Any) -> None:
     """Refuses classes that are neither of Keras nor registered by whoever runs this: nothing is imported for a file."""
-    for entry in _dicts(config):
-        name, module, registered = (entry.get(key) for key in ("class_name", "module", "registered_name"))
-        own = isinstance(module, str) and module.partition(".")[0] in _PACKAGES
-        if not isinstance(name, str) or own or (module is None and registered is None):
+    for entry in _json_objects(config):
+        name, module, registered_name = (entry.get(key) for key in ("class_name", "module", "registered_name"))
+        is_trusted = isinstance(module, str) and module.partition(".")[0] in _TRUSTED_PACKAGES
+        if not isinstance(name, str) or is_trusted or (module is None and registered_name is None):
             continue
-        if keras.saving.get_registered_object(str(registered)) is None:
+        if keras.saving.get_registered_object(str(registered_name)) is None:
             raise ModelError(
                 f"{path} needs the class {name!r}, which is not of Keras and is not imported. Export the model to a"
                 " SavedModel with model.export(folder), where it was made, and give that folder."
             )
 
 
-def _name(entry: dict[str, Any]) -> str:
+def _quoted_layer_name(entry: dict[str, Any]) -> str:
     config = entry.get("config")
     name = config.get("name") if isinstance(config, dict) else None
     return f" {name!r}" if isinstance(name, str) else ""
 
 
-def _dicts(known: Any) -> Iterator[dict[str, Any]]:
+def _json_objects(config: Any) -> Iterator[dict[str, Any]]:
     """All objects of a JSON value."""
-    todo = [known]
-    while todo:
-        here = todo.pop()
-        if isinstance(here, dict):
-            yield here
-            todo.extend(here.values())
-        elif isinstance(here, list):
-            todo.extend(here)
+    pending = [config]
+    while pending:
+        current = pending.pop()
+        if isinstance(current, dict):
+            yield current
+            pending.extend(current.values())
+        elif isinstance(current, list):
+            pending.extend(current)
 
 
-def _zip_config(path: Path) -> bytes:
+def _read_zip_config(path: Path) -> bytes:
     """The configuration in a `.keras` file, whose members are looked through."""
     with zipfile.ZipFile(path) as archive:
-        for info in archive.infolist():
-            if info.file_size > MAX_CONFIG_BYTES and info.file_size > MAX_EXPANSION * info.compress_size:
-                raise ValueError(f"{info.filename[:60]!r} would unpack to {info.file_size} bytes.")
-        if archive.getinfo(_CONFIG).file_size > MAX_CONFIG_BYTES:
+        for member in archive.infolist():
+            if member.file_size > MAX_CONFIG_BYTES and member.file_size > MAX_EXPANSION * member.compress_size:
+                raise ValueError(f"{member.filename[:60]!r} would unpack to {member.file_size} bytes.")
+        if archive.getinfo(_CONFIG_FILE).file_size > MAX_CONFIG_BYTES:
             raise ValueError("its configuration is too large.")
-        if _WEIGHTS in archive.namelist():
-            with archive.open(_WEIGHTS) as weights:
-                _check_h5(weights)
-        return archive.read(_CONFIG)
+        if _WEIGHTS_FILE in archive.namelist():
+            with archive.open(_WEIGHTS_FILE) as weights:
+                _require_self_contained_h5(weights)
+        return archive.read(_CONFIG_FILE)
 
 
-def _h5_config(path: Path) -> bytes:
+def _read_h5_config(path: Path) -> bytes:
     import h5py
 
-    _check_h5(path)
-    with h5py.File(path, "r") as file:
+    _require_self_contained_h5(path)
+    with h5py.DataFile(path, "r") as file:
         config = file.attrs.get("model_config")
     if config is None:
         raise ValueError("it holds weights alone, without the layers. Save the whole model.")
     return config.encode() if isinstance(config, str) else bytes(config)
 
 
-def _check_h5(file: Any) -> None:
+def _require_self_contained_h5(file: Any) -> None:
     """Refuses what leads to other files."""
     import h5py
 
-    with h5py.File(file, "r") as opened:
-        todo: list[Any] = [opened]
-        seen = set()
-        while todo:
-            group = todo.pop()
-            if group.id in seen:
+    with h5py.DataFile(file, "r") as opened:
+        pending: list[Any] = [opened]
+        visited = set()
+        while pending:
+            group = pending.pop()
+            if group.id in visited:
                 continue
-            seen.add(group.id)
+            visited.add(group.id)
             for key in group:
-                link, item = group.get(key, getlink=True), None
-                leaves = isinstance(link, h5py.ExternalLink)
-                if not leaves:
-                    item = group.get(key)
-                    leaves = isinstance(item, h5py.Dataset) and bool(item.external or item.is_virtual)
-                if leaves:
+                link, member = group.get(key, getlink=True), None
+                is_external = isinstance(link, h5py.ExternalLink)
+                if not is_external:
+                    member = group.get(key)
+                    is_external = isinstance(member, h5py.Dataset) and bool(
+                        member.write_external_model or member.is_virtual
+                    )
+                if is_external:
                     raise ValueError(f"{key[:60]!r} is kept in another file.")
-                if isinstance(item, h5py.Group):
-                    todo.append(item)
+                if isinstance(member, h5py.Group):
+                    pending.append(member)

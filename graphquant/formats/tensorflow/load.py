@@ -11,36 +11,33 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import ModelError
-from graphquant.formats import KERAS
+from graphquant.formats import KERAS_SUFFIXES
 from graphquant.formats.tensorflow import opdefs, proto
-from graphquant.formats.tensorflow.evaluate import evaluate
-from graphquant.formats.tensorflow.learned import MARK, first_values
-from graphquant.formats.tensorflow.notes import ANCHOR_ATTR, RULE_ATTR
-from graphquant.formats.tensorflow.ops import CALLS, describe
+from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, stored_initial_values
+from graphquant.formats.tensorflow.metadata import ANCHOR_ATTR, RULE_ATTR
+from graphquant.formats.tensorflow.object_graph import CheckpointVariables, add_saved_functions
+from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS, describe_tf_op
 from graphquant.formats.tensorflow.proto import dtype_name
-from graphquant.formats.tensorflow.saved import add_saved
-from graphquant.formats.tensorflow.source import Source, read
-from graphquant.formats.tensorflow.values import Attrs, Stored, decode_shape
-from graphquant.formats.tensorflow.variables import Variables
-from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, bulk
+from graphquant.formats.tensorflow.source import TensorFlowSource, read_source
+from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, decode_shape, evaluate_tf_op
+from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, paused_gc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-__all__ = ["ARGUMENT", "RESULT", "load"]
 
-ARGUMENT: Final = "_Arg"
-RESULT: Final = "_Retval"
-Ports = list[tuple[str, int, str | None]]
+ARGUMENT_TYPE: Final = "_Arg"
+RESULT_TYPE: Final = "_Retval"
+NodePorts = list[tuple[str, int, str | None]]
 """Output argument, index in it and dtype of each port of a node."""
 
-_FORWARDING: Final = frozenset({"identity", "enter", "switch", "read_variable", "next_iteration", "exit"})
+_SHAPE_PRESERVING_KINDS: Final = frozenset({"identity", "enter", "switch", "read_variable", "next_iteration", "exit"})
 _LEGACY_SCALARS: Final = 24  # GraphDef versions below write a placeholder of unknown shape as a scalar
-_NO_SINKS: Final = frozenset(
+_NON_SINK_KINDS: Final = frozenset(
     {"constant", "variable", "read_variable", "input", "switch", "enter", "next_iteration", "loop_cond", "stateful"}
 )
-_NO_RESULTS: Final = frozenset({"string", "resource", "variant"})
+_NON_RESULT_DTYPES: Final = frozenset({"string", "resource", "variant"})
 
 
 def load(path: Path) -> Model:
@@ -50,62 +47,64 @@ def load(path: Path) -> Model:
         MissingDependencyError: It is a Keras file, and tensorflow is not installed.
         ModelError: There is no such model there, it is damaged, or it is not supported.
     """
-    if path.suffix in KERAS and path.is_file():
+    if path.suffix in KERAS_SUFFIXES and path.is_file():
         from graphquant.formats.tensorflow.keras import load_keras
 
         return load_keras(path)
-    return build(read(path), path)
+    return build_model(read_source(path), path)
 
 
-def build(source: Source, path: Path) -> Model:
+def build_model(source: TensorFlowSource, path: Path) -> Model:
     """The model of what was read, or made, for `path`.
 
     Raises:
         ModelError: It is damaged, or not supported.
     """
     try:
-        with bulk():
-            return _Loader(source, path).model()
+        with paused_gc():
+            return _ModelLoader(source, path).load()
     except ModelError as error:
         if str(source.file) in str(error):
             raise
         raise ModelError(f"{source.file}: {error}") from error
 
 
-class _Loader:
+class _ModelLoader:
     """Builds the model of one source."""
 
-    def __init__(self, source: Source, path: Path) -> None:
+    def __init__(self, source: TensorFlowSource, path: Path) -> None:
         self._source = source
         self._graph_def = source.graph_def(source.message)
         self._functions = {function.signature.name: function for function in self._graph_def.library.function}
         if len(self._functions) != len(self._graph_def.library.function) or "" in self._functions:
             raise ModelError("Two functions have the same name, or one has none. The model file is damaged.")
         meta = source.meta_graph(source.message)
-        brought = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
+        custom_op_defs = meta.meta_info_def.stripped_op_list.op if meta is not None else ()
         signatures = (function.signature for function in self._functions.values())
-        self._table = opdefs.extend(brought).extend(signatures)
+        self._op_table = opdefs.extended_op_table(custom_op_defs).with_op_defs(signatures)
         self._builtin = opdefs.builtin_table()
         # What saves and restores variables is no part of what the model computes.
         saver = meta.saver_def if meta is not None else proto.SaverDef()
-        self._savers = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
-        self._saver_input = saver.filename_tensor_name.partition(":")[0]
-        self._variables = Variables.of(source.checkpoint())
-        self._learned = first_values(self._graph_def)
-        self._model = Model(format="tensorflow", source=source, path=path, digest=source.digest, evaluate=evaluate)
+        self._saver_ops = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
+        self._saver_filename = saver.filename_tensor_name.partition(":")[0]
+        self._variables = CheckpointVariables.from_checkpoint(source.checkpoint())
+        self._learned = stored_initial_values(self._graph_def)
+        self._model = Model(
+            format="tensorflow", source=source, path=path, digest=source.digest, evaluate_op=evaluate_tf_op
+        )
 
-    def model(self) -> Model:
+    def load(self) -> Model:
         """The model."""
         main = self._model.graphs[""] = Graph("", self._model.graphs)
-        self._fill(main, self._graph_def.node, Names(self._graph_def.node, self._table, {}))
-        main.inputs = [op.name for op in main.ops() if op.kind == "input" and op.name != self._saver_input]
+        self._fill_graph(main, self._graph_def.node, TensorNames(self._graph_def.node, self._op_table, {}))
+        main.inputs = [op.name for op in main.ops() if op.kind == "input" and op.name != self._saver_filename]
         meta = self._source.meta_graph(self._source.message)
         if meta is None or not self._add_signatures(main, meta.signature_def):
-            _add_sinks(main)
+            _add_sink_outputs(main)
         for name, function in self._functions.items():
             self._add_function(name, function)
         if meta is not None:
-            add_saved(self._model, meta.object_graph_def, self._variables)
+            add_saved_functions(self._model, meta.object_graph_def, self._variables)
         return self._model
 
     def _add_function(self, name: str, function: Any) -> None:
@@ -115,10 +114,10 @@ class _Loader:
             if arg.name in arguments or not arg.name:
                 raise ModelError(f"Function {name!r} has the argument {arg.name!r} twice. The model file is damaged.")
             arguments[arg.name] = dtype_name(arg.type)
-            known = Output(arg.name, dtype_name(arg.type), _argument_shape(function, index, arg))
-            graph.add(Op(name=arg.name, kind="input", type=ARGUMENT, roles=(), outputs=(known,), source=arg))
+            output = Output(arg.name, dtype_name(arg.type), _argument_shape(function, index, arg))
+            graph.add_op(Op(name=arg.name, kind="input", type=ARGUMENT_TYPE, roles=(), outputs=(output,), source=arg))
         graph.inputs = list(arguments)
-        names = Names(function.node_def, self._table, arguments, function=name)
+        names = TensorNames(function.node_def, self._op_table, arguments, function=name)
         # Results are read before the ops are made: a port of an unknown operation exists if it is named.
         results = []
         for arg in function.signature.output_arg:
@@ -126,96 +125,104 @@ class _Loader:
                 raise ModelError(
                     f"Function {name!r} does not say what it returns as {arg.name!r}. The model file is damaged."
                 )
-            results.append((f"@{arg.name}", names.tensor(function.ret[arg.name], f"the result {arg.name!r}")))
-        self._fill(graph, function.node_def, names)
+            results.append((f"@{arg.name}", names.resolve_tensor(function.ret[arg.name], f"the result {arg.name!r}")))
+        self._fill_graph(graph, function.node_def, names)
         for label, tensor in results:
-            add_result(graph, label, tensor)
+            add_output(graph, label, tensor)
 
-    def _fill(self, graph: Graph, nodes: Iterable[Any], names: Names) -> None:
+    def _fill_graph(self, graph: Graph, nodes: Iterable[Any], names: TensorNames) -> None:
         """Adds an op for each node and wires them; loops need their ops before their edges."""
         wiring = []
         for node in nodes:
-            data = [text for text in node.input if not text.startswith("^")]
+            data = [tensor_name for tensor_name in node.input if not tensor_name.startswith("^")]
             reader = f"node {node.name!r}"
-            tensors = [TensorRef(graph.name, *names.tensor(text, reader)) for text in data]
-            after = [names.node(text[1:], reader) for text in node.input if text.startswith("^")]
-            wiring.append((node, tensors, after))
+            tensors = [TensorRef(graph.name, *names.resolve_tensor(tensor_name, reader)) for tensor_name in data]
+            control_inputs = [
+                names.control_input(tensor_name[1:], reader)
+                for tensor_name in node.input
+                if tensor_name.startswith("^")
+            ]
+            wiring.append((node, tensors, control_inputs))
         for node, tensors, _ in wiring:
             # The saver's names are those of the main graph; in a function they are just names.
-            graph.add(self._op(node, len(tensors), names, saves=not graph.name and node.name in self._savers))
-        for node, tensors, after in wiring:
-            graph.wire(node.name, tensors, after=dict.fromkeys(after))
-        _spread_shapes(graph)
+            graph.add_op(
+                self._make_op(node, len(tensors), names, is_saver=not graph.name and node.name in self._saver_ops)
+            )
+        for node, tensors, control_inputs in wiring:
+            graph.connect_inputs(node.name, tensors, control_sources=dict.fromkeys(control_inputs))
+        _propagate_shapes(graph)
 
-    def _op(self, node: Any, inputs: int, names: Names, *, saves: bool) -> Op:
-        info = describe(node.op, node.attr, inputs)
-        calls = self._calls(node)
-        kind = "call" if node.op in self._functions and node.op not in self._builtin else info.kind
-        if saves:
+    def _make_op(self, node: Any, inputs: int, names: TensorNames, *, is_saver: bool) -> Op:
+        op_info = describe_tf_op(node.op, node.attr, inputs)
+        calls = self._function_calls(node)
+        kind = "call" if node.op in self._functions and node.op not in self._builtin else op_info.kind
+        if is_saver:
             calls, kind = (), "stateful"
         return Op(
             name=node.name,
             kind=kind,
             type=node.op,
-            roles=info.roles,
-            channel_axis=info.axis,
-            outputs=self._outputs(node, names),
-            attrs=Attrs(node.attr, info.defaults),
-            value=self._value(node, kind),
+            roles=op_info.roles,
+            channel_axis=op_info.channel_axis,
+            outputs=self._make_outputs(node, names),
+            attrs=NodeAttrs(node.attr, op_info.defaults),
+            read_value=self._value_reader(node, kind),
             calls=calls,
             source=node,
             rule=node.attr[RULE_ATTR].s.decode(errors="replace") if RULE_ATTR in node.attr else "",
             anchor=node.attr[ANCHOR_ATTR].s.decode(errors="replace") if ANCHOR_ATTR in node.attr else "",
         )
 
-    def _outputs(self, node: Any, names: Names) -> tuple[Output, ...]:
-        shapes = _node_shapes(node, self._graph_def.versions.producer)
+    def _make_outputs(self, node: Any, names: TensorNames) -> tuple[Output, ...]:
+        shapes = _declared_shapes(node, self._graph_def.versions.producer)
         return tuple(
-            Output(names.spell(node.name, port), dtype, shapes[port] if port < len(shapes) else None)
+            Output(names.output_name(node.name, port), dtype, shapes[port] if port < len(shapes) else None)
             for port, (_, _, dtype) in enumerate(names.ports(node.name))
         )
 
-    def _value(self, node: Any, kind: str) -> Callable[[], Any] | None:
+    def _value_reader(self, node: Any, kind: str) -> Callable[[], Any] | None:
         if kind == "constant":
-            return Stored(node) if node.op == "Const" and "value" in node.attr else None
+            return ConstValue(node) if node.op == "Const" and "value" in node.attr else None
         if kind != "variable":
             return None
-        return self._variables.reader(node) or (
-            self._learned.get(node.attr["shared_name"].s.decode(errors="replace")) if MARK in node.attr else None
+        return self._variables.node_reader(node) or (
+            self._learned.get(node.attr["shared_name"].s.decode(errors="replace"))
+            if LEARNED_ATTR in node.attr
+            else None
         )
 
-    def _calls(self, node: Any) -> tuple[Call, ...]:
+    def _function_calls(self, node: Any) -> tuple[Call, ...]:
         """The functions that a node runs; attributes in alphabetical order."""
-        known = CALLS.get(node.op, {})
-        found = []
+        offsets = FUNCTION_ATTRS.get(node.op, {})
+        calls = []
         if node.op in self._functions and node.op not in self._builtin:
-            found.append(Call("", node.op, 0))
+            calls.append(Call("", node.op, 0))
         for attr in sorted(node.attr):
             value = node.attr[attr]
             kind = value.WhichOneof("value")
-            listed = (value.func,) if kind == "func" else value.list.func if kind == "list" else ()
-            for function in listed:
+            functions = (value.func,) if kind == "func" else value.list.func if kind == "list" else ()
+            for function in functions:
                 if function.name in self._functions:
-                    found.append(Call(attr, function.name, *known.get(attr, (None, False))))
-                elif attr in known:
+                    calls.append(Call(attr, function.name, *offsets.get(attr, (None, False))))
+                elif attr in offsets:
                     raise ModelError(
                         f"Node {node.name!r} ({node.op}) calls {function.name!r}, which is not in the model."
                     )
-        return tuple(found)
+        return tuple(calls)
 
     def _add_signatures(self, main: Graph, signatures: Mapping[str, Any]) -> bool:
         """Adds an output for each tensor that a signature returns; whether there are any."""
-        seen: set[TensorRef] = set()
+        exposed: set[TensorRef] = set()
         for key in sorted(signatures):
             for label in sorted(signatures[key].outputs):
                 tensor = _signature_tensor(main, signatures[key].outputs[label].name, f"{key}/{label}")
-                if tensor is not None and tensor not in seen:
-                    seen.add(tensor)
-                    add_result(main, f"@{key}/{label}", (tensor.op, tensor.port), {"tensor": str(tensor)})
-        return bool(seen)
+                if tensor is not None and tensor not in exposed:
+                    exposed.add(tensor)
+                    add_output(main, f"@{key}/{label}", (tensor.op, tensor.port), {"tensor": str(tensor)})
+        return bool(exposed)
 
 
-class Names:
+class TensorNames:
     """Tensor names of one graph, as its nodes' inputs spell them."""
 
     def __init__(
@@ -223,73 +230,77 @@ class Names:
     ) -> None:
         self._arguments = arguments
         self._in_function = bool(function)
-        self._where = f"function {function!r}" if function else "the graph"
-        self._ports: dict[str, Ports] = {}
-        self._open: set[str] = set()
+        self._graph_label = f"function {function!r}" if function else "the graph"
+        self._ports: dict[str, NodePorts] = {}
+        self._undeclared: set[str] = set()
         self._positions: dict[str, dict[tuple[str, int], int]] = {}
         for node in nodes:
             if not node.name or node.name in self._ports or node.name in arguments:
-                raise ModelError(f"Two nodes of {self._where} are called {node.name!r}. The model file is damaged.")
+                raise ModelError(
+                    f"Two nodes of {self._graph_label} are called {node.name!r}. The model file is damaged."
+                )
             if node.op in table:
                 self._ports[node.name] = list(opdefs.output_ports(node, table))
             else:
                 # A custom operation whose definition the file lacks has the outputs that are read.
                 self._ports[node.name] = []
-                self._open.add(node.name)
+                self._undeclared.add(node.name)
 
-    def ports(self, node: str) -> Ports:
+    def ports(self, node: str) -> NodePorts:
         """The output ports of a node."""
         return self._ports[node]
 
-    def node(self, name: str, reader: str) -> str:
+    def control_input(self, node_name: str, reader: str) -> str:
         """The op that a control input names."""
-        if name not in self._ports and name not in self._arguments:
+        if node_name not in self._ports and node_name not in self._arguments:
             raise ModelError(
-                f"In {self._where}, {reader} waits for {name!r}, which does not exist. The model file is damaged."
+                f"In {self._graph_label}, {reader} waits for {node_name!r}, which does not exist. The model file is damaged."
             )
-        return name
+        return node_name
 
-    def spell(self, node: str, port: int) -> str:
+    def output_name(self, node: str, port: int) -> str:
         """The name of output `port` of `node`."""
         if not self._in_function:
             return f"{node}:{port}"
         arg, index, _ = self._ports[node][port]
         return f"{node}:{arg}:{index}"
 
-    def tensor(self, text: str, reader: str) -> tuple[str, int]:
-        """Op and port of the tensor that `reader` names `text`."""
-        name, _, rest = text.partition(":")
-        if self._in_function and not rest and name in self._arguments:
+    def resolve_tensor(self, tensor_name: str, reader: str) -> tuple[str, int]:
+        """Op and port of the tensor that `reader` names `tensor_name`."""
+        name, _, suffix = tensor_name.partition(":")
+        if self._in_function and not suffix and name in self._arguments:
             return name, 0
         if name not in self._ports:
             raise ModelError(
-                f"In {self._where}, {reader} reads {text!r}, which does not exist. The model file is damaged."
+                f"In {self._graph_label}, {reader} reads {tensor_name!r}, which does not exist. The model file is damaged."
             )
-        port = self._function_port(name, rest) if self._in_function else self._port(name, rest)
+        port = self._function_port(name, suffix) if self._in_function else self._graph_port(name, suffix)
         if port is None:
             raise ModelError(
-                f"In {self._where}, {reader} reads {text!r}, which {name!r} does not have. The model file is damaged."
+                f"In {self._graph_label}, {reader} reads {tensor_name!r}, which {name!r} does not have. The model file is damaged."
             )
         return name, port
 
-    def _port(self, node: str, rest: str) -> int | None:
-        if rest and not (rest.isascii() and rest.isdigit() and len(rest) < 6):  # noqa: PLR2004  # more ports than any op has
+    def _graph_port(self, node: str, suffix: str) -> int | None:
+        if suffix and not (suffix.isascii() and suffix.isdigit() and len(suffix) < 6):  # noqa: PLR2004  # more ports than any op has
             return None
-        port = int(rest or 0)
+        port = int(suffix or 0)
         ports = self._ports[node]
-        if node in self._open:
+        if node in self._undeclared:
             ports.extend(("", index, None) for index in range(len(ports), port + 1))
         return port if port < len(ports) else None
 
-    def _function_port(self, node: str, rest: str) -> int | None:
-        arg, _, index = rest.partition(":")
+    def _function_port(self, node: str, suffix: str) -> int | None:
+        arg, _, index = suffix.partition(":")
         if node not in self._positions:
-            self._positions[node] = {(name, at): port for port, (name, at, _) in enumerate(self._ports[node])}
+            self._positions[node] = {
+                (name, position): port for port, (name, position, _) in enumerate(self._ports[node])
+            }
         positions = self._positions[node]
         if not arg or not (index or "0").isdecimal():
             return None
         key = (arg, int(index or 0))
-        if node in self._open and key not in positions:
+        if node in self._undeclared and key not in positions:
             positions[key] = len(positions)
             self._ports[node].append((*key, None))
         if not index and (arg, 1) in positions:
@@ -297,7 +308,7 @@ class Names:
         return positions.get(key)
 
 
-def _node_shapes(node: Any, producer: int) -> list[Shape | None]:
+def _declared_shapes(node: Any, producer: int) -> list[Shape | None]:
     """The static shapes of a node's outputs, as far as the node itself tells them."""
     attr = node.attr
     if "_output_shapes" in attr and attr["_output_shapes"].list.shape and node.op != "VarHandleOp":
@@ -328,61 +339,66 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
     return None
 
 
-def _spread_shapes(graph: Graph) -> None:
+def _propagate_shapes(graph: Graph) -> None:
     """Gives ops that hand their input on unchanged its shape; what reads a variable has the variable's shape."""
-    done: set[str] = set()
-    for start in graph.nx:
+    visited: set[str] = set()
+    for start_name in graph.nx:
         chain: list[Op] = []
-        here = graph.op(start)
-        while here.name not in done and here.kind in _FORWARDING and here.outputs and here.outputs[0].shape is None:
-            done.add(here.name)
-            chain.append(here)
-            source = next(iter(graph.slots(here.name)), None)
+        current = graph.op(start_name)
+        while (
+            current.name not in visited
+            and current.kind in _SHAPE_PRESERVING_KINDS
+            and current.outputs
+            and current.outputs[0].shape is None
+        ):
+            visited.add(current.name)
+            chain.append(current)
+            source = next(iter(graph.slots(current.name)), None)
             if source is None:
                 break
-            here = graph.op(source.op)
+            current = graph.op(source.op)
         for link in reversed(chain):
             source = next(iter(graph.slots(link.name)), None)
             shape = None if source is None else graph.op(source.op).outputs[source.port].shape
             if shape is not None:
-                graph.replace(replace(link, outputs=tuple(replace(output, shape=shape) for output in link.outputs)))
+                graph.replace_op(replace(link, outputs=tuple(replace(output, shape=shape) for output in link.outputs)))
 
 
-def _signature_tensor(main: Graph, name: str, where: str) -> TensorRef | None:
+def _signature_tensor(main: Graph, name: str, label: str) -> TensorRef | None:
     """The tensor that a signature names; None for an op without outputs and for tensors made of several."""
     op, _, port = name.partition(":")
     if not name:
         return None
     if op not in main:
         raise ModelError(
-            f"The signature's output {where!r} is {name!r}, which does not exist. The model file is damaged."
+            f"The signature's output {label!r} is {name!r}, which does not exist. The model file is damaged."
         )
     outputs = main.op(op).outputs
     if not outputs and not port:
         return None
     if (port and not (port.isascii() and port.isdigit() and len(port) < 6)) or int(port or 0) >= len(outputs):  # noqa: PLR2004  # more than any op has
         raise ModelError(
-            f"The signature's output {where!r} is {name!r}, but {op!r} has no such output. The model file is damaged."
+            f"The signature's output {label!r} is {name!r}, but {op!r} has no such output. The model file is damaged."
         )
     return TensorRef("", op, int(port or 0))
 
 
-def add_result(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping[str, Any] = NO_ATTRS) -> None:
+def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping[str, Any] = NO_ATTRS) -> None:
     if label in graph:
         raise ModelError(f"{label!r} is returned twice. The model file is damaged.")
-    graph.add(Op(name=label, kind="output", type=RESULT, attrs=attrs), [TensorRef(graph.name, *tensor)])
+    graph.add_op(Op(name=label, kind="output", type=RESULT_TYPE, attrs=attrs), [TensorRef(graph.name, *tensor)])
     graph.outputs.append(label)
 
 
-def _add_sinks(graph: Graph) -> None:
+def _add_sink_outputs(graph: Graph) -> None:
     """Makes an output of each computed tensor of an op that nobody reads or waits for."""
     for op in list(graph.ops()):
-        if op.kind in _NO_SINKS or graph.nx.adj[op.name]:
+        if op.kind in _NON_SINK_KINDS or graph.nx.adj[op.name]:
             continue
         first_only = op.kind in {"batchnorm", "merge", "exit"}
         for port, output in enumerate(op.outputs[:1] if first_only else op.outputs):
-            if output.dtype in _NO_RESULTS or (
+            if output.dtype in _NON_RESULT_DTYPES or (
                 op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")
             ):
                 continue
-            add_result(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))
+            add_output(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))

@@ -18,20 +18,8 @@ from graphquant.formats.tensorflow.proto import dtype_name
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "ArgSpec",
-    "OpSpec",
-    "OpTable",
-    "builtin_table",
-    "extend",
-    "input_ports",
-    "inputs",
-    "is_stateful",
-    "output_ports",
-    "outputs",
-]
 
-Default: TypeAlias = str | int | tuple[str, ...]
+AttrDefault: TypeAlias = str | int | tuple[str, ...]
 
 # No one builds a node with more ports than this, and expanding a made-up number would exhaust memory.
 _MAX_PORTS: Final = 65_536
@@ -75,15 +63,15 @@ class OpSpec:
     inputs: tuple[ArgSpec, ...]
     outputs: tuple[ArgSpec, ...]
     is_stateful: bool
-    defaults: Mapping[str, Default]
+    defaults: Mapping[str, AttrDefault]
 
 
 class OpTable:
     """Operations by name: those that TensorFlow registers, or those and the ones a model brings along."""
 
-    def __init__(self, lines: Mapping[str, str], own: Mapping[str, OpSpec]) -> None:
+    def __init__(self, lines: Mapping[str, str], custom_specs: Mapping[str, OpSpec]) -> None:
         self._lines = lines
-        self._specs = dict(own)
+        self._specs = dict(custom_specs)
 
     def __contains__(self, op_type: object) -> bool:
         return op_type in self._specs or op_type in self._lines
@@ -92,13 +80,13 @@ class OpTable:
         """The names of all operations, sorted."""
         return sorted({*self._specs, *self._lines})
 
-    def find(self, op_type: str) -> OpSpec | None:
+    def find_spec(self, op_type: str) -> OpSpec | None:
         """The operation of that name, None if it is not known."""
         if op_type not in self._specs and op_type in self._lines:
-            self._specs[op_type] = _parse_line(op_type, self._lines[op_type])
+            self._specs[op_type] = _parse_table_line(op_type, self._lines[op_type])
         return self._specs.get(op_type)
 
-    def extend(self, op_defs: Iterable[Any]) -> OpTable:
+    def with_op_defs(self, op_defs: Iterable[Any]) -> OpTable:
         """A table with these operations added; an operation that is known already stays as it is.
 
         Args:
@@ -108,8 +96,8 @@ class OpTable:
         Raises:
             ModelError: An argument has a type that is not known.
         """
-        own = {op_def.name: _from_op_def(op_def) for op_def in op_defs if op_def.name not in self}
-        return OpTable(self._lines, {**self._specs, **own})
+        custom_specs = {op_def.name: _parse_op_def(op_def) for op_def in op_defs if op_def.name not in self}
+        return OpTable(self._lines, {**self._specs, **custom_specs})
 
 
 @cache
@@ -120,31 +108,31 @@ def builtin_table() -> OpTable:
     return OpTable({name: rest for name, _, rest in rows}, {})
 
 
-def inputs(op_type: str) -> tuple[ArgSpec, ...] | None:
+def op_inputs(op_type: str) -> tuple[ArgSpec, ...] | None:
     """The input arguments of one of TensorFlow's operations, None if there is no such operation."""
-    spec = builtin_table().find(op_type)
+    spec = builtin_table().find_spec(op_type)
     return spec.inputs if spec else None
 
 
-def outputs(op_type: str) -> tuple[ArgSpec, ...] | None:
+def op_outputs(op_type: str) -> tuple[ArgSpec, ...] | None:
     """The output arguments of one of TensorFlow's operations, None if there is no such operation."""
-    spec = builtin_table().find(op_type)
+    spec = builtin_table().find_spec(op_type)
     return spec.outputs if spec else None
 
 
-def is_stateful(op_type: str) -> bool | None:
+def is_stateful_op(op_type: str) -> bool | None:
     """Whether one of TensorFlow's operations has state or side effects, None if there is no such operation."""
-    spec = builtin_table().find(op_type)
+    spec = builtin_table().find_spec(op_type)
     return spec.is_stateful if spec else None
 
 
-def extend(op_defs: Iterable[Any]) -> OpTable:
-    """TensorFlow's operations and those a model brings along; see `OpTable.extend`.
+def extended_op_table(op_defs: Iterable[Any]) -> OpTable:
+    """TensorFlow's operations and those a model brings along; see `OpTable.with_op_defs`.
 
     Raises:
         ModelError: An argument has a type that is not known.
     """
-    return builtin_table().extend(op_defs)
+    return builtin_table().with_op_defs(op_defs)
 
 
 def input_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
@@ -156,8 +144,8 @@ def input_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
     Raises:
         ModelError: The operation is not known, or an attribute that its ports depend on is missing or absurd.
     """
-    spec = _find(node, table)
-    return _ports(node, spec, spec.inputs)
+    spec = _require_spec(node, table)
+    return _expand_ports(node, spec, spec.inputs)
 
 
 def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
@@ -170,12 +158,12 @@ def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
     Raises:
         ModelError: The operation is not known, or an attribute that its ports depend on is missing or absurd.
     """
-    spec = _find(node, table)
-    return _ports(node, spec, spec.outputs)
+    spec = _require_spec(node, table)
+    return _expand_ports(node, spec, spec.outputs)
 
 
-def _find(node: Any, table: OpTable) -> OpSpec:
-    spec = table.find(node.op)
+def _require_spec(node: Any, table: OpTable) -> OpSpec:
+    spec = table.find_spec(node.op)
     if spec is None:
         raise ModelError(
             f"Node {node.name!r} is of an unknown operation, {node.op!r}."
@@ -184,33 +172,33 @@ def _find(node: Any, table: OpTable) -> OpSpec:
     return spec
 
 
-def _ports(node: Any, spec: OpSpec, args: tuple[ArgSpec, ...]) -> list[tuple[str, int, str]]:
+def _expand_ports(node: Any, spec: OpSpec, args: tuple[ArgSpec, ...]) -> list[tuple[str, int, str]]:
     ports: list[tuple[str, int, str]] = []
     for arg in args:
-        dtypes, count = _dtypes(node, spec, arg)
+        dtypes, count = _port_dtypes(node, spec, arg)
         if len(ports) + len(dtypes) * count > _MAX_PORTS:
             raise ModelError(f"Node {node.name!r} ({node.op}) claims more than {_MAX_PORTS} inputs or outputs.")
         ports.extend((arg.name, index, dtype) for index, dtype in enumerate(dtypes * count))
     return ports
 
 
-def _dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> tuple[tuple[str, ...], int]:
+def _port_dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> tuple[tuple[str, ...], int]:
     """The types of an argument's ports and how many times they repeat."""
     if arg.type_list_attr is not None:
-        value = _attribute(node, spec, arg.type_list_attr, "list")
-        return value if isinstance(value, tuple) else _names(node, arg.type_list_attr, value.type), 1
+        value = _attr_value(node, spec, arg.type_list_attr, "list")
+        return value if isinstance(value, tuple) else _type_names(node, arg.type_list_attr, value.type), 1
     count = 1
     if arg.number_attr is not None:
-        count = _attribute(node, spec, arg.number_attr, "i")
+        count = _attr_value(node, spec, arg.number_attr, "i")
         if count < 0:
             raise ModelError(f"Node {node.name!r} ({node.op}): attribute {arg.number_attr!r} is negative, {count}.")
     if arg.dtype is not None or arg.type_attr is None:
         return (arg.dtype or "",), count
-    value = _attribute(node, spec, arg.type_attr, "type")
-    return (value,) if isinstance(value, str) else _names(node, arg.type_attr, [value]), count
+    value = _attr_value(node, spec, arg.type_attr, "type")
+    return (value,) if isinstance(value, str) else _type_names(node, arg.type_attr, [value]), count
 
 
-def _attribute(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
+def _attr_value(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
     """An attribute's value as the message has it, or its default as the table has it."""
     if name in node.attr:
         value = node.attr[name]
@@ -221,7 +209,7 @@ def _attribute(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
     raise ModelError(f"Node {node.name!r} ({node.op}) has no usable attribute {name!r}, which its ports depend on.")
 
 
-def _names(node: Any, attribute: str, types: Iterable[int]) -> tuple[str, ...]:
+def _type_names(node: Any, attribute: str, types: Iterable[int]) -> tuple[str, ...]:
     names = []
     for number in types:
         name = dtype_name(number)
@@ -231,27 +219,27 @@ def _names(node: Any, attribute: str, types: Iterable[int]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _from_op_def(op_def: Any) -> OpSpec:
-    used = {
-        attribute
+def _parse_op_def(op_def: Any) -> OpSpec:
+    referenced = {
+        attr_name
         for arg in (*op_def.input_arg, *op_def.output_arg)
-        for attribute in (arg.type_attr, arg.number_attr, arg.type_list_attr)
+        for attr_name in (arg.type_attr, arg.number_attr, arg.type_list_attr)
     }
     defaults = {
-        attr.name: _default(attr.default_value)
+        attr.name: _parse_attr_default(attr.default_value)
         for attr in op_def.attr
-        if attr.name in used and attr.HasField("default_value")
+        if attr.name in referenced and attr.HasField("default_value")
     }
     return OpSpec(
         op_def.name,
-        tuple(_from_arg(op_def, arg) for arg in op_def.input_arg),
-        tuple(_from_arg(op_def, arg) for arg in op_def.output_arg),
+        tuple(_parse_arg_def(op_def, arg) for arg in op_def.input_arg),
+        tuple(_parse_arg_def(op_def, arg) for arg in op_def.output_arg),
         op_def.is_stateful,
         defaults,
     )
 
 
-def _from_arg(op_def: Any, arg: Any) -> ArgSpec:
+def _parse_arg_def(op_def: Any, arg: Any) -> ArgSpec:
     dtype = dtype_name(arg.type) if arg.type else None
     if dtype is None and not arg.type_attr and not arg.type_list_attr:
         raise ModelError(f"Operation {op_def.name!r}: argument {arg.name!r} has unknown type {arg.type}.")
@@ -265,7 +253,7 @@ def _from_arg(op_def: Any, arg: Any) -> ArgSpec:
     )
 
 
-def _default(value: Any) -> Default:
+def _parse_attr_default(value: Any) -> AttrDefault:
     """The default of an attribute: a number, a type or a list of types, as arguments refer to no others."""
     kind = value.WhichOneof("value")
     if kind == "list":
@@ -273,20 +261,20 @@ def _default(value: Any) -> Default:
     return dtype_name(value.type) or "invalid" if kind == "type" else int(value.i)
 
 
-def _parse_line(name: str, rest: str) -> OpSpec:
+def _parse_table_line(name: str, rest: str) -> OpSpec:
     args, _, defaults = rest.partition("|")
-    before, _, after = args.partition(">")
-    stateful = before.startswith("!")
+    inputs_text, _, outputs_text = args.partition(">")
+    stateful = inputs_text.startswith("!")
     return OpSpec(
         name,
-        tuple(arg for word in before.removeprefix("!").split() for arg in _parse_args(word)),
-        tuple(arg for word in after.split() for arg in _parse_args(word)),
+        tuple(arg for word in inputs_text.removeprefix("!").split() for arg in _parse_arg_word(word)),
+        tuple(arg for word in outputs_text.split() for arg in _parse_arg_word(word)),
         stateful,
-        dict(_parse_default(word) for word in defaults.split()),
+        dict(_parse_default_word(word) for word in defaults.split()),
     )
 
 
-def _parse_args(word: str) -> list[ArgSpec]:
+def _parse_arg_word(word: str) -> list[ArgSpec]:
     is_ref = word.endswith("&")
     names, by_list, type_list = word.removesuffix("&").partition("@")
     names, fixed, dtype = names.partition("=")
@@ -305,7 +293,7 @@ def _parse_args(word: str) -> list[ArgSpec]:
     ]
 
 
-def _parse_default(word: str) -> tuple[str, Default]:
+def _parse_default_word(word: str) -> tuple[str, AttrDefault]:
     name, _, value = word.partition("=")
     if value.startswith("["):
         return name, tuple(value.strip("[]").split(",")) if value != "[]" else ()

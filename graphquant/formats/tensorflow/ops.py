@@ -11,67 +11,75 @@ from graphquant.ir import NO_ATTRS
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CALLS", "OpInfo", "describe"]
-
 
 @dataclass(frozen=True, slots=True)
-class OpInfo:
+class TensorFlowOpInfo:
     """What an op type is.
 
     Attributes:
         kind: The neutral kind.
         roles: The role of each input slot; the last one stands for all that follow.
-        axis: The output channel axis of the "weight" slot, from the end if negative.
+        channel_axis: The output channel axis of the "weight" slot, from the end if negative.
         defaults: Attributes that a file may leave out.
     """
 
     kind: str
     roles: tuple[str, ...] = ("input",)
-    axis: int | None = None
+    channel_axis: int | None = None
     defaults: Mapping[str, Any] = field(default_factory=lambda: NO_ATTRS)
 
 
-_WEIGHTED: Final = ("input", "weight")
-_CONV: Final = {"data_format": "NHWC"}
-_PRODUCT: Final = {"transpose_a": False, "transpose_b": False}
-_BATCHED: Final = {"adj_x": False, "adj_y": False}
-_NORM: Final = OpInfo(
+_WEIGHTED_ROLES: Final = ("input", "weight")
+_CONV_DEFAULTS: Final = {"data_format": "NHWC"}
+_MATMUL_DEFAULTS: Final = {"transpose_a": False, "transpose_b": False}
+_BATCH_MATMUL_DEFAULTS: Final = {"adj_x": False, "adj_y": False}
+_BATCHNORM: Final = TensorFlowOpInfo(
     "batchnorm",
     ("input", "scale", "offset", "mean", "variance"),
     defaults={"is_training": True, "epsilon": 1e-4, "data_format": "NHWC"},
 )
-_RANGE: Final = ("input", "min", "max")
-_FAKE: Final = {"num_bits": 8, "narrow_range": False}
-_REAL_QUANT: Final = {"signed_input": True, "num_bits": 8, "range_given": False, "narrow_range": False, "axis": -1}
-_REDUCE: Final = ("input", "axis")
-_GATHER: Final = ("input", "indices", "axis")
+_RANGE_ROLES: Final = ("input", "min", "max")
+_FAKE_QUANT_DEFAULTS: Final = {"num_bits": 8, "narrow_range": False}
+_QUANTIZE_DEQUANTIZE_DEFAULTS: Final = {
+    "signed_input": True,
+    "num_bits": 8,
+    "range_given": False,
+    "narrow_range": False,
+    "axis": -1,
+}
+_REDUCE_ROLES: Final = ("input", "axis")
+_GATHER_ROLES: Final = ("input", "indices", "axis")
 
 _WEIGHTED_OPS: Final = {
-    "Conv2D": OpInfo("conv", _WEIGHTED, 3, _CONV),
-    "Conv3D": OpInfo("conv", _WEIGHTED, 4, {"data_format": "NDHWC"}),
-    "DepthwiseConv2dNative": OpInfo("depthwise_conv", _WEIGHTED, 2, _CONV),
-    "Conv2DBackpropInput": OpInfo("conv_transpose", ("shape", "weight", "input"), 2, _CONV),
-    "Conv3DBackpropInputV2": OpInfo("conv_transpose", ("shape", "weight", "input"), 3, {"data_format": "NDHWC"}),
-    "MatMul": OpInfo("matmul", _WEIGHTED, 1, _PRODUCT),
-    "BatchMatMul": OpInfo("matmul", _WEIGHTED, -1, _BATCHED),
-    "BatchMatMulV2": OpInfo("matmul", _WEIGHTED, -1, _BATCHED),
-    "BatchMatMulV3": OpInfo("matmul", _WEIGHTED, -1, _BATCHED),
-    "_FusedConv2D": OpInfo("conv", ("input", "weight", "bias", "other"), 3, _CONV),
-    "_FusedDepthwiseConv2dNative": OpInfo("depthwise_conv", ("input", "weight", "bias", "other"), 2, _CONV),
-    "_FusedMatMul": OpInfo("matmul", ("input", "weight", "bias", "other"), 1, _PRODUCT),
-    "BiasAdd": OpInfo("bias_add", ("input", "bias"), defaults=_CONV),
-    "BiasAddV1": OpInfo("bias_add", ("input", "bias")),
+    "Conv2D": TensorFlowOpInfo("conv", _WEIGHTED_ROLES, 3, _CONV_DEFAULTS),
+    "Conv3D": TensorFlowOpInfo("conv", _WEIGHTED_ROLES, 4, {"data_format": "NDHWC"}),
+    "DepthwiseConv2dNative": TensorFlowOpInfo("depthwise_conv", _WEIGHTED_ROLES, 2, _CONV_DEFAULTS),
+    "Conv2DBackpropInput": TensorFlowOpInfo("conv_transpose", ("shape", "weight", "input"), 2, _CONV_DEFAULTS),
+    "Conv3DBackpropInputV2": TensorFlowOpInfo(
+        "conv_transpose", ("shape", "weight", "input"), 3, {"data_format": "NDHWC"}
+    ),
+    "MatMul": TensorFlowOpInfo("matmul", _WEIGHTED_ROLES, 1, _MATMUL_DEFAULTS),
+    "BatchMatMul": TensorFlowOpInfo("matmul", _WEIGHTED_ROLES, -1, _BATCH_MATMUL_DEFAULTS),
+    "BatchMatMulV2": TensorFlowOpInfo("matmul", _WEIGHTED_ROLES, -1, _BATCH_MATMUL_DEFAULTS),
+    "BatchMatMulV3": TensorFlowOpInfo("matmul", _WEIGHTED_ROLES, -1, _BATCH_MATMUL_DEFAULTS),
+    "_FusedConv2D": TensorFlowOpInfo("conv", ("input", "weight", "bias", "other"), 3, _CONV_DEFAULTS),
+    "_FusedDepthwiseConv2dNative": TensorFlowOpInfo(
+        "depthwise_conv", ("input", "weight", "bias", "other"), 2, _CONV_DEFAULTS
+    ),
+    "_FusedMatMul": TensorFlowOpInfo("matmul", ("input", "weight", "bias", "other"), 1, _MATMUL_DEFAULTS),
+    "BiasAdd": TensorFlowOpInfo("bias_add", ("input", "bias"), defaults=_CONV_DEFAULTS),
+    "BiasAddV1": TensorFlowOpInfo("bias_add", ("input", "bias")),
 }
 
-_NORMALISATIONS: Final = {
-    "FusedBatchNorm": _NORM,
-    "FusedBatchNormV2": _NORM,
-    "FusedBatchNormV3": _NORM,
-    "LRN": OpInfo("lrn"),
+_NORMALIZATION_OPS: Final = {
+    "FusedBatchNorm": _BATCHNORM,
+    "FusedBatchNormV2": _BATCHNORM,
+    "FusedBatchNormV3": _BATCHNORM,
+    "LRN": TensorFlowOpInfo("lrn"),
 }
 
-_ELEMENTWISE: Final = {
-    name: OpInfo(kind)
+_SIMPLE_OPS: Final = {
+    name: TensorFlowOpInfo(kind)
     for kind, names in {
         "add": "Add AddV2 AddN",
         "sub": "Sub",
@@ -110,81 +118,97 @@ _ELEMENTWISE: Final = {
     for name in names.split()
 }
 
-_SHAPED: Final = {
-    "ClipByValue": OpInfo("clip", _RANGE),
-    "MaxPoolV2": OpInfo("max_pool", ("input", "shape")),
-    "Mean": OpInfo("reduce_mean", _REDUCE),
-    "Sum": OpInfo("reduce_sum", _REDUCE),
-    "Max": OpInfo("reduce_max", _REDUCE),
-    "Min": OpInfo("reduce_min", _REDUCE),
-    "ArgMax": OpInfo("arg_max", _REDUCE),
-    "TopK": OpInfo("top_k"),
-    "TopKV2": OpInfo("top_k", ("input", "shape")),
-    "Concat": OpInfo("concat", ("axis", "input")),
-    "Split": OpInfo("split", ("axis", "input")),
-    "SplitV": OpInfo("split", ("input", "shape", "axis")),
-    "Slice": OpInfo("slice", ("input", "indices")),
-    "StridedSlice": OpInfo("slice", ("input", "indices")),
-    "Gather": OpInfo("gather", _GATHER),
-    "GatherV2": OpInfo("gather", _GATHER),
-    "GatherNd": OpInfo("gather", _GATHER),
-    "ResourceGather": OpInfo("gather", ("variable", "indices")),
-    "Reshape": OpInfo("reshape", ("input", "shape")),
-    "Transpose": OpInfo("transpose", ("input", "axis")),
-    "ExpandDims": OpInfo("unsqueeze", ("input", "axis")),
-    "BroadcastTo": OpInfo("expand", ("input", "shape")),
-    "Fill": OpInfo("expand", ("shape", "input")),
-    "Tile": OpInfo("tile", ("input", "shape")),
-    "Pad": OpInfo("pad", ("input", "shape")),
-    "PadV2": OpInfo("pad", ("input", "shape", "other")),
-    "MirrorPad": OpInfo("pad", ("input", "shape")),
-    "ResizeBilinear": OpInfo("resize", ("input", "shape")),
-    "ResizeNearestNeighbor": OpInfo("resize", ("input", "shape")),
-    "ResizeBicubic": OpInfo("resize", ("input", "shape")),
-    "Select": OpInfo("where", ("condition", "input")),
-    "SelectV2": OpInfo("where", ("condition", "input")),
+_OPS_WITH_ROLES: Final = {
+    "ClipByValue": TensorFlowOpInfo("clip", _RANGE_ROLES),
+    "MaxPoolV2": TensorFlowOpInfo("max_pool", ("input", "shape")),
+    "Mean": TensorFlowOpInfo("reduce_mean", _REDUCE_ROLES),
+    "Sum": TensorFlowOpInfo("reduce_sum", _REDUCE_ROLES),
+    "Max": TensorFlowOpInfo("reduce_max", _REDUCE_ROLES),
+    "Min": TensorFlowOpInfo("reduce_min", _REDUCE_ROLES),
+    "ArgMax": TensorFlowOpInfo("arg_max", _REDUCE_ROLES),
+    "TopK": TensorFlowOpInfo("top_k"),
+    "TopKV2": TensorFlowOpInfo("top_k", ("input", "shape")),
+    "Concat": TensorFlowOpInfo("concat", ("axis", "input")),
+    "Split": TensorFlowOpInfo("split", ("axis", "input")),
+    "SplitV": TensorFlowOpInfo("split", ("input", "shape", "axis")),
+    "Slice": TensorFlowOpInfo("slice", ("input", "indices")),
+    "StridedSlice": TensorFlowOpInfo("slice", ("input", "indices")),
+    "Gather": TensorFlowOpInfo("gather", _GATHER_ROLES),
+    "GatherV2": TensorFlowOpInfo("gather", _GATHER_ROLES),
+    "GatherNd": TensorFlowOpInfo("gather", _GATHER_ROLES),
+    "ResourceGather": TensorFlowOpInfo("gather", ("variable", "indices")),
+    "Reshape": TensorFlowOpInfo("reshape", ("input", "shape")),
+    "Transpose": TensorFlowOpInfo("transpose", ("input", "axis")),
+    "ExpandDims": TensorFlowOpInfo("unsqueeze", ("input", "axis")),
+    "BroadcastTo": TensorFlowOpInfo("expand", ("input", "shape")),
+    "Fill": TensorFlowOpInfo("expand", ("shape", "input")),
+    "Tile": TensorFlowOpInfo("tile", ("input", "shape")),
+    "Pad": TensorFlowOpInfo("pad", ("input", "shape")),
+    "PadV2": TensorFlowOpInfo("pad", ("input", "shape", "other")),
+    "MirrorPad": TensorFlowOpInfo("pad", ("input", "shape")),
+    "ResizeBilinear": TensorFlowOpInfo("resize", ("input", "shape")),
+    "ResizeNearestNeighbor": TensorFlowOpInfo("resize", ("input", "shape")),
+    "ResizeBicubic": TensorFlowOpInfo("resize", ("input", "shape")),
+    "Select": TensorFlowOpInfo("where", ("condition", "input")),
+    "SelectV2": TensorFlowOpInfo("where", ("condition", "input")),
 }
 
-_PLUMBING: Final = {
-    **{name: OpInfo("identity") for name in ["Identity", "StopGradient", "Snapshot", "PreventGradient", "RefIdentity"]},
-    "EnsureShape": OpInfo("identity"),
-    **{name: OpInfo("switch", ("input", "condition")) for name in ("Switch", "RefSwitch")},
-    **{name: OpInfo("merge") for name in ("Merge", "RefMerge")},
-    **{name: OpInfo("enter") for name in ("Enter", "RefEnter")},
-    **{name: OpInfo("exit") for name in ("Exit", "RefExit")},
-    **{name: OpInfo("next_iteration") for name in ("NextIteration", "RefNextIteration")},
-    "LoopCond": OpInfo("loop_cond", ("condition",)),
-    "Const": OpInfo("constant", ()),
-    **{name: OpInfo("variable", ()) for name in ("VarHandleOp", "VariableV2", "Variable")},
-    "ReadVariableOp": OpInfo("read_variable", ("variable",)),
-    **{name: OpInfo("input", ()) for name in ("Placeholder", "PlaceholderV2")},
-    "PlaceholderWithDefault": OpInfo("input"),
-    "If": OpInfo("if", ("condition", "input")),
-    "StatelessIf": OpInfo("if", ("condition", "input")),
-    "Case": OpInfo("if", ("condition", "input")),
-    "StatelessCase": OpInfo("if", ("condition", "input")),
-    "While": OpInfo("while"),
-    "StatelessWhile": OpInfo("while"),
-    **{name: OpInfo("call") for name in ("PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall")},
-    "RemoteCall": OpInfo("call", ("other", "input")),
-    "SymbolicGradient": OpInfo("call"),
+_CONTROL_OPS: Final = {
+    **{
+        name: TensorFlowOpInfo("identity")
+        for name in ["Identity", "StopGradient", "Snapshot", "PreventGradient", "RefIdentity"]
+    },
+    "EnsureShape": TensorFlowOpInfo("identity"),
+    **{name: TensorFlowOpInfo("switch", ("input", "condition")) for name in ("Switch", "RefSwitch")},
+    **{name: TensorFlowOpInfo("merge") for name in ("Merge", "RefMerge")},
+    **{name: TensorFlowOpInfo("enter") for name in ("Enter", "RefEnter")},
+    **{name: TensorFlowOpInfo("exit") for name in ("Exit", "RefExit")},
+    **{name: TensorFlowOpInfo("next_iteration") for name in ("NextIteration", "RefNextIteration")},
+    "LoopCond": TensorFlowOpInfo("loop_cond", ("condition",)),
+    "Const": TensorFlowOpInfo("constant", ()),
+    **{name: TensorFlowOpInfo("variable", ()) for name in ("VarHandleOp", "VariableV2", "Variable")},
+    "ReadVariableOp": TensorFlowOpInfo("read_variable", ("variable",)),
+    **{name: TensorFlowOpInfo("input", ()) for name in ("Placeholder", "PlaceholderV2")},
+    "PlaceholderWithDefault": TensorFlowOpInfo("input"),
+    "If": TensorFlowOpInfo("if", ("condition", "input")),
+    "StatelessIf": TensorFlowOpInfo("if", ("condition", "input")),
+    "Case": TensorFlowOpInfo("if", ("condition", "input")),
+    "StatelessCase": TensorFlowOpInfo("if", ("condition", "input")),
+    "While": TensorFlowOpInfo("while"),
+    "StatelessWhile": TensorFlowOpInfo("while"),
+    **{name: TensorFlowOpInfo("call") for name in ("PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall")},
+    "RemoteCall": TensorFlowOpInfo("call", ("other", "input")),
+    "SymbolicGradient": TensorFlowOpInfo("call"),
 }
 
-_QUANTIZATION: Final = {
-    "QuantizeV2": OpInfo("quantize", _RANGE),
-    "Dequantize": OpInfo("dequantize", _RANGE),
-    "FakeQuantWithMinMaxArgs": OpInfo("qdq", defaults={"min": -6.0, "max": 6.0, **_FAKE}),
-    "FakeQuantWithMinMaxVars": OpInfo("qdq", _RANGE, defaults=_FAKE),
-    "FakeQuantWithMinMaxVarsPerChannel": OpInfo("qdq", _RANGE, defaults=_FAKE),
-    "QuantizeAndDequantize": OpInfo("qdq"),
-    "QuantizeAndDequantizeV2": OpInfo("qdq", _RANGE, defaults={**_REAL_QUANT, "round_mode": "HALF_TO_EVEN"}),
-    "QuantizeAndDequantizeV3": OpInfo("qdq", (*_RANGE, "other"), defaults={**_REAL_QUANT, "range_given": True}),
-    "QuantizeAndDequantizeV4": OpInfo("qdq", _RANGE, defaults={**_REAL_QUANT, "round_mode": "HALF_TO_EVEN"}),
+_QUANTIZATION_OPS: Final = {
+    "QuantizeV2": TensorFlowOpInfo("quantize", _RANGE_ROLES),
+    "Dequantize": TensorFlowOpInfo("dequantize", _RANGE_ROLES),
+    "FakeQuantWithMinMaxArgs": TensorFlowOpInfo("qdq", defaults={"min": -6.0, "max": 6.0, **_FAKE_QUANT_DEFAULTS}),
+    "FakeQuantWithMinMaxVars": TensorFlowOpInfo("qdq", _RANGE_ROLES, defaults=_FAKE_QUANT_DEFAULTS),
+    "FakeQuantWithMinMaxVarsPerChannel": TensorFlowOpInfo("qdq", _RANGE_ROLES, defaults=_FAKE_QUANT_DEFAULTS),
+    "QuantizeAndDequantize": TensorFlowOpInfo("qdq"),
+    "QuantizeAndDequantizeV2": TensorFlowOpInfo(
+        "qdq", _RANGE_ROLES, defaults={**_QUANTIZE_DEQUANTIZE_DEFAULTS, "round_mode": "HALF_TO_EVEN"}
+    ),
+    "QuantizeAndDequantizeV3": TensorFlowOpInfo(
+        "qdq", (*_RANGE_ROLES, "other"), defaults={**_QUANTIZE_DEQUANTIZE_DEFAULTS, "range_given": True}
+    ),
+    "QuantizeAndDequantizeV4": TensorFlowOpInfo(
+        "qdq", _RANGE_ROLES, defaults={**_QUANTIZE_DEQUANTIZE_DEFAULTS, "round_mode": "HALF_TO_EVEN"}
+    ),
 }
 
-_TABLE: Final = {**_WEIGHTED_OPS, **_NORMALISATIONS, **_ELEMENTWISE, **_SHAPED, **_PLUMBING, **_QUANTIZATION}
+_OP_INFOS: Final = {
+    **_WEIGHTED_OPS,
+    **_NORMALIZATION_OPS,
+    **_SIMPLE_OPS,
+    **_OPS_WITH_ROLES,
+    **_CONTROL_OPS,
+    **_QUANTIZATION_OPS,
+}
 
-_RANDOM: Final = (
+_RANDOM_PREFIXES: Final = (
     "Random",
     "StatelessRandom",
     "TruncatedNormal",
@@ -193,7 +217,7 @@ _RANDOM: Final = (
     "StatelessTruncated",
 )
 
-CALLS: Final[dict[str, dict[str, tuple[int | None, bool]]]] = {
+FUNCTION_ATTRS: Final[dict[str, dict[str, tuple[int | None, bool]]]] = {
     **{name: {"f": (0, False)} for name in ("PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall")},
     **{name: {"then_branch": (1, False), "else_branch": (1, False)} for name in ("If", "StatelessIf")},
     **{name: {"branches": (1, False)} for name in ("Case", "StatelessCase")},
@@ -204,25 +228,25 @@ CALLS: Final[dict[str, dict[str, tuple[int | None, bool]]]] = {
 """Op type to attribute to (offset, loop) of the `Call`; functions in other attributes have no offset."""
 
 
-def describe(op_type: str, attr: Mapping[str, Any], inputs: int) -> OpInfo:
+def describe_tf_op(op_type: str, attr: Mapping[str, Any], input_count: int) -> TensorFlowOpInfo:
     """What a node is, from its type, its attributes (AttrValue messages by name) and its number of data inputs."""
-    info = _TABLE.get(op_type)
-    if info is None:
-        return _unlisted(op_type, inputs)
-    if op_type == "MatMul" and _true(attr, "transpose_b"):
-        return OpInfo(info.kind, info.roles, 0, info.defaults)
-    if info.axis == -1 and _true(attr, "adj_y"):
-        return OpInfo(info.kind, info.roles, -2, info.defaults)
-    return info
+    op_info = _OP_INFOS.get(op_type)
+    if op_info is None:
+        return _describe_unlisted_op(op_type, input_count)
+    if op_type == "MatMul" and _is_attr_set(attr, "transpose_b"):
+        return TensorFlowOpInfo(op_info.kind, op_info.roles, 0, op_info.defaults)
+    if op_info.channel_axis == -1 and _is_attr_set(attr, "adj_y"):
+        return TensorFlowOpInfo(op_info.kind, op_info.roles, -2, op_info.defaults)
+    return op_info
 
 
-def _unlisted(op_type: str, inputs: int) -> OpInfo:
+def _describe_unlisted_op(op_type: str, input_count: int) -> TensorFlowOpInfo:
     if op_type == "ConcatV2":
-        return OpInfo("concat", (*("input",) * (inputs - 1), "axis"))
-    if op_type.startswith(_RANDOM):
-        return OpInfo("random")
-    return OpInfo("stateful" if opdefs.is_stateful(op_type) else "other")
+        return TensorFlowOpInfo("concat", (*("input",) * (input_count - 1), "axis"))
+    if op_type.startswith(_RANDOM_PREFIXES):
+        return TensorFlowOpInfo("random")
+    return TensorFlowOpInfo("stateful" if opdefs.is_stateful_op(op_type) else "other")
 
 
-def _true(attr: Mapping[str, Any], name: str) -> bool:
+def _is_attr_set(attr: Mapping[str, Any], name: str) -> bool:
     return name in attr and bool(attr[name].b)

@@ -21,46 +21,10 @@ from graphquant.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = [
-    "POOL",
-    "AttrValue",
-    "BundleEntryProto",
-    "BundleHeaderProto",
-    "CollectionDef",
-    "DataType",
-    "FullTypeDef",
-    "FunctionDef",
-    "FunctionDefLibrary",
-    "GraphDebugInfo",
-    "GraphDef",
-    "MetaGraphDef",
-    "NameAttrList",
-    "NodeDef",
-    "OpDef",
-    "OpList",
-    "SavedModel",
-    "SavedObjectGraph",
-    "SaverDef",
-    "SignatureDef",
-    "StructuredValue",
-    "TensorInfo",
-    "TensorProto",
-    "TensorShapeProto",
-    "TensorSliceProto",
-    "TrackableObjectGraph",
-    "VariableDef",
-    "VersionDef",
-    "dtype_name",
-    "message_class",
-    "parse_binary",
-    "parse_text",
-    "to_binary",
-    "to_text",
-]
 
-_FIELD: Any = descriptor_pb2.FieldDescriptorProto
-_SCALARS: Final[dict[str, int]] = {
-    name: _FIELD.Type.Value(f"TYPE_{name.upper()}")
+_FIELD_DESCRIPTOR: Any = descriptor_pb2.FieldDescriptorProto
+_SCALAR_TYPES: Final[dict[str, int]] = {
+    name: _FIELD_DESCRIPTOR.Type.Value(f"TYPE_{name.upper()}")
     for name in (
         "double",
         "float",
@@ -85,7 +49,7 @@ _DTYPE_NAMES: Final = {"DT_FLOAT": "float32", "DT_DOUBLE": "float64", "DT_HALF":
 _REF_OFFSET: Final = 100
 
 
-class _Schema:
+class _SchemaBuilder:
     """Builds file descriptors from the lines of `schema.txt`, whose head describes the format."""
 
     def __init__(self) -> None:
@@ -97,31 +61,31 @@ class _Schema:
     def read(self, lines: list[str]) -> None:
         """Takes the table in; enums are collected first, since a field needs to know what its type is."""
         package = ""
-        for kind, name, *_ in _words(lines):
+        for kind, name, *_ in _schema_words(lines):
             if kind == "file":
                 package = name
             elif kind == "enum":
                 self._enums.add(f".{package}.{name}")
-        for first, *rest in _words(lines):
-            self._line(first, rest)
+        for first, *rest in _schema_words(lines):
+            self._add_line(first, rest)
 
-    def _line(self, first: str, rest: list[str]) -> None:
+    def _add_line(self, first: str, rest: list[str]) -> None:
         if first == "file":
             self._start_file(*rest)
         elif first in {"message", "enum"}:
             self._start_type(first, rest[0])
         elif first == "reserved":
-            self._reserve(rest[0])
+            self._add_reserved(rest[0])
         elif isinstance(self._current, descriptor_pb2.EnumDescriptorProto):
             self._current.value.add(name=rest[0], number=int(first))
         else:
-            self._field(int(first), *rest)
+            self._add_field(int(first), *rest)
 
     def _start_file(self, package: str, syntax: str) -> None:
         name = f"graphquant/{package.replace('.', '/')}_{syntax}.proto"
         # Every file may use the types of those before it.
-        earlier = [file.name for file in self.files]
-        file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax=syntax, dependency=earlier)
+        dependencies = [file.name for file in self.files]
+        file = descriptor_pb2.FileDescriptorProto(name=name, package=package, syntax=syntax, dependency=dependencies)
         self.files.append(file)
         self._scopes = {"": file}
 
@@ -134,29 +98,29 @@ class _Schema:
             self._current = (parent.nested_type if outer else parent.message_type).add(name=leaf)
             self._scopes[name] = self._current
 
-    def _reserve(self, what: str) -> None:
-        if not what.isdigit():
-            self._current.reserved_name.append(what)
+    def _add_reserved(self, reserved: str) -> None:
+        if not reserved.isdigit():
+            self._current.reserved_name.append(reserved)
             return
         # The end of a range is exclusive in messages and inclusive in enums.
         inclusive = isinstance(self._current, descriptor_pb2.EnumDescriptorProto)
-        self._current.reserved_range.add(start=int(what), end=int(what) + (0 if inclusive else 1))
+        self._current.reserved_range.add(start=int(reserved), end=int(reserved) + (0 if inclusive else 1))
 
-    def _field(self, number: int, name: str, kind: str, *options: str) -> None:
-        field = self._current.field.add(name=name, number=number, label=_FIELD.LABEL_OPTIONAL)
+    def _add_field(self, number: int, name: str, kind: str, *options: str) -> None:
+        field = self._current.field.add(name=name, number=number, label=_FIELD_DESCRIPTOR.LABEL_OPTIONAL)
         if kind == "repeated":
             kind, *rest = options
             options = tuple(rest)
-            field.label = _FIELD.LABEL_REPEATED
+            field.label = _FIELD_DESCRIPTOR.LABEL_REPEATED
         if kind.startswith("map<"):
-            field.label = _FIELD.LABEL_REPEATED
-            self._map(field, *kind[len("map<") : -1].split(","))
+            field.label = _FIELD_DESCRIPTOR.LABEL_REPEATED
+            self._set_map_type(field, *kind[len("map<") : -1].split(","))
         else:
-            self._type(field, kind)
+            self._set_type(field, kind)
         for option in options:
-            self._option(field, option)
+            self._set_option(field, option)
 
-    def _option(self, field: Any, option: str) -> None:
+    def _set_option(self, field: Any, option: str) -> None:
         key, _, value = option.partition("=")
         if key == "oneof":
             groups = [group.name for group in self._current.oneof_decl]
@@ -167,26 +131,26 @@ class _Schema:
         else:
             setattr(field.options, key, True)
 
-    def _type(self, field: Any, kind: str) -> None:
-        if kind in _SCALARS:
-            field.type = _SCALARS[kind]
+    def _set_type(self, field: Any, kind: str) -> None:
+        if kind in _SCALAR_TYPES:
+            field.type = _SCALAR_TYPES[kind]
             return
         full = f".{kind}" if kind.startswith("google.") else f".{self.files[-1].package}.{kind}"
-        field.type = _FIELD.TYPE_ENUM if full in self._enums else _FIELD.TYPE_MESSAGE
+        field.type = _FIELD_DESCRIPTOR.TYPE_ENUM if full in self._enums else _FIELD_DESCRIPTOR.TYPE_MESSAGE
         field.type_name = full
 
-    def _map(self, field: Any, key: str, value: str) -> None:
+    def _set_map_type(self, field: Any, key: str, value: str) -> None:
         """A map is a repeated message of key and value, named after the field, inside the field's message."""
         owner = next(scope for scope, message in self._scopes.items() if message is self._current)
-        leaf = "".join(part[:1].upper() + part[1:] for part in field.name.split("_")) + "Entry"
+        leaf = "".join(word[:1].upper() + word[1:] for word in field.name.split("_")) + "Entry"
         entry = self._current.nested_type.add(name=leaf)
         entry.options.map_entry = True
         for number, (name, kind) in enumerate((("key", key), ("value", value)), start=1):
-            self._type(entry.field.add(name=name, number=number, label=_FIELD.LABEL_OPTIONAL), kind)
-        self._type(field, f"{owner}.{leaf}")
+            self._set_type(entry.field.add(name=name, number=number, label=_FIELD_DESCRIPTOR.LABEL_OPTIONAL), kind)
+        self._set_type(field, f"{owner}.{leaf}")
 
 
-def _words(lines: list[str]) -> Iterator[list[str]]:
+def _schema_words(lines: list[str]) -> Iterator[list[str]]:
     for line in lines:
         words = line.split()
         if words and not words[0].startswith("#"):
@@ -194,7 +158,7 @@ def _words(lines: list[str]) -> Iterator[list[str]]:
 
 
 def _build_pool() -> descriptor_pool.DescriptorPool:
-    schema = _Schema()
+    schema = _SchemaBuilder()
     schema.read(files(__package__).joinpath("schema.txt").read_text(encoding="utf-8").splitlines())
     pool = descriptor_pool.DescriptorPool()
     for file in schema.files:
@@ -275,7 +239,7 @@ def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any
     try:
         message.ParseFromString(data)
     except (DecodeError, RecursionError) as error:
-        raise ModelError(f"{source} is not a readable {kind}: {_reason(error)}.") from error
+        raise ModelError(f"{source} is not a readable {kind}: {_parse_failure_reason(error)}.") from error
     return message
 
 
@@ -296,7 +260,7 @@ def parse_text(text: str, message: Any, *, source: str = "the input") -> Any:
         text_format.Parse(text, message, descriptor_pool=POOL)
     # Besides its own ParseError the text parser lets decoding errors of strings and of expanded Any values through.
     except (text_format.ParseError, DecodeError, EncodeError, ValueError, TypeError, RecursionError) as error:
-        raise ModelError(f"{source} is not a {kind} in text format: {_reason(error)}.") from error
+        raise ModelError(f"{source} is not a {kind} in text format: {_parse_failure_reason(error)}.") from error
     return message
 
 
@@ -309,7 +273,9 @@ def to_binary(message: Any) -> bytes:
     try:
         data: bytes = message.SerializeToString(deterministic=True)
     except (EncodeError, ValueError, RecursionError) as error:
-        raise ModelError(f"A {message.DESCRIPTOR.full_name} cannot be written: {_reason(error)}.") from error
+        raise ModelError(
+            f"A {message.DESCRIPTOR.full_name} cannot be written: {_parse_failure_reason(error)}."
+        ) from error
     return data
 
 
@@ -323,10 +289,10 @@ def to_text(message: Any) -> str:
         return text_format.MessageToString(message, descriptor_pool=POOL)
     except (DecodeError, ValueError, RecursionError) as error:
         kind = message.DESCRIPTOR.full_name
-        raise ModelError(f"A {kind} cannot be written as text: {_reason(error)}.") from error
+        raise ModelError(f"A {kind} cannot be written as text: {_parse_failure_reason(error)}.") from error
 
 
-def _reason(error: BaseException) -> str:
+def _parse_failure_reason(error: BaseException) -> str:
     if isinstance(error, RecursionError):
         return "it nests too deeply"
     return str(error).strip().rstrip(".") or type(error).__name__

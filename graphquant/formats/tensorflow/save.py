@@ -5,24 +5,244 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.captures import add_to_object_graph, capture_in_functions
+from graphquant.formats.tensorflow.checkpoint import extend_checkpoint
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.keep import Kept, keep
-from graphquant.formats.tensorflow.learned import learned
-from graphquant.formats.tensorflow.notes import annotate
-from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, Source
-from graphquant.whole import room_beside, take_place, whole
+from graphquant.formats.tensorflow.learned_ranges import (
+    INITIALIZER_OP,
+    add_initializers,
+    by_shared_name,
+    learned_ranges,
+    unique_node_name,
+)
+from graphquant.formats.tensorflow.metadata import write_metadata
+from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, TensorFlowSource
+from graphquant.formats.tensorflow.values import decode_tensor, encode_tensor, type_number
+from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Mapping
+
+    from graphquant.formats.tensorflow.learned_ranges import LearnedRange
+    from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
 
-__all__ = ["save"]
 
-FINGERPRINT: Final = "fingerprint.pb"
+# Learned ranges in models with variables of their own: the checkpoint holds their values, and loaders restore them.
+
+VARIABLE_VALUE: Final = "VARIABLE_VALUE"
+VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
+MAIN_OP_COLLECTION: Final = "saved_model_main_op"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointAdditions:
+    """What a checkpoint is to hold besides.
+
+    Attributes:
+        values: First values by their keys.
+        object_graph: The graph of objects that is to stand for the checkpoint's, None in a model of TF1.
+    """
+
+    values: Mapping[str, Array]
+    object_graph: Any | None
+
+    def write_to(self, prefix: Path) -> None:
+        """Adds it to the checkpoint with that path prefix.
+
+        Raises:
+            ModelError: The checkpoint is damaged.
+        """
+        extend_checkpoint(prefix, self.values, self.object_graph)
+
+
+def checkpoint_additions(
+    source: TensorFlowSource, message: Any, variables: Iterable[LearnedRange]
+) -> CheckpointAdditions | None:
+    """Makes the variables of learned ranges the model's own, in `message`; None if there are none.
+
+    In a SavedModel of TF2 they are objects, in one of TF1 and in a MetaGraph they are in its collections of variables;
+    in either the saver restores them.
+
+    Raises:
+        ModelError: The checkpoint is damaged.
+        UsageError: A function is called by an operation that cannot be given more arguments.
+    """
+    learned, meta = list(variables), source.meta_graph(message)
+    if not learned:
+        return None
+    captures = capture_in_functions(meta.graph_def, learned)
+    by_shared = by_shared_name(learned)
+    if len(meta.object_graph_def.nodes):
+        label = add_to_object_graph(meta.object_graph_def, learned, captures)
+        keys = {
+            shared_name: f"{label}/{position}/.ATTRIBUTES/{VARIABLE_VALUE}"
+            for position, shared_name in enumerate(by_shared)
+        }
+        object_graph = _extend_object_graph(source, label, keys)
+    else:
+        keys, object_graph = {shared_name: shared_name for shared_name in by_shared}, None
+    handles = _handle_nodes(meta.graph_def, by_shared)
+    values = {keys[shared_name]: by_shared[shared_name].value for shared_name in by_shared}
+    if object_graph is None:
+        _register_in_collections(meta, by_shared, handles)
+    if meta.saver_def.restore_op_name:
+        _extend_restore_op(
+            meta, {keys[shared_name]: (handles[shared_name], by_shared[shared_name].value) for shared_name in handles}
+        )
+    return CheckpointAdditions(values=values, object_graph=object_graph)
+
+
+def _handle_nodes(
+    graph_def: Any, by_shared: Mapping[str, LearnedRange], candidates: Container[str] | None = None
+) -> dict[str, str]:
+    """The nodes of the main graph that make the variables, by shared name; only those `candidates` others, if given."""
+    handles: dict[str, str] = {}
+    for node in graph_def.node:
+        if node.op == "VarHandleOp" and "shared_name" in node.attr:
+            shared_name = node.attr["shared_name"].s.decode(errors="replace")
+            if shared_name in by_shared and (candidates is None or node.name in candidates):
+                handles.setdefault(shared_name, node.name)
+    return handles
+
+
+def _extend_object_graph(source: TensorFlowSource, label: str, keys: Mapping[str, str]) -> Any:
+    """The checkpoint's graph of objects with the list of the variables."""
+    checkpoint = source.checkpoint()
+    object_graph = checkpoint[0].object_graph() if checkpoint is not None else None
+    if object_graph is None or not object_graph.nodes:
+        object_graph = proto.TrackableObjectGraph()
+        object_graph.nodes.add()
+    object_graph.nodes[0].children.add(node_id=len(object_graph.nodes), local_name=label)
+    list_node = object_graph.nodes.add()
+    for position, (shared_name, key) in enumerate(keys.items()):
+        list_node.children.add(node_id=len(object_graph.nodes), local_name=str(position))
+        object_graph.nodes.add().attributes.add(name=VARIABLE_VALUE, full_name=shared_name, checkpoint_key=key)
+    return object_graph
+
+
+def _register_in_collections(meta: Any, by_shared: Mapping[str, LearnedRange], handles: Mapping[str, str]) -> None:
+    """Tells TF1 of the variables: as parts of its collections, each with what assigns its first value."""
+    nodes = {node.name: node for node in meta.graph_def.node}
+    add_initializers(meta.graph_def, [by_shared[shared_name] for shared_name in handles], handles)
+    add_to_collections(meta, meta.graph_def, by_shared.values())
+    if not meta.saver_def.restore_op_name:
+        names = meta.collection_def[MAIN_OP_COLLECTION].node_list.value
+        if names and names[0] in nodes:
+            nodes[names[0]].input.append(f"^{INITIALIZER_OP}")
+        else:
+            names.append(INITIALIZER_OP)
+
+
+def add_to_collections(meta: Any, graph_def: Any, variables: Iterable[LearnedRange]) -> None:
+    """Adds the variables of a GraphDef to the collections of a MetaGraphDef, and to the GraphDef what reads them.
+
+    Args:
+        meta: The MetaGraphDef, this package's or TensorFlow's own.
+        graph_def: The GraphDef, which brings what assigns their first values.
+        variables: The variables.
+    """
+    by_shared = by_shared_name(variables)
+    used_names: set[str] = set()
+    reads: dict[str, str] = {}
+    assigns: dict[str, tuple[str, str]] = {}
+    for node in graph_def.node:
+        used_names.add(node.name)
+        if node.op == "ReadVariableOp" and node.input:
+            reads.setdefault(node.input[0], node.name)
+        elif node.op == "AssignVariableOp" and len(node.input) > 1:
+            assigns.setdefault(node.input[0], (node.name, node.input[1]))
+    for shared_name, handle in _handle_nodes(graph_def, by_shared, assigns).items():
+        if handle not in reads:
+            read = graph_def.node.add(
+                name=unique_node_name(used_names, f"{handle}/Read/ReadVariableOp"), op="ReadVariableOp", input=[handle]
+            )
+            read.attr["dtype"].type = type_number(by_shared[shared_name].value.dtype.name)
+            reads[handle] = read.name
+        definition = proto.VariableDef(
+            variable_name=f"{handle}:0",
+            initial_value_name=f"{assigns[handle][1]}:0",
+            initializer_name=assigns[handle][0],
+            snapshot_name=f"{reads[handle]}:0",
+            is_resource=True,
+            trainable=by_shared[shared_name].trainable,
+        )
+        for collection in VARIABLE_COLLECTIONS if by_shared[shared_name].trainable else VARIABLE_COLLECTIONS[:1]:
+            meta.collection_def[collection].bytes_list.value.append(proto.to_binary(definition))
+
+
+def _extend_restore_op(meta: Any, variables: Mapping[str, tuple[str, Array]]) -> None:
+    """Makes the saver restore the variables too; and save them, where it does so in the main graph."""
+    graph_def, saver = meta.graph_def, meta.saver_def
+    nodes = {node.name: node for node in graph_def.node}
+    used_names = set(nodes)
+    prefix, restore_op = saver.filename_tensor_name, nodes.get(saver.restore_op_name.partition(":")[0])
+    if restore_op is None or prefix.partition(":")[0] not in nodes:
+        return
+    types = [type_number(value.dtype.name) for _, value in variables.values()]
+    keys, slices = (
+        _add_string_constant(graph_def, used_names, "keys", [key.encode() for key in variables]),
+        _add_string_constant(graph_def, used_names, "slices", [b""] * len(types)),
+    )
+    restore_read = graph_def.node.add(name=unique_node_name(used_names, "learned_ranges/restore"), op="RestoreV2")
+    restore_read.input.extend([prefix.removesuffix(":0"), keys, slices])
+    restore_read.attr["dtypes"].list.type.extend(types)
+    for position, (handle, _) in enumerate(variables.values()):
+        assign = graph_def.node.add(name=unique_node_name(used_names, f"{handle}/restore"), op="AssignVariableOp")
+        assign.input.extend([handle, f"{restore_read.name}:{position}" if position else restore_read.name])
+        assign.attr["dtype"].type = types[position]
+        restore_op.input.append(f"^{assign.name}")
+    _extend_save_op(graph_def, used_names, variables, types)
+
+
+def _extend_save_op(
+    graph_def: Any, used_names: set[str], variables: Mapping[str, tuple[str, Array]], types: list[int]
+) -> None:
+    """Adds the variables to what the first SaveV2 of the main graph writes."""
+    nodes = {node.name: node for node in graph_def.node}
+    save_op = next((node for node in graph_def.node if node.op == "SaveV2" and len(node.input) > 2), None)  # noqa: PLR2004  # prefix, names, slices
+    if save_op is None or any(
+        nodes.get(tensor) is None or nodes[tensor].op != "Const" for tensor in save_op.input[1:3]
+    ):
+        return
+    existing = [
+        [bytes(element) for element in decode_tensor(nodes[tensor].attr["value"].tensor, "names").reshape(-1)]
+        for tensor in save_op.input[1:3]
+    ]
+    save_op.input[1] = _add_string_constant(
+        graph_def, used_names, "save_keys", [*existing[0], *(key.encode() for key in variables)]
+    )
+    save_op.input[2] = _add_string_constant(graph_def, used_names, "save_slices", [*existing[1], *[b""] * len(types)])
+    control_inputs = [tensor for tensor in save_op.input if tensor.startswith("^")]
+    data = [tensor for tensor in save_op.input if not tensor.startswith("^")]
+    for (handle, _), dtype in zip(variables.values(), types, strict=True):
+        variable_read = graph_def.node.add(
+            name=unique_node_name(used_names, f"{handle}/save"), op="ReadVariableOp", input=[handle]
+        )
+        variable_read.attr["dtype"].type = dtype
+        data.append(variable_read.name)
+    del save_op.input[:]
+    save_op.input.extend([*data, *control_inputs])
+    save_op.attr["dtypes"].list.type.extend(types)
+
+
+def _add_string_constant(graph_def: Any, used_names: set[str], suffix: str, values: list[bytes]) -> str:
+    """Adds a constant of strings; returns its name."""
+    node = graph_def.node.add(name=unique_node_name(used_names, f"learned_ranges/{suffix}"), op="Const")
+    node.attr["dtype"].type = type_number("string")
+    node.attr["value"].tensor.CopyFrom(encode_tensor(np.array(values, object)))
+    return str(node.name)
+
+
+FINGERPRINT_FILE: Final = "fingerprint.pb"
 """Holds hashes of saved_model.pb; readers do without it, and a stale one would be a lie."""
 
 
@@ -35,28 +255,32 @@ def save(model: Model, path: Path) -> None:
         UsageError: `path` cannot be written, or is something else than what would be replaced.
         ModelError: The message is too large for its format.
     """
-    source: Source = model.source
+    source: TensorFlowSource = model.source
     message = emit(model)
-    annotate(message, model)
-    kept = keep(source, message, learned(model)) if source.form != "GraphDef" else None
+    write_metadata(message, model)
+    additions = (
+        checkpoint_additions(source, message, learned_ranges(model)) if source.message_type != "GraphDef" else None
+    )
     try:
         if source.folder is not None:
-            _save_folder(source, message, path, kept)
+            _save_folder(source, message, path, additions)
             return
         if path.is_dir():
             raise UsageError(f"{path} is a folder, and the model is a single file. Give the path of a file.")
-        data = _data(source, message, text=source.text if path.suffix == ".meta" else path.suffix == ".pbtxt")
-        if source.form == "MetaGraphDef":
+        data = _serialize_message(
+            source, message, text=source.text if path.suffix == ".meta" else path.suffix == ".pbtxt"
+        )
+        if source.message_type == "MetaGraphDef":
             _copy_checkpoint(source, path.with_suffix(""))
-        if kept is not None:
-            kept.add_to(path.with_suffix(""))
-        with whole(path) as file:
+        if additions is not None:
+            additions.write_to(path.with_suffix(""))
+        with atomic_file(path) as file:
             file.write(data)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}. Choose another place.") from error
 
 
-def _data(source: Source, message: Any, *, text: bool) -> bytes:
+def _serialize_message(source: TensorFlowSource, message: Any, *, text: bool) -> bytes:
     if text == source.text and message == source.message and source.file.is_file():
         data = source.file.read_bytes()  # the same message may have several binary forms
         if hashlib.sha256(data).hexdigest() == source.digest:
@@ -64,27 +288,27 @@ def _data(source: Source, message: Any, *, text: bool) -> bytes:
     return proto.to_text(message).encode() if text else proto.to_binary(message)
 
 
-def _open_up(path: Path, mode: int) -> None:
+def _apply_umask(path: Path, mode: int) -> None:
     """Gives what was made for the owner alone the permissions that a new file has."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(mode & ~mask)
 
 
-def _copy_checkpoint(source: Source, prefix: Path) -> None:
+def _copy_checkpoint(source: TensorFlowSource, prefix: Path) -> None:
     """Puts the checkpoint of a MetaGraph beside the new one, under its name."""
-    before = source.prefix()
-    if before is None or before.resolve() == prefix.resolve():
+    source_prefix = source.checkpoint_prefix()
+    if source_prefix is None or source_prefix.resolve() == prefix.resolve():
         return
-    for file in sorted(before.parent.iterdir()):
-        rest = file.name.removeprefix(before.name)
-        if rest != file.name and (rest == ".index" or rest.startswith(".data-")):
-            target = prefix.with_name(prefix.name + rest)
+    for file in sorted(source_prefix.parent.iterdir()):
+        suffix = file.name.removeprefix(source_prefix.name)
+        if suffix != file.name and (suffix == ".index" or suffix.startswith(".data-")):
+            target = prefix.with_name(prefix.name + suffix)
             target.unlink(missing_ok=True)
-            _link(file, target)
+            _link_or_copy(file, target)
 
 
-def _link(source: str | Path, target: str | Path) -> str:
+def _link_or_copy(source: str | Path, target: str | Path) -> str:
     """A hard link where the file system allows one, else a copy.
 
     Raises:
@@ -99,7 +323,7 @@ def _link(source: str | Path, target: str | Path) -> str:
     return str(target)
 
 
-def _save_folder(source: Source, message: Any, path: Path, kept: Kept | None) -> None:
+def _save_folder(source: TensorFlowSource, message: Any, path: Path, additions: CheckpointAdditions | None) -> None:
     """Writes a SavedModel beside its place and moves it there; files that did not change are linked or copied."""
     if path.exists() and not _is_saved_model(path):
         raise UsageError(
@@ -107,36 +331,38 @@ def _save_folder(source: Source, message: Any, path: Path, kept: Kept | None) ->
         )
     if source.folder is None:
         return
-    data = _data(source, message, text=source.text)
-    stale = set(SAVED_MODEL_FILES) if message == source.message else {*SAVED_MODEL_FILES, FINGERPRINT}
-    top, seen = str(source.folder), set[str]()
+    data = _serialize_message(source, message, text=source.text)
+    stale = set(SAVED_MODEL_FILES) if message == source.message else {*SAVED_MODEL_FILES, FINGERPRINT_FILE}
+    source_root, visited = str(source.folder), set[str]()
 
-    def left_out(folder: str, _names: list[str]) -> set[str]:
-        _check_folder(folder, top, seen)
-        return stale if folder == top else set()
+    def ignored_names(folder: str, _names: list[str]) -> set[str]:
+        _require_inside_model(folder, source_root, visited)
+        return stale if folder == source_root else set()
 
-    room = room_beside(path)
+    staging = make_staging_folder(path)
     try:
-        new = room / "new"
-        shutil.copytree(top, new, copy_function=_link, ignore=left_out)
-        with whole(new / source.file.name) as file:
+        new_folder = staging / "new"
+        shutil.copytree(source_root, new_folder, copy_function=_link_or_copy, ignore=ignored_names)
+        with atomic_file(new_folder / source.file.name) as file:
             file.write(data)
-        if kept is not None:
-            kept.add_to(new / "variables" / "variables")
-        take_place(new, path, room)
+        if additions is not None:
+            additions.write_to(new_folder / "variables" / "variables")
+        replace_folder(new_folder, path, staging)
     except shutil.Error as error:
-        name, _, why = error.args[0][0]
-        raise UsageError(f"{path} cannot be written: {name} cannot be copied: {why}. Choose another place.") from error
+        name, _, reason = error.args[0][0]
+        raise UsageError(
+            f"{path} cannot be written: {name} cannot be copied: {reason}. Choose another place."
+        ) from error
     finally:
-        shutil.rmtree(room, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
 
 
-def _check_folder(folder: str, top: str, seen: set[str]) -> None:
-    """Refuses a folder that links lead to a second time, or that is out of the model's folder `top`."""
-    real = os.path.realpath(folder)
-    if real in seen or not Path(real).is_relative_to(os.path.realpath(top)):
+def _require_inside_model(folder: str, source_root: str, visited: set[str]) -> None:
+    """Refuses a folder that links lead to a second time, or that is out of the model's folder `source_root`."""
+    real_path = os.path.realpath(folder)
+    if real_path in visited or not Path(real_path).is_relative_to(os.path.realpath(source_root)):
         raise ModelError(f"{folder} is a link to a folder outside of it, or in a circle. Copy the model without links.")
-    seen.add(real)
+    visited.add(real_path)
 
 
 def _is_saved_model(path: Path) -> bool:

@@ -16,89 +16,171 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.learned import INITIALIZER, MARK, learned
-from graphquant.formats.tensorflow.observe import queue_name
-from graphquant.kernels import repeatable
+from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, learned_ranges
+from graphquant.ir import DataType, Graph, Model, Op, Output, TensorRef, paused_gc
+from graphquant.utils.tf_determinism import disable_onednn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from graphquant.formats.tensorflow.learned import Learned
-    from graphquant.formats.tensorflow.live import Live
-    from graphquant.formats.tensorflow.source import Source
-    from graphquant.ir import Model, Shape, TensorRef
+    from graphquant.formats.tensorflow.from_tensorflow import LiveObject
+    from graphquant.formats.tensorflow.learned_ranges import LearnedRange
+    from graphquant.formats.tensorflow.source import TensorFlowSource
+    from graphquant.ir import Shape
 
-__all__ = ["INIT_SIGNATURE", "Session", "Watch", "assign", "tensorflow"]
+
+# A copy of a model that keeps the values of tensors inside functions and TF1 frames in queues.
+#
+# Such a tensor cannot be fetched: a function's body has no tensors of the main graph, and one in a frame has none or
+# several values. Each gets a queue of its own and an Identity that all its consumers read instead, which waits until the
+# value is in the queue:
+#
+#     x -> Identity(^enqueue) -> consumers,    enqueue = QueueEnqueueV2(FIFOQueueV2(^x), x)
+#
+# The queue's op waits for the tensor's producer so that it runs in the producer's frame, in each round of a loop; its
+# `shared_name` makes all of them one queue.
+
+_QUEUE_PREFIX: Final = "graphquant_observe"
+_FRAME_START_KINDS: Final = frozenset({"enter", "switch"})
+
+
+def queue_name(index: int) -> str:
+    """The `shared_name` of queue `index`."""
+    return f"{_QUEUE_PREFIX}_{index}"
+
+
+def unfetchable_ops(graph: Graph) -> set[str]:
+    """The ops of the main graph that may run never or more than once in a run: all that follows an Enter or Switch."""
+    unfetchable = {op.name for op in graph.ops() if op.kind in _FRAME_START_KINDS}
+    pending = list(unfetchable)
+    while pending:
+        for reader in graph.nx.adj[pending.pop()]:
+            if reader not in unfetchable:
+                unfetchable.add(reader)
+                pending.append(reader)
+    return unfetchable
+
+
+def instrument_with_queues(model: Model, tensors: Iterable[TensorRef], size_only: Collection[TensorRef] = ()) -> Model:
+    """A copy of `model` in which the value of the tensor at position i is put in queue i each time it is computed.
+
+    For those in `size_only` the number of its elements is put there instead, as int64.
+    """
+    instrumented = model.copy()
+    with paused_gc():
+        for index, tensor in enumerate(tensors):
+            _add_observation_queue(instrumented.graphs[tensor.graph], index, tensor, size_only=tensor in size_only)
+    return instrumented
+
+
+def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_only: bool) -> None:
+    output = graph.op(tensor.op).outputs[tensor.port]
+    kind = graph.op(tensor.op).kind
+    source = graph.slots(tensor.op)[0] if kind == "next_iteration" else None
+    # Between NextIteration and Merge nothing may stand; its input has the same value.
+    tensor = tensor if source is None else source
+    uses = graph.consumers(tensor)
+    dtype = DataType(output.dtype or "float32")
+    name, observed, types = f"{_QUEUE_PREFIX}/{index}", tensor, [dtype]
+    if size_only:
+        types = [DataType("int64")]
+        size_op = _make_queue_op(
+            graph, f"{name}/size", "Size", {"T": dtype, "out_type": types[0]}, Output("", "int64", ())
+        )
+        observed = graph.add_op(size_op, [tensor])
+    queue = graph.add_op(
+        _make_queue_op(
+            graph, f"{name}/queue", "FIFOQueueV2", {"component_types": types, "shared_name": queue_name(index)}
+        ),
+        control_sources=[tensor.op],
+    )
+    enqueue = graph.add_op(
+        _make_queue_op(graph, f"{name}/enqueue", "QueueEnqueueV2", {"Tcomponents": types}), [queue, observed]
+    )
+    identity = _make_queue_op(graph, f"{name}/value", "Identity", {"T": dtype}, Output("", output.dtype, output.shape))
+    forwarded = graph.add_op(identity, [tensor], control_sources=[enqueue.op])
+    graph.reroute(tensor, uses, forwarded)
+
+
+def _make_queue_op(graph: Graph, name: str, op_type: str, attrs: dict[str, object], output: Output | None = None) -> Op:
+    return Op(
+        name=graph.unique_name(name),
+        kind="stateful",
+        type=op_type,
+        attrs=attrs,
+        outputs=(output or Output("", "resource"),),
+    )
+
 
 INIT_SIGNATURE: Final = "__saved_model_init_op"
 INIT_COLLECTIONS: Final = ("saved_model_main_op", "legacy_init_op")
 COMPILE_ATTR: Final = "_XlaMustCompile"
-HEADING: Final = "Graph execution error:"
-THREADS: Final = min(4, os.cpu_count() or 1)
+ERROR_HEADING: Final = "Graph execution error:"
+OP_THREADS: Final = min(4, os.cpu_count() or 1)
 """Threads within an op; pinned, so that a run does not depend on what else the process set."""
 
-MOST_AT_ONCE: Final = 32
+MAX_DEQUEUE: Final = 32
 """Elements of a queue that one run takes: a power of two, for each half of it makes a run of its own in the session."""
 
 
 @dataclass(slots=True)
-class _Queue:
+class _ObservationQueue:
     """A queue of elements of one dtype, its size, and the tensors that take the first elements, one after the other."""
 
     handle: Any
     dtype: str
     size: Any
-    takes: list[Any] = field(default_factory=list)
+    dequeues: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class Session:
+class TensorFlowSession:
     """A model in a TensorFlow session of its own; `message` is the model as it was emitted for it."""
 
     tf: Any
     graph: Any
-    session: Any = field(repr=False)
+    tf_session: Any = field(repr=False)
     message: Any = field(repr=False)
 
     @classmethod
-    def start(cls, tensorflow: Any, model: Model, *, timed: bool = False) -> Session:
-        """Imports the model, restores its variables and initializes it; where it is `timed`, as TensorFlow would."""
-        source: Source = model.source
-        if source.live is not None and source.live.foreign:
+    def start(cls, tensorflow: Any, model: Model, *, for_timing: bool = False) -> TensorFlowSession:
+        """Imports the model, restores its variables and initializes it; where it is `for_timing`, as TensorFlow would."""
+        source: TensorFlowSource = model.source
+        if source.live_object is not None and source.live_object.foreign_capture:
             raise ModelError(
-                f"{source.live.what} captured something that is no variable, {source.live.foreign!r}, and cannot run"
+                f"{source.live_object.description} captured something that is no variable, {source.live_object.foreign_capture!r}, and cannot run"
                 " apart from it. Use ranges that need no data, or save it as a SavedModel and calibrate that."
             )
         message = emit(model)
         v1 = tensorflow.compat.v1
-        graph_def = v1.GraphDef.FromString(proto.to_binary(_uncompiled(source.graph_def(message))))
+        graph_def = v1.GraphDef.FromString(proto.to_binary(_without_xla(source.graph_def(message))))
         graph = tensorflow.Graph()
-        with graph.as_default(), _refusals(tensorflow):
+        with graph.as_default(), translate_tf_errors(tensorflow):
             tensorflow.import_graph_def(graph_def, name="")
         config = v1.ConfigProto(
             device_count={"GPU": 0},
             allow_soft_placement=True,
             inter_op_parallelism_threads=1,
-            intra_op_parallelism_threads=1 if timed else THREADS,
+            intra_op_parallelism_threads=1 if for_timing else OP_THREADS,
         )
         # What is rewritten for speed rounds differently, and what is observed must be what runs.
-        config.graph_options.rewrite_options.disable_meta_optimizer = not timed
-        made = cls(tensorflow, graph, v1.Session(graph=graph, config=config), message)
+        config.graph_options.rewrite_options.disable_meta_optimizer = not for_timing
+        started = cls(tensorflow, graph, v1.TensorFlowSession(graph=graph, config=config), message)
         meta = source.meta_graph(message)
         if meta is not None:
-            made._initialize(source, meta)
-        elif any(node.name == INITIALIZER for node in graph_def.node):
-            made.run(made.operation(INITIALIZER), {})
-        made._assign(learned(model))
-        if source.live is not None:
-            made._take_over(source.live)
+            started._initialize(source, meta)
+        elif any(node.name == INITIALIZER_OP for node in graph_def.node):
+            started.run(started.operation(INITIALIZER_OP), {})
+        started._assign_learned_ranges(learned_ranges(model))
+        if source.live_object is not None:
+            started._copy_live_values(source.live_object)
         elif meta is not None:
-            made._restore_rest(model)
-        return made
+            started._restore_missing(model)
+        return started
 
-    def sizes(self, names: Mapping[TensorRef, str]) -> dict[TensorRef, Any]:
+    def add_size_tensors(self, names: Mapping[TensorRef, str]) -> dict[TensorRef, Any]:
         """Tensors that count the elements of others, by what goes by their `names`."""
-        with self.graph.as_default(), _refusals(self.tf):
+        with self.graph.as_default(), translate_tf_errors(self.tf):
             return {
                 tensor: self.tf.raw_ops.Size(input=self.graph.get_tensor_by_name(name), out_type=self.tf.int64)
                 for tensor, name in names.items()
@@ -106,46 +188,46 @@ class Session:
 
     def run(self, fetches: Any, feed: dict[str, Any]) -> Any:
         """The values of `fetches`."""
-        with _refusals(self.tf):
-            return self.session.run(fetches, feed)
+        with translate_tf_errors(self.tf):
+            return self.tf_session.run(fetches, feed)
 
-    def queues(self, dtypes: Sequence[str]) -> list[_Queue]:
+    def add_queues(self, dtypes: Sequence[str]) -> list[_ObservationQueue]:
         """The queues 0, 1, ... of these dtypes."""
-        raw, made = self.tf.raw_ops, []
+        raw_ops, queues = self.tf.raw_ops, []
         with self.graph.as_default():
             for index, dtype in enumerate(dtypes):
-                queue = raw.FIFOQueueV2(component_types=[dtype], shared_name=queue_name(index))
-                made.append(_Queue(queue, dtype, raw.QueueSizeV2(handle=queue)))
-        return made
+                queue = raw_ops.FIFOQueueV2(component_types=[dtype], shared_name=queue_name(index))
+                queues.append(_ObservationQueue(queue, dtype, raw_ops.QueueSizeV2(handle=queue)))
+        return queues
 
-    def drain(self, queues: Sequence[_Queue]) -> list[list[Any]]:
+    def drain_queues(self, queues: Sequence[_ObservationQueue]) -> list[list[Any]]:
         """Takes out and returns all that each queue holds, in the order it was put in."""
-        left = [int(size) for size in self.run([queue.size for queue in queues], {})] if queues else []
-        found: list[list[Any]] = [[] for _ in queues]
-        step = MOST_AT_ONCE
+        remaining = [int(size) for size in self.run([queue.size for queue in queues], {})] if queues else []
+        elements: list[list[Any]] = [[] for _ in queues]
+        step = MAX_DEQUEUE
         while step:
-            ready = [index for index, size in enumerate(left) if size >= step]
+            ready = [index for index, size in enumerate(remaining) if size >= step]
             if not ready:
                 step //= 2
                 continue
-            taken = self.run([self._takes(queues[index], step) for index in ready], {})
-            for index, values in zip(ready, taken, strict=True):
-                found[index] += values
-                left[index] -= step
-        return found
+            dequeued = self.run([self._dequeue_tensors(queues[index], step) for index in ready], {})
+            for index, values in zip(ready, dequeued, strict=True):
+                elements[index] += values
+                remaining[index] -= step
+        return elements
 
-    def _takes(self, queue: _Queue, count: int) -> list[Any]:
+    def _dequeue_tensors(self, queue: _ObservationQueue, count: int) -> list[Any]:
         """Tensors that take the first `count` elements of a queue, in their order."""
         with self.graph.as_default():
-            while len(queue.takes) < count:
-                with self.graph.control_dependencies([take.op for take in queue.takes[-1:]]):
-                    take = self.tf.raw_ops.QueueDequeueV2(handle=queue.handle, component_types=[queue.dtype])
-                queue.takes.append(take[0])
-        return queue.takes[:count]
+            while len(queue.dequeues) < count:
+                with self.graph.control_dependencies([dequeue.op for dequeue in queue.dequeues[-1:]]):
+                    dequeue = self.tf.raw_ops.QueueDequeueV2(handle=queue.handle, component_types=[queue.dtype])
+                queue.dequeues.append(dequeue[0])
+        return queue.dequeues[:count]
 
-    def _initialize(self, source: Source, meta: Any) -> None:
+    def _initialize(self, source: TensorFlowSource, meta: Any) -> None:
         """Restores the variables and runs the model's own initialization, as TensorFlow's loader does."""
-        prefix = source.prefix()
+        prefix = source.checkpoint_prefix()
         if prefix is not None and meta.saver_def.restore_op_name:
             self.run(self.operation(meta.saver_def.restore_op_name), {meta.saver_def.filename_tensor_name: str(prefix)})
         assets = {
@@ -155,84 +237,100 @@ class Session:
         }
         names = [meta.collection_def[key].node_list.value for key in INIT_COLLECTIONS if key in meta.collection_def]
         if INIT_SIGNATURE in meta.signature_def:
-            names.insert(0, [info.name for info in meta.signature_def[INIT_SIGNATURE].outputs.values()])
+            names.insert(0, [tensor_info.name for tensor_info in meta.signature_def[INIT_SIGNATURE].outputs.values()])
         for name in next((listed for listed in names if listed), ()):
             self.run(self.operation(name), assets)
 
-    def _assign(self, variables: Sequence[Learned]) -> None:
+    def _assign_learned_ranges(self, variables: Sequence[LearnedRange]) -> None:
         """Gives the variables of learned ranges that the model got since it was read their first values."""
-        raw = self.tf.raw_ops
-        with self.graph.as_default(), _refusals(self.tf):
-            assigned = [
-                raw.AssignVariableOp(
-                    resource=raw.VarHandleOp(dtype=one.value.dtype, shape=one.value.shape, shared_name=one.shared),
-                    value=one.value,
+        raw_ops = self.tf.raw_ops
+        with self.graph.as_default(), translate_tf_errors(self.tf):
+            assignments = [
+                raw_ops.AssignVariableOp(
+                    resource=raw_ops.VarHandleOp(
+                        dtype=variable.value.dtype, shape=variable.value.shape, shared_name=variable.shared_name
+                    ),
+                    value=variable.value,
                 )
-                for one in variables
+                for variable in variables
             ]
-        self.run(assigned, {})
+        self.run(assignments, {})
 
-    def _restore_rest(self, model: Model) -> None:
+    def _restore_missing(self, model: Model) -> None:
         """Gives variables that the saver left out their values: Keras' may have two nodes, of which it knows one."""
-        values = [(op.name, op.value) for op in model.main.ops() if op.type == "VarHandleOp" and op.value is not None]
+        values = [
+            (op.name, op.read_value)
+            for op in model.main.ops()
+            if op.type == "VarHandleOp" and op.read_value is not None
+        ]
         with self.graph.as_default():
             handles = [self.graph.get_tensor_by_name(f"{name}:0") for name, _ in values]
-            restored = self.run([self.tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles], {})
-        left = {name: read() for (name, read), done in zip(values, restored, strict=True) if not done}
-        assign(self.tf, self.session, left)
+            initialized = self.run([self.tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles], {})
+        missing = {
+            name: read() for (name, read), is_restored in zip(values, initialized, strict=True) if not is_restored
+        }
+        assign_variables(self.tf, self.tf_session, missing)
 
-    def _take_over(self, live: Live) -> None:
+    def _copy_live_values(self, live_object: LiveObject) -> None:
         """Gives the variables the values that they have in the object that the model was made of."""
         kinds = {"VarHandleOp", "VariableV2", "Variable"}
-        variables = [op for op in self.graph.get_operations() if op.type in kinds and MARK not in op.node_def.attr]
-        if variables and not live.values:
+        variables = [
+            op for op in self.graph.get_operations() if op.type in kinds and LEARNED_ATTR not in op.node_def.attr
+        ]
+        if variables and not live_object.values:
             raise ModelError(
-                f"The variables of {live.what}, {variables[0].name!r} first, have values only in a session."
+                f"The variables of {live_object.description}, {variables[0].name!r} first, have values only in a session."
                 " Give gq.load the session."
             )
         names = {op.name for op in variables}
-        assign(self.tf, self.session, {name: value for name, value in live.read().items() if name in names})
+        assign_variables(
+            self.tf,
+            self.tf_session,
+            {name: value for name, value in live_object.current_values().items() if name in names},
+        )
 
     def operation(self, name: str) -> Any:
         """The operation that makes the tensor `name`."""
-        with _refusals(self.tf):
+        with translate_tf_errors(self.tf):
             return self.graph.get_operation_by_name(name.partition(":")[0])
 
 
 @dataclass(slots=True)
-class Watch:
+class TensorWatch:
     """A session in which tensors are seen.
 
     Attributes:
         session: The session.
-        own: Whether it is there for this alone.
+        owns_session: Whether it is there for this alone.
         tensors: What is seen, in that order.
-        direct: What to fetch for tensors that have one value in each run.
-        queued: The queues of tensors that have none or several.
-        ends: The operations that a run is for.
+        direct_fetches: What to fetch for tensors that have one value in each run.
+        queued_tensors: The queues of tensors that have none or several.
+        target_ops: The operations that a run is for.
     """
 
-    session: Session
-    own: bool
+    session: TensorFlowSession
+    owns_session: bool
     tensors: Sequence[TensorRef]
-    direct: dict[TensorRef, Any]
-    queued: dict[TensorRef, _Queue]
-    ends: list[Any]
+    direct_fetches: dict[TensorRef, Any]
+    queued_tensors: dict[TensorRef, _ObservationQueue]
+    target_ops: list[Any]
 
-    def values(self, fed: dict[str, Any]) -> dict[TensorRef, list[Any]]:
+    def observe(self, feed_dict: dict[str, Any]) -> dict[TensorRef, list[Any]]:
         """The values that each tensor takes in one run."""
-        values = self.session.run([*self.direct.values(), *self.ends], fed)
-        seen = {tensor: [value] for tensor, value in zip(self.direct, values, strict=False)}
-        seen.update(zip(self.queued, self.session.drain(list(self.queued.values())), strict=True))
-        return {tensor: seen.get(tensor, []) for tensor in self.tensors}
+        values = self.session.run([*self.direct_fetches.values(), *self.target_ops], feed_dict)
+        observed = {tensor: [value] for tensor, value in zip(self.direct_fetches, values, strict=False)}
+        observed.update(
+            zip(self.queued_tensors, self.session.drain_queues(list(self.queued_tensors.values())), strict=True)
+        )
+        return {tensor: observed.get(tensor, []) for tensor in self.tensors}
 
     def close(self) -> None:
         """Ends the session if it is there for this alone."""
-        if self.own:
-            self.session.session.close()
+        if self.owns_session:
+            self.session.tf_session.close()
 
 
-def assign(tensorflow: Any, session: Any, values: Mapping[str, Any]) -> None:
+def assign_variables(tensorflow: Any, session: Any, values: Mapping[str, Any]) -> None:
     """Gives variables values, all in one run: a graph that grew costs TensorFlow much at the next.
 
     Args:
@@ -241,36 +339,36 @@ def assign(tensorflow: Any, session: Any, values: Mapping[str, Any]) -> None:
         values: Values by the names of the operations that make the variables.
     """
     setters: list[Any] = []
-    fed: dict[str, Any] = {}
-    with session.graph.as_default(), _refusals(tensorflow):
+    feed_dict: dict[str, Any] = {}
+    with session.graph.as_default(), translate_tf_errors(tensorflow):
         for name, value in values.items():
             variable = session.graph.get_operation_by_name(name)
-            setter = _setter(variable)
-            if setter is None or setter.inputs[1].name in fed:  # two variables may start with one tensor
-                setter = _new_setter(tensorflow, variable, value)
+            setter = _find_assign_op(variable)
+            if setter is None or setter.inputs[1].name in feed_dict:  # two variables may start with one tensor
+                setter = _add_assign_op(tensorflow, variable, value)
             setters.append(setter)
-            fed[setter.inputs[1].name] = value
-        session.run(setters, fed)
+            feed_dict[setter.inputs[1].name] = value
+        session.run(setters, feed_dict)
 
 
-def _setter(variable: Any) -> Any:
+def _find_assign_op(variable: Any) -> Any:
     """The operation of the graph that assigns a variable and waits for nothing else, None if there is none."""
     handle = variable.outputs[0]
     kinds = {"AssignVariableOp", "Assign"}
-    found = (one for one in handle.consumers() if one.type in kinds and one.inputs[0] is handle)
-    return next((one for one in found if not one.control_inputs), None)
+    assign_ops = (reader for reader in handle.consumers() if reader.type in kinds and reader.inputs[0] is handle)
+    return next((reader for reader in assign_ops if not reader.control_inputs), None)
 
 
-def _new_setter(tensorflow: Any, variable: Any, value: Any) -> Any:
-    raw, handle = tensorflow.raw_ops, variable.outputs[0]
+def _add_assign_op(tensorflow: Any, variable: Any, value: Any) -> Any:
+    raw_ops, handle = tensorflow.raw_ops, variable.outputs[0]
     with tensorflow.device(variable.device):
-        given = tensorflow.compat.v1.placeholder(value.dtype, value.shape)
+        placeholder = tensorflow.compat.v1.placeholder(value.dtype, value.shape)
         if variable.type == "VarHandleOp":
-            return raw.AssignVariableOp(resource=handle, value=given)
-        return raw.Assign(ref=handle, value=given, validate_shape=False).op
+            return raw_ops.AssignVariableOp(resource=handle, value=placeholder)
+        return raw_ops.Assign(ref=handle, value=placeholder, validate_shape=False).op
 
 
-def shapes_of(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | None]:
+def infer_static_shapes(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | None]:
     """The static shapes that TensorFlow infers, by op and port.
 
     Raises:
@@ -278,7 +376,7 @@ def shapes_of(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | 
     """
     v1 = tensorflow.compat.v1
     graph = tensorflow.Graph()
-    with graph.as_default(), _refusals(tensorflow):
+    with graph.as_default(), translate_tf_errors(tensorflow):
         tensorflow.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
     return {
         (operation.name, port): None if output.shape.rank is None else tuple(output.shape.as_list())
@@ -287,7 +385,7 @@ def shapes_of(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | 
     }
 
 
-def _uncompiled(graph_def: Any) -> Any:
+def _without_xla(graph_def: Any) -> Any:
     """`graph_def` without the demand to compile functions with XLA, which has no queues and fuses what is observed."""
     for function in graph_def.library.function:
         function.attr.pop(COMPILE_ATTR, None)
@@ -298,29 +396,29 @@ def _uncompiled(graph_def: Any) -> Any:
 
 
 @contextmanager
-def _refusals(tensorflow: Any) -> Iterator[None]:
+def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
     """Turns TensorFlow's own errors into a ModelError with their first line."""
     try:
         yield
     except tensorflow.errors.OpError as error:
-        raise ModelError(f"TensorFlow cannot run the model: {_first_line(error.message)}") from error
+        raise ModelError(f"TensorFlow cannot run the model: {first_error_line(error.message)}") from error
     except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"TensorFlow refuses the model: {_first_line(str(error))}") from error
+        raise ModelError(f"TensorFlow refuses the model: {first_error_line(str(error))}") from error
 
 
-def _first_line(text: str) -> str:
+def first_error_line(text: str) -> str:
     lines = (line.strip() for line in text.splitlines())
-    return next((line for line in lines if line not in {"", HEADING}), "no reason given")
+    return next((line for line in lines if line not in {"", ERROR_HEADING}), "no reason given")
 
 
-def tensorflow() -> Any:
+def import_tensorflow() -> Any:
     """The tensorflow package, imported without a word on stderr; one that is imported already stays as it is."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if sys.modules.get("tensorflow") is not None:
         return sys.modules["tensorflow"]
-    repeatable()
+    disable_onednn()
     try:
-        with _silence(), warnings.catch_warnings():
+        with silence_stderr(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import tensorflow as tf
     except ImportError as error:
@@ -333,14 +431,14 @@ def tensorflow() -> Any:
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def silence_stderr() -> Iterator[None]:
     """Sends what libraries write to file descriptor 2 to nowhere."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    saved_stderr, null_device = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nowhere, 2)
+        os.dup2(null_device, 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(saved_stderr, 2)
+        os.close(saved_stderr)
+        os.close(null_device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import ml_dtypes
 import numpy as np
@@ -19,16 +19,9 @@ from graphquant.errors import InternalError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.ir import DataType, Shape
 
-__all__ = [
-    "Attrs",
-    "FunctionName",
-    "Stored",
-    "decode_attr",
-    "decode_shape",
-    "decode_tensor",
-    "encode_attr",
-    "encode_tensor",
-]
+if TYPE_CHECKING:
+    from graphquant.ir import Op
+
 
 Array = npt.NDArray[Any]
 
@@ -63,7 +56,7 @@ class FunctionName(str):
     __slots__ = ()
 
 
-class Attrs(Mapping[str, Any]):
+class NodeAttrs(Mapping[str, Any]):
     """The attributes of a node, decoded when they are read; one that the file leaves out has its known default."""
 
     __slots__ = ("_attr", "_defaults")
@@ -84,7 +77,7 @@ class Attrs(Mapping[str, Any]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Stored:
+class ConstValue:
     """The value of a Const node, decoded each time it is asked for."""
 
     node: Any
@@ -108,21 +101,21 @@ def decode_attr(value: Any) -> Any:
         return None
     if kind == "list":
         for descriptor, items in value.list.ListFields():
-            return [_decode(descriptor.name, item) for item in items]
+            return [_decode_item(descriptor.name, element) for element in items]
         return []
-    return _decode(kind, getattr(value, kind))
+    return _decode_item(kind, getattr(value, kind))
 
 
-def _decode(kind: str, item: Any) -> Any:
+def _decode_item(kind: str, element: Any) -> Any:
     decoder = _DECODERS.get(kind)
-    return item if decoder is None else decoder(item)
+    return element if decoder is None else decoder(element)
 
 
-def _text(item: bytes) -> str | bytes:
+def _decode_bytes(text: bytes) -> str | bytes:
     try:
-        return item.decode()
+        return text.decode()
     except UnicodeDecodeError:
-        return item
+        return text
 
 
 def encode_attr(value: Any) -> Any:
@@ -130,12 +123,12 @@ def encode_attr(value: Any) -> Any:
     message = proto.AttrValue()
     if isinstance(value, list):
         message.list.SetInParent()
-        for item in value:
-            kind, encoded = _encode(item)
+        for element in value:
+            kind, encoded = _encode_item(element)
             field = getattr(message.list, kind)
             field.add().CopyFrom(encoded) if kind in {"shape", "tensor", "func"} else field.append(encoded)
         return message
-    kind, encoded = _encode(value)
+    kind, encoded = _encode_item(value)
     if kind in {"shape", "tensor", "func"}:
         getattr(message, kind).CopyFrom(encoded)
     else:
@@ -143,7 +136,7 @@ def encode_attr(value: Any) -> Any:
     return message
 
 
-def _encode(value: Any) -> tuple[str, Any]:
+def _encode_item(value: Any) -> tuple[str, Any]:
     """The field of AttrValue for `value`, and what it holds then."""
     for types, kind, encoder in _ENCODERS:
         if isinstance(value, types):
@@ -164,7 +157,7 @@ def type_number(name: str) -> int:
     return _TYPE_NUMBERS[name]
 
 
-def decode_tensor(message: Any, where: str) -> Array:
+def decode_tensor(message: Any, description: str) -> Array:
     """The value of a TensorProto, not to be written to; strings as an object array of bytes.
 
     Raises:
@@ -173,40 +166,40 @@ def decode_tensor(message: Any, where: str) -> Array:
     name = proto.dtype_name(message.dtype) or ""
     shape = decode_shape(message.tensor_shape)
     if shape is None or None in shape:
-        raise ModelError(f"{_upper(where)} has no usable shape. The model file is damaged.")
+        raise ModelError(f"{_capitalize(description)} has no usable shape. The model file is damaged.")
     sizes = tuple(size for size in shape if size is not None)
-    dtype = _numpy_dtype(name, where)
+    dtype = _numpy_dtype(name, description)
     elements = math.prod(sizes)
     if message.tensor_content and name != "string":
-        return _from_content(message.tensor_content, name, dtype, sizes, where)
-    values = _values(message, name, dtype)
+        return _decode_content(message.tensor_content, name, dtype, sizes, description)
+    values = _decode_listed_values(message, name, dtype)
     if len(values) > elements:
         raise ModelError(
-            f"{_upper(where)} holds {len(values)} values for the shape {sizes}. The model file is damaged."
+            f"{_capitalize(description)} holds {len(values)} values for the shape {sizes}. The model file is damaged."
         )
     if len(values) <= 1 or elements == 0:
         # One value stands for all: no memory is needed for its repetitions.
         filler = values[0] if len(values) else (b"" if name == "string" else dtype.type(0))
-        _check_size(elements, len(values), dtype, where)
+        _require_stored_elements(elements, len(values), dtype, description)
         return np.broadcast_to(np.array(filler, dtype), sizes)
-    _check_size(elements, len(values), dtype, where)
-    whole = np.empty(elements, dtype)
-    whole[: len(values)] = values
-    whole[len(values) :] = values[-1]
-    return whole.reshape(sizes)
+    _require_stored_elements(elements, len(values), dtype, description)
+    array = np.empty(elements, dtype)
+    array[: len(values)] = values
+    array[len(values) :] = values[-1]
+    return array.reshape(sizes)
 
 
-def _check_size(elements: int, held: int, dtype: np.dtype[Any], where: str) -> None:
-    if elements > 2 * held and elements * dtype.itemsize > MAX_VALUE_BYTES:
+def _require_stored_elements(elements: int, stored: int, dtype: np.dtype[Any], description: str) -> None:
+    if elements > 2 * stored and elements * dtype.itemsize > MAX_VALUE_BYTES:
         raise ModelError(
-            f"{_upper(where)} claims {elements} elements and the file does not hold them. The model file is damaged."
+            f"{_capitalize(description)} claims {elements} elements and the file does not hold them. The model file is damaged."
         )
 
 
-def _from_content(content: bytes, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], where: str) -> Array:
+def _decode_content(content: bytes, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], description: str) -> Array:
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise ModelError(
-            f"{_upper(where)} takes {len(content)} bytes, which {math.prod(shape)} elements of {name} do not fill."
+            f"{_capitalize(description)} takes {len(content)} bytes, which {math.prod(shape)} elements of {name} do not fill."
             " The model file is damaged."
         )
     if dtype == np.bool_:
@@ -214,7 +207,7 @@ def _from_content(content: bytes, name: str, dtype: np.dtype[Any], shape: tuple[
     return np.frombuffer(content, dtype).reshape(shape)
 
 
-def _values(message: Any, name: str, dtype: np.dtype[Any]) -> Any:
+def _decode_listed_values(message: Any, name: str, dtype: np.dtype[Any]) -> Any:
     """The listed values of a TensorProto as a flat array of `dtype`, or a list of bytes."""
     if name.startswith("float8"):
         return np.frombuffer(message.float8_val, dtype)
@@ -231,17 +224,17 @@ def _values(message: Any, name: str, dtype: np.dtype[Any]) -> Any:
     return np.array(listed, dtype)
 
 
-def _numpy_dtype(name: str, where: str) -> np.dtype[Any]:
+def _numpy_dtype(name: str, description: str) -> np.dtype[Any]:
     storage = _STORAGE.get(name, name)
     if storage == "string":
         return np.dtype(object)
     if storage not in {"resource", "variant", ""}:
         return np.dtype(getattr(ml_dtypes, storage, storage))
-    raise ModelError(f"{_upper(where)} is of type {name or 'nothing known'}, which has no value to read.")
+    raise ModelError(f"{_capitalize(description)} is of type {name or 'nothing known'}, which has no value to read.")
 
 
-def _upper(where: str) -> str:
-    return where[:1].upper() + where[1:]
+def _capitalize(description: str) -> str:
+    return description[:1].upper() + description[1:]
 
 
 def encode_tensor(value: Array) -> Any:
@@ -254,7 +247,7 @@ def encode_tensor(value: Array) -> Any:
     if array.dtype.kind in "OSU":
         message.dtype = type_number("string")
         flat = [array.item()] if array.ndim == 0 else array.reshape(-1).tolist()
-        message.string_val.extend(item.encode() if isinstance(item, str) else item for item in flat)
+        message.string_val.extend(element.encode() if isinstance(element, str) else element for element in flat)
         return message
     message.dtype = type_number(array.dtype.name)
     little = array.astype(array.dtype.newbyteorder("<")) if array.dtype.byteorder == ">" else array
@@ -263,7 +256,7 @@ def encode_tensor(value: Array) -> Any:
 
 
 _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
-    "s": _text,
+    "s": _decode_bytes,
     "type": lambda item: DataType(proto.dtype_name(item) or "invalid"),
     "shape": decode_shape,
     "tensor": lambda item: decode_tensor(item, "an attribute"),
@@ -282,3 +275,140 @@ _ENCODERS: Final[tuple[tuple[Any, str, Callable[[Any], Any]], ...]] = (
     (np.ndarray, "tensor", encode_tensor),
     (tuple | None, "shape", _encode_shape),
 )
+
+
+# The few pure operations that make weights out of weights, in numpy.
+
+Arrays = list[Array]
+
+MAX_ELEMENTS: Final = 1 << 26
+"""Largest result: broadcasting may make much out of little, and a hostile model must not fill memory."""
+
+
+def evaluate_tf_op(op: Op, inputs: Arrays) -> Arrays | None:
+    """The outputs of `op` for `inputs`; None if the operation is not in the table or does not take such inputs."""
+    function = _EVALUATORS.get(op.type)
+    if function is None:
+        return None
+    try:
+        with np.errstate(all="ignore"):
+            outputs = function(op, inputs)
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, np.exceptions.AxisError):
+        return None  # a damaged node; TensorFlow would refuse it too
+    return None if any(output.size > MAX_ELEMENTS for output in outputs) else outputs
+
+
+def _elementwise_binary(function: Callable[[Array, Array], Array]) -> Callable[[Op, Arrays], Arrays]:
+    def evaluate_operands(_unused_op: Op, inputs: Arrays) -> Arrays:
+        left_operand, right_operand = inputs
+        if (
+            left_operand.dtype != right_operand.dtype
+            or int(np.prod(np.broadcast_shapes(left_operand.shape, right_operand.shape))) > MAX_ELEMENTS
+        ):
+            raise ValueError
+        return [np.asarray(function(left_operand, right_operand)).astype(left_operand.dtype, copy=False)]
+
+    return evaluate_operands
+
+
+def _elementwise_unary(function: Callable[[Array], Array]) -> Callable[[Op, Arrays], Arrays]:
+    return lambda _op, inputs: [np.asarray(function(inputs[0])).astype(inputs[0].dtype, copy=False)]
+
+
+def _divide_floats(dividend: Array, divisor: Array) -> Array:
+    if dividend.dtype.kind in "iu":
+        raise TypeError
+    return np.divide(dividend, divisor)
+
+
+def _reciprocal_sqrt(x: Array) -> Array:
+    return np.divide(np.ones((), x.dtype), np.sqrt(x))
+
+
+def _evaluate_cast(op: Op, inputs: Arrays) -> Arrays:
+    name = str(op.attrs["DstT"])
+    return [inputs[0].astype(np.dtype(getattr(ml_dtypes, name, name)))]
+
+
+def _evaluate_reshape(_op: Op, inputs: Arrays) -> Arrays:
+    return [inputs[0].reshape(_int_list(inputs[1]))]
+
+
+def _evaluate_squeeze(op: Op, inputs: Arrays) -> Arrays:
+    axes = tuple(op.attrs.get("squeeze_dims") or ())
+    return [np.squeeze(inputs[0], axes or None)]
+
+
+def _evaluate_strided_slice(op: Op, inputs: Arrays) -> Arrays:
+    x, begin, end, strides = inputs[0], *(_int_list(value) for value in inputs[1:4])
+    masks = {
+        name: int(op.attrs.get(f"{name}_mask", 0)) for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    }
+    index: list[Any] = []
+    for position, (first, last, step) in enumerate(zip(begin, end, strides, strict=True)):
+        bit = 1 << position
+        if masks["ellipsis"] & bit:
+            index.append(Ellipsis)
+        elif masks["new_axis"] & bit:
+            index.append(np.newaxis)
+        elif masks["shrink_axis"] & bit:
+            index.append(first)
+        else:
+            index.append(slice(None if masks["begin"] & bit else first, None if masks["end"] & bit else last, step))
+    return [x[tuple(index)]]
+
+
+def _evaluate_slice(_op: Op, inputs: Arrays) -> Arrays:
+    x, begin, size = inputs[0], _int_list(inputs[1]), _int_list(inputs[2])
+    return [
+        x[
+            tuple(
+                slice(start, None if length == -1 else start + length)
+                for start, length in zip(begin, size, strict=True)
+            )
+        ]
+    ]
+
+
+def _evaluate_split(op: Op, inputs: Arrays) -> Arrays:
+    sections = int(op.attrs["num_split"])
+    if not 0 < sections <= inputs[1].size:
+        raise ValueError
+    return np.split(inputs[1], sections, axis=int(inputs[0]))
+
+
+def _evaluate_split_v(_op: Op, inputs: Arrays) -> Arrays:
+    x, sizes, axis = inputs[0], _int_list(inputs[1]), int(inputs[2])
+    fixed_total = sum(size for size in sizes if size >= 0)
+    section_sizes = [size if size >= 0 else x.shape[axis] - fixed_total for size in sizes]
+    return np.split(x, np.cumsum(section_sizes)[:-1], axis=axis)
+
+
+def _int_list(value: Array) -> list[int]:
+    return [int(number) for number in value.reshape(-1)]
+
+
+_EVALUATORS: Final[dict[str, Callable[[Op, Arrays], Arrays]]] = {
+    "Add": _elementwise_binary(np.add),
+    "AddV2": _elementwise_binary(np.add),
+    "Sub": _elementwise_binary(np.subtract),
+    "Mul": _elementwise_binary(np.multiply),
+    "RealDiv": _elementwise_binary(_divide_floats),
+    "Maximum": _elementwise_binary(np.maximum),
+    "Minimum": _elementwise_binary(np.minimum),
+    "Neg": _elementwise_unary(np.negative),
+    "Sqrt": _elementwise_unary(np.sqrt),
+    "Rsqrt": _elementwise_unary(_reciprocal_sqrt),
+    "Square": _elementwise_unary(np.square),
+    "Cast": _evaluate_cast,
+    "Reshape": _evaluate_reshape,
+    "Transpose": lambda _op, inputs: [np.transpose(inputs[0], _int_list(inputs[1]))],
+    "Squeeze": _evaluate_squeeze,
+    "ExpandDims": lambda _op, inputs: [np.expand_dims(inputs[0], int(inputs[1]))],
+    "Slice": _evaluate_slice,
+    "StridedSlice": _evaluate_strided_slice,
+    "ConcatV2": lambda _op, inputs: [np.concatenate(inputs[:-1], axis=int(inputs[-1]))],
+    "Pack": lambda op, inputs: [np.stack(inputs, axis=int(op.attrs.get("axis", 0)))],
+    "Split": _evaluate_split,
+    "SplitV": _evaluate_split_v,
+}

@@ -5,33 +5,103 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from graphquant.formats.tflite import schema
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+# TFLite's schema, as far as it is read: the fields of its tables, its dtypes and its ops.
+#
+# https://github.com/tensorflow/tensorflow/blob/master/tensorflow/compiler/mlir/lite/schema/schema.fbs : names and numbers
+# are the format and never change; a test compares them with those in TensorFlow.
+
+IDENTIFIER: Final = b"TFL3"
+"""Stands behind the first four bytes of each file."""
+
+
+def _number_fields(names: str) -> Mapping[str, int]:
+    return {name: number for number, name in enumerate(names.split())}
+
+
+MODEL: Final = _number_fields("version operator_codes subgraphs description buffers")
+SUBGRAPH: Final = _number_fields("tensors inputs outputs operators name")
+TENSOR: Final = _number_fields(
+    "shape type buffer name quantization is_variable sparsity shape_signature has_rank variant_tensors external_buffer"
+)
+QUANTIZATION: Final = _number_fields("min max scale zero_point details_type details quantized_dimension")
+OPERATOR: Final = _number_fields("opcode_index inputs outputs builtin_options_type builtin_options")
+OPERATOR_CODE: Final = _number_fields("deprecated_builtin_code custom_code version builtin_code")
+BUFFER: Final = _number_fields("data offset size")
+IF_OPTIONS: Final = _number_fields("then_subgraph_index else_subgraph_index")
+WHILE_OPTIONS: Final = _number_fields("cond_subgraph_index body_subgraph_index")
+CALL_OPTIONS: Final = _number_fields("subgraph")
+CALL_ONCE_OPTIONS: Final = _number_fields("init_subgraph_index")
+
+_TYPES: Final = (
+    "float32 float16 int32 uint8 int64 string bool int16 complex64 int8 float64 complex128 uint64 resource variant"
+    " uint32 uint16 int4 bfloat16 int2 uint4"
+)
+TYPES: Final = tuple(_TYPES.split())
+"""numpy-like dtype names by TensorType."""
+
+DETAILS: Final = ("", "custom", "blockwise")
+"""Forms of quantization beside one scale per tensor or channel, by QuantizationDetails."""
+
+CUSTOM: Final = "CUSTOM"
+"""The op whose name is in its operator code."""
+
+_BUILTINS: Final = (
+    "ADD AVERAGE_POOL_2D CONCATENATION CONV_2D DEPTHWISE_CONV_2D DEPTH_TO_SPACE DEQUANTIZE EMBEDDING_LOOKUP FLOOR"
+    " FULLY_CONNECTED HASHTABLE_LOOKUP L2_NORMALIZATION L2_POOL_2D LOCAL_RESPONSE_NORMALIZATION LOGISTIC LSH_PROJECTION"
+    " LSTM MAX_POOL_2D MUL RELU RELU_N1_TO_1 RELU6 RESHAPE RESIZE_BILINEAR RNN SOFTMAX SPACE_TO_DEPTH SVDF TANH"
+    " CONCAT_EMBEDDINGS SKIP_GRAM CALL CUSTOM EMBEDDING_LOOKUP_SPARSE PAD UNIDIRECTIONAL_SEQUENCE_RNN GATHER"
+    " BATCH_TO_SPACE_ND SPACE_TO_BATCH_ND TRANSPOSE MEAN SUB DIV SQUEEZE UNIDIRECTIONAL_SEQUENCE_LSTM STRIDED_SLICE"
+    " BIDIRECTIONAL_SEQUENCE_RNN EXP TOPK_V2 SPLIT LOG_SOFTMAX DELEGATE BIDIRECTIONAL_SEQUENCE_LSTM CAST PRELU MAXIMUM"
+    " ARG_MAX MINIMUM LESS NEG PADV2 GREATER GREATER_EQUAL LESS_EQUAL SELECT SLICE SIN TRANSPOSE_CONV SPARSE_TO_DENSE"
+    " TILE EXPAND_DIMS EQUAL NOT_EQUAL LOG SUM SQRT RSQRT SHAPE POW ARG_MIN FAKE_QUANT REDUCE_PROD REDUCE_MAX PACK"
+    " LOGICAL_OR ONE_HOT LOGICAL_AND LOGICAL_NOT UNPACK REDUCE_MIN FLOOR_DIV REDUCE_ANY SQUARE ZEROS_LIKE FILL"
+    " FLOOR_MOD RANGE RESIZE_NEAREST_NEIGHBOR LEAKY_RELU SQUARED_DIFFERENCE MIRROR_PAD ABS SPLIT_V UNIQUE CEIL"
+    " REVERSE_V2 ADD_N GATHER_ND COS WHERE RANK ELU REVERSE_SEQUENCE MATRIX_DIAG QUANTIZE MATRIX_SET_DIAG ROUND"
+    " HARD_SWISH IF WHILE NON_MAX_SUPPRESSION_V4 NON_MAX_SUPPRESSION_V5 SCATTER_ND SELECT_V2 DENSIFY SEGMENT_SUM"
+    " BATCH_MATMUL PLACEHOLDER_FOR_GREATER_OP_CODES CUMSUM CALL_ONCE BROADCAST_TO RFFT2D CONV_3D IMAG REAL COMPLEX_ABS"
+    " HASHTABLE HASHTABLE_FIND HASHTABLE_IMPORT HASHTABLE_SIZE REDUCE_ALL CONV_3D_TRANSPOSE VAR_HANDLE READ_VARIABLE"
+    " ASSIGN_VARIABLE BROADCAST_ARGS RANDOM_STANDARD_NORMAL BUCKETIZE RANDOM_UNIFORM MULTINOMIAL GELU"
+    " DYNAMIC_UPDATE_SLICE RELU_0_TO_1 UNSORTED_SEGMENT_PROD UNSORTED_SEGMENT_MAX UNSORTED_SEGMENT_SUM ATAN2"
+    " UNSORTED_SEGMENT_MIN SIGN BITCAST BITWISE_XOR RIGHT_SHIFT STABLEHLO_LOGISTIC STABLEHLO_ADD STABLEHLO_DIVIDE"
+    " STABLEHLO_MULTIPLY STABLEHLO_MAXIMUM STABLEHLO_RESHAPE STABLEHLO_CLAMP STABLEHLO_CONCATENATE"
+    " STABLEHLO_BROADCAST_IN_DIM STABLEHLO_CONVOLUTION STABLEHLO_SLICE STABLEHLO_CUSTOM_CALL STABLEHLO_REDUCE"
+    " STABLEHLO_ABS STABLEHLO_AND STABLEHLO_COSINE STABLEHLO_EXPONENTIAL STABLEHLO_FLOOR STABLEHLO_LOG"
+    " STABLEHLO_MINIMUM STABLEHLO_NEGATE STABLEHLO_OR STABLEHLO_POWER STABLEHLO_REMAINDER STABLEHLO_RSQRT"
+    " STABLEHLO_SELECT STABLEHLO_SUBTRACT STABLEHLO_TANH STABLEHLO_SCATTER STABLEHLO_COMPARE STABLEHLO_CONVERT"
+    " STABLEHLO_DYNAMIC_SLICE STABLEHLO_DYNAMIC_UPDATE_SLICE STABLEHLO_PAD STABLEHLO_IOTA STABLEHLO_DOT_GENERAL"
+    " STABLEHLO_REDUCE_WINDOW STABLEHLO_SORT STABLEHLO_WHILE STABLEHLO_GATHER STABLEHLO_TRANSPOSE DILATE"
+    " STABLEHLO_RNG_BIT_GENERATOR REDUCE_WINDOW STABLEHLO_COMPOSITE STABLEHLO_SHIFT_LEFT STABLEHLO_CBRT"
+    " STABLEHLO_CASE"
+)
+BUILTINS: Final = tuple(_BUILTINS.split())
+"""Names of the built-in ops by BuiltinOperator."""
+
+
 @dataclass(frozen=True, slots=True)
-class OpInfo:
+class TFLiteOpInfo:
     """What an op type is.
 
     Attributes:
         kind: The neutral kind.
         roles: The role of each input slot; the last one stands for all that follow.
-        axis: The output channel axis of the "weight" slot.
+        channel_axis: The output channel axis of the "weight" slot.
     """
 
     kind: str
     roles: tuple[str, ...] = ("input",)
-    axis: int | None = None
+    channel_axis: int | None = None
 
 
-_WEIGHTED: Final = ("input", "weight", "bias")
-_TRANSPOSED: Final = ("shape", "weight", "input", "bias")
-_REDUCE: Final = ("input", "axis")
-_SHAPED: Final = ("input", "shape")
-_RNN: Final = ("input", "weight", "recurrent_weight", "bias", "variable")
-_LSTM: Final = (
+_WEIGHTED_ROLES: Final = ("input", "weight", "bias")
+_TRANSPOSE_CONV_ROLES: Final = ("shape", "weight", "input", "bias")
+_REDUCE_ROLES: Final = ("input", "axis")
+_SHAPE_ROLES: Final = ("input", "shape")
+_RNN_ROLES: Final = ("input", "weight", "recurrent_weight", "bias", "variable")
+_LSTM_ROLES: Final = (
     "input",
     *("weight",) * 4,
     *("recurrent_weight",) * 4,
@@ -43,8 +113,8 @@ _LSTM: Final = (
     "scale",
 )
 
-_ALIKE: Final = {
-    name: OpInfo(kind)
+_SIMPLE_OPS: Final = {
+    name: TFLiteOpInfo(kind)
     for kind, names in {
         "add": "ADD ADD_N",
         "sub": "SUB",
@@ -91,60 +161,60 @@ _ALIKE: Final = {
     for name in names.split()
 }
 
-_TABLE: Final[Mapping[str, OpInfo]] = {
-    **_ALIKE,
-    "CONV_2D": OpInfo("conv", _WEIGHTED, 0),
-    "CONV_3D": OpInfo("conv", _WEIGHTED, 4),
-    "DEPTHWISE_CONV_2D": OpInfo("depthwise_conv", _WEIGHTED, 3),
-    "TRANSPOSE_CONV": OpInfo("conv_transpose", _TRANSPOSED, 0),
-    "CONV_3D_TRANSPOSE": OpInfo("conv_transpose", _TRANSPOSED, 3),
-    "FULLY_CONNECTED": OpInfo("gemm", _WEIGHTED, 0),
-    "BATCH_MATMUL": OpInfo("matmul", ("input", "weight")),
-    "RNN": OpInfo("rnn", _RNN),
-    "UNIDIRECTIONAL_SEQUENCE_RNN": OpInfo("rnn", _RNN),
-    "UNIDIRECTIONAL_SEQUENCE_LSTM": OpInfo("lstm", _LSTM),
-    "PRELU": OpInfo("prelu", ("input", "weight")),
-    "MEAN": OpInfo("reduce_mean", _REDUCE),
-    "SUM": OpInfo("reduce_sum", _REDUCE),
-    "REDUCE_MAX": OpInfo("reduce_max", _REDUCE),
-    "REDUCE_MIN": OpInfo("reduce_min", _REDUCE),
-    "ARG_MAX": OpInfo("arg_max", _REDUCE),
-    "TOPK_V2": OpInfo("top_k", _SHAPED),
-    "SPLIT": OpInfo("split", ("axis", "input")),
-    "SPLIT_V": OpInfo("split", ("input", "shape", "axis")),
-    "SLICE": OpInfo("slice", ("input", "indices")),
-    "STRIDED_SLICE": OpInfo("slice", ("input", "indices")),
-    "GATHER": OpInfo("gather", ("input", "indices")),
-    "GATHER_ND": OpInfo("gather", ("input", "indices")),
-    "EMBEDDING_LOOKUP": OpInfo("gather", ("indices", "input")),
-    "RESHAPE": OpInfo("reshape", _SHAPED),
-    "TRANSPOSE": OpInfo("transpose", _REDUCE),
-    "EXPAND_DIMS": OpInfo("unsqueeze", _REDUCE),
-    "BROADCAST_TO": OpInfo("expand", _SHAPED),
-    "FILL": OpInfo("expand", ("shape", "input")),
-    "TILE": OpInfo("tile", _SHAPED),
-    "PAD": OpInfo("pad", _SHAPED),
-    "PADV2": OpInfo("pad", ("input", "shape", "other")),
-    "MIRROR_PAD": OpInfo("pad", _SHAPED),
-    "RESIZE_BILINEAR": OpInfo("resize", _SHAPED),
-    "RESIZE_NEAREST_NEIGHBOR": OpInfo("resize", _SHAPED),
-    "SELECT": OpInfo("where", ("condition", "input")),
-    "SELECT_V2": OpInfo("where", ("condition", "input")),
-    "IF": OpInfo("if", ("condition", "input")),
-    "VAR_HANDLE": OpInfo("variable", ()),
-    "READ_VARIABLE": OpInfo("read_variable", ("variable",)),
-    "ASSIGN_VARIABLE": OpInfo("stateful", ("variable", "input")),
+_OP_INFOS: Final[Mapping[str, TFLiteOpInfo]] = {
+    **_SIMPLE_OPS,
+    "CONV_2D": TFLiteOpInfo("conv", _WEIGHTED_ROLES, 0),
+    "CONV_3D": TFLiteOpInfo("conv", _WEIGHTED_ROLES, 4),
+    "DEPTHWISE_CONV_2D": TFLiteOpInfo("depthwise_conv", _WEIGHTED_ROLES, 3),
+    "TRANSPOSE_CONV": TFLiteOpInfo("conv_transpose", _TRANSPOSE_CONV_ROLES, 0),
+    "CONV_3D_TRANSPOSE": TFLiteOpInfo("conv_transpose", _TRANSPOSE_CONV_ROLES, 3),
+    "FULLY_CONNECTED": TFLiteOpInfo("gemm", _WEIGHTED_ROLES, 0),
+    "BATCH_MATMUL": TFLiteOpInfo("matmul", ("input", "weight")),
+    "RNN": TFLiteOpInfo("rnn", _RNN_ROLES),
+    "UNIDIRECTIONAL_SEQUENCE_RNN": TFLiteOpInfo("rnn", _RNN_ROLES),
+    "UNIDIRECTIONAL_SEQUENCE_LSTM": TFLiteOpInfo("lstm", _LSTM_ROLES),
+    "PRELU": TFLiteOpInfo("prelu", ("input", "weight")),
+    "MEAN": TFLiteOpInfo("reduce_mean", _REDUCE_ROLES),
+    "SUM": TFLiteOpInfo("reduce_sum", _REDUCE_ROLES),
+    "REDUCE_MAX": TFLiteOpInfo("reduce_max", _REDUCE_ROLES),
+    "REDUCE_MIN": TFLiteOpInfo("reduce_min", _REDUCE_ROLES),
+    "ARG_MAX": TFLiteOpInfo("arg_max", _REDUCE_ROLES),
+    "TOPK_V2": TFLiteOpInfo("top_k", _SHAPE_ROLES),
+    "SPLIT": TFLiteOpInfo("split", ("axis", "input")),
+    "SPLIT_V": TFLiteOpInfo("split", ("input", "shape", "axis")),
+    "SLICE": TFLiteOpInfo("slice", ("input", "indices")),
+    "STRIDED_SLICE": TFLiteOpInfo("slice", ("input", "indices")),
+    "GATHER": TFLiteOpInfo("gather", ("input", "indices")),
+    "GATHER_ND": TFLiteOpInfo("gather", ("input", "indices")),
+    "EMBEDDING_LOOKUP": TFLiteOpInfo("gather", ("indices", "input")),
+    "RESHAPE": TFLiteOpInfo("reshape", _SHAPE_ROLES),
+    "TRANSPOSE": TFLiteOpInfo("transpose", _REDUCE_ROLES),
+    "EXPAND_DIMS": TFLiteOpInfo("unsqueeze", _REDUCE_ROLES),
+    "BROADCAST_TO": TFLiteOpInfo("expand", _SHAPE_ROLES),
+    "FILL": TFLiteOpInfo("expand", ("shape", "input")),
+    "TILE": TFLiteOpInfo("tile", _SHAPE_ROLES),
+    "PAD": TFLiteOpInfo("pad", _SHAPE_ROLES),
+    "PADV2": TFLiteOpInfo("pad", ("input", "shape", "other")),
+    "MIRROR_PAD": TFLiteOpInfo("pad", _SHAPE_ROLES),
+    "RESIZE_BILINEAR": TFLiteOpInfo("resize", _SHAPE_ROLES),
+    "RESIZE_NEAREST_NEIGHBOR": TFLiteOpInfo("resize", _SHAPE_ROLES),
+    "SELECT": TFLiteOpInfo("where", ("condition", "input")),
+    "SELECT_V2": TFLiteOpInfo("where", ("condition", "input")),
+    "IF": TFLiteOpInfo("if", ("condition", "input")),
+    "VAR_HANDLE": TFLiteOpInfo("variable", ()),
+    "READ_VARIABLE": TFLiteOpInfo("read_variable", ("variable",)),
+    "ASSIGN_VARIABLE": TFLiteOpInfo("stateful", ("variable", "input")),
 }
 
-CALLS: Final[Mapping[str, tuple[Mapping[str, int], Mapping[str, tuple[int | None, bool]]]]] = {
-    "IF": (schema.IF_OPTIONS, {"then_subgraph_index": (1, False), "else_subgraph_index": (1, False)}),
-    "WHILE": (schema.WHILE_OPTIONS, {"cond_subgraph_index": (None, True), "body_subgraph_index": (0, True)}),
-    "CALL": (schema.CALL_OPTIONS, {"subgraph": (0, False)}),
-    "CALL_ONCE": (schema.CALL_ONCE_OPTIONS, {"init_subgraph_index": (None, False)}),
+SUBGRAPH_FIELDS: Final[Mapping[str, tuple[Mapping[str, int], Mapping[str, tuple[int | None, bool]]]]] = {
+    "IF": (IF_OPTIONS, {"then_subgraph_index": (1, False), "else_subgraph_index": (1, False)}),
+    "WHILE": (WHILE_OPTIONS, {"cond_subgraph_index": (None, True), "body_subgraph_index": (0, True)}),
+    "CALL": (CALL_OPTIONS, {"subgraph": (0, False)}),
+    "CALL_ONCE": (CALL_ONCE_OPTIONS, {"init_subgraph_index": (None, False)}),
 }
 """Op type to its options' fields, and to the fields that name subgraphs with (offset, loop) of the `Call`."""
 
 
-def describe(op_type: str) -> OpInfo:
+def describe_tflite_op(op_type: str) -> TFLiteOpInfo:
     """What an op of this type is."""
-    return _TABLE.get(op_type, OpInfo("other"))
+    return _OP_INFOS.get(op_type, TFLiteOpInfo("other"))

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from graphquant.batch.types import Change, Digests, Figures, Found, Miss, Outcome, Problem, Report
+from graphquant.batch.types import (
+    BatchFinding,
+    BatchReport,
+    Digests,
+    GateMiss,
+    Outcome,
+    OutcomeChange,
+    OutcomeMetrics,
+    Problem,
+)
 
 HOSTILE = "</script><script>alert(1)</script>\"'&amp;|`*[x](y)\x1b[31m\u2028%<!--\udc80]]>,"
 
@@ -16,7 +25,7 @@ def hostile() -> str:
 
 
 @pytest.fixture
-def report() -> Report:
+def report() -> BatchReport:
     """One outcome of each status, findings, gates and changes."""
     fine = {
         "digests": Digests(model="a" * 64, rules="b" * 64, data="c" * 64, output="d" * 64, key="e" * 64),
@@ -25,11 +34,13 @@ def report() -> Report:
         "size_after": 17_301,
         "sites": 24,
         "low": (13, 15),
-        "figures": Figures(sqnr=38.25, agreement=0.99, samples=100),
+        "figures": OutcomeMetrics(sqnr=38.25, agreement=0.99, samples=100),
         "versions": {"graphquant": "0.1.0", "onnxruntime": "1.31.0"},
         "seconds": 1.25,
     }
-    found = Found(code="GQ102", level="warning", graph="then", op="conv 1", says="it runs in float", fix="mend it")
+    found = BatchFinding(
+        code="GQ102", level="warning", graph="then", op="conv 1", message="it runs in float", fix="mend it"
+    )
     outcomes = (
         Outcome(name="net", model="models/net.onnx", output="models/net.quant.onnx", status="done", **fine),
         Outcome(name="kept", model="models/kept.pb", output="models/kept.quant.pb", status="unchanged", **fine),
@@ -38,16 +49,16 @@ def report() -> Report:
             model="models/gated.onnx",
             output="models/gated.quant.onnx",
             status="gate",
-            misses=(Miss(gate="min_sqnr", says="SQNR is 12.0 dB, and 30 were asked for"),),
+            misses=(GateMiss(gate="min_sqnr", message="SQNR is 12.0 dB, and 30 were asked for"),),
             findings=(found,),
-            **{**fine, "figures": Figures(sqnr=12.0, samples=8)},
+            **{**fine, "figures": OutcomeMetrics(sqnr=12.0, samples=8)},
         ),
         Outcome(
             name=HOSTILE,
             model=f"models/{HOSTILE}.onnx",
             output=f"models/{HOSTILE}.quant.onnx",
             status="failed",
-            problem=Problem(kind="ModelError", says=f"{HOSTILE} is\nno model. Mend it.", exit_code=3),
+            problem=Problem(kind="ModelError", message=f"{HOSTILE} is\nno model. Mend it.", exit_code=3),
         ),
         *(
             Outcome(
@@ -55,7 +66,7 @@ def report() -> Report:
                 model=f"{status}.onnx",
                 output=f"{status}.quant.onnx",
                 status=status,
-                problem=Problem(kind=kind, says=f"It {status}. Give it more."),
+                problem=Problem(kind=kind, message=f"It {status}. Give it more."),
                 seconds=61.0,
                 attempts=2,
             )
@@ -64,8 +75,10 @@ def report() -> Report:
         Outcome(name="later", model="later.onnx", output="later.quant.onnx", status="skipped", attempts=0),
     )
     changes = (
-        Change(name="net", what="sqnr", level="error", says="SQNR is 38.2 dB, and was 42.0 dB"),
-        Change(name="kept", what="seconds", level="note", says="it took 3.0 s, and took 1.0 s"),
-        Change(name="old", what="gone", level="error", says="the last report has it, and this batch does not"),
+        OutcomeChange(name="net", kind="sqnr", level="error", message="SQNR is 38.2 dB, and was 42.0 dB"),
+        OutcomeChange(name="kept", kind="seconds", level="note", message="it took 3.0 s, and took 1.0 s"),
+        OutcomeChange(
+            name="old", kind="gone", level="error", message="the last report has it, and this batch does not"
+        ),
     )
-    return Report(version="0.1.0", outcomes=outcomes, started=1_790_000_000.25, seconds=124.5, changes=changes)
+    return BatchReport(version="0.1.0", outcomes=outcomes, started=1_790_000_000.25, seconds=124.5, changes=changes)

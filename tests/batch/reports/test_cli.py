@@ -7,7 +7,7 @@ import pytest
 
 from graphquant.batch import reports
 from graphquant.batch.reports import REPORTS
-from graphquant.batch.types import read_report, report_json
+from graphquant.batch.types import batch_report_json, read_report
 from graphquant.errors import UsageError
 
 
@@ -39,16 +39,16 @@ def test_reports(batch, tmp_path):
     assert len([*tmp_path.joinpath("report_graphs").iterdir()]) == 2
     assert tmp_path.joinpath("report.html").read_text("utf-8").count('<a href="report_graphs/digits_') == 2
     assert batch("--report", "second.json", "--format", "github").stdout == ""
-    second = report_json(read_report(tmp_path / "second.json"), times=False)
+    second = batch_report_json(read_report(tmp_path / "second.json"), times=False)
     for one in second["outcomes"]:
         assert one.pop("status") == "unchanged"
-    wanted = report_json(first, times=False)
+    wanted = batch_report_json(first, times=False)
     for one in wanted["outcomes"]:
         assert one.pop("status") == "done"
     assert second == wanted
 
 
-def test_failures_are_told_in_each_form(batch, cli, tmp_path):
+def test_each_format_reports_failures(batch, cli, tmp_path):
     """A broken model is the other's affair nowhere; the terminal and GitHub get its reason."""
     tmp_path.joinpath("broken.onnx").write_bytes(b"no model")
     result = batch("broken.onnx", "--format", "github", "--report", "report.xml", code=1)
@@ -79,7 +79,7 @@ def test_compare(batch, tmp_path):
     assert "1 regression;" in batch("--compare", "last.json").stdout
     batch("--compare", "last.json", "--fail-on", "regression", "--report", "now.json", code=1)
     (change,) = read_report(tmp_path / "now.json").changes
-    assert (change.name, change.what, change.level) == ("digits_cnn.onnx", "size", "error")
+    assert (change.name, change.kind, change.level) == ("digits_cnn.onnx", "size", "error")
 
 
 def test_merge(batch, cli, tmp_path):
@@ -175,7 +175,7 @@ def test_verifying_a_folder(cli, samples, tmp_path):
         (("--compare", "a.json", "--fail-on", "regression", "--report", "./a.json"), "the next run would be fine"),
     ],
 )
-def test_what_does_not_go_together(batch, options, says, tmp_path):
+def test_conflicting_options(batch, options, says, tmp_path):
     """It is refused before any work is done."""
     shutil.copy(tmp_path / "digits_cnn.onnx", tmp_path / "net.json")
     assert says in batch(*options, code=2).stderr

@@ -12,24 +12,22 @@ import xmlschema
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphquant.batch.reports import REPORTS, as_annotations, check_report, write_report
-from graphquant.batch.reports.findings import ALL_CODES, BATCH_CODES
+from graphquant.batch.reports import REPORTS, as_annotations, check_report_path, write_report
 from graphquant.batch.reports.schema import report_schema
-from graphquant.batch.reports.text import report_view
-from graphquant.batch.reports.words import percent, size
+from graphquant.batch.reports.text import ALL_CODES, BATCH_CODES, batch_report_view, bytes_text, percent_text
 from graphquant.batch.types import (
-    Change,
-    Figures,
-    Miss,
+    BatchReport,
+    GateMiss,
     Outcome,
+    OutcomeChange,
+    OutcomeMetrics,
     Problem,
-    Report,
+    batch_report_json,
+    parse_report,
     read_report,
-    report_from,
-    report_json,
 )
 from graphquant.errors import UsageError
-from graphquant.view.text import console, text_of
+from graphquant.visualize.text import make_console, render_text
 
 HERE = Path(__file__).parent
 XSD = xmlschema.XMLSchema(HERE / "junit.xsd")
@@ -59,8 +57,8 @@ def test_json_without_times(report):
         changes=tuple(one for one in report.changes if one.what != "seconds"),
     )
     assert other.changes != report.changes
-    assert report_json(report, times=False) == report_json(other, times=False)
-    assert report_json(report) != report_json(other)
+    assert batch_report_json(report, times=False) == batch_report_json(other, times=False)
+    assert batch_report_json(report) != batch_report_json(other)
 
 
 def test_the_shipped_schema_is_up_to_date():
@@ -108,7 +106,7 @@ def test_junit_is_as_its_schemas_say(report):
     assert regression.get("message") == "SQNR is 38.2 dB, and was 42.0 dB"
 
 
-def test_an_output_that_is_not_what_is_built(report):
+def test_an_output_that_differs_from_the_rebuild(report):
     """It is a difference, not a regression, and fails."""
     unlike = replace(report, changes=(replace(report.changes[0], what="digest", says="it differs"),))
     (suite,) = ET.fromstring(REPORTS[".xml"](unlike))  # noqa: S314  # our own
@@ -119,16 +117,16 @@ def test_an_output_that_is_not_what_is_built(report):
 @pytest.mark.parametrize("suffix", [".md", ".html", ".sarif", ".xml"])
 def test_an_output_that_cannot_be_compared(report, suffix):
     """Each form says so though nothing fails; where a gate says it already, it is not said again."""
-    lost = Figures(samples=8, problem="values are NaN")
+    lost = OutcomeMetrics(samples=8, problem="values are NaN")
     done, kept, gated = report.outcomes[:3]
-    missed = (Miss(gate="min_sqnr", says="values are NaN"),)
+    missed = (GateMiss(gate="min_sqnr", message="values are NaN"),)
     outcomes = (replace(done, figures=lost), kept, replace(gated, figures=lost, misses=missed))
     said = REPORTS[suffix](replace(report, outcomes=outcomes, changes=()))
     assert said.count("it cannot be compared with the float model") == 1
     assert "it cannot be compared" not in REPORTS[suffix](report)
 
 
-def test_markdown_tells_differences_from_regressions(report):
+def test_markdown_distinguishes_differences_and_regressions(report):
     """What --verify finds is no regression."""
     unlike = replace(report, changes=(replace(report.changes[0], what="digest", says="it is unlike"),))
     said = REPORTS[".md"](unlike)
@@ -202,7 +200,7 @@ def test_markdown(report, hostile):
     assert "alert(1)</" not in text
 
 
-def test_markdown_fits_into_a_step_summary(report):
+def test_markdown_fits_a_step_summary(report):
     """GitHub drops a summary that is larger than 1 MiB; what is left out is counted."""
     failed = report.outcomes[3]
     many = tuple(replace(failed, name=f"{number}{'x' * 100}") for number in range(8_000))
@@ -222,7 +220,7 @@ def test_markdown_of_a_good_report(report):
 
 def test_text(report, capsys):
     """The terminal's table has a line for each model, then the reasons, then all in a line."""
-    console().print(report_view(report))
+    make_console().print(batch_report_view(report))
     lines = capsys.readouterr().out.splitlines()
     assert lines[1].split() == ["net", "done", "17.3", "KB", "33", "%", "24", "87", "%", "38.2", "dB", "1.2", "s"]
     assert "gated: SQNR is 12.0 dB, and 30 were asked for" in lines
@@ -242,7 +240,7 @@ def test_every_form_of_an_empty_report(report, tmp_path):
         assert path.stat().st_size
 
 
-def test_forms_repeat(report):
+def test_formats_are_deterministic(report):
     """The same report gives the same text in each form."""
     for form in REPORTS.values():
         assert form(report) == form(report)
@@ -251,7 +249,7 @@ def test_forms_repeat(report):
 def test_an_unknown_suffix(tmp_path):
     """It is refused with what there is."""
     with pytest.raises(UsageError, match=r"'\.htm', which is of no kind of report\. Give it one of \.json, \.xml,"):
-        check_report(tmp_path / "report.htm")
+        check_report_path(tmp_path / "report.htm")
 
 
 def test_a_report_that_cannot_be_written(report, tmp_path):
@@ -260,10 +258,10 @@ def test_a_report_that_cannot_be_written(report, tmp_path):
         write_report(tmp_path / "nowhere" / "report.json", report)
 
 
-def test_statuses_have_words_and_codes(report):
+def test_statuses_have_labels_and_codes(report):
     """Each status of an outcome that failed has its code, and each code is of one."""
     unlike = replace(report, changes=(replace(report.changes[0], what="digest"),))
-    done = replace(report.outcomes[0], figures=Figures(problem="values are NaN"))
+    done = replace(report.outcomes[0], figures=OutcomeMetrics(problem="values are NaN"))
     lost = replace(report, outcomes=(done,), changes=())
     told = {
         one["ruleId"]
@@ -279,7 +277,7 @@ def test_statuses_have_words_and_codes(report):
 )
 def test_percents(share, said):
     """All but all is not all, and what grew beyond measure is told in times."""
-    assert percent(share) == said
+    assert percent_text(share) == said
 
 
 @pytest.mark.parametrize(
@@ -296,7 +294,7 @@ def test_percents(share, said):
 )
 def test_sizes(count, said):
     """Three figures, in the unit that needs no more."""
-    assert size(count) == said
+    assert bytes_text(count) == said
 
 
 def test_an_outcome_without_figures(report):
@@ -310,12 +308,14 @@ def test_a_table_for_the_terminal(monkeypatch):
     """At 80 columns no name is broken and no path told twice; what was not done takes no time."""
     monkeypatch.setenv("COLUMNS", "80")
     long = "models/a_folder/with/a_name_that_is_longer_than/the_column.onnx"
-    problem = Problem(kind="ModelError", says=f"{long} is no ONNX model. Give one.", exit_code=3)
+    problem = Problem(kind="ModelError", message=f"{long} is no ONNX model. Give one.", exit_code=3)
     outcomes = (
         Outcome(name=long, model=long, output="a", status="failed", problem=problem),
-        Outcome(name="b.onnx", model="b.onnx", output="b", status="unchanged", size_before=9, size_after=3, low=(3, 4)),
+        Outcome(
+            name="b.onnx", model="b.onnx", output="b", status="unchanged", size_before=9, size_after=3, int8_ops=(3, 4)
+        ),
     )
-    lines = text_of(report_view(Report(version="1", outcomes=outcomes)), folded=True).splitlines()
+    lines = render_text(batch_report_view(BatchReport(version="1", outcomes=outcomes)), folded=True).splitlines()
     assert long in lines
     assert [line.split() for line in lines if line.startswith("b.onnx")] == [
         ["b.onnx", "unchanged", "3", "B", "33", "%", "0", "75", "%"]
@@ -327,16 +327,16 @@ def test_a_table_for_the_terminal(monkeypatch):
 
 @settings(max_examples=60)
 @given(name=st.text(st.characters(), min_size=1, max_size=40), says=st.text(st.characters(), max_size=60))
-def test_no_text_breaks_a_form(name, says):
+def test_no_text_breaks_a_format(name, says):
     """Whatever characters a name or a message has, surrogates too: each form is UTF-8, and as well-formed as ever."""
-    problem = Problem(kind="ModelError", says=says, exit_code=3)
+    problem = Problem(kind="ModelError", message=says, exit_code=3)
     one = Outcome(name=name, model=name, output=f"{name}.quant", status="failed", problem=problem)
-    change = Change(name=name, what="size", level="error", says=says)
-    made = Report(version="1", outcomes=(one,), changes=(change,))
+    change = OutcomeChange(name=name, kind="size", level="error", message=says)
+    made = BatchReport(version="1", outcomes=(one,), changes=(change,))
     texts = {suffix: form(made).encode().decode() for suffix, form in REPORTS.items()}
     XSD.validate(texts[".xml"])
     assert len(json.loads(texts[".sarif"])["runs"][0]["results"]) == 2
-    assert report_from(json.loads(texts[".json"]), "it") == made
+    assert parse_report(json.loads(texts[".json"]), "it") == made
     assert len([line for line in texts[".md"].split("\n") if line.startswith("| ")]) == 3
     assert texts[".html"].count("<tr data-status=") == 1
     assert texts[".html"].count("<script") == 1

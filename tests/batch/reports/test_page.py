@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from graphquant import pipeline
+from graphquant import api
 from graphquant.batch.reports import write_report
-from graphquant.batch.types import Digests, Figures, Outcome
+from graphquant.batch.types import Digests, Outcome, OutcomeMetrics
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from graphquant.batch.types import Report
+    from graphquant.batch.types import BatchReport
 
 pytestmark = pytest.mark.slow
 
@@ -30,10 +30,10 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
-        page.on("console", lambda message: amiss.append(message.text))
-        page.on("pageerror", lambda error: amiss.append(str(error)))
-        page.on("dialog", lambda dialog: (amiss.append(dialog.message), dialog.dismiss()))
-        page.on("request", lambda one: None if one.url.startswith("file:") else amiss.append(one.url))
+        page.for_data("console", lambda message: amiss.append(message.text))
+        page.for_data("pageerror", lambda error: amiss.append(str(error)))
+        page.for_data("dialog", lambda dialog: (amiss.append(dialog.message), dialog.stop_workers()))
+        page.for_data("request", lambda one: None if one.url.startswith("file:") else amiss.append(one.url))
         page.goto(path.as_uri())
         return page
 
@@ -43,7 +43,7 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
     assert not amiss
 
 
-def _many(report: Report) -> Report:
+def _many(report: BatchReport) -> BatchReport:
     """300 models, drawn with a fixed seed, with the made-up ones among them."""
     drawn = random.Random(7)  # noqa: S311  # figures to look at
     made = []
@@ -56,8 +56,10 @@ def _many(report: Report) -> Report:
             size_before=before,
             size_after=int(before * drawn.uniform(0.26, 0.9)),
             sites=drawn.randrange(1, 400),
-            low=(drawn.randrange(0, 50), 50),
-            figures=Figures(sqnr=drawn.uniform(12, 60), samples=8) if number % 10 else Figures(exact=True),
+            int8_ops=(drawn.randrange(0, 50), 50),
+            metrics=OutcomeMetrics(sqnr=drawn.uniform(12, 60), samples=8)
+            if number % 10
+            else OutcomeMetrics(exact=True),
             seconds=drawn.uniform(0.1, 90),
         )
         made.append(one)
@@ -70,14 +72,14 @@ def _column(page: Any, place: int) -> list[str]:
 
 
 @pytest.fixture
-def many(report: Report, tmp_path: Path) -> Path:
+def many(report: BatchReport, tmp_path: Path) -> Path:
     """The page of 300 models."""
     path = tmp_path / "report.html"
     write_report(path, _many(report))
     return path
 
 
-def test_all_models_are_there(many: Path, opened: Callable[..., Any], report: Report) -> None:
+def test_all_models_are_there(many: Path, opened: Callable[..., Any], report: BatchReport) -> None:
     """A row for each, in the manifest's order; names that want to be markup are text."""
     page = opened(many)
     assert _column(page, 0)[3:6] == ["net", "kept", "gated"]
@@ -163,10 +165,10 @@ def test_details_unfold(many: Path, opened: Callable[..., Any]) -> None:
         assert said in shown
 
 
-def test_links_lead_to_graphs(report: Report, tmp_path: Path, samples: Path, opened: Callable[..., Any]) -> None:
+def test_links_lead_to_graphs(report: BatchReport, tmp_path: Path, samples: Path, opened: Callable[..., Any]) -> None:
     """The page of each output that is there is drawn beside the report, once, and the link opens it."""
     output = tmp_path / "out put#1.onnx"
-    pipeline.insert(samples / "digits_cnn.onnx", rules=["weight_only"]).save(output)
+    api.insert(samples / "digits_cnn.onnx", rules=["weight_only"]).save(output)
     one = Outcome(
         name="digits & co#1",
         model="digits.onnx",
@@ -194,7 +196,7 @@ def test_links_lead_to_graphs(report: Report, tmp_path: Path, samples: Path, ope
     assert len([*drawn.parent.iterdir()]) == 2
 
 
-def test_a_link_to_what_is_no_model(report: Report, tmp_path: Path) -> None:
+def test_no_link_without_a_model(report: BatchReport, tmp_path: Path) -> None:
     """An output that was changed since has no graph, and the report is written all the same."""
     output = tmp_path / "net.onnx"
     output.write_bytes(b"nothing")

@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 
 from graphquant.formats import onnx as format_
-from graphquant.formats.onnx.read import index
-from graphquant.ir import Model, Op, Output, TensorRef, check
+from graphquant.formats.onnx.reader import model_from_message
+from graphquant.ir import Model, Op, Output, TensorRef, check_invariants
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +24,8 @@ def model_of() -> Callable[[str], Model]:
     """A function that loads a model written in onnx's text form."""
 
     def make(text: str) -> Model:
-        model = index(onnx.parser.parse_model(text))
-        check(model, "load")
+        model = model_from_message(onnx.parser.parse_model(text))
+        check_invariants(model, "load")
         return model
 
     return make
@@ -36,23 +36,23 @@ def identity_at() -> Callable[..., TensorRef]:
     """A function that puts an Identity behind a tensor, for all its readers or for some."""
 
     def insert(
-        model: Model, tensor: TensorRef, uses: list[Any] | None = None, *, place: str | None = None
+        model: Model, tensor: TensorRef, uses: list[Any] | None = None, *, graph_name: str | None = None
     ) -> TensorRef:
-        home = model.graphs[tensor.graph if place is None else place]
-        known = model.output(tensor)
+        graph = model.graphs[tensor.graph if graph_name is None else graph_name]
+        output = model.output(tensor)
         readers = model.graphs[tensor.graph].consumers(tensor) if uses is None else uses
-        name = home.fresh(f"{tensor.op}/quant")
+        name = graph.unique_name(f"{tensor.op}/quant")
         op = Op(
             name=name,
             kind="identity",
             type="Identity",
-            outputs=(Output(name, known.dtype, known.shape),),
+            outputs=(Output(name, output.dtype, output.shape),),
             rule="test-rule",
         )
-        new = home.add(op, [tensor])
-        home.reroute(tensor, readers, new)
-        check(model, "test")
-        return new
+        inserted = graph.add_op(op, [tensor])
+        graph.reroute(tensor, readers, inserted)
+        check_invariants(model, "test")
+        return inserted
 
     return insert
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
 SHARED = ROOT.parent / "shared" / "models"
 
-APART = {
+INDEPENDENT = {
     "linear": "(float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}> { y = MatMul(x, w) }",
     "gemm": """(float[N,4] x) => (float[N,2] y) <float[4,2] w = {1,2,3,4,5,6,7,8}, float[2] b = {1,2}>
         { y = Gemm(x, w, b) }""",
@@ -84,24 +84,24 @@ MIXED = {
 }
 
 
-def of(model_of: Any, text: str, opset: int = 17) -> Model:
+def build_model(model_of: Any, text: str, opset: int = 17) -> Model:
     """The model with that signature and these nodes."""
     return model_of(f'<ir_version: 8, opset_import: ["" : {opset}, "com.example" : 1]> g {text}')
 
 
-def feed_of(runner: Any, rows: int, seed: int) -> dict[str, Any]:
+def random_feed(runner: Any, rows: int, seed: int) -> dict[str, Any]:
     """Random feeds with that many rows; other free sizes are 3."""
     rng, feed = np.random.default_rng(seed), {}
     for spec in runner.inputs:
         shape = (rows, *(3 if size is None else size for size in spec.shape[1:]))
-        whole = spec.dtype.startswith("int")
-        feed[spec.name] = rng.integers(0, 2, shape) if whole else rng.normal(size=shape).astype(spec.dtype)
+        is_integer = spec.dtype.startswith("int")
+        feed[spec.name] = rng.integers(0, 2, shape) if is_integer else rng.normal(size=shape).astype(spec.dtype)
     return feed
 
 
-def agree(model: Model, feeds: list[dict[str, Any]]) -> None:
+def assert_batching_keeps_values(model: Model, feeds: list[dict[str, Any]]) -> None:
     """Assert that joined feeds give, in every tensor, the values of the single feeds one behind the other."""
-    runner = format_.runner(model)
+    runner = format_.create_runner(model)
     joined = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
     tensors = [
         TensorRef("", op.name, port)
@@ -110,27 +110,27 @@ def agree(model: Model, feeds: list[dict[str, Any]]) -> None:
         if str(output.dtype).startswith("float") and op.kind != "constant"
     ]
     single = list(runner.observe(tensors, feeds))
-    (together,) = runner.observe(tensors, [joined])
+    (joined_values,) = runner.observe(tensors, [joined])
     for tensor in tensors:
-        parts = [seen[tensor][0] for seen in single]
-        if all(np.array_equal(part, together[tensor][0]) for part in parts):
+        single_values = [values[tensor][0] for values in single]
+        if all(np.array_equal(single_value, joined_values[tensor][0]) for single_value in single_values):
             continue  # no input decides on it
-        np.testing.assert_allclose(together[tensor][0], np.concatenate(parts), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(joined_values[tensor][0], np.concatenate(single_values), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("text", APART.values(), ids=APART)
-def test_samples_may_be_joined(text: str, model_of: Any) -> None:
+@pytest.mark.parametrize("text", INDEPENDENT.values(), ids=INDEPENDENT)
+def test_batch_independent_models(text: str, model_of: Any) -> None:
     """What is said to keep samples apart gives the same values for them joined, whatever their number of rows."""
-    model = of(model_of, text)
-    runner = format_.runner(model)
-    assert runner.batchable is True
-    agree(model, [feed_of(runner, rows, seed) for seed, rows in enumerate((1, 3, 2))])
+    model = build_model(model_of, text)
+    runner = format_.create_runner(model)
+    assert runner.batch_independent is True
+    assert_batching_keeps_values(model, [random_feed(runner, rows, seed) for seed, rows in enumerate((1, 3, 2))])
 
 
 @pytest.mark.parametrize("text", MIXED.values(), ids=MIXED)
-def test_samples_may_not_be_joined(text: str, model_of: Any) -> None:
+def test_batch_dependent_models(text: str, model_of: Any) -> None:
     """What mixes samples, or cannot be shown not to, is refused."""
-    assert format_.runner(of(model_of, text)).batchable is False
+    assert format_.create_runner(build_model(model_of, text)).batch_independent is False
 
 
 @pytest.mark.parametrize(
@@ -147,35 +147,40 @@ def test_samples_may_not_be_joined(text: str, model_of: Any) -> None:
         ("(float[N,4] x) => (float[N,5] y) { y = Pad <pads = [0, 1, 0, 0]> (x) }", 9, True),
     ],
 )
-def test_older_forms(text: str, opset: int, said: bool, model_of: Any) -> None:
+def test_batch_independence_in_older_opsets(text: str, opset: int, said: bool, model_of: Any) -> None:
     """Axes, scales and pads are found where older opsets keep them."""
-    model = of(model_of, text, opset)
-    runner = format_.runner(model)
-    assert runner.batchable is said
+    model = build_model(model_of, text, opset)
+    runner = format_.create_runner(model)
+    assert runner.batch_independent is said
     if said:
-        agree(model, [feed_of(runner, 1, seed) for seed in range(3)])
+        assert_batching_keeps_values(model, [random_feed(runner, 1, seed) for seed in range(3)])
 
 
-def test_a_stale_shape_in_the_file_does_not_decide(model_of: Any) -> None:
+def test_stale_declared_shapes_are_ignored(model_of: Any) -> None:
     """Shapes are inferred anew: what a file wrongly states about inner and output values is not believed."""
     text = "(float[N,4] x) => (float[1,4] y) <float[N,4] m> { m = ReduceMax <axes = [0]> (x)  y = Relu(m) }"
-    assert format_.runner(of(model_of, text)).batchable is False
-    assert format_.runner(of(model_of, "(float[N,4] x) => (float[1,4] y) { y = Relu(x) }")).batchable is True
+    assert format_.create_runner(build_model(model_of, text)).batch_independent is False
+    assert (
+        format_.create_runner(
+            build_model(model_of, "(float[N,4] x) => (float[1,4] y) { y = Relu(x) }")
+        ).batch_independent
+        is True
+    )
 
 
 @pytest.mark.parametrize(("name", "said"), [("digits_cnn", True), ("digits_cnn_bn", True), ("digits_rnn", False)])
-def test_sample_models(name: str, said: bool) -> None:
+def test_batch_independence_of_sample_models(name: str, said: bool) -> None:
     """The sample models without loops may be run in blocks; a model with loops is refused."""
     model = format_.load(SAMPLES / f"{name}.onnx")
-    runner = format_.runner(model)
-    assert runner.batchable is said
+    runner = format_.create_runner(model)
+    assert runner.batch_independent is said
     if said:
         data = np.load(SAMPLES / "digits_cnn_eval.npz")["image"]
-        agree(model, [{runner.inputs[0].name: data[k : k + 1]} for k in range(4)])
+        assert_batching_keeps_values(model, [{runner.inputs[0].name: data[k : k + 1]} for k in range(4)])
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared models are not here")
 @pytest.mark.parametrize("name", ["ultraface/version-RFB-320", "silero_vad_16k_op15", "qlstm_tract"])
-def test_real_models(name: str) -> None:
+def test_real_models_are_batch_dependent(name: str) -> None:
     """Fixed sizes, scalar inputs and loops are refused."""
-    assert format_.runner(format_.load(SHARED / f"{name}.onnx")).batchable is False
+    assert format_.create_runner(format_.load(SHARED / f"{name}.onnx")).batch_independent is False

@@ -20,11 +20,11 @@ import pytest
 from onnx import helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
 
-from graphquant import pipeline
+from graphquant import api
 from graphquant.formats import onnx as format_
-from graphquant.formats.onnx.ops import DEFAULT_DOMAIN
-from graphquant.formats.onnx.read import index
-from graphquant.formats.onnx.run import ERRORS
+from graphquant.formats.onnx.ops import DEFAULT_DOMAIN_OPS
+from graphquant.formats.onnx.reader import model_from_message
+from graphquant.formats.onnx.session import RUNTIME_ERRORS
 from graphquant.numerics import dequantize, quantize
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ TYPES = (
     *("int8", "uint8", "int16", "uint16", "int4", "uint4"),
     *("int2", "uint3", "int5", "uint6", "int7", "int12", "float8_e4m3fn", "float8_e5m2"),
 )
-PER = ("tensor", "channel", "block")
+GRANULARITIES = ("tensor", "channel", "block")
 
 RULES = """
 description = "every float input"
@@ -70,7 +70,7 @@ NOTHING_TO_QUANTIZE = frozenset(
 )
 
 
-BY_REFERENCE = frozenset({"DepthToSpace", "SpaceToDepth"})
+REFERENCE_ONLY_OPS = frozenset({"DepthToSpace", "SpaceToDepth"})
 """Ops whose cases are of an opset that onnxruntime 1.31 does not know."""
 
 
@@ -82,7 +82,7 @@ class Case:
     feeds: Mapping[str, Any]
 
 
-def _run(message: Any, feeds: Mapping[str, Any]) -> tuple[list[Any], str]:
+def _run_case(message: Any, feeds: Mapping[str, Any]) -> tuple[list[Any], str]:
     """The outputs, and who computed them."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
@@ -91,66 +91,66 @@ def _run(message: Any, feeds: Mapping[str, Any]) -> tuple[list[Any], str]:
     try:
         session = onnxruntime.InferenceSession(message.SerializeToString(), options, providers=["CPUExecutionProvider"])
         return session.run(None, dict(feeds)), "onnxruntime"
-    except ERRORS:
+    except RUNTIME_ERRORS:
         with np.errstate(all="ignore"):
             return ReferenceEvaluator(message).run(None, dict(feeds)), "onnx.reference"
 
 
 @cache
-def _cases() -> dict[str, list[Case]]:
+def _cases_by_op() -> dict[str, list[Case]]:
     """For each op type of the table one model of its one node with float32 inputs that can be run."""
     with warnings.catch_warnings(action="ignore"):
         from onnx.backend.test.case.node import collect_testcases
 
-        made = collect_testcases(None)
-    found: dict[str, list[Case]] = {}
-    for case in made:
+        test_cases = collect_testcases(None)
+    cases: dict[str, list[Case]] = {}
+    for case in test_cases:
         nodes = case.model.graph.node if case.model is not None else []
-        if len(nodes) != 1 or nodes[0].op_type not in DEFAULT_DOMAIN or nodes[0].op_type in found:
+        if len(nodes) != 1 or nodes[0].op_type not in DEFAULT_DOMAIN_OPS or nodes[0].op_type in cases:
             continue
         names = [info.name for info in case.model.graph.input]
-        given = zip(names, case.data_sets[0][0] if case.data_sets else (), strict=False)
-        feeds = {name: np.asarray(value) for name, value in given if not isinstance(value, list)}
+        named_values = zip(names, case.data_sets[0][0] if case.data_sets else (), strict=False)
+        feeds = {name: np.asarray(value) for name, value in named_values if not isinstance(value, list)}
         floats = [name for name, value in feeds.items() if value.dtype == np.float32 and value.size]
         if len(feeds) == len(names) and floats:
-            held = [name for name in floats if name != names[0] or len(floats) == 1]
-            case_ = Case(case.model, feeds)
-            found[nodes[0].op_type] = [case_, _stored(case_, held)]
-    for name, case in _own():
-        found[name] = [case, _stored(case, list(case.feeds)[-1:])]
-    return found
+            stored_names = [name for name in floats if name != names[0] or len(floats) == 1]
+            op_case = Case(case.model, feeds)
+            cases[nodes[0].op_type] = [op_case, _with_initializers(op_case, stored_names)]
+    for name, case in _additional_cases():
+        cases[name] = [case, _with_initializers(case, list(case.feeds)[-1:])]
+    return cases
 
 
-def _own() -> Iterator[tuple[str, Case]]:
+def _additional_cases() -> Iterator[tuple[str, Case]]:
     """Ops whose cases there have other inputs than float32."""
-    forms: list[tuple[str, int, dict[str, Any]]] = [
+    specs: list[tuple[str, int, dict[str, Any]]] = [
         ("Cast", 1, {"to": onnx.TensorProto.DOUBLE}),
         ("CastLike", 2, {}),
         ("Einsum", 2, {"equation": "ij,kj->ik"}),
         ("Sum", 2, {}),
     ]
-    for name, count, attrs in forms:
+    for name, count, attrs in specs:
         names = ["a", "b"][:count]
-        infos = [helper.make_tensor_value_info(one, onnx.TensorProto.FLOAT, (5, 5)) for one in names]
-        made = helper.make_tensor_value_info("y", attrs.get("to", onnx.TensorProto.FLOAT), (5, 5))
-        graph = helper.make_graph([helper.make_node(name, names, ["y"], **attrs)], "one", infos, [made])
+        infos = [helper.make_tensor_value_info(input_name, onnx.TensorProto.FLOAT, (5, 5)) for input_name in names]
+        output_info = helper.make_tensor_value_info("y", attrs.get("to", onnx.TensorProto.FLOAT), (5, 5))
+        graph = helper.make_graph([helper.make_node(name, names, ["y"], **attrs)], "one", infos, [output_info])
         message = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
         rng = np.random.default_rng(0)
-        yield name, Case(message, {one: rng.normal(size=(5, 5)).astype(np.float32) for one in names})
+        yield name, Case(message, {input_name: rng.normal(size=(5, 5)).astype(np.float32) for input_name in names})
 
 
-def _stored(case: Case, held: list[str]) -> Case:
-    """The same with the inputs `held` as initializers."""
+def _with_initializers(case: Case, stored_names: list[str]) -> Case:
+    """The same with the inputs `stored_names` as initializers."""
     message = onnx.ModelProto()
     message.CopyFrom(case.message)
-    kept = [info for info in message.graph.input if info.name not in held]
+    remaining_inputs = [info for info in message.graph.input if info.name not in stored_names]
     del message.graph.input[:]
-    message.graph.input.extend(kept)
-    message.graph.initializer.extend(numpy_helper.from_array(case.feeds[name], name) for name in held)
-    return Case(message, {name: value for name, value in case.feeds.items() if name not in held})
+    message.graph.input.extend(remaining_inputs)
+    message.graph.initializer.extend(numpy_helper.from_array(case.feeds[name], name) for name in stored_names)
+    return Case(message, {name: value for name, value in case.feeds.items() if name not in stored_names})
 
 
-def _with(case: Case, values: Mapping[str, Any]) -> Case:
+def _with_values(case: Case, values: Mapping[str, Any]) -> Case:
     """The case with other inputs or initializers."""
     message = onnx.ModelProto()
     message.CopyFrom(case.message)
@@ -160,16 +160,16 @@ def _with(case: Case, values: Mapping[str, Any]) -> Case:
     return Case(message, {name: values.get(name, value) for name, value in case.feeds.items()})
 
 
-def _value(case: Case, name: str) -> Any:
+def _input_value(case: Case, name: str) -> Any:
     stored = {tensor.name: tensor for tensor in case.message.graph.initializer}
     return numpy_helper.to_array(stored[name]) if name in stored else case.feeds[name]
 
 
 def _rules(folder: Path, dtype: str, per: str) -> str:
-    more = "axis = 0\n" if per != "tensor" else ""
-    more += "block_size = 2\n" if per == "block" else ""
+    extra_fields = "axis = 0\n" if per != "tensor" else ""
+    extra_fields += "block_size = 2\n" if per == "block" else ""
     path = folder / f"{dtype}_{per}.toml"
-    path.write_text(RULES.format(dtype=dtype, per=per, more=more))
+    path.write_text(RULES.format(dtype=dtype, per=per, more=extra_fields))
     return str(path)
 
 
@@ -179,51 +179,53 @@ def _compare(case: Case, rules: str) -> str:
     What each site gives agrees in every bit. So does the op's result, or to the last places: kernels sum in an order
     that depends on where in memory their inputs lie.
     """
-    model = index(case.message)
-    result = pipeline.insert(model, rules=[rules])
+    model = model_from_message(case.message)
+    result = api.insert(model, rules=[rules])
     if not result.inserted:
         return ""
     message = format_.emit(result.model)
     onnx.checker.check_model(message, full_check=True)
     values = {}
-    for done in result.inserted:
-        name = done.site.tensor.op
-        value = _value(case, name)
-        values[name] = dequantize(quantize(value, done.params), done.params)
-        info = helper.make_tensor_value_info(result.model.output(done.output).name, onnx.TensorProto.FLOAT, value.shape)
+    for insertion in result.inserted:
+        name = insertion.site.tensor.op
+        value = _input_value(case, name)
+        values[name] = dequantize(quantize(value, insertion.params), insertion.params)
+        info = helper.make_tensor_value_info(
+            result.model.output(insertion.output).name, onnx.TensorProto.FLOAT, value.shape
+        )
         message.graph.output.append(info)
-    have, who = _run(message, case.feeds)
-    made = len(have) - len(values)
-    for found, expected in zip(have[made:], values.values(), strict=True):
-        np.testing.assert_array_equal(np.asarray(found).view(np.int32), expected.view(np.int32))
-    other = _with(case, values)
-    want, _ = _run(_raised(other.message, message), other.feeds)
-    for one, two in zip(want, have[:made], strict=True):
-        np.testing.assert_allclose(np.asarray(two), np.asarray(one), rtol=1e-5, atol=1e-6)
-    return who
+    results, engine = _run_case(message, case.feeds)
+    output_count = len(results) - len(values)
+    for actual, expected in zip(results[output_count:], values.values(), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual).view(np.int32), expected.view(np.int32))
+    quantized_case = _with_values(case, values)
+    expected_outputs, _ = _run_case(_raise_opset(quantized_case.message, message), quantized_case.feeds)
+    for expected_output, actual_output in zip(expected_outputs, results[:output_count], strict=True):
+        np.testing.assert_allclose(np.asarray(actual_output), np.asarray(expected_output), rtol=1e-5, atol=1e-6)
+    return engine
 
 
-def _raised(message: Any, written: Any) -> Any:
+def _raise_opset(message: Any, emitted: Any) -> Any:
     """The model before, at the opset that the written one has."""
-    now = next(item.version for item in written.opset_import if item.domain == "")
-    for item in message.opset_import:
-        if item.domain == "" and item.version < now:
-            item.version = now
+    opset = next(entry.version for entry in emitted.opset_import if entry.domain == "")
+    for entry in message.opset_import:
+        if entry.domain == "" and entry.version < opset:
+            entry.version = opset
     return message
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_op_of_the_table(tmp_path: Path, dtype: str) -> None:
     """For each op and granularity, what is written computes what numpy says; who ran it is known."""
-    cases = _cases()
-    table = sorted(set(DEFAULT_DOMAIN) - NOTHING_TO_QUANTIZE)
+    cases = _cases_by_op()
+    table = sorted(set(DEFAULT_DOMAIN_OPS) - NOTHING_TO_QUANTIZE)
     assert [name for name in table if name not in cases] == []
     ran: dict[str, set[str]] = {}
-    for per in PER:
+    for per in GRANULARITIES:
         rules = _rules(tmp_path, dtype, per)
         for name in table:
             for case in cases[name][per == "block" :]:  # blocks are for weights
                 ran.setdefault(_compare(case, rules), set()).add(name)
     assert ran.pop("onnxruntime") | ran["onnx.reference"] == set(table)
-    assert ran.pop("onnx.reference") == BY_REFERENCE
+    assert ran.pop("onnx.reference") == REFERENCE_ONLY_OPS
     assert ran == {"": {"Clip", "Pad", "Resize", "Upsample"}}  # their floats are one number each, and have no blocks

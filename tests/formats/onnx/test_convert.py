@@ -10,7 +10,7 @@ import pytest
 
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
-from graphquant.ir import check
+from graphquant.ir import check_invariants
 
 REAL = Path(__file__).resolve().parents[4] / "shared/models"
 real = pytest.mark.skipif(not REAL.is_dir(), reason="the real models are not here")
@@ -26,55 +26,55 @@ g (float[N,2] x) => (float[2] y) <float[2] w = {1, 2}> {
 def test_upgrade_gives_the_same_outputs(model_of: Any) -> None:
     """Attributes become inputs, names and initializers stay, and the IR version is what the opset needs."""
     model = model_of(OLD)
-    result = format_.upgrade(model, 13)
-    check(result, "upgrade")
+    result = format_.upgrade_opset(model, 13)
+    check_invariants(result, "upgrade")
     assert (model.opset, result.opset, result.source.message.ir_version) == (11, 13, 7)
     assert [name for name in result.main.nx if name in model.main] == list(model.main.nx)
     assert len(result.main.slots("s")) == 2
     x = np.array([[1, -9], [2, 3]], np.float32)
-    np.testing.assert_array_equal(format_.runner(result).run({"x": x})["y"], [5, 0])
-    assert format_.upgrade(result, 13) is result
-    assert format_.upgrade(result, 10) is result
+    np.testing.assert_array_equal(format_.create_runner(result).run({"x": x})["y"], [5, 0])
+    assert format_.upgrade_opset(result, 13) is result
+    assert format_.upgrade_opset(result, 10) is result
 
 
-def test_functions_and_large_initializers_survive(model_of: Any) -> None:
+def test_upgrade_keeps_functions_weights_and_metadata(model_of: Any) -> None:
     """What onnx's converter drops is there afterwards: functions, weights in their order, notes."""
     text = OLD.replace('["" : 11]', '["" : 11, "f" : 1]').replace("y = Relu(s)", "y = f.fn(s)")
     text += ' <domain: "f", opset_import: ["" : 11]> fn (a) => (b) { b = Neg(a) }'
     model = model_of(text)
     message = model.source.message
     message.metadata_props.add(key="note", value="kept")
-    result = format_.upgrade(model, 13)
+    result = format_.upgrade_opset(model, 13)
     assert [function.name for function in result.source.message.functions] == ["fn"]
     assert [entry.value for entry in result.source.message.metadata_props] == ["kept"]
-    np.testing.assert_array_equal(format_.runner(result).run({"x": np.ones((1, 2), np.float32)})["y"], [-2, -3])
+    np.testing.assert_array_equal(format_.create_runner(result).run({"x": np.ones((1, 2), np.float32)})["y"], [-2, -3])
 
 
-def test_what_cannot_be_converted_says_why(model_of: Any) -> None:
+def test_unknown_opset_is_rejected(model_of: Any) -> None:
     """An opset that onnx does not have is an error with a way out."""
     with pytest.raises(ModelError, match=r"from opset 11 to 999: .*one scale per tensor instead of per channel"):
-        format_.upgrade(model_of(OLD), 999)
+        format_.upgrade_opset(model_of(OLD), 999)
 
 
 @real
 @pytest.mark.parametrize("opset", [13, 17, 21])
-def test_face_detector(opset: int) -> None:
+def test_upgrade_of_the_face_detector(opset: int) -> None:
     """The opset 9 face detector, whose initializers are inputs, gives the same boxes afterwards."""
     model = format_.load(REAL / "ultraface/version-RFB-320.onnx")
-    result = format_.upgrade(model, opset)
-    check(result, "upgrade")
+    result = format_.upgrade_opset(model, opset)
+    check_invariants(result, "upgrade")
     assert set(model.main.nx) <= set(result.main.nx)
     images = np.load(REAL / "ultraface/images.npz")["rgb"][:1]
     feed = {"input": ((images.astype(np.float32) - 127) / 128).transpose(0, 3, 1, 2)}
-    before, after = format_.runner(model).run(feed), format_.runner(result).run(feed)
-    for name, value in before.items():
-        np.testing.assert_allclose(after[name], value, rtol=1e-5, atol=1e-6)
+    expected, actual = format_.create_runner(model).run(feed), format_.create_runner(result).run(feed)
+    for name, value in expected.items():
+        np.testing.assert_allclose(actual[name], value, rtol=1e-5, atol=1e-6)
 
 
 @real
-def test_valid_but_not_runnable() -> None:
+def test_opset_that_does_not_run_is_rejected() -> None:
     """What passes the checker but not onnxruntime is refused; the lower opset works."""
     model = format_.load(REAL / "qlstm_tract.onnx")
-    assert format_.upgrade(model, 13).opset == 13
+    assert format_.upgrade_opset(model, 13).opset == 13
     with pytest.raises(ModelError, match=r"onnxruntime does not take the result: .*output_dtype INT8"):
-        format_.upgrade(model, 21)
+        format_.upgrade_opset(model, 21)

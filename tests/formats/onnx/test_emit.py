@@ -12,8 +12,8 @@ import pytest
 
 from graphquant.errors import ModelError
 from graphquant.formats import onnx as format_
-from graphquant.formats.onnx.read import index
-from graphquant.ir import Op, Output, TensorRef, Use, check
+from graphquant.formats.onnx.reader import model_from_message
+from graphquant.ir import Op, Output, TensorRef, Use, check_invariants
 
 Array = np.ndarray[Any, Any]
 
@@ -40,23 +40,23 @@ g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}> {
     >
 }"""
 
-VOICE = {"input": [1, 576], "state": [2, 1, 128]}
+VOICE_INPUT_SHAPES = {"input": [1, 576], "state": [2, 1, 128]}
 """Sizes of the voice detector's inputs."""
 
 X = np.array([-3, 4], np.float32)
 
 
-def names(message: Any) -> list[tuple[str, list[str], list[str]]]:
+def node_signatures(message: Any) -> list[tuple[str, list[str], list[str]]]:
     """Return type, inputs and outputs of each node of the main graph."""
     return [(node.op_type, list(node.input), list(node.output)) for node in message.graph.node]
 
 
-def test_middle(model_of: Any, identity_at: Any, run: Any) -> None:
+def test_new_node_precedes_its_first_reader(model_of: Any, identity_at: Any, run: Any) -> None:
     """A new node stands right before its first reader, stamped with its rule, and only the named use reads it."""
     model = model_of(CHAIN)
     identity_at(model, TensorRef("", "a"), [Use("", "b", 1)])
     message = format_.emit(model)
-    assert names(message) == [
+    assert node_signatures(message) == [
         ("Add", ["x", "w"], ["a"]),
         ("Identity", ["a"], ["a/quant"]),
         ("Mul", ["a", "a/quant"], ["b"]),
@@ -68,7 +68,7 @@ def test_middle(model_of: Any, identity_at: Any, run: Any) -> None:
     np.testing.assert_array_equal(run(model, {"x": X})[0], [3, 34])
 
 
-def test_no_stamp_before_ir_10(model_of: Any, identity_at: Any) -> None:
+def test_no_node_metadata_before_ir_version_10(model_of: Any, identity_at: Any) -> None:
     """A model whose IR version has no node metadata gets none."""
     model = model_of(BRANCHES)
     identity_at(model, TensorRef("", "a"))
@@ -91,7 +91,7 @@ def test_graph_output_keeps_its_name(model_of: Any, identity_at: Any, run: Any) 
     model = model_of(CHAIN)
     identity_at(model, TensorRef("", "y"))
     message = format_.emit(model)
-    assert names(message)[-2:] == [("Sub", ["b", "w"], ["y/float"]), ("Identity", ["y/float"], ["y"])]
+    assert node_signatures(message)[-2:] == [("Sub", ["b", "w"], ["y/float"]), ("Identity", ["y/float"], ["y"])]
     assert [info.name for info in message.graph.output] == ["y"]
     assert [info.name for info in message.graph.value_info] == ["y/float"]
     np.testing.assert_array_equal(run(model, {"x": X})[0], [3, 34])
@@ -118,7 +118,7 @@ def test_outputs_that_swap(model_of: Any, run: Any) -> None:
     g (float[2] x) => (float[2] y, float[2] z) { y = Neg(x)  z = Abs(x) }""")
     model.main.connect(Use("", "@y", 0), TensorRef("", "z"))
     model.main.connect(Use("", "@z", 0), TensorRef("", "y"))
-    assert names(format_.emit(model)) == [("Neg", ["x"], ["z"]), ("Abs", ["x"], ["y"])]
+    assert node_signatures(format_.emit(model)) == [("Neg", ["x"], ["z"]), ("Abs", ["x"], ["y"])]
     y, z = run(model, {"x": X})
     np.testing.assert_array_equal(y, [3, 4])
     np.testing.assert_array_equal(z, [3, -4])
@@ -130,7 +130,7 @@ def test_output_that_needs_a_copy(source: str, model_of: Any, run: Any) -> None:
     model = model_of("""<ir_version: 8, opset_import: ["" : 17]>
     g (float[2] x) => (float[2] y, float[2] z) <float[2] w = {1, 2}> { y = Neg(x)  z = Add(x, w) }""")
     model.main.reroute(TensorRef("", "y"), [Use("", "@y", 0)], TensorRef("", source))
-    assert names(format_.emit(model))[-1] == ("Identity", [source], ["y"])
+    assert node_signatures(format_.emit(model))[-1] == ("Identity", [source], ["y"])
     np.testing.assert_array_equal(run(model, {"x": X})[0], {"x": [-3, 4], "w": [1, 2], "z": [-2, 6]}[source])
 
 
@@ -154,20 +154,20 @@ def test_output_that_is_the_input(model_of: Any, identity_at: Any) -> None:
         format_.emit(model)
 
 
-def test_captured(model_of: Any, identity_at: Any, run: Any) -> None:
+def test_captured_tensor_is_quantized_before_the_if(model_of: Any, identity_at: Any, run: Any) -> None:
     """A tensor captured by both branches is quantized once, before the If that owns them."""
     model = model_of(BRANCHES)
     identity_at(model, TensorRef("", "a"))
     message = format_.emit(model)
     assert [node.op_type for node in message.graph.node] == ["Add", "Identity", "If"]
-    bodies = [attr.g for attr in message.graph.node[-1].attribute]
-    assert [list(body.node[0].input) for body in bodies] == [["a/quant"], ["a/quant"]]
+    branches = [attr.g for attr in message.graph.node[-1].attribute]
+    assert [list(body.node[0].input) for body in branches] == [["a/quant"], ["a/quant"]]
     np.testing.assert_array_equal(run(model, {"x": X, "c": np.array(True)})[0], [0, 12])
     np.testing.assert_array_equal(run(model, {"x": X, "c": np.array(False)})[0], [2, -6])
 
 
 @pytest.mark.parametrize("tensor", ["q", "p"])
-def test_inside_a_body(tensor: str, model_of: Any, identity_at: Any, run: Any) -> None:
+def test_tensor_inside_a_body(tensor: str, model_of: Any, identity_at: Any, run: Any) -> None:
     """A tensor of a body is quantized there, also where it is the body's output."""
     model = model_of(BRANCHES)
     identity_at(model, TensorRef("y/then_branch", tensor))
@@ -190,8 +190,8 @@ def test_qdq_pair_with_constants(model_of: Any, run: Any) -> None:
     """Scale and zero point become initializers, and the pair rounds to its grid."""
     model = model_of(CHAIN)
     graph = model.main
-    scale = graph.add(constant("s", np.array(0.5, np.float32)))
-    zero = graph.add(constant("z", np.array(3, np.int8)))
+    scale = graph.add(constant_op("s", np.array(0.5, np.float32)))
+    zero = graph.add(constant_op("z", np.array(3, np.int8)))
     pair = TensorRef("", "a")
     for kind, type_, dtype in (("quantize", "QuantizeLinear", "int8"), ("dequantize", "DequantizeLinear", "float32")):
         op = Op(name=f"a/{kind}", kind=kind, type=type_, outputs=(Output(f"a/{kind}", dtype, (2,)),), rule="r")
@@ -208,9 +208,11 @@ def test_function_body(model_of: Any, run: Any) -> None:
     g (float[2] x) => (float[2] y) { y = f.twice(x) }
     <domain: "f", opset_import: ["" : 17]> twice (a) => (b) { t = Add(a, a)  b = Relu(t) }""")
     body = model.graphs["f:twice"]
-    one = body.add(constant("one", np.array([10, 20], np.float32)))
-    new = body.add(Op(name="plus", kind="add", type="Add", outputs=(Output("plus"),)), [TensorRef("f:twice", "t"), one])
-    body.reroute(TensorRef("f:twice", "t"), [Use("f:twice", "b", 0)], new)
+    constant_ref = body.add(constant_op("one", np.array([10, 20], np.float32)))
+    sum_ref = body.add(
+        Op(name="plus", kind="add", type="Add", outputs=(Output("plus"),)), [TensorRef("f:twice", "t"), constant_ref]
+    )
+    body.reroute(TensorRef("f:twice", "t"), [Use("f:twice", "b", 0)], sum_ref)
     message = format_.emit(model)
     assert [node.op_type for node in message.functions[0].node] == ["Add", "Constant", "Add", "Relu"]
     np.testing.assert_array_equal(run(message, {"x": X})[0], [4, 28])
@@ -232,7 +234,7 @@ def test_replaced_and_removed(model_of: Any, run: Any) -> None:
     graph.remove("b")
     graph.remove("v")
     message = format_.emit(model)
-    assert names(message) == [("LeakyRelu", ["x"], ["a"]), ("Add", ["a", "w"], ["y"])]
+    assert node_signatures(message) == [("LeakyRelu", ["x"], ["a"]), ("Add", ["a", "w"], ["y"])]
     assert [tensor.name for tensor in message.graph.initializer] == ["w"]
     np.testing.assert_array_equal(run(model, {"x": X})[0], [9.25, 24])
 
@@ -263,14 +265,14 @@ def test_new_domain_is_imported(model_of: Any) -> None:
     assert imports == [("", 21), ("com.microsoft", 1)]
 
 
-def test_source_and_first_model_stay(model_of: Any, identity_at: Any) -> None:
+def test_emit_leaves_the_source_unchanged(model_of: Any, identity_at: Any) -> None:
     """Editing a copy and emitting it leaves the source message and the other model as they were."""
     model = model_of(CHAIN)
-    before = format_.emit(model)
-    twin = model.copy()
-    identity_at(twin, TensorRef("", "y"))
-    assert format_.emit(twin) != before
-    assert format_.emit(model) == before == model.source.message
+    message = format_.emit(model)
+    copy = model.copy()
+    identity_at(copy, TensorRef("", "y"))
+    assert format_.emit(copy) != message
+    assert format_.emit(model) == message == model.source.message
 
 
 def test_emit_is_linear(model_of: Any, identity_at: Any) -> None:
@@ -289,14 +291,14 @@ def test_emit_is_linear(model_of: Any, identity_at: Any) -> None:
     assert types == ["Relu", "Identity"] * (count - 1) + ["Relu"]
 
 
-def constant(name: str, value: Array) -> Op:
+def constant_op(name: str, value: Array) -> Op:
     """Return a constant op."""
     return Op(
         name=name,
         kind="constant",
         type="Constant",
         outputs=(Output(name, str(value.dtype), value.shape),),
-        value=lambda: value,
+        read_value=lambda: value,
     )
 
 
@@ -304,13 +306,13 @@ def constant(name: str, value: Array) -> Op:
 def test_identity_behind_every_float_tensor(path: Path, identity_at: Any) -> None:
     """Real models with an Identity behind each float tensor, in bodies too, are valid and compute the same bits."""
     model = format_.load(path)
-    before = format_.runner(model)
+    runner = format_.create_runner(model)
     rng = np.random.default_rng(0)
     feeds: dict[str, Array] = {}
-    for spec in before.inputs:
-        known = [size or 1 for size in spec.shape or ()]
-        sizes = VOICE.get(spec.name, known) if "silero" in path.name else known
-        feeds[spec.name] = (rng.standard_normal(sizes) if sizes else np.array(16000)).astype(spec.dtype)
+    for spec in runner.inputs:
+        declared_shape = [size or 1 for size in spec.shape or ()]
+        shape = VOICE_INPUT_SHAPES.get(spec.name, declared_shape) if "silero" in path.name else declared_shape
+        feeds[spec.name] = (rng.standard_normal(shape) if shape else np.array(16000)).astype(spec.dtype)
     edited = model.copy()
     count = 0
     for graph in model.graphs.values():
@@ -322,10 +324,10 @@ def test_identity_behind_every_float_tensor(path: Path, identity_at: Any) -> Non
                     count += 1
     message = format_.emit(edited)
     onnx.checker.check_model(message)
-    again = index(message)
-    check(again, "emit")
-    added = sum(len(graph) for graph in again.graphs.values()) - sum(len(graph) for graph in model.graphs.values())
+    reloaded = model_from_message(message)
+    check_invariants(reloaded, "emit")
+    added = sum(len(graph) for graph in reloaded.graphs.values()) - sum(len(graph) for graph in model.graphs.values())
     assert added == count > 40
-    after = format_.runner(edited).run(feeds)
-    for name, value in before.run(feeds).items():
-        np.testing.assert_allclose(after[name], value, rtol=1e-4, atol=1e-5)
+    actual = format_.create_runner(edited).run(feeds)
+    for name, value in runner.run(feeds).items():
+        np.testing.assert_allclose(actual[name], value, rtol=1e-4, atol=1e-5)

@@ -10,7 +10,7 @@ import pytest
 
 import graphquant as gq
 
-SPOILT = [
+CRASHING_MODELS = [
     "(double[6, 2] x) => (y, float z, w) { y, z, w = Split<num_outputs = 2>(x) }",
     "(float[3] x) => (y, z) { y, z = Split<num_outputs = 1>(x) }",
     """(float[4, 4] x, bool c) => (y) { y = If(c) <
@@ -34,7 +34,7 @@ SPOILT = [
     "(int64[3] x) => (y) { y = ai.onnx.ml.LabelEncoder(x) }",
 ]
 
-CHILD = """
+LOAD_SCRIPT = """
 import sys
 from pathlib import Path
 import graphquant as gq
@@ -48,7 +48,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.onnx")):
 """
 
 
-def write(text: str, path: Path) -> Path:
+def write_model(text: str, path: Path) -> Path:
     """The model, whose values may have no types, as a file."""
     onnx.save(
         onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20, "own": 1, "ai.onnx.ml": 4]> g {text}'), path
@@ -56,19 +56,19 @@ def write(text: str, path: Path) -> Path:
     return path
 
 
-def test_process_lives(tmp_path: Path) -> None:
+def test_crashing_nodes_do_not_end_the_process(tmp_path: Path) -> None:
     """Each model is read in a process that would end, or not, if onnx saw its node."""
-    for number, text in enumerate(SPOILT):
-        write(text, tmp_path / f"{number:02}.onnx")
+    for number, text in enumerate(CRASHING_MODELS):
+        write_model(text, tmp_path / f"{number:02}.onnx")
     child = subprocess.run(
-        [sys.executable, "-c", CHILD, str(tmp_path)],
+        [sys.executable, "-c", LOAD_SCRIPT, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=60,
         check=False,
     )
     assert child.returncode == 0, child.stdout
-    assert child.stdout.count(".onnx") >= len(SPOILT)
+    assert child.stdout.count(".onnx") >= len(CRASHING_MODELS)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_process_lives(tmp_path: Path) -> None:
         ("(float[2, 3, 4] x, float[4] s) => (y) { y = LayerNormalization<axis = -1>(x, s) }", (2, 3, 4)),
     ],
 )
-def test_sound_ones_have_types(text: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_valid_nodes_have_types(text: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     """The same ops in a model that is right have the type that onnx finds."""
-    model = gq.load(write(text, tmp_path / "m.onnx"))
+    model = gq.load(write_model(text, tmp_path / "m.onnx"))
     output = model.main.op("y").outputs[0]
     assert (output.dtype, output.shape) == ("float32", shape)
 
@@ -100,4 +100,4 @@ def test_many_long_vectors(tmp_path: Path) -> None:
       rest = Constant<value_ints = [3, 4]>() all = Concat<axis = 0>(n, rest) r = Reshape(x, all)
       b = Constant<value_floats = [1.0, 2.0, 3.0, 4.0]>() y = Add(r, b)
     }"""
-    assert gq.load(write(text, tmp_path / "m.onnx")).main.op("y").outputs[0].shape == (2, 3, 4)
+    assert gq.load(write_model(text, tmp_path / "m.onnx")).main.op("y").outputs[0].shape == (2, 3, 4)

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats import onnx as format_
 from graphquant.formats.onnx import tensors
-from graphquant.formats.onnx.read import index
+from graphquant.formats.onnx.reader import model_from_message
 from graphquant.ir import Output, Parameters, TensorRef, Use
 
 SAMPLES = Path(__file__).parents[3] / "sample_models"
@@ -31,7 +31,7 @@ def test_import_is_cheap() -> None:
 
 def test_names(model_of: Any) -> None:
     """Unnamed nodes are called after their first output; names taken already fall back to that, then to `_k`."""
-    model = index(
+    model = model_from_message(
         helper.make_model(
             helper.make_graph(
                 [
@@ -75,8 +75,8 @@ KINDS = (
 def test_kinds_roles_axes(model_of: Any) -> None:
     """Kind and channel axis follow from type, attributes and the shapes of weights."""
     main = model_of(KINDS.replace('["" : 17]', '["" : 17, "custom" : 1, "com.microsoft" : 1]')).main
-    found = {op.name: (op.kind, op.channel_axis) for op in main.ops() if op.source is not None and main.slots(op.name)}
-    assert found == {
+    ops = {op.name: (op.kind, op.channel_axis) for op in main.ops() if op.source is not None and main.slots(op.name)}
+    assert ops == {
         "conv": ("conv", 0),
         "depth": ("depthwise_conv", 0),
         "six6": ("relu6", None),
@@ -120,8 +120,8 @@ def test_constant_nodes(attribute: str, value: np.ndarray[Any, Any], model_of: A
     main = model_of(HEAD + f"g (float[2] x) => (float[2] x2) {{ c = Constant <{attribute}> ()  x2 = Neg(x) }}").main
     op = main.op("c")
     assert op.kind == "constant"
-    found = op.value()
-    assert (found.dtype, found.tolist()) == (value.dtype, value.tolist())
+    decoded = op.value()
+    assert (decoded.dtype, decoded.tolist()) == (value.dtype, value.tolist())
 
 
 def test_sparse_initializer() -> None:
@@ -136,9 +136,9 @@ def test_sparse_initializer() -> None:
             [helper.make_tensor_value_info("y", 1, [2, 2])],
             sparse_initializer=[sparse],
         )
-        op = index(helper.make_model(graph)).main.op("s")
+        op = model_from_message(helper.make_model(graph)).main.op("s")
         assert (op.kind, op.outputs) == ("constant", (Output("s", "float32", (2, 2)),))
-        np.testing.assert_array_equal(op.value(), [[0, 5], [0, 7]])
+        np.testing.assert_array_equal(op.read_value(), [[0, 5], [0, 7]])
 
 
 def test_bodies_and_captures(model_of: Any) -> None:
@@ -199,7 +199,7 @@ def test_function_calls_pass_parameters(model_of: Any) -> None:
     np.testing.assert_array_equal(parameters.value(TensorRef("f:fn", "b")), [1, 2])
 
 
-CALLED = """<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
+CALLED_FUNCTION = """<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
 g (bool p, float[2,3] x, float[OTHER] z) => (float[] y, float[] v) <float[3,4] w = {1,2,3,4,5,6,7,8,9,10,11,12}> {
     y = f.fn(p, x, w)
     v = f.fn(p, z, w)
@@ -211,17 +211,17 @@ g (bool p, float[2,3] x, float[OTHER] z) => (float[] y, float[] v) <float[3,4] w
 
 
 @pytest.mark.parametrize(("other", "rows"), [("2,3", 2), ("5,3", None), ("7,2,3", "all")])
-def test_values_of_functions_have_the_types_of_their_calls(model_of: Any, other: str, rows: Any) -> None:
+def test_function_values_have_the_types_of_their_calls(model_of: Any, other: str, rows: Any) -> None:
     """What calls agree on is known in the function, and in the bodies in it; what they do not is not."""
-    model = model_of(CALLED.replace("OTHER", other))
+    model = model_of(CALLED_FUNCTION.replace("OTHER", other))
     shapes = {name: None if rows == "all" else (rows, columns) for name, columns in (("a", 3), ("m", 4))}
     for name, shape in {**shapes, "b": (3, 4)}.items():
-        known = model.graphs["f:fn"].op(name).outputs[0]
-        assert (known.dtype, known.shape) == ("float32", shape), name
+        output = model.graphs["f:fn"].op(name).outputs[0]
+        assert (output.dtype, output.shape) == ("float32", shape), name
     assert model.graphs["f:fn"].op("q").outputs[0].dtype == "bool"
     for branch, name in (("then_branch", "d"), ("else_branch", "e")):
-        known = model.graphs[f"f:fn/c/{branch}"].op(name).outputs[0]
-        assert (known.dtype, known.shape) == ("float32", shapes["m"])
+        output = model.graphs[f"f:fn/c/{branch}"].op(name).outputs[0]
+        assert (output.dtype, output.shape) == ("float32", shapes["m"])
 
 
 def test_calls_with_other_types(model_of: Any) -> None:
@@ -270,10 +270,10 @@ def test_bomb_of_constants_is_refused(model_of: Any) -> None:
         ("g (float[2] x) => (float[2] z) { y = Abs(x) }", "reads 'z', which nothing makes"),
     ],
 )
-def test_what_does_not_fit_together(text: str, message: str) -> None:
+def test_inconsistent_models_are_rejected(text: str, message: str) -> None:
     """Duplicate producers, missing producers and circles are errors that name the value."""
     with pytest.raises(ModelError, match=message):
-        index(onnx.parser.parse_model(HEAD + text))
+        model_from_message(onnx.parser.parse_model(HEAD + text))
 
 
 def test_unsorted_nodes_are_read(model_of: Any) -> None:
@@ -283,7 +283,7 @@ def test_unsorted_nodes_are_read(model_of: Any) -> None:
     assert format_.emit(model) == model.source.message
 
 
-def broken(shape: list[int], raw: bytes) -> onnx.ModelProto:
+def model_with_raw_initializer(shape: list[int], raw: bytes) -> onnx.ModelProto:
     """Return a model with an initializer of given shape and bytes."""
     tensor = TensorProto(name="w", data_type=1, dims=shape, raw_data=raw)
     graph = helper.make_graph(
@@ -295,15 +295,15 @@ def broken(shape: list[int], raw: bytes) -> onnx.ModelProto:
 def test_negative_size() -> None:
     """A negative size is an error at load."""
     with pytest.raises(ModelError, match=r"'w' has the shape \[-1\]"):
-        index(broken([-1], b""))
+        model_from_message(model_with_raw_initializer([-1], b""))
 
 
 @pytest.mark.parametrize("shape", [[3], [1 << 40, 1 << 40]])
 def test_wrong_length_when_read(shape: list[int]) -> None:
     """Data of the wrong length is an error when it is read, not before."""
-    model = index(broken(shape, struct.pack("<f", 1)))
+    model = model_from_message(model_with_raw_initializer(shape, struct.pack("<f", 1)))
     with pytest.raises(ModelError, match="data of tensor 'w' does not fit its shape"):
-        model.main.op("w").value()
+        model.main.op("w").read_value()
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
@@ -346,7 +346,7 @@ def test_hostile_files(name: str, data: bytes, tmp_path: Path) -> None:
 
 def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
     """A cut off file and one that is not there are errors that name the file."""
-    data = broken([1], struct.pack("<f", 1)).SerializeToString()
+    data = model_with_raw_initializer([1], struct.pack("<f", 1)).SerializeToString()
     refused = 0
     for length in range(len(data)):
         (tmp_path / "cut.onnx").write_bytes(data[:length])
@@ -375,13 +375,13 @@ def test_deep_nesting_is_refused() -> None:
         list(inner.output),
     )
     with pytest.raises(ModelError, match="deep"):
-        index(helper.make_model(graph))
+        model_from_message(helper.make_model(graph))
 
 
 # -- external data -------------------------------------------------------------------------------
 
 
-def external(folder: Path, location: str, **entries: str) -> Path:
+def write_external_model(folder: Path, location: str, **entries: str) -> Path:
     """Write a model whose weight, two floats, is in another file."""
     tensor = TensorProto(name="w", data_type=1, dims=[2], data_location=TensorProto.EXTERNAL)
     for key, value in {"location": location, **entries}.items():
@@ -412,34 +412,36 @@ def folder(tmp_path: Path) -> Path:
 
 def test_external_data_is_read_and_run(folder: Path) -> None:
     """External data is a memory map; sessions, upgrades and copies of the model in other folders find it."""
-    model = format_.load(external(folder, "data/w.bin", offset="8", length="8"))
-    value = model.main.op("w").value()
+    model = format_.load(write_external_model(folder, "data/w.bin", offset="8", length="8"))
+    value = model.main.op("w").read_value()
     assert isinstance(value, np.memmap)
     np.testing.assert_array_equal(value, [3, 4])
     x = {"x": np.array([1, 1], np.float32)}
-    np.testing.assert_array_equal(format_.runner(model).run(x)["y"], [4, 5])
-    np.testing.assert_array_equal(format_.runner(format_.upgrade(model, 13)).run(x)["y"], [4, 5])
-    other = folder.parent / "other"
-    other.mkdir()
-    format_.save(model, other / "n.onnx")
-    assert sorted(path.name for path in other.rglob("*")) == ["data", "n.onnx", "w.bin"]
-    np.testing.assert_array_equal(format_.load(other / "n.onnx").main.op("w").value(), [3, 4])
-    format_.save(model, other / "n.onnx")
+    np.testing.assert_array_equal(format_.create_runner(model).run(x)["y"], [4, 5])
+    np.testing.assert_array_equal(format_.create_runner(format_.upgrade_opset(model, 13)).run(x)["y"], [4, 5])
+    output_folder = folder.parent / "other"
+    output_folder.mkdir()
+    format_.save(model, output_folder / "n.onnx")
+    assert sorted(path.name for path in output_folder.rglob("*")) == ["data", "n.onnx", "w.bin"]
+    np.testing.assert_array_equal(format_.load(output_folder / "n.onnx").main.op("w").read_value(), [3, 4])
+    format_.save(model, output_folder / "n.onnx")
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
 def test_external_shapes_are_known_to_inference(name: str, tmp_path: Path) -> None:
     """A model with all its constants in another file has the types that it has with them inside."""
-    before = format_.load(SAMPLES / f"{name}.onnx")
+    inline_model = format_.load(SAMPLES / f"{name}.onnx")
     message = onnx.load(SAMPLES / f"{name}.onnx")
     options = {"save_as_external_data": True, "location": "data.bin", "size_threshold": 0}
     onnx.save(message, tmp_path / "model.onnx", convert_attribute=True, **options)
-    after = format_.load(tmp_path / "model.onnx")
-    assert list(after.graphs) == list(before.graphs)
-    for graph in before.graphs.values():
+    external_model = format_.load(tmp_path / "model.onnx")
+    assert list(external_model.graphs) == list(inline_model.graphs)
+    for graph in inline_model.graphs.values():
         for op in graph.ops():
-            twin = after.graphs[graph.name].op(op.name)
-            assert [(out.dtype, out.shape) for out in twin.outputs] == [(out.dtype, out.shape) for out in op.outputs]
+            external_op = external_model.graphs[graph.name].op(op.name)
+            assert [(out.dtype, out.shape) for out in external_op.outputs] == [
+                (out.dtype, out.shape) for out in op.outputs
+            ]
 
 
 def test_missing_external_shapes_are_left_out(folder: Path) -> None:
@@ -457,7 +459,7 @@ def test_missing_external_shapes_are_left_out(folder: Path) -> None:
 
 def test_external_data_is_not_overwritten(folder: Path) -> None:
     """Other data where the link would go is an error, and nothing is written."""
-    model = format_.load(external(folder, "data/w.bin"))
+    model = format_.load(write_external_model(folder, "data/w.bin"))
     (folder.parent / "other/data").mkdir(parents=True)
     (folder.parent / "other/data/w.bin").write_bytes(b"mine")
     with pytest.raises(UsageError, match="is other data than the model's"):
@@ -485,9 +487,9 @@ def test_external_data_is_not_overwritten(folder: Path) -> None:
 )
 def test_unsuitable_external_data(location: str, entries: dict[str, str], message: str, folder: Path) -> None:
     """External data out of the folder, missing, or of another length is an error that names the tensor."""
-    model = format_.load(external(folder, location, **entries))
+    model = format_.load(write_external_model(folder, location, **entries))
     with pytest.raises(ModelError, match=message) as caught:
-        model.main.op("w").value()
+        model.main.op("w").read_value()
     assert "'w'" in str(caught.value)
 
 
@@ -502,7 +504,7 @@ def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, model_of: Any)
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"]
 
 
-def function(name: str, *calls: str) -> Any:
+def make_function(name: str, *calls: str) -> Any:
     """A function of one input and output that calls others, one after the other."""
     names = ["a", *(f"t{index}" for index in range(len(calls) - 1)), "b"]
     nodes = [
@@ -512,24 +514,24 @@ def function(name: str, *calls: str) -> Any:
     return helper.make_function("d", name, ["a"], ["b"], nodes, [helper.make_opsetid("", 17)])
 
 
-def calling(*functions: Any) -> Any:
+def model_with_functions(*functions: Any) -> Any:
     """A ModelProto that calls F0."""
-    ends = [[helper.make_tensor_value_info(name, 1, [2])] for name in "xy"]
-    graph = helper.make_graph([helper.make_node("F0", ["x"], ["y"], domain="d")], "g", *ends)
+    interface = [[helper.make_tensor_value_info(name, 1, [2])] for name in "xy"]
+    graph = helper.make_graph([helper.make_node("F0", ["x"], ["y"], domain="d")], "g", *interface)
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("d", 1)]
     return helper.make_model(graph, functions=functions, opset_imports=imports)
 
 
-def test_functions_that_grow_or_run_in_circles() -> None:
+def test_recursive_or_exponential_functions_are_rejected() -> None:
     """Functions that would be put in place without end, or 2**40 times, are refused before onnx does so."""
     with pytest.raises(ModelError, match="calls itself"):
-        index(calling(function("F0", "F0")))
+        model_from_message(model_with_functions(make_function("F0", "F0")))
     with pytest.raises(ModelError, match="calls itself"):
-        index(calling(function("F0", "F1"), function("F1", "F0")))
-    towers = [function(f"F{level}", *[f"F{level + 1}"] * 2) for level in range(40)]
+        model_from_message(model_with_functions(make_function("F0", "F1"), make_function("F1", "F0")))
+    towers = [make_function(f"F{level}", *[f"F{level + 1}"] * 2) for level in range(40)]
     with pytest.raises(ModelError, match="1099511627776 nodes"):
-        index(calling(*towers, function("F40", "Relu")))
-    model = index(calling(*towers[:8], function("F8", "Relu")))
+        model_from_message(model_with_functions(*towers, make_function("F40", "Relu")))
+    model = model_from_message(model_with_functions(*towers[:8], make_function("F8", "Relu")))
     assert len(model.graphs) == 10
 
 
@@ -565,9 +567,9 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 index(onnx.parser.parse_model({text!r}))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 200_000
+    completed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    assert int(completed.stdout) < 200_000
 
 
 def test_values_of_a_shape_are_still_found(model_of: Any) -> None:
@@ -586,9 +588,11 @@ def test_sparse_values_are_written_out_in_bounds() -> None:
     sparse = onnx.SparseTensorProto(dims=[1 << 14, 1 << 14])
     sparse.values.CopyFrom(numpy_helper.from_array(np.ones(1, np.float32), "w"))
     sparse.indices.CopyFrom(numpy_helper.from_array(np.zeros(1, np.int64), "i"))
-    ends = [[helper.make_tensor_value_info(name, 1, [1 << 14, 1 << 14])] for name in "xy"]
-    graph = helper.make_graph([helper.make_node("Add", ["x", "w"], ["y"])], "g", *ends, sparse_initializer=[sparse])
-    value = index(helper.make_model(graph)).main.op("w").value
+    interface = [[helper.make_tensor_value_info(name, 1, [1 << 14, 1 << 14])] for name in "xy"]
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["x", "w"], ["y"])], "g", *interface, sparse_initializer=[sparse]
+    )
+    value = model_from_message(helper.make_model(graph)).main.op("w").read_value
     assert value is not None
     with pytest.raises(ModelError, match="At most 16777216 elements"):
         value()

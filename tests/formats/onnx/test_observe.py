@@ -22,24 +22,28 @@ HEAD = '<ir_version: 8, opset_import: ["" : 17]> '
 X = np.array([-3, 4], np.float32)
 
 
-def observed(model: Model, *tensors: tuple[str, str], **feeds: Any) -> list[list[list[float]]]:
+def observe_values(model: Model, *tensors: tuple[str, str], **feeds: Any) -> list[list[list[float]]]:
     """Return for each tensor (graph, op) the values it took, for one feed.
 
     The sizes must be those of the values, and tensors observed one by one must have the same bits.
     """
     refs = [TensorRef(*tensor) for tensor in tensors]
     feed = {name: np.asarray(value) for name, value in feeds.items()}
-    runner = format_.runner(model)
-    assert runner.unwatchable(refs) == {}
-    (found,) = runner.observe(refs, [feed])
-    assert runner.sizes(refs, feed) == {ref: sum(value.size for value in found[ref]) for ref in refs}
+    runner = format_.create_runner(model)
+    assert runner.unobservable(refs) == {}
+    (values_by_tensor,) = runner.observe(refs, [feed])
+    assert runner.element_counts(refs, feed) == {
+        ref: sum(value.size for value in values_by_tensor[ref]) for ref in refs
+    }
     for ref in refs if len(refs) > 1 else []:
-        (alone,) = runner.observe([ref], [feed], beside=[other for other in refs if other != ref])
-        assert list(alone) == [ref]
-        assert [(value.shape, value.tobytes()) for value in alone[ref]] == [
-            (value.shape, value.tobytes()) for value in found[ref]
+        (single_values,) = runner.observe(
+            [ref], [feed], other_tensors=[other_ref for other_ref in refs if other_ref != ref]
+        )
+        assert list(single_values) == [ref]
+        assert [(value.shape, value.tobytes()) for value in single_values[ref]] == [
+            (value.shape, value.tobytes()) for value in values_by_tensor[ref]
         ]
-    return [[value.tolist() for value in found[ref]] for ref in refs]
+    return [[value.tolist() for value in values_by_tensor[ref]] for ref in refs]
 
 
 def test_observe_main_graph(model_of: Any, identity_at: Any) -> None:
@@ -47,10 +51,10 @@ def test_observe_main_graph(model_of: Any, identity_at: Any) -> None:
     model = model_of(HEAD + "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { a = Add(x, w)  y = Neg(a) }")
     identity_at(model, TensorRef("", "y"), [Use("", "@y", 0)])
     names = [("", "x"), ("", "w"), ("", "a"), ("", "y"), ("", "y/quant")]
-    assert observed(model, *names, x=X) == [[[-3, 4]], [[1, 2]], [[-2, 6]], [[2, -6]], [[2, -6]]]
-    runner = format_.runner(model)
-    found = list(runner.observe([TensorRef("", "a")], [{"x": X}, {"x": -X}]))
-    assert [feed[TensorRef("", "a")][0].tolist() for feed in found] == [[-2, 6], [4, -2]]
+    assert observe_values(model, *names, x=X) == [[[-3, 4]], [[1, 2]], [[-2, 6]], [[2, -6]], [[2, -6]]]
+    runner = format_.create_runner(model)
+    observations = list(runner.observe([TensorRef("", "a")], [{"x": X}, {"x": -X}]))
+    assert [feed[TensorRef("", "a")][0].tolist() for feed in observations] == [[-2, 6], [4, -2]]
     assert next(runner.observe([TensorRef("", "w")], [{"x": X}]))[TensorRef("", "w")][0].tolist() == [1, 2]
 
 
@@ -85,7 +89,7 @@ def test_observe_branches(c: bool, d: bool, expected: list[Any], model_of: Any) 
         ("y/then_branch/p/else_branch", "r"),
         ("y/else_branch", "q"),
     ]
-    assert observed(model_of(NESTED), *names, x=X, c=c, d=d) == expected
+    assert observe_values(model_of(NESTED), *names, x=X, c=c, d=d) == expected
 
 
 LOOP = (
@@ -108,7 +112,7 @@ LOOP = (
 def test_observe_loop(model_of: Any) -> None:
     """Tensors in a loop are seen once an iteration, also if their shape changes; those in its branches when reached."""
     names = [("y/body", "s"), ("y/body", "d"), ("y/body/p/then_branch", "f"), ("y/body/p/else_branch", "h"), ("", "y")]
-    values = observed(model_of(LOOP), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
+    values = observe_values(model_of(LOOP), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
     assert values == [
         [[1], [1, 2], [1, 2, 2, 4]],
         [[2], [2, 4], [2, 4, 4, 8]],
@@ -116,7 +120,7 @@ def test_observe_loop(model_of: Any) -> None:
         [[2, 4], [2, 4, 4, 8]],
         [[1, 2, 2, 4, 2, 4, 4, 8]],
     ]
-    nothing = observed(model_of(LOOP), *names[:4], n=np.int64(0), c=True, x=np.array([1], np.float32))
+    nothing = observe_values(model_of(LOOP), *names[:4], n=np.int64(0), c=True, x=np.array([1], np.float32))
     assert nothing == [[], [], [], []]
 
 
@@ -143,7 +147,7 @@ def test_observe_loops_in_loops_and_branches(model_of: Any) -> None:
     }"""
     )
     names = [("y/body/s2/then_branch/t/body", "row"), ("y/body/s2/else_branch", "e"), ("y/body", "s2"), ("", "y")]
-    values = observed(model, *names, x=np.array([1], np.float32))
+    values = observe_values(model, *names, x=np.array([1], np.float32))
     assert values == [[[-2], [-4]], [[4]], [[4], [4]], [[4]]]
 
 
@@ -156,7 +160,7 @@ def test_observe_scan(model_of: Any) -> None:
             body = b (float[1] s, float[1] r) => (float[1] s2, float[1] o) { s2 = Add(s, r)  o = Neg(s2) }> (x, rows)
     }"""
     )
-    values = observed(
+    values = observe_values(
         model,
         ("y/body", "r"),
         ("y/body", "s2"),
@@ -169,14 +173,14 @@ def test_observe_scan(model_of: Any) -> None:
 @pytest.mark.parametrize("opset", [8, 9, 11, 12, 13])
 def test_observe_loop_of_old_opsets(opset: int, model_of: Any) -> None:
     """Before sequences could be carried, tensors in a loop are seen just so: of changing shape, and in its branches."""
-    old = LOOP.replace("17", str(opset))
+    text = LOOP.replace("17", str(opset))
     if opset < 11:
         # Equal took no integers yet.
-        old = old.replace(
+        text = text.replace(
             "even = Equal(zero, i)", "a = Cast<to = 1>(zero) b = Cast<to = 1>(i) odd = Less(a, b) even = Not(odd)"
         )
     names = [("y/body", "s"), ("y/body/p/then_branch", "f"), ("y/body/p/else_branch", "h"), ("", "y")]
-    values = observed(model_of(old), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
+    values = observe_values(model_of(text), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
     assert values == [
         [[1], [1, 2], [1, 2, 2, 4]],
         [[-2]],
@@ -207,8 +211,8 @@ def test_observe_branch_in_scan(opset: int, model_of: Any) -> None:
     names = [("y/body", "m"), ("y/body/f/then_branch", "n"), ("y/body/f/else_branch", "p"), ("", "y")]
     model = model_of(SCAN.replace("17", str(opset)))
     rows = [[4, 25], [1, 16], [0, 9]]
-    assert observed(model, *names, x=x, c=True) == [rows, (-np.array(rows)).tolist(), [], [(x * x).tolist()]]
-    assert observed(model, *names, x=x, c=False) == [rows, [], rows, [(x * x).tolist()]]
+    assert observe_values(model, *names, x=x, c=True) == [rows, (-np.array(rows)).tolist(), [], [(x * x).tolist()]]
+    assert observe_values(model, *names, x=x, c=False) == [rows, [], rows, [(x * x).tolist()]]
 
 
 def test_observe_loop_in_scan(model_of: Any) -> None:
@@ -227,7 +231,7 @@ def test_observe_loop_in_scan(model_of: Any) -> None:
     )
     names = [("s/body", "t2"), ("s/body/t2/body", "q2"), ("s/body", "e"), ("", "s")]
     x = np.array([[1], [2], [3]], np.float32)
-    values = observed(model, *names, a=np.zeros(1, np.float32), x=x)
+    values = observe_values(model, *names, a=np.zeros(1, np.float32), x=x)
     assert values == [[[2], [6], [12]], [[1], [2], [4], [6], [9], [12]], [[1], [2], [3]], [[12]]]
 
 
@@ -241,7 +245,7 @@ def test_observe_sequence_map(model_of: Any) -> None:
         y = ConcatFromSequence <axis = 0> (t)
     }"""
     )
-    values = observed(model, ("t/body", "e"), ("t/body", "f"), a=X, b=np.ones(3, np.float32))
+    values = observe_values(model, ("t/body", "e"), ("t/body", "f"), a=X, b=np.ones(3, np.float32))
     assert values == [[[-3, 4], [1, 1, 1]], [[3, -4], [-1, -1, -1]]]
 
 
@@ -263,9 +267,9 @@ def test_observe_functions(model_of: Any) -> None:
         <domain: "f", opset_import: ["" : 17]> never (a) => (b) { b = Neg(a) }"""
     )
     names = [("f:inner", "d"), ("f:outer", "b"), ("f:never", "b"), ("", "z")]
-    taken = observed(model, *names, c=True, x=X)
-    assert taken == [[[-6, 8], [18, -24], [-90, 120]], [[90, -120]], [], [[90, -120]]]
-    assert observed(model, *names, c=False, x=X) == [[[-6, 8]], [], [], [[3, -4]]]
+    values = observe_values(model, *names, c=True, x=X)
+    assert values == [[[-6, 8], [18, -24], [-90, 120]], [[90, -120]], [], [[90, -120]]]
+    assert observe_values(model, *names, c=False, x=X) == [[[-6, 8]], [], [], [[3, -4]]]
 
 
 def test_observe_bfloat16(model_of: Any) -> None:
@@ -279,18 +283,18 @@ def test_observe_bfloat16(model_of: Any) -> None:
             else_branch = e () => (float[2] r) { r = Neg(x) }>
     }"""
     )
-    assert observed(model, ("", "h"), ("z/then_branch", "i"), c=True, x=X) == [[[-3, 4]], [[-3, 4]]]
+    assert observe_values(model, ("", "h"), ("z/then_branch", "i"), c=True, x=X) == [[[-3, 4]], [[-3, 4]]]
 
 
-def test_unwatchable_tensors_are_named(model_of: Any) -> None:
+def test_unobservable_tensors_have_a_reason(model_of: Any) -> None:
     """A tensor that cannot be carried out of its body is an error that names it, the reason and the way out."""
     # What the body gives has no declared rank, so nothing says where its new axis goes.
     model = model_of(SCAN.replace("(float[2] f)", "(float[] f)"))
     tensor = TensorRef("y/body/f/then_branch", "n")
-    runner = format_.runner(model)
+    runner = format_.create_runner(model)
     reason = "it is inside a Scan that collects along an axis of a tensor of unknown rank"
-    said = f"The tensor y/body/f/then_branch/n:0 cannot be watched: {reason}. Leave it out with --exclude."
-    assert runner.unwatchable([tensor, TensorRef("y/body", "m")]) == {tensor: said}
+    message = f"The tensor y/body/f/then_branch/n:0 cannot be watched: {reason}. Leave it out with --exclude."
+    assert runner.unobservable([tensor, TensorRef("y/body", "m")]) == {tensor: message}
     with pytest.raises(ModelError, match="unknown rank"):
         next(runner.observe([tensor], [{}]))
 
@@ -299,7 +303,7 @@ def test_unwatchable_tensors_are_named(model_of: Any) -> None:
     "watched",
     [("c", "r", "y"), ("r", "f"), ("a", "y"), ("c", "a"), ("x", "f"), ("x", "c", "r", "s", "a", "p", "f", "y")],
 )
-def test_values_do_not_depend_on_what_is_observed_beside(watched: tuple[str, ...], model_of: Any) -> None:
+def test_values_do_not_depend_on_other_observed_tensors(watched: tuple[str, ...], model_of: Any) -> None:
     """Tensors shared out among calls have the bits of one call, though onnxruntime fuses what is not watched."""
     rng = np.random.default_rng(3)
     model = model_of(
@@ -310,23 +314,25 @@ def test_values_do_not_depend_on_what_is_observed_beside(watched: tuple[str, ...
         g = GlobalAveragePool(p)  f = Flatten(g)  m = MatMul(f, v)  y = Add(m, d)
     }"""
     )
-    feed = {spec.name: rng.normal(size=spec.shape).astype(np.float32) for spec in format_.runner(model).inputs}
+    feed = {spec.name: rng.normal(size=spec.shape).astype(np.float32) for spec in format_.create_runner(model).inputs}
     refs = [TensorRef("", name) for name in watched]
-    runner = format_.runner(model)
-    (together,) = runner.observe(refs, [feed])
+    runner = format_.create_runner(model)
+    (all_values,) = runner.observe(refs, [feed])
     for group in (*([ref] for ref in refs), refs[::2], refs[1::2]):
-        (found,) = runner.observe(group, [feed], beside=[other for other in refs if other not in group])
-        assert list(found) == group
+        (group_values,) = runner.observe(
+            group, [feed], other_tensors=[other_ref for other_ref in refs if other_ref not in group]
+        )
+        assert list(group_values) == group
         for ref in group:
-            np.testing.assert_array_equal(found[ref][0], together[ref][0])
+            np.testing.assert_array_equal(group_values[ref][0], all_values[ref][0])
 
 
-def test_values_are_given_up(model_of: Any) -> None:
+def test_observed_values_are_freed_between_runs(model_of: Any) -> None:
     """What the caller drops is freed before the next run."""
     model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
     ref = TensorRef("", "y")
-    running = format_.runner(model).observe([ref], [{"x": X}, {"x": X}])
-    kept = weakref.ref(next(running)[ref][0])
+    observations = format_.create_runner(model).observe([ref], [{"x": X}, {"x": X}])
+    reference = weakref.ref(next(observations)[ref][0])
     gc.collect()
-    assert kept() is None
-    next(running)
+    assert reference() is None
+    next(observations)

@@ -14,7 +14,7 @@ import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats import InputSpec
 from graphquant.formats import onnx as format_
-from graphquant.formats.onnx import run
+from graphquant.formats.onnx import session as run
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,7 @@ def test_run(model_of: Any) -> None:
         z = Neg(x)
     }"""
     )
-    runner = format_.runner(model)
+    runner = format_.create_runner(model)
     assert runner.inputs == [InputSpec(name="x", dtype="float32", shape=(None,))]
     assert runner.outputs == ["y", "z"]
     results = runner.run({"x": X})
@@ -45,20 +45,22 @@ def test_run(model_of: Any) -> None:
 def test_failures_are_model_errors(model_of: Any) -> None:
     """A model that onnxruntime refuses, or a feed that does not fit, is an error with its first line and the shapes."""
     with pytest.raises(ModelError, match=r"onnxruntime cannot take the model: .*Nonsense"):
-        format_.runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Nonsense(x) }")).run({"x": X})
-    runner = format_.runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }"))
+        format_.create_runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Nonsense(x) }")).run({"x": X})
+    runner = format_.create_runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }"))
     with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs x float32\[3\]: "):
         runner.run({"x": np.zeros(3, np.float32)})
     with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs none: "):
         runner.run({})
 
 
-def test_weights_beside_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_weights_are_passed_to_the_session_by_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bulky weights are no part of what onnxruntime parses, wherever they are read, and it computes the same."""
     rng = np.random.default_rng(0)
-    made = {name: rng.standard_normal((32, 32)).astype(np.float32) for name in ("w", "default", "given", "unread", "a")}
-    tensors = {name: numpy_helper.from_array(value, name) for name, value in made.items()}
-    tensors["w"] = helper.make_tensor("w", 1, [32, 32], made["w"].ravel())  # as numbers, not as bytes
+    arrays = {
+        name: rng.standard_normal((32, 32)).astype(np.float32) for name in ("w", "default", "given", "unread", "a")
+    }
+    tensors = {name: numpy_helper.from_array(value, name) for name, value in arrays.items()}
+    tensors["w"] = helper.make_tensor("w", 1, [32, 32], arrays["w"].ravel())  # as numbers, not as bytes
     infos = {
         name: helper.make_tensor_value_info(name, 1, [32, 32]) for name in ("x", "default", "given", "y", "b", "o")
     }
@@ -75,17 +77,21 @@ def test_weights_beside_the_message(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     graph = helper.make_graph(nodes, "g", inputs, [infos["y"], infos["given"]], list(tensors.values())[:4])
     path = tmp_path / "m.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
-    apart: list[str] = []
-    session = run.session
+    external_names: list[str] = []
+    session = run.create_session
     monkeypatch.setattr(
-        run, "session", lambda data, *more, **options: apart.extend(more[2]) or session(data, *more, **options)
+        run,
+        "create_session",
+        lambda data, *extra_feed, **options: (
+            external_names.extend(extra_feed[2]) or session(data, *extra_feed, **options)
+        ),
     )
-    runner = format_.runner(gq.load(path))
-    plain = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    runner = format_.create_runner(gq.load(path))
+    reference_session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     for branch_taken in (True, False):
-        feed = {"x": made["a"], "c": np.array(branch_taken)}
-        for more in ({}, {"default": made["unread"]}):
-            found, expected = runner.run({**feed, **more}), plain.run(None, {**feed, **more})
-            np.testing.assert_array_equal(found["y"], expected[0])
-            np.testing.assert_array_equal(found["given"], made["given"])
-    assert apart == ["w", "default", "given"]
+        feed = {"x": arrays["a"], "c": np.array(branch_taken)}
+        for extra_feed in ({}, {"default": arrays["unread"]}):
+            results, expected = runner.run({**feed, **extra_feed}), reference_session.run(None, {**feed, **extra_feed})
+            np.testing.assert_array_equal(results["y"], expected[0])
+            np.testing.assert_array_equal(results["given"], arrays["given"])
+    assert external_names == ["w", "default", "given"]

@@ -45,7 +45,7 @@ def args_text(args: tuple[opdefs.ArgSpec, ...]) -> list[str]:
     return [",".join(arg.name for arg in run) + kind for kind, run in runs]
 
 
-def default_text(value: opdefs.Default) -> str:
+def default_text(value: opdefs.AttrDefault) -> str:
     """The default of an attribute."""
     return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value)
 
@@ -62,7 +62,7 @@ def line(spec: opdefs.OpSpec) -> str:
 
 def main() -> None:
     """Writes the table."""
-    lines = [line(opdefs._from_op_def(op_def)) for op_def in registered_op_defs()]
+    lines = [line(opdefs._parse_op_def(op_def)) for op_def in registered_op_defs()]
     TARGET.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from graphquant.formats.tensorflow import load, runner
+from graphquant.formats.tensorflow import create_runner, load
 from graphquant.ir import Parameters, TensorRef
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ APART: dict[str, tuple[list[Any], Callable[[Any, Any], Any]]] = {
             ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding="VALID",
         ),
     ),
-    "any height and width": ([None, None, None, 2], lambda raw, x: raw.Mean(input=raw.Relu(features=x), axis=[1, 2])),
+    "any height and width": ([None, None, None, 2], lambda raw, x: raw.ChannelMean(input=raw.Relu(features=x), axis=[1, 2])),
     "reshape": ([None, 4, 2], lambda raw, x: raw.Exp(x=raw.Reshape(tensor=x, shape=[-1, 8]))),
     "reshape by shape": (
         [None, 4, 2],
@@ -123,7 +123,7 @@ MIXED: dict[str, tuple[list[Any], Callable[[Any, Any], Any]]] = {
     "unknown rank": (None, lambda raw, x: raw.Relu(features=x)),
     "softmax of vectors": ([None], lambda raw, x: raw.Softmax(logits=x)),
     "reduce": ([None, 4], lambda raw, x: raw.Sub(x=x, y=raw.Max(input=x, axis=[0], keep_dims=True))),
-    "reduce all": ([None, 4], lambda raw, x: raw.Sub(x=x, y=raw.Mean(input=x, axis=[0, 1]))),
+    "reduce all": ([None, 4], lambda raw, x: raw.Sub(x=x, y=raw.ChannelMean(input=x, axis=[0, 1]))),
     "reduce from the end": ([None, 4], lambda raw, x: raw.Sub(x=x, y=raw.Max(input=x, axis=[-2], keep_dims=True))),
     "cumsum": ([None, 4], lambda raw, x: raw.Cumsum(x=x, axis=0)),
     "first": ([None, 4], lambda raw, x: raw.Slice(input=x, begin=[0, 0], size=[1, 4])),
@@ -170,7 +170,7 @@ MIXED: dict[str, tuple[list[Any], Callable[[Any, Any], Any]]] = {
 def tf() -> Any:
     """TensorFlow, imported as the runner imports it."""
     pytest.importorskip("tensorflow")
-    runner(load(SAMPLES / "digits_cnn.pb"))
+    create_runner(load(SAMPLES / "digits_cnn.pb"))
     return sys.modules["tensorflow"]
 
 
@@ -185,15 +185,15 @@ def model_of(tf: Any, folder: Path, shape: Any, body: Callable[[Any, Any], Any])
 
 def agree(model: Model, feeds: list[dict[str, Any]]) -> None:
     """Assert that joined feeds give, in every tensor, the values of the single feeds one behind the other."""
-    run = runner(model)
+    run = create_runner(model)
     joined = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
     parameters = Parameters(model)
     tensors = [
         TensorRef(name, op.name, port)
-        for name in model.live()
+        for name in model.reachable_graphs()
         for op in model.graphs[name].ops()
         for port, output in enumerate(op.outputs)
-        if str(output.dtype).startswith("float") and port in model.graphs[name].readers(op.name)
+        if str(output.dtype).startswith("float") and port in model.graphs[name].consumers_by_port(op.name)
     ]
     tensors = [tensor for tensor in tensors if not parameters.is_parameter(tensor)]
     single = list(run.observe(tensors, feeds))
@@ -201,46 +201,50 @@ def agree(model: Model, feeds: list[dict[str, Any]]) -> None:
     compared = 0
     for tensor in tensors:
         for call, value in enumerate(together[tensor]):
-            parts = [seen[tensor][call] for seen in single]
-            if not all(np.array_equal(part, value) for part in parts):  # else no input decides on it
+            single_values = [single_runs[tensor][call] for single_runs in single]
+            if not all(
+                np.array_equal(single_value, value) for single_value in single_values
+            ):  # else no input decides on it
                 compared += 1
-                np.testing.assert_allclose(value, np.concatenate(parts), rtol=1e-4, atol=1e-5)
+                np.testing.assert_allclose(value, np.concatenate(single_values), rtol=1e-4, atol=1e-5)
     assert compared > 0
 
 
 def feeds_of(model: Model, rows: tuple[int, ...]) -> list[dict[str, Any]]:
     """Seeded feeds with so many rows."""
-    (spec,) = runner(model).inputs
+    (spec,) = create_runner(model).inputs
     sizes = [2 if size is None else size for size in spec.shape[1:]]
     rng = np.random.default_rng(5)
     return [{spec.name: rng.normal(size=(count, *sizes)).astype(np.float32)} for count in rows]
 
 
 @pytest.mark.parametrize("name", APART)
-def test_samples_may_be_joined(tf: Any, tmp_path: Path, name: str) -> None:
+def test_independent_models_are_batched(tf: Any, tmp_path: Path, name: str) -> None:
     """What is said to keep samples apart gives the same values for them joined, whatever their number of rows."""
     model = model_of(tf, tmp_path, *APART[name])
-    assert runner(model).batchable is True
+    assert create_runner(model).batch_independent is True
     agree(model, feeds_of(model, (1, 3, 2)))
 
 
 @pytest.mark.parametrize("name", MIXED)
-def test_samples_may_not_be_joined(tf: Any, tmp_path: Path, name: str) -> None:
+def test_dependent_models_are_not_batched(tf: Any, tmp_path: Path, name: str) -> None:
     """What mixes samples, or cannot be shown not to, is refused."""
-    assert runner(model_of(tf, tmp_path, *MIXED[name])).batchable is False
+    assert create_runner(model_of(tf, tmp_path, *MIXED[name])).batch_independent is False
 
 
-def test_functions_are_looked_into(tf: Any, tmp_path: Path) -> None:
+def test_functions_are_inlined(tf: Any, tmp_path: Path) -> None:
     """A function that keeps samples apart does so in each of its calls; one that mixes them makes the answer no."""
     signature = [tf.TensorSpec([None, 4], tf.float32)]
-    apart = tf.function(lambda x: tf.nn.relu(tf.raw_ops.MatMul(a=x, b=np.eye(4, dtype=np.float32))), signature)
+    independent = tf.function(lambda x: tf.nn.relu(tf.raw_ops.MatMul(a=x, b=np.eye(4, dtype=np.float32))), signature)
     mixed = tf.function(lambda x: x - tf.reduce_mean(x, 0), signature)
-    twice = tf.function(lambda x: apart(apart(x) + 1), signature)
-    model = model_of(tf, tmp_path, [None, 4], lambda _, x: twice(x))
+    nested = tf.function(lambda x: independent(independent(x) + 1), signature)
+    model = model_of(tf, tmp_path, [None, 4], lambda _, x: nested(x))
     assert len(model.graphs) > 2
-    assert runner(model).batchable is True
+    assert create_runner(model).batch_independent is True
     agree(model, feeds_of(model, (1, 1, 2)))
-    assert runner(model_of(tf, tmp_path, [None, 4], lambda _, x: mixed(apart(x)))).batchable is False
+    assert (
+        create_runner(model_of(tf, tmp_path, [None, 4], lambda _, x: mixed(independent(x)))).batch_independent is False
+    )
 
 
 @pytest.mark.parametrize(
@@ -255,17 +259,17 @@ def test_functions_are_looked_into(tf: Any, tmp_path: Path) -> None:
 def test_sample_models(tf: Any, name: str, said: bool) -> None:
     """The sample models without loops may be run in blocks; those with loops are refused."""
     model = load(SAMPLES / name)
-    made = runner(model)
-    assert made.batchable is said
+    model_runner = create_runner(model)
+    assert model_runner.batch_independent is said
     if said:
         data = np.load(SAMPLES / "digits_cnn_eval.npz")["image"]
-        agree(model, [{made.inputs[0].name: data[k : k + 1]} for k in range(4)])
+        agree(model, [{model_runner.inputs[0].name: data[k : k + 1]} for k in range(4)])
 
 
 @pytest.mark.skipif(not MODELS.exists(), reason="the shared models are not here")
 def test_real_models(tf: Any) -> None:
     """The keyword net, all of it in functions with variables, may be run in blocks; a detector with loops may not."""
     model = load(MODELS / "kws" / "saved_model")
-    assert runner(model).batchable is True
+    assert create_runner(model).batch_independent is True
     agree(model, feeds_of(model, (1, 2)))
-    assert runner(load(MODELS / "mtcnn.pb")).batchable is False
+    assert create_runner(load(MODELS / "mtcnn.pb")).batch_independent is False

@@ -6,9 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphquant.formats.tensorflow import proto
-from graphquant.formats.tensorflow.bundle import extend
-from graphquant.formats.tensorflow.checkpoint import Checkpoint
-from graphquant.formats.tensorflow.table import mask_crc, read_table, read_varint, unmask_crc, varint, write_table
+from graphquant.formats.tensorflow.checkpoint import Checkpoint, extend_checkpoint
+from graphquant.formats.tensorflow.leveldb_table import (
+    encode_varint,
+    mask_crc,
+    read_table,
+    read_varint,
+    unmask_crc,
+    write_table,
+)
 
 VALUES = {
     "a/scalar": np.array(2.5, np.float32),
@@ -18,30 +24,30 @@ VALUES = {
 
 
 @given(st.dictionaries(st.binary(max_size=40), st.binary(max_size=3000), max_size=80))
-def test_tables_are_read_back(entries: dict[bytes, bytes]) -> None:
+def test_table_round_trip(entries: dict[bytes, bytes]) -> None:
     """Whatever keys and values, in as many blocks as it takes."""
-    found = read_table(write_table(entries), source="it")
-    assert found == entries
-    assert list(found) == sorted(entries)
+    restored = read_table(write_table(entries), source="it")
+    assert restored == entries
+    assert list(restored) == sorted(entries)
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_numbers_are_read_back(number: int) -> None:
+def test_varint_round_trip(number: int) -> None:
     """Checksums and lengths survive."""
     assert unmask_crc(mask_crc(number)) == number
-    assert read_varint(varint(number), 0) == (number, len(varint(number)))
+    assert read_varint(encode_varint(number), 0) == (number, len(encode_varint(number)))
 
 
 def test_a_new_checkpoint(tmp_path) -> None:
     """Where there is none, one is made; more is added to it, and a key is given another value."""
     prefix = tmp_path / "variables" / "variables"
-    extend(prefix, VALUES, None)
-    extend(prefix, {"d": np.array([True, False]), "b": np.zeros(2, np.float32)}, None)
-    found = Checkpoint.open(prefix)
-    assert found.names() == ["a/scalar", "b", "c/empty", "d"]
+    extend_checkpoint(prefix, VALUES, None)
+    extend_checkpoint(prefix, {"d": np.array([True, False]), "b": np.zeros(2, np.float32)}, None)
+    checkpoint = Checkpoint.open(prefix)
+    assert checkpoint.names() == ["a/scalar", "b", "c/empty", "d"]
     for name, value in {**VALUES, "d": np.array([True, False]), "b": np.zeros(2, np.float32)}.items():
-        np.testing.assert_array_equal(found.read(name), value)
-        assert (found.read(name).dtype, found.read(name).shape) == (value.dtype, value.shape)
+        np.testing.assert_array_equal(checkpoint.read(name), value)
+        assert (checkpoint.read(name).dtype, checkpoint.read(name).shape) == (value.dtype, value.shape)
     assert sorted(path.name for path in prefix.parent.iterdir()) == [
         "variables.data-00000-of-00002",
         "variables.data-00001-of-00002",
@@ -49,27 +55,27 @@ def test_a_new_checkpoint(tmp_path) -> None:
     ]
 
 
-def test_links_are_left_alone(tmp_path) -> None:
+def test_linked_files_are_not_changed(tmp_path) -> None:
     """A model whose files are linked to is not changed."""
     prefix, copy = tmp_path / "one" / "variables", tmp_path / "two" / "variables"
-    extend(prefix, VALUES, None)
+    extend_checkpoint(prefix, VALUES, None)
     before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
     copy.parent.mkdir()
     for name in before:
         (copy.parent / name).hardlink_to(prefix.parent / name)
-    extend(copy, {"d": np.ones(3)}, None)
+    extend_checkpoint(copy, {"d": np.ones(3)}, None)
     assert {path.name: path.read_bytes() for path in prefix.parent.iterdir()} == before
     assert len(Checkpoint.open(copy).names()) == 4
 
 
-def test_the_graph_of_objects(tmp_path) -> None:
+def test_object_graph_is_replaced(tmp_path) -> None:
     """It is replaced whole."""
     prefix = tmp_path / "variables"
     objects = proto.TrackableObjectGraph()
     for count in (1, 300):
         for number in range(count):
             objects.nodes.add().children.add(node_id=number, local_name=f"child{number}")
-        extend(prefix, {}, objects)
+        extend_checkpoint(prefix, {}, objects)
         assert Checkpoint.open(prefix).object_graph() == objects
 
 
@@ -80,7 +86,7 @@ def test_tensorflow_reads_it(tmp_path) -> None:
     variables = {f"v{number}": tf.Variable(np.full(3, number, np.float32)) for number in range(3)}
     path = tf.train.Checkpoint(**variables).write(str(tmp_path / "variables"))
     objects = Checkpoint.open(tmp_path / "variables").object_graph()
-    extend(tmp_path / "variables", VALUES, objects)
+    extend_checkpoint(tmp_path / "variables", VALUES, objects)
     reader = tf.train.load_checkpoint(path)
     for name, value in VALUES.items():
         np.testing.assert_array_equal(reader.get_tensor(name), value)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from graphquant.errors import UsageError
 from graphquant.formats.tensorflow import proto
-from graphquant.formats.tensorflow.captures import hand_over, own
-from graphquant.formats.tensorflow.learned import Learned
+from graphquant.formats.tensorflow.captures import add_to_object_graph, capture_in_functions
+from graphquant.formats.tensorflow.learned_ranges import LearnedRange
 from graphquant.formats.tensorflow.values import type_number
 
 BRANCHES = {
@@ -20,21 +20,23 @@ BRANCHES |= {"While": ["cond", "body"]}
 OFFSETS = {"If": 1, "StatelessIf": 1}
 
 
-def variable(graph: str, shared: str) -> Learned:
+def variable(graph: str, shared: str) -> LearnedRange:
     """A variable of a learned range in a function, or in the main graph."""
     value = np.array([1.0, 2.0], np.float32)
-    return Learned(graph=graph, node=shared, outside=not graph, shared=shared, value=value, trainable=True)
+    return LearnedRange(
+        graph=graph, node=shared, is_fetchable=not graph, shared_name=shared, value=value, trainable=True
+    )
 
 
 def function(library, name: str):
     """A function with one float argument and one result."""
-    made = library.function.add()
-    made.signature.name = name
-    made.signature.input_arg.add(name="x", type=type_number("float32"))
-    made.signature.output_arg.add(name="y", type=type_number("float32"))
-    made.ret["y"] = "x"
-    made.attr["_input_shapes"].list.shape.add()
-    return made
+    new_function = library.function.add()
+    new_function.signature.name = name
+    new_function.signature.input_arg.add(name="x", type=type_number("float32"))
+    new_function.signature.output_arg.add(name="y", type=type_number("float32"))
+    new_function.ret["y"] = "x"
+    new_function.attr["_input_shapes"].list.shape.add()
+    return new_function
 
 
 def call(nodes, name: str, kind: str, functions: list[str]) -> None:
@@ -57,8 +59,8 @@ def read(body, shared: str) -> None:
 
 def check(graph_def) -> None:
     """Each call has as many inputs and types as its functions have arguments; loops return what they take."""
-    bodies = {one.signature.name: one for one in graph_def.library.function}
-    for nodes in (graph_def.node, *(one.node_def for one in bodies.values())):
+    bodies = {body.signature.name: body for body in graph_def.library.function}
+    for nodes in (graph_def.node, *(body.node_def for body in bodies.values())):
         for node in nodes:
             kind = {"StatefulPartitionedCall": "PartitionedCall"}.get(node.op, node.op)
             for attr in BRANCHES.get(kind, ()):
@@ -74,7 +76,7 @@ def check(graph_def) -> None:
                 assert len(loop.signature.output_arg) == len(loop.ret) == len(node.attr["T"].list.type)
                 assert node.attr["_num_original_outputs"].i == len(node.attr["output_shapes"].list.shape)
             for text in node.input if node.op == "ReadVariableOp" else ():
-                holder = next(one for one in bodies.values() if any(inner is node for inner in one.node_def))
+                holder = next(body for body in bodies.values() if any(inner is node for inner in body.node_def))
                 assert text in {arg.name for arg in holder.signature.input_arg}
 
 
@@ -93,27 +95,27 @@ def test_calls_of_any_shape(calls, reads) -> None:
     bodies = [function(graph_def.library, f"f{number}") for number in range(6)]
     loops = set()
     for number, (holder, kind, called) in enumerate(calls):
-        names = [f"f{one}" for one in called][: len(BRANCHES[kind])]
+        names = [f"f{number}" for number in called][: len(BRANCHES[kind])]
         if kind == "While":
             if names[0] == names[1] or names[1] in loops:
                 continue
             loops.add(names[1])
         call(graph_def.node if holder < 0 else bodies[holder].node_def, f"call{number}", kind, names)
-    if any(kind != "While" and f"f{one}" in loops for _, kind, called in calls for one in called):
+    if any(kind != "While" and f"f{number}" in loops for _, kind, called in calls for number in called):
         return  # a loop's body returns what it takes, which nothing else expects
-    found = [variable(f"f{number}", shared) for number, shared in reads]
-    for one in found:
-        read(bodies[int(one.graph[1:])], one.shared)
-    needed = hand_over(graph_def, found)
+    learned = [variable(f"f{number}", shared) for number, shared in reads]
+    for learned_variable in learned:
+        read(bodies[int(learned_variable.graph[1:])], learned_variable.shared_name)
+    needed = capture_in_functions(graph_def, learned)
     check(graph_def)
-    assert all(one.shared in needed[one.graph] for one in found)
-    made = [node for node in graph_def.node if node.op == "VarHandleOp"]
-    wanted = {shared for some in needed.values() for shared in some}
-    assert sorted(node.attr["shared_name"].s.decode() for node in made) == sorted(wanted)
-    assert not [node for one in graph_def.library.function for node in one.node_def if node.op == "VarHandleOp"]
+    assert all(variable.shared_name in needed[variable.graph] for variable in learned)
+    handles = [node for node in graph_def.node if node.op == "VarHandleOp"]
+    shared_names = {shared for names_of_function in needed.values() for shared in names_of_function}
+    assert sorted(node.attr["shared_name"].s.decode() for node in handles) == sorted(shared_names)
+    assert not [node for body in graph_def.library.function for node in body.node_def if node.op == "VarHandleOp"]
 
 
-def test_what_reads_variables_is_stateful() -> None:
+def test_capturing_functions_are_stateful() -> None:
     """Calls and branches that may be left out when nothing changes are replaced by those that may not."""
     graph_def = proto.GraphDef()
     body = function(graph_def.library, "f")
@@ -121,14 +123,14 @@ def test_what_reads_variables_is_stateful() -> None:
     read(body, "a")
     call(graph_def.node, "call", "PartitionedCall", ["f"])
     call(graph_def.node, "if", "StatelessIf", ["g", "f"])
-    hand_over(graph_def, [variable("f", "a")])
+    capture_in_functions(graph_def, [variable("f", "a")])
     assert {node.name: node.op for node in graph_def.node} == {
         "call": "StatefulPartitionedCall",
         "if": "If",
         "learned_ranges/a": "VarHandleOp",
     }
     assert list(graph_def.node[0].input) == ["x", "learned_ranges/a", "^before"]
-    assert all(one.signature.is_stateful for one in graph_def.library.function)
+    assert all(body.signature.is_stateful for body in graph_def.library.function)
     assert body.signature.input_arg[1].handle_data[0].shape.dim[0].size == 2
 
 
@@ -138,7 +140,7 @@ def test_other_callers_are_refused() -> None:
     read(function(graph_def.library, "f"), "a")
     graph_def.node.add(name="map", op="MapDataset", input=["x"]).attr["f"].func.name = "f"
     with pytest.raises(UsageError, match=r"'map' \(MapDataset\), which calls it, cannot be given variables"):
-        hand_over(graph_def, [variable("f", "a")])
+        capture_in_functions(graph_def, [variable("f", "a")])
 
 
 def test_objects_of_a_saved_model() -> None:
@@ -146,10 +148,12 @@ def test_objects_of_a_saved_model() -> None:
     objects = proto.SavedObjectGraph()
     objects.nodes.add().children.add(node_id=0, local_name="learned_ranges")
     objects.concrete_functions["f"].bound_inputs.append(0)
-    label = own(objects, [variable("f", "a"), variable("g", "a"), variable("g", "b")], {"f": ["a"], "g": ["a", "b"]})
+    label = add_to_object_graph(
+        objects, [variable("f", "a"), variable("g", "a"), variable("g", "b")], {"f": ["a"], "g": ["a", "b"]}
+    )
     assert label == "learned_ranges_1"
     assert list(objects.concrete_functions) == ["f"]
     (bound,) = list(objects.concrete_functions["f"].bound_inputs)[1:]
     assert objects.nodes[bound].variable.name == "a"
-    held = objects.nodes[objects.nodes[0].children[1].node_id]
-    assert [objects.nodes[child.node_id].variable.name for child in held.children] == ["a", "b"]
+    list_node = objects.nodes[objects.nodes[0].children[1].node_id]
+    assert [objects.nodes[child.node_id].variable.name for child in list_node.children] == ["a", "b"]

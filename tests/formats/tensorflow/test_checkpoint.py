@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import checkpoint as module
-from graphquant.formats.tensorflow import proto, table
+from graphquant.formats.tensorflow import leveldb_table, proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
-from graphquant.formats.tensorflow.variables import resolve_variables
+from graphquant.formats.tensorflow.object_graph import resolve_variables
 
 ROOT = Path(__file__).parents[3]
 KWS = ROOT.parent / "shared" / "models" / "kws" / "saved_model"
@@ -114,7 +114,7 @@ def test_values_are_read_with_dtype_and_shape(tmp_path, array):
     prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 3, data)}, b"abc" + data)
     opened = Checkpoint.open(prefix)
     assert opened.names() == ["v"]
-    assert opened.entry("v") == (array.dtype.name, array.shape)
+    assert opened.dtype_and_shape("v") == (array.dtype.name, array.shape)
     value = opened.read("v")
     assert value.dtype == array.dtype
     assert value.shape == array.shape
@@ -125,13 +125,13 @@ def test_values_are_read_with_dtype_and_shape(tmp_path, array):
 def test_quantized_types_are_read_as_integers(tmp_path):
     """The values of a quantized variable are integers; its dtype's name tells the rest."""
     opened = Checkpoint.open(write(tmp_path, {b"q": entry("qint8", (2,), 0, b"\xff\x02")}, b"\xff\x02"))
-    assert opened.entry("q") == ("qint8", (2,))
+    assert opened.dtype_and_shape("q") == ("qint8", (2,))
     assert opened.read("q").dtype == np.int8
     assert opened.read("q").tolist() == [-1, 2]
 
 
 @pytest.mark.parametrize("array", [a for a in ARRAYS if a.dtype.itemsize > 1], ids=lambda array: str(array.dtype))
-def test_big_endian_values_are_turned_around(tmp_path, array):
+def test_big_endian_values_are_byte_swapped(tmp_path, array):
     """A checkpoint of a big-endian machine reads the same."""
     width = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
     data = np.frombuffer(array.tobytes(), f"<u{width}").astype(f">u{width}").tobytes()
@@ -143,7 +143,7 @@ def test_shards_and_blocks(tmp_path):
     """Variables may lie in several data files, and the index may have several blocks."""
     entries = {b"a/%03d" % number: entry("uint8", (1,), 0, bytes([number]), shard=number) for number in range(3)}
     prefix = write(tmp_path, entries, b"\0", b"\1", b"\2")
-    index = [block([(b"", header(num_shards=3))]), *(block([each]) for each in entries.items())]
+    index = [block([(b"", header(num_shards=3))]), *(block([table_entry]) for table_entry in entries.items())]
     Path(f"{prefix}.index").write_bytes(table_file([(contents, 0) for contents in index]))
     opened = Checkpoint.open(prefix)
     assert [opened.read(name).tolist() for name in opened.names()] == [[0], [1], [2]]
@@ -202,7 +202,7 @@ def test_bad_snappy_is_refused(tmp_path, data):
 def test_random_snappy_is_bounded(data):
     """Only ModelError escapes from the decoder, and what it makes is no larger than it may be."""
     try:
-        assert len(table._unsnap(data)) <= 64 * len(data)
+        assert len(leveldb_table._decompress_snappy(data)) <= 64 * len(data)
     except ModelError:
         return
 
@@ -210,28 +210,28 @@ def test_random_snappy_is_bounded(data):
 # --- parts -----------------------------------------------------------------------------------------------------------
 
 
-def partitioned(folder: Path, parts: list[tuple[int, int]], values: list[np.ndarray], rows: int = 4) -> Path:
+def partitioned(folder: Path, slices: list[tuple[int, int]], values: list[np.ndarray], rows: int = 4) -> Path:
     """A variable of `rows` x 2 that was saved in parts of rows (start, length)."""
-    whole = proto.BundleEntryProto(dtype=1)
-    whole.shape.dim.add(size=rows)
-    whole.shape.dim.add(size=2)
+    full_entry = proto.BundleEntryProto(dtype=1)
+    full_entry.shape.dim.add(size=rows)
+    full_entry.shape.dim.add(size=2)
     entries, data = {}, b""
-    for (start, length), value in zip(parts, values, strict=True):
-        part = whole.slices.add()
-        part.extent.add(start=start, length=length)
-        part.extent.add()
+    for (start, length), value in zip(slices, values, strict=True):
+        saved_slice = full_entry.slices.add()
+        saved_slice.extent.add(start=start, length=length)
+        saved_slice.extent.add()
         key = module._slice_key("w", [(start, length), (0, -1)])
         entries[key] = entry("float32", value.shape, len(data), value.tobytes())
         data += value.tobytes()
-    return write(folder, {b"w": proto.to_binary(whole), **entries}, data)
+    return write(folder, {b"w": proto.to_binary(full_entry), **entries}, data)
 
 
-def test_parts_are_put_together(tmp_path):
+def test_slices_are_assembled(tmp_path):
     """A partitioned variable is read as a whole, and its parts are not listed."""
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
     opened = Checkpoint.open(partitioned(tmp_path, [(0, 3), (3, 1)], [value[:3], value[3:]]))
     assert opened.names() == ["w"]
-    assert opened.entry("w") == ("float32", (4, 2))
+    assert opened.dtype_and_shape("w") == ("float32", (4, 2))
     assert np.array_equal(opened.read("w"), value)
 
 
@@ -246,7 +246,7 @@ def test_parts_are_put_together(tmp_path):
         ([(0, 1)], 0, "lies outside"),
     ],
 )
-def test_bad_parts_are_refused(tmp_path, parts, rows, match):
+def test_bad_slices_are_refused(tmp_path, parts, rows, match):
     """Parts have to fill the variable exactly."""
     values = [np.zeros((length, 2), np.float32) for _, length in parts]
     opened = Checkpoint.open(partitioned(tmp_path, parts, values, rows))
@@ -260,13 +260,13 @@ def test_bad_parts_are_refused(tmp_path, parts, rows, match):
 )
 def test_numbers_in_keys_sort(value, expected):
     """The encoding of slice keys, by hand."""
-    assert module._ordered(value).hex() == expected
+    assert module._encode_ordered(value).hex() == expected
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=2))
 def test_encoded_numbers_sort_like_numbers(values):
     """The property the encoding exists for."""
-    assert sorted(values) == sorted(values, key=module._ordered)
+    assert sorted(values) == sorted(values, key=module._encode_ordered)
 
 
 # --- damage ----------------------------------------------------------------------------------------------------------
@@ -380,7 +380,7 @@ def test_keys_cannot_exhaust_memory():
     entries += b"".join(varint(len(long) + number) + b"\1\0b" for number in range(500))
     data = table_file([(entries + bytes(4) + b"\1\0\0\0", 0)])
     with pytest.raises(ModelError, match="more room"):
-        table.read_table(data, source="x")
+        leveldb_table.read_table(data, source="x")
 
 
 def test_unknown_compression_is_refused(tmp_path):
@@ -400,7 +400,7 @@ def read_all(prefix: Path) -> None:
         return
     for name in names:
         try:
-            opened.entry(name)
+            opened.dtype_and_shape(name)
             opened.read(name)
         except ModelError:
             continue
@@ -412,7 +412,7 @@ def fuzzed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fuzz")
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
     prefix = partitioned(folder, [(0, 3), (3, 1)], [value[:3], value[3:]])
-    entries = table.read_table(Path(f"{prefix}.index").read_bytes(), source="it")
+    entries = leveldb_table.read_table(Path(f"{prefix}.index").read_bytes(), source="it")
     entries[b"v"] = entry("float32", (2, 2), 0, value.tobytes()[:16])
     entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = entry("string", (), 0, value.tobytes()[:9])
     contents = block(sorted(entries.items()))
@@ -535,7 +535,7 @@ def test_restore_nodes_decide(tmp_path):
     assert resolve_variables(saved, named(tmp_path, "ema/v", "v", "r")) == {"v": "ema/v", "r": "r"}
 
 
-def test_parts_of_partitioned_variables_have_no_key(tmp_path):
+def test_slices_of_partitioned_variables_have_no_key(tmp_path):
     """A part must not pass for the whole, nor be looked up by its name."""
     saved = proto.SavedModel()
     graph = saved.meta_graphs.add().graph_def
@@ -562,7 +562,7 @@ def test_names_may_be_keys(tmp_path):
     assert resolve_variables(saved, named(tmp_path, "v")) == {"v": "v"}
 
 
-def test_graphs_that_disagree(tmp_path):
+def test_ambiguous_names_have_no_key(tmp_path):
     """A name that two graphs of one model restore from different keys is left out."""
     saved = proto.SavedModel()
     for key in ("a", "b"):
@@ -572,7 +572,7 @@ def test_graphs_that_disagree(tmp_path):
     assert resolve_variables(saved, named(tmp_path, "a", "b")) == {}
 
 
-def test_rings_and_stumps_are_survived(tmp_path):
+def test_cyclic_and_incomplete_restores_are_ignored(tmp_path):
     """Graphs no TensorFlow would accept."""
     saved = proto.SavedModel()
     graph = saved.meta_graphs.add().graph_def
@@ -610,7 +610,7 @@ def test_every_variable_of_a_real_model_resolves():
     assert len({keys[node.name] for node in variables}) == 141
     for node in variables:
         shape = tuple(dim.size for dim in node.attr["shape"].shape.dim)
-        assert opened.entry(keys[node.name]) == (proto.dtype_name(node.attr["dtype"].type), shape)
+        assert opened.dtype_and_shape(keys[node.name]) == (proto.dtype_name(node.attr["dtype"].type), shape)
         assert opened.read(keys[node.name]).shape == shape
 
 
@@ -672,13 +672,13 @@ with tf1.Graph().as_default(), tf1.Session() as session:
 def run(code: str, *arguments: str) -> str:
     """Runs Python code in a process of its own and returns the last line it printed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, check=False
     )
-    if "No module named 'tensorflow'" in done.stderr:
+    if "No module named 'tensorflow'" in process.stderr:
         pytest.skip("TensorFlow is not installed")
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    assert process.returncode == 0, process.stderr
+    return process.stdout.strip()
 
 
 @pytest.mark.slow

@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphquant.formats.tensorflow import emit, load, proto, skeleton
-from graphquant.formats.tensorflow.load import RULE_ATTR
-from graphquant.ir import Model, Op, Output, TensorRef, Use, check
-from graphquant.numerics import IntType, Range, choose
-from graphquant.qdq import FAMILIES, Lowering
+from graphquant.formats.tensorflow import emit, encode_skeleton, load, proto
+from graphquant.formats.tensorflow.metadata import RULE_ATTR
+from graphquant.ir import Model, Op, Output, TensorRef, Use, check_invariants
+from graphquant.numerics import IntType, Range, choose_qparams
+from graphquant.qdq import FAMILIES, QDQSite
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
@@ -36,11 +36,11 @@ node { name: "u" op: "Neg" input: "y" attr { key: "T" value { type: DT_FLOAT } }
 def insert(model: Model, use: Use, name: str = "", *, in_frame: bool = False) -> TensorRef:
     """Quantizes what `use` reads to 8 bits over [-1, 3] for this use alone; returns the quantized tensor."""
     graph = model.graphs[use.graph]
-    tensor = graph.producer(use)
+    tensor = graph.source_of(use)
     assert tensor is not None
-    params = choose(Range(np.float64(-1), np.float64(3)), IntType(8, signed=True), symmetric=False)
-    site = Lowering(tensor=tensor, name=name or f"{tensor.op}/quant", params=params, rule="test", in_frame=in_frame)
-    quantized = FAMILIES["fake-quant"].lower(graph, site)
+    params = choose_qparams(Range(np.float64(-1), np.float64(3)), IntType(8, signed=True), symmetric=False)
+    site = QDQSite(tensor=tensor, name=name or f"{tensor.op}/quant", params=params, rule="test", in_frame=in_frame)
+    quantized = FAMILIES["fake-quant"].add_ops(graph, site)
     graph.reroute(tensor, [use], quantized)
     return quantized
 
@@ -70,10 +70,10 @@ def test_insert(tmp_path: Path) -> None:
     """One use of a tensor is rerouted to a FakeQuant with its constants, rule and device; other nodes stay."""
     model = small(tmp_path)
     insert(model, Use("", "z", 1))
-    check(model, "edit")
+    check_invariants(model, "edit")
     message = emit(model)
     source = model.source.message
-    assert [made.name for made in message.node] == ["x", "y", "z", "u", "y/quant/min", "y/quant/max", "y/quant"]
+    assert [new_node.name for new_node in message.node] == ["x", "y", "z", "u", "y/quant/min", "y/quant/max", "y/quant"]
     assert [node(message, name) == node(source, name) for name in "xyzu"] == [True, True, False, True]
     assert list(node(message, "z").input) == ["y", "y/quant", "^x"]
     quant = node(message, "y/quant")
@@ -101,12 +101,12 @@ def test_replace_and_remove(tmp_path: Path) -> None:
     """A replaced op keeps its place, a removed one takes the control edges from it along."""
     model = small(tmp_path)
     graph = model.main
-    graph.replace(replace(graph.op("u"), source=None, type="Identity", kind="identity", attrs={}))
-    graph.replace(replace(graph.op("y"), attrs={**graph.op("y").attrs, "alpha": 0.5, "shapes": [(1, None), None]}))
-    gate = graph.add(Op(name="gate", kind="other", type="NoOp"))
-    graph.wire("u", [], after=[gate.op])
+    graph.replace_op(replace(graph.op("u"), source=None, type="Identity", kind="identity", attrs={}))
+    graph.replace_op(replace(graph.op("y"), attrs={**graph.op("y").attrs, "alpha": 0.5, "shapes": [(1, None), None]}))
+    gate = graph.add_op(Op(name="gate", kind="other", type="NoOp"))
+    graph.connect_inputs("u", [], control_sources=[gate.op])
     message = emit(model)
-    assert [made.name for made in message.node] == ["x", "y", "z", "u", "gate"]
+    assert [emitted_node.name for emitted_node in message.node] == ["x", "y", "z", "u", "gate"]
     assert (node(message, "u").op, list(node(message, "u").input)) == ("Identity", ["y", "^gate"])
     assert node(message, "u").attr["T"].type == proto.DataType["DT_FLOAT"]
     assert node(message, "y").attr["alpha"].f == 0.5
@@ -114,10 +114,10 @@ def test_replace_and_remove(tmp_path: Path) -> None:
     assert [dim.size for dim in shapes[0].dim] == [1, -1]
     assert shapes[1].unknown_rank
     model = small(tmp_path, TEXT + 'node { name: "late" op: "NoOp" input: "^u" }')
-    model.main.remove("@z")
-    model.main.remove("u")
+    model.main.remove_op("@z")
+    model.main.remove_op("u")
     message = emit(model)
-    assert [made.name for made in message.node] == ["x", "y", "z", "late"]
+    assert [emitted_node.name for emitted_node in message.node] == ["x", "y", "z", "late"]
     assert list(node(message, "late").input) == []
 
 
@@ -131,22 +131,22 @@ def test_new_constant_value(tmp_path: Path) -> None:
     )
     model = small(tmp_path, text)
     value = np.arange(4, dtype=np.int32).reshape(2, 2)
-    model.main.replace(replace(model.main.op("c"), value=lambda: value))
-    made = node(emit(model), "c")
-    assert made.attr["_class"].s == b"k"
-    assert np.frombuffer(made.attr["value"].tensor.tensor_content, "<i4").tolist() == [0, 1, 2, 3]
+    model.main.replace_op(replace(model.main.op("c"), read_value=lambda: value))
+    constant_node = node(emit(model), "c")
+    assert constant_node.attr["_class"].s == b"k"
+    assert np.frombuffer(constant_node.attr["value"].tensor.tensor_content, "<i4").tolist() == [0, 1, 2, 3]
 
 
 def test_function_results() -> None:
     """In a function inputs name output arguments; a rerouted result is a changed `ret`."""
     model = load(SAMPLES / "digits_cnn_saved_model").copy()
-    name = next(name for name in model.live() if "stem/batch_norm" in model.graphs[name])
+    name = next(name for name in model.reachable_graphs() if "stem/batch_norm" in model.graphs[name])
     graph = model.graphs[name]
     insert(model, Use(name, "stem/batch_norm", 0))
     insert(model, Use(name, graph.outputs[0], 0), "result/quant")
     meta = emit(model).meta_graphs[0]
     function = next(function for function in meta.graph_def.library.function if function.signature.name == name)
-    nodes = {made.name: made for made in function.node_def}
+    nodes = {function_node.name: function_node for function_node in function.node_def}
     assert nodes["stem/batch_norm"].input[0] == "stem/conv/quant:outputs:0"
     assert list(nodes["stem/conv/quant"].input) == [
         *("stem/conv:output:0", "stem/conv/quant/min:output:0", "stem/conv/quant/max:output:0"),
@@ -161,8 +161,8 @@ def test_function_results() -> None:
 def test_signature() -> None:
     """A rerouted signature output changes every entry that named the tensor."""
     model = load(SAMPLES / "digits_cnn_saved_model")
-    twin = model.source.message.meta_graphs[0].signature_def["twin"]
-    twin.CopyFrom(model.source.message.meta_graphs[0].signature_def["serving_default"])
+    copied_signature = model.source.message.meta_graphs[0].signature_def["twin"]
+    copied_signature.CopyFrom(model.source.message.meta_graphs[0].signature_def["serving_default"])
     model = model.copy()
     insert(model, Use("", "@serving_default/probabilities", 0))
     signatures = emit(model).meta_graphs[0].signature_def
@@ -193,11 +193,11 @@ def test_unread_result_name(tmp_path: Path) -> None:
 def test_skeleton(tmp_path: Path) -> None:
     """The skeleton has every node and no constant's data."""
     model = load(SAMPLES / "digits_cnn.pb")
-    text = skeleton(model)
+    text = encode_skeleton(model)
     (tmp_path / "bare.pbtxt").write_text(text)
     bare = load(tmp_path / "bare.pbtxt")
     assert [op.name for op in bare.main.ops()] == [op.name for op in model.main.ops()]
-    kernel = bare.main.op("stem/conv/ReadVariableOp/resource").value()
+    kernel = bare.main.op("stem/conv/ReadVariableOp/resource").read_value()
     assert kernel.shape == (3, 3, 1, 8)
     assert not kernel.any()
     assert len(text) < 50_000
@@ -221,6 +221,6 @@ print(hashlib.sha256(proto.to_binary(message) + proto.to_text(message).encode())
     digests = set()
     for seed in ("0", "1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-        digests.add(done.stdout)
+        process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+        digests.add(process.stdout)
     assert len(digests) == 1

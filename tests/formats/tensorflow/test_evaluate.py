@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from graphquant.formats.tensorflow import load, proto
-from graphquant.formats.tensorflow.evaluate import evaluate
-from graphquant.formats.tensorflow.values import encode_attr, encode_tensor
+from graphquant.formats.tensorflow.values import encode_attr, encode_tensor, evaluate_tf_op
 from graphquant.ir import DataType, Op, Parameters, TensorRef
 
 if TYPE_CHECKING:
@@ -81,15 +80,15 @@ def test_as_tensorflow_computes(op_type: str, attrs: dict[str, Any], inputs: lis
     (tmp_path / "m.pb").write_bytes(proto.to_binary(graph))
     model = load(tmp_path / "m.pb")
     ports = [TensorRef("", "result", port) for port in range(len(model.main.op("result").outputs))]
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    with tf.Graph().as_default(), tf.compat.v1.TensorFlowSession() as session:
         tf.import_graph_def(tf.compat.v1.GraphDef.FromString(proto.to_binary(graph)), name="")
         expected = session.run([str(port) for port in ports])
     parameters = Parameters(model)
-    for port, wanted in zip(ports, expected, strict=True):
+    for port, reference in zip(ports, expected, strict=True):
         got = parameters.value(port)
-        assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
+        assert (got.dtype, got.shape) == (reference.dtype, reference.shape)
         tolerance = 1e-6 if op_type == "Rsqrt" else 0
-        np.testing.assert_allclose(got.astype(np.float64), wanted.astype(np.float64), rtol=tolerance)
+        np.testing.assert_allclose(got.astype(np.float64), reference.astype(np.float64), rtol=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +108,7 @@ def test_as_tensorflow_computes(op_type: str, attrs: dict[str, Any], inputs: lis
 )
 def test_not_evaluated(op_type: str, attrs: dict[str, Any], inputs: list[Any]) -> None:
     """Other operations, inputs that do not fit and results of absurd size have no value, and do no harm."""
-    assert evaluate(make(op_type, attrs), [np.asarray(value) for value in inputs]) is None
+    assert evaluate_tf_op(make(op_type, attrs), [np.asarray(value) for value in inputs]) is None
 
 
 def test_unknown_value_of_a_chain(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ IMAGES = rng.normal(size=(8, 8, 8, 1)).astype(np.float32)
 def network() -> Any:
     """A small convolutional network."""
     keras.utils.set_random_seed(4)
-    image = keras.Input((8, 8, 1), name="image")
+    image = keras.ModelInput((8, 8, 1), name="image")
     hidden = keras.layers.Conv2D(4, 3, activation="relu", name="conv")(image)
     hidden = keras.layers.BatchNormalization(name="norm")(hidden)
     hidden = keras.layers.Flatten(name="flat")(hidden)
@@ -51,9 +51,9 @@ def test_file_becomes_a_saved_model(here: Path, cli: Callable[..., Any], name: s
     """Both kinds of file are quantized into a SavedModel that gives what TensorFlow's own ops, written in, give."""
     model = network()
     model.save(name)
-    said = cli("insert", name, "--rules", "fixed_point").stdout
-    assert "4 sites inserted" in said
-    assert "net.quant" in said
+    output_text = cli("insert", name, "--rules", "fixed_point").stdout
+    assert "4 sites inserted" in output_text
+    assert "net.quant" in output_text
     assert sorted(path.name for path in here.iterdir()) == sorted([name, "net.quant"])
 
     def fixed(x: Any, exponent: int) -> Any:
@@ -77,8 +77,8 @@ def test_calibrated_and_applied_later(here: Path, cli: Callable[..., Any]) -> No
     np.savez("x.npz", image=IMAGES)
     cli("calibrate", "net.keras", "--data", "x.npz", "-o", "stats.gqs")
     Path("plan.json").write_text(cli("plan", "net.keras", "--format", "json").stdout)
-    said = cli("insert", "net.keras", "--plan", "plan.json", "--stats", "stats.gqs").stdout
-    assert "sites inserted" in said
+    output_text = cli("insert", "net.keras", "--plan", "plan.json", "--stats", "stats.gqs").stdout
+    assert "sites inserted" in output_text
     model = gq.load("net.keras")
     tf.function(lambda x: x)(1)  # moves the numbers that tracing gives
     assert gq.load(Path("net.keras")).graphs.keys() == model.graphs.keys()
@@ -86,7 +86,7 @@ def test_calibrated_and_applied_later(here: Path, cli: Callable[..., Any]) -> No
     assert here.joinpath("net.quant").is_dir()
 
 
-def test_original_stays_when_the_model_is_kept(here: Path) -> None:
+def test_temporary_folder_lives_as_long_as_the_model(here: Path) -> None:
     """The exported files live as long as the model does, and no longer."""
     network().save("net.keras")
     model = gq.load("net.keras")
@@ -103,11 +103,11 @@ def test_original_stays_when_the_model_is_kept(here: Path) -> None:
 def test_output_is_a_folder(here: Path, cli: Callable[..., Any]) -> None:
     """A Keras file cannot hold ops: the name of one is refused before any work, with the way out."""
     network().save("net.keras")
-    said = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.keras", code=2).stderr
-    assert "quant.keras is named like a Keras file, which holds layers and no ops" in said
-    assert "the name of a folder, quant; keras.layers.TFSMLayer" in said
-    said = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.pb", code=2).stderr
-    assert "a SavedModel is written as a folder" in said
+    error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.keras", code=2).stderr
+    assert "quant.keras is named like a Keras file, which holds layers and no ops" in error_text
+    assert "the name of a folder, quant; keras.layers.TFSMLayer" in error_text
+    error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.pb", code=2).stderr
+    assert "a SavedModel is written as a folder" in error_text
     assert [path.name for path in here.iterdir()] == ["net.keras"]
 
 
@@ -115,9 +115,9 @@ def test_without_tensorflow(here: Path, cli: Callable[..., Any], monkeypatch: py
     """Where tensorflow is missing, the message has the line that installs it, and the exit code is 4."""
     network().save("net.keras")
     monkeypatch.setitem(sys.modules, "tensorflow", None)
-    said = cli("insert", "net.keras", "--rules", "fixed_point", code=4).stderr
-    assert "net.keras is a Keras file, which Keras reads with TensorFlow" in said
-    assert "pip install 'graphquant[tensorflow]'" in said
+    error_text = cli("insert", "net.keras", "--rules", "fixed_point", code=4).stderr
+    assert "net.keras is a Keras file, which Keras reads with TensorFlow" in error_text
+    assert "pip install 'graphquant[tensorflow]'" in error_text
     with pytest.raises(MissingDependencyError):
         gq.load(here / "net.keras")
 
@@ -145,7 +145,7 @@ def changed(config: Callable[[Any], Any], source: str = "net.keras", target: str
 
 def with_lambda() -> Any:
     """A model with Python code in it, which writes a file when it runs or is read."""
-    inputs = keras.Input((4,))
+    inputs = keras.ModelInput((4,))
     write = keras.layers.Lambda(lambda x: (open("ran", "w").close(), x)[1], name="evil")  # noqa: PTH123  # one expression
     return keras.Model(inputs, write(inputs))
 
@@ -157,11 +157,11 @@ def test_code_is_not_run(here: Path, cli: Callable[..., Any], name: str) -> None
     (here / "ran").unlink(missing_ok=True)
     keras.config.enable_unsafe_deserialization()
     try:
-        said = cli("inspect", name, code=3).stderr
+        error_text = cli("inspect", name, code=3).stderr
     finally:
         keras.src.backend.common.global_state.set_global_attribute("safe_mode_saving", None)
-    assert f"{name} has the Lambda layer 'evil', which is code in the model's file" in said
-    assert "model.export(folder)" in said
+    assert f"{name} has the Lambda layer 'evil', which is code in the model's file" in error_text
+    assert "model.export(folder)" in error_text
     assert not (here / "ran").exists()
 
 
@@ -175,7 +175,7 @@ class Bomb:
 def test_pickles_are_not_read(here: Path) -> None:
     """A pickle in an `.h5` file, and a class that unpickles, are nothing that is read."""
     network().save("net.h5")
-    with h5py.File("net.h5", "r+") as file:
+    with h5py.DataFile("net.h5", "r+") as file:
         config = json.loads(file.attrs["model_config"])
         config["config"]["layers"][1]["config"]["activation"] = {
             "class_name": "__lambda__",
@@ -187,7 +187,7 @@ def test_pickles_are_not_read(here: Path) -> None:
     assert not (here / "ran").exists()
 
 
-def test_classes_of_others_are_not_imported(here: Path) -> None:
+def test_foreign_classes_are_not_imported(here: Path) -> None:
     """A module that a file names is not imported."""
     network().save("net.keras")
     Path("surprise.py").write_text("open('ran', 'w')\n")
@@ -216,13 +216,13 @@ def test_links_are_not_followed(here: Path) -> None:
     model.save("net.h5")
     model.save("net.keras")
     shutil.copy("net.h5", "linked.h5")
-    with h5py.File("linked.h5", "r+") as file:
+    with h5py.DataFile("linked.h5", "r+") as file:
         del file["model_weights"]
         file["model_weights"] = h5py.ExternalLink("net.h5", "model_weights")
     with pytest.raises(ModelError, match="'model_weights' is kept in another file"):
         gq.load(here / "linked.h5")
     Path("secret").write_bytes(bytes(64))
-    with h5py.File("model.weights.h5", "w") as file:
+    with h5py.DataFile("model.weights.h5", "w") as file:
         file.create_dataset("layers/conv/vars/0", (16,), "f4", external=[("secret", 0, 64)])
     with zipfile.ZipFile("net.keras") as old, zipfile.ZipFile("bad.keras", "w") as new:
         new.writestr("config.json", old.read("config.json"))
@@ -238,10 +238,10 @@ def test_damaged_files(here: Path) -> None:
     model.save("net.h5")
     model.save_weights("only.weights.h5")
     for name in ("net.keras", "net.h5"):
-        whole = Path(name).read_bytes()
-        for size in (0, 100, len(whole) // 2, len(whole) - 50):
+        intact_bytes = Path(name).read_bytes()
+        for size in (0, 100, len(intact_bytes) // 2, len(intact_bytes) - 50):
             bad = here / f"bad{Path(name).suffix}"
-            bad.write_bytes(whole[:size])
+            bad.write_bytes(intact_bytes[:size])
             with pytest.raises(ModelError, match=f"bad{bad.suffix}"):
                 gq.load(bad)
     with pytest.raises(ModelError, match="holds weights alone"):

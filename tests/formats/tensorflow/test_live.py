@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import graphquant as gq
-from graphquant import graph_editor as ge
+from graphquant.api import graph_editor as ge
 from graphquant.errors import ModelError, NeedsDataError, UsageError
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,7 @@ def dense(*, scale: float = 1.0, resource: bool = True, labels: bool = False) ->
 
 def started(graph: Any) -> Any:
     """A session whose variables have their first values."""
-    session = v1.Session(graph=graph)
+    session = v1.TensorFlowSession(graph=graph)
     session.run("init")
     return session
 
@@ -84,19 +84,19 @@ def test_graph_comes_back_as_a_graph() -> None:
     before = graph.as_graph_def(add_shapes=True)
     model = gq.load(graph)
     assert gq.insert_quant_op(model, "x:0", "product", Q8) == 1
-    made = gq.to_tf(model)
+    quantized_graph = gq.to_tf(model)
     assert graph.as_graph_def(add_shapes=True) == before
-    ours = {node.name: node for node in made.as_graph_def(add_shapes=True).node}
+    ours = {node.name: node for node in quantized_graph.as_graph_def(add_shapes=True).node}
     for node in before.node:
         if node.name != "product":
             assert ours[node.name] == node
     assert ours["product"].input[0] == "product/SlimQuant/quant"
     assert list(ours["product"].input[1:]) == ["kernel", "^before"]
     assert ours["product"].device == "/device:CPU:0"
-    assert made.get_collection("mine") == [made.get_tensor_by_name("product:0")]
-    assert made.get_collection("numbers") == [3]
-    assert made.get_tensor_by_name("out:0").shape == [None, 3]
-    with v1.Session(graph=made) as session:
+    assert quantized_graph.get_collection("mine") == [quantized_graph.get_tensor_by_name("product:0")]
+    assert quantized_graph.get_collection("numbers") == [3]
+    assert quantized_graph.get_tensor_by_name("out:0").shape == [None, 3]
+    with v1.TensorFlowSession(graph=quantized_graph) as session:
         out, skip = session.run(["out:0", "skip:0"], {"x:0": X * 10})
     assert np.array_equal(out, tf.nn.relu(tf.matmul(by_hand(X * 10), KERNEL)).numpy())
     assert np.array_equal(skip, X * 10)
@@ -108,10 +108,10 @@ def test_default_graph() -> None:
         tf.matmul(v1.placeholder(tf.float32, [None, 6], name="x"), KERNEL, name="product")
         model = gq.load(v1.get_default_graph())
         gq.insert_quant_op(model, "x:0", "product", Q8)
-        made = gq.to_tf(model)
-        assert made is not v1.get_default_graph()
+        quantized_graph = gq.to_tf(model)
+        assert quantized_graph is not v1.get_default_graph()
         assert len(v1.get_default_graph().get_operations()) == 3
-    assert made.get_operation_by_name("product").inputs[0].op.type == "FakeQuantWithMinMaxVars"
+    assert quantized_graph.get_operation_by_name("product").inputs[0].op.type == "FakeQuantWithMinMaxVars"
 
 
 def test_graphs_of_one_name_do_not_mix() -> None:
@@ -120,11 +120,11 @@ def test_graphs_of_one_name_do_not_mix() -> None:
     sessions = [started(dense(scale=scale)) for scale in scales]
     models = [gq.load(session) for session in sessions]
     results = [gq.insert(model, rules=["weight_only"]) for model in models]
-    found = [result.inserted[0].params.scale for result in reversed(results)][::-1]
-    for scale, step, result, session in zip(scales, found, results, sessions, strict=True):
+    scales_found = [result.inserted[0].params.scale for result in reversed(results)][::-1]
+    for scale, step, result, session in zip(scales, scales_found, results, sessions, strict=True):
         np.testing.assert_allclose(step, np.abs(KERNEL).max(0) * scale / 127, rtol=1e-6)
-        made = gq.to_tf(result)
-        values = made.run("logits:0", {"x:0": X})
+        quantized_session = gq.to_tf(result)
+        values = quantized_session.run("logits:0", {"x:0": X})
         expected = X @ (np.round(KERNEL * scale / step) * step)
         np.testing.assert_allclose(values, expected, rtol=1e-4, atol=1e-4)
         np.testing.assert_allclose(session.run("logits:0", {"x:0": X}), X @ (KERNEL * scale), rtol=1e-4, atol=1e-4)
@@ -145,16 +145,18 @@ def test_functions_of_a_graph_have_their_new_gradients() -> None:
         tf.reduce_sum(called + branch, name="out")
     model = gq.load(graph)
     gq.insert_quant_op(model, "z:0", "product", gq.FixedPoint(8, -4, family="quantize-and-dequantize-v4"))
-    made = gq.to_tf(model)
-    with made.as_default():
-        gradient = tf.gradients(made.get_tensor_by_name("out:0"), made.get_tensor_by_name("x:0"))[0]
-    far = np.abs(X) * 20
-    with v1.Session(graph=made) as session:
-        found = session.run([gradient, "out:0"], {"x:0": far})
-    inside = far <= Q8.max
-    assert 0 < inside.sum() < far.size
-    assert np.array_equal(found[0], np.where(inside, 3 * KERNEL.sum(1), 0).astype(np.float32))
-    np.testing.assert_allclose(found[1], 3 * (clipped(far).numpy() @ KERNEL).sum(), rtol=1e-5)
+    quantized_graph = gq.to_tf(model)
+    with quantized_graph.as_default():
+        gradient = tf.gradients(quantized_graph.get_tensor_by_name("out:0"), quantized_graph.get_tensor_by_name("x:0"))[
+            0
+        ]
+    large_inputs = np.abs(X) * 20
+    with v1.TensorFlowSession(graph=quantized_graph) as session:
+        values = session.run([gradient, "out:0"], {"x:0": large_inputs})
+    inside = large_inputs <= Q8.max
+    assert 0 < inside.sum() < large_inputs.size
+    assert np.array_equal(values[0], np.where(inside, 3 * KERNEL.sum(1), 0).astype(np.float32))
+    np.testing.assert_allclose(values[1], 3 * (clipped(large_inputs).numpy() @ KERNEL).sum(), rtol=1e-5)
 
 
 def test_loop_of_tensorflow_1_trains() -> None:
@@ -171,16 +173,18 @@ def test_loop_of_tensorflow_1_trains() -> None:
         v1.enable_control_flow_v2()
     model = gq.load(graph, outputs=["loop/Exit_1:0"])
     assert gq.insert_quant_op(model, "loop/step:0", "NextIteration", gq.FixedPoint(16, -8)) == 1
-    made = gq.to_tf(model)
-    with made.as_default():
-        gradient = tf.gradients(made.get_tensor_by_name("loop/Exit_1:0"), made.get_tensor_by_name("x:0"))[0]
-    with v1.Session(graph=made) as session:
+    quantized_graph = gq.to_tf(model)
+    with quantized_graph.as_default():
+        gradient = tf.gradients(
+            quantized_graph.get_tensor_by_name("loop/Exit_1:0"), quantized_graph.get_tensor_by_name("x:0")
+        )[0]
+    with v1.TensorFlowSession(graph=quantized_graph) as session:
         value, slope = session.run(["loop/Exit_1:0", gradient], {"x:0": 1.5})
     assert value == pytest.approx(1.5**3, abs=1 / 128)
     assert slope == pytest.approx(3 * 1.5**2, rel=0.01)
 
 
-def test_imported_beside_its_session() -> None:
+def test_graph_imported_next_to_its_session() -> None:
     """The quantized graph, imported into the graph it came from, reads the session's own variables and trains them."""
     graph = dense(labels=True)
     session = started(graph)
@@ -206,15 +210,15 @@ def test_training_graph() -> None:
     with graph.as_default():
         v1.train.AdamOptimizer(0.1).minimize(graph.get_tensor_by_name("loss:0"))
         v1.global_variables_initializer()
-    session = v1.Session(graph=graph)
+    session = v1.TensorFlowSession(graph=graph)
     session.run("init_1")
     model = gq.load(session, outputs=[graph.get_tensor_by_name("logits:0")])
-    result = gq.insert(model, rules=["tflite"], data="random:4", check=False)
-    touched = {use.op for done in result.inserted for use in done.site.uses}
+    result = gq.insert(model, rules=["tflite"], data="random:4", validate=False)
+    touched = {use.op for insertion in result.inserted for use in insertion.site.uses}
     assert "product" in touched
     assert not [name for name in touched if name.startswith("gradients")]
-    made = gq.to_tf(result)
-    losses = [made.run(["loss:0", "Adam"], {"x:0": X, "y:0": LABELS})[0] for _ in range(5)]
+    quantized_session = gq.to_tf(result)
+    losses = [quantized_session.run(["loss:0", "Adam"], {"x:0": X, "y:0": LABELS})[0] for _ in range(5)]
     assert losses[-1] < losses[0]
     assert np.array_equal(session.run("kernel/Read/ReadVariableOp:0"), KERNEL)
 
@@ -233,17 +237,17 @@ def test_session(resource: bool) -> None:
     graph.finalize()
     result = gq.insert(session, rules=["weight_only"])
     np.testing.assert_allclose(result.inserted[0].params.scale, np.abs(KERNEL).max(0) * 2 / 127, rtol=1e-6)
-    made = gq.to_tf(result)
-    with made.graph.as_default():
+    quantized_session = gq.to_tf(result)
+    with quantized_session.graph.as_default():
         (mine,) = v1.trainable_variables()
-        loss = made.graph.get_tensor_by_name("loss:0")
+        loss = quantized_session.graph.get_tensor_by_name("loss:0")
         step = v1.train.GradientDescentOptimizer(0.5).minimize(loss)
-    assert np.array_equal(made.run(mine), KERNEL * 2)
+    assert np.array_equal(quantized_session.run(mine), KERNEL * 2)
     fed = {"x:0": X, "y:0": LABELS}
-    losses = [made.run([loss, step], fed)[0] for _ in range(5)]
+    losses = [quantized_session.run([loss, step], fed)[0] for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
-    assert not np.allclose(made.run(mine), KERNEL * 2)
+    assert not np.allclose(quantized_session.run(mine), KERNEL * 2)
     assert np.array_equal(session.run(variable), KERNEL * 2)
 
 
@@ -251,18 +255,18 @@ def test_calibrated_session(tmp_path: Any) -> None:
     """The model runs with the session's values; one without a session is refused where they are needed."""
     graph = dense()
     np.savez(tmp_path / "x.npz", x=X)
-    result = gq.insert(started(graph), rules=["tflite"], data=str(tmp_path / "x.npz"), method="minmax", check=False)
-    (site,) = [done for done in result.inserted if done.site.tensor.op == "x"]
+    result = gq.insert(started(graph), rules=["tflite"], data=str(tmp_path / "x.npz"), method="minmax", validate=False)
+    (site,) = [insertion for insertion in result.inserted if insertion.site.tensor.op == "x"]
     assert site.params.scale == pytest.approx((X.max() - X.min()) / 255, rel=1e-2)
     frozen = gq.freeze(gq.load(started(graph)))
     assert not [op for op in frozen.main.ops() if op.kind == "variable"]
     with pytest.raises(ModelError, match=r"'kernel' first, have values only in a session\. Give gq\.load the session"):
-        gq.insert(graph, rules=["tflite"], data=str(tmp_path / "x.npz"), check=False)
+        gq.insert(graph, rules=["tflite"], data=str(tmp_path / "x.npz"), validate=False)
 
 
 def test_session_without_values() -> None:
     """A variable that was not initialized is named; a closed session too is told."""
-    session = v1.Session(graph=dense())
+    session = v1.TensorFlowSession(graph=dense())
     with pytest.raises(ModelError, match=r"'kernel' has no value in the session\. Run its initializer"):
         gq.insert(session, rules=["weight_only"])
     session = started(dense())
@@ -293,12 +297,12 @@ class Net(tf.Module):
     @tf.function
     def __call__(self, pair: dict[str, Any], flag: Any, *, gain: float = 2.0) -> Any:
         """Two logits from `pair`, and how often the loop ran."""
-        one = self.layer(pair["one"])
-        both = tf.cond(flag, lambda: self.layer(pair["two"]) + self.shift, lambda: one * gain)
+        scaled = self.layer(pair["one"])
+        branched = tf.cond(flag, lambda: self.layer(pair["two"]) + self.shift, lambda: scaled * gain)
         i, looped = tf.while_loop(
-            lambda i, _: i < 2, lambda i, y: (i + 1, y + self.layer(pair["two"])), [0, tf.zeros_like(one)]
+            lambda i, _: i < 2, lambda i, y: (i + 1, y + self.layer(pair["two"])), [0, tf.zeros_like(scaled)]
         )
-        return {"one": one, "more": [both, (looped, i), None]}
+        return {"one": scaled, "more": [branched, (looped, i), None]}
 
     def concrete(self) -> Any:
         """The function for batches of any size."""
@@ -319,19 +323,22 @@ def quantized(concrete: Any, family: str | None = None) -> Any:
 @pytest.mark.parametrize("flag", [True, False])
 def test_function_comes_back_as_a_callable(flag: bool) -> None:
     """Same signature, same structure, and in every body exactly what the same code with the op written in gives."""
-    net, twin = Net(), Net()
+    net, reference = Net(), Net()
     concrete = net.concrete()
     before = concrete(PAIR, tf.constant(flag), gain=3.0)
-    made = quantized(concrete)
-    twin.quantize = by_hand
-    expected = twin.concrete()(PAIR, tf.constant(flag), gain=3.0)
-    found = made(PAIR, tf.constant(flag), gain=3.0)
-    tf.nest.assert_same_structure(found, expected)
-    assert found["more"][2] is None
-    for one, other in zip(tf.nest.flatten(found), tf.nest.flatten(expected), strict=True):
-        assert one is other is None or np.array_equal(one, other)
-    assert made.structured_input_signature == concrete.structured_input_signature
-    assert [variable is net.kernel or variable is net.bias for variable in made.trainable_variables] == [True, True]
+    quantized_function = quantized(concrete)
+    reference.quantize = by_hand
+    expected = reference.concrete()(PAIR, tf.constant(flag), gain=3.0)
+    outputs = quantized_function(PAIR, tf.constant(flag), gain=3.0)
+    tf.nest.assert_same_structure(outputs, expected)
+    assert outputs["more"][2] is None
+    for output, expected_output in zip(tf.nest.flatten(outputs), tf.nest.flatten(expected), strict=True):
+        assert output is expected_output is None or np.array_equal(output, expected_output)
+    assert quantized_function.structured_input_signature == concrete.structured_input_signature
+    assert [variable is net.kernel or variable is net.bias for variable in quantized_function.trainable_variables] == [
+        True,
+        True,
+    ]
     after = concrete(PAIR, tf.constant(flag), gain=3.0)
     assert all(
         np.array_equal(a, b) for a, b in zip(tf.nest.flatten(before)[:3], tf.nest.flatten(after)[:3], strict=True)
@@ -341,19 +348,21 @@ def test_function_comes_back_as_a_callable(flag: bool) -> None:
 def test_variables_are_shared() -> None:
     """What is assigned to the user's variable is what the callable reads, and it trains the user's own."""
     net = Net()
-    made = quantized(net.concrete())
-    net.bias.assign([10.0, 20.0, 30.0])
-    found = made(PAIR, tf.constant(True), gain=3.0)["one"]
-    np.testing.assert_allclose(found, by_hand(X).numpy() @ KERNEL + [10, 20, 30], rtol=1e-5)
-    net.bias.assign(np.zeros(3))
+    quantized_function = quantized(net.concrete())
+    net.bias.assign_variables([10.0, 20.0, 30.0])
+    outputs = quantized_function(PAIR, tf.constant(True), gain=3.0)["one"]
+    np.testing.assert_allclose(outputs, by_hand(X).numpy() @ KERNEL + [10, 20, 30], rtol=1e-5)
+    net.bias.assign_variables(np.zeros(3))
     losses = []
     for _ in range(5):
         with tf.GradientTape() as tape:
-            logits = made(PAIR, tf.constant(True), gain=3.0)["more"][0]
+            logits = quantized_function(PAIR, tf.constant(True), gain=3.0)["more"][0]
             loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS, logits))
         losses.append(float(loss))
         for variable, gradient in zip(
-            made.trainable_variables, tape.gradient(loss, made.trainable_variables), strict=True
+            quantized_function.trainable_variables,
+            tape.gradient(loss, quantized_function.trainable_variables),
+            strict=True,
         ):
             variable.assign_sub(0.05 * gradient)
     assert losses[-1] < losses[0]
@@ -365,24 +374,24 @@ def test_variables_are_shared() -> None:
 )
 def test_gradients(family: str, written: Any) -> None:
     """V2 passes gradients on straight, V4 clips them: both as in the same code with the op written in."""
-    net, twin = Net(), Net()
-    made = quantized(net.concrete(), family)
-    twin.quantize = written
+    net, reference = Net(), Net()
+    quantized_function = quantized(net.concrete(), family)
+    reference.quantize = written
     wide = {"one": tf.constant(X), "two": tf.constant(X * 20)}
     slopes = []
-    for function in (made, twin.concrete()):
+    for function in (quantized_function, reference.concrete()):
         with tf.GradientTape() as tape:
             tape.watch(wide["two"])
             out = function(wide, tf.constant(True), gain=3.0)["more"]
             loss = tf.reduce_sum(out[0]) + tf.reduce_sum(out[1][0])
         slopes.append(tape.gradient(loss, [wide["two"], *function.trainable_variables]))
-    for one, other in zip(*slopes, strict=True):
-        assert np.array_equal(one, other)
+    for slope, expected_slope in zip(*slopes, strict=True):
+        assert np.array_equal(slope, expected_slope)
     clips = family.endswith("4")
     assert np.any(slopes[0][0].numpy()[np.abs(X * 20) > Q8.max + 0.1] != 0) != clips
 
 
-def test_gradients_of_ones_own() -> None:
+def test_custom_gradients() -> None:
     """A gradient that the user wrote is asked for in the edited function too, in a nested one as well."""
 
     @tf.custom_gradient
@@ -391,48 +400,48 @@ def test_gradients_of_ones_own() -> None:
 
     inner = tf.function(lambda z: steep(tf.matmul(z, KERNEL, name="product")))
     concrete = tf.function(lambda x: inner(x) * 1.0).get_concrete_function(tf.TensorSpec([None, 6]))
-    made = quantized(concrete)
+    quantized_function = quantized(concrete)
     x = tf.constant(X)
     with tf.GradientTape() as tape:
         tape.watch(x)
-        total = tf.reduce_sum(made(x))
+        total = tf.reduce_sum(quantized_function(x))
     np.testing.assert_allclose(tape.gradient(total, x), np.tile(7 * KERNEL.sum(1), (4, 1)), rtol=1e-5)
 
 
 def test_two_traces_of_one_function_do_not_mix() -> None:
     """Two modules of one class, and one callable made twice: each reads its own variables and has its own ops."""
     nets = [Net(), Net()]
-    nets[1].kernel.assign(KERNEL * 2)
-    mades = [quantized(net.concrete()) for net in nets]
+    nets[1].kernel.assign_variables(KERNEL * 2)
+    quantized_functions = [quantized(net.concrete()) for net in nets]
     again = quantized(nets[0].concrete(), "quantize-and-dequantize-v2")
-    for factor, made in ((1, mades[0]), (2, mades[1]), (1, again)):
-        found = made(PAIR, tf.constant(True), gain=3.0)["one"]
-        np.testing.assert_allclose(found, by_hand(X).numpy() @ KERNEL * factor, rtol=1e-5, atol=1e-5)
+    for factor, quantized_function in ((1, quantized_functions[0]), (2, quantized_functions[1]), (1, again)):
+        outputs = quantized_function(PAIR, tf.constant(True), gain=3.0)["one"]
+        np.testing.assert_allclose(outputs, by_hand(X).numpy() @ KERNEL * factor, rtol=1e-5, atol=1e-5)
 
 
 def test_same_code_gives_the_same_model() -> None:
     """Names of functions and the digest do not depend on what was traced before."""
     nets = Net(), Net()
-    one, other = (gq.load(net.concrete()) for net in nets)
-    assert one.digest == other.digest
-    assert list(one.graphs) == list(other.graphs)
-    assert "layer" in one.graphs
-    stats = gq.calibrate(one, data="random:2")
-    assert gq.insert(other, stats=stats).inserted
+    first, second = (gq.load(net.concrete()) for net in nets)
+    assert first.digest == second.digest
+    assert list(first.graphs) == list(second.graphs)
+    assert "layer" in first.graphs
+    stats = gq.calibrate(first, data="random:2")
+    assert gq.insert(second, stats=stats).inserted
 
 
 def test_calibrated_with_present_values() -> None:
     """Observing runs the function with the variables as they are, also inside a graph that somebody builds."""
     net = Net()
-    net.kernel.assign(KERNEL * 4)
+    net.kernel.assign_variables(KERNEL * 4)
     concrete = net.concrete()
     with tf.Graph().as_default() as graph:
         stats = gq.calibrate(concrete, data="random:4", rules=["tflite"])
-        made = quantized(concrete)
+        quantized_function = quantized(concrete)
         assert not graph.get_operations()
     assert stats.samples == 4
     np.testing.assert_allclose(
-        made(PAIR, tf.constant(True), gain=3.0)["one"], by_hand(X).numpy() @ KERNEL * 4, rtol=1e-5
+        quantized_function(PAIR, tf.constant(True), gain=3.0)["one"], by_hand(X).numpy() @ KERNEL * 4, rtol=1e-5
     )
     weight = gq.insert(net.concrete(), rules=["weight_only"]).inserted[0]
     np.testing.assert_allclose(weight.params.scale, np.abs(KERNEL).max(0) * 4 / 127, rtol=1e-6)
@@ -458,15 +467,15 @@ def test_tf_function() -> None:
     assert gq.load(signed).main.inputs == ["serving_default_x"]
 
 
-def test_saved_and_taken_up_again(tmp_path: Any) -> None:
+def test_saved_and_loaded_again(tmp_path: Any) -> None:
     """The callable is saved as any function is, and a loaded signature is quantized like any other."""
     net = Net()
-    made = quantized(net.concrete())
+    quantized_function = quantized(net.concrete())
     keeper = tf.Module()
-    keeper.net, keeper.run = net, made
+    keeper.net, keeper.run = net, quantized_function
     tf.saved_model.save(keeper, str(tmp_path / "kept"))
     loaded = tf.saved_model.load(str(tmp_path / "kept"))
-    expected = made(PAIR, tf.constant(True), gain=3.0)["one"]
+    expected = quantized_function(PAIR, tf.constant(True), gain=3.0)["one"]
     assert np.array_equal(loaded.run(PAIR, tf.constant(True), gain=3.0)["one"], expected)
 
     @tf.function(input_signature=[tf.TensorSpec([None, 6], name="x")])
@@ -480,7 +489,7 @@ def test_saved_and_taken_up_again(tmp_path: Any) -> None:
     np.testing.assert_array_equal(again(x=tf.constant(X))["logits"], net.layer(by_hand(X)))
 
 
-def test_table_of_a_function(tmp_path: Any) -> None:
+def test_function_with_a_lookup_table(tmp_path: Any) -> None:
     """A captured table stays with the callable; a run apart from it, for calibration, is refused with the reason."""
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a", "b"], [1.0, 2.0]), 0.0)
 
@@ -491,8 +500,8 @@ def test_table_of_a_function(tmp_path: Any) -> None:
     concrete = scaled.get_concrete_function(tf.TensorSpec([], tf.string), tf.TensorSpec([None, 6]))
     model = gq.load(concrete)
     gq.insert_quant_op(model, "x:0", "product", Q8)
-    found = gq.to_tf(model)(tf.constant("b"), tf.constant(X))
-    assert np.array_equal(found, tf.matmul(by_hand(X), KERNEL) * 2)
+    outputs = gq.to_tf(model)(tf.constant("b"), tf.constant(X))
+    assert np.array_equal(outputs, tf.matmul(by_hand(X), KERNEL) * 2)
     np.savez(tmp_path / "data.npz", word=["a"] * 4, x=X)
     with pytest.raises(ModelError, match="captured something that is no variable"):
         gq.calibrate(concrete, data=str(tmp_path / "data.npz"), rules=["tflite"])
@@ -515,20 +524,24 @@ def test_learned_ranges(tmp_path: Any) -> None:
     rules = tmp_path / "learned.toml"
     rules.write_text(LEARNED)
     net = Net()
-    made = gq.to_tf(gq.insert(net.concrete(), rules=[str(rules)]))
-    new = [variable for variable in made.trainable_variables if variable is not net.kernel and variable is not net.bias]
-    assert len(made.trainable_variables) == 4
+    quantized_function = gq.to_tf(gq.insert(net.concrete(), rules=[str(rules)]))
+    new = [
+        variable
+        for variable in quantized_function.trainable_variables
+        if variable is not net.kernel and variable is not net.bias
+    ]
+    assert len(quantized_function.trainable_variables) == 4
     assert sorted(float(variable) for variable in new) == pytest.approx([-1.5, 0.75], abs=0.02)
 
     low, high = sorted(new, key=float)
     with tf.GradientTape() as tape:
-        loss = tf.reduce_sum(made(PAIR, tf.constant(True), gain=3.0)["one"])
-    found = tape.gradient(loss, new)
+        loss = tf.reduce_sum(quantized_function(PAIR, tf.constant(True), gain=3.0)["one"])
+    gradients = tape.gradient(loss, new)
     with tf.GradientTape() as tape:
         loss = tf.reduce_sum(tf.quantization.fake_quant_with_min_max_vars(X, low, high) @ net.kernel)
-    for one, other in zip(found, tape.gradient(loss, new), strict=True):
-        assert float(one) == pytest.approx(float(other), rel=1e-5)
-        assert float(one) != 0
+    for gradient, later_gradient in zip(gradients, tape.gradient(loss, new), strict=True):
+        assert float(gradient) == pytest.approx(float(later_gradient), rel=1e-5)
+        assert float(gradient) != 0
     ranged = gq.to_tf(gq.insert(started(dense(labels=True)), rules=[str(rules)]))
     with ranged.graph.as_default():
         variables = v1.trainable_variables()
@@ -536,7 +549,9 @@ def test_learned_ranges(tmp_path: Any) -> None:
         step = v1.train.GradientDescentOptimizer(0.1).minimize(ranged.graph.get_tensor_by_name("loss:0"))
     before = ranged.run(variables)
     ranged.run(step, {"x:0": X, "y:0": LABELS})
-    assert all(np.any(one != other) for one, other in zip(before, ranged.run(variables), strict=True))
+    assert all(
+        np.any(old_value != new_value) for old_value, new_value in zip(before, ranged.run(variables), strict=True)
+    )
 
 
 # -- Keras -----------------------------------------------------------------------------------------
@@ -547,7 +562,7 @@ def keras_model() -> Any:
     keras = tf.keras
     keras.utils.set_random_seed(3)
     layers = [
-        keras.Input((8, 8, 1), name="image"),
+        keras.ModelInput((8, 8, 1), name="image"),
         keras.layers.Conv2D(4, 3, use_bias=False, name="conv"),
         keras.layers.BatchNormalization(name="norm"),
         keras.layers.ReLU(),
@@ -562,39 +577,39 @@ def test_keras_model_trains_on() -> None:
     """Five steps of Keras' own optimizer through the callable lower the loss and change the model's weights."""
     model = keras_model()
     before = [variable.numpy() for variable in model.trainable_variables]
-    result = gq.insert(model, data="random:8", check=False)
-    assert any(done.site.parameter for done in result.inserted)
-    made = gq.to_tf(result)
-    plain, found = model(IMAGES).numpy(), made(IMAGES).numpy()
-    assert 0 < np.abs(plain - found).max() < 0.1
+    result = gq.insert(model, data="random:8", validate=False)
+    assert any(insertion.site.parameter for insertion in result.inserted)
+    quantized_function = gq.to_tf(result)
+    plain, outputs = model(IMAGES).numpy(), quantized_function(IMAGES).numpy()
+    assert 0 < np.abs(plain - outputs).max() < 0.1
     optimizer = tf.keras.optimizers.SGD(0.05)
     losses = []
     for _ in range(5):
         with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS, made(IMAGES)))
+            loss = tf.reduce_mean(tf.nn.sparse_softmax_cross_entropy_with_logits(LABELS, quantized_function(IMAGES)))
         losses.append(float(loss))
         optimizer.apply_gradients(
             zip(tape.gradient(loss, model.trainable_variables), model.trainable_variables, strict=True)
         )
     assert losses[-1] < losses[0]
     assert all(np.any(variable.numpy() != old) for variable, old in zip(model.trainable_variables, before, strict=True))
-    np.testing.assert_allclose(model(IMAGES), made(IMAGES), atol=0.2)
+    np.testing.assert_allclose(model(IMAGES), quantized_function(IMAGES), atol=0.2)
 
 
 def test_keras_structures() -> None:
     """A functional model takes and gives what it took and gave: dictionaries and lists."""
     keras = tf.keras
-    one, two = keras.Input((6,), name="one"), keras.Input((6,), name="two")
+    first, second = keras.ModelInput((6,), name="one"), keras.ModelInput((6,), name="two")
     shared = keras.layers.Dense(3, name="shared")
     model = keras.Model(
-        {"one": one, "two": two}, {"sum": shared(one) + shared(two), "both": [shared(one), shared(two)]}
+        {"one": first, "two": second}, {"sum": shared(first) + shared(second), "both": [shared(first), shared(second)]}
     )
-    made = gq.to_tf(gq.insert(model, rules=["fixed_point"]))
-    found = made({"one": tf.constant(X), "two": tf.constant(X)})
+    quantized_function = gq.to_tf(gq.insert(model, rules=["fixed_point"]))
+    outputs = quantized_function({"one": tf.constant(X), "two": tf.constant(X)})
     kernel = tf.quantization.fake_quant_with_min_max_vars(shared.kernel, -127 / 64, 127 / 64, 8, narrow_range=True)
     expected = tf.matmul(by_hand(X), kernel)
-    assert np.array_equal(found["both"][1], expected)
-    assert np.array_equal(found["sum"], expected * 2)
+    assert np.array_equal(outputs["both"][1], expected)
+    assert np.array_equal(outputs["sum"], expected * 2)
 
 
 def test_keras_model_frozen() -> None:
@@ -610,9 +625,9 @@ def test_keras_model_frozen() -> None:
 
 def test_missing_data_is_told_in_python() -> None:
     """A model in memory has no command line: what to do is told as calls."""
-    with pytest.raises(NeedsDataError, match="Give calibration data") as told:
+    with pytest.raises(NeedsDataError, match="Give calibration data") as raised:
         gq.insert(keras_model())
-    lines = str(told.value).splitlines()[1:]
+    lines = str(raised.value).splitlines()[1:]
     assert lines[0] == '  gq.insert(model, data="calibration.npz")'
     assert len(lines) == 3
     assert gq.insert(keras_model(), rules="weight_only").inserted
@@ -656,6 +671,6 @@ def test_graph_of_a_file(samples: Any) -> None:
     """A file's graph, quantized, comes as a tf.Graph too."""
     model = gq.load(samples / "digits_cnn.pb")
     gq.insert_quant_op(model, "max_pool:0", "residual_1", Q8)
-    made = gq.to_tf(model)
-    assert made.get_operation_by_name("residual_1/conv").inputs[0].op.type == "FakeQuantWithMinMaxVars"
+    graph = gq.to_tf(model)
+    assert graph.get_operation_by_name("residual_1/conv").inputs[0].op.type == "FakeQuantWithMinMaxVars"
     assert sys.modules["tensorflow"] is tf

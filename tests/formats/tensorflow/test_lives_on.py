@@ -14,8 +14,8 @@ import pytest
 
 import graphquant as gq
 from graphquant import formats
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.numerics import fake_quant
-from graphquant.survey import survey
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,10 @@ class ByHand:
 
     def __init__(self, result: gq.Result) -> None:
         self.by_use = {
-            (use.op, use.slot): done for done in result.inserted if done.site.twin is None for use in done.site.uses
+            (use.op, use.slot): insertion
+            for insertion in result.inserted
+            if insertion.site.twin is None
+            for use in insertion.site.uses
         }
         self.taken: set[tuple[str, int]] = set()
 
@@ -52,8 +55,8 @@ class ByHand:
 
         params = self.by_use[consumer, slot].params
         self.taken.add((consumer, slot))
-        given = fake_quant.range_to_write(params)
-        low, high = given.low.astype(np.float32), given.high.astype(np.float32)
+        limits = fake_quant.range_for_fake_quant(params)
+        low, high = limits.low.astype(np.float32), limits.high.astype(np.float32)
         narrow = params.narrow and params.type.signed
         if params.axis is None:
             return tf.quantization.fake_quant_with_min_max_vars(tensor, low, high, 8, narrow_range=narrow)
@@ -86,7 +89,7 @@ def kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
     """The keyword spotter quantized, and where it was saved."""
     if not KWS.is_dir():
         pytest.skip("the shared models are not here")
-    result = gq.insert(KWS / "saved_model", data=str(KWS / "calib.npz"), check=False)
+    result = gq.insert(KWS / "saved_model", data=str(KWS / "calib.npz"), validate=False)
     return result, result.save(tmp_path_factory.mktemp("kws") / "kws")
 
 
@@ -107,7 +110,7 @@ def kws_by_hand(tf: Any, result: gq.Result, x: Array) -> Any:
     def normalised(y: Any, number: int) -> Any:
         name = f"batch_normalization{f'_{number}' if number else ''}"
         gamma, beta, mean, variance = (
-            value(f"{name}/{part}") for part in ("gamma", "beta", "moving_mean", "moving_variance")
+            value(f"{name}/{suffix}") for suffix in ("gamma", "beta", "moving_mean", "moving_variance")
         )
         y, *_ = tf.compat.v1.nn.fused_batch_norm(y, gamma, beta, mean, variance, 0.001, is_training=False)
         return tf.nn.relu(y)
@@ -151,7 +154,7 @@ def test_kws_in_the_tf1_loader(tf: Any, kws: tuple[gq.Result, Path]) -> None:
     v1 = tf.compat.v1
     config = v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
-    with v1.Session(graph=tf.Graph(), config=config) as session:
+    with v1.TensorFlowSession(graph=tf.Graph(), config=config) as session:
         signature = v1.saved_model.load(session, ["serve"], str(path)).signature_def["serving_default"]
         got = session.run(signature.outputs["dense"].name, {signature.inputs["input_1"].name: x})
     np.testing.assert_array_equal(got, kws_by_hand(tf, result, x))
@@ -224,17 +227,17 @@ def gate(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, 
         def call(self, x: Any) -> Any:
             return self.inner(x)
 
-    x = keras.Input((8, 8, 3))
+    x = keras.ModelInput((8, 8, 3))
     y = keras.layers.Conv2D(4, 3, padding="same", activation="relu", name="c")(x)
     y = Gate(name="gate")(keras.layers.GlobalAveragePooling2D(name="mean")(y))
     model = keras.Model(x, keras.layers.Dense(2, name="d")(y), name="net")
     folder = tmp_path_factory.mktemp("gate")
     model.export(str(folder / "gate"), verbose=False)
     loaded = gq.load(folder / "gate")
-    (spec,) = formats.module("tensorflow").runner(loaded).inputs
+    (spec,) = formats.format_module("tensorflow").create_runner(loaded).inputs
     # Samples of which the Gate's input is above and below its threshold, so that both branches are calibrated.
     np.savez(folder / "data.npz", **{spec.name: np.concatenate([pictures(8), 0.05 * pictures(8)])})
-    result = gq.insert(loaded, data=str(folder / "data.npz"), check=False)
+    result = gq.insert(loaded, data=str(folder / "data.npz"), validate=False)
     return result, result.save(folder / "quantized")
 
 
@@ -256,40 +259,44 @@ def gate_by_hand(tf: Any, result: gq.Result, loaded: Any, x: Array) -> tuple[Arr
     y = tf.nn.relu(tf.nn.bias_add(y, variables["c/bias"]))
     y = tf.reduce_mean(hand.quantized(y, op("mean_1/Mean")), [1, 2])
     y = hand.quantized(y, op("gate_1/StatefulPartitionedCall"))
-    branches = {done.site.uses[0].graph: done for done in result.inserted if "cond_" in done.site.uses[0].graph}
+    branches = {
+        insertion.site.uses[0].graph: insertion
+        for insertion in result.inserted
+        if "cond_" in insertion.site.uses[0].graph
+    }
     mean = hand.quantized(tf.reduce_mean(hand.quantized(y, "Mean")), "Greater")
-    taken = "true" if mean > 0.1 else "false"
-    name = next(name for name in branches if name.startswith(f"cond_{taken}"))
+    branch = "true" if mean > 0.1 else "false"
+    name = next(name for name in branches if name.startswith(f"cond_{branch}"))
     inside = ByHand(result)
     inside.by_use = {
-        (use.op, use.slot): done
-        for done in result.inserted
-        for use in done.site.uses
-        if use.graph == name and done.site.twin is None
+        (use.op, use.slot): insertion
+        for insertion in result.inserted
+        for use in insertion.site.uses
+        if use.graph == name and insertion.site.twin is None
     }
-    weight = inside.quantized(variables["gate/a" if taken == "true" else "gate/b"], "cond/MatMul", 1)
+    weight = inside.quantized(variables["gate/a" if branch == "true" else "gate/b"], "cond/MatMul", 1)
     y = inside.quantized(y, "cond/MatMul") @ weight
-    y = tf.nn.relu(y) if taken == "true" else y
+    y = tf.nn.relu(y) if branch == "true" else y
     for consumer, slot in [use for use in inside.by_use if use[0] != "cond/MatMul"]:
         y = inside.quantized(y, consumer, slot)
     y = hand.quantized(y, dense) @ hand.quantized(variables["d/kernel"], dense, 1)
     y = hand.quantized(tf.nn.bias_add(y, variables["d/bias"]), "Identity")
-    return np.asarray(hand.quantized(y, "@identity") if ("@identity", 0) in hand.by_use else y), taken
+    return np.asarray(hand.quantized(y, "@identity") if ("@identity", 0) in hand.by_use else y), branch
 
 
 def test_keras_export_answers_as_written_by_hand(tf: Any, gate: tuple[gq.Result, Path]) -> None:
     """`serve` and the signature give the bits of the model written by hand, in either branch."""
     result, path = gate
     loaded = tf.saved_model.load(str(path))
-    assert survey(result.model).copies == ()
+    assert summarize_model(result.model).float_clone_ops == ()
     branches = []
     for x in (pictures(4), 0.05 * pictures(4)):
-        wanted, taken = gate_by_hand(tf, result, loaded, x)
-        branches.append(taken)
-        np.testing.assert_array_equal(loaded.serve(x), wanted)
+        expected, branch = gate_by_hand(tf, result, loaded, x)
+        branches.append(branch)
+        np.testing.assert_array_equal(loaded.serve(x), expected)
         ((name, _),) = loaded.signatures["serving_default"].structured_input_signature[1].items()
         np.testing.assert_array_equal(
-            loaded.signatures["serving_default"](**{name: tf.constant(x)})["output_0"], wanted
+            loaded.signatures["serving_default"](**{name: tf.constant(x)})["output_0"], expected
         )
     assert branches == ["true", "false"]
 
@@ -299,13 +306,15 @@ def test_keras_export_trains_and_is_saved_again(tf: Any, gate: tuple[gq.Result, 
     _, path = gate
     loaded = tf.saved_model.load(str(path))
     for x in (pictures(4), 0.05 * pictures(4)):
-        wanted = 0.5 * loaded.serve(x)
+        target = 0.5 * loaded.serve(x)
 
-        def loss(x: Array = x, wanted: Any = wanted) -> Any:
-            return tf.reduce_mean((loaded.serve(x) - wanted) ** 2)
+        def loss(x: Array = x, target: Any = target) -> Any:
+            return tf.reduce_mean((loaded.serve(x) - target) ** 2)
 
         variables = [
-            one for one in loaded.trainable_variables if one.name[:6] != ("gate/b" if x.mean() > 0.5 else "gate/a")
+            variable
+            for variable in loaded.trainable_variables
+            if variable.name[:6] != ("gate/b" if x.mean() > 0.5 else "gate/a")
         ]
         losses = descend(tf, loss, variables, 0.02)
         assert losses[-1] < losses[0]
@@ -323,10 +332,10 @@ def test_keras_export_frozen(tf: Any, gate: tuple[gq.Result, Path]) -> None:
     frozen = gq.freeze(result.source)
     names = {re.sub(r"^net(_\d+)*/", "", op.name) for op in frozen.main.ops()}
     assert {"c_1/convolution", "d_1/MatMul"} <= names, sorted(names)
-    before, after = (formats.module("tensorflow").runner(model) for model in (result.source, frozen))
+    before, after = (formats.format_module("tensorflow").create_runner(model) for model in (result.source, frozen))
     for x in (pictures(4), 0.05 * pictures(4)):
-        wanted = before.run({before.inputs[0].name: x})["output_0"]
-        np.testing.assert_allclose(after.run({after.inputs[0].name: x})["output_0"], wanted, rtol=1e-5, atol=1e-6)
+        expected = before.run({before.inputs[0].name: x})["output_0"]
+        np.testing.assert_allclose(after.run({after.inputs[0].name: x})["output_0"], expected, rtol=1e-5, atol=1e-6)
 
 
 # -- TensorFlow 1: SavedModels of its builder, MetaGraphs with checkpoints ---------------------------
@@ -337,7 +346,7 @@ def old(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a net of TensorFlow 1, as "saved_model" and as "net.meta" with its checkpoint, and data."""
     folder = tmp_path_factory.mktemp("old")
     v1, random = tf.compat.v1, np.random.default_rng(0)
-    with v1.Session(graph=tf.Graph()) as session, session.graph.as_default():
+    with v1.TensorFlowSession(graph=tf.Graph()) as session, session.graph.as_default():
         x = v1.placeholder("float32", [None, 8, 8, 3], name="image")
         kernel = random.normal(0, 0.3, (3, 3, 3, 4)).astype(np.float32)
         kernel = v1.get_variable("conv/kernel", initializer=kernel, use_resource=False)
@@ -367,13 +376,13 @@ def old_by_hand(tf: Any, result: gq.Result, values: dict[str, Array], x: Array) 
 
 
 @pytest.mark.parametrize("form", ["saved_model", "net.meta"])
-def test_old_models_live_on(tf: Any, old: Path, tmp_path: Path, form: str) -> None:
+def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -> None:
     """Loaded by TensorFlow 1's loaders, answers as written by hand, five SGD steps, saved, and loaded again.
 
     The steps go through the graph itself, by `tf.gradients` of the signature's output.
     """
     v1 = tf.compat.v1
-    result = gq.insert(old / form, data=str(old / "data.npz"), check=False)
+    result = gq.insert(old / form, data=str(old / "data.npz"), validate=False)
     path = result.save(tmp_path / form)
     config = v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
@@ -387,19 +396,21 @@ def test_old_models_live_on(tf: Any, old: Path, tmp_path: Path, form: str) -> No
     x, target, losses = pictures(4), np.zeros((4, 2), np.float32), []
     checkpoint, keys = result.source.source.checkpoint()
     values = {name: checkpoint.read(keys[name]) for name in ("conv/kernel", "dense/kernel")}
-    wanted = old_by_hand(tf, result, values, x)
-    with v1.Session(graph=tf.Graph(), config=config) as session, session.graph.as_default():
+    expected = old_by_hand(tf, result, values, x)
+    with v1.TensorFlowSession(graph=tf.Graph(), config=config) as session, session.graph.as_default():
         load(session, path)
         logits = session.graph.get_tensor_by_name("logits:0")
-        (end,) = [done.output for done in result.inserted if done.site.tensor.op == "logits"]
+        (end,) = [insertion.output for insertion in result.inserted if insertion.site.tensor.op == "logits"]
         answer = session.graph.get_tensor_by_name(f"{end.op}:0")
         variables = v1.trainable_variables()
         assert [variable.op.name for variable in variables] == ["conv/kernel", "dense/kernel"]
-        np.testing.assert_array_equal(session.run(answer, {"image:0": x}), wanted)
-        assert np.abs(session.run(logits, {"image:0": x}) - wanted).max() > 0
+        np.testing.assert_array_equal(session.run(answer, {"image:0": x}), expected)
+        assert np.abs(session.run(logits, {"image:0": x}) - expected).max() > 0
         loss = tf.reduce_mean((answer - target) ** 2)
         gradients = tf.gradients(loss, variables)
-        step = [v1.assign_sub(one, 0.05 * gradient) for one, gradient in zip(variables, gradients, strict=True)]
+        step = [
+            v1.assign_sub(variable, 0.05 * gradient) for variable, gradient in zip(variables, gradients, strict=True)
+        ]
         for _ in range(5):
             losses.append(session.run(loss, {"image:0": x}))
             session.run(step, {"image:0": x})
@@ -417,7 +428,7 @@ def test_old_models_live_on(tf: Any, old: Path, tmp_path: Path, form: str) -> No
         else:
             v1.train.Saver().save(session, str(again / "net"))
             again /= "net.meta"
-    with v1.Session(graph=tf.Graph(), config=config) as session, session.graph.as_default():
+    with v1.TensorFlowSession(graph=tf.Graph(), config=config) as session, session.graph.as_default():
         load(session, again)
         np.testing.assert_array_equal(session.run(f"{end.op}:0", {"image:0": x}), after)
     if form == "saved_model":
@@ -430,11 +441,11 @@ def test_weights_in_variables_have_the_checkpoints_ranges(old: Path, form: str) 
     """A weight's scale is its largest magnitude in the checkpoint over 127."""
     result = gq.insert(old / form, rules=["weight_only"])
     checkpoint, keys = result.source.source.checkpoint()
-    by_consumer = {done.site.uses[0].op: done for done in result.inserted}
+    by_consumer = {insertion.site.uses[0].op: insertion for insertion in result.inserted}
     for consumer, name, axes in (("conv/Conv2D", "conv/kernel", (0, 1, 2)), ("logits", "dense/kernel", (0,))):
-        done = by_consumer[consumer]
-        largest = np.abs(checkpoint.read(keys[name])).max(axes if done.params.axis is not None else None)
-        np.testing.assert_allclose(done.params.scale, largest / 127, rtol=1e-6)
+        insertion = by_consumer[consumer]
+        largest = np.abs(checkpoint.read(keys[name])).max(axes if insertion.params.axis is not None else None)
+        np.testing.assert_allclose(insertion.params.scale, largest / 127, rtol=1e-6)
 
 
 # -- gradients of QuantizeAndDequantize ---------------------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import emit, load, proto
-from graphquant.ir import Call, Model, Parameters, TensorRef, Use, check
+from graphquant.ir import Call, Model, Parameters, TensorRef, Use, check_invariants
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -53,7 +53,7 @@ def small(tmp_path: Path, text: str = SMALL) -> Model:
 
 def weighted(model: Model) -> Iterator[tuple[Use, TensorRef]]:
     """The weight slots of all ops that running the model reaches, and what they read."""
-    for name in model.live():
+    for name in model.reachable_graphs():
         graph = model.graphs[name]
         for op in graph.ops():
             if "weight" in op.roles and op.kind != "matmul":
@@ -66,7 +66,7 @@ def weighted(model: Model) -> Iterator[tuple[Use, TensorRef]]:
 def test_small_graph(tmp_path: Path) -> None:
     """A GraphDef becomes ops with kinds, roles, names, dtypes, shapes and control edges, in text under a .pb suffix."""
     model = small(tmp_path)
-    check(model, "load")
+    check_invariants(model, "load")
     main = model.main
     assert [op.name for op in main.ops()] == ["x", "w", "w/read", "y", "gate", "halves", "axis", "sum", "@sum"]
     assert [op.kind for op in main.ops()] == [
@@ -152,11 +152,11 @@ def test_unknown_operation(tmp_path: Path) -> None:
 def test_samples(path: Path) -> None:
     """Every sample model loads into sound graphs whose weights all have values of the shape that the op wants."""
     model = load(path)
-    check(model, "load")
+    check_invariants(model, "load")
     parameters = Parameters(model)
-    found = list(weighted(model))
-    assert len(found) == (7 if "cnn" in path.name else 0)
-    for use, tensor in found:
+    weight_uses = list(weighted(model))
+    assert len(weight_uses) == (7 if "cnn" in path.name else 0)
+    for use, tensor in weight_uses:
         value = parameters.value(tensor)
         assert value is not None, use
         axis = model.graphs[use.graph].op(use.op).channel_axis
@@ -167,9 +167,9 @@ def test_samples(path: Path) -> None:
 @sample_models
 def test_same_weights(path: Path) -> None:
     """Text, binary and SavedModel hold the same weights under the same op names."""
-    other = SAMPLES / f"{'_'.join(path.stem.split('_')[:2])}.pb"
+    reference_path = SAMPLES / f"{'_'.join(path.stem.split('_')[:2])}.pb"
     values = []
-    for model in (load(path), load(other)):
+    for model in (load(path), load(reference_path)):
         parameters = Parameters(model)
         values.append({use.op: parameters.value(tensor) for use, tensor in weighted(model)})
     assert values[0].keys() == values[1].keys()
@@ -185,7 +185,7 @@ def test_loop_and_branches() -> None:
     body = next(call for call in loop.calls if call.attr == "body")
     assert body == Call("body", body.graph, 0, loop=True)
     assert {(call.attr, call.offset) for call in branch.calls} == {("then_branch", 1), ("else_branch", 1)}
-    assert sorted(model.live()) == sorted(model.graphs)
+    assert sorted(model.reachable_graphs()) == sorted(model.graphs)
     parameters = Parameters(model)
     products = [op for op in model.graphs[body.graph].ops() if op.kind == "matmul"]
     shapes = [parameters.value(model.graphs[body.graph].slots(op.name)[1]).shape for op in products]
@@ -201,15 +201,15 @@ def test_loop_and_branches() -> None:
 def test_mtcnn_weights() -> None:
     """All 19 convolution weights of a frozen TF1 net are its constants, seen through Identity, Enter and Switch."""
     model = load(MTCNN)
-    check(model, "load")
+    check_invariants(model, "load")
     parameters = Parameters(model)
-    found = list(weighted(model))
-    assert len(found) == 19
+    weight_uses = list(weighted(model))
+    assert len(weight_uses) == 19
     kinds = set()
-    for _, tensor in found:
+    for _, tensor in weight_uses:
         assert parameters.is_parameter(tensor)
         kinds.add(model.op(tensor).kind)
-        constant = model.op(parameters.origin(tensor)).source.attr["value"].tensor
+        constant = model.op(parameters.root_tensor(tensor)).source.attr["value"].tensor
         shape = [dim.size for dim in constant.tensor_shape.dim]
         expected = np.frombuffer(constant.tensor_content, "<f4").reshape(shape)
         np.testing.assert_array_equal(parameters.value(tensor), expected)
@@ -222,15 +222,15 @@ def test_mtcnn_weights() -> None:
 def test_kws_weights() -> None:
     """The convolutions that the serving signature reaches have variables of the checkpoint as weights."""
     model = load(KWS)
-    check(model, "load")
-    assert len(model.graphs) - len(model.saved) == 198
+    check_invariants(model, "load")
+    assert len(model.graphs) - len(model.saved_functions) == 198
     assert model.main.outputs == ["@serving_default/dense"]
     parameters = Parameters(model)
     checkpoint, keys = model.source.checkpoint()
-    found = list(weighted(model))
-    assert len(found) == 9
-    for _, tensor in found:
-        handle = parameters.origin(tensor)
+    weight_uses = list(weighted(model))
+    assert len(weight_uses) == 9
+    for _, tensor in weight_uses:
+        handle = parameters.root_tensor(tensor)
         assert model.op(handle).type == "VarHandleOp"
         value = parameters.value(tensor)
         np.testing.assert_array_equal(value, checkpoint.read(keys[handle.op]))
@@ -238,11 +238,14 @@ def test_kws_weights() -> None:
         assert value.std() > 0.01
 
 
-def test_savers_are_apart() -> None:
+def test_saver_functions_are_not_live() -> None:
     """The functions that save and restore variables are in the model, but running it does not reach them."""
     model = load(SAMPLES / "digits_rnn_saved_model")
-    apart = sorted(set(model.graphs) - set(model.live()) - set(model.saved))
-    assert [name.rpartition("_")[0] for name in apart] == ["__inference__traced_restore", "__inference__traced_save"]
+    unreachable = sorted(set(model.graphs) - set(model.reachable_graphs()) - set(model.saved_functions))
+    assert [name.rpartition("_")[0] for name in unreachable] == [
+        "__inference__traced_restore",
+        "__inference__traced_save",
+    ]
 
 
 def test_a_saver_is_an_op_of_the_main_graph(tmp_path: Path) -> None:
@@ -250,7 +253,7 @@ def test_a_saver_is_an_op_of_the_main_graph(tmp_path: Path) -> None:
     original = load(SAMPLES / "digits_rnn_saved_model")
     inside = next(
         (name, op.name)
-        for name in original.live()
+        for name in original.reachable_graphs()
         for op in original.graphs[name].ops()
         if name and op.name not in original.main and op.calls
     )
@@ -259,7 +262,7 @@ def test_a_saver_is_an_op_of_the_main_graph(tmp_path: Path) -> None:
     (tmp_path / "saved_model.pb").write_bytes(saved.SerializeToString())
     model = load(tmp_path)
     assert model.graphs[inside[0]].op(inside[1]).calls == original.graphs[inside[0]].op(inside[1]).calls
-    assert set(original.live()) <= set(model.live())
+    assert set(original.reachable_graphs()) <= set(model.reachable_graphs())
 
 
 def test_saved_model_file_or_folder() -> None:
@@ -325,7 +328,7 @@ def test_fuzzed(tmp_path: Path, name: str) -> None:
             continue
         loaded += 1
         model = load(path)
-        check(model, "load")
+        check_invariants(model, "load")
         read_all(model)
         assert proto.to_binary(emit(model)) == proto.to_binary(model.source.message)
     assert 0 < loaded < 150
@@ -354,10 +357,10 @@ versions { producer: 1200 }
 def test_function_as_operation(tmp_path: Path) -> None:
     """A node whose type is a function's name calls it; what only unreachable functions pass is no matter."""
     model = small(tmp_path, CALLED)
-    check(model, "load")
+    check_invariants(model, "load")
     assert model.main.op("call").kind == "call"
     assert model.main.op("call").calls == (Call("", "layer", 0),)
-    assert model.live() == ["", "layer"]
+    assert model.reachable_graphs() == ["", "layer"]
     assert model.graphs["training"].slots("@q") == [TensorRef("training", "again")]
     value = Parameters(model).value(TensorRef("layer", "read"))
     assert value is not None
@@ -402,5 +405,5 @@ def test_endless_recursion(tmp_path: Path) -> None:
     )
     text = text.replace("mm:product:0", "mm:y:0")
     model = small(tmp_path, text)
-    assert model.live() == ["", "layer"]
+    assert model.reachable_graphs() == ["", "layer"]
     assert not Parameters(model).is_parameter(TensorRef("layer", "mm"))

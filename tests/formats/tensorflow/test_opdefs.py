@@ -23,7 +23,7 @@ def node(op: str, **attrs: object):
         elif isinstance(value, str):
             message.attr[name].type = proto.DataType[value]
         else:
-            message.attr[name].list.type.extend(proto.DataType[each] for each in value)
+            message.attr[name].list.type.extend(proto.DataType[dtype_name] for dtype_name in value)
     return message
 
 
@@ -40,19 +40,19 @@ def test_table_equals_the_registry_of_tensorflow():
     spec = importlib.util.spec_from_file_location("generate_opdefs", HERE / "generate_opdefs.py")
     generator = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generator)
-    theirs = {each.name: opdefs._from_op_def(each) for each in generator.registered_op_defs()}
+    theirs = {op_def.name: opdefs._parse_op_def(op_def) for op_def in generator.registered_op_defs()}
     common = [name for name in TABLE.names() if name in theirs]
     assert len(common) > 1500
     for name in common:
-        assert TABLE.find(name) == theirs[name]
-        assert generator.line(TABLE.find(name)) == f"{name} {TABLE._lines[name]}"
+        assert TABLE.find_spec(name) == theirs[name]
+        assert generator.line(TABLE.find_spec(name)) == f"{name} {TABLE._lines[name]}"
 
 
 def test_every_line_parses():
     """The whole table is well-formed: each argument has exactly one source of its type."""
     assert len(TABLE.names()) > 1900
     for name in TABLE.names():
-        spec = TABLE.find(name)
+        spec = TABLE.find_spec(name)
         for arg in (*spec.inputs, *spec.outputs):
             assert arg.name.isidentifier()
             assert [arg.dtype, arg.type_attr, arg.type_list_attr].count(None) == 2
@@ -60,30 +60,30 @@ def test_every_line_parses():
 
 def test_arguments_of_operations():
     """A few operations whose arguments are of every kind."""
-    assert opdefs.outputs("MatMul") == (ArgSpec("product", type_attr="T"),)
-    assert opdefs.inputs("ConcatV2") == (
+    assert opdefs.op_outputs("MatMul") == (ArgSpec("product", type_attr="T"),)
+    assert opdefs.op_inputs("ConcatV2") == (
         ArgSpec("values", type_attr="T", number_attr="N"),
         ArgSpec("axis", type_attr="Tidx"),
     )
-    assert opdefs.outputs("IdentityN") == (ArgSpec("output", type_list_attr="T"),)
-    assert opdefs.outputs("VarHandleOp") == (ArgSpec("resource", "resource"),)
-    assert opdefs.inputs("Assign")[0] == ArgSpec("ref", type_attr="T", is_ref=True)
-    assert opdefs.outputs("NoOp") == ()
+    assert opdefs.op_outputs("IdentityN") == (ArgSpec("output", type_list_attr="T"),)
+    assert opdefs.op_outputs("VarHandleOp") == (ArgSpec("resource", "resource"),)
+    assert opdefs.op_inputs("Assign")[0] == ArgSpec("ref", type_attr="T", is_ref=True)
+    assert opdefs.op_outputs("NoOp") == ()
 
 
 def test_unknown_operation():
     """An operation nobody registered has no arguments to tell."""
-    assert opdefs.outputs("Nope") is None
-    assert opdefs.inputs("Nope") is None
-    assert opdefs.is_stateful("Nope") is None
+    assert opdefs.op_outputs("Nope") is None
+    assert opdefs.op_inputs("Nope") is None
+    assert opdefs.is_stateful_op("Nope") is None
     with pytest.raises(ModelError, match="unknown operation, 'Nope'"):
         opdefs.output_ports(node("Nope"), TABLE)
 
 
 def test_state():
     """State is known."""
-    assert opdefs.is_stateful("VarHandleOp")
-    assert opdefs.is_stateful("MatMul") is False
+    assert opdefs.is_stateful_op("VarHandleOp")
+    assert opdefs.is_stateful_op("MatMul") is False
 
 
 @pytest.mark.parametrize(
@@ -144,13 +144,13 @@ def test_extend_adds_operations_and_changes_nothing():
         mine.attr.add(name=name, type=kind)
     mine.attr[0].default_value.type = proto.DataType["DT_UINT8"]
     mine.attr[1].default_value.i = 2
-    table = opdefs.extend([mine, proto.OpDef(name="MatMul")])
+    table = opdefs.extended_op_table([mine, proto.OpDef(name="MatMul")])
     assert opdefs.output_ports(node("Mine"), table) == [("y", 0, "uint8"), ("y", 1, "uint8")]
-    assert table.find("MatMul") == TABLE.find("MatMul")
+    assert table.find_spec("MatMul") == TABLE.find_spec("MatMul")
     assert "Mine" in table
     assert "Mine" not in TABLE
     assert "Mine" not in opdefs.builtin_table()
-    assert "Mine" in table.extend([])
+    assert "Mine" in table.with_op_defs([])
 
 
 def test_bad_definition_is_refused():
@@ -158,12 +158,12 @@ def test_bad_definition_is_refused():
     untyped = op_def()
     untyped.output_arg.add(name="y")
     with pytest.raises(ModelError, match="argument 'y' has unknown type 0"):
-        opdefs.extend([untyped])
+        opdefs.extended_op_table([untyped])
     odd = op_def()
     odd.output_arg.add(name="y", type=1, number_attr="N")
     odd.attr.add(name="N").default_value.type = 1
     with pytest.raises(ModelError, match="no usable attribute 'N'"):
-        opdefs.output_ports(node("Mine"), opdefs.extend([odd]))
+        opdefs.output_ports(node("Mine"), opdefs.extended_op_table([odd]))
 
 
 @pytest.mark.skipif(not MODELS.exists(), reason="the shared models are not here")
@@ -172,11 +172,11 @@ def test_every_node_of_real_models_has_as_many_inputs_as_its_operation():
     saved = proto.parse_binary((MODELS / "kws/saved_model/saved_model.pb").read_bytes(), proto.SavedModel())
     kws = saved.meta_graphs[0]
     mtcnn = proto.parse_binary((MODELS / "mtcnn.pb").read_bytes(), proto.GraphDef())
-    table = opdefs.extend(kws.meta_info_def.stripped_op_list.op)
+    table = opdefs.extended_op_table(kws.meta_info_def.stripped_op_list.op)
     bodies = [function.node_def for function in kws.graph_def.library.function]
     for nodes in (kws.graph_def.node, mtcnn.node, *bodies):
-        for each in nodes:
-            data_inputs = [name for name in each.input if not name.startswith("^")]
-            assert len(opdefs.input_ports(each, table)) == len(data_inputs), each.name
-            outputs = each.attr["_output_shapes"].list.shape if "_output_shapes" in each.attr else None
-            assert outputs is None or len(opdefs.output_ports(each, table)) == len(outputs), each.name
+        for graph_node in nodes:
+            data_inputs = [name for name in graph_node.input if not name.startswith("^")]
+            assert len(opdefs.input_ports(graph_node, table)) == len(data_inputs), graph_node.name
+            outputs = graph_node.attr["_output_shapes"].list.shape if "_output_shapes" in graph_node.attr else None
+            assert outputs is None or len(opdefs.output_ports(graph_node, table)) == len(outputs), graph_node.name

@@ -27,9 +27,9 @@ real_models = pytest.mark.parametrize(
 def run(code: str) -> str:
     """Runs Python code in a process of its own and returns what it printed."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def describe_field(field: FieldDescriptor) -> tuple[object, ...]:
@@ -62,7 +62,9 @@ def reserved(message: Descriptor) -> tuple[object, ...]:
     """The numbers and names that no field of the message may take again."""
     declared = proto.descriptor_pb2.DescriptorProto()
     message.CopyToProto(declared)
-    return [(part.start, part.end) for part in declared.reserved_range], list(declared.reserved_name)
+    return [(reserved_range.start, reserved_range.end) for reserved_range in declared.reserved_range], list(
+        declared.reserved_name
+    )
 
 
 def describe(message: Descriptor, into: dict[str, object]) -> None:

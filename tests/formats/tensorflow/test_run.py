@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from graphquant.errors import DataError, MissingDependencyError, ModelError
-from graphquant.formats.tensorflow import load, runner, save, session
-from graphquant.ir import Model, Parameters, TensorRef, Use, check
-from graphquant.kernels import ONEDNN
-from graphquant.numerics import IntType, Range, choose, dequantize, fake_quant, quantize
-from graphquant.qdq import FAMILIES, Lowering
+from graphquant.formats.tensorflow import create_runner, load, save, session
+from graphquant.ir import Model, Parameters, TensorRef, Use, check_invariants
+from graphquant.numerics import IntType, Range, choose_qparams, dequantize, fake_quant, quantize
+from graphquant.qdq import FAMILIES, QDQSite
+from graphquant.utils.tf_determinism import ONEDNN_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,7 +38,7 @@ Array = np.ndarray[Any, Any]
 def tf() -> Any:
     """TensorFlow, imported as the runner imports it."""
     pytest.importorskip("tensorflow")
-    runner(load(SAMPLES / "digits_cnn.pb"))
+    create_runner(load(SAMPLES / "digits_cnn.pb"))
     return sys.modules["tensorflow"]
 
 
@@ -61,26 +61,26 @@ def faces() -> dict[str, Array]:
 def weights(model: Model) -> list[tuple[Use, TensorRef, Array, int]]:
     """Weight slots whose value is known, what they read, the value and its channel axis."""
     parameters = Parameters(model)
-    found = []
-    for name in model.live():
+    weight_tensors = []
+    for name in model.reachable_graphs():
         for op in model.graphs[name].ops():
             if "weight" in op.roles:
                 slot = op.roles.index("weight")
                 tensor = model.graphs[name].slots(op.name)[slot]
                 value = parameters.value(tensor)
                 if value is not None:
-                    found.append((Use(name, op.name, slot), tensor, value, op.channel_axis % value.ndim))
-    return found
+                    weight_tensors.append((Use(name, op.name, slot), tensor, value, op.channel_axis % value.ndim))
+    return weight_tensors
 
 
 def insert(model: Model, use: Use, lowest: Array, highest: Array, *, axis: int | None = None, shape: Any = None) -> Any:
     """Quantizes what `use` reads symmetrically to 8 bits; returns the quantized tensor and its params."""
     graph = model.graphs[use.graph]
-    tensor = graph.producer(use)
-    params = choose(Range(lowest, highest), INT8, symmetric=True, axis=axis)
-    name = graph.fresh(f"{tensor.op}/quant")
-    site = Lowering(tensor=tensor, name=name, params=params, rule="test", shape=shape, in_frame=not use.graph)
-    quantized = FAMILIES["fake-quant"].lower(graph, site)
+    tensor = graph.source_of(use)
+    params = choose_qparams(Range(lowest, highest), INT8, symmetric=True, axis=axis)
+    name = graph.unique_name(f"{tensor.op}/quant")
+    site = QDQSite(tensor=tensor, name=name, params=params, rule="test", shape=shape, in_frame=not use.graph)
+    quantized = FAMILIES["fake-quant"].add_ops(graph, site)
     graph.reroute(tensor, [use], quantized)
     return quantized, params
 
@@ -88,21 +88,25 @@ def insert(model: Model, use: Use, lowest: Array, highest: Array, *, axis: int |
 def quantized_weights(path: Path) -> tuple[Model, list[tuple[TensorRef, Array, Any]]]:
     """A copy of the model with all weights quantized per channel, and for each the tensor, its value and its params."""
     model = load(path).copy()
-    made = []
+    weight_params = []
     for use, _, value, axis in weights(model):
-        others = tuple(i for i in range(value.ndim) if i != axis)
-        tensor, params = insert(model, use, value.min(others), value.max(others), axis=axis, shape=value.shape)
-        made.append((tensor, value, params))
-    check(model, "edit")
-    return model, made
+        reduced_axes = tuple(i for i in range(value.ndim) if i != axis)
+        tensor, params = insert(
+            model, use, value.min(reduced_axes), value.max(reduced_axes), axis=axis, shape=value.shape
+        )
+        weight_params.append((tensor, value, params))
+    check_invariants(model, "edit")
+    return model, weight_params
 
 
 def observed(model: Model, tensors: list[TensorRef], feeds: Mapping[str, Array]) -> dict[TensorRef, list[Array]]:
     """The values of `tensors` in one run; the sizes must be those of the values."""
-    made = runner(model)
-    (seen,) = made.observe(tensors, [feeds])
-    assert made.sizes(tensors, feeds) == {tensor: sum(value.size for value in seen[tensor]) for tensor in seen}
-    return seen
+    model_runner = create_runner(model)
+    (observation,) = model_runner.observe(tensors, [feeds])
+    assert model_runner.element_counts(tensors, feeds) == {
+        tensor: sum(value.size for value in observation[tensor]) for tensor in observation
+    }
+    return observation
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
@@ -110,28 +114,28 @@ def observed(model: Model, tensors: list[TensorRef], feeds: Mapping[str, Array])
 def test_runs_samples(tf: Any, name: str, suffix: str) -> None:
     """The sample models reach the accuracy of their README in every form, fed by placeholder, tensor or key."""
     model = load(SAMPLES / f"{name}{suffix}")
-    made = runner(model)
-    assert [(spec.dtype, spec.shape) for spec in made.inputs] == [
+    model_runner = create_runner(model)
+    assert [(spec.dtype, spec.shape) for spec in model_runner.inputs] == [
         ("float32", (None, 8, 8, 1)[: 4 if "cnn" in name else 3])
     ]
-    assert list(made.outputs) == ["probabilities"]
+    assert list(model_runner.outputs) == ["probabilities"]
     data = np.load(SAMPLES / f"{name}_eval.npz")
-    got = made.run({"image": data["image"]})["probabilities"]
-    wanted = 0.9867 if name == "digits_cnn" else 0.9833
-    assert np.mean(got.argmax(1) == data["labels"]) == pytest.approx(wanted, abs=1 / 300)
-    key = made.inputs[0].name
-    np.testing.assert_array_equal(made.run({f"{key}:0": data["image"]})["probabilities"], got)
+    got = model_runner.run({"image": data["image"]})["probabilities"]
+    accuracy = 0.9867 if name == "digits_cnn" else 0.9833
+    assert np.mean(got.argmax(1) == data["labels"]) == pytest.approx(accuracy, abs=1 / 300)
+    key = model_runner.inputs[0].name
+    np.testing.assert_array_equal(model_runner.run({f"{key}:0": data["image"]})["probabilities"], got)
 
 
 def test_feeds(tf: Any) -> None:
     """Missing, unknown and misshapen inputs are refused with the input's name."""
-    made = runner(load(SAMPLES / "digits_cnn.pb"))
+    model_runner = create_runner(load(SAMPLES / "digits_cnn.pb"))
     with pytest.raises(DataError, match="lacks the model's input 'image'"):
-        made.run({})
+        model_runner.run({})
     with pytest.raises(DataError, match=r"'imago', which is no input.*Did you mean 'image"):
-        made.run({"imago": images("digits_cnn")})
+        model_runner.run({"imago": images("digits_cnn")})
     with pytest.raises(DataError, match=r"shape \(20, 8, 8\), and the model wants \[any, 8, 8, 1\]"):
-        made.run({"image": images("digits_cnn")[..., 0]})
+        model_runner.run({"image": images("digits_cnn")[..., 0]})
 
 
 @pytest.mark.parametrize(
@@ -144,19 +148,19 @@ def test_feeds(tf: Any) -> None:
 )
 def test_quantized_weights(tf: Any, path: Path) -> None:
     """Per-channel FakeQuant on every weight, in functions, loops and branches, gives what TensorFlow's op gives."""
-    model, made = quantized_weights(path)
+    model, weight_params = quantized_weights(path)
     name = path.name.split("_")[1].split(".")[0]
     feeds = {"image": images(f"digits_{name}")}
-    values = observed(model, [tensor for tensor, _, _ in made], feeds)
+    values = observed(model, [tensor for tensor, _, _ in weight_params], feeds)
     reached = 0
-    for tensor, value, params in made:
+    for tensor, value, params in weight_params:
         for got in values[tensor]:
             reached += 1
             expected = dequantize(quantize(value, params), params)
             assert got.shape == value.shape
             np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
-    assert reached >= len(made) - 1  # one branch is not taken
-    exact, close = runner(load(path)).run(feeds), runner(model).run(feeds)
+    assert reached >= len(weight_params) - 1  # one branch is not taken
+    exact, close = create_runner(load(path)).run(feeds), create_runner(model).run(feeds)
     assert 0 < np.abs(exact["probabilities"] - close["probabilities"]).max() < 0.2
 
 
@@ -164,25 +168,27 @@ def test_quantized_weights(tf: Any, path: Path) -> None:
 def test_mtcnn_frames(tf: Any) -> None:
     """In TF1's loops and conds inserted per-channel FakeQuants equal constants that were quantized beforehand."""
     feeds = faces()
-    model, made = quantized_weights(MTCNN)
-    assert len(made) >= 19
+    model, weight_params = quantized_weights(MTCNN)
+    assert len(weight_params) >= 19
     by_hand = load(MTCNN)
     parameters = Parameters(by_hand)
     for use, tensor, value, axis in weights(by_hand):
-        others = tuple(i for i in range(value.ndim) if i != axis)
-        params = choose(Range(value.min(others), value.max(others)), INT8, symmetric=True, axis=axis)
-        given = fake_quant.range_to_write(params)
-        low, high = given.low.astype(np.float32), given.high.astype(np.float32)
+        reduced_axes = tuple(i for i in range(value.ndim) if i != axis)
+        params = choose_qparams(
+            Range(value.min(reduced_axes), value.max(reduced_axes)), INT8, symmetric=True, axis=axis
+        )
+        limits = fake_quant.range_for_fake_quant(params)
+        low, high = limits.low.astype(np.float32), limits.high.astype(np.float32)
         with tf.device("CPU"):
             fixed = tf.quantization.fake_quant_with_min_max_vars_per_channel(value, low, high).numpy()
-        constant = by_hand.op(parameters.origin(tensor)).source.attr["value"].tensor
+        constant = by_hand.op(parameters.root_tensor(tensor)).source.attr["value"].tensor
         constant.tensor_content = fixed.tobytes()
         assert use.slot == 1
-    expected, got = runner(by_hand).run(feeds), runner(model).run(feeds)
+    expected, got = create_runner(by_hand).run(feeds), create_runner(model).run(feeds)
     assert len(expected["prob"]) > 0
     for name, value in expected.items():
         np.testing.assert_array_equal(got[name], value)
-    float_result = runner(load(MTCNN)).run(feeds)
+    float_result = create_runner(load(MTCNN)).run(feeds)
     assert float_result["prob"].shape != got["prob"].shape or not np.array_equal(float_result["prob"], got["prob"])
 
 
@@ -192,21 +198,21 @@ def test_mtcnn_activations(tf: Any) -> None:
     model = load(MTCNN).copy()
     graph = model.main
     uses = [Use("", op.name, 0) for op in graph.ops() if op.kind == "conv"]
-    before = [graph.producer(use) for use in uses]
+    before = [graph.source_of(use) for use in uses]
     after = [insert(model, use, np.float64(-2), np.float64(2))[0] for use in uses]
-    check(model, "edit")
+    check_invariants(model, "edit")
     values = observed(model, [*before, *after], faces())
     rounds = set()
-    for source, made in zip(before, after, strict=True):
-        rounds.add(len(values[made]))
-        low, high = (np.float32(model.op(graph.slots(made.op)[slot]).value()) for slot in (1, 2))
-        for got in values[made]:
+    for source, output in zip(before, after, strict=True):
+        rounds.add(len(values[output]))
+        low, high = (np.float32(model.op(graph.slots(output.op)[slot]).read_value()) for slot in (1, 2))
+        for got in values[output]:
             expected = [
                 tf.quantization.fake_quant_with_min_max_vars(value, low, high).numpy()
                 for value in values[source]
                 if value.shape == got.shape
             ]
-            assert any(np.array_equal(got, one) for one in expected)
+            assert any(np.array_equal(got, candidate) for candidate in expected)
     assert max(rounds) > 3
 
 
@@ -216,18 +222,18 @@ def test_observe_loop(tf: Any) -> None:
     body = next(call.graph for call in model.main.op("recurrence").calls if call.attr == "body")
     graph = model.graphs[body]
     state = TensorRef(body, graph.inputs[3])
-    result = graph.producer(Use(body, graph.outputs[3], 0))
+    result = graph.source_of(Use(body, graph.outputs[3], 0))
     top, rows = TensorRef("", "probabilities"), TensorRef("", "transpose_1")
     feeds = [{"image": images("digits_rnn", count)} for count in (3, 7)]
-    made = runner(model)
-    runs = list(made.observe([state, result, top, rows], feeds))
+    model_runner = create_runner(model)
+    runs = list(model_runner.observe([state, result, top, rows], feeds))
     for run, feed in zip(runs, feeds, strict=True):
         assert [len(run[tensor]) for tensor in (state, result, top)] == [8, 8, 1]
         assert not run[state][0].any()
         for k in range(7):
             np.testing.assert_array_equal(run[result][k], run[state][k + 1])
         np.testing.assert_array_equal(run[rows][0], np.stack(run[result], axis=1))
-        np.testing.assert_array_equal(run[top][0], made.run(feed)["probabilities"])
+        np.testing.assert_array_equal(run[top][0], model_runner.run(feed)["probabilities"])
 
 
 def test_observe_long_loops(tf: Any, tmp_path: Path) -> None:
@@ -239,11 +245,16 @@ def test_observe_long_loops(tf: Any, tmp_path: Path) -> None:
     path = tmp_path / "loop.pb"
     path.write_bytes(graph.as_graph_def().SerializeToString())
     model = load(path)
-    sums = [TensorRef(name, op.name) for name in model.live() for op in model.graphs[name].ops() if op.kind == "add"]
+    sums = [
+        TensorRef(name, op.name)
+        for name in model.reachable_graphs()
+        for op in model.graphs[name].ops()
+        if op.kind == "add"
+    ]
     (tensor,) = (tensor for tensor in sums if model.output(tensor).dtype == "float32")
     for rounds in (0, 1, 31, 32, 77):
-        seen = observed(model, [tensor], {"n": np.int32(rounds)})[tensor]
-        assert [float(value) for value in seen] == [float(k + 1) for k in range(rounds)]
+        values = observed(model, [tensor], {"n": np.int32(rounds)})[tensor]
+        assert [float(value) for value in values] == [float(k + 1) for k in range(rounds)]
 
 
 def test_observe_branches(tf: Any) -> None:
@@ -252,32 +263,34 @@ def test_observe_branches(tf: Any) -> None:
     branches = [call.graph for call in model.main.op("brightness").calls]
     tensors = [TensorRef(name, op.name) for name in branches for op in model.graphs[name].ops() if op.kind == "matmul"]
     bright, dark = np.ones((2, 8, 8), np.float32), np.zeros((2, 8, 8), np.float32)
-    runs = list(runner(model).observe(tensors, [{"image": bright}, {"image": dark}]))
+    runs = list(create_runner(model).observe(tensors, [{"image": bright}, {"image": dark}]))
     counts = [[len(run[tensor]) for tensor in tensors] for run in runs]
     assert sorted(counts) == [[0, 1], [1, 0]]
 
 
 @pytest.mark.parametrize("suffix", [".pb", "_saved_model"])
-def test_values_do_not_depend_on_what_is_observed_beside(tf: Any, suffix: str) -> None:
+def test_values_do_not_depend_on_other_observed_tensors(tf: Any, suffix: str) -> None:
     """Tensors shared out among calls have the bits of one call, though TensorFlow fuses what is not watched."""
     model = load(SAMPLES / f"digits_cnn{suffix}")
     kinds = {"conv", "bias_add", "relu", "matmul"}
     tensors = [
         TensorRef(name, op.name)
-        for name in model.live()
+        for name in model.reachable_graphs()
         for op in model.graphs[name].ops()
         if op.kind in kinds and op.outputs[0].dtype == "float32"
     ]
-    made, feed = runner(model), {"image": images("digits_cnn", 8)}
-    (together,) = made.observe(tensors, [feed])
+    model_runner, feed = create_runner(model), {"image": images("digits_cnn", 8)}
+    (together,) = model_runner.observe(tensors, [feed])
     for group in (tensors[::3], tensors[1::3], tensors[2::3]):
-        (found,) = made.observe(group, [feed], beside=[tensor for tensor in tensors if tensor not in group])
-        assert list(found) == group
+        (observation,) = model_runner.observe(
+            group, [feed], other_tensors=[tensor for tensor in tensors if tensor not in group]
+        )
+        assert list(observation) == group
         for tensor in group:
-            np.testing.assert_array_equal(found[tensor], together[tensor])
+            np.testing.assert_array_equal(observation[tensor], together[tensor])
 
 
-def test_observe_beside_dead_ends(tf: Any, tmp_path: Path) -> None:
+def test_observe_with_untaken_branches(tf: Any, tmp_path: Path) -> None:
     """An op that nothing reads may lie on a branch that is not taken, so that it has no value; the rest is observed."""
     v1 = tf.compat.v1
     with tf.Graph().as_default() as graph:
@@ -290,9 +303,9 @@ def test_observe_beside_dead_ends(tf: Any, tmp_path: Path) -> None:
     switch = next(op.name for op in model.main.ops() if op.kind == "switch")
     tensors = [TensorRef("", switch, 0), TensorRef("", switch, 1), TensorRef("", "x")]
     feeds = [{"x": np.array(values, np.float32)} for values in ([1, 2], [-1, -2])]
-    seen = [[len(run[tensor]) for tensor in tensors] for run in runner(model).observe(tensors, feeds)]
-    assert seen == [[0, 1, 1], [1, 0, 1]]
-    sizes = [[runner(model).sizes(tensors, feed)[tensor] for tensor in tensors] for feed in feeds]
+    counts = [[len(run[tensor]) for tensor in tensors] for run in create_runner(model).observe(tensors, feeds)]
+    assert counts == [[0, 1, 1], [1, 0, 1]]
+    sizes = [[create_runner(model).element_counts(tensors, feed)[tensor] for tensor in tensors] for feed in feeds]
     assert sizes == [[0, 2, 2], [2, 0, 2]]
 
 
@@ -306,18 +319,22 @@ def test_outputs_that_are_not_reached(tf: Any, tmp_path: Path) -> None:
         tf.reshape(on, [2], name="on")
         tf.abs(x, name="always")
     (tmp_path / "model.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    made = runner(load(tmp_path / "model.pb"))
+    model_runner = create_runner(load(tmp_path / "model.pb"))
     for _ in range(2):
-        assert {key: value.tolist() for key, value in made.run({"x": np.array([1, 2], np.float32)}).items()} == {
+        assert {
+            key: value.tolist() for key, value in model_runner.run({"x": np.array([1, 2], np.float32)}).items()
+        } == {
             "on": [1, 2],
             "always": [1, 2],
         }
-        assert {key: value.tolist() for key, value in made.run({"x": np.array([-1, -2], np.float32)}).items()} == {
+        assert {
+            key: value.tolist() for key, value in model_runner.run({"x": np.array([-1, -2], np.float32)}).items()
+        } == {
             "off": [1, 2],
             "always": [1, 2],
         }
     with pytest.raises(ModelError, match="TensorFlow cannot run the model"):
-        made.run({"x": np.ones(3, np.float32)})
+        model_runner.run({"x": np.ones(3, np.float32)})
 
 
 def test_placeholder_with_default(tf: Any, tmp_path: Path) -> None:
@@ -328,11 +345,11 @@ def test_placeholder_with_default(tf: Any, tmp_path: Path) -> None:
         factor = v1.placeholder_with_default(tf.constant(3.0), [], name="factor")
         tf.multiply(x, factor, name="y")
     (tmp_path / "model.pb").write_bytes(graph.as_graph_def().SerializeToString())
-    made = runner(load(tmp_path / "model.pb"))
-    assert [spec.name for spec in made.inputs] == ["x"]
+    model_runner = create_runner(load(tmp_path / "model.pb"))
+    assert [spec.name for spec in model_runner.inputs] == ["x"]
     x = np.array([1, 2], np.float32)
-    assert made.run({"x": x})["y"].tolist() == [3, 6]
-    assert made.run({"x": x, "factor": np.array(5, np.float32)})["y"].tolist() == [5, 10]
+    assert model_runner.run({"x": x})["y"].tolist() == [3, 6]
+    assert model_runner.run({"x": x, "factor": np.array(5, np.float32)})["y"].tolist() == [5, 10]
 
 
 def test_function_as_operation(tf: Any, tmp_path: Path) -> None:
@@ -361,31 +378,31 @@ def test_function_as_operation(tf: Any, tmp_path: Path) -> None:
 def test_observe_functions(tf: Any) -> None:
     """Tensors in the functions of a SavedModel equal those of the same names in the frozen graph."""
     frozen, saved = load(SAMPLES / "digits_cnn.pb"), load(SAMPLES / "digits_cnn_saved_model")
-    name = next(name for name in saved.live() if "stem/conv" in saved.graphs[name])
+    name = next(name for name in saved.reachable_graphs() if "stem/conv" in saved.graphs[name])
     ops = [op.name for op in frozen.main.ops() if op.kind in {"conv", "depthwise_conv", "relu", "batchnorm", "concat"}]
     feeds = {"image": images("digits_cnn")}
-    one = observed(frozen, [TensorRef("", op) for op in ops], feeds)
-    two = observed(saved, [TensorRef(name, op) for op in ops], feeds)
+    frozen_values = observed(frozen, [TensorRef("", op) for op in ops], feeds)
+    saved_values = observed(saved, [TensorRef(name, op) for op in ops], feeds)
     assert len(ops) > 15
     for op in ops:
-        (wanted,), (got,) = one[TensorRef("", op)], two[TensorRef(name, op)]
-        np.testing.assert_array_equal(got, wanted)
+        (expected,), (got,) = frozen_values[TensorRef("", op)], saved_values[TensorRef(name, op)]
+        np.testing.assert_array_equal(got, expected)
 
 
 @needs_models
 def test_kws(tf: Any, tmp_path: Path) -> None:
     """A SavedModel that tf.saved_model.load cannot read is edited and saved; the TF1 loader makes the same of it."""
-    model, made = quantized_weights(KWS / "saved_model")
-    assert len(made) == 10
+    model, weight_params = quantized_weights(KWS / "saved_model")
+    assert len(weight_params) == 10
     data = np.load(KWS / "eval.npz")
     x = next(data[key] for key in data.files if data[key].ndim > 1)[:50].reshape(-1, 49, 10, 1).astype(np.float32)
-    got = runner(model).run({"input_1": x})["dense"]
+    got = create_runner(model).run({"input_1": x})["dense"]
     save(model, tmp_path / "quant")
-    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+    with tf.Graph().as_default(), tf.compat.v1.TensorFlowSession() as session:
         tf.compat.v1.saved_model.loader.load(session, ["serve"], str(tmp_path / "quant"))
         loaded = session.run("StatefulPartitionedCall:0", {"serving_default_input_1:0": x})
     np.testing.assert_allclose(loaded, got, rtol=1e-4, atol=1e-5)
-    exact = runner(load(KWS / "saved_model")).run({"input_1": x})["dense"]
+    exact = create_runner(load(KWS / "saved_model")).run({"input_1": x})["dense"]
     assert np.mean(exact.argmax(1) == got.argmax(1)) > 0.9
     assert np.abs(exact - got).max() > 1e-4
 
@@ -398,7 +415,7 @@ def test_saved_model_loads(tf: Any, tmp_path: Path) -> None:
     x = images("digits_rnn")
     loaded = tf.saved_model.load(str(tmp_path / "quant"))
     got = loaded.signatures["serving_default"](image=tf.constant(x))["probabilities"].numpy()
-    np.testing.assert_allclose(got, runner(model).run({"image": x})["probabilities"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got, create_runner(model).run({"image": x})["probabilities"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("text", [False, True])
@@ -406,7 +423,7 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
     """A `.meta` file and its checkpoint are loaded, edited, saved as a pair, and restored by TensorFlow's Saver."""
     v1 = tf.compat.v1
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    with tf.Graph().as_default(), v1.Session() as session:
+    with tf.Graph().as_default(), v1.TensorFlowSession() as session:
         fed = v1.placeholder(tf.float32, [None, 3], name="x")
         kernel = v1.get_variable("w", initializer=KERNEL, use_resource=False)
         offset = v1.get_variable("b", initializer=np.float32([1, 2, 3, 4]), use_resource=True)
@@ -422,12 +439,12 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
     np.testing.assert_array_equal(parameters.value(model.main.slots("MatMul")[1]), KERNEL)
     np.testing.assert_array_equal(parameters.value(model.main.slots("add")[1]), [1, 2, 3, 4])
     _, params = insert(model, Use("", "MatMul", 1), np.float64(-1), np.float64(2))
-    got = runner(model).run({"x": x})["y"]
+    got = create_runner(model).run({"x": x})["y"]
     expected = np.maximum(x @ dequantize(quantize(KERNEL, params), params) + np.float32([1, 2, 3, 4]), 0)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     save(model, tmp_path / "new.meta")
     assert load(tmp_path / "new.meta").source.text == text
-    with tf.Graph().as_default(), v1.Session() as session:
+    with tf.Graph().as_default(), v1.TensorFlowSession() as session:
         v1.train.import_meta_graph(str(tmp_path / "new.meta")).restore(session, str(tmp_path / "new"))
         np.testing.assert_allclose(session.run("y:0", {"x:0": x}), got, rtol=1e-6)
     assert prefix.endswith("old")
@@ -442,12 +459,12 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, tf: Any, name: s
     feeds = {"image": images(name.partition(".")[0], 4)}
     runs = []
     for threads in (1, 2, 4):
-        monkeypatch.setattr(session, "THREADS", threads)
+        monkeypatch.setattr(session, "OP_THREADS", threads)
         runs.append(observed(model, watched, feeds))
     assert len(runs[0]) > 5
     for tensor in runs[0]:
-        for other in runs[1:]:
-            np.testing.assert_array_equal(np.asarray(runs[0][tensor]), np.asarray(other[tensor]))
+        for later_run in runs[1:]:
+            np.testing.assert_array_equal(np.asarray(runs[0][tensor]), np.asarray(later_run[tensor]))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -466,7 +483,7 @@ def test_observe_compiled(tf: Any, tmp_path: Path) -> None:
     layer = Layer()
     tf.saved_model.save(layer, str(tmp_path / "layer"), signatures=layer.call)
     model = load(tmp_path / "layer")
-    name = next(name for name in model.live() if "product" in model.graphs[name])
+    name = next(name for name in model.reachable_graphs() if "product" in model.graphs[name])
     x = np.float32([[1, 2, 3]])
     run = observed(model, [TensorRef(name, "product")], {"x": x})
     np.testing.assert_allclose(run[TensorRef(name, "product")], [x @ KERNEL], rtol=1e-6)
@@ -480,13 +497,13 @@ def test_refused_graph(tf: Any, tmp_path: Path) -> None:
         ' node { name: "y" op: "NoSuchOp" input: "x" }'
     )
     with pytest.raises(ModelError, match="NoSuchOp"):
-        runner(load(path)).run({})
+        create_runner(load(path)).run({})
     path.write_text(
         'node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }'
         ' node { name: "y" op: "MatMul" input: "x" input: "x" attr { key: "T" value { type: DT_FLOAT } } }'
     )
     with pytest.raises(ModelError, match="TensorFlow cannot run the model"):
-        runner(load(path)).run({"x": np.ones((2, 3), np.float32)})
+        create_runner(load(path)).run({"x": np.ones((2, 3), np.float32)})
 
 
 def test_missing_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,10 +513,10 @@ def test_missing_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [])
     model = load(SAMPLES / "digits_cnn.pb")
     with pytest.raises(MissingDependencyError, match=r"pip install 'graphquant\[tensorflow\]'"):
-        runner(model)
+        create_runner(model)
 
 
-def test_quiet_and_late() -> None:
+def test_tensorflow_is_imported_late_and_silently() -> None:
     """Loading and saving do not import tensorflow; running a model writes nothing to stderr."""
     code = f"""
 import sys
@@ -512,12 +529,12 @@ assert "tensorflow" not in sys.modules
 result = tensorflow.runner(model).run({{"image": np.zeros((1, 8, 8), np.float32)}})
 print(result["probabilities"].shape)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "(1, 10)\n", "")
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (process.returncode, process.stdout, process.stderr) == (0, "(1, 10)\n", "")
 
 
 @pytest.mark.parametrize("given", [None, "1"])
-def test_the_same_each_time(given: str | None) -> None:
+def test_runs_are_deterministic(given: str | None) -> None:
     """Kernels that round by where memory lies are off, and figures the same to the last digit; who wants has them."""
     code = f"""
 import sys
@@ -530,13 +547,13 @@ space = bytearray(int(sys.argv[1]))
 made = graphquant.insert({str(SAMPLES / "digits_cnn.pb")!r}, data={str(SAMPLES / "digits_cnn_calib.npz")!r})
 print([repr(one.sqnr) for one in made.check.comparison.outputs])
 """
-    environment = {name: value for name, value in os.environ.items() if name != ONEDNN}
-    environment |= {ONEDNN: given} if given else {}
-    told = [
+    environment = {name: value for name, value in os.environ.items() if name != ONEDNN_VARIABLE}
+    environment |= {ONEDNN_VARIABLE: given} if given else {}
+    printed = [
         subprocess.run(
             [sys.executable, "-c", code, str(space)], capture_output=True, text=True, check=True, env=environment
         ).stdout.splitlines()
         for space in ((0, 40_000, 400_000) if given is None else (0,))
     ]
-    assert told[0][0] == str(given is not None)
-    assert told == [told[0]] * len(told)
+    assert printed[0][0] == str(given is not None)
+    assert printed == [printed[0]] * len(printed)

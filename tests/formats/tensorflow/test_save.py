@@ -10,7 +10,7 @@ import pytest
 
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import emit, load, save, source
-from graphquant.ir import Use, bulk
+from graphquant.ir import Use, paused_gc
 
 ROOT = Path(__file__).parents[3]
 SAMPLES = ROOT / "sample_models"
@@ -20,13 +20,13 @@ def edited(path: Path):
     """A loaded model whose function or main graph has lost its last output's Identity."""
     model = load(path).copy()
     use = Use("", model.main.outputs[0], 0)
-    tensor = model.main.producer(use)
+    tensor = model.main.source_of(use)
     op = model.main.op(tensor.op)
-    with bulk():
-        same = model.main.add(
+    with paused_gc():
+        same = model.main.add_op(
             type(op)(name="same", kind="identity", type="Identity", outputs=(op.outputs[0],), rule="test"), [tensor]
         )
-    model.main.connect(use, same)
+    model.main.set_source(use, same)
     return model
 
 
@@ -42,10 +42,10 @@ def test_text_and_binary(tmp_path: Path) -> None:
     model = edited(SAMPLES / "digits_cnn.pb")
     save(model, tmp_path / "one.pbtxt")
     save(model, tmp_path / "two.pb")
-    one, two = load(tmp_path / "one.pbtxt"), load(tmp_path / "two.pb")
-    assert (one.source.text, two.source.text) == (True, False)
-    assert one.source.message == two.source.message == emit(model)
-    assert one.main.outputs == ["@same"]
+    text_model, binary_model = load(tmp_path / "one.pbtxt"), load(tmp_path / "two.pb")
+    assert (text_model.source.text, binary_model.source.text) == (True, False)
+    assert text_model.source.message == binary_model.source.message == emit(model)
+    assert text_model.main.outputs == ["@same"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.pbtxt", "two.pb"]
 
 
@@ -85,7 +85,7 @@ def test_refused_targets(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["kept", "note"]
 
 
-def test_nothing_left_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """When a SavedModel cannot be completed, nothing of it stays."""
 
     def refuse(*_: object) -> None:
@@ -98,12 +98,16 @@ def test_nothing_left_on_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert list(tmp_path.iterdir()) == []
 
 
-def test_sources_are_told_by_content(tmp_path: Path) -> None:
+def test_message_type_is_detected_by_content(tmp_path: Path) -> None:
     """A SavedModel message in a file of another name is read as one, though its suffix says nothing."""
     shutil.copy(SAMPLES / "digits_cnn_saved_model" / "saved_model.pb", tmp_path / "frozen.pb")
-    found = source.read(tmp_path / "frozen.pb")
-    assert (found.form, found.text, found.prefix()) == ("SavedModel", False, None)
-    assert load(tmp_path / "frozen.pb").main.op("Variable").value is None
+    model_source = source.read_source(tmp_path / "frozen.pb")
+    assert (model_source.message_type, model_source.text, model_source.checkpoint_prefix()) == (
+        "SavedModel",
+        False,
+        None,
+    )
+    assert load(tmp_path / "frozen.pb").main.op("Variable").read_value is None
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import graphquant as gq
-from graphquant.ir import Parameters, Twins
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.ir import FunctionClones, Parameters
 from graphquant.numerics import fake_quant
-from graphquant.plans import from_json, to_json
-from graphquant.survey import survey
+from graphquant.quantize import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,14 +24,14 @@ WEIGHTED = {"conv", "depthwise_conv", "matmul"}
 def copies(model: gq.Model) -> list[tuple[str, str]]:
     """The ops that multiply in graphs that only saved functions reach."""
     live = set(model.live())
-    reached = [name for name in model.reached(model.saved) if name not in live]
+    reached = [name for name in model.graphs_reachable_from(model.saved) if name not in live]
     return [(name, op.name) for name in reached for op in model.graphs[name].ops() if op.kind in WEIGHTED]
 
 
 # -- KWS: what TensorFlow of today does not load ---------------------------------------------------
 
 
-def test_every_copy_of_kws_has_its_twins_sites(shared: Path) -> None:
+def test_function_clones_of_kws_have_the_same_sites(shared: Path) -> None:
     """All 18 functions with weights that no signature reaches are planned, with the scale of the same variable."""
     model = gq.load(shared / "kws/saved_model")
     plan = gq.plan(model, rules=["weight_only"])
@@ -40,33 +40,38 @@ def test_every_copy_of_kws_has_its_twins_sites(shared: Path) -> None:
     planned = {(use.graph, use.op) for site in weights for use in site.uses if site.twin is not None}
     assert planned == set(copies(model))
     assert len({graph for graph, _ in planned}) == 18
-    twins = Twins(model, Parameters(model))
+    clones = FunctionClones(model, Parameters(model))
     for site in weights:
         if site.twin is not None:
-            assert twins.variable(site.tensor) == twins.variable(by_use[site.twin].tensor)
+            assert clones.variable_name(site.tensor) == clones.variable_name(by_use[site.twin].tensor)
 
 
-def test_a_plan_with_copies_is_written_and_read(shared: Path) -> None:
+def test_plan_with_function_clones_round_trip(shared: Path) -> None:
     """A site's twin survives JSON, and a twin without a site of its own is a mistake."""
     model = gq.load(shared / "kws/saved_model")
     plan = gq.plan(model, rules=["weight_only"])
-    data = to_json(plan)
-    assert from_json(data) == plan
-    own = [index for index, site in enumerate(plan.sites) if site.twin is None]
-    del data["sites"][own[0]]
+    data = plan_to_json(plan)
+    assert plan_from_json(data) == plan
+    original_indices = [index for index, site in enumerate(plan.sites) if site.twin is None]
+    del data["sites"][original_indices[0]]
     with pytest.raises(gq.GraphQuantError, match="which has no site of its own"):
-        gq.insert(model, plan=from_json(data))
+        gq.insert(model, plan=plan_from_json(data))
 
 
-def test_scales_of_copies_are_those_of_their_twins(shared: Path, tmp_path: Path) -> None:
+def test_function_clones_share_scales(shared: Path, tmp_path: Path) -> None:
     """Each inserted site in a copy has the very parameters of its twin, and none is left alone."""
     result = gq.insert(shared / "kws/saved_model", rules=["weight_only"])
-    made = {use: done.params for done in result.inserted if done.site.twin is None for use in done.site.uses}
-    followers = [done for done in result.inserted if done.site.twin is not None]
-    assert len(followers) > len(made)
-    assert all(done.params is made[done.site.twin] for done in followers)
+    params_by_use = {
+        use: insertion.params
+        for insertion in result.inserted
+        if insertion.site.twin is None
+        for use in insertion.site.uses
+    }
+    followers = [insertion for insertion in result.inserted if insertion.site.twin is not None]
+    assert len(followers) > len(params_by_use)
+    assert all(insertion.params is params_by_use[insertion.site.twin] for insertion in followers)
     again = gq.load(result.save(tmp_path / "kws"))
-    assert survey(again).copies == ()
+    assert summarize_model(again).float_clone_ops == ()
 
 
 # -- a module with copies --------------------------------------------------------------------------
@@ -115,9 +120,9 @@ def result(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> gq.Result:
     """The module quantized, and saved beside it as "quantized"."""
     data = tmp_path_factory.mktemp("data") / "data.npz"
     np.savez(data, x=samples(8))
-    made = gq.insert(folder, data=str(data), check=False)
-    made.save(folder.parent / "quantized")
-    return made
+    inserted = gq.insert(folder, data=str(data), validate=False)
+    inserted.save(folder.parent / "quantized")
+    return inserted
 
 
 def samples(count: int) -> Array:
@@ -130,7 +135,11 @@ def by_hand(result: gq.Result, folder: Path, x: Array) -> Array:
     import tensorflow as tf
 
     net = tf.saved_model.load(str(folder))
-    ranges = {done.site.tensor.op: (done.params, done.site) for done in result.inserted if done.site.twin is None}
+    ranges = {
+        insertion.site.tensor.op: (insertion.params, insertion.site)
+        for insertion in result.inserted
+        if insertion.site.twin is None
+    }
 
     def quantized(value: Any, op: str) -> Any:
         params, site = ranges[op]
@@ -152,10 +161,10 @@ def test_calls_and_signatures_give_what_is_written_by_hand(result: gq.Result, fo
     tf = pytest.importorskip("tensorflow")
     x = samples(2)
     loaded = tf.saved_model.load(str(folder.parent / "quantized"))
-    wanted = by_hand(result, folder, x)
-    np.testing.assert_array_equal(loaded(x), wanted)
-    np.testing.assert_array_equal(loaded.signatures["serving_default"](tf.constant(x))["output_0"], wanted)
-    assert np.abs(tf.saved_model.load(str(folder))(x) - wanted).max() > 0
+    expected = by_hand(result, folder, x)
+    np.testing.assert_array_equal(loaded(x), expected)
+    np.testing.assert_array_equal(loaded.signatures["serving_default"](tf.constant(x))["output_0"], expected)
+    assert np.abs(tf.saved_model.load(str(folder))(x) - expected).max() > 0
 
 
 @pytest.mark.slow
@@ -165,10 +174,10 @@ def test_five_steps_lower_the_loss(result: gq.Result, folder: Path, training: bo
     tf = pytest.importorskip("tensorflow")
     assert result.inserted
     loaded = tf.saved_model.load(str(folder.parent / "quantized"))
-    wanted = 0.5 * tf.saved_model.load(str(folder))(samples(2))  # within what the ranges let through
+    target = 0.5 * tf.saved_model.load(str(folder))(samples(2))  # within what the ranges let through
 
     def loss(training: bool) -> Any:
-        return tf.reduce_mean((loaded(samples(2), training) - wanted) ** 2)
+        return tf.reduce_mean((loaded(samples(2), training) - target) ** 2)
 
     before = float(loss(training=False))  # without dropout, which draws
     for _ in range(5):
@@ -182,7 +191,7 @@ def test_five_steps_lower_the_loss(result: gq.Result, folder: Path, training: bo
 
 
 @pytest.mark.slow
-def test_what_is_loaded_is_saved_again_and_is_a_layer(result: gq.Result, folder: Path, tmp_path: Path) -> None:
+def test_loaded_model_is_saved_again_and_used_as_a_layer(result: gq.Result, folder: Path, tmp_path: Path) -> None:
     """Saved again from the loaded object and loaded as a Keras TFSMLayer, it answers with the same bits."""
     tf = pytest.importorskip("tensorflow")
     assert result.inserted
@@ -196,31 +205,31 @@ def test_what_is_loaded_is_saved_again_and_is_a_layer(result: gq.Result, folder:
 
 
 @pytest.mark.slow
-def test_what_is_no_twin_has_no_scale_of_another(result: gq.Result, folder: Path) -> None:
+def test_unmatched_ops_get_scales_of_their_own(result: gq.Result, folder: Path) -> None:
     """A function that convolves other data with the same kernel has the kernel quantized, and nothing else."""
     tf = pytest.importorskip("tensorflow")
-    done = [done.site for done in result.inserted if "elsewhere" in done.site.uses[0].graph]
-    assert [(site.parameter, use.op, use.slot) for site in done for use in site.uses] == [(True, "Conv2D", 1)]
+    sites = [sites.site for sites in result.inserted if "elsewhere" in sites.site.uses[0].graph]
+    assert [(site.parameter, use.op, use.slot) for site in sites for use in site.uses] == [(True, "Conv2D", 1)]
     net, x = tf.saved_model.load(str(folder)), samples(2)
-    (params,) = [one.params for one in result.inserted if one.site == done[0]]
-    given = fake_quant.range_to_write(params)
-    low, high = given.low.astype(np.float32), given.high.astype(np.float32)
+    (params,) = [insertion.params for insertion in result.inserted if insertion.site == sites[0]]
+    limits = fake_quant.range_for_fake_quant(params)
+    low, high = limits.low.astype(np.float32), limits.high.astype(np.float32)
     kernel = tf.quantization.fake_quant_with_min_max_vars_per_channel(net.k, low, high, 8, narrow_range=params.narrow)
-    wanted = tf.nn.conv2d(tf.nn.relu(100.0 * x), kernel, 1, "SAME")
+    expected = tf.nn.conv2d(tf.nn.relu(100.0 * x), kernel, 1, "SAME")
     loaded = tf.saved_model.load(str(folder.parent / "quantized"))
-    np.testing.assert_allclose(loaded.elsewhere(x), wanted, rtol=1e-5)
+    np.testing.assert_allclose(loaded.elsewhere(x), expected, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_function_that_is_no_copy_is_left_alone(result: gq.Result) -> None:
+def test_a_function_that_is_no_clone_stays_float(result: gq.Result) -> None:
     """A saved function with weights of its own is not touched, and inspect lists it."""
-    left = survey(result.model).copies
-    elsewhere = left[0].graph
-    assert [(one.op, one.kind, one.reason) for one in left] == [
+    unmatched = summarize_model(result.model).float_clone_ops
+    elsewhere = unmatched[0].graph
+    assert [(clone.op, clone.kind, clone.reason) for clone in unmatched] == [
         ("Conv2D", "conv", f"its input {elsewhere}/before/Relu:0 is float"),
         ("matmul", "matmul", "no op that runs computes the same on the same variables"),
     ]
-    assert not any("other" in use.graph for done in result.inserted for use in done.site.uses)
+    assert not any("other" in use.graph for insertion in result.inserted for use in insertion.site.uses)
 
 
 # -- what else a SavedModel holds ------------------------------------------------------------------
@@ -265,30 +274,30 @@ def test_gradients_aliases_and_debug_info_are_kept(tmp_path: Path) -> None:
     )
     tf.saved_model.save(net, str(tmp_path / "net"), signatures=net.__call__, options=options)
     result = gq.insert(tmp_path / "net", rules=["weight_only"])
-    assert [done.site.uses[0].op for done in result.inserted if done.site.twin is None] == ["matmul"]
+    assert [insertion.site.uses[0].op for insertion in result.inserted if insertion.site.twin is None] == ["matmul"]
     (skip,) = [skip for skip in result.skips if "inner" in skip.tensor.graph]
     assert "calls of its function that pass different weights" in skip.reason
     path = result.save(tmp_path / "quantized")
     debug = "debug/saved_model_debug_info.pb"
     assert (path / debug).read_bytes() == (tmp_path / "net" / debug).read_bytes()
-    info = gq.load(path).source.message.meta_graphs[0].meta_info_def
-    assert dict(info.function_aliases) == dict(
+    meta_info = gq.load(path).source.message.meta_graphs[0].meta_info_def
+    assert dict(meta_info.function_aliases) == dict(
         result.source.source.message.meta_graphs[0].meta_info_def.function_aliases
     )
-    assert set(info.function_aliases.values()) == {"answer"}
+    assert set(meta_info.function_aliases.values()) == {"answer"}
     loaded, x = tf.saved_model.load(str(path)), np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5)
     np.testing.assert_array_equal(loaded.both(x), net.both(x))
     params = result.inserted[0].params
-    given = fake_quant.range_to_write(params)
+    limits = fake_quant.range_for_fake_quant(params)
     call = tf.quantization.fake_quant_with_min_max_vars
     if params.axis is not None:
         call = tf.quantization.fake_quant_with_min_max_vars_per_channel
-    u = call(net.u, given.low.astype(np.float32), given.high.astype(np.float32), 8, narrow_range=params.narrow)
+    u = call(net.u, limits.low.astype(np.float32), limits.high.astype(np.float32), 8, narrow_range=params.narrow)
     with tf.GradientTape() as tape:
         y = loaded(x)
     np.testing.assert_allclose(y, tf.tanh((x @ net.v) @ u), rtol=1e-6)
-    wanted = tf.transpose(tf.constant(x)) @ (2 * tf.ones_like(y)) @ tf.transpose(u)
-    np.testing.assert_allclose(tape.gradient(y, loaded.v), wanted, rtol=1e-5, atol=1e-5)
+    expected = tf.transpose(tf.constant(x)) @ (2 * tf.ones_like(y)) @ tf.transpose(u)
+    np.testing.assert_allclose(tape.gradient(y, loaded.v), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -302,4 +311,4 @@ def test_a_model_without_a_signature_is_refused(tmp_path: Path) -> None:
     tf.saved_model.save(module, str(tmp_path / "net"))
     with pytest.raises(gq.GraphQuantError, match=r"has no signature, .* Save it again with"):
         gq.plan(tmp_path / "net")
-    assert len(survey(gq.load(tmp_path / "net")).copies) == 1
+    assert len(summarize_model(gq.load(tmp_path / "net")).float_clone_ops) == 1

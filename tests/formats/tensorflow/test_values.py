@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as npst
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.values import (
-    Attrs,
     FunctionName,
+    NodeAttrs,
     decode_attr,
     decode_tensor,
     encode_attr,
@@ -68,9 +68,9 @@ attributes = st.one_of(
 @given(st.sampled_from(DTYPES).flatmap(lambda name: npst.arrays(name, npst.array_shapes(min_dims=0, min_side=0))))
 def test_tensor_round_trip(value: np.ndarray[Any, Any]) -> None:
     """An array of any dtype and shape comes back bit for bit."""
-    back = decode_tensor(encode_tensor(value), "it")
-    assert (back.dtype, back.shape) == (value.dtype, value.shape)
-    assert back.tobytes() == value.tobytes()
+    decoded = decode_tensor(encode_tensor(value), "it")
+    assert (decoded.dtype, decoded.shape) == (value.dtype, value.shape)
+    assert decoded.tobytes() == value.tobytes()
 
 
 def test_other_layouts() -> None:
@@ -124,15 +124,15 @@ def test_damaged_tensor(text: str, message: str) -> None:
 @given(attributes | st.lists(st.integers(0, 9), min_size=1) | st.lists(st.text(), min_size=1))
 def test_attribute_round_trip(value: Any) -> None:
     """An attribute of any kind comes back with its value and type."""
-    back = decode_attr(encode_attr(value))
-    assert back == value
-    assert type(back) is type(value)
+    decoded = decode_attr(encode_attr(value))
+    assert decoded == value
+    assert type(decoded) is type(value)
 
 
 def test_attrs() -> None:
     """A node's attributes read like a mapping, with defaults, and reading adds nothing to the node."""
     node = proto.parse_text('attr { key: "b" value { s: "\\377" } } attr { key: "a" value { i: 2 } }', proto.NodeDef())
-    attrs = Attrs(node.attr, {"a": 1, "c": 3})
+    attrs = NodeAttrs(node.attr, {"a": 1, "c": 3})
     assert dict(attrs) == {"a": 2, "b": b"\xff", "c": 3}
     assert attrs.get("none") is None
     assert len(attrs) == 3

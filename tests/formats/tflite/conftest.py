@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from graphquant.formats.tflite import schema
+from graphquant.formats.tflite import ops
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,11 +20,11 @@ class Writer:
     """Tables are dicts of field names; numbers are (form, value), the rest by its Python type."""
 
     def __init__(self) -> None:
-        self.out = bytearray(b"\0\0\0\0" + schema.IDENTIFIER)
+        self.out = bytearray(b"\0\0\0\0" + ops.IDENTIFIER)
 
     def build(self, model: dict[str, Any]) -> bytes:
         """The file whose root is `model`."""
-        struct.pack_into("<I", self.out, 0, self.table(model, schema.MODEL))
+        struct.pack_into("<I", self.out, 0, self.table(model, ops.MODEL))
         return bytes(self.out)
 
     def table(self, table: dict[str, Any], fields: Any) -> int:
@@ -32,13 +32,13 @@ class Writer:
         size = max((fields[name] for name in table), default=-1) + 1
         layout = len(self.out)
         at = layout + 4 + 2 * size
-        places = {name: 4 + 8 * number for number, name in enumerate(table)}
+        offsets = {name: 4 + 8 * number for number, name in enumerate(table)}
         self.out += struct.pack("<HH", 4 + 2 * size, 4 + 8 * len(table)) + bytes(2 * size)
-        for name, place in places.items():
-            struct.pack_into("<H", self.out, layout + 4 + 2 * fields[name], place)
+        for name, offset in offsets.items():
+            struct.pack_into("<H", self.out, layout + 4 + 2 * fields[name], offset)
         self.out += struct.pack("<i", at - layout) + bytes(8 * len(table))
-        for name, place in places.items():
-            self.put(at + place, name, table[name])
+        for name, offset in offsets.items():
+            self.put(at + offset, name, table[name])
         return at
 
     def put(self, at: int, name: str, value: Any) -> None:
@@ -50,12 +50,12 @@ class Writer:
             target = self.table(value, CHILDREN[name])
         elif isinstance(value, list):
             target = self.vector(len(value), bytes(4 * len(value)))
-            made: dict[int, int] = {}  # the same dict twice is one table that two places refer to
+            written_tables: dict[int, int] = {}  # the same dict twice is one table that two places refer to
             for index, child in enumerate(value):
                 spot = target + 4 + 4 * index
-                if id(child) not in made:
-                    made[id(child)] = self.table(child, CHILDREN[name])
-                struct.pack_into("<I", self.out, spot, made[id(child)] - spot)
+                if id(child) not in written_tables:
+                    written_tables[id(child)] = self.table(child, CHILDREN[name])
+                struct.pack_into("<I", self.out, spot, written_tables[id(child)] - spot)
         else:
             data = value.encode() if isinstance(value, str) else np.asarray(value)
             target = self.vector(len(data), bytes(data))
@@ -69,13 +69,13 @@ class Writer:
 
 
 CHILDREN: dict[str, Any] = {
-    "operator_codes": schema.OPERATOR_CODE,
-    "subgraphs": schema.SUBGRAPH,
-    "buffers": schema.BUFFER,
-    "tensors": schema.TENSOR,
-    "operators": schema.OPERATOR,
-    "quantization": schema.QUANTIZATION,
-    "builtin_options": schema.WHILE_OPTIONS,
+    "operator_codes": ops.OPERATOR_CODE,
+    "subgraphs": ops.SUBGRAPH,
+    "buffers": ops.BUFFER,
+    "tensors": ops.TENSOR,
+    "operators": ops.OPERATOR,
+    "quantization": ops.QUANTIZATION,
+    "builtin_options": ops.WHILE_OPTIONS,
     "sparsity": {},
 }
 
@@ -93,7 +93,7 @@ def ints(*values: int) -> Any:
 
 def code(name: str, **more: Any) -> dict[str, Any]:
     """An operator code."""
-    return {"builtin_code": ("i", schema.BUILTINS.index(name)), **more}
+    return {"builtin_code": ("i", ops.BUILTINS.index(name)), **more}
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from graphquant.formats.tflite import parse, schema
-from graphquant.formats.tflite.values import WITHOUT_VALUES
-from graphquant.survey import survey
-from graphquant.view.data import stored_json
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.formats.tflite import ops, parse_tflite
+from graphquant.formats.tflite.load import NON_NUMERIC_DTYPES
+from graphquant.visualize.json_export import stored_tensor_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,39 +20,39 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 TABLES = {
-    "Model": schema.MODEL,
-    "SubGraph": schema.SUBGRAPH,
-    "Tensor": schema.TENSOR,
-    "QuantizationParameters": schema.QUANTIZATION,
-    "Operator": schema.OPERATOR,
-    "OperatorCode": schema.OPERATOR_CODE,
-    "Buffer": schema.BUFFER,
-    "IfOptions": schema.IF_OPTIONS,
-    "WhileOptions": schema.WHILE_OPTIONS,
-    "CallOptions": schema.CALL_OPTIONS,
-    "CallOnceOptions": schema.CALL_ONCE_OPTIONS,
+    "Model": ops.MODEL,
+    "SubGraph": ops.SUBGRAPH,
+    "Tensor": ops.TENSOR,
+    "QuantizationParameters": ops.QUANTIZATION,
+    "Operator": ops.OPERATOR,
+    "OperatorCode": ops.OPERATOR_CODE,
+    "Buffer": ops.BUFFER,
+    "IfOptions": ops.IF_OPTIONS,
+    "WhileOptions": ops.WHILE_OPTIONS,
+    "CallOptions": ops.CALL_OPTIONS,
+    "CallOnceOptions": ops.CALL_ONCE_OPTIONS,
 }
 
 
 def numbers(cls: type) -> list[str]:
     """The names of an enum of generated code, in the order of their values."""
-    found = {value: name for name, value in vars(cls).items() if isinstance(value, int)}
-    assert sorted(found) == list(range(len(found)))
-    return [found[value] for value in range(len(found))]
+    names_by_number = {value: name for name, value in vars(cls).items() if isinstance(value, int)}
+    assert sorted(names_by_number) == list(range(len(names_by_number)))
+    return [names_by_number[value] for value in range(len(names_by_number))]
 
 
-def test_names_and_numbers_are_tensorflows():
+def test_schema_equals_that_of_tensorflow():
     """Every table's fields, the dtypes and the ops are those of TensorFlow's generated code."""
     generated = pytest.importorskip("tensorflow.lite.python.schema_py_generated")
     for name, fields in TABLES.items():
         cls = getattr(generated, name)
         for field, number in fields.items():
-            method = getattr(cls, "".join(part.capitalize() for part in field.split("_")))
+            method = getattr(cls, "".join(word.capitalize() for word in field.split("_")))
             offsets = re.findall(r"self\._tab\.Offset\((\d+)\)", inspect.getsource(method))
             assert offsets == [str(4 + 2 * number)], (name, field)
-    assert [name.lower() for name in numbers(generated.TensorType)] == list(schema.TYPES)
-    assert numbers(generated.BuiltinOperator) == list(schema.BUILTINS)
-    assert len(numbers(generated.QuantizationDetails)) == len(schema.DETAILS)
+    assert [name.lower() for name in numbers(generated.TensorType)] == list(ops.TYPES)
+    assert numbers(generated.BuiltinOperator) == list(ops.BUILTINS)
+    assert len(numbers(generated.QuantizationDetails)) == len(ops.DETAILS)
 
 
 def compare(data: bytes) -> dict[str, int]:
@@ -61,20 +61,20 @@ def compare(data: bytes) -> dict[str, int]:
 
     resolver = tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
     interpreter = tf.lite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
-    model = parse(data)
-    ours = [stored_json(one) for one in survey(model).tensors]
+    model = parse_tflite(data)
+    ours = [stored_tensor_json(tensor) for tensor in summarize_model(model).tensors]
     counts = {"tensors": 0, "quantized": 0, "per channel": 0, "constants": 0}
     for number, graph in enumerate(model.graphs):
-        listed = {one["index"]: one for one in ours if one["graph"] == graph}
+        listed = {entry["index"]: entry for entry in ours if entry["graph"] == graph}
         details = interpreter.get_tensor_details(number)
-        assert [one["index"] for one in details] == list(listed)
-        for one in details:
-            mine = listed[one["index"]]
-            params, our_params = one["quantization_parameters"], mine["quantization_parameters"]
-            assert (one["name"], one["shape"].tolist()) == (mine["name"], mine["shape"])
-            assert one["shape_signature"].tolist() == mine["shape_signature"]
-            assert np.dtype(one["dtype"]).name == mine["dtype"] or mine["dtype"] in {*WITHOUT_VALUES, "int4"}
-            assert one["quantization"] == tuple(mine["quantization"])
+        assert [detail["index"] for detail in details] == list(listed)
+        for detail in details:
+            mine = listed[detail["index"]]
+            params, our_params = detail["quantization_parameters"], mine["quantization_parameters"]
+            assert (detail["name"], detail["shape"].tolist()) == (mine["name"], mine["shape"])
+            assert detail["shape_signature"].tolist() == mine["shape_signature"]
+            assert np.dtype(detail["dtype"]).name == mine["dtype"] or mine["dtype"] in {*NON_NUMERIC_DTYPES, "int4"}
+            assert detail["quantization"] == tuple(mine["quantization"])
             assert params["scales"].tolist() == our_params["scales"]
             assert params["zero_points"].tolist() == our_params["zero_points"]
             assert params["quantized_dimension"] == our_params["quantized_dimension"]
@@ -90,13 +90,13 @@ def compare(data: bytes) -> dict[str, int]:
 
 def constants(interpreter: Any, model: Any, number: int, graph: str) -> int:
     """Compares the values of a graph's constants."""
-    seen = 0
+    count = 0
     for op in model.graphs[graph].ops():
         if op.kind == "constant" and op.value is not None and op.outputs[0].dtype != "int4":
             value = interpreter.get_tensor(op.outputs[0].stored.index, number)
             np.testing.assert_array_equal(op.value(), value.reshape(op.outputs[0].stored.sizes))
-            seen += 1
-    return seen
+            count += 1
+    return count
 
 
 @pytest.mark.parametrize("name", ["kws_int8", "kws_float"])
@@ -202,11 +202,11 @@ def nothing(_made: Any) -> None:
 def test_converted_files(make: Callable[[], Any], how: Any, quantized: int, per_channel: int):
     """Per channel, depthwise, int16x8, float16, dynamic range, loops and branches: every tensor agrees."""
     tf = pytest.importorskip("tensorflow")
-    made = make()
+    converted = make()
     if how is not None:
-        made.optimizations = [tf.lite.Optimize.DEFAULT]
-        how(made)
-    counts = compare(made.convert())
+        converted.optimizations = [tf.as_tflite.Optimize.DEFAULT]
+        how(converted)
+    counts = compare(converted.convert())
     print(make.__name__, how and how.__name__, counts)  # noqa: T201  # shown by pytest -rP
     assert counts["quantized"] >= quantized
     assert counts["per channel"] >= per_channel

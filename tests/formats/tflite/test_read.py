@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import ModelError
-from graphquant.formats.tflite import parse
-from graphquant.ir import TensorRef, Use, check
-from graphquant.survey import survey
+from graphquant.formats.tflite import parse_tflite
+from graphquant.ir import TensorRef, Use, check_invariants
 
 
 def places_far_data(data: bytes) -> bytes:
@@ -23,10 +23,10 @@ def places_far_data(data: bytes) -> bytes:
     return data[:at] + struct.pack("<Q", len(data)) + data[at + 8 :] + np.array([1.5, -2], np.float32).tobytes()
 
 
-def test_a_model_is_read_whole(build, sample):
+def test_all_parts_of_a_model_are_read(build, sample):
     """Ops go by their first output; constants, variables, custom ops and other graphs are there."""
-    model = parse(places_far_data(build(sample)))
-    check(model, "the test")
+    model = parse_tflite(places_far_data(build(sample)))
+    check_invariants(model, "the test")
     main = model.main
     kinds = [(op.name, op.kind, op.type) for op in main.ops()]
     assert kinds == [
@@ -41,31 +41,31 @@ def test_a_model_is_read_whole(build, sample):
         ("@y", "output", "Output"),
     ]
     assert main.slots("y") == [TensorRef("", "x"), TensorRef("", "w"), None]
-    assert main.producer(Use("", "@y", 0)) == TensorRef("", "y_1")
+    assert main.source_of(Use("", "@y", 0)) == TensorRef("", "y_1")
     assert (main.op("y").role(2), main.op("y").channel_axis) == ("bias", 0)
     assert [(call.attr, call.graph, call.offset, call.loop) for call in main.op("WHILE").calls] == [
         ("cond", "body", None, True),
         ("body", "body", 0, True),
     ]
-    assert (list(model.graphs), model.live()) == (["", "body"], ["", "body"])
+    assert (list(model.graphs), model.reachable_graphs()) == (["", "body"], ["", "body"])
     assert main.op("x").outputs[0].shape == (None, 2)
 
 
-def test_values_are_read_when_asked_for(build, sample):
+def test_constants_are_read_lazily(build, sample):
     """Int8, packed int4, and data that lies behind the FlatBuffer as in files over 2 GB."""
-    main = parse(places_far_data(build(sample))).main
-    values = {op.name: op.value for op in main.ops() if op.kind == "constant"}
+    main = parse_tflite(places_far_data(build(sample))).main
+    values = {op.name: op.read_value for op in main.ops() if op.kind == "constant"}
     np.testing.assert_array_equal(values["w"](), np.array([[1, 2], [3, -4]], np.int8))
     assert values["four"]().astype(int).tolist() == [-1, 1, 7]
     assert values["far"]().tolist() == [1.5, -2.0]
-    assert main.op("state").value is None
+    assert main.op("state").read_value is None
 
 
 def test_scales_belong_to_tensors(build, sample):
     """The survey lists every tensor with its scale and zero point, in the order of the file."""
-    found = survey(parse(places_far_data(build(sample))))
-    assert [one.stored.index for one in found.tensors] == [0, 1, 2, 3, 4, 5, 6, 0]
-    x, w = found.tensors[:2]
+    summary = summarize_model(parse_tflite(places_far_data(build(sample))))
+    assert [tensor.stored.index for tensor in summary.tensors] == [0, 1, 2, 3, 4, 5, 6, 0]
+    x, w = summary.tensors[:2]
     assert (x.output.dtype, x.stored.scale.tolist(), x.stored.zero_point.tolist()) == (
         "int8",
         [float(np.float32(0.1))],
@@ -77,8 +77,8 @@ def test_scales_belong_to_tensors(build, sample):
         [-1.0, -2.0],
         "blockwise",
     )
-    assert found.readings == ()
-    assert [(one.op, one.quantized) for one in found.coverage] == [("y", True)]
+    assert summary.quantization_ops == ()
+    assert [(covered.op, covered.quantized) for covered in summary.coverage] == [("y", True)]
 
 
 def test_inspect_shows_the_tensors(build, sample, tmp_path, cli):
@@ -136,31 +136,31 @@ def test_a_file_is_not_rewritten(build, sample, tmp_path, cli):
         (lambda m: m.update(subgraphs=[]), "The file holds no graph"),
     ],
 )
-def test_what_does_not_fit_together_is_refused(build, sample, change, said):
+def test_inconsistent_files_are_refused(build, sample, change, said):
     """Each mistake has its sentence."""
     change(sample)
     with pytest.raises(ModelError, match=r"Export|does not read") as error:
-        parse(build(sample) if "1099511627776" in said else places_far_data(build(sample)))
+        parse_tflite(build(sample) if "1099511627776" in said else places_far_data(build(sample)))
     assert said in str(error.value)
 
 
 def test_a_constant_of_the_wrong_size_is_refused_when_read(build, sample):
     """The sizes in a file do not decide how much is read."""
     sample["subgraphs"][0]["tensors"][1]["shape"] = np.array([1 << 30, 1 << 30], np.int32)
-    model = parse(places_far_data(build(sample)))
+    model = parse_tflite(places_far_data(build(sample)))
     with pytest.raises(ModelError, match="has 4 bytes, not"):
-        model.main.op("w").value()
+        model.main.op("w").read_value()
 
 
 def test_no_tflite_model(tmp_path):
     """An empty file, another kind of file and a folder's name."""
-    for data, said in ((b"", "The file is empty"), (b"PK\3\4" * 99, "no TFLite model"), (b"ab", "no TFLite model")):
+    for data, message in ((b"", "The file is empty"), (b"PK\3\4" * 99, "no TFLite model"), (b"ab", "no TFLite model")):
         (tmp_path / "x.tflite").write_bytes(data)
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             gq.load(tmp_path / "x.tflite")
 
 
-def test_parts_that_are_shared_without_end(build, sample):
+def test_endlessly_shared_tables_are_refused(build, sample):
     """A small file whose thousands of graphs are all the same large one is refused, not read for hours."""
     body = sample["subgraphs"][1]
     body["tensors"] = [{"name": f"tensor {number}"} for number in range(500)]
@@ -169,19 +169,19 @@ def test_parts_that_are_shared_without_end(build, sample):
     data = build(sample)
     assert len(data) < 60_000
     with pytest.raises(ModelError, match="refer to each other over and over"):
-        parse(data)
+        parse_tflite(data)
 
 
 def use(data: bytes) -> None:
     """Does with a file what inspect does, and reads its constants; a ModelError is an answer too."""
     with suppress(ModelError):
-        look(parse(data))
+        look(parse_tflite(data))
 
 
 def look(model: gq.Model) -> None:
     """What `use` does with a model."""
-    check(model, "the test")
-    survey(model)
+    check_invariants(model, "the test")
+    summarize_model(model)
     for graph in model.graphs.values():
         for op in graph.ops():
             if op.value is not None:
@@ -191,10 +191,10 @@ def look(model: gq.Model) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_files_never_end_in_a_traceback(build, sample, seed):
     """Truncated, with flipped bits, with numbers overwritten: a model or a ModelError."""
-    whole = places_far_data(build(sample))
+    intact_bytes = places_far_data(build(sample))
     dice = random.Random(seed)  # noqa: S311  # it only breaks files
     for _ in range(800):
-        data = bytearray(whole)
+        data = bytearray(intact_bytes)
         for _ in range(dice.choice((1, 1, 1, 4))):
             at = dice.randrange(len(data))
             if dice.random() < 0.5:
@@ -208,10 +208,10 @@ def test_damaged_files_never_end_in_a_traceback(build, sample, seed):
 
 def test_a_real_file_cut_or_flipped(shared):
     """The same for a real model."""
-    whole = (shared / "kws/kws_int8.tflite").read_bytes()
+    intact_bytes = (shared / "kws/kws_int8.tflite").read_bytes()
     dice = random.Random(7)  # noqa: S311  # it only breaks files
     for _ in range(150):
-        data = bytearray(whole)
+        data = bytearray(intact_bytes)
         at = dice.choice((dice.randrange(400), dice.randrange(len(data))))
         data[at] ^= 1 << dice.randrange(8)
         cut = dice.randrange(len(data)) if dice.random() < 0.3 else len(data)

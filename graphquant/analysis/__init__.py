@@ -1,0 +1,36 @@
+"""Two models on the same data: how far their outputs are apart, and what each quantized tensor adds to that."""
+
+from graphquant.analysis.compare import compare_runners
+from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures
+from graphquant.analysis.diff import Differences, ModelChange, diff_models, diff_plans
+from graphquant.analysis.explain import (
+    NO_RULES,
+    Explanation,
+    ExplanationReport,
+    backend_of_rules,
+    explain_quantized,
+    explain_uses,
+    predict_verdicts,
+)
+from graphquant.analysis.site_errors import ComparedSites, match_sites, prepare_like
+
+__all__ = [
+    "ComparedSites",
+    "Comparison",
+    "Differences",
+    "Explanation",
+    "ExplanationReport",
+    "ModelChange",
+    "NO_RULES",
+    "OutputFigures",
+    "SiteFigures",
+    "backend_of_rules",
+    "compare_runners",
+    "diff_models",
+    "diff_plans",
+    "explain_quantized",
+    "explain_uses",
+    "match_sites",
+    "predict_verdicts",
+    "prepare_like",
+]

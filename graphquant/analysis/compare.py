@@ -1,0 +1,419 @@
+"""Runs two models on the same data and measures how far they are apart, in memory that does not grow with samples."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphquant.analysis.comparison import (
+    Comparison,
+    ErrorSums,
+    OutputFigures,
+    SqnrConfidence,
+    ignore_overflow,
+    lost_share_upper_bound,
+)
+from graphquant.calibration.calibrate import block_feeds, tee_items
+from graphquant.calibration.memory import concurrent_run_count, observation_budget
+from graphquant.errors import UsageError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Executor
+
+    from graphquant.analysis.site_errors import ComparedSites
+    from graphquant.calibration.calibrate import RunFootprint
+    from graphquant.calibration.data import Dataset
+    from graphquant.formats import Feeds, InputSpec, Runner
+    from graphquant.ir import TensorRef
+    from graphquant.numerics import Array
+
+    ObservedTensors = Mapping[TensorRef, list[Array]]
+
+
+# What models are fed and what they give, name by name, and figures of each output.
+
+CLASS_SCORE_AXES = 2
+"""Axes of an output whose rows are scores of classes: samples and classes. One axis will do where there is no batch."""
+
+
+class OutputTally:
+    """Figures of one output, sample by sample."""
+
+    def __init__(self, name: str, quantized_name: str, *, batched: bool) -> None:
+        """`batched`: the first axis counts samples, so that a vector is no row of scores."""
+        self.name, self.quantized_name = name, quantized_name
+        self._axes = {CLASS_SCORE_AXES} if batched else {CLASS_SCORE_AXES - 1, CLASS_SCORE_AXES}
+        self._batched = batched
+        self._errors, self._confidence = ErrorSums(), SqnrConfidence()
+        self._has_floats = False
+        self._rows = self._agreements = 0
+        self._labelled: int | None = None
+        self._correct = [0, 0]
+        self._changed_correct = [0, 0]
+
+    def add(self, expected: Array | None, actual: Array | None, labels: Array | None) -> None:
+        """Adds what one run gave; None where it gave nothing."""
+        if expected is None or actual is None:
+            if expected is not actual:
+                problem = f"only {'the quantized' if expected is None else 'the float'} model gives it for some sample"
+                self._errors.problem = self._errors.problem or problem
+            return
+        if expected.dtype.kind in "OSU":
+            self._errors.problem = self._errors.problem or f"it holds {expected.dtype}, no numbers"
+            return
+        self._errors.add(expected, actual, full=True)
+        if self._errors.problem:
+            return
+        if expected.dtype.kind in "iub":
+            self._rows += expected.size
+            self._agreements += int((expected == actual).sum())
+            return
+        if expected.size:
+            self._has_floats = True
+            self._confidence.add(*_sums_of_squares(expected, actual, batched=self._batched))
+        if expected.ndim not in self._axes or expected.shape[-1] <= 1:
+            return
+        top_classes = [np.asarray(values.argmax(-1)).reshape(-1) for values in (expected, actual)]
+        self._rows += top_classes[0].size
+        self._agreements += int((top_classes[0] == top_classes[1]).sum())
+        if labels is not None and labels.size == top_classes[0].size and _are_classes(labels, expected.shape[-1]):
+            self._labelled = (self._labelled or 0) + labels.size
+            correct = [top == labels.reshape(-1) for top in top_classes]
+            for side, opposite in ((0, 1), (1, 0)):
+                self._correct[side] += int(correct[side].sum())
+                self._changed_correct[side] += int((correct[side] & ~correct[opposite]).sum())
+
+    def figures(self) -> OutputFigures:
+        """What was found over all samples."""
+        errors, comparable = self._errors, not self._errors.problem
+        labelled = self._labelled if self._labelled == self._rows else None
+        return OutputFigures(
+            name=self.name,
+            quantized_name=self.quantized_name,
+            sqnr=errors.sqnr if self._has_floats and comparable else None,
+            cosine=errors.cosine if self._has_floats and comparable else None,
+            max_error=errors.max_error,
+            agreement=self._agreements / self._rows if self._rows and comparable else None,
+            rows=self._rows,
+            values=errors.count,
+            accuracy=(self._correct[0] / labelled, self._correct[1] / labelled) if labelled and comparable else None,
+            problem=errors.problem or (f"{errors.nonfinite} values are NaN or infinite" if errors.nonfinite else ""),
+            sqnr_lower_bound=self._confidence.lower_bound
+            if self._has_floats and comparable and not errors.nonfinite
+            else None,
+            half_error_samples=self._confidence.half_error_samples if comparable and not errors.nonfinite else 0,
+            agreement_lower_bound=1 - lost_share_upper_bound(self._rows - self._agreements, 0, self._rows)
+            if self._rows and comparable
+            else None,
+            lost_share_upper_bound=lost_share_upper_bound(self._changed_correct[0], self._changed_correct[1], labelled)
+            if labelled and comparable
+            else None,
+        )
+
+
+def _are_classes(labels: Array, count: int) -> bool:
+    """Whether labels are numbers of so many classes."""
+    return not labels.size or bool(labels.min() >= 0 and labels.max() < count)
+
+
+def _sums_of_squares(expected: Array, actual: Array, *, batched: bool) -> tuple[Array, Array]:
+    """Sums of squares of an output and of its errors, float64 (N,), of each sample, which the first axis counts."""
+    rows = len(expected) if batched and expected.ndim else 1
+    flat_expected = expected.reshape(rows, -1).astype(np.float64)
+    errors = actual.reshape(rows, -1) - flat_expected
+    return np.einsum("ij,ij->i", flat_expected, flat_expected), np.einsum("ij,ij->i", errors, errors)
+
+
+def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dict[str, str]:
+    """For each input of the other model the input of the one that it gets its data from: by name, or in order.
+
+    Raises:
+        UsageError: They take different inputs.
+    """
+    name_by_alias = {name: spec.name for spec in reversed(first) for name in (*spec.aliases, spec.name)}
+    name_by_alias.update((spec.name, spec.name) for spec in first)
+    matches = {}
+    for spec in second:
+        source = next((name_by_alias[name] for name in (spec.name, *spec.aliases) if name in name_by_alias), None)
+        if source is not None:
+            matches[spec.name] = source
+    if len(matches) == len(second) and len(set(matches.values())) == len(first):
+        return matches
+    if len(first) != len(second):
+        raise UsageError(
+            f"The models take different inputs: {_quote_names([spec.name for spec in first])}, and"
+            f" {_quote_names([spec.name for spec in second])}. Compare models that take the same."
+        )
+    return {second_spec.name: first_spec.name for first_spec, second_spec in zip(first, second, strict=True)}
+
+
+def match_outputs(first: Sequence[str], second: Sequence[str], explicit: Mapping[str, str]) -> dict[str, str]:
+    """For each output of the one model that of the other: as given, by name, and what is left in order.
+
+    Raises:
+        UsageError: A given name is none, or outputs are left that nothing matches.
+    """
+    for names, requested, ordinal in ((first, explicit.keys(), "first"), (second, explicit.values(), "second")):
+        for name in requested:
+            if name not in names:
+                raise UsageError(
+                    f"The {ordinal} model has no output {name!r}. It has {_quote_names(names)}.{did_you_mean(name, names)}"
+                )
+    if explicit:
+        return dict(explicit)
+    matches = {name: name for name in first if name in set(second)}
+    unmatched_first, unmatched_second = (
+        [name for name in first if name not in matches],
+        [name for name in second if name not in matches],
+    )
+    if len(unmatched_first) != len(unmatched_second):
+        raise UsageError(
+            f"The models have different outputs: {_quote_names(unmatched_first) or 'none'} of the first has no match, nor has"
+            f" {_quote_names(unmatched_second) or 'none'} of the second. Say which is which: --match NAME=OTHER."
+        )
+    matches.update(zip(unmatched_first, unmatched_second, strict=True))
+    return {name: matches[name] for name in first}
+
+
+def _quote_names(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+COMPARE_THREADS = 2
+"""Runs at once without sites: one of each model; and threads that measure."""
+
+MAX_PREFETCHED_RUNS = 2
+"""Runs of a watched model that there may be before they are measured, where memory allows."""
+
+MEASURE_BATCH_VALUES = 1 << 16
+"""Values from which they are worth a thread more. Those of fewer are kept until as many have come together."""
+
+ROUNDING_SQNR = 80.0
+"""dB from which two outputs differ by how floats are rounded in another order: 24 bits less what sums lose."""
+
+
+def compare_runners(
+    float_runner: Runner,
+    quantized_runner: Runner,
+    batches: Dataset,
+    *,
+    load: RunFootprint,
+    sites: ComparedSites | None,
+    site_runner: Runner | None,
+    outputs: Mapping[str, str],
+    labels: str = "",
+    max_site_samples: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Runs both models on all samples.
+
+    Each runs as it is, for its outputs, and once more with its tensors shown, for a runtime may compute on integers
+    only where nobody looks. The float model is no longer run as it is once it gave the same outputs while watched.
+
+    Args:
+        float_runner: Runs the float model.
+        quantized_runner: Runs the quantized one.
+        batches: The data, with the inputs of `float_runner`.
+        load: What running the float model takes.
+        sites: What to measure inside of them, None for the outputs alone.
+        site_runner: Runs the float model as `sites` has it, None without sites.
+        outputs: For names of the float model's outputs those of the quantized one's; others are matched.
+        labels: The key under which `batches` has labels, "" if there are none.
+        max_site_samples: The sites are measured in runs until so many samples are done, None for all.
+        progress: Told how many samples are done, and of how many.
+
+    Raises:
+        ModelError: A model cannot be run.
+        UsageError: The models' inputs or outputs do not match.
+    """
+    inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
+    output_names = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
+    batched = (
+        float_runner.batch_independent and quantized_runner.batch_independent and load.elements_per_sample is not None
+    )
+    tallies = [OutputTally(name, quantized_name, batched=batched) for name, quantized_name in output_names.items()]
+    blocks = -(-batches.count // load.block_size)
+    site_samples = batches.count if max_site_samples is None else max_site_samples
+    all_feeds = block_feeds(batches, [(0, blocks)], load.block_size, join_samples=batched)
+    feeds, *site_feeds = tee_items(all_feeds, 1 if sites is None or site_runner is None else 1 + COMPARE_THREADS)
+    with ExitStack() as stack:
+        pool = stack.enter_context(ThreadPoolExecutor(COMPARE_THREADS))
+        model_pair = ModelPairRunner(float_runner, quantized_runner, inputs, labels)
+        if sites is not None and site_runner is not None:
+            stack.callback(_close_generators, site_feeds)
+            prefetch_limit = concurrent_run_count(
+                2 * (load.elements_per_sample or MEASURE_BATCH_VALUES) * (load.block_size if batched else 1),
+                observation_budget(None, ()),
+                MAX_PREFETCHED_RUNS,
+            )
+            model_pair.start_observing(
+                sites,
+                site_runner,
+                [_feeds_until(site_samples, load.block_size, copy) for copy in site_feeds],
+                prefetch_limit,
+                stack,
+            )
+        completed = 0
+        for feed, block in feeds:
+            expected, actual = model_pair.run(feed, pool, measure_sites=completed < site_samples)
+            with ignore_overflow():
+                for tally in tallies:
+                    tally.add(expected.get(tally.name), actual.get(tally.quantized_name), feed.get(labels))
+            del expected, actual
+            if block is not None:
+                completed = min((block + 1) * load.block_size, batches.count)
+                if completed >= site_samples:
+                    _close_generators(site_feeds)  # else what is left would be kept for them
+                if progress is not None:
+                    progress(completed, batches.count)
+        model_pair.measure_pending(pool)
+    return Comparison(
+        samples=batches.count,
+        random=batches.random,
+        outputs=tuple(tally.figures() for tally in tallies),
+        sites=() if sites is None else sites.figures(),
+        labels=labels,
+    )
+
+
+def _close_generators(generators: Iterable[Generator[object, None, None]]) -> None:
+    for generator in generators:
+        generator.close()
+
+
+def _feeds_until(max_samples: int, block_size: int, feeds: Iterable[tuple[Feeds, int | None]]) -> Iterator[Feeds]:
+    """Those of `feeds` that come before `max_samples` samples are done, in blocks of `block_size`."""
+    for feed, block in feeds:
+        yield feed
+        if block is not None and (block + 1) * block_size >= max_samples:
+            return
+
+
+def outputs_equal(expected: Mapping[str, Array], actual: Mapping[str, Array]) -> bool:
+    """Whether outputs are the same but for how floats are rounded."""
+    if expected.keys() != actual.keys():
+        return False
+    for name, value in expected.items():
+        errors = ErrorSums()
+        if value.dtype.kind == "f" and value.shape == actual[name].shape:
+            with ignore_overflow():
+                errors.add(value, actual[name], full=True)
+            if errors.sqnr < ROUNDING_SQNR:
+                return False
+        elif not np.array_equal(value, actual[name]):
+            return False
+    return True
+
+
+class ModelPairRunner:
+    """Both models, which run beside each other, as they are and with their tensors shown."""
+
+    def __init__(self, float_runner: Runner, quantized_runner: Runner, inputs: Mapping[str, str], labels: str) -> None:
+        self._float_runner, self._quantized_runner, self._inputs, self._labels = (
+            float_runner,
+            quantized_runner,
+            inputs,
+            labels,
+        )
+        self._sites: ComparedSites | None = None
+        self._observations: list[Iterator[ObservedTensors]] = []
+        self._output_tensors: Mapping[str, TensorRef] = {}
+        self._observed_outputs_equal = False
+        self._pending: list[tuple[ObservedTensors, ObservedTensors]] = []
+        self._pending_values = 0
+
+    def start_observing(
+        self,
+        sites: ComparedSites,
+        site_runner: Runner,
+        site_feeds: Sequence[Iterator[Feeds]],
+        prefetch_limit: int,
+        stack: ExitStack,
+    ) -> None:
+        """Starts to observe both, each on its copy of the feeds, `prefetch_limit` of them ahead of `run`."""
+        quantized_tensors, float_tensors = sites.tensors_to_observe()
+        hidden, hidden_float = (
+            self._quantized_runner.unobservable(quantized_tensors),
+            site_runner.unobservable(float_tensors),
+        )
+        sites.drop_hidden(hidden, hidden_float)
+        quantized_tensors, float_tensors = sites.tensors_to_observe()
+        if (
+            float_tensors
+            and not sites.float_has_quantization
+            and site_runner.output_tensors.keys() >= set(self._float_runner.outputs)
+        ):
+            self._output_tensors = site_runner.output_tensors
+        self._sites = sites
+        observations = (
+            (
+                site_runner,
+                list(dict.fromkeys([*float_tensors, *self._output_tensors.values()])),
+                map(self._without_labels, site_feeds[0]),
+            ),
+            (
+                self._quantized_runner,
+                [tensor for tensor in quantized_tensors if tensor not in hidden],
+                map(self._quantized_feed, site_feeds[1]),
+            ),
+        )
+        self._observations = [
+            stack.enter_context(closing(runner.observe(tensors, feeds, max_in_flight=prefetch_limit)))
+            if tensors
+            else ({} for _ in feeds)
+            for runner, tensors, feeds in observations
+        ]
+
+    def _without_labels(self, feed: Feeds) -> dict[str, Any]:
+        """The feed without labels."""
+        return {name: value for name, value in feed.items() if name != self._labels}
+
+    def _quantized_feed(self, feed: Feeds) -> dict[str, Any]:
+        """The feed as the quantized model takes it."""
+        return {name: feed[source] for name, source in self._inputs.items()}
+
+    def run(
+        self, feed: Feeds, pool: Executor, *, measure_sites: bool
+    ) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
+        """The outputs of both for the next feed; what is seen inside of them, if that is wanted, is measured too."""
+        if not self._observations or not measure_sites:
+            float_outputs = pool.submit(self._float_runner.run, self._without_labels(feed))
+            actual = self._quantized_runner.run(self._quantized_feed(feed))
+            return float_outputs.result(), actual
+        actual = self._quantized_runner.run(self._quantized_feed(feed))
+        expected = {} if self._observed_outputs_equal else self._float_runner.run(self._without_labels(feed))
+        float_values, quantized_values = map(next, self._observations)
+        observed_outputs = {
+            name: float_values[tensor][-1] for name, tensor in self._output_tensors.items() if float_values[tensor]
+        }
+        if self._output_tensors and not self._observed_outputs_equal:
+            self._observed_outputs_equal = outputs_equal(expected, observed_outputs)
+            self._output_tensors = self._output_tensors if self._observed_outputs_equal else {}
+        elif self._observed_outputs_equal:
+            expected = observed_outputs
+        self._pending.append((quantized_values, float_values))
+        self._pending_values += sum(value.size for values in quantized_values.values() for value in values)
+        if self._pending_values > MEASURE_BATCH_VALUES:
+            self.measure_pending(pool)
+        return expected, actual
+
+    def measure_pending(self, pool: Executor) -> None:
+        """Measures what was seen and not measured yet."""
+        remaining_sites = iter(self._sites.sites if self._sites is not None else ())
+
+        def measure_sites(_thread: int) -> None:
+            with ignore_overflow():
+                for site in remaining_sites:
+                    site.add(self._pending)
+
+        list(
+            pool.map(measure_sites, range(COMPARE_THREADS))
+            if self._pending_values > MEASURE_BATCH_VALUES
+            else map(measure_sites, range(1))
+        )
+        self._pending.clear()
+        self._pending_values = 0

@@ -1,0 +1,235 @@
+"""The proof of a converted model: each planned scale and zero point against the runtime's, and what stayed float."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef, Use
+from graphquant.numerics import DynamicQParams
+from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from graphquant.formats.tensorflow.tflite_converter import RuntimeTensor
+    from graphquant.numerics import Array
+    from graphquant.quantize.rewrite import InsertedPair
+
+
+SCALE_TOLERANCE = 1e-6
+"""By how much, relatively, a scale that is no power of two may differ: it went through a float32 range."""
+
+NON_COMPUTE_KINDS = frozenset({"input", "output", "constant", "variable", "quantize", "dequantize"})
+"""Kinds that are no computation of the model's."""
+
+
+RESHAPING_KINDS = frozenset({"reshape", "squeeze", "unsqueeze", "transpose"})
+"""Kinds of which several on one tensor are often the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertedTensor:
+    """A planned tensor and what became of it.
+
+    Attributes:
+        tensor: The tensor in the model.
+        name: Its name in the converted model, "" if it is not there.
+        index: Its position there, None if it is not there.
+        planned: Scale and zero point of the plan, None where the range is found at each run.
+        runtime: Those of the runtime, None if it has none.
+        problem: What is wrong, "" if nothing is.
+    """
+
+    tensor: TensorRef
+    name: str
+    index: int | None
+    planned: tuple[Array, Array] | None
+    runtime: tuple[Array, Array] | None
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FloatOp:
+    """An op of the converted model that computes in float, with the reason."""
+
+    op: str
+    type: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConversionReport:
+    """What `compare_conversion` found.
+
+    Attributes:
+        tensors: One for each planned tensor.
+        float_ops: The ops that stayed float.
+        op_count: How many ops compute something.
+    """
+
+    tensors: tuple[ConvertedTensor, ...]
+    float_ops: tuple[FloatOp, ...]
+    op_count: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every planned tensor has its scale and zero point."""
+        return not any(line.problem for line in self.tensors)
+
+
+def compare_conversion(
+    model: Model, inserted: Sequence[InsertedPair], converted: Model, runtime: Sequence[RuntimeTensor]
+) -> ConversionReport:
+    """Compares what was planned with what the runtime has.
+
+    Args:
+        model: The rewritten model, as it was converted.
+        inserted: What was inserted into it.
+        converted: The converted model.
+        runtime: What the runtime tells of each of its tensors.
+    """
+    runtime_by_index = {tensor.index: tensor for tensor in runtime}
+    names = {tensor.name for tensor in runtime}
+    activations: dict[str, Output] = {}
+    constants: dict[str, tuple[Output, int | None]] = {}
+    for op in converted.main.ops():
+        for port, output in enumerate(op.outputs):
+            if output.quantization is None:
+                continue
+            if op.kind in {"constant", "variable"}:
+                axis = _weight_channel_axis(converted.main, TensorRef("", op.name, port))
+                constants.update(
+                    (name_part, (output, axis)) for name_part in output.name.split(";") if name_part.endswith("quant")
+                )
+            elif output.quantization.scale.size:
+                activations[output.name] = output
+    names_by_tensor = match_tensor_names(model, activations, names)
+    callers = model.callers()
+    tensors = []
+    for insertion in inserted:
+        if insertion.site.parameter:
+            converted_output, axis = _find_weight_constant(model, insertion.output, constants)
+        else:
+            name = next(
+                (
+                    names_by_tensor[ref]
+                    for ref in _equivalent_tensors(model, callers, insertion.site.tensor)
+                    if ref in names_by_tensor
+                ),
+                None,
+            )
+            converted_output, axis = None if name is None else activations[name], None
+        tensors.append(_compare_tensor(insertion, converted_output, axis, runtime_by_index))
+    computing_ops = [
+        op for graph in converted.graphs.values() for op in graph.ops() if op.kind not in NON_COMPUTE_KINDS
+    ]
+    float_ops = tuple(float_op for graph in converted.graphs.values() for float_op in _find_float_ops(graph))
+    return ConversionReport(tensors=tuple(tensors), float_ops=float_ops, op_count=len(computing_ops))
+
+
+def _equivalent_tensors(
+    model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef
+) -> Iterator[TensorRef]:
+    """The tensor, those that are handed on to it, and what twins of its op make, which the converter keeps one of."""
+    yield from iterate_equivalent_tensors(model, callers, tensor)
+    graph, op = model.graphs[tensor.graph], model.op(tensor)
+    source_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
+    for use in graph.consumers(source_tensor) if source_tensor is not None and op.kind in RESHAPING_KINDS else ():
+        if use.slot == 0 and graph.op(use.op).type == op.type:
+            yield TensorRef(tensor.graph, use.op, tensor.port)
+
+
+def _weight_channel_axis(graph: Graph, tensor: TensorRef) -> int | None:
+    """The channel axis that the first op which reads a constant as its weight has for it."""
+    for use in graph.consumers(tensor):
+        op = graph.op(use.op)
+        if op.role(use.slot) == "weight":
+            return op.channel_axis
+    return None
+
+
+def _find_weight_constant(
+    model: Model, output: TensorRef, constants: Mapping[str, tuple[Output, int | None]]
+) -> tuple[Output | None, int | None]:
+    """The constant that a quantized weight became, named after the last op that was inserted or the one before."""
+    graph = model.graphs[output.graph]
+    names = [output.op, *(slot.op for slot in graph.slots(output.op) if slot is not None)]
+    return next((constants[name] for name in names if name in constants), (None, None))
+
+
+def _compare_tensor(
+    insertion: InsertedPair, output: Output | None, axis: int | None, runtime_by_index: Mapping[int, RuntimeTensor]
+) -> ConvertedTensor:
+    params, site = insertion.params, insertion.site
+    if isinstance(params, DynamicQParams):
+        problem = "its range is found anew at each run, which the converter cannot express"
+        return ConvertedTensor(tensor=site.tensor, name="", index=None, planned=None, runtime=None, problem=problem)
+    planned = np.atleast_1d(params.scale), np.atleast_1d(params.zero_point)
+    stored = None if output is None else output.quantization
+    if output is None or stored is None or stored.index not in runtime_by_index:
+        problem = "no quantized tensor of the converted model has this name"
+        return ConvertedTensor(tensor=site.tensor, name="", index=None, planned=planned, runtime=None, problem=problem)
+    runtime_tensor = runtime_by_index[stored.index]
+    problem = _describe_difference(planned, runtime_tensor, axis if params.axis is not None else None)
+    return ConvertedTensor(
+        tensor=site.tensor,
+        name=output.name,
+        index=stored.index,
+        planned=planned,
+        runtime=(runtime_tensor.scales, runtime_tensor.zero_points) if runtime_tensor.scales.size else None,
+        problem=problem,
+    )
+
+
+def _describe_difference(planned: tuple[Array, Array], runtime: RuntimeTensor, axis: int | None) -> str:
+    """What is wrong with the runtime's numbers, "" if nothing is."""
+    count = runtime.scales.size
+    if not count:
+        return "it has no scale: it stayed float"
+    if count % planned[0].size:  # a depthwise kernel's multiplier repeats each channel's
+        return f"it has {count} scales and not {planned[0].size}"
+    scale, zero_point = (np.repeat(values, count // values.size) for values in planned)
+    power_of_two = np.frexp(scale)[0] == 0.5  # noqa: PLR2004  # a power of two
+    close_scales = np.abs(runtime.scales.astype(np.float64) - scale) <= SCALE_TOLERANCE * scale
+    if not np.where(power_of_two, runtime.scales == scale, close_scales).all():
+        return "its scale differs"
+    if not np.array_equal(runtime.zero_points, zero_point):
+        return "its zero point differs"
+    if axis is not None and count > 1 and runtime.axis != axis:
+        return f"its axis is {runtime.axis} and not {axis}"
+    return ""
+
+
+def _find_float_ops(graph: Graph) -> Iterator[FloatOp]:
+    for op in graph.ops():
+        if op.kind in NON_COMPUTE_KINDS or op.calls:
+            continue
+        reasons = list(_missing_ranges(graph, op))
+        if reasons:
+            yield FloatOp(
+                op=op.name.partition(";")[0], type=op.type, reason=reasons[0] or "TFLite has no int8 kernel here"
+            )
+
+
+def _missing_ranges(graph: Graph, op: Op) -> Iterator[str]:
+    """For each float operand and result why it is float: it has no range, or "" if it has one; those without first."""
+    reasons: list[str] = []
+    for slot, tensor in enumerate(graph.slots(op.name)):
+        if tensor is None or graph.output(tensor).dtype != "float32":
+            continue
+        source = graph.op(tensor.op)
+        lacks_range = source.kind != "dequantize" and op.role(slot) != "bias"
+        reasons.append(f"its {op.role(slot)} {_short_op_name(source)} has no range" if lacks_range else "")
+    for port, output in enumerate(op.outputs):
+        if output.dtype == "float32":
+            readers = graph.consumers(TensorRef(graph.name, op.name, port))
+            has_range = bool(readers) and all(graph.op(use.op).kind == "quantize" for use in readers)
+            reasons.append("" if has_range else "its output has no range")
+    yield from sorted(reasons, key=lambda reason: not reason)
+
+
+def _short_op_name(op: Op) -> str:
+    return op.name.partition(";")[0]

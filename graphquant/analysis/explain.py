@@ -1,0 +1,360 @@
+"""Why a tensor or op is quantized as it is: each rule, in order, with the first condition that failed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.backends import BACKENDS, Verdict, check_quantized_model
+from graphquant.calibration import sites_needing_data
+from graphquant.errors import UsageError, did_you_mean
+from graphquant.ir import QUANTIZATION_KINDS, Parameters
+from graphquant.ir.op_matching import is_inserted, unquantized_source
+from graphquant.numerics import QParams
+from graphquant.quantize import TIED_INPUT_NOT_QUANTIZED, clip_limits, explain_scale, solve_scales
+from graphquant.quantize.rewrite import rewrite
+from graphquant.quantize.solver_state import format_values
+from graphquant.rules import RuleMatcher, RuleSet, name_matches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from graphquant.analysis.model_summary import QuantizationOp
+    from graphquant.ir import Model, TensorRef, Use
+    from graphquant.quantize import Plan, Solution
+    from graphquant.rules import RuleMiss
+
+
+# What an explanation tells.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """What was tried for one use of one tensor.
+
+    Attributes:
+        tensor: The tensor.
+        use: The consumer.
+        quantized: Whether the consumer reads it quantized.
+        winner: Name of the rule that claimed the use, "" if none did.
+        outcome: What will be done, or was, in words.
+        scale_reasons: Why its scale is what it is, in sentences.
+        misses: The other rules in order, each with the condition that failed; "" where a rule before it was first. None
+            of a model that is written already.
+        requested_op: The op of this use that was asked for: what makes the tensor, or what reads it.
+        fused: Whether the plan's backend runs what makes the tensor and what reads it as one op.
+    """
+
+    tensor: TensorRef
+    use: Use
+    quantized: bool
+    winner: str
+    outcome: str
+    scale_reasons: tuple[str, ...] = ()
+    misses: tuple[RuleMiss, ...]
+    requested_op: tuple[str, str]
+    fused: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplanationReport:
+    """All that is known of the tensor or op that was asked for.
+
+    Attributes:
+        uses: Each use that it makes or offers.
+        verdicts: How the backend runs the ops that were asked for.
+        backend: The backend, "" where none is meant.
+        placeholder_ranges: Whether that was foretold with made-up ranges, for want of data.
+        already_quantized: Whether the model was quantized already, and what is told is what is in it.
+        omitted_reason: Why nothing is told of rules that came close, "" where it is.
+    """
+
+    uses: tuple[Explanation, ...]
+    verdicts: tuple[Verdict, ...] = ()
+    backend: str = ""
+    placeholder_ranges: bool = False
+    already_quantized: bool = False
+    omitted_reason: str = ""
+
+
+NAME_HINT = " `graphquant plan` prints the names of those that rules match; a tensor is OP:0."
+
+
+def explain_uses(
+    matcher: RuleMatcher, plan: Plan, name: str, solution: Solution | None = None
+) -> tuple[Explanation, ...]:
+    """Every use of the tensor `name`, or every use that the op `name` makes and offers.
+
+    Args:
+        matcher: The rules against the prepared model.
+        plan: The plan that they make.
+        name: A name.
+        solution: The scales that were found for it, where there are any, which are explained too.
+
+    Raises:
+        UsageError: Nothing float is called that.
+    """
+    outcomes: dict[tuple[TensorRef, Use], tuple[str, str]] = {}
+    site_indices: dict[tuple[TensorRef, Use], int] = {}
+    fused = {(skip.tensor, use) for skip in plan.skips if skip.fused for use in skip.uses}
+    plan = plan if solution is None else solution.plan
+    for skip in plan.skips:
+        outcomes.update({(skip.tensor, use): (skip.rule, f"not quantized: {skip.reason}") for use in skip.uses})
+    for index, site in enumerate(plan.sites):
+        site_indices.update({(site.tensor, use): index for use in site.uses})
+        tie_note = f", with the scale of what {', '.join(map(str, site.tie))} reads" if site.tie else ""
+        outcome_text = f"quantized to {site.scheme.type.name} {site.scheme.zero} per {site.scheme.per}{tie_note}"
+        outcomes.update({(site.tensor, use): (site.rule, outcome_text) for use in site.uses})
+    explanations = []
+    for tensor, use, requested_op in uses_by_name(matcher, name, matcher.labels):
+        site_index = site_indices.get((tensor, use))
+        plan_outcome = outcomes.get((tensor, use))
+        winner, outcome = plan_outcome or _outcome_without_plan(matcher, tensor, use)
+        explanations.append(
+            Explanation(
+                tensor=tensor,
+                use=use,
+                quantized=site_index is not None or (plan_outcome is None and bool(winner)),
+                winner=winner,
+                outcome=outcome,
+                scale_reasons=() if site_index is None else explain_scale(matcher.model, plan, site_index, solution),
+                misses=_rule_misses(matcher, tensor, use, winner),
+                requested_op=requested_op,
+                fused=(tensor, use) in fused,
+            )
+        )
+    return tuple(explanations)
+
+
+def _outcome_without_plan(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> tuple[str, str]:
+    """The rule and the outcome of a use that is neither among the plan's sites nor its skips."""
+    first = next((rule for rule in matcher.ruleset.rules if not matcher.miss_reason(rule, tensor, use)), None)
+    if first is not None and first.rule.quantize == "passed-on":
+        return first.rule.name, "quantized already: what makes it hands quantized values on, so nothing is inserted"
+    return "", "not quantized: no rule matches"
+
+
+def uses_by_name(
+    matcher: RuleMatcher, name: str, tensor_names: Callable[[TensorRef], tuple[str, ...]]
+) -> Iterator[tuple[TensorRef, Use, tuple[str, str]]]:
+    """The uses of what goes by the name `name`, each with the op that is meant: its maker or its reader.
+
+    Args:
+        matcher: Knows the tensors of the model.
+        name: A plain name, a glob or a regex between slashes.
+        tensor_names: What a tensor is called.
+
+    Raises:
+        UsageError: Nothing float is called that.
+    """
+    no_match = True
+    for tensor, uses in matcher.tensors():
+        names_producer = name_matches(name, *tensor_names(tensor))
+        for use in uses:
+            if names_producer or name_matches(name, use.op, str(use)):
+                no_match = False
+                yield tensor, use, (tensor.graph, tensor.op) if names_producer else (use.graph, use.op)
+    if no_match:
+        labels = matcher.all_labels()
+        hint = " It makes and reads no float tensor." if name in labels else did_you_mean(name, labels) or NAME_HINT
+        raise UsageError(f"No float tensor or op is called {name!r}.{hint}")
+
+
+def _rule_misses(matcher: RuleMatcher, tensor: TensorRef, use: Use, winner: str) -> tuple[RuleMiss, ...]:
+    """The rules that did not take the use, in order."""
+    rule_results = [matcher.evaluate_rule(rule, tensor, use) for rule in matcher.ruleset.rules]
+    winning_result = next((miss for miss in rule_results if miss.rule.rule.name == winner and not miss.reason), None)
+    misses, precedes_winner = [], winning_result is not None
+    for miss in rule_results:
+        if miss is winning_result:
+            precedes_winner = False
+        else:
+            misses.append(replace(miss, reason=miss.reason or (TIED_INPUT_NOT_QUANTIZED if precedes_winner else "")))
+    return tuple(misses)
+
+
+# What a model that is quantized already tells of the tensor or op that is asked for.
+
+NO_RULES = RuleSet(files=(), descriptions=(), digest="", prepare=(), rules=())
+
+FLOAT_OUTCOME = "stays float: nothing quantizes it in this model. Explain the model that it was made of for the reason"
+
+MAX_LISTED = 4
+"""Tensors of one scale that are named; the rest are counted."""
+
+
+def explain_quantized(model: Model, name: str) -> tuple[Explanation, ...]:
+    """Every use of the tensor `name`, or every use that the op `name` makes and offers, also behind its quantization.
+
+    Raises:
+        UsageError: Nothing float is called that.
+    """
+    quantization_ops = {
+        (quantization_op.graph, quantization_op.op): quantization_op
+        for quantization_op in summarize_model(model).quantization_ops
+    }
+    tensors_by_scale: dict[object, list[str]] = {}
+    for quantization_op in quantization_ops.values():
+        tensors_by_scale.setdefault(_scale_key(quantization_op), []).append(
+            str(unquantized_source(model, quantization_op.tensor))
+        )
+    matcher = RuleMatcher(model, NO_RULES)
+    explanations = []
+    for tensor, use, requested_op in uses_by_name(matcher, name, lambda tensor: _tensor_names(matcher, tensor)):
+        if is_inserted(model.graphs[use.graph].op(use.op)):
+            continue  # told where it is read
+        reading_op = quantization_ops.get((tensor.graph, tensor.op))
+        source = unquantized_source(model, tensor)
+        producing_op = (source.graph, source.op) if requested_op == (tensor.graph, tensor.op) else requested_op
+        explanations.append(
+            Explanation(
+                tensor=source,
+                use=use,
+                quantized=reading_op is not None,
+                winner="" if reading_op is None else reading_op.rule,
+                outcome=FLOAT_OUTCOME
+                if reading_op is None
+                else f"quantized {_describe_params(reading_op)}, by {reading_op.op}",
+                scale_reasons=()
+                if reading_op is None
+                else _shared_scale_note(tensors_by_scale[_scale_key(reading_op)], str(source)),
+                misses=(),
+                requested_op=producing_op,
+            )
+        )
+    return tuple(explanations)
+
+
+def _tensor_names(matcher: RuleMatcher, tensor: TensorRef) -> tuple[str, ...]:
+    """What a tensor is called, and what it was before it was quantized."""
+    if matcher.model.op(tensor).kind not in QUANTIZATION_KINDS:
+        return matcher.labels(tensor)
+    return (*matcher.labels(tensor), *matcher.labels(unquantized_source(matcher.model, tensor)))
+
+
+def _scale_key(quantization_op: QuantizationOp) -> object:
+    """What is equal for tensors of one scale and zero point; a weight's is its own."""
+    params = quantization_op.params
+    if not isinstance(params, QParams) or params.scale.size > 1:
+        return quantization_op.graph, quantization_op.op
+    return params.type, params.scale.item(), params.zero_point.item()
+
+
+def _describe_params(quantization_op: QuantizationOp) -> str:
+    params = quantization_op.params
+    if params is None:
+        return "with a scale that is computed at run time"
+    if not isinstance(params, QParams):
+        return f"to {params.type.name} with the range of each run"
+    zero = f", zero point {params.zero_point.item()}" if params.scale.size == 1 else ""
+    return f"to {params.type.name}, scale {format_values(params.scale)}{zero}"
+
+
+def _shared_scale_note(names: list[str], tensor_name: str) -> tuple[str, ...]:
+    sharing_names = [name for name in dict.fromkeys(names) if name != tensor_name]
+    omitted_note = f" and {len(sharing_names) - MAX_LISTED} more" if len(sharing_names) > MAX_LISTED else ""
+    return (
+        (f"one scale and zero point with {', '.join(sharing_names[:MAX_LISTED])}{omitted_note}",)
+        if sharing_names
+        else ()
+    )
+
+
+# What a backend will do with ops that are asked for, in a model that is quantized or as a plan would quantize it.
+
+NONNEGATIVE_KINDS = frozenset({"sigmoid", "hard_sigmoid", "softmax", "exp", "abs", "sqrt"})
+"""Kinds whose values start at 0, where that decides what can be absorbed."""
+
+TENSORFLOW = "tensorflow"
+"""What runs TensorFlow's models; no `check` is for it, as it does the same with every op."""
+
+EMULATED_NOTE = "its quantization ops round floats. insert -o MODEL.tflite writes a model whose ops run on integers"
+
+NON_COMPUTING_KINDS = frozenset({"input", "output", "constant", "variable"})
+"""Kinds that compute nothing."""
+
+MAX_TIES = 8
+"""Ties that are followed to what the scale comes from."""
+
+
+def backend_of_rules(model: Model, rules: Iterable[str]) -> str:
+    """The backend that one of the rule files is for, by its name; "" if none is. TensorFlow runs its own models."""
+    if model.format != "onnx":
+        return TENSORFLOW if model.format == TENSORFLOW else ""
+    return next(
+        (
+            name
+            for rule in rules
+            for name in sorted(BACKENDS, key=len, reverse=True)
+            if _rules_target_backend(rule, name)
+        ),
+        "",
+    )
+
+
+def _rules_target_backend(rules: str, backend: str) -> bool:
+    """Whether a rule file is for a backend: `qnn16` is for qnn."""
+    return rules.rstrip("0123456789") == backend
+
+
+def predict_verdicts(
+    model: Model,
+    backend: str,
+    explanations: Sequence[Explanation],
+    plan: Plan | None = None,
+    solution: Solution | None = None,
+) -> tuple[Verdict, ...]:
+    """How `backend` runs the ops that were asked for.
+
+    Args:
+        model: A quantized model, or the prepared one that `plan` is for.
+        backend: A key of `BACKENDS`, or "tensorflow" for its models.
+        explanations: What was asked for.
+        plan: What is to be done to the model.
+        solution: The scales that were found for it; else made-up ones take their place.
+
+    Raises:
+        UsageError: There is no such backend, or it does not run models of this format.
+    """
+    requested_ops = dict.fromkeys(explanation.requested_op for explanation in explanations)
+    if backend == model.format == TENSORFLOW:
+        return tuple(
+            Verdict(graph=graph, op=name, type=op.type, status="float", runs_as=op.type, note=EMULATED_NOTE)
+            for graph, name in requested_ops
+            if (op := model.graphs[graph].op(name)).kind not in NON_COMPUTING_KINDS
+        )
+    if plan is not None:
+        solution = solution or solve_scales(model, _with_placeholder_ranges(model, plan), {})
+        model = rewrite(model, solution.plan, solution.params)[0]
+    return tuple(
+        verdict
+        for verdict in check_quantized_model(model, backend).verdicts
+        if (verdict.graph, verdict.op) in requested_ops
+    )
+
+
+def _with_placeholder_ranges(model: Model, plan: Plan) -> Plan:
+    """The plan with a range where only data tells one."""
+    unranged_sites, parameters = set(map(id, sites_needing_data(plan))), Parameters(model)
+    site_by_use = {use: site for site in plan.sites for use in site.uses}
+    sites = []
+    for site in plan.sites:
+        range_source = site
+        for _ in range(MAX_TIES):
+            range_source = site_by_use.get(range_source.tie[0], range_source) if range_source.tie else range_source
+        needs_range = id(site) in unranged_sites
+        sites.append(
+            replace(site, range=_placeholder_range(model, parameters, range_source.tensor)) if needs_range else site
+        )
+    return replace(plan, sites=tuple(sites))
+
+
+def _placeholder_range(model: Model, parameters: Parameters, tensor: TensorRef) -> tuple[float, float]:
+    """From where a Relu or Clip cuts off, and not quite up to where it does; else around 0 or from it on."""
+    ends = clip_limits(model, parameters, tensor)
+    if ends is None:
+        return (0.0, 1.0) if model.op(tensor).kind in NONNEGATIVE_KINDS else (-1.0, 1.0)
+    low = ends[0] if math.isfinite(ends[0]) else min(ends[1], 0.0) - 1
+    return low, (low + ends[1]) / 2 if math.isfinite(ends[1]) else max(low, 0.0) + 1

@@ -1,0 +1,244 @@
+"""What is in a model: its quantization ops with scale and zero point, and what stays float, with the reason."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graphquant.ir import (
+    FLOAT_TYPES,
+    QUANTIZATION_KINDS,
+    WEIGHTED_KINDS,
+    FunctionClones,
+    Graph,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    StoredQuantization,
+    TensorRef,
+    Use,
+)
+from graphquant.qdq import family_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphquant.numerics import DynamicQParams, QParams
+
+
+MULTIPLYING_KINDS = WEIGHTED_KINDS | {"lstm", "gru", "rnn", "einsum"}
+"""Kinds in which a model spends its multiplications."""
+
+DATA_MOVEMENT_KINDS = frozenset(
+    {
+        *("reshape", "identity", "transpose", "squeeze", "unsqueeze", "flatten", "split", "slice", "gather", "tile"),
+        *("expand", "pad", "dropout", "max_pool", "reduce_max", "depth_to_space", "space_to_depth"),
+    }
+)
+"""Kinds whose results are values that they read: quantized where these are, without a pair of their own."""
+
+MAX_MOVEMENT_OPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizationOp:
+    """One quantization op of a model.
+
+    Attributes:
+        graph: Its graph, "" for the main one.
+        op: Its name.
+        type: Its type.
+        tensor: The float tensor or integer constant that it stands for.
+        consumers: How many uses read the result.
+        params: Scale and zero point; None where they are computed at run time.
+        learned: Whether these are of variables, which training may have changed or may change.
+        rule: The rule that inserted it, "" if graphquant did not.
+        rounding: How it rounds, "" if that is not known.
+    """
+
+    graph: str
+    op: str
+    type: str
+    tensor: TensorRef
+    consumers: int
+    params: QParams | DynamicQParams | None
+    rule: str
+    rounding: str = ""
+    learned: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredScaleTensor:
+    """One tensor of a format that keeps scales in its tensors.
+
+    Attributes:
+        tensor: The tensor.
+        kind: The kind of the op that makes it.
+        output: Its name, dtype and shape.
+        stored: Its place in the file, its scale and zero point.
+    """
+
+    tensor: TensorRef
+    kind: str
+    output: Output
+    stored: StoredQuantization
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCoverage:
+    """One op that multiplies, and whether its float inputs are all quantized."""
+
+    graph: str
+    op: str
+    kind: str
+    quantized: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSummary:
+    """What `inspect` shows.
+
+    Attributes:
+        model: The model.
+        op_types: Number of ops per op type, most frequent first.
+        quantization_ops: The quantization ops, in the order of the model.
+        coverage: The ops that multiply.
+        tensors: Every tensor, by its place in the file, where scales are in tensors (TFLite); else empty.
+        unreachable_functions: Functions that nothing reaches from the main graph.
+        float_clone_ops: Ops that multiply in saved functions and are left alone: rules see only what runs, and copies of that.
+    """
+
+    model: Model
+    op_types: dict[str, int]
+    quantization_ops: tuple[QuantizationOp, ...]
+    coverage: tuple[OpCoverage, ...]
+    tensors: tuple[StoredScaleTensor, ...]
+    unreachable_functions: tuple[str, ...]
+    float_clone_ops: tuple[OpCoverage, ...]
+
+
+def summarize_model(model: Model) -> ModelSummary:
+    """Everything about `model` that bears on quantization; graphs that nothing reaches are only counted."""
+    parameters = Parameters(model)
+    live = model.reachable_graphs()
+    types: Counter[str] = Counter()
+    quantization_ops, coverage, tensors = [], [], []
+    for name in live:
+        graph = model.graphs[name]
+        for op in graph.ops():
+            if op.kind not in {"input", "output", "constant"}:
+                types[op.type] += 1
+            stored = _stored_tensors(graph, op)
+            tensors += stored
+            if op.kind in QUANTIZATION_KINDS and not stored and not _is_paired_quantize(graph, op):
+                quantization_ops.append(_read_quantization_op(graph, op, parameters))
+            if op.kind in MULTIPLYING_KINDS:
+                reason = _float_input_reason(graph, op)
+                coverage.append(OpCoverage(graph=name, op=op.name, kind=op.kind, quantized=not reason, reason=reason))
+    ordered = dict(sorted(types.items(), key=lambda entry: (-entry[1], entry[0])))
+    reached = set(live)
+    unreachable = tuple(name for name in model.graphs if name not in reached and name not in model.saved_functions)
+    quantized = {(op_coverage.graph, op_coverage.op) for op_coverage in coverage if op_coverage.quantized}
+    graph_order = {name: number for number, name in enumerate(live)}
+    tensors.sort(key=lambda stored_tensor: (graph_order[stored_tensor.tensor.graph], stored_tensor.stored.index))
+    return ModelSummary(
+        model=model,
+        op_types=ordered,
+        quantization_ops=tuple(quantization_ops),
+        coverage=tuple(coverage),
+        tensors=tuple(tensors),
+        unreachable_functions=unreachable,
+        float_clone_ops=tuple(_float_clone_ops(model, parameters, quantized)),
+    )
+
+
+def _float_clone_ops(model: Model, parameters: Parameters, quantized: set[tuple[str, str]]) -> Iterator[OpCoverage]:
+    """The ops in copies that no scale is known for, or that are float where their twin is not."""
+    clones = FunctionClones(model, parameters)
+    for name in clones.clone_graphs:
+        graph = model.graphs[name]
+        for op in graph.ops():
+            if op.kind not in MULTIPLYING_KINDS:
+                continue
+            original, reason = clones.original_op(name, op.name), _float_input_reason(graph, op)
+            if original is None:
+                reason = "no op that runs computes the same on the same variables" if reason else ""
+            elif original not in quantized:
+                reason = ""
+            if reason:
+                yield OpCoverage(graph=name, op=op.name, kind=op.kind, quantized=False, reason=reason)
+
+
+def _stored_tensors(graph: Graph, op: Op) -> list[StoredScaleTensor]:
+    """The outputs of `op` that keep their scales themselves."""
+    return [
+        StoredScaleTensor(
+            tensor=TensorRef(graph.name, op.name, port), kind=op.kind, output=output, stored=output.quantization
+        )
+        for port, output in enumerate(op.outputs)
+        if output.quantization is not None
+    ]
+
+
+def _is_paired_quantize(graph: Graph, op: Op) -> bool:
+    """Whether `op` is a quantize whose dequantize tells the same."""
+    readers = graph.consumers(TensorRef(graph.name, op.name))
+    return (
+        op.kind == "quantize"
+        and bool(readers)
+        and all(graph.graphs[use.graph].op(use.op).kind == "dequantize" for use in readers)
+    )
+
+
+def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> QuantizationOp:
+    family = family_of(op)
+    tensor = graph.source_of(Use(graph.name, op.name, 0)) or TensorRef(graph.name, op.name)
+    if op.kind == "dequantize" and graph.graphs[tensor.graph].op(tensor.op).kind == "quantize":
+        tensor = graph.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0)) or tensor
+    return QuantizationOp(
+        graph=graph.name,
+        op=op.name,
+        type=op.type,
+        tensor=tensor,
+        consumers=len(graph.consumers(TensorRef(graph.name, op.name))),
+        params=None if family is None else family.read_params(graph, op, parameters),
+        rule=op.rule,
+        rounding="" if family is None else family.rounding_mode_of(op),
+        learned=_has_learned_range(graph, op, parameters),
+    )
+
+
+def _has_learned_range(graph: Graph, op: Op, parameters: Parameters) -> bool:
+    """Whether the range of the op is in variables."""
+    ends = [slot for slot in graph.slots(op.name)[1:] if slot is not None and parameters.is_parameter(slot)]
+    return any(
+        graph.graphs[source.graph].op(source.op).kind == "variable" for source in map(parameters.root_tensor, ends)
+    )
+
+
+def _float_input_reason(graph: Graph, op: Op) -> str:
+    """Why the op computes in float: the first data input that comes from no quantization op; "" if there is none."""
+    for slot, tensor in enumerate(graph.slots(op.name)):
+        if tensor is None or op.role(slot) not in {"input", "weight", "recurrent_weight"}:
+            continue
+        if graph.output(tensor).dtype not in FLOAT_TYPES | {None}:
+            continue
+        source = _look_through_movement(graph, tensor)
+        if source.kind not in QUANTIZATION_KINDS:
+            return f"its {op.role(slot)} {tensor} is float"
+    return ""
+
+
+def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
+    """The op that makes `tensor`, or whose output it is but for a few ops that hand values on."""
+    for _ in range(MAX_MOVEMENT_OPS):
+        tensor_graph = graph.graphs[tensor.graph]
+        op = tensor_graph.op(tensor.op)
+        input_tensor = tensor_graph.source_of(Use(tensor.graph, tensor.op, op.main_slot))
+        if op.kind not in DATA_MOVEMENT_KINDS or input_tensor is None:
+            break
+        tensor = input_tensor
+    return graph.graphs[tensor.graph].op(tensor.op)

@@ -1,0 +1,326 @@
+"""What each quantization of a model costs: alone, and with all that is before it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant import formats
+from graphquant.analysis.comparison import ErrorSums, SiteFigures, ignore_overflow
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.errors import InternalError
+from graphquant.ir import QUANTIZATION_KINDS, Model, Parameters, TensorRef
+from graphquant.ir.op_matching import consumers_through_qdq, match_ops, unclipped_source, unquantized_source
+from graphquant.numerics import QParams, dequantize, quantize
+from graphquant.quantize import parse_step_names, prepare
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from graphquant.analysis.model_summary import OpCoverage, QuantizationOp
+    from graphquant.ir.op_matching import OpMatching
+    from graphquant.numerics import Array
+
+    ObservedTensors = Mapping[TensorRef, Sequence[Array]]
+
+
+VALUE_PRESERVING_STEPS = ("initializer-inputs", "fold-batchnorm")
+"""What may have been done to a float model before it was quantized, and changes no values but by rounding."""
+
+BIAS_BITS = 32
+"""Bits that only what is added to a sum of products has."""
+
+SCALED_NOTE = "its channels were scaled before it was quantized"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ComparedSite:
+    """A quantization, and what is known of it so far.
+
+    Attributes:
+        quantization_op: The quantization op.
+        tensor: What it quantizes, before values are clipped for it.
+        parameter: Whether it quantizes a weight, whose figures need no run.
+        input_tensor: What it quantizes, in the quantized model; None where that is integers already.
+        output_tensor: What it makes.
+        float_tensor: The float model's tensor that it stands for, None if there is none.
+        read_float_weight: Gives what the float model has in place of a weight that is stored as integers; None for all else.
+        local_errors: What it makes against what it got.
+        accumulated_errors: What it makes against the float model's values.
+        note: Why a figure is not known.
+    """
+
+    quantization_op: QuantizationOp
+    tensor: TensorRef
+    parameter: bool
+    input_tensor: TensorRef | None
+    output_tensor: TensorRef
+    float_tensor: TensorRef | None
+    read_float_weight: Callable[[], Array] | None = None
+    local_errors: ErrorSums = field(default_factory=ErrorSums)
+    accumulated_errors: ErrorSums = field(default_factory=ErrorSums)
+    note: str = ""
+
+    def add(self, runs: Sequence[tuple[ObservedTensors, ObservedTensors]]) -> None:
+        """Adds what each of some runs showed, of the quantized model and of the float one."""
+        if self.input_tensor is not None:
+            _add_runs(
+                self.local_errors,
+                [
+                    (quantized_values.get(self.input_tensor, ()), quantized_values.get(self.output_tensor, ()))
+                    for quantized_values, _ in runs
+                ],
+            )
+        if self.float_tensor is not None:
+            pairs = [
+                (float_values[self.float_tensor], quantized_values.get(self.output_tensor, ()))
+                for quantized_values, float_values in runs
+                if float_values
+            ]
+            _add_runs(self.accumulated_errors, pairs)
+
+    def drop_reference(self, *, drop_local: bool) -> None:
+        """Leaves out what the float model says of it, which holds other numbers; what it costs `drop_local` too."""
+        self.note, self.float_tensor, self.accumulated_errors = SCALED_NOTE, None, ErrorSums()
+        if drop_local:
+            self.local_errors, self.read_float_weight = ErrorSums(), None
+
+    def figures(self) -> SiteFigures:
+        """What was found over all samples."""
+        problem = self.note or self.local_errors.problem or self.accumulated_errors.problem
+        if not self.local_errors.count and not self.accumulated_errors.count and not problem:
+            problem = "it was not reached"
+        return SiteFigures(
+            graph=self.quantization_op.graph,
+            op=self.quantization_op.op,
+            tensor=str(self.tensor),
+            rule=self.quantization_op.rule,
+            parameter=self.parameter,
+            local=_sqnr_or_none(self.local_errors),
+            accumulated=_sqnr_or_none(self.accumulated_errors),
+            bias=isinstance(self.quantization_op.params, QParams)
+            and self.quantization_op.params.type.bits == BIAS_BITS,
+            note=problem,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ComparedSites:
+    """The quantizations of a model beside its float model.
+
+    Attributes:
+        sites: All of them, in the order of the model.
+        float_model: The float model as its tensors are to be watched: prepared as the quantized one was.
+        float_has_quantization: Whether the float model has quantization of its own, so that it computes otherwise while watched.
+        coverage: The ops of the quantized model that multiply, and whether they do so on integers.
+    """
+
+    sites: tuple[ComparedSite, ...]
+    float_model: Model
+    float_has_quantization: bool
+    coverage: tuple[OpCoverage, ...]
+
+    def tensors_to_observe(self) -> tuple[list[TensorRef], list[TensorRef]]:
+        """The tensors to watch in the quantized model, and in the float one."""
+        activations = [site for site in self.sites if not site.parameter]
+        quantized_tensors = dict.fromkeys(
+            tensor for site in activations for tensor in (site.input_tensor, site.output_tensor) if tensor is not None
+        )
+        float_tensors = dict.fromkeys(site.float_tensor for site in activations if site.float_tensor is not None)
+        return list(quantized_tensors), list(float_tensors)
+
+    def drop_hidden(self, hidden: Mapping[TensorRef, str], hidden_float: Iterable[TensorRef]) -> None:
+        """Leaves out what no runner can show: `hidden` of the quantized model, `hidden_float` of the float one."""
+        hidden_references = set(hidden_float)
+        for site in self.sites:
+            reasons = [
+                hidden[tensor]
+                for tensor in (site.input_tensor, site.output_tensor)
+                if tensor is not None and tensor in hidden
+            ]
+            if reasons and not site.parameter:
+                site.note, site.input_tensor, site.float_tensor = reasons[0], None, None
+            elif site.float_tensor in hidden_references:
+                site.float_tensor, site.note = None, "the float model does not show this tensor"
+
+    def figures(self) -> tuple[SiteFigures, ...]:
+        """Those of each site, the largest error of its own first."""
+        return tuple(sorted((site.figures() for site in self.sites), key=_site_rank))
+
+
+def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
+    """The quantizations of `quantized_model`, weights with their figures already.
+
+    Args:
+        float_model: The float model, of whatever format.
+        quantized_model: The quantized one.
+    """
+    prepared = (
+        prepare_like(float_model, quantized_model) if float_model.format == quantized_model.format else float_model
+    )
+    op_pairs = match_ops(quantized_model, prepared) if float_model.format == quantized_model.format else None
+    parameters, float_weights = Parameters(quantized_model), _FloatWeights(quantized_model, prepared, op_pairs)
+    compared, summary, scaled_tensors = [], summarize_model(quantized_model), _scaled_tensors(quantized_model)
+    for quantization_op in summary.quantization_ops:
+        output_tensor = TensorRef(quantization_op.graph, quantization_op.op)
+        quantized_tensor = unclipped_source(quantized_model, quantization_op.tensor)
+        reads_integers = (
+            quantized_model.op(output_tensor).kind == "dequantize"
+            and quantized_model.graphs[output_tensor.graph].slots(output_tensor.op)[0] == quantized_tensor
+        )
+        if reads_integers and not parameters.is_parameter(quantized_tensor):
+            continue  # integers that the model computes
+        unquantized = unquantized_source(quantized_model, quantized_tensor)
+        site = ComparedSite(
+            quantization_op=quantization_op,
+            tensor=quantized_tensor,
+            parameter=parameters.is_parameter(quantized_tensor),
+            input_tensor=None if reads_integers else quantized_tensor,
+            output_tensor=output_tensor,
+            float_tensor=None
+            if op_pairs is None or parameters.is_parameter(quantized_tensor)
+            else op_pairs.matching_tensor(unquantized),
+        )
+        if site.parameter:
+            _measure_weight(site, parameters, float_weights)
+        elif op_pairs is not None and site.float_tensor is None:
+            site.note = "no tensor of the float model is its match"
+        if quantized_model.op(output_tensor).anchor in scaled_tensors:
+            site.drop_reference(drop_local=reads_integers)
+        compared.append(site)
+    kinds = {op.kind for graph in float_model.graphs.values() for op in graph.ops()}
+    float_has_quantization = not kinds.isdisjoint(QUANTIZATION_KINDS)
+    return ComparedSites(
+        sites=tuple(compared),
+        float_model=prepared,
+        float_has_quantization=float_has_quantization,
+        coverage=summary.coverage,
+    )
+
+
+def _scaled_tensors(quantized_model: Model) -> frozenset[str]:
+    """Tensors and weights whose channels were scaled before they were quantized, as the model says."""
+    provenance = quantized_model.provenance or formats.format_module(quantized_model.format).read_metadata(
+        quantized_model
+    )
+    try:
+        names = json.loads(provenance.get("scaled", "[]"))
+    except (ValueError, RecursionError):  # whoever wrote that is no graphquant
+        return frozenset()
+    return frozenset(map(str, names)) if isinstance(names, list) else frozenset()
+
+
+def prepare_like(float_model: Model, quantized_model: Model) -> Model:
+    """The float model with those steps that were taken before it was quantized, as it says or its op names tell."""
+    steps = formats.format_module(quantized_model.format).read_metadata(quantized_model).get("steps", "")
+    if steps:
+        return prepare(float_model, parse_step_names(steps))[0]
+    folded_names = [
+        op.name
+        for name, graph in float_model.graphs.items()
+        if name in quantized_model.graphs
+        for op in graph.ops()
+        if op.kind == "batchnorm" and op.name not in quantized_model.graphs[name]
+    ]
+    return prepare(float_model, VALUE_PRESERVING_STEPS)[0] if folded_names else float_model
+
+
+class _FloatWeights:
+    """The weights of the float model."""
+
+    def __init__(self, quantized_model: Model, float_model: Model, op_pairs: OpMatching | None) -> None:
+        self._quantized_model, self._float_model, self._op_pairs = quantized_model, float_model, op_pairs
+        self._parameters = Parameters(float_model)
+
+    def matching_value(self, quantized_weight: TensorRef) -> Array | None:
+        """What the op that reads the quantized weight `quantized_weight` reads there in the float model."""
+        for use in consumers_through_qdq(self._quantized_model, quantized_weight) if self._op_pairs is not None else ():
+            float_op = self._op_pairs.forward.get((use.graph, use.op)) if self._op_pairs is not None else None
+            slots = [] if float_op is None else self._float_model.graphs[float_op[0]].slots(float_op[1])
+            source = slots[use.slot] if use.slot < len(slots) else None
+            if source is not None:
+                return self._parameters.value(source)
+        return None
+
+
+def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _FloatWeights) -> None:
+    """The figures of a weight, from its values alone."""
+    params, value = site.quantization_op.params, parameters.value(site.quantization_op.tensor)
+    if not isinstance(params, QParams) or value is None:
+        site.note = "its scale or its values are not in the model"
+        return
+    params = _with_fitting_axis(params, value)
+    dequantized = dequantize(value if site.input_tensor is None else quantize(value, params), params)
+    if site.input_tensor is not None:
+        with ignore_overflow():
+            site.local_errors.add(value, dequantized)
+    expected = float_weights.matching_value(site.output_tensor)
+    if expected is not None and expected.size == dequantized.size and site.input_tensor is None:
+        site.read_float_weight = partial(_reshaped_float_weight, float_weights, site.output_tensor, dequantized.shape)
+    if expected is None or expected.size != dequantized.size:
+        site.note = "" if site.input_tensor is not None else "the float model has no such weight"
+        return
+    for errors in (
+        (site.local_errors, site.accumulated_errors) if site.input_tensor is None else (site.accumulated_errors,)
+    ):
+        with ignore_overflow():
+            errors.add(expected.reshape(dequantized.shape), dequantized)
+
+
+def _reshaped_float_weight(float_weights: _FloatWeights, quantized_weight: TensorRef, shape: tuple[int, ...]) -> Array:
+    """A weight of the float model, read anew, in the shape that it has in the quantized one."""
+    value = float_weights.matching_value(quantized_weight)
+    if value is None:
+        raise InternalError(f"the weight that {quantized_weight} stands for is not there any more.")
+    return value.reshape(shape)
+
+
+def _with_fitting_axis(params: QParams, value: Array) -> QParams:
+    """`params` for a weight whose shape says which axis channels lie on: TensorFlow's ops take the last one."""
+    axis, last_axis = params.axis, value.ndim - 1
+    fits = axis is None or params.block is not None or (axis <= last_axis and value.shape[axis] == params.scale.size)
+    return params if fits else replace(params, axis=last_axis)
+
+
+def _add_runs(errors: ErrorSums, runs: Iterable[tuple[Sequence[Array], Sequence[Array]]]) -> None:
+    """Adds the values of all runs, in one go if there are several: small arrays take longer by themselves."""
+    pairs: list[tuple[Array, Array]] = []
+    for expected, actual in runs:
+        if not actual:
+            continue  # it is on a branch that was not taken
+        if len(expected) != len(actual):
+            errors.problem = errors.problem or "it was computed another number of times"
+            continue
+        pairs += zip(expected, actual, strict=True)
+    same_shape = [pair for pair in pairs if pair[0].shape == pair[1].shape]
+    if len(same_shape) > 1:
+        different_shape = [pair for pair in pairs if pair[0].shape != pair[1].shape]
+        pairs = [
+            (
+                _flatten_and_join([expected_values for expected_values, _ in same_shape]),
+                _flatten_and_join([actual_values for _, actual_values in same_shape]),
+            ),
+            *different_shape,
+        ]
+    for expected_values, actual_values in pairs:
+        errors.add(expected_values, actual_values)
+
+
+def _flatten_and_join(arrays: Sequence[Array]) -> Array:
+    """All values in a row."""
+    return np.concatenate([array.reshape(-1) for array in arrays])
+
+
+def _sqnr_or_none(errors: ErrorSums) -> float | None:
+    return errors.sqnr if errors.count and not errors.problem else None
+
+
+def _site_rank(site: SiteFigures) -> tuple[float, float, str, str]:
+    """The place of a site in the list; what is not known comes last."""
+    local, accumulated = (math.inf if sqnr is None else sqnr for sqnr in (site.local, site.accumulated))
+    return local, accumulated, site.graph, site.op

@@ -1,0 +1,458 @@
+"""An op with the quantizations around it, and the conditions on them that ops of many types share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.backends.findings import NOT_QUANTIZED, BrokenRule
+from graphquant.backends.onnxruntime.work import FIRST_OPSET, is_dq, is_q, op_names
+from graphquant.ir import FLOAT_TYPES, Op, Output, TensorRef, Use
+
+if TYPE_CHECKING:
+    from graphquant.backends.onnxruntime.work import RemovedOps, WorkingCopy
+    from graphquant.ir import Graph
+
+
+# Relu and Clip before a quantization that has their limits anyway.
+
+CLIP_EPSILON = float(np.finfo(np.float32).eps)
+
+
+def fuse_clips(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> None:
+    """A Relu or Clip whose limits the Q behind it has anyway is dropped."""
+    for name in op_names(graph, lambda op: op.type in {"Relu", "Clip"} and not op.domain):
+        use = working_copy.only_use(graph, name)
+        source = working_copy.slot_tensor(graph, name, 0)
+        if (
+            use is None
+            or source is None
+            or not is_q(graph.op(use.op))
+            or working_copy.qdq_inputs(graph, use.op)[2] is None
+        ):
+            continue
+        if _is_fused_early(working_copy, graph, name, use.op):
+            removed_ops.host_names[graph.name, name] = source.op if source.graph == graph.name else use.op
+            removed_ops.host_types[graph.name, name] = "QuantizeLinear"
+            working_copy.bypass(graph, name)
+
+
+def _is_fused_early(working_copy: WorkingCopy, graph: Graph, name: str, q: str) -> bool:
+    """Whether a Relu or Clip goes by itself, whatever stands before it."""
+    zero = working_copy.qdq_inputs(graph, q)[2]
+    if working_copy.integer_dtype(graph, q) not in {"int8", "uint8"}:
+        return False
+    if graph.op(name).type == "Clip":
+        return is_redundant_clip(working_copy, graph, name, q)
+    return (
+        working_copy.is_local_constant(graph, zero)
+        and working_copy.scalar_value(zero) == INTEGER_LIMITS[working_copy.integer_dtype(graph, q)][0]
+    )
+
+
+INTEGER_LIMITS = {"int8": (-128, 127), "uint8": (0, 255), "int16": (-32768, 32767), "uint16": (0, 65535)}
+
+
+def is_redundant_clip(working_copy: WorkingCopy, graph: Graph, name: str, q: str) -> bool:
+    """Whether the Relu or Clip `name` changes nothing that the Q `q` would not."""
+    _, scale, zero = working_copy.qdq_inputs(graph, q)
+    step, zero_value = working_copy.scalar_value(scale), 0.0 if zero is None else working_copy.scalar_value(zero)
+    dtype = working_copy.integer_dtype(graph, q)
+    if (
+        step is None
+        or zero_value is None
+        or dtype not in INTEGER_LIMITS
+        or not _has_no_axis(graph, scale)
+        or not _has_no_axis(graph, zero)
+    ):
+        return False
+    lowest, highest = INTEGER_LIMITS[dtype]
+    if graph.op(name).type == "Relu":
+        return zero_value == lowest
+    low, high = ort_clip_limits(working_copy, graph, name)
+    if low is None or high is None:
+        return False
+    return low - (lowest - zero_value) * step <= CLIP_EPSILON and (highest - zero_value) * step - high <= CLIP_EPSILON
+
+
+def _has_no_axis(graph: Graph, tensor: TensorRef | None) -> bool:
+    """Whether a number has no axis, as it must for a Relu or Clip to be absorbed."""
+    return tensor is None or graph.output(tensor).shape == ()
+
+
+def ort_clip_limits(working_copy: WorkingCopy, graph: Graph, name: str) -> tuple[float | None, float | None]:
+    """The limits of a Clip, None for one that is not known before the model runs."""
+    op, slots = graph.op(name), [*graph.slots(name), None, None, None][:3]
+    limits: list[float | None] = []
+    for slot, attr, default in ((1, "min", -math.inf), (2, "max", math.inf)):
+        tensor = slots[slot]
+        limits.append(
+            op.numeric_attr(attr, 0)
+            if attr in op.attrs
+            else (default if tensor is None else working_copy.scalar_value(tensor))
+        )
+    return limits[0], limits[1]
+
+
+REFUSED_RULE = "refused"
+"""The rule that is broken where onnxruntime does not load the model at all."""
+
+BYTE_DTYPES = frozenset({"int8", "uint8"})
+
+HALF_WORD_DTYPES = frozenset({"int16", "uint16"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrtOpContext:
+    """An op and the quantizations around it.
+
+    Attributes:
+        working_copy: The working copy.
+        graph: The op's graph.
+        op: The op.
+        dqs: The DequantizeLinears that fill its slots, in the order of the slots.
+        input_dtypes: Their integer types.
+        filled_count: How many slots are filled.
+        qs: The QuantizeLinears that read it, or that read the Relu or Clip behind it.
+        clip: That Relu or Clip, where it does nothing that the Q does not.
+        int8: Whether kernels take int8 activations.
+    """
+
+    working_copy: WorkingCopy
+    graph: Graph
+    op: Op
+    dqs: tuple[Op, ...]
+    input_dtypes: tuple[str, ...]
+    filled_count: int
+    qs: tuple[Op, ...]
+    clip: str
+    int8: bool
+
+    @property
+    def output_dtype(self) -> str:
+        """The integer type behind the op."""
+        return self.working_copy.integer_dtype(self.graph, self.qs[0].name)
+
+
+def op_context(working_copy: WorkingCopy, graph: Graph, op: Op, *, int8: bool) -> OrtOpContext | BrokenRule:
+    """What is around `op`; or the Relu or Clip behind it that keeps it in float."""
+    sources = [working_copy.producer(graph, op.name, slot) for slot in range(len(graph.slots(op.name)))]
+    dqs = tuple(source for source in sources if source is not None and is_dq(source))
+    clip, last_name = "", op.name
+    edges = working_copy.op_uses(graph, op.name)
+    if len(edges) == 1 and edges[0].graph == graph.name:
+        next_op = graph.op(edges[0].op)
+        if next_op.type in {"Relu", "Clip"} and len(working_copy.op_uses(graph, next_op.name)) == 1:
+            clip = "" if working_copy.is_output(graph, next_op.name) else next_op.name
+            last_name = clip or last_name
+    qs = tuple(
+        graph.op(use.op)
+        for use in working_copy.op_uses(graph, last_name)
+        if use.graph == graph.name and is_q(graph.op(use.op))
+    )
+    if clip and (len(qs) != 1 or not is_redundant_clip(working_copy, graph, clip, qs[0].name)):
+        return _broken_clip_rule(working_copy, graph, clip, qs)
+    input_dtypes = tuple(working_copy.integer_dtype(graph, dq.name) for dq in dqs)
+    filled_count = sum(slot is not None for slot in graph.slots(op.name))
+    return OrtOpContext(
+        working_copy=working_copy,
+        graph=graph,
+        op=op,
+        dqs=dqs,
+        input_dtypes=input_dtypes,
+        filled_count=filled_count,
+        qs=qs,
+        clip=clip,
+        int8=int8,
+    )
+
+
+def _broken_clip_rule(working_copy: WorkingCopy, graph: Graph, clip: str, qs: tuple[Op, ...]) -> BrokenRule:
+    clip_type = graph.op(clip).type
+    if not qs:
+        return BrokenRule(
+            rule="no-quantized-output",
+            message=f"the {clip_type} {clip} behind it is read by no QuantizeLinear",
+            fix=f"quantize the output of {clip}",
+        )
+    _, scale, zero = working_copy.qdq_inputs(graph, qs[0].name)
+    step, zero_value = working_copy.scalar_value(scale), 0.0 if zero is None else working_copy.scalar_value(zero)
+    if clip_type == "Relu":
+        return BrokenRule(
+            rule="relu-zero-point",
+            message=f"the Relu {clip} behind it has zero point {format_optional_number(zero_value)}, which is not its type's smallest value",
+            fix=f"quantize the output of {clip} asymmetrically: uint8 with zero point 0, or int8 with -128",
+        )
+    low, high = ort_clip_limits(working_copy, graph, clip)
+    return BrokenRule(
+        rule="clip-range",
+        message=f"the quantized range behind the Clip {clip} (scale {format_optional_number(step)}, zero point {format_optional_number(zero_value)}) is wider"
+        f" than its limits [{format_optional_number(low)}, {format_optional_number(high)}]",
+        fix=f"give the output of {clip} a range inside of its limits",
+    )
+
+
+def format_optional_number(number: float | None) -> str:
+    """A number for people; "unknown" where only a run can tell."""
+    return "unknown" if number is None else f"{number:g}"
+
+
+def broken_input_rule(context: OrtOpContext, expected_count: int | None = None) -> BrokenRule | None:
+    """Why not just `expected_count` inputs (by default all) come from a DequantizeLinear."""
+    if len(context.dqs) == (context.filled_count if expected_count is None else expected_count):
+        return None
+    if (
+        not context.dqs
+        and not context.qs
+        and not any(is_dq(context.working_copy.model.op(input_tensor)) for input_tensor in _filled_slots(context))
+    ):
+        return NOT_QUANTIZED
+    if expected_count is not None and len(context.dqs) > expected_count:
+        message = f"{len(context.dqs)} of its inputs are quantized, and {expected_count} may be"
+        return BrokenRule(rule="too-many-inputs", message=message, fix="quantize its data input only")
+    names = {dq.name for dq in context.dqs}
+    slots = enumerate(context.graph.slots(context.op.name))
+    other_inputs = [
+        (slot, input_tensor)
+        for slot, input_tensor in slots
+        if input_tensor is not None and input_tensor.op not in names
+    ]
+    float_inputs = [
+        slot_and_tensor
+        for slot_and_tensor in other_inputs
+        if context.graph.output(slot_and_tensor[1]).dtype in FLOAT_TYPES | {None}
+    ]
+    return _float_input_rule(context, *(float_inputs or other_inputs)[0]) if other_inputs else NOT_QUANTIZED
+
+
+def _filled_slots(context: OrtOpContext) -> list[TensorRef]:
+    return [input_tensor for input_tensor in context.graph.slots(context.op.name) if input_tensor is not None]
+
+
+def _float_input_rule(context: OrtOpContext, slot: int, input_tensor: TensorRef) -> BrokenRule:
+    role, source, tensor_label = (
+        context.op.role(slot),
+        context.working_copy.model.op(input_tensor),
+        context.working_copy.label(input_tensor),
+    )
+    if role == "bias":
+        message = f"its bias {tensor_label} is float, and is quantized only where a QuantizeLinear follows the op"
+        return BrokenRule(rule="float-bias", message=message, fix="quantize its output, or the bias to int32")
+    if input_tensor.graph != context.graph.name and is_dq(source):
+        message = f"its {role} {tensor_label} is dequantized in another graph"
+        return BrokenRule(
+            rule="outer-input", message=message, fix="put the QuantizeLinear and DequantizeLinear into the body"
+        )
+    fix = f"insert QuantizeLinear and DequantizeLinear between {tensor_label.op} and this op"
+    return BrokenRule(rule="float-input", message=f"its {role} {tensor_label} is float", fix=fix)
+
+
+def broken_output_rule(context: OrtOpContext) -> BrokenRule | None:
+    """Why the output does not go to a QuantizeLinear and nowhere else."""
+    working_copy, graph, name = context.working_copy, context.graph, context.op.name
+    edges = working_copy.op_uses(graph, name)
+    used_ports = {port for port, output in enumerate(context.op.outputs) if output.name or port == 0}
+    if not context.qs:
+        message = "no QuantizeLinear reads its output"
+        if working_copy.is_output(graph, name) and not edges:
+            message = "its output is an output of the graph, and float"
+        return BrokenRule(rule="no-quantized-output", message=message, fix="quantize its output")
+    if working_copy.is_output(graph, name):
+        message = "its float output is an output of the graph too"
+        return BrokenRule(rule="graph-output", message=message, fix="make the dequantized tensor the graph's output")
+    if len(edges) != len(context.qs):
+        float_use = next(use for use in edges if not (use.graph == graph.name and is_q(graph.op(use.op))))
+        message = f"{float_use} reads its float output beside the QuantizeLinear"
+        return BrokenRule(rule="float-reader", message=message, fix=f"let {float_use} read the dequantized tensor")
+    if len(context.qs) != len(used_ports):
+        message = f"{len(context.qs)} QuantizeLinears with different parameters read it"
+        return BrokenRule(rule="several-scales", message=message, fix="give all readers one scale and zero point")
+    return None
+
+
+def broken_type_rule(context: OrtOpContext, allowed: frozenset[str] = BYTE_DTYPES) -> BrokenRule | None:
+    """Why the types do not fit: inputs and output have one, and it must be allowed."""
+    dtypes = list(dict.fromkeys([*context.input_dtypes, *([context.output_dtype] if context.qs else [])]))
+    if len(dtypes) > 1:
+        message = f"its inputs and output are {' and '.join(dtypes)}"
+        return BrokenRule(rule="mixed-types", message=message, fix="give all of them one integer type")
+    if dtypes[0] not in allowed:
+        return missing_kernel_rule(context.op, dtypes[0])
+    return None
+
+
+def missing_kernel_rule(op: Op, dtype: str) -> BrokenRule:
+    """There is no kernel for that integer type."""
+    if dtype.startswith("float8"):
+        message = f"onnxruntime takes {op.type} on {dtype} for one of its own and then refuses the model"
+        return BrokenRule(rule=REFUSED_RULE, message=message, fix="quantize it to 8-bit integers, or leave it float")
+    message = f"onnxruntime has no {op.type} for {dtype}"
+    return BrokenRule(rule="type", message=message, fix="use 8 bits here: uint8 activations, int8 weights")
+
+
+def broken_int8_rule(context: OrtOpContext) -> BrokenRule | None:
+    """Why an int8 activation is not taken: x86 kernels want uint8, and only some int8 pairs are made uint8."""
+    if context.input_dtypes[0] != "int8" or (context.int8 and context.input_dtypes[1] == "int8"):
+        return None
+    message = (
+        "its activation is int8 and cannot be made uint8, since its QuantizeLinear has several readers or is missing"
+    )
+    if context.int8:
+        message = f"its activation is int8 and its weight {context.input_dtypes[1]}"
+    return BrokenRule(rule="int8-activation", message=message, fix="quantize activations to uint8")
+
+
+def broken_group_rule(context: OrtOpContext, expected_count: int | None = None) -> BrokenRule | None:
+    """Why the op does not stand between quantizations on all sides."""
+    return broken_input_rule(context, expected_count) or broken_output_rule(context)
+
+
+def unfused_clip_rule(context: OrtOpContext) -> BrokenRule | None:
+    """A Relu or Clip stands behind an op that cannot absorb one."""
+    if not context.clip:
+        return None
+    message = f"{context.clip} stands between it and the QuantizeLinear"
+    return BrokenRule(rule="clip-behind", message=message, fix="quantize its output too")
+
+
+def old_opset_rule(context: OrtOpContext) -> BrokenRule | None:
+    """The op of this opset is not the one that onnxruntime knows on integers."""
+    first_opset = FIRST_OPSET.get(context.op.type, 0)
+    if context.working_copy.model.opset >= first_opset:
+        return None
+    message = f"onnxruntime has {context.op.type} on integers from opset {first_opset} on, and the model has {context.working_copy.model.opset}"
+    return BrokenRule(rule="opset", message=message, fix=f"raise the model to opset {first_opset}")
+
+
+# Float weights, biases and scalars that the optimizer quantizes itself, where all around them is quantized.
+
+PLACEHOLDER_RULE = "quantized on the way"
+"""The mark of quantizations that the optimizer itself makes of float weights and biases."""
+
+BIAS_QUANTIZED_TYPES = {"Conv": 0, "ConvTranspose": 0, "Gemm": 1}
+"""Ops whose float bias is quantized on the way."""
+
+
+def quantize_float_bias(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
+    """A float bias, and a float weight, of an op between DQ and Q are quantized, to int32 and to int8."""
+    changed = False
+    for name in op_names(graph, lambda op: op.type in BIAS_QUANTIZED_TYPES and not op.domain):
+        data_dq = working_copy.producer(graph, name, 0)
+        if (
+            data_dq is None
+            or not is_dq(data_dq)
+            or not _has_one_scale(working_copy, graph, data_dq.name)
+            or not _leads_to_q(working_copy, graph, name)
+        ):
+            continue
+        slots = [*graph.slots(name), None, None, None][:3]
+        weight, bias = working_copy.producer(graph, name, 1), slots[2]
+        bias_shape = graph.output(bias).shape if bias is not None else None
+        if bias is not None and (
+            not _is_float_initializer(working_copy, graph, bias) or bias_shape is None or len(bias_shape) != 1
+        ):
+            continue
+        weight_is_quantized = weight is not None and is_dq(weight)
+        if weight_is_quantized and weight is not None:
+            if bias is None or not _is_bias_axis(working_copy, graph, name, weight, bias_shape):
+                continue
+        elif slots[1] is None or not (
+            _is_float_initializer(working_copy, graph, slots[1]) and working_copy.is_local_constant(graph, slots[1])
+        ):
+            continue
+        else:
+            _insert_placeholder_dq(working_copy, graph, Use(graph.name, name, 1), slots[1], "int8")
+        if bias is not None:
+            _insert_placeholder_dq(working_copy, graph, Use(graph.name, name, 2), bias, "int32")
+        changed = True
+    return changed
+
+
+def _is_float_initializer(working_copy: WorkingCopy, graph: Graph, tensor: TensorRef) -> bool:
+    return graph.output(tensor).dtype == "float32" and working_copy.is_constant(tensor)
+
+
+def _has_one_scale(working_copy: WorkingCopy, graph: Graph, name: str) -> bool:
+    """Whether a DQ has one scale."""
+    scale = working_copy.slot_tensor(graph, name, 1)
+    return scale is not None and graph.output(scale).shape in {(), (1,)}
+
+
+def _leads_to_q(working_copy: WorkingCopy, graph: Graph, name: str) -> bool:
+    current = name
+    for _ in range(len(graph)):
+        use = working_copy.only_use(graph, current)
+        if use is None:
+            return False
+        op = graph.op(use.op)
+        if is_q(op):
+            return True
+        if op.type not in {"Relu", "Clip"}:
+            return False
+        current = op.name
+    return False
+
+
+def _is_bias_axis(
+    working_copy: WorkingCopy, graph: Graph, name: str, weight: Op, bias: tuple[int | None, ...] | None
+) -> bool:
+    """Whether the weight has one scale, or one for each value of the bias."""
+    scale = working_copy.slot_tensor(graph, weight.name, 1)
+    sizes = graph.output(scale).shape if scale is not None else None
+    if sizes in {(), (1,)}:
+        return True
+    if sizes is None or bias is None or len(sizes) != 1 or sizes[0] != bias[0] or weight.numeric_attr("block_size", 0):
+        return False
+    data = working_copy.slot_tensor(graph, weight.name, 0)
+    shape = graph.output(data).shape if data is not None else None
+    axis = int(weight.numeric_attr("axis", 1))
+    axis += len(shape) if axis < 0 and shape is not None else 0
+    op = graph.op(name)
+    return axis == (1 - int(op.numeric_attr("transB", 0)) if op.type == "Gemm" else 0)
+
+
+def _insert_placeholder_dq(working_copy: WorkingCopy, graph: Graph, use: Use, tensor: TensorRef, dtype: str) -> None:
+    """A DQ of a constant of type `dtype` in place of the float constant `tensor`."""
+    float_output = graph.output(tensor)
+    data = working_copy.add_placeholder(graph, f"{use.op}/{dtype}", dtype, float_output)
+    scale = working_copy.add_placeholder(graph, f"{use.op}/scale", "float32", float_output, 1.0)
+    zero = working_copy.add_placeholder(graph, f"{use.op}/zero", dtype, float_output, 0)
+    template = Op(
+        name="",
+        kind="dequantize",
+        type="DequantizeLinear",
+        roles=("input", "scale", "zero_point"),
+        outputs=(Output("", "float32", float_output.shape),),
+        rule=PLACEHOLDER_RULE,
+    )
+    graph.set_source(use, working_copy.add_like(graph, template, f"{use.op}/dq", [data, scale, zero]))
+
+
+def quantize_where_scalar(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
+    """A scalar constant beside the quantized input of a Where before a Q is quantized too."""
+    changed = False
+    for name in op_names(graph, lambda op: op.type == "Where" and not op.domain):
+        use = working_copy.only_use(graph, name)
+        if use is None or not is_q(graph.op(use.op)):
+            continue
+        for slot, other_slot in ((1, 2), (2, 1)):
+            tensor, source = working_copy.slot_tensor(graph, name, slot), working_copy.producer(graph, name, other_slot)
+            if (
+                tensor is None
+                or source is None
+                or not is_dq(source)
+                or not _is_float_initializer(working_copy, graph, tensor)
+            ):
+                continue
+            dtype = working_copy.integer_dtype(graph, source.name)
+            all_local = all(
+                working_copy.is_local_constant(graph, operand)
+                for operand in (tensor, *working_copy.qdq_inputs(graph, source.name)[1:])
+            )
+            if all_local and graph.output(tensor).shape == () and dtype == working_copy.integer_dtype(graph, use.op):
+                _insert_placeholder_dq(working_copy, graph, Use(graph.name, name, slot), tensor, dtype)
+                changed = True
+    return changed

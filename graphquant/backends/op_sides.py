@@ -1,0 +1,156 @@
+"""What stands on both sides of an op: the scale and zero point that each input was quantized with, and each output is.
+
+Ops that change nothing, Identity and Dropout, are looked through, as every backend does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graphquant.ir import FLOAT_TYPES, Graph, Model, Op, Parameters, TensorRef, Use
+from graphquant.numerics import Array, QParams
+from graphquant.qdq import read_qparams
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+TRANSPARENT_KINDS = frozenset({"identity", "dropout"})
+
+MAX_TRANSPARENT_OPS = 20
+"""Identities in a row that are looked through."""
+
+QUANTIZABLE_ROLES = frozenset({"input", "weight", "bias", "recurrent_weight"})
+"""Roles of inputs that may be quantized."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QuantizedInput:
+    """One input of an op.
+
+    Attributes:
+        slot: Its place.
+        role: What it is to the op.
+        tensor: What is read, seen through Identity and Dropout.
+        dequantize_op: The op that dequantizes it, "" if it is float.
+        params: Its scale and zero point; None if it is float, or they are computed when the model runs.
+        source: The tensor before it was quantized; its integers, where only those are in the model.
+        parameter: Whether it is a weight, whose value is known.
+    """
+
+    slot: int
+    role: str
+    tensor: TensorRef
+    dequantize_op: str
+    params: QParams | None
+    source: TensorRef
+    parameter: bool
+
+
+class QuantizationReader:
+    """Reads the quantizations of `model`, which must not be edited meanwhile."""
+
+    def __init__(self, model: Model) -> None:
+        """Nothing is read yet."""
+        self.model = model
+        self.parameters = Parameters(model)
+        self._params: dict[tuple[str, str], QParams | None] = {}
+
+    def inputs(self, graph: Graph, op: Op) -> list[QuantizedInput]:
+        """The float data inputs of an op."""
+        quantized_inputs = []
+        for slot, slot_tensor in enumerate(graph.slots(op.name)):
+            if (
+                slot_tensor is None
+                or op.role(slot) not in QUANTIZABLE_ROLES
+                or graph.output(slot_tensor).dtype not in FLOAT_TYPES | {None}
+            ):
+                continue
+            tensor = self.look_through(slot_tensor)
+            producer = self.model.op(tensor)
+            quantized = producer.kind in {"dequantize", "qdq"}
+            source = self.quantized_source(tensor) if quantized else tensor
+            quantized_inputs.append(
+                QuantizedInput(
+                    slot=slot,
+                    role=op.role(slot),
+                    tensor=tensor,
+                    dequantize_op=producer.name if quantized else "",
+                    params=self.params(tensor.graph, producer.name) if quantized else None,
+                    source=source,
+                    parameter=self._is_weight(source),
+                )
+            )
+        return quantized_inputs
+
+    def look_through(self, tensor: TensorRef) -> TensorRef:
+        """`tensor`, or the one that Identity and Dropout made it of."""
+        for _ in range(MAX_TRANSPARENT_OPS):
+            graph = self.model.graphs[tensor.graph]
+            input_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
+            if graph.op(tensor.op).kind not in TRANSPARENT_KINDS or input_tensor is None:
+                break
+            tensor = input_tensor
+        return tensor
+
+    def quantized_source(self, tensor: TensorRef) -> TensorRef:
+        """What was quantized where `tensor` is dequantized."""
+        graph = self.model.graphs[tensor.graph]
+        input_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
+        if (
+            input_tensor is not None
+            and graph.op(tensor.op).kind == "dequantize"
+            and self.model.op(input_tensor).kind == "quantize"
+        ):
+            input_tensor = self.model.graphs[input_tensor.graph].source_of(Use(input_tensor.graph, input_tensor.op, 0))
+        return tensor if input_tensor is None else self.look_through(input_tensor)
+
+    def readers(self, graph: Graph, op: Op, port: int = 0) -> Iterator[tuple[Use, Op]]:
+        """The ops that read an output, seen through Identity and Dropout; graph outputs are ops too."""
+        pending = list(graph.consumers(TensorRef(graph.name, op.name, port)))
+        for _ in range(MAX_TRANSPARENT_OPS):
+            next_uses = []
+            for use in pending:
+                reader = self.model.graphs[use.graph].op(use.op)
+                if reader.kind in TRANSPARENT_KINDS:
+                    next_uses += self.model.graphs[use.graph].consumers(TensorRef(use.graph, use.op))
+                else:
+                    yield use, reader
+            pending = next_uses
+
+    def outputs(self, graph: Graph, op: Op) -> tuple[list[tuple[Op, QParams | None]], list[Use]]:
+        """The quantizations that read an op's outputs, and the other uses of them."""
+        quantizations: list[tuple[Op, QParams | None]] = []
+        other_uses = []
+        for port in range(len(op.outputs)):
+            for use, reader in self.readers(graph, op, port):
+                if reader.kind in {"quantize", "qdq"} and use.slot == 0:
+                    quantizations.append((reader, self.params(use.graph, reader.name)))
+                else:
+                    other_uses.append(use)
+        return quantizations, other_uses
+
+    def params(self, graph: str, name: str) -> QParams | None:
+        """Scale and zero point of a quantization op; None where only a run tells, or they make no sense."""
+        key = graph, name
+        if key not in self._params:
+            home_graph = self.model.graphs[graph]
+            op_params = read_qparams(home_graph, home_graph.op(name), self.parameters)
+            self._params[key] = op_params if isinstance(op_params, QParams) else None
+        return self._params[key]
+
+    def value(self, tensor: TensorRef) -> Array | None:
+        """The value of a weight, or its integers."""
+        return self.parameters.value(tensor)
+
+    def _is_weight(self, tensor: TensorRef) -> bool:
+        return self.model.op(tensor).kind != "input" and self.parameters.is_parameter(tensor)
+
+
+def same_quantization(first: QParams | None, second: QParams | None) -> bool:
+    """Whether two quantizations mean the same by each integer."""
+    if first is None or second is None:
+        return False
+    comparable = first.type == second.type and first.scale.shape == second.scale.shape and first.axis == second.axis
+    return comparable and bool((first.scale == second.scale).all() and (first.zero_point == second.zero_point).all())

@@ -1,0 +1,365 @@
+"""Models and outputs elsewhere, read and written by fsspec: brought here, worked on as files, and sent back whole."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import posixpath
+import re
+import shutil
+import tempfile
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, is_remote
+from graphquant.errors import GraphQuantError, MissingDependencyError, ModelError, UsageError, did_you_mean
+from graphquant.formats import SUFFIXES
+from graphquant.formats.external_weights import may_be_model_file, unreferenced_weights, weight_files_of
+from graphquant.formats.model_files import companion_file_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Iterator
+
+    from graphquant.batch.types import Entry, Outcome
+
+
+MAX_REFERENCE_BYTES = 1 << 30
+"""Bytes of files beside an output that are fetched to see whether they still name its old weights."""
+
+
+def is_remote_entry(entry: Entry) -> bool:
+    """Whether the model, its statistics or the output are not on this machine; data is read where it is."""
+    return any(is_remote(path) for path in (entry.model, entry.stats or "", entry.output))
+
+
+def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome:
+    """The outcome of an entry some of whose files are elsewhere, by `process`, which is given one that is all here.
+
+    Raises:
+        MissingDependencyError: fsspec, or what it needs for a service, is not installed.
+        ModelError: A file cannot be read.
+        UsageError: The output cannot be written.
+    """
+    with tempfile.TemporaryDirectory(prefix="graphquant-") as temp_name:
+        temp_folder = Path(temp_name)
+        local_entry = replace(
+            entry,
+            model=_fetch_model(entry.model, temp_folder / "model"),
+            stats=None if entry.stats is None else _fetch_model(entry.stats, temp_folder / "stats"),
+            output=str(temp_folder / "output" / posixpath.basename(entry.output))
+            if is_remote(entry.output)
+            else entry.output,
+        )
+        outcome = process(local_entry)
+        if is_remote(entry.output) and outcome.products:
+            _upload(temp_folder / "output", outcome.products, entry.output)
+    problem = outcome.problem
+    if problem is not None:
+        message = problem.message
+        for path, address in (
+            (local_entry.model, entry.model),
+            (local_entry.output, entry.output),
+            (local_entry.stats, entry.stats),
+        ):
+            message = message.replace(path or "\0", address or "")
+        problem = replace(problem, message=message)
+    return replace(outcome, model=entry.model, output=entry.output, problem=problem)
+
+
+def remote_exists(address: str) -> bool:
+    """Whether there is something at an address.
+
+    Raises:
+        UsageError: Nobody can tell.
+    """
+    with _remote_file_system(address, UsageError, "looked at") as (system, path):
+        return bool(system.exists(path))
+
+
+def remote_fingerprint(address: str, products: Collection[str]) -> str:
+    """What tells one state of an output from another without reading it, "" if a file of it is missing.
+
+    Raises:
+        UsageError: Nobody can tell.
+    """
+    hasher = hashlib.sha256()
+    with _remote_file_system(address, UsageError, "looked at") as (system, path):
+        home = posixpath.dirname(path)
+        for name in sorted(products):
+            if not system.isfile(f"{home}/{name}"):
+                return ""
+            hasher.update(f"{name}\n{system.ukey(f'{home}/{name}')}\n".encode(errors="surrogatepass"))
+    return hasher.hexdigest()
+
+
+def _fetch_model(address: str, folder: Path) -> str:
+    """The path of what is at an address, with all files of a model, copied into `folder`; a path as it is."""
+    if not is_remote(address):
+        return address
+    with _remote_file_system(address, ModelError, "read") as (system, path):
+        parent, name = posixpath.split(path.rstrip("/"))
+        folder.mkdir()
+        if system.isdir(path):
+            for file in system.find(path):
+                _fetch_file(system, parent, posixpath.relpath(file, parent), folder)
+        else:
+            _fetch_file(system, parent, name, folder)
+            names = [posixpath.basename(file) for file in system.ls(parent, detail=False)]
+            for companion in companion_file_names(folder / name, names):
+                if system.isfile(f"{parent}/{companion}"):  # what is not there is told by whoever loads the model
+                    _fetch_file(system, parent, companion, folder)
+    return str(folder / name)
+
+
+def _fetch_file(system: Any, parent: str, name: str, folder: Path) -> None:
+    if ".." in PurePosixPath(name).parts:
+        raise ModelError(f"{parent}/{name} leads out of the model's folder. Take it out.")
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    system.get_file(f"{parent}/{name}", str(folder / name))
+
+
+def _upload(folder: Path, names: Collection[str], address: str) -> None:
+    """Writes the files of an output beside an address, all together where the service can; old ones of it go.
+
+    A file that others read, as a model its weights, comes last.
+    """
+    with _remote_file_system(address, UsageError, "written") as (system, path):
+        parent, output_name = posixpath.split(path)
+        for name in names:
+            system.makedirs(posixpath.dirname(f"{parent}/{name}"), exist_ok=True)
+        with system.transaction:
+            for name in sorted(names, key=lambda name: name == output_name):
+                with (folder / name).open("rb") as file, system.open(f"{parent}/{name}", "wb") as remote_file:
+                    shutil.copyfileobj(file, remote_file)
+        if (folder / output_name).is_dir():
+            for file in system.find(path):
+                if posixpath.relpath(file, parent) not in names:
+                    system.rm_file(file)
+        elif len(names) > 1:
+            _remove_old_weights(system, path, names, folder.with_name("others"))
+
+
+def _remove_old_weights(system: Any, path: str, names: Collection[str], folder: Path) -> None:
+    """Removes weights that were written for a model at `path` before, and that no file there names, each one fetched.
+
+    Where files there are large, or one cannot be fetched, old weights stay.
+    """
+    parent, output_name = posixpath.split(path)
+    system.invalidate_cache(parent)
+    remote_files = {
+        posixpath.basename(info["name"]): info for info in system.ls(parent, detail=True) if info["type"] == "file"
+    }
+    old_weights = set(weight_files_of(output_name, remote_files)) - set(names)
+    model_sizes = {
+        name: info["size"] for name, info in remote_files.items() if name != output_name and may_be_model_file(name)
+    }
+    if not old_weights or None in model_sizes.values() or sum(model_sizes.values()) > MAX_REFERENCE_BYTES:
+        return
+    folder.mkdir()
+    try:
+        for name in model_sizes:
+            _fetch_file(system, parent, name, folder)
+    except Exception:  # noqa: BLE001 - services raise their own kinds; the output is there, and others may need the old weights
+        return
+    for name in unreferenced_weights(sorted(old_weights), [folder / name for name in model_sizes]):
+        system.rm_file(f"{parent}/{name}")
+
+
+@contextmanager
+def _remote_file_system(address: str, error_class: type[GraphQuantError], action: str) -> Iterator[tuple[Any, str]]:
+    """The file system and the path in it that an address means; what its service refuses is an error of this kind."""
+    try:
+        import fsspec
+
+        yield fsspec.core.url_to_fs(address)
+    except GraphQuantError:
+        raise
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{address} needs fsspec, or what it needs for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
+        ) from error
+    except Exception as error:  # each service raises its own kinds, which have no common base
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        raise error_class(
+            f"{address} cannot be {action}: {reason}. See that it exists and that you may use it."
+        ) from error
+
+
+# Which models a path, a glob or an address for fsspec names.
+
+MAX_MODELS = 100_000
+"""Models of one batch."""
+
+MODEL_SUFFIXES = (".onnx", ".onnxtxt", ".pb", ".pbtxt", ".keras")
+"""Suffixes of files that a glob takes for models; of the other formats' only where the glob itself ends with it."""
+
+_QUANTIZED_NAME = re.compile(r"\.quant(\.|$)")
+"""In the name of an output of an earlier run."""
+
+_TEST_DATA = re.compile(r"(in|out)put_\d+\.pb")
+"""Names of tensors that ONNX test sets have beside a model."""
+
+LOCAL_SCHEME = "file://"
+"""What begins an address that is a path of this machine."""
+
+_SAVED_MODEL_FILES = ("saved_model.pb", "saved_model.pbtxt")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """Where relative paths begin: a folder of this machine, or one that fsspec opens.
+
+    Attributes:
+        path: The folder.
+        system: The fsspec file system that has it; None for this machine.
+    """
+
+    path: str
+    system: Any = None
+
+    def path_of(self, name: str) -> str:
+        """The path of `name` in it."""
+        return posixpath.normpath(posixpath.join(self.path, name)) if self.system is None else name
+
+    def is_file(self, name: str) -> bool:
+        """Whether there is a file `name`."""
+        return Path(self.path_of(name)).is_file() if self.system is None else bool(self.system.isfile(name))
+
+    def is_folder(self, name: str) -> bool:
+        """Whether there is a folder `name`."""
+        return Path(self.path_of(name)).is_dir() if self.system is None else bool(self.system.isdir(name))
+
+    def is_saved_model(self, name: str) -> bool:
+        """Whether `name` is a SavedModel's folder."""
+        return any(self.is_file(f"{name}/{inside}") for inside in _SAVED_MODEL_FILES)
+
+    def glob(self, pattern: str) -> list[str]:
+        """The names that a glob fits, hidden ones left out."""
+        if self.system is None:
+            return glob.glob(pattern, root_dir=self.path or None, recursive=True)  # noqa: PTH207  # Path's takes hidden ones
+        return [self.system.unstrip_protocol(name) for name in self.system.glob(pattern)]
+
+    def names(self, folder: str) -> list[str]:
+        """What is in a folder."""
+        if not self.is_folder(folder):
+            return []
+        if self.system is None:
+            return sorted(path.name for path in Path(self.path_of(folder)).iterdir())
+        return sorted(posixpath.basename(name) for name in self.system.ls(folder, detail=False))
+
+
+def open_folder(path: str, base: str) -> ModelFolder:
+    """Where `path` is looked for: from the folder `base` on, or by fsspec.
+
+    Raises:
+        MissingDependencyError: fsspec, or what it needs for that service, is not installed.
+        UsageError: There is no such service.
+    """
+    if not is_remote(path):
+        return ModelFolder(base)
+    try:
+        import fsspec
+
+        return ModelFolder("", fsspec.core.url_to_fs(path)[0])
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{path} needs fsspec, or what it needs for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
+        ) from error
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be opened: {error}. Give a path, or an address that fsspec knows.") from error
+
+
+def find_models(pattern: str, base: str) -> tuple[list[str], bool]:
+    """The models that `pattern` names, sorted, and whether it is the path of one and no glob.
+
+    A glob takes no outputs of earlier runs (`*.quant.*`) unless it has `.quant` itself; of a SavedModel it takes the
+    folder and nothing in it.
+
+    Raises:
+        MissingDependencyError: fsspec, or what it needs, is not installed.
+        UsageError: There is none.
+    """
+    pattern = pattern.removeprefix(LOCAL_SCHEME)
+    folder = open_folder(pattern, base)
+    try:
+        return _match_pattern(folder, pattern)
+    except OSError as error:
+        raise UsageError(f"{pattern} cannot be looked for: {error.strerror or error}. Give another path.") from error
+
+
+def suffix_of(name: str) -> str:
+    """The suffix of a path's last part, "" if it has none."""
+    return posixpath.splitext(posixpath.basename(name))[1]
+
+
+def _match_pattern(folder: ModelFolder, pattern: str) -> tuple[list[str], bool]:
+    """The models that `pattern` names in `folder`, and whether it is a path."""
+    if folder.is_file(pattern):
+        if suffix_of(pattern) not in SUFFIXES:
+            raise UsageError(f"{pattern} is no model. Give a file with one of {', '.join(SUFFIXES)}.")
+        return [_normalize_path(pattern)], True
+    if folder.is_folder(pattern):
+        if not folder.is_saved_model(pattern):
+            raise UsageError(
+                f"{pattern} is a folder without saved_model.pb. Give {pattern.rstrip('/')}/* for the models in it."
+            )
+        return [_normalize_path(pattern)], True
+    if not glob.has_magic(pattern):
+        raise UsageError(f"There is no model {pattern!r}.{_suggest_model(folder, pattern)}")
+    matches = list(dict.fromkeys(_normalize_path(name) for name in folder.glob(pattern)))
+    models = sorted(_filter_models(folder, pattern, matches))
+    if not models:
+        matched_text = (
+            f"{len(matches)} files and folders, none of which is a model to quantize" if matches else "nothing"
+        )
+        raise UsageError(f"{pattern!r} names {matched_text}.{_suggest_model(folder, pattern)}")
+    if len(models) > MAX_MODELS:
+        raise UsageError(f"{pattern!r} names {len(models)} models. Take at most {MAX_MODELS} at once.")
+    return models, False
+
+
+def _filter_models(folder: ModelFolder, pattern: str, names: Iterable[str]) -> list[str]:
+    """Those of `names` that are models to quantize."""
+    last = pattern.rstrip("/").rpartition("/")[2]
+    suffixes = {*MODEL_SUFFIXES, suffix_of(pattern)} & SUFFIXES.keys()
+    is_saved: dict[str, bool] = {"": False}
+
+    def in_saved_model(path: str) -> bool:
+        """Whether the folder `path` is a SavedModel's or in one."""
+        if path not in is_saved:
+            parent = path.rpartition("/")[0]
+            is_saved[path] = (parent != path and in_saved_model(parent)) or folder.is_saved_model(path)
+        return is_saved[path]
+
+    models = []
+    for name in names:
+        parent, _, file_name = name.rpartition("/")
+        skipped = (_QUANTIZED_NAME.search(file_name) and ".quant" not in last) or (
+            file_name.startswith(".") and not last.startswith(".")
+        )
+        if skipped or in_saved_model(parent):
+            continue
+        is_file = suffix_of(name) in suffixes and not _TEST_DATA.fullmatch(file_name) and folder.is_file(name)
+        if is_file or (folder.is_folder(name) and in_saved_model(name)):
+            models.append(name)
+    return models
+
+
+def _suggest_model(folder: ModelFolder, pattern: str) -> str:
+    """What was probably meant: the nearest name in the deepest folder of the pattern that there is."""
+    parent, _, last = pattern.rstrip("/").rpartition("/")
+    while parent and not folder.is_folder(parent) and "/" in parent:
+        parent, _, last = parent.rpartition("/")
+    if parent and not folder.is_folder(parent):
+        parent, last = "", parent
+    names = folder.names(parent or (pattern.partition("://")[0] + "://" if folder.system else "."))
+    models = [name for name in names if not _QUANTIZED_NAME.search(name) and Path(name).suffix in {"", *SUFFIXES}]
+    hint = did_you_mean(last, models)
+    return hint or " Give the path of a model, or a glob such as 'models/*.onnx'."
+
+
+def _normalize_path(name: str) -> str:
+    """The shortest spelling of a path."""
+    return name.rstrip("/") if is_remote(name) else posixpath.normpath(name)

@@ -1,0 +1,327 @@
+"""Calibration data in `.npz` and `.npy` files.
+
+An array is read from its start to its end, a sample at a time, so memory does not grow with the number of samples; one
+in Fortran order, whose samples lie scattered, is copied to a temporary file first. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import struct
+import tempfile
+import zipfile
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphquant.calibration.data.base import MAX_FEED_BYTES, Dataset, run_in_background
+from graphquant.calibration.data.files import wrap_read_errors
+from graphquant.calibration.data.fit import (
+    ArrayFit,
+    check_dtype_range,
+    common_sample_count,
+    fit_array,
+    format_input_shape,
+    match_input_keys,
+    non_finite_mask,
+    non_finite_message,
+)
+from graphquant.errors import DataError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from graphquant.calibration.data.base import DataRequest, Feed
+    from graphquant.calibration.data.files import DataFile
+    from graphquant.calibration.data.spec import DataSource
+    from graphquant.numerics import Array
+
+
+SCAN_CHUNK_BYTES = 1 << 17
+"""About how much of an array is looked at in one go where all is read once."""
+
+_COPY_CHUNK_BYTES = 1 << 20
+
+ARRAY_ADVICE = "Write it again with numpy.save or numpy.savez."
+
+ArrayMembers = dict[str, tuple[int, "Callable[[], IO[bytes]]"]]
+"""Size in bytes of each array's npy form, and what opens it, by key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StoredArray:
+    """An array of a file, and how an input takes it.
+
+    Attributes:
+        array_fit: How the input takes it.
+        open_stream: Opens its npy form.
+        data_offset: Where in there its values start.
+        stored_dtype: Its dtype as it lies in the file.
+        fortran_order: Whether the first axis runs fastest.
+    """
+
+    array_fit: ArrayFit
+    open_stream: Callable[[], IO[bytes]]
+    data_offset: int
+    stored_dtype: np.dtype[Any]
+    fortran_order: bool
+
+
+def open_arrays(source: DataSource, request: DataRequest) -> Dataset:
+    """The feeds that the files hold, one after the other; reading all that is fed once checks it and gives the digest.
+
+    Raises:
+        DataError: A file cannot be read, or does not fit the inputs.
+    """
+    counts: list[int] = []
+    ignored: dict[str, None] = {}
+    for file in source.files:
+        with _read_file_arrays(file, request) as (arrays, unused_keys):
+            sample_count = common_sample_count([array.array_fit for array in arrays])
+        counts.append(sample_count if request.samples is None else min(sample_count, request.samples - sum(counts)))
+        ignored |= dict.fromkeys(unused_keys)
+        if sum(counts) == request.samples:
+            break
+    if not sum(counts):
+        raise DataError(f"{source.spec} holds no samples. Give at least one.")
+    scan = partial(_scan_and_hash, source.files, request, counts)
+    return Dataset(
+        count=sum(counts),
+        digest=run_in_background(scan) if request.check_in_background else scan(),
+        ignored=(*ignored, *source.ignored),
+        open_feeds=partial(_array_feeds, source.files, request, counts),
+    )
+
+
+def _scan_and_hash(files: Sequence[DataFile], request: DataRequest, counts: Sequence[int]) -> str:
+    """The digest of what is fed, of which every value must be finite and fit the input's dtype."""
+    digest = hashlib.sha256()
+    for file, count in zip(files, counts, strict=False):
+        with _read_file_arrays(file, request) as (arrays, _):
+            for array in arrays:
+                array_fit = array.array_fit
+                digest.update(
+                    f"{array_fit.input_name} {array_fit.stored_dtype.str} {array_fit.feed_shape()} {count if array_fit.rows_per_feed else 0}\n".encode()
+                )
+                _scan_array(array, count, digest.update, finite=request.require_finite)
+    return digest.hexdigest()
+
+
+@contextmanager
+def _read_file_arrays(
+    file: DataFile, request: DataRequest, *, verify_checksums: bool = True
+) -> Iterator[tuple[list[_StoredArray], list[str]]]:
+    """The arrays of `file` that the inputs take, and the keys that none takes.
+
+    Unless they are to be `verify_checksums`, no checksums are made of those that lie in the file as they are.
+    """
+    with wrap_read_errors(file, ARRAY_ADVICE), ExitStack() as stack:
+        if file.name.lower().endswith(".npy"):
+            members = _sole_npy_member(file, request)
+        else:
+            archive = stack.enter_context(zipfile.ZipFile(stack.enter_context(file.open())))
+            members = {
+                info.filename.removesuffix(".npy"): (
+                    info.file_size,
+                    partial(archive.open, info)
+                    if verify_checksums or not _is_uncompressed_entry(info)
+                    else partial(_open_uncompressed_entry, file, info),
+                )
+                for info in archive.infolist()
+                if info.filename.endswith(".npy")
+            }
+        keys = match_input_keys(file.name, list(members), request)
+        arrays = [
+            _inspect_array(f"{file.name}: array {key!r}", *members[key], model_input)
+            for model_input, key in zip(request.inputs, keys, strict=True)
+        ]
+        yield arrays, [key for key in members if key not in keys]
+
+
+ZIP_LOCAL_HEADER_BYTES = 30
+"""Bytes of what stands before an entry of a zip, but for its name and what else is said of it."""
+
+ZIP_ENCRYPTED_FLAG = 1
+"""The flag of an encrypted entry."""
+
+
+def _is_uncompressed_entry(info: zipfile.ZipInfo) -> bool:
+    """Whether the bytes of an entry are in the file as they are."""
+    return info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & ZIP_ENCRYPTED_FLAG
+
+
+def _open_uncompressed_entry(file: DataFile, info: zipfile.ZipInfo) -> IO[bytes]:
+    """The file at the start of a plain entry; unlike zipfile's, reading it makes no checksum and no second copy."""
+    stream = file.open()
+    stream.seek(info.header_offset)
+    header = _read_array_bytes(stream, ZIP_LOCAL_HEADER_BYTES)
+    stream.seek(sum(struct.unpack_from("<HH", header, ZIP_LOCAL_HEADER_BYTES - 4)), 1)
+    return stream
+
+
+def _sole_npy_member(file: DataFile, request: DataRequest) -> ArrayMembers:
+    """The one array of an npy file, under the name of the one input."""
+    if len(request.inputs) != 1:
+        names = ", ".join(repr(model_input.name) for model_input in request.inputs)
+        raise DataError(
+            f"{file.name} holds one array, and the model takes {names}. Save them under these names with numpy.savez."
+        )
+    with file.open() as stream:
+        size = stream.seek(0, 2)
+    return {request.inputs[0].name: (size, file.open)}
+
+
+def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model_input: Any) -> _StoredArray:
+    """What the header of an array says, checked against its input."""
+    with opener() as stream:
+        header_offset = stream.tell()
+        shape, fortran_order, stored_dtype = _read_npy_header(stream)
+        data_offset = stream.tell()
+    if stored_dtype.hasobject:
+        raise DataError(f"{label} holds Python objects, which are never loaded. Save it as numbers.")
+    data_bytes = size - (data_offset - header_offset)
+    if any(axis < 0 for axis in shape) or math.prod(shape) * stored_dtype.itemsize != data_bytes:
+        raise DataError(
+            f"{label} says that it is {stored_dtype} {format_input_shape(shape)}, but {data_bytes} bytes follow. Save it again."
+        )
+    if fortran_order and size > MAX_FEED_BYTES:
+        raise DataError(f"{label} has {size} bytes in Fortran order. Save it in C order: numpy.ascontiguousarray.")
+    array_fit = fit_array(label, model_input, shape, stored_dtype)
+    return _StoredArray(
+        array_fit=array_fit,
+        open_stream=opener,
+        data_offset=data_offset,
+        stored_dtype=stored_dtype,
+        fortran_order=fortran_order,
+    )
+
+
+def _read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(stream)
+    raise ValueError(f"version {version} of the npy format is not supported")
+
+
+def _array_blocks(array: _StoredArray, feeds_per_block: int, start: int, stop: int) -> Iterator[Array]:
+    """The array in blocks of `feeds_per_block` feeds, of the file's dtype, from the feed `data_offset` up to `stop`."""
+    array_fit = array.array_fit
+    shape, rows = (array_fit.shape, array_fit.rows_per_feed) if array_fit.rows_per_feed else ((1, *array_fit.shape), 1)
+    if not array_fit.rows_per_feed:
+        feeds_per_block, start, stop = 1, 0, 1
+    row_bytes = math.prod(shape[1:]) * array.stored_dtype.itemsize
+    with array.open_stream() as stream, ExitStack() as stack:
+        stream.seek(array.data_offset)
+        if array.fortran_order:
+            mapped = _map_fortran_array(
+                stack.enter_context(tempfile.TemporaryFile()), stream, array.stored_dtype, array_fit.shape
+            )
+            mapped = mapped.reshape(shape, copy=False)
+        else:
+            stream.seek(start * rows * row_bytes, 1)
+        for first_row in range(start * rows, stop * rows, rows * feeds_per_block):
+            row_count = min(rows * feeds_per_block, stop * rows - first_row)
+            if array.fortran_order:
+                yield mapped[first_row : first_row + row_count]
+            else:
+                yield np.frombuffer(_read_array_bytes(stream, row_count * row_bytes), array.stored_dtype).reshape(
+                    (row_count, *shape[1:])
+                )
+
+
+def _array_chunks(array: _StoredArray, count: int) -> Iterator[Array]:
+    """What is fed `count` times, in order, in pieces of `SCAN_CHUNK_BYTES`, or, in Fortran order, of a feed or more."""
+    size, item_bytes = math.prod(array.array_fit.feed_shape()), array.stored_dtype.itemsize
+    if array.fortran_order:
+        yield from _array_blocks(array, max(1, SCAN_CHUNK_BYTES // max(size * item_bytes, 1)), 0, count)
+        return
+    remaining = size * count if array.array_fit.rows_per_feed else size
+    with array.open_stream() as stream:
+        stream.seek(array.data_offset)
+        while remaining:
+            chunk_size = min(remaining, SCAN_CHUNK_BYTES // item_bytes)
+            remaining -= chunk_size
+            yield np.frombuffer(_read_array_bytes(stream, chunk_size * item_bytes), array.stored_dtype)
+
+
+def _map_fortran_array(copy_file: IO[bytes], stream: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """An array in Fortran order as a map of the file that it is copied to."""
+    remaining = math.prod(shape) * dtype.itemsize
+    if not remaining:
+        return np.empty(shape, dtype)
+    while remaining:
+        remaining -= copy_file.write(_read_array_bytes(stream, min(remaining, _COPY_CHUNK_BYTES)))
+    copy_file.flush()
+    return np.memmap(copy_file, dtype, "r", shape=shape, order="F")
+
+
+def _read_array_bytes(stream: IO[bytes], size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) != size:
+        raise EOFError("the file ends inside an array")
+    return data
+
+
+def _scan_array(array: _StoredArray, count: int, update: Callable[[bytes | memoryview], None], *, finite: bool) -> None:
+    """Reads what will be fed once, and hands it to `update`."""
+    array_fit = array.array_fit
+    bad_count, first_bad, scanned_count = 0, 0, 0
+    for block in _array_chunks(array, count):
+        values = _native_array_values(array, block)
+        update(values.reshape(-1).view(np.uint8).data)
+        non_finite = non_finite_mask(values)
+        if non_finite.any():
+            first_bad = first_bad if bad_count else scanned_count + int(non_finite.argmax())
+            bad_count += int(non_finite.sum())
+            check_dtype_range(array_fit, values[~non_finite])
+        else:
+            check_dtype_range(array_fit, values)
+        scanned_count += values.size
+    if bad_count and finite:
+        index = [int(axis) for axis in np.unravel_index(first_bad, array_fit.shape)]
+        raise DataError(non_finite_message(array_fit.label, bad_count, index))
+
+
+def _native_array_values(array: _StoredArray, block: Array) -> Array:
+    """`block` as it was meant: in the machine's byte order, and bfloat16 where numpy saved nameless bytes."""
+    array_fit = array.array_fit
+    if array.stored_dtype.kind == "V":
+        return np.ascontiguousarray(block).view(array_fit.stored_dtype)
+    return np.ascontiguousarray(block, array_fit.stored_dtype)
+
+
+def _array_feeds(
+    files: Sequence[DataFile], request: DataRequest, counts: Sequence[int], start: int, stop: int
+) -> Iterator[Feed]:
+    samples_before = 0
+    for file, count in zip(files, counts, strict=False):
+        first, last = max(start - samples_before, 0), min(stop - samples_before, count)
+        samples_before += count
+        if first >= last:
+            continue
+        with _read_file_arrays(file, request, verify_checksums=False) as (
+            arrays,
+            _,
+        ):  # they were, or are meanwhile, for the digest
+            streams: Mapping[str, Iterator[Array]] = {
+                array.array_fit.input_name: _input_stream(array, first, last) for array in arrays
+            }
+            for _ in range(first, last):
+                yield {name: next(stream) for name, stream in streams.items()}
+
+
+def _input_stream(array: _StoredArray, start: int, stop: int) -> Iterator[Array]:
+    """What one input is fed."""
+    for block in _array_blocks(array, 1, start, stop):
+        values = _native_array_values(array, block)
+        if array.array_fit.rows_per_feed:
+            yield array.array_fit.feed(values)
+        else:
+            yield from itertools.repeat(array.array_fit.feed(values[0]), stop - start)

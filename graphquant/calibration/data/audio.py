@@ -1,0 +1,200 @@
+"""Calibration data as wav files, each one sample: its wave, in one channel. Windows and features are the user's."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.calibration.data.files import DataFile, hash_files, wrap_read_errors
+from graphquant.calibration.data.fit import dtype_kind, format_input_shape, numpy_dtype
+from graphquant.calibration.data.images import parse_number
+from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size, sole_input
+from graphquant.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphquant.calibration.data.base import DataRequest, Dataset, Feed, ModelInput, Shape
+    from graphquant.calibration.data.spec import DataSource
+    from graphquant.numerics import Array
+
+
+MAX_WAV_BYTES = 1 << 28
+"""Largest wav file: over two hours of 16-bit mono at 16 kHz."""
+
+WAV_PADDINGS = ("end", "repeat", "none")
+
+WAV_ADVICE = "Convert it with: ffmpeg -i FILE -c:a pcm_s16le OUT.wav"
+
+_PCM_FORMAT, _FLOAT_FORMAT, _EXTENSIBLE_FORMAT = 1, 3, 0xFFFE
+_UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # the size of a chunk whose writer could not go back
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waves:
+    """How a wav file becomes an input: value = wave * scale, where wave is -1 to 1.
+
+    Attributes:
+        shape: Shape of a feed; -1 on the axis of time if it is open.
+        length: Values of a feed; None to take waves as long as they are.
+        pad: What is done where a wave is shorter: zeros at its "end", "repeat" it, or "none": refuse.
+        rate: Samples per second that every file must have; None for any, the same in all.
+        scale: Factor.
+        dtype: dtype of the input.
+    """
+
+    shape: tuple[int, ...]
+    length: int | None
+    pad: str
+    rate: int | None
+    scale: float
+    dtype: str
+
+
+def open_audio(source: DataSource, request: DataRequest) -> Dataset:
+    """The wav files in the order of their names; the digest is over their bytes and how they are read.
+
+    Raises:
+        DataError: The spec does not fit the input, or a file cannot be read or has another rate.
+    """
+    model_input = sole_input(source, request)
+    settings = _wave_settings(source, model_input)
+    files = source.files
+    if request.samples is not None:
+        files = files[: request.samples * fixed_batch_size(model_input)]
+    expected = settings.rate, "is asked for"
+    if settings.rate is None and files:
+        expected = _read_wave(files[0])[0], f"is that of {files[0].name}"
+
+    def read_waves(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
+        for file in files[start:stop]:
+            rate, wave = _read_wave(file)
+            if rate != expected[0]:
+                raise DataError(
+                    f"{file.name} has {rate} samples a second, and {expected[0]} {expected[1]}."
+                    f" Convert it with: ffmpeg -i FILE -ar {expected[0]} OUT.wav"
+                )
+            yield file.name, {model_input.name: _wave_to_feed(file, wave, settings)}
+
+    digest = hash_files(f"{settings} {model_input.name}", files)
+    return dataset_of_samples(source, request, read_waves, count=len(files), digest=digest)
+
+
+def _wave_settings(source: DataSource, model_input: ModelInput) -> Waves:
+    label, keys = source.spec, source.keys
+    shape, fixed_length = _time_axis(label, model_input.name, model_input.shape)
+    dtype = numpy_dtype(model_input.dtype)
+    if dtype_kind(dtype) not in {"int", "float"} or dtype.kind == "u":
+        raise DataError(
+            f"{label}: input {model_input.name!r} takes {model_input.dtype}, which holds no wave. Give an .npz file."
+        )
+    length = _parse_positive_count(label, "length", keys["length"]) if "length" in keys else fixed_length
+    if fixed_length is not None and length != fixed_length:
+        raise DataError(
+            f"{label}: length={length}, and input {model_input.name!r} takes {fixed_length}. Leave length out."
+        )
+    pad = keys.get("pad", "end")
+    if pad not in WAV_PADDINGS:
+        raise DataError(
+            f"{label}: pad={pad} is unknown. Known are {', '.join(WAV_PADDINGS)}.{did_you_mean(pad, WAV_PADDINGS)}"
+        )
+    full_scale = 1.0 if dtype_kind(dtype) == "float" else 2.0 ** (dtype.itemsize * 8 - 1)
+    return Waves(
+        shape=shape,
+        length=length,
+        pad=pad,
+        rate=_parse_positive_count(label, "rate", keys["rate"]) if "rate" in keys else None,
+        scale=parse_number(label, "scale", keys["scale"]) if "scale" in keys else full_scale,
+        dtype=model_input.dtype,
+    )
+
+
+def _time_axis(label: str, name: str, input_shape: Shape | None) -> tuple[tuple[int, ...], int | None]:
+    """Shape of a feed with -1 on the one axis that is time, and the size of that axis if it is fixed."""
+    if input_shape is not None:
+        sample_shape = input_shape if len(input_shape) == 1 else input_shape[1:]
+        time_axes = [axis for axis, size in enumerate(sample_shape) if size != 1]
+        if len(time_axes) == 1:
+            shape = [-1 if axis == time_axes[0] else 1 for axis in range(len(sample_shape))]
+            return (tuple(shape) if len(input_shape) == 1 else (1, *shape)), sample_shape[time_axes[0]]
+    accepted = "any shape" if input_shape is None else format_input_shape(input_shape)
+    raise DataError(f"{label}: input {name!r} takes {accepted}, and a wave has one axis, its time. Give an .npz file.")
+
+
+def _parse_positive_count(label: str, key: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):  # noqa: PLR2004  # a billion
+        raise DataError(f"{label}: {key}={text} is no whole number. Write it as {key}=16000.")
+    return int(text)
+
+
+def _wave_to_feed(file: DataFile, wave: Array, settings: Waves) -> Array:
+    """The feed that `wave`, float64 (time,) of -1 to 1, makes."""
+    if settings.length is not None and wave.size < settings.length:
+        if settings.pad == "none" or not wave.size:
+            raise DataError(
+                f"{file.name} has {wave.size} values, and {settings.length} are wanted. Leave it out, or add pad=end."
+            )
+        padding = (0, settings.length - wave.size)
+        wave = np.pad(wave, padding) if settings.pad == "end" else np.pad(wave, padding, mode="wrap")
+    values = wave[: settings.length] * settings.scale
+    dtype = numpy_dtype(settings.dtype)
+    if dtype_kind(dtype) == "int":
+        limits = np.iinfo(dtype)
+        values = np.clip(np.rint(values), limits.min, limits.max)
+    return values.astype(dtype).reshape(settings.shape)
+
+
+def _read_wave(file: DataFile) -> tuple[int, Array]:
+    """Samples per second, and the mean of the channels, float64 (time,) from -1 up to 1."""
+    with wrap_read_errors(file, WAV_ADVICE):
+        content = file.read(MAX_WAV_BYTES)
+        if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
+            raise ValueError("it is no wav file")
+        chunks = _riff_chunks(content)
+        if "fmt " not in chunks or "data" not in chunks:
+            raise ValueError("it has no format or no data")
+        sample_format, channels, rate, _, frame_bytes, bits = struct.unpack_from("<HHIIHH", chunks["fmt "])
+        if sample_format == _EXTENSIBLE_FORMAT:
+            (sample_format,) = struct.unpack_from("<H", chunks["fmt "], 24)
+        if not channels or not rate or frame_bytes * 8 != channels * bits:
+            raise ValueError(
+                f"it says that {channels} channels of {bits} bits are {frame_bytes} bytes at {rate} a second"
+            )
+        values = _decode_wave_values(
+            chunks["data"][: len(chunks["data"]) // frame_bytes * frame_bytes], sample_format, bits
+        )
+    return rate, values.reshape(-1, channels).mean(axis=1)
+
+
+def _riff_chunks(content: bytes) -> dict[str, memoryview]:
+    """The first chunk of each name."""
+    view = memoryview(content)
+    chunks: dict[str, memoryview] = {}
+    offset = 12
+    while offset + 8 <= len(content) and "data" not in chunks:
+        name, size = struct.unpack_from("<4sI", content, offset)
+        if size == _UNKNOWN_CHUNK_SIZE:
+            size = len(content) - offset - 8
+        if offset + 8 + size > len(content):
+            raise EOFError("the file ends early")
+        chunks.setdefault(name.decode("latin-1"), view[offset + 8 : offset + 8 + size])
+        offset += 8 + size + size % 2
+    return chunks
+
+
+def _decode_wave_values(data: memoryview, sample_format: int, bits: int) -> Array:
+    """The numbers in `data`, float64 from -1 up to 1."""
+    if sample_format == _FLOAT_FORMAT and bits in {32, 64}:
+        return np.frombuffer(data, f"<f{bits // 8}").astype(np.float64)
+    if sample_format != _PCM_FORMAT or bits not in {8, 16, 24, 32}:
+        raise ValueError(f"its format {sample_format} with {bits} bits is not supported")
+    if bits == 8:  # noqa: PLR2004  # the only width that has no sign
+        return (np.frombuffer(data, np.uint8).astype(np.float64) - 128) / 128
+    if bits == 24:  # noqa: PLR2004  # no dtype has it: the upper three bytes of four
+        widened = np.zeros((len(data) // 3, 4), np.uint8)
+        widened[:, 1:] = np.frombuffer(data, np.uint8).reshape(-1, 3)
+        return widened.view("<i4")[:, 0].astype(np.float64) / 2**31
+    return np.frombuffer(data, f"<i{bits // 8}").astype(np.float64) / 2.0 ** (bits - 1)

@@ -1,0 +1,180 @@
+"""The files that a data spec names: one, or those of a folder, on this machine or, through fsspec, on another."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import tokenize
+import zipfile
+import zlib
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, TYPE_CHECKING, Any
+
+from graphquant.calibration.data.base import MAX_FEED_BYTES
+from graphquant.errors import DataError, GraphQuantError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+
+MAX_FILES = 1_000_000
+"""Files of a folder that are looked at; calibration wants hundreds."""
+
+_CHUNK_BYTES = 1 << 20
+
+DATA_EXTRA_INSTALL = "pip install 'graphquant[data]'"
+
+FILE_READ_ERRORS: tuple[type[Exception], ...] = (
+    OSError,
+    EOFError,
+    ValueError,  # numpy: a header that is none, object arrays; Pillow: sizes that cannot be
+    TypeError,  # numpy: a header of other types
+    SyntaxError,  # numpy: a header that is no Python literal; Pillow: a broken PNG
+    tokenize.TokenError,
+    RuntimeError,  # zipfile: encrypted; Python: nested too deeply
+    MemoryError,
+    IndexError,  # Pillow: tables that end early
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+"""What reading a broken file may raise."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file of the data.
+
+    Attributes:
+        name: Its path or address, as messages tell it.
+        filesystem: The fsspec file system that has it; None for a file of this machine.
+    """
+
+    name: str
+    filesystem: Any = None
+
+    def open(self) -> IO[bytes]:
+        """Opens it for reading; inside `wrap_read_errors`, which turns what may go wrong into a DataError."""
+        if self.filesystem is None:
+            return Path(self.name).open("rb")
+        opened: IO[bytes] = self.filesystem.open(self.name, "rb")
+        return opened
+
+    def read(self, limit: int = MAX_FEED_BYTES) -> bytes:
+        """All its bytes, no more than `limit` of them."""
+        with self.open() as stream:
+            content = stream.read(limit + 1)
+        if len(content) > limit:
+            raise ValueError(f"it has more than {limit} bytes")
+        return content
+
+
+@contextmanager
+def wrap_read_errors(file: DataFile, advice: str = "Write it again.") -> Iterator[None]:
+    """Turns what reading `file` can go wrong with into a DataError that ends with `advice`."""
+    # Each service behind fsspec raises its own kinds, which have no common base.
+    error_types: tuple[type[Exception], ...] = FILE_READ_ERRORS if file.filesystem is None else (Exception,)
+    try:
+        yield
+    except GraphQuantError:
+        raise
+    except error_types as error:
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        raise DataError(f"{file.name} cannot be read: {reason}. {advice}") from error
+
+
+def is_remote(path: str) -> bool:
+    """Whether fsspec is to open `path`: "s3://bucket/photos", "zip://*::photos.zip"."""
+    return "://" in path
+
+
+def list_data_files(path: str) -> tuple[list[DataFile], bool]:
+    """The file at `path`, or those of the folder and its folders, sorted by name; and whether it is a folder.
+
+    Hidden files are left out; so are devices and pipes.
+
+    Raises:
+        DataError: There is nothing at `path`, a link leads out of the folder, or it has too many files.
+        MissingDependencyError: It is elsewhere and fsspec, or what it needs for that service, is not installed.
+    """
+    if is_remote(path):
+        return _list_remote_files(path)
+    if "\0" in path:
+        raise DataError(f"{path!r} is no path. Give the path of the calibration data.")
+    location = Path(path)
+    if location.is_file():
+        return [DataFile(path)], False
+    if not location.is_dir():
+        raise DataError(f"There is no file {path}. Give the path of the calibration data.")
+    names = _limit_file_count(path, _walk_folder(location))
+    return [DataFile(str(location / name)) for name in names], True
+
+
+def _walk_folder(folder: Path) -> Iterator[str]:
+    """Paths of the files inside `folder`, relative to it."""
+    resolved_folder = folder.resolve()
+    for directory, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+        for name in names:
+            path = Path(directory) / name
+            if name.startswith(".") or not path.is_file():
+                continue
+            if path.is_symlink() and resolved_folder not in path.resolve().parents:
+                raise DataError(f"{path} is a link out of the folder. Copy the file into it.")
+            yield path.relative_to(folder).as_posix()
+
+
+def _limit_file_count(location: str, names: Iterable[str]) -> list[str]:
+    collected = []
+    for name in names:
+        collected.append(name)
+        if len(collected) > MAX_FILES:
+            raise DataError(
+                f"{location} has more than {MAX_FILES} files. Give a folder of the samples to calibrate with."
+            )
+    return sorted(collected)
+
+
+def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
+    try:
+        import fsspec
+    except ImportError as error:
+        raise MissingDependencyError(f"{path} needs the package fsspec. Install it: {DATA_EXTRA_INSTALL}") from error
+    try:
+        filesystem, root = fsspec.core.url_to_fs(path)
+        if filesystem.isfile(root):
+            return [DataFile(root, filesystem)], False
+        names = _limit_file_count(path, (name for name in filesystem.find(root) if not _is_hidden(name, root)))
+    except ImportError as error:
+        scheme = path.partition("://")[0]
+        raise MissingDependencyError(
+            f"{path} needs another package: {error}. Install it: pip install"
+            f" 'fsspec[{'http' if scheme == 'https' else scheme}]'"
+        ) from error
+    except DataError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        raise DataError(f"{path} cannot be listed: {reason}. See that it exists and that you may read it.") from error
+    if not names:
+        raise DataError(f"There is nothing at {path}. Give the address of the calibration data.")
+    return [DataFile(name, filesystem) for name in names], True
+
+
+def _is_hidden(name: str, root: str) -> bool:
+    return any(component.startswith(".") for component in PurePosixPath(name.removeprefix(root)).parts)
+
+
+def hash_files(prefix: str, files: Iterable[DataFile]) -> str:
+    """Hex SHA-256 over `prefix`, which says how the files are read, and the bytes of each, in their order."""
+    digest = hashlib.sha256(f"{prefix}\n".encode())
+    for file in files:
+        file_digest = hashlib.sha256()
+        with wrap_read_errors(file), file.open() as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                file_digest.update(chunk)
+        digest.update(file_digest.digest())
+    return digest.hexdigest()

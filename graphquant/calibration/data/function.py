@@ -1,0 +1,279 @@
+"""Calibration data from Python code: `module:function`, which gives any iterable. The code is run.
+
+What it gives may be arrays, dicts, tuples, a `tf.data.Dataset`, or an onnxruntime `CalibrationDataReader`; each pass
+over the data calls the function again. An item is laid out as an array in an `.npz` file is: it may be a sample, or a
+stack of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphquant.calibration.data.base import MAX_FEED_BYTES, Dataset
+from graphquant.calibration.data.fit import (
+    ArrayFit,
+    check_feed_values,
+    common_sample_count,
+    dtype_kind,
+    fit_array,
+    format_input_shape,
+    match_input_keys,
+    numpy_dtype,
+)
+from graphquant.errors import DataError, GraphQuantError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphquant.calibration.data.base import DataRequest, Feed, ModelInput
+    from graphquant.calibration.data.spec import DataSource
+    from graphquant.numerics import Array
+
+
+MAX_ITEMS = 1_000_000
+"""Items after which an iterable is taken to have no end."""
+
+
+def open_function(source: DataSource, request: DataRequest) -> Dataset:
+    """What the function gives. One pass over all of it counts and hashes the values, so shards agree on them.
+
+    Raises:
+        DataError: There is no such function, it fails, or what it gives does not fit the inputs.
+    """
+    create_iterable = _import_factory(source.spec)
+    digest = hashlib.sha256()
+    counts: list[int] = []
+    unused_keys: dict[str, None] = {}
+    stacked: dict[str, tuple[int, ...]] = {}
+    for label, arrays in _iterate_items(source.spec, create_iterable, request):
+        fitted_arrays = _fit_item(label, arrays, request)
+        for array_fit, values in fitted_arrays:
+            digest.update(f"{array_fit.input_name} {array_fit.stored_dtype.str} {values.shape}\n".encode())
+            digest.update(_array_bytes(values))
+        for array_fit, values in fitted_arrays:
+            if array_fit.rows_per_feed and array_fit.samples > 1:
+                stacked.setdefault(array_fit.input_name, values.shape)
+        counts.append(common_sample_count([array_fit for array_fit, _ in fitted_arrays]))
+        unused_keys |= dict.fromkeys(_unused_item_keys(label, arrays, request))
+        if request.samples is not None and sum(counts) >= request.samples:
+            break
+        if len(counts) == MAX_ITEMS:
+            raise DataError(
+                f"{source.spec} gave {MAX_ITEMS} items and does not end. Say with --samples how many to use."
+            )
+    if not sum(counts):
+        raise DataError(f"{source.spec} gives no samples. Let it give at least one, each time it is called.")
+    feeds = partial(_function_feeds, source.spec, create_iterable, request, counts)
+    return Dataset(
+        count=request.limit_count(sum(counts)),
+        digest=digest.hexdigest(),
+        ignored=tuple(unused_keys),
+        stacked_shapes=stacked,
+        open_feeds=feeds,
+    )
+
+
+def _import_factory(spec: str) -> Callable[[], Any]:
+    """What gives the iterable anew each time."""
+    name, _, path = spec.partition(":")
+    if os.getcwd() not in sys.path:  # noqa: PTH109  # a string, as sys.path holds
+        sys.path.append(os.getcwd())  # noqa: PTH109  # the same
+    with _wrap_user_errors(spec, "cannot be imported"):
+        resolved: Any = importlib.import_module(name)
+    for attribute in path.split("."):
+        if not hasattr(resolved, attribute):
+            raise DataError(f"The module {name} has no {path!r}. Name a function that gives the data.")
+        resolved = getattr(resolved, attribute)
+    if isinstance(resolved, Iterator):
+        raise DataError(f"{spec} can be read once only, and several passes are made. Name a function that makes it.")
+    if isinstance(resolved, Iterable) and not isinstance(resolved, type):
+        return lambda: resolved
+    if not callable(resolved):
+        raise DataError(f"{spec} is neither a function nor an iterable. Name a function that gives the data.")
+    factory: Callable[[], Any] = resolved
+    return factory
+
+
+@contextmanager
+def _wrap_user_errors(spec: str, failure: str) -> Iterator[None]:
+    """Turns whatever the user's code raises into a DataError."""
+    try:
+        yield
+    except GraphQuantError:
+        raise
+    except (Exception, SystemExit) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{spec} {failure}: {type(error).__name__}: {reason}. Run it by itself to see where."
+        ) from error
+
+
+def _iterate_items(
+    spec: str, create_iterable: Callable[[], Any], request: DataRequest
+) -> Iterator[tuple[str, dict[str, Array]]]:
+    """What each item is called, and its arrays by name."""
+    with _wrap_user_errors(spec, "failed"):
+        iterable = create_iterable()
+        iterator = iter(iterable) if not hasattr(iterable, "get_next") else _iterate_reader(iterable.get_next)
+    for index in range(sys.maxsize):
+        label = f"{spec}, item {index}"
+        with _wrap_user_errors(spec, f"failed at item {index}"):
+            try:
+                item = next(iterator)
+            except StopIteration:
+                return
+            arrays = _item_arrays(label, item, request)
+        yield label, arrays
+
+
+def _iterate_reader(get_next: Callable[[], Any]) -> Iterator[Any]:
+    """What an onnxruntime CalibrationDataReader gives until None ends it."""
+    while (item := get_next()) is not None:
+        yield item
+
+
+def _item_arrays(label: str, item: Any, request: DataRequest) -> dict[str, Array]:
+    """The arrays of an item: by name, by position, or the only one. Features may come first of two, labels second."""
+    if isinstance(item, tuple | list) and item and isinstance(item[0], Mapping):
+        item = item[0]
+    if isinstance(item, Mapping):
+        return {str(key): np.asarray(value) for key, value in item.items()}
+    names = [model_input.name for model_input in request.inputs]
+    if not isinstance(item, tuple | list):
+        item = (item,)
+    if len(item) < len(names):
+        raise DataError(
+            f"{label} has {len(item)} arrays, and the model takes {', '.join(map(repr, names))}."
+            " Give a dict of input name to array, or a tuple in that order."
+        )
+    extra_names = [f"position {index}" for index in range(len(names), len(item))]
+    return {name: np.asarray(value) for name, value in zip([*names, *extra_names], item, strict=True)}
+
+
+def _match_item_keys(label: str, arrays: Mapping[str, Array], request: DataRequest) -> list[str]:
+    return match_input_keys(label, list(arrays), request)
+
+
+def _unused_item_keys(label: str, arrays: Mapping[str, Array], request: DataRequest) -> list[str]:
+    used = _match_item_keys(label, arrays, request)
+    return [key for key in arrays if key not in used]
+
+
+def _fit_item(label: str, arrays: Mapping[str, Array], request: DataRequest) -> list[tuple[ArrayFit, Array]]:
+    """How each input takes its array; every value is checked."""
+    fitted_arrays = []
+    for model_input, key in zip(request.inputs, _match_item_keys(label, arrays, request), strict=True):
+        values = arrays[key]
+        array_fit = fit_array(f"{label}: array {key!r}", model_input, values.shape, values.dtype)
+        values = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("="), copy=False)
+        values = (values.view(array_fit.stored_dtype) if values.dtype.kind == "V" else values).reshape(array_fit.shape)
+        check_feed_values(array_fit, values, require_finite=request.require_finite)
+        fitted_arrays.append((array_fit, values))
+    return fitted_arrays
+
+
+def _array_bytes(values: Array) -> bytes:
+    return repr(values.tolist()).encode() if values.dtype.hasobject else values.tobytes()
+
+
+def _function_feeds(
+    spec: str, create_iterable: Callable[[], Any], request: DataRequest, counts: Sequence[int], start: int, stop: int
+) -> Iterator[Feed]:
+    items = _iterate_items(spec, create_iterable, request)
+    samples_before = 0
+    for count in counts:
+        if samples_before >= stop:
+            return
+        label, arrays = next(items, ("", None))
+        if arrays is None:
+            raise DataError(
+                f"{spec} gave {len(counts)} items at first and fewer later."
+                " Let the function make a new iterable each time."
+            )
+        first, last = max(start - samples_before, 0), min(stop - samples_before, count)
+        samples_before += count
+        if first >= last:
+            continue
+        fitted_arrays = _fit_item(label, arrays, request)
+        if common_sample_count([array_fit for array_fit, _ in fitted_arrays]) != count:
+            raise DataError(
+                f"{label} had {count} samples at first and another number later. Let it give the same again."
+            )
+        for index in range(first, last):
+            yield {
+                array_fit.input_name: array_fit.feed(
+                    values[index * array_fit.rows_per_feed : (index + 1) * array_fit.rows_per_feed]
+                    if array_fit.rows_per_feed
+                    else values
+                )
+                for array_fit, values in fitted_arrays
+            }
+
+
+# Random data, for tests only and only when asked for by name.
+
+MAX_DIGITS = 10
+
+
+def open_random(source: DataSource, request: DataRequest) -> Dataset:
+    """As many random feeds as the spec says, "random:8".
+
+    Raises:
+        DataError: The spec has no number, or an input's shape or dtype leaves it open what to make.
+    """
+    text = source.spec.removeprefix("random:")
+    if not (text.isascii() and text.isdigit() and len(text) < MAX_DIGITS and int(text) > 0):
+        raise DataError(f"{source.spec!r} does not say how many samples. Write random:8.")
+    count = request.limit_count(int(text))
+    shapes = {model_input.name: _random_shape(model_input) for model_input in request.inputs}
+    dtypes = {model_input.name: model_input.dtype for model_input in request.inputs}
+    for name, dtype in dtypes.items():
+        if dtype_kind(numpy_dtype(dtype)) not in {"int", "float", "bool"}:
+            raise DataError(f"There is no random data for input {name!r} of {dtype}. Give an .npz file.")
+    digest = hashlib.sha256(f"random {count} {shapes} {dtypes}".encode()).hexdigest()
+    return Dataset(count=count, digest=digest, random=True, open_feeds=partial(_random_feeds, shapes, dtypes))
+
+
+def _random_shape(model_input: ModelInput) -> tuple[int, ...]:
+    if model_input.shape is None or None in model_input.shape[1:]:
+        shape_description = (
+            "no known rank" if model_input.shape is None else f"the shape {format_input_shape(model_input.shape)}"
+        )
+        raise DataError(
+            f"There is no random data for input {model_input.name!r}, which has {shape_description}. Give an .npz file."
+        )
+    shape = tuple(1 if size is None else size for size in model_input.shape)
+    if math.prod(shape) * 8 > MAX_FEED_BYTES:
+        raise DataError(
+            f"Input {model_input.name!r} of {format_input_shape(shape)} is too large for random data. Give an .npz file."
+        )
+    return shape
+
+
+def _random_feeds(
+    shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], start: int, stop: int
+) -> Iterator[Feed]:
+    """The samples from `start` up to `stop`, each seeded by its index and the input's name."""
+    for index in range(start, stop):
+        yield {name: _random_values(name, index, shape, dtypes[name]) for name, shape in shapes.items()}
+
+
+def _random_values(name: str, index: int, shape: tuple[int, ...], dtype_name: str) -> Array:
+    """Normal floats, full-range 8-bit integers, other integers (often indices) 0 or 1."""
+    generator = np.random.default_rng([index, *name.encode()])
+    dtype = numpy_dtype(dtype_name)
+    if dtype_kind(dtype) == "float":
+        return np.asarray(generator.standard_normal(shape)).astype(dtype)
+    is_byte = dtype_kind(dtype) == "int" and dtype.itemsize == 1
+    low, high = (np.iinfo(dtype).min, np.iinfo(dtype).max) if is_byte else (0, 1)
+    return np.asarray(generator.integers(low, high, shape, np.int64, endpoint=True)).astype(dtype)

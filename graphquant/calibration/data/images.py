@@ -1,0 +1,374 @@
+"""Calibration data as pictures, each one sample."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from io import BytesIO
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphquant.calibration.data.base import MAX_FEED_BYTES
+from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, FILE_READ_ERRORS, hash_files, wrap_read_errors
+from graphquant.calibration.data.fit import dtype_kind, format_input_shape, numpy_dtype
+from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size, sole_input
+from graphquant.errors import DataError, MissingDependencyError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from graphquant.calibration.data.base import DataRequest, Dataset, Feed, ModelInput
+    from graphquant.calibration.data.spec import DataSource
+    from graphquant.numerics import Array
+
+
+# How a picture becomes the numbers that a model takes: size, layout, channel order, mean and scale.
+
+PIXEL_PRESETS: dict[str, dict[str, str]] = {
+    # What the field calls them: Keras' preprocess_input has the modes caffe, tf and torch; the others are models.
+    "raw": {},
+    "unit": {"scale": "1/255"},
+    "tf": {"mean": "127.5", "std": "127.5"},
+    "torch": {"scale": "1/255", "mean": "0.485:0.456:0.406", "std": "0.229:0.224:0.225"},
+    "caffe": {"order": "bgr", "mean": "103.939:116.779:123.68"},
+    "imagenet": {
+        "scale": "1/255",
+        "mean": "0.485:0.456:0.406",
+        "std": "0.229:0.224:0.225",
+        "resize": "crop",
+        "crop_pct": "0.875",
+    },
+    "clip": {
+        "scale": "1/255",
+        "mean": "0.48145466:0.4578275:0.40821073",
+        "std": "0.26862954:0.26130258:0.27577711",
+        "resize": "crop",
+        "filter": "bicubic",
+    },
+    "yolo": {"scale": "1/255", "resize": "pad", "fill": "114"},
+}
+"""Sets of keys by name; a key of the spec wins over the preset's."""
+
+PIXEL_CHOICES: dict[str, tuple[str, ...]] = {
+    "resize": ("stretch", "crop", "pad", "none"),
+    "filter": ("bilinear", "bicubic", "nearest", "lanczos", "box"),
+    "layout": ("nchw", "nhwc", "nhw", "chw", "hwc", "hw"),
+    "order": ("rgb", "bgr"),
+}
+
+PILLOW_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Pillow's mode for a number of channels."""
+
+PILLOW_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Pillow's readers that may be used; others start programs or are hardly ever tried."""
+
+MAX_PIXELS = 1 << 27
+"""Largest picture, before and after resizing."""
+
+MIN_CROP = 0.1
+
+ALPHA_CHANNELS = 4
+"""Channels of a picture with transparency."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pixels:
+    """How a picture becomes numbers: value = (pixel * scale - mean) / std, where pixel is 0 to 255.
+
+    Attributes:
+        layout: The input's axes, a letter each.
+        channels: 1 (grey), 3 or 4 (with alpha).
+        dtype: dtype of the input.
+        size: Width and height; None to leave them.
+        resize: "stretch", "crop" (cover, then cut the middle), "pad" (fit inside, then fill) or "none".
+        crop_pct: How much of the covering side a crop keeps.
+        filter: How Pillow interpolates.
+        fill: Pixel value around a padded picture.
+        order: "rgb" or "bgr".
+        scale: Factor.
+        mean: float64 (1,) or (channels,).
+        std: The same.
+    """
+
+    layout: str
+    channels: int
+    dtype: str
+    size: tuple[int, int] | None = None
+    resize: str = "stretch"
+    crop_pct: float = 1.0
+    filter: str = "bilinear"
+    fill: int = 0
+    order: str = "rgb"
+    scale: float = 1.0
+    mean: tuple[float, ...] = (0.0,)
+    std: tuple[float, ...] = (1.0,)
+
+    def decode(self, content: bytes) -> Array:
+        """The numbers of an encoded picture, in the input's layout and dtype; a first axis of 1 for a batch.
+
+        Raises:
+            DataError: It is no picture, or none that fits.
+        """
+        return self.to_feed(_decode_image(content, self))
+
+    def to_feed(self, image: Array) -> Array:
+        """The numbers of `image`, uint8 (height, width, channels)."""
+        values = image[:, :, ::-1] if self.order == "bgr" else image
+        dtype = numpy_dtype(self.dtype)
+        if (self.scale, self.mean, self.std) != (1.0, (0.0,), (1.0,)) or dtype_kind(dtype) == "float":
+            values = (values * np.float64(self.scale) - np.array(self.mean)) / np.array(self.std)
+        if dtype_kind(dtype) == "int":
+            values = np.rint(values).astype(np.int64)
+        elif dtype_kind(dtype) == "float":
+            values = values.astype(dtype)
+        letters = "nhwc" if "c" in self.layout else "nhw"
+        batched = values[None] if "c" in self.layout else values[None, :, :, 0]
+        if "n" not in self.layout:
+            letters, batched = letters[1:], batched[0]
+        return np.ascontiguousarray(batched.transpose([letters.index(letter) for letter in self.layout]))
+
+
+def pixel_settings(label: str, model_input: ModelInput, keys: Mapping[str, str]) -> Pixels:
+    """How pictures become what `model_input` takes: as `keys` say, and where they do not, as its shape says.
+
+    Raises:
+        DataError: A key's value cannot be, does not fit the input, or something is left open.
+    """
+    keys = _apply_preset(label, model_input, keys)
+    for key, choices in PIXEL_CHOICES.items():
+        if key in keys and keys[key] not in choices:
+            suggestion = did_you_mean(keys[key], choices)
+            raise DataError(f"{label}: {key}={keys[key]} is unknown. Known are {', '.join(choices)}.{suggestion}")
+    layout = keys.get("layout") or _layout_from_shape(label, model_input)
+    if model_input.shape is not None and len(model_input.shape) != len(layout):
+        raise DataError(
+            f"{label}: layout={layout} has {len(layout)} axes, and input {model_input.name!r} takes"
+            f" {format_input_shape(model_input.shape)}. Give the input's own layout."
+        )
+    axis_sizes = dict(zip(layout, model_input.shape or [None] * len(layout), strict=True))
+    channels = 1 if "c" not in layout else axis_sizes["c"] or 3
+    if channels not in PILLOW_MODES:
+        raise DataError(
+            f"{label}: pictures have 1, 3 or 4 channels, and input {model_input.name!r} takes {channels}."
+            " Say layout= if it is another, or give an .npz file."
+        )
+    settings = Pixels(
+        layout=layout,
+        channels=channels,
+        dtype=model_input.dtype,
+        size=_target_size(label, model_input, keys, axis_sizes),
+        resize=keys.get("resize", "stretch"),
+        crop_pct=parse_number(label, "crop_pct", keys.get("crop_pct", "1")),
+        filter=keys.get("filter", "bilinear"),
+        fill=min(_parse_whole_number(label, "fill", keys.get("fill", "0"), minimum=0), 255),
+        order=keys.get("order", "rgb"),
+        scale=parse_number(label, "scale", keys.get("scale", "1")),
+        mean=_parse_channel_values(label, "mean", keys.get("mean", "0"), channels),
+        std=_parse_channel_values(label, "std", keys.get("std", "1"), channels),
+    )
+    _check_pixel_settings(label, model_input, settings, keys)
+    return settings
+
+
+def parse_number(label: str, key: str, text: str) -> float:
+    """A number, as in "0.5" or "1/255".
+
+    Raises:
+        DataError: It is none, or not finite.
+    """
+    numerator, _, denominator = text.partition("/")
+    try:
+        value = float(numerator) / float(denominator or "1")
+    except (ValueError, ZeroDivisionError):
+        value = math.nan
+    if not math.isfinite(value):
+        raise DataError(f"{label}: {key}={text} is no number. Write it as 0.5 or 1/255.")
+    return value
+
+
+def _apply_preset(label: str, model_input: ModelInput, keys: Mapping[str, str]) -> dict[str, str]:
+    preset = keys.get("preset")
+    if preset is not None and preset not in PIXEL_PRESETS:
+        suggestion = did_you_mean(preset, PIXEL_PRESETS)
+        raise DataError(f"{label}: preset={preset} is unknown. Known are {', '.join(PIXEL_PRESETS)}.{suggestion}")
+    specified = preset is not None or keys.keys() & {"scale", "mean", "std"}
+    if not specified and dtype_kind(numpy_dtype(model_input.dtype)) == "float":
+        raise DataError(
+            f"{label}: input {model_input.name!r} takes {model_input.dtype}, and nothing says how pixels become that. Say it as in"
+            f" training: {label},preset=imagenet (or {', '.join(PIXEL_PRESETS)}), or {label},mean=127,std=128."
+        )
+    if dtype_kind(numpy_dtype(model_input.dtype)) not in {"int", "float"}:
+        raise DataError(
+            f"{label}: input {model_input.name!r} takes {model_input.dtype}, no numbers. Give an .npz file."
+        )
+    return {**(PIXEL_PRESETS[preset] if preset else {}), **{key: text for key, text in keys.items() if key != "preset"}}
+
+
+def _layout_from_shape(label: str, model_input: ModelInput) -> str:
+    """The layout that the input's shape tells, if it tells just one."""
+    shape = model_input.shape
+    if shape is not None and len(shape) == 2:  # noqa: PLR2004  # height and width
+        return "hw"
+    if shape is not None and len(shape) in {3, 4}:
+        channels_last = shape[-1] in PILLOW_MODES
+        channels_first = shape[-3] in PILLOW_MODES
+        layouts = {4: ("nchw", "nhwc", ""), 3: ("chw", "hwc", "nhw")}[len(shape)]
+        if channels_first != channels_last:
+            return layouts[0] if channels_first else layouts[1]
+        if not channels_first and shape[0] is None and None not in shape[1:] and layouts[2]:
+            return layouts[2]
+    accepted = "any shape" if shape is None else format_input_shape(shape)
+    raise DataError(
+        f"{label}: input {model_input.name!r} takes {accepted}, which may be several layouts. Add layout=nchw or nhwc."
+    )
+
+
+def _target_size(
+    label: str, model_input: ModelInput, keys: Mapping[str, str], axis_sizes: Mapping[str, int | None]
+) -> tuple[int, int] | None:
+    """Width and height, as asked for or as the input has them."""
+    input_size = axis_sizes["w"], axis_sizes["h"]
+    if "size" in keys:
+        width_text, _, height_text = keys["size"].partition("x")
+        width, height = (_parse_whole_number(label, "size", word) for word in (width_text, height_text or width_text))
+        for requested, input_extent in zip((width, height), input_size, strict=True):
+            if input_extent not in {None, requested}:
+                raise DataError(
+                    f"{label}: size={keys['size']} is {width} wide and {height} high, and input {model_input.name!r} takes"
+                    f" {format_input_shape(model_input.shape or ())}, {input_size[0] or '?'} wide and {input_size[1] or '?'} high. Leave size out."
+                )
+    elif input_size[0] is not None and input_size[1] is not None:
+        width, height = input_size[0], input_size[1]
+    elif keys.get("resize") == "none":
+        return None
+    else:
+        raise DataError(
+            f"{label}: input {model_input.name!r} takes {format_input_shape(model_input.shape or ())}, which leaves the size open."
+            " Add size=WIDTHxHEIGHT, or resize=none to leave pictures as they are."
+        )
+    if width * height > MAX_PIXELS:
+        raise DataError(f"{label}: {width}x{height} is too large. Give a size of at most {MAX_PIXELS} pixels.")
+    return width, height
+
+
+def _check_pixel_settings(label: str, model_input: ModelInput, settings: Pixels, keys: Mapping[str, str]) -> None:
+    """Refuses what is surely not meant."""
+    if 0.0 in settings.std:
+        raise DataError(f"{label}: std={keys['std']} divides by zero. Give what the model was trained with.")
+    if dtype_kind(numpy_dtype(model_input.dtype)) == "int" and (settings.scale != 1 or settings.std != (1.0,)):
+        raise DataError(
+            f"{label}: input {model_input.name!r} takes {model_input.dtype}, so pixels stay whole numbers. Leave preset, scale and"
+            " std out; mean=128 makes -128 to 127 of them."
+        )
+    if settings.scale == 1 and max(settings.std) < 1 and max(settings.mean) <= 1 and "std" in keys:
+        raise DataError(
+            f"{label}: mean={keys.get('mean', '0')} and std={keys['std']} are for pixels of 0 to 1, and these are 0 to"
+            " 255. Add scale=1/255."
+        )
+    if settings.order == "bgr" and settings.channels != 3:  # noqa: PLR2004  # red, green, blue
+        raise DataError(
+            f"{label}: order=bgr needs 3 channels, and input {model_input.name!r} takes {settings.channels}."
+        )
+    if "crop_pct" in keys and (settings.resize != "crop" or not MIN_CROP <= settings.crop_pct <= 1):
+        raise DataError(
+            f"{label}: crop_pct={keys['crop_pct']} is the part that resize=crop keeps, {MIN_CROP} to 1."
+            " Leave it out, or add resize=crop."
+        )
+
+
+def _parse_whole_number(label: str, key: str, text: str, *, minimum: int = 1) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) >= minimum):  # noqa: PLR2004  # a million
+        raise DataError(
+            f"{label}: {key}={text} is no whole number from {minimum}. Write size as 320x240, others as 256."
+        )
+    return int(text)
+
+
+def _parse_channel_values(label: str, key: str, text: str, channels: int) -> tuple[float, ...]:
+    values = tuple(parse_number(label, key, word) for word in text.split(":"))
+    if len(values) not in {1, channels}:
+        raise DataError(
+            f"{label}: {key}={text} has {len(values)} numbers for {channels} channels. Give one, or as many."
+        )
+    return values
+
+
+def _decode_image(content: bytes, settings: Pixels) -> Array:
+    """The picture in its size, uint8 (height, width, channels)."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise MissingDependencyError(f"Pictures need the package pillow. Install it: {DATA_EXTRA_INSTALL}") from error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd metadata; large pictures are refused by size
+            image = Image.open(BytesIO(content), formats=PILLOW_FORMATS)
+            if image.width * image.height > MAX_PIXELS:
+                raise DataError(f"it has {image.width}x{image.height} pixels. Make it smaller.")
+            if image.mode.startswith(("I", "F")):
+                raise DataError(f"it has more than 8 bits for a pixel ({image.mode}). Save it as an .npy file.")
+            image = _resize_image(image.convert(PILLOW_MODES[settings.channels]), settings)
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{error}. Make it smaller.") from error
+    except FILE_READ_ERRORS as error:
+        reason = str(error).strip().rstrip(".") or type(error).__name__
+        raise DataError(f"it is no picture that can be read: {reason}. Save it again as PNG or JPEG.") from error
+    return np.asarray(image).reshape(image.height, image.width, settings.channels)
+
+
+def _resize_image(image: Any, settings: Pixels) -> Any:
+    """`image` in the size that the model takes."""
+    from PIL import Image
+
+    if settings.size is None or (image.size == settings.size and settings.crop_pct == 1):
+        return image
+    if settings.resize == "none":
+        width, height = settings.size
+        raise DataError(f"it is {image.width}x{image.height}, and {width}x{height} is wanted. Leave resize=none out.")
+    resampling = Image.Resampling[settings.filter.upper()]
+    if settings.resize == "stretch":
+        return image.resize(settings.size, resampling)
+    (width, height), (old_width, old_height) = settings.size, image.size
+    ratios = width / old_width, height / old_height
+    ratio = min(ratios) if settings.resize == "pad" else max(ratios) / settings.crop_pct
+    scaled = max(1, round(old_width * ratio)), max(1, round(old_height * ratio))
+    if scaled[0] * scaled[1] > MAX_PIXELS:
+        raise DataError(f"it is {old_width}x{old_height}, and would become {scaled[0]}x{scaled[1]} on the way. Cut it.")
+    image = image.resize(scaled, resampling)
+    left_offset, top_offset = (scaled[0] - width) / 2, (scaled[1] - height) / 2
+    if settings.resize == "crop":
+        left_offset, top_offset = round(left_offset), round(top_offset)
+        return image.crop((left_offset, top_offset, left_offset + width, top_offset + height))
+    fill = (settings.fill,) * min(settings.channels, 3) + (255,) * (settings.channels == ALPHA_CHANNELS)
+    canvas = Image.new(image.mode, settings.size, fill if settings.channels > 1 else settings.fill)
+    canvas.paste(image, (round(-left_offset), round(-top_offset)))
+    return canvas
+
+
+def open_images(source: DataSource, request: DataRequest) -> Dataset:
+    """The pictures in the order of their names; the digest is over their files and how they are read.
+
+    Raises:
+        DataError: The spec leaves something open, or a picture cannot be read.
+        MissingDependencyError: Pillow is not installed.
+    """
+    model_input = sole_input(source, request)
+    settings = pixel_settings(source.spec, model_input, source.keys)
+    files = source.files
+    if request.samples is not None:
+        files = files[: request.samples * fixed_batch_size(model_input)]
+
+    def read_images(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
+        for file in files[start:stop]:
+            with wrap_read_errors(file):
+                content = file.read(MAX_FEED_BYTES)
+            try:
+                values = settings.decode(content)
+            except DataError as error:
+                raise DataError(f"{file.name}: {error}") from error
+            yield file.name, {model_input.name: values}
+
+    digest = hash_files(f"{settings} {model_input.name} {model_input.shape}", files)
+    return dataset_of_samples(source, request, read_images, count=len(files), digest=digest)

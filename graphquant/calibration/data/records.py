@@ -1,0 +1,509 @@
+"""Calibration data in Parquet files: columns are inputs, each row one sample."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import re
+import struct
+from contextlib import ExitStack
+from functools import cache
+from pathlib import PurePosixPath
+from typing import IO, TYPE_CHECKING, Any, Final
+
+import google_crc32c
+import ml_dtypes
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+from graphquant.calibration.data.base import MAX_FEED_BYTES
+from graphquant.calibration.data.files import DATA_EXTRA_INSTALL, DataFile, hash_files, wrap_read_errors
+from graphquant.calibration.data.fit import STRING_DTYPES, format_input_shape, match_input_keys, numpy_dtype
+from graphquant.calibration.data.images import Pixels, pixel_settings
+from graphquant.calibration.data.samples import dataset_of_samples, fixed_batch_size
+from graphquant.errors import DataError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from graphquant.calibration.data.base import DataRequest, Dataset, Feed, ModelInput
+    from graphquant.calibration.data.spec import DataSource
+    from graphquant.numerics import Array
+
+
+# A value of a record or a row as the feed of an input: numbers, raw bytes, or an encoded picture.
+
+IMAGE_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")
+"""How encoded pictures start."""
+
+
+def feed_converter(source: DataSource, model_input: ModelInput) -> Callable[[str, Any], Array]:
+    """A function that turns a value, called something, into a feed of `model_input` with a first axis of 1 for the batch."""
+
+    @cache
+    def image_settings() -> Pixels:
+        return pixel_settings(source.spec, model_input, source.keys)
+
+    def convert_value(label: str, value: Any) -> Array:
+        if not isinstance(value, bytes):
+            return _reshape_to_input(label, model_input, np.asarray(value))
+        if model_input.dtype in STRING_DTYPES:
+            return _reshape_to_input(label, model_input, np.array([_decode_or_keep_bytes(value)], object))
+        if value.startswith(IMAGE_SIGNATURES):
+            settings = image_settings()
+            try:
+                return settings.decode(value)
+            except DataError as error:
+                raise DataError(f"{label}: {error}") from error
+        if source.keys:
+            return image_settings().to_feed(_raw_pixels(label, value, image_settings()))
+        return _raw_numbers(label, model_input, value)
+
+    return convert_value
+
+
+def _decode_or_keep_bytes(value: bytes) -> str | bytes:
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value
+
+
+def _raw_pixels(label: str, value: bytes, settings: Pixels) -> Array:
+    """A picture as its bare pixels, uint8 (height, width, channels)."""
+    width, height = settings.size or (0, 0)
+    if len(value) != width * height * settings.channels:
+        raise DataError(
+            f"{label} is no JPEG, PNG or GIF picture, and its {len(value)} bytes are not {width}x{height} pixels of"
+            f" {settings.channels} channels. Give encoded pictures, or pixels of the input's size."
+        )
+    return np.frombuffer(value, np.uint8).reshape(height, width, settings.channels)
+
+
+def _raw_numbers(label: str, model_input: ModelInput, value: bytes) -> Array:
+    """Numbers of the input's dtype as they lie in memory, little-endian."""
+    dtype = numpy_dtype(model_input.dtype)
+    if dtype.hasobject or len(value) % dtype.itemsize:
+        raise DataError(
+            f"{label} has {len(value)} bytes, which are no numbers of {model_input.dtype}. Store the numbers of input"
+            f" {model_input.name!r} themselves, or their bytes."
+        )
+    return _reshape_to_input(label, model_input, np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype))
+
+
+def _reshape_to_input(label: str, model_input: ModelInput, values: Array) -> Array:
+    """`values` in the shape of one sample: records hold lists, which have none."""
+    input_shape = model_input.shape
+    if input_shape is None or values.shape == input_shape:
+        return values
+    static_sizes = [size for size in input_shape if size is not None]
+    if len(static_sizes) == len(input_shape) and math.prod(static_sizes) == values.size:
+        return values.reshape(static_sizes)
+    target_shape = [1, *(-1 if size is None else size for size in input_shape[1:])]
+    sizes = [size for size in target_shape if size > 0]
+    if target_shape.count(-1) > 1:
+        raise DataError(
+            f"{label} is a list of {values.size}, and input {model_input.name!r} takes {format_input_shape(input_shape)}, which leaves its"
+            " shape open. Give an .npz file, which keeps shapes."
+        )
+    fits = values.size == math.prod(sizes) if -1 not in target_shape else not values.size % max(math.prod(sizes), 1)
+    if not input_shape or not fits:
+        raise DataError(
+            f"{label} has {values.size} values, and input {model_input.name!r} takes {format_input_shape(input_shape)}. Give as many."
+        )
+    return values.reshape(target_shape)
+
+
+ROWS_PER_BATCH = 16
+"""Rows that are decoded at a time."""
+
+PARQUET_ADVICE = "See that it is a whole Parquet file."
+
+
+def open_parquet(source: DataSource, request: DataRequest) -> Dataset:
+    """The rows of all files, in order; row groups before the first row are skipped. The digest is over the files.
+
+    Raises:
+        DataError: A file is broken, or its columns do not fit the inputs.
+        MissingDependencyError: pyarrow is not installed.
+    """
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"{source.spec} needs the package pyarrow. Install it: {DATA_EXTRA_INSTALL}"
+        ) from error
+    counts: list[int] = []
+    unused_columns: dict[str, None] = {}
+    for file in source.files:
+        with wrap_read_errors(file, PARQUET_ADVICE), file.open() as stream, parquet.ParquetFile(stream) as table:
+            counts.append(table.metadata.num_rows)
+            columns = table.schema_arrow.names
+        used_keys = match_input_keys(file.name, columns, request)
+        unused_columns |= dict.fromkeys(name for name in columns if name not in used_keys)
+    converters = {model_input.name: feed_converter(source, model_input) for model_input in request.inputs}
+
+    def read_samples(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
+        rows_before = 0
+        for file, count in zip(source.files, counts, strict=True):
+            first, last = max(start - rows_before, 0), min(stop - rows_before, count)
+            rows_before += count
+            for index, row in enumerate(_read_rows(file, request, first, last) if first < last else (), first):
+                label = f"{file.name}: row {index}"
+                yield label, {name: converters[name](f"{label}: {name!r}", value) for name, value in row.items()}
+
+    digest = hash_files(f"{source.keys} {source.input_keys} {request.samples}", source.files)
+    return dataset_of_samples(
+        source, request, read_samples, count=sum(counts), digest=digest, unused_keys=unused_columns
+    )
+
+
+def _read_rows(file: DataFile, request: DataRequest, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    """The rows from `start` up to `stop`: a value for each input."""
+    from pyarrow import parquet
+
+    with wrap_read_errors(file, PARQUET_ADVICE), file.open() as stream, parquet.ParquetFile(stream) as table:
+        keys = match_input_keys(file.name, table.schema_arrow.names, request)
+        row_groups: list[int] = []
+        first_row = 0
+        for group in range(table.metadata.num_row_groups):
+            size = table.metadata.row_group(group).num_rows
+            if first_row + size > start or row_groups:
+                row_groups.append(group)
+            else:
+                first_row += size
+        for batch in table.iter_batches(batch_size=ROWS_PER_BATCH, row_groups=row_groups, columns=keys):
+            for row in range(max(start - first_row, 0), min(stop - first_row, batch.num_rows)):
+                yield {
+                    model_input.name: _parquet_cell_value(
+                        f"{file.name}: row {first_row + row}: {key!r}", batch.column(key)[row]
+                    )
+                    for model_input, key in zip(request.inputs, keys, strict=True)
+                }
+            first_row += batch.num_rows
+            if first_row >= stop:
+                return
+
+
+def _parquet_cell_value(label: str, cell: Any) -> Any:
+    """Numbers, or the bytes of a picture, bare or as the field "bytes" of a struct."""
+    import pyarrow as pa
+
+    if isinstance(cell, pa.ExtensionScalar):
+        cell = cell.value
+    if isinstance(cell, pa.StructScalar) and cell.is_valid and "bytes" in cell:
+        cell = cell["bytes"]
+    if not cell.is_valid:
+        raise DataError(f"{label} is null. Give each row a value for each input.")
+    if isinstance(cell, pa.ListScalar | pa.LargeListScalar | pa.FixedSizeListScalar):
+        values = cell.values
+        while isinstance(values, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
+            values = values.flatten()
+        if values.null_count:
+            raise DataError(f"{label} holds null. Give numbers.")
+        return values.to_numpy(zero_copy_only=False)
+    if isinstance(cell, pa.StructScalar):
+        raise DataError(f"{label} is a struct without bytes of a picture. Give numbers, lists of numbers, or bytes.")
+    return cell.as_py() if isinstance(cell, pa.BinaryScalar | pa.LargeBinaryScalar) else _scalar_cell_value(cell)
+
+
+def _scalar_cell_value(cell: Any) -> Any:
+    """One number or text as an array of one; numbers keep their dtype."""
+    import pyarrow as pa
+
+    return np.asarray(pa.array([cell.as_py()], cell.type).to_numpy(zero_copy_only=False))
+
+
+# The protocol buffer messages that calibration data comes in, in a pool of their own.
+#
+# They are declared here by field numbers, so that reading them needs neither TensorFlow nor onnx.
+
+_FIELD_DESCRIPTOR: Final[Any] = descriptor_pb2.FieldDescriptorProto
+
+_MESSAGES: Final[dict[str, tuple[tuple[int, str, str, bool], ...]]] = {
+    # number, name, type (a scalar's or a message's), repeated
+    "BytesList": ((1, "value", "bytes", True),),
+    "FloatList": ((1, "value", "float", True),),
+    "Int64List": ((1, "value", "int64", True),),
+    "Feature": (
+        (1, "bytes_list", "BytesList", False),
+        (2, "float_list", "FloatList", False),
+        (3, "int64_list", "Int64List", False),
+    ),
+    # A map is this on the wire; keys are checked where it is read.
+    "Entry": ((1, "key", "bytes", False), (2, "value", "Feature", False)),
+    "Features": ((1, "feature", "Entry", True),),
+    "Example": ((1, "features", "Features", False),),
+    "Tensor": (
+        (1, "dims", "int64", True),
+        (2, "data_type", "int32", False),
+        (3, "segment", "bytes", False),
+        (4, "float_data", "float", True),
+        (5, "int32_data", "int32", True),
+        (6, "string_data", "bytes", True),
+        (7, "int64_data", "int64", True),
+        (8, "name", "bytes", False),
+        (9, "raw_data", "bytes", False),
+        (10, "double_data", "double", True),
+        (11, "uint64_data", "uint64", True),
+        (14, "data_location", "int32", False),
+    ),
+}
+
+
+def _build_descriptor_pool() -> descriptor_pool.DescriptorPool:
+    file = descriptor_pb2.FileDescriptorProto(name="graphquant/data.proto", package="data", syntax="proto2")
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for number, field, kind, repeated in fields:
+            added = message.field.add(name=field, number=number)
+            added.label = _FIELD_DESCRIPTOR.LABEL_REPEATED if repeated else _FIELD_DESCRIPTOR.LABEL_OPTIONAL
+            if kind in _MESSAGES:
+                added.type, added.type_name = _FIELD_DESCRIPTOR.TYPE_MESSAGE, f".data.{kind}"
+            else:
+                added.type = _FIELD_DESCRIPTOR.Type.Value(f"TYPE_{kind.upper()}")
+    pool = descriptor_pool.DescriptorPool()
+    pool.AddSerializedFile(file.SerializeToString())
+    return pool
+
+
+_POOL: Final = _build_descriptor_pool()
+
+Example: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("data.Example"))
+TensorMessage: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTypeByName("data.Tensor"))
+
+
+# Calibration data in TFRecord files of tf.train.Example, compressed with gzip or not, read without TensorFlow.
+
+MAX_RECORD_BYTES = 1 << 28
+"""Largest record; a compressed one may claim any size."""
+
+TFRECORD_ADVICE = "See that it is a whole TFRecord file."
+
+_CRC_MASK_DELTA = 0xA282EAD8
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+def open_tfrecord(source: DataSource, request: DataRequest) -> Dataset:
+    """The examples of all files, in order. They are counted and hashed in one pass over the files' records.
+
+    Raises:
+        DataError: A file is broken, a record is no Example, or its features do not fit the inputs.
+    """
+    # Where the model takes k at a time, k records make a feed.
+    max_records = (
+        None if request.samples is None else request.samples * max(map(fixed_batch_size, request.inputs), default=1)
+    )
+    digest = hashlib.sha256(
+        f"{source.keys} {source.input_keys} {[model_input.name for model_input in request.inputs]}\n".encode()
+    )
+    counts: list[int] = []
+    for file in source.files:
+        remaining = None if max_records is None else max_records - sum(counts)
+        counts.append(0)
+        for record in _read_records(file, 0, remaining):
+            digest.update(hashlib.sha256(record).digest())
+            counts[-1] += 1
+    converters = {model_input.name: feed_converter(source, model_input) for model_input in request.inputs}
+
+    def read_samples(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
+        records_before = 0
+        for file, count in zip(source.files, counts, strict=True):
+            first, last = max(start - records_before, 0), min(stop - records_before, count)
+            records_before += count
+            records = _read_records(file, first, last) if first < last else iter(())
+            for index, record in enumerate(records, first):
+                label = f"{file.name}: record {index}"
+                features = _parse_features(label, record)
+                keys = match_input_keys(label, list(features), request)
+                feed = {}
+                for model_input, key in zip(request.inputs, keys, strict=True):
+                    value = _feature_value(f"{label}: {key!r}", features[key])
+                    feed[model_input.name] = converters[model_input.name](f"{label}: {key!r}", value)
+                yield label, feed
+
+    unused_features: list[str] = []
+    for file in source.files[:1]:
+        for record in _read_records(file, 0, 1):
+            feature_names = list(_parse_features(f"{file.name}: record 0", record))
+            unused_features = [
+                name
+                for name in feature_names
+                if name not in match_input_keys(f"{file.name}: record 0", feature_names, request)
+            ]
+    return dataset_of_samples(
+        source, request, read_samples, count=sum(counts), digest=digest.hexdigest(), unused_keys=unused_features
+    )
+
+
+def _read_records(file: DataFile, start: int, stop: int | None) -> Iterator[bytes]:
+    """The records from `start` up to `stop`, checksums checked; of those before only the lengths are read."""
+    with wrap_read_errors(file, TFRECORD_ADVICE), ExitStack() as stack:
+        stream: Any = stack.enter_context(file.open())
+        compressed = stream.read(2) == _GZIP_MAGIC
+        stream.seek(0)
+        if compressed:
+            stream = stack.enter_context(gzip.GzipFile(fileobj=stream))
+        index = 0
+        while (stop is None or index < stop) and (header := stream.read(12)):
+            length = _record_length(header)
+            if index < start:
+                stream.seek(length + 4, 1)
+            else:
+                record = _read_record_bytes(stream, length)
+                _verify_record_checksum(record, _read_record_bytes(stream, 4))
+                yield record
+            index += 1
+
+
+def _record_length(header: bytes) -> int:
+    if len(header) < 12:  # noqa: PLR2004  # a length of 8 bytes and its checksum of 4
+        raise EOFError("it ends inside a record")
+    _verify_record_checksum(header[:8], header[8:])
+    (length,) = struct.unpack("<Q", header[:8])
+    if length > MAX_RECORD_BYTES:
+        raise ValueError(f"a record says that it has {length} bytes")
+    return int(length)
+
+
+def _read_record_bytes(stream: IO[bytes], size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) != size:
+        raise EOFError("it ends inside a record")
+    return data
+
+
+def _verify_record_checksum(data: bytes, checksum: bytes) -> None:
+    """Compares with the masked CRC-32C that a TFRecord stores."""
+    crc = google_crc32c.value(data)
+    masked = ((crc >> 15 | crc << 17) + _CRC_MASK_DELTA) & 0xFFFFFFFF
+    if struct.pack("<I", masked) != checksum:
+        raise ValueError("a checksum is wrong")
+
+
+def _parse_features(label: str, record: bytes) -> dict[str, Any]:
+    try:
+        example = Example.FromString(record)
+        return {entry.key.decode(): entry.value for entry in example.features.feature}
+    except (DecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{label} is no tf.train.Example: {error}. Give records of it.") from error
+
+
+def _feature_value(label: str, feature: Any) -> Any:
+    """Numbers, or bytes; several byte strings are those of a string tensor."""
+    if feature.HasField("float_list"):
+        return np.array(feature.float_list.value, np.float32)
+    if feature.HasField("int64_list"):
+        return np.array(feature.int64_list.value, np.int64)
+    values: Sequence[bytes] = feature.bytes_list.value
+    if len(values) == 1:
+        return values[0]
+    if not values:
+        raise DataError(f"{label} is empty. Give each record a value for each input.")
+    return np.array([value.decode("utf-8", "surrogateescape") for value in values], object)
+
+
+# Calibration data as ONNX stores tests: folders `test_data_set_0` and so on with a TensorProto for each input.
+
+_TENSOR_DTYPES: dict[int, tuple[Any, str]] = {
+    # TensorProto.DataType: dtype, and the field that holds values which are not raw
+    1: (np.float32, "float_data"),
+    2: (np.uint8, "int32_data"),
+    3: (np.int8, "int32_data"),
+    4: (np.uint16, "int32_data"),
+    5: (np.int16, "int32_data"),
+    6: (np.int32, "int32_data"),
+    7: (np.int64, "int64_data"),
+    9: (np.bool_, "int32_data"),
+    10: (np.float16, "int32_data"),
+    11: (np.float64, "double_data"),
+    12: (np.uint32, "uint64_data"),
+    13: (np.uint64, "uint64_data"),
+    16: (ml_dtypes.bfloat16, "int32_data"),
+}
+
+_STRING_TENSOR = 8
+_BIT_PATTERN_TENSORS = frozenset({10, 16})
+"""Types whose values stand in int32_data as their bit patterns."""
+
+
+def open_onnx_sets(source: DataSource, request: DataRequest) -> Dataset:
+    """The sets in the order of their names, each one feed; the digest is over their files.
+
+    Raises:
+        DataError: A file is no tensor, or the tensors do not fit the inputs.
+    """
+    test_sets = _group_test_sets(source.files)
+    if request.samples is not None:
+        test_sets = test_sets[: request.samples]
+
+    def read_test_sets(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
+        for files in test_sets[start:stop]:
+            label = str(PurePosixPath(files[0].name).parent)
+            yield label, _test_set_feed(label, files, request)
+
+    digest = hash_files(
+        f"{[model_input.name for model_input in request.inputs]}", [file for files in test_sets for file in files]
+    )
+    return dataset_of_samples(source, request, read_test_sets, count=len(test_sets), digest=digest)
+
+
+def _group_test_sets(files: tuple[DataFile, ...]) -> list[list[DataFile]]:
+    """The files of each folder, input_2.pb before input_10.pb."""
+    test_sets: dict[PurePosixPath, list[DataFile]] = {}
+    for file in files:
+        test_sets.setdefault(PurePosixPath(file.name).parent, []).append(file)
+    return [sorted(set_files, key=lambda file: (_file_number(file), file.name)) for set_files in test_sets.values()]
+
+
+def _file_number(file: DataFile) -> int:
+    matched = re.search(r"(\d{1,9})\.pb$", file.name)
+    return int(matched[1]) if matched else 0
+
+
+def _test_set_feed(label: str, files: list[DataFile], request: DataRequest) -> Feed:
+    """Each tensor to the input of its name; if any has none or another, all by their numbers."""
+    tensors = [_read_test_tensor(file) for file in files]
+    names = [model_input.name for model_input in request.inputs]
+    if len(tensors) != len(names):
+        raise DataError(
+            f"{label} holds {len(tensors)} inputs, and the model takes {', '.join(map(repr, names))}."
+            " Give one file for each."
+        )
+    by_name = dict(tensors)
+    return by_name if by_name.keys() == set(names) else dict(zip(names, (values for _, values in tensors), strict=True))
+
+
+def _read_test_tensor(file: DataFile) -> tuple[str, Array]:
+    """Name and values of the TensorProto in `file`."""
+    with wrap_read_errors(file, "Give a TensorProto, as ONNX's test data is."):
+        content = file.read(MAX_FEED_BYTES)
+        try:
+            tensor = TensorMessage.FromString(content)
+        except DecodeError as error:
+            raise ValueError("it is no tensor; sequences and optionals are not supported") from error
+        if tensor.HasField("segment") or tensor.data_type not in {*_TENSOR_DTYPES, _STRING_TENSOR}:
+            raise ValueError(
+                f"it is a sequence, an optional, or a tensor of the type {tensor.data_type}, which are not supported"
+            )
+        if tensor.data_location:
+            raise ValueError("its values are in another file, which is not supported")
+        return tensor.name.decode(), _tensor_message_values(tensor)
+
+
+def _tensor_message_values(tensor: Any) -> Array:
+    if tensor.data_type == _STRING_TENSOR:
+        values: Array = np.array([value.decode() for value in tensor.string_data], object)
+    else:
+        dtype, field = _TENSOR_DTYPES[tensor.data_type]
+        if tensor.HasField("raw_data"):
+            values = np.frombuffer(tensor.raw_data, np.dtype(dtype).newbyteorder("<")).astype(dtype)
+        elif tensor.data_type in _BIT_PATTERN_TENSORS:
+            values = np.array(getattr(tensor, field), np.int64).astype(np.uint16).view(dtype)
+        else:
+            values = np.array(getattr(tensor, field)).astype(dtype)
+    if any(size < 0 for size in tensor.dims) or math.prod(tensor.dims) != values.size:
+        raise ValueError(f"it has {values.size} values for the shape {list(tensor.dims)}")
+    return values.reshape(tuple(tensor.dims))

@@ -1,0 +1,252 @@
+"""Data specs: `PATH,key=value,...`, a `.toml` file with the same keys, `module:function`, or `random:N`."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from graphquant.calibration.data.files import DataFile, is_remote, list_data_files, wrap_read_errors
+from graphquant.errors import DataError, did_you_mean
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+RANDOM_PREFIX = "random:"
+
+MAX_TOML_BYTES = 1 << 20
+
+PIXEL_KEYS = ("preset", "size", "resize", "crop_pct", "filter", "fill", "layout", "order", "scale", "mean", "std")
+"""Keys that say how a picture becomes numbers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataKind:
+    """A kind of data.
+
+    Attributes:
+        description: What it is.
+        opener: Module and function that opens it, "module:function" below this package.
+        file_pattern: A regular expression for the names of its files; none where no file tells it.
+        keys: What a spec of it may say.
+        has_fields: Whether its samples have named fields, so that `input_keys.NAME=FIELD` may say which input takes which.
+    """
+
+    description: str
+    opener: str
+    file_pattern: str = ""
+    keys: tuple[str, ...] = ()
+    has_fields: bool = False
+
+
+DATA_KINDS: dict[str, DataKind] = {
+    "npz": DataKind(
+        description="arrays under the names of the inputs, numpy.savez",
+        opener="arrays:open_arrays",
+        file_pattern=r".*\.npz",
+        has_fields=True,
+    ),
+    "npy": DataKind(
+        description="one array, numpy.save, for models with one input",
+        opener="arrays:open_arrays",
+        file_pattern=r".*\.npy",
+    ),
+    "onnx-test-set": DataKind(
+        description="folders with input_0.pb, input_1.pb and so on, each folder one run of the model",
+        opener="records:open_onnx_sets",
+        file_pattern=r"input_\d+\.pb",
+    ),
+    "images": DataKind(
+        description="pictures, each one sample, for models with one input",
+        opener="images:open_images",
+        file_pattern=r".*\.(jpe?g|png|bmp|gif|webp|tiff?|ppm|pgm)",
+        keys=PIXEL_KEYS,
+    ),
+    "audio": DataKind(
+        description="wav files, each one sample, for models with one input",
+        opener="audio:open_audio",
+        file_pattern=r".*\.wav",
+        keys=("rate", "length", "pad", "scale"),
+    ),
+    "tfrecord": DataKind(
+        description="records of tf.train.Example, each one sample",
+        opener="records:open_tfrecord",
+        file_pattern=r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?",
+        keys=PIXEL_KEYS,
+        has_fields=True,
+    ),
+    "parquet": DataKind(
+        description="tables whose columns are inputs, each row one sample",
+        opener="records:open_parquet",
+        file_pattern=r".*\.(parquet|pq)",
+        keys=PIXEL_KEYS,
+        has_fields=True,
+    ),
+    "function": DataKind(
+        description="module:function, Python code that gives any iterable; it is run",
+        opener="function:open_function",
+        has_fields=True,
+    ),
+    "random": DataKind(description="random:N, N made-up samples for tests", opener="function:open_random"),
+}
+
+_INLINE_SPEC = re.compile(r"(?P<path>.*?)(?P<keys>(,[a-z_]+(\.[^,=]+)?=[^,]*)*)", re.DOTALL)
+_FUNCTION_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSource:
+    """What a spec says.
+
+    Attributes:
+        spec: The spec itself, without its keys.
+        kind: One of `DATA_KINDS`.
+        files: The files of that kind, sorted by name.
+        keys: What was said about them.
+        input_keys: For some inputs the field that feeds them.
+        ignored: Other files of the folder, by suffix.
+    """
+
+    spec: str
+    kind: str
+    files: tuple[DataFile, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    input_keys: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+
+
+def parse_data_spec(spec: str) -> DataSource:
+    """What `spec` says; files are listed, but none is opened other than a description in TOML.
+
+    Raises:
+        DataError: It names nothing, files of several kinds, or keys that its kind does not have.
+        MissingDependencyError: fsspec is needed and not installed.
+    """
+    matched = _INLINE_SPEC.fullmatch(spec)
+    path = matched["path"] if matched else spec
+    keys = dict(pair.split("=", 1) for pair in (matched["keys"] if matched else "").split(",")[1:])
+    if not path:
+        raise DataError(f"{spec!r} names no data. Give the path of a file or folder, as in calibration.npz.")
+    if path.endswith(".toml") and not is_remote(path):
+        path, described_keys = _read_description(Path(path))
+        keys = {**described_keys, **keys}
+    elif path.startswith(RANDOM_PREFIX):
+        return _make_data_source(path, "random", keys)
+    elif _FUNCTION_SPEC.fullmatch(path) and not Path(path).exists():
+        return _make_data_source(path, "function", keys)
+    return _parse_file_spec(path, keys)
+
+
+def rebase_data_spec(spec: str, folder: str) -> str:
+    """`spec`, which names its file from `folder`, as it names it from the current folder."""
+    if not folder or spec.startswith(RANDOM_PREFIX) or is_remote(spec) or Path(spec).is_absolute():
+        return spec
+    path = spec.partition(",")[0]
+    if _FUNCTION_SPEC.fullmatch(path) and not (Path(folder) / path).exists():
+        return spec
+    return f"{PurePosixPath(folder, path)}{spec[len(path) :]}" if path else spec
+
+
+def _parse_file_spec(path: str, keys: dict[str, str]) -> DataSource:
+    files, is_folder = list_data_files(path)
+    kind = keys.pop("kind", None)
+    if kind is not None and kind not in DATA_KINDS:
+        raise DataError(f"kind={kind} is unknown. Known are {', '.join(DATA_KINDS)}.{did_you_mean(kind, DATA_KINDS)}")
+    if kind is not None and not DATA_KINDS[kind].file_pattern:
+        raise DataError(
+            f"kind={kind} has no files. Write {DATA_KINDS[kind].description.partition(',')[0]} as the spec itself."
+        )
+    if kind is not None and not is_folder:
+        return _make_data_source(path, kind, keys, tuple(files))
+    kinds = {file: _kind_of_file(file) for file in files}
+    counts = Counter(name for name in kinds.values() if name)
+    if not counts and kind is None:
+        examples = "an .npz, .npy, .wav, .tfrecord or .parquet file, pictures, or a folder of such files"
+        raise DataError(f"{path} is no calibration data that is known. Give {examples}; random:8 tries things out.")
+    if len(counts) > 1 and kind is None:
+        counted = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+        raise DataError(f"{path} holds files of several kinds: {counted}. Say which to use with kind=, or part them.")
+    chosen_kind = kind or next(iter(counts))
+    # Files whose names tell nothing are of the kind that was asked for, if no name tells it.
+    names_match = counts[chosen_kind] > 0
+    used_files = [file for file, name in kinds.items() if (name == chosen_kind if names_match else name is None)]
+    if not used_files:
+        raise DataError(f"{path} holds no files of kind {chosen_kind}. Give the folder that does.")
+    ignored_counts = Counter(
+        PurePosixPath(file.name).suffix or "no suffix" for file in files if file not in set(used_files)
+    )
+    ignored_files = tuple(f"files with {suffix} ({count})" for suffix, count in sorted(ignored_counts.items()))
+    return _make_data_source(path, chosen_kind, keys, tuple(used_files), ignored_files)
+
+
+def _make_data_source(
+    spec: str, kind: str, keys: dict[str, str], files: tuple[DataFile, ...] = (), ignored: tuple[str, ...] = ()
+) -> DataSource:
+    """A source whose keys are those of its kind."""
+    data_kind = DATA_KINDS[kind]
+    input_keys = {key.removeprefix("inputs."): value for key, value in keys.items() if key.startswith("inputs.")}
+    if input_keys and not data_kind.has_fields:
+        raise DataError(
+            f"{spec} is of kind {kind}, which has no named fields. Leave inputs.{next(iter(input_keys))} out."
+        )
+    kind_keys = {key: value for key, value in keys.items() if not key.startswith("inputs.")}
+    for key in kind_keys:
+        if key not in data_kind.keys:
+            accepted = f"It takes {', '.join(data_kind.keys)}." if data_kind.keys else "It takes none."
+            raise DataError(
+                f"{spec} is of kind {kind}, which has no key {key!r}.{did_you_mean(key, data_kind.keys)} {accepted}"
+            )
+    return DataSource(spec=spec, kind=kind, files=files, keys=kind_keys, input_keys=input_keys, ignored=ignored)
+
+
+def _kind_of_file(file: DataFile) -> str | None:
+    name = PurePosixPath(file.name).name.lower()
+    return next(
+        (
+            kind
+            for kind, data_kind in DATA_KINDS.items()
+            if data_kind.file_pattern and re.fullmatch(data_kind.file_pattern, name)
+        ),
+        None,
+    )
+
+
+def _read_description(path: Path) -> tuple[str, dict[str, str]]:
+    """The path and the keys that a description in TOML has."""
+    if not path.is_file():
+        raise DataError(f"There is no file {path}. Give the path of the calibration data.")
+    file = DataFile(str(path))
+    with wrap_read_errors(file, "Write path = and the keys as TOML."):
+        table = tomllib.loads(file.read(MAX_TOML_BYTES).decode())
+    data_path = table.pop("path", None)
+    if not isinstance(data_path, str) or not data_path:
+        raise DataError(f"{path} does not say where the data is. Write path = with a file or folder beside it.")
+    if data_path.endswith(".toml") or data_path.startswith(RANDOM_PREFIX) or _FUNCTION_SPEC.fullmatch(data_path):
+        raise DataError(
+            f"{path}: path = {data_path!r} is no file of data. A description runs no code; give a file or folder."
+        )
+    keys: dict[str, str] = {}
+    for key, value in table.items():
+        if key == "inputs" and isinstance(value, dict):
+            keys |= {
+                f"inputs.{name}": _toml_value_text(path, f"inputs.{name}", field_name)
+                for name, field_name in value.items()
+            }
+        else:
+            keys[key] = _toml_value_text(path, key, value)
+    return (data_path if is_remote(data_path) else str(path.parent / data_path)), keys
+
+
+def _toml_value_text(path: Path, key: str, value: Any) -> str:
+    """A TOML value as it is written in a spec: `[1, 2]` as `1:2`."""
+    if isinstance(value, list):
+        return ":".join(_toml_value_text(path, key, element) for element in value)
+    if isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    raise DataError(
+        f"{path}: {key} is neither a number, a word nor a list of them. See docs/data.md for what it takes."
+    )

@@ -1,0 +1,255 @@
+"""What a tensor is computed from, as a digest: op types, attributes, constants and inputs, all the way up.
+
+Two tensors with the same digest hold the same values, whatever the rest of their models does. ONNX ops that hand their
+input on unchanged are seen through, since preparations take them out. Statistics are kept under digests, so they serve
+every rule file whose preparation leaves the tensor's cone as it was, and no other model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import networkx as nx
+import numpy as np
+
+from graphquant.errors import ModelError
+from graphquant.ir import Model, Op, Parameters, TensorRef, Use, paused_gc
+from graphquant.quantize import look_through_dropped_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from graphquant.ir import Graph
+
+
+_FingerprintNode = tuple[str, str, str]
+"""("op", graph, name) or ("entry", graph, ""), which stands for when and with what a graph is run."""
+
+FINGERPRINT_LENGTH = 32
+"""Characters of a digest, in hexadecimal."""
+
+FEEDBACK_KINDS = frozenset({"loop", "scan", "while"})
+"""Kinds that feed what their body gives back to it."""
+
+
+@paused_gc()
+def fingerprints(
+    model: Model, tensors: Iterable[TensorRef], overrides: Mapping[TensorRef, str] | None = None
+) -> dict[TensorRef, str]:
+    """The digest of each of `tensors`, which graphs that run must hold; a tensor of `overrides` has the one given there."""
+    requested, known_fingerprints = list(tensors), overrides or {}
+    if not requested:
+        return {}
+    hasher = _FingerprintHasher(model, known_fingerprints)
+    return {tensor: known_fingerprints.get(tensor) or hasher.fingerprint(tensor) for tensor in requested}
+
+
+@paused_gc()
+def preserved_fingerprints(source: Model, prepared: Model) -> dict[TensorRef, str]:
+    """Tensors of `prepared` that hold what one of `source` holds though another op computes it, with its digest there.
+
+    They are what the readers of a folded BatchNorm read now, and, after an opset upgrade, the values that kept op type
+    and name. Both are equal but for rounding.
+    """
+    originals: dict[TensorRef, TensorRef] = {}
+    for name in source.reachable_graphs():
+        if name in prepared.graphs:
+            if source.opset != prepared.opset:
+                originals.update(_upgraded_tensors(source.graphs[name], prepared.graphs[name]))
+            originals.update(_folded_batchnorm_tensors(source.graphs[name], prepared))
+    source_fingerprints = fingerprints(source, dict.fromkeys(originals.values()))
+    return {tensor: source_fingerprints[original] for tensor, original in originals.items()}
+
+
+def _folded_batchnorm_tensors(source: Graph, prepared: Model) -> dict[TensorRef, TensorRef]:
+    originals = {}
+    graph = prepared.graphs[source.name]
+    for op in source.ops():
+        if op.kind not in {"batchnorm", "add"} or (op.name in graph and graph.op(op.name).kind == op.kind):
+            continue
+        tensor = TensorRef(source.name, op.name)
+        for use in source.consumers(tensor):
+            reader_graph = prepared.graphs.get(use.graph)
+            replacement = reader_graph.source_of(use) if reader_graph is not None and use.op in reader_graph else None
+            if replacement is not None:
+                originals[replacement] = tensor
+    return originals
+
+
+def _upgraded_tensors(source: Graph, upgraded: Graph) -> dict[TensorRef, TensorRef]:
+    originals = {}
+    for op in upgraded.ops():
+        source_op = source.op(op.name) if op.name in source else None
+        if source_op is None or source_op.type != op.type or op.kind in {"input", "constant", "output"}:
+            continue
+        input_tensors = (tensor for tensor in upgraded.slots(op.name) if tensor is not None)
+        if any(upgraded.graphs[tensor.graph].op(tensor.op).rule for tensor in input_tensors):
+            continue  # it was given other weights
+        for port, (old_output, new_output) in enumerate(zip(source_op.outputs, op.outputs, strict=False)):
+            if old_output.name and old_output.name == new_output.name:
+                originals[TensorRef(source.name, op.name, port)] = TensorRef(source.name, op.name, port)
+    return originals
+
+
+class _FingerprintHasher:
+    """The digests of all ops of a model that can run."""
+
+    def __init__(self, model: Model, overrides: Mapping[TensorRef, str]) -> None:
+        self._model = model
+        self._overrides = overrides
+        self._parameters = Parameters(model)
+        self._live = set(model.reachable_graphs())
+        self._callers: dict[str, list[tuple[Use, Any]]] = {
+            name: [(use, call) for use, call in calls if use.graph in self._live]
+            for name, calls in model.callers().items()
+        }
+        self._digests: dict[_FingerprintNode, bytes] = {}
+        graph: nx.DiGraph[_FingerprintNode] = nx.DiGraph()
+        for name in model.reachable_graphs():
+            nodes: list[_FingerprintNode] = [("op", name, op.name) for op in model.graphs[name].ops()]
+            for node in [*nodes, *([("entry", name, "")] if name else [])]:
+                graph.add_node(node)
+                graph.add_edges_from((node, dependency) for dependency in self._dependencies(node))
+        for component in nx.strongly_connected_components(
+            graph
+        ):  # by Tarjan's algorithm: what a part reads comes before it
+            self._hash_component(sorted(component), graph)
+
+    def fingerprint(self, tensor: TensorRef) -> str:
+        """The digest of a tensor."""
+        return self._hash_tensor(tensor).hex()
+
+    def _hash_tensor(self, tensor: TensorRef | None) -> bytes:
+        if tensor is None:
+            return b""
+        upstream = look_through_dropped_ops(self._model, tensor, self._parameters)
+        for candidate in (tensor, upstream):
+            if candidate in self._overrides:
+                return bytes.fromhex(self._overrides[candidate])
+        return _hash_chunks(self._digests["op", upstream.graph, upstream.op], str(upstream.port).encode())
+
+    def _hash_component(self, nodes: Sequence[_FingerprintNode], graph: nx.DiGraph[_FingerprintNode]) -> None:
+        """Digests of nodes that wait for each other, in a loop, or of one that waits for none that is not settled."""
+        if len(nodes) == 1 and not graph.has_edge(nodes[0], nodes[0]):
+            self._digests[nodes[0]] = self._hash_node(nodes[0])
+            return
+        for node in nodes:  # within a ring, others are told by their names
+            self._digests[node] = _hash_chunks(*(text.encode() for text in node))
+        component_digest = _hash_chunks(*map(self._hash_node, nodes))
+        self._digests.update(
+            (node, _hash_chunks(component_digest, *(text.encode() for text in node))) for node in nodes
+        )
+
+    def _dependencies(self, node: _FingerprintNode) -> list[_FingerprintNode]:
+        """The nodes whose digests that of `node` is made from."""
+        kind, name, label = node
+        graph = self._model.graphs[name]
+        if kind == "entry":
+            return self._entry_dependencies(name)
+        op = graph.op(label)
+        dependencies: list[_FingerprintNode] = [
+            ("op", input_tensor.graph, input_tensor.op)
+            for input_tensor in graph.slots(label)
+            if input_tensor is not None and input_tensor not in self._overrides
+        ]
+        dependencies += [("op", name, control_input) for control_input in graph.control_inputs(label)]
+        if name and not _is_stored_value(op):
+            dependencies.append(("entry", name, ""))
+        for call in op.calls:
+            if call.graph in self._live:
+                dependencies += [("op", call.graph, output) for output in self._model.graphs[call.graph].outputs]
+        return dependencies
+
+    def _entry_dependencies(self, name: str) -> list[_FingerprintNode]:
+        dependencies: list[_FingerprintNode] = []
+        for use, call in self._callers.get(name, ()):
+            caller = self._model.graphs[use.graph]
+            dependencies += [
+                ("op", input_tensor.graph, input_tensor.op)
+                for input_tensor in caller.slots(use.op)
+                if input_tensor is not None and input_tensor not in self._overrides
+            ]
+            if use.graph:
+                dependencies.append(("entry", use.graph, ""))
+            if call.loop or caller.op(use.op).kind in FEEDBACK_KINDS:
+                dependencies += [("op", name, output) for output in self._model.graphs[name].outputs]
+        return dependencies
+
+    def _hash_node(self, node: _FingerprintNode) -> bytes:
+        kind, name, label = node
+        graph = self._model.graphs[name]
+        if kind == "entry":
+            callers = []
+            for use, _ in self._callers.get(name, ()):
+                caller = self._model.graphs[use.graph]
+                callers += [_hash_op_content(caller.op(use.op)), *map(self._hash_tensor, caller.slots(use.op))]
+            return _hash_chunks(
+                b"entry", *callers, *(self._digests[dependency] for dependency in self._entry_dependencies(name))
+            )
+        op = graph.op(label)
+        if _is_stored_value(op):
+            return _hash_stored_value(op)
+        chunks = [_hash_op_content(op), *map(self._hash_tensor, graph.slots(label))]
+        if op.kind == "input":
+            chunks.append(label.encode())
+        dependencies = [
+            *(("op", name, dependency) for dependency in graph.control_inputs(label)),
+            *self._called_outputs(op),
+        ]
+        if name:
+            dependencies.append(("entry", name, ""))
+        return _hash_chunks(*chunks, *(self._digests[dependency] for dependency in dependencies))
+
+    def _called_outputs(self, op: Op) -> list[_FingerprintNode]:
+        graphs = self._model.graphs
+        return [
+            ("op", call.graph, output)
+            for call in op.calls
+            if call.graph in self._live
+            for output in graphs[call.graph].outputs
+        ]
+
+
+def _is_stored_value(op: Op) -> bool:
+    """Whether the op is a value of the model's own."""
+    return op.read_value is not None and op.kind in {"constant", "variable", "input"}
+
+
+def _hash_stored_value(op: Op) -> bytes:
+    try:
+        value = op.read_value() if op.read_value is not None else None
+    except ModelError:  # whoever needs the value says so
+        value = None
+    if value is None:
+        return _hash_chunks(b"unread", op.name.encode())
+    return _hash_chunks(b"value", _canonical_bytes(value))
+
+
+def _hash_op_content(op: Op) -> bytes:
+    """What the op computes, its inputs aside."""
+    attrs = (
+        f"{name}={_canonical_bytes(op.attrs[name])!r}".encode() for name in sorted(op.attrs) if not name.startswith("_")
+    )
+    return _hash_chunks(op.type.encode(), op.domain.encode(), *attrs)
+
+
+def _canonical_bytes(value: Any) -> bytes:
+    """An attribute's value, or a constant's, as bytes that equal values share."""
+    if isinstance(value, np.ndarray):
+        flat = np.ascontiguousarray(value).reshape(-1)
+        payload = repr(value.tolist()).encode() if value.dtype.hasobject else flat.view(np.uint8).data
+        return _hash_chunks(b"array", value.dtype.name.encode(), repr(value.shape).encode(), payload)
+    if isinstance(value, list | tuple):
+        return _hash_chunks(b"list", *map(_canonical_bytes, value))
+    if hasattr(value, "SerializeToString"):
+        return _hash_chunks(b"message", value.SerializeToString(deterministic=True))
+    return repr(value).encode()
+
+
+def _hash_chunks(*chunks: bytes | memoryview) -> bytes:
+    hasher = hashlib.sha256()
+    for chunk in chunks:
+        hasher.update(len(chunk).to_bytes(8, "little"))
+        hasher.update(chunk)
+    return hasher.digest()[: FINGERPRINT_LENGTH // 2]

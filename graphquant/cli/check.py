@@ -1,0 +1,55 @@
+"""`graphquant check`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from graphquant.cli.output import print_view, write_or_print
+from graphquant.errors import FindingsError, UsageError
+
+
+@click.command()
+@click.argument("models", nargs=-1, required=True, metavar="MODEL...", type=click.Path(path_type=Path))
+@click.option("--for", "backend", metavar="BACKEND", help="Tell what onnxruntime, say, runs in low precision.")
+@click.option(
+    "--stats",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Statistics from calibrate: tell what no sample reached.",
+)
+@click.option(
+    "--format", "form", type=click.Choice(["text", "json", "sarif", "github"]), default="text", show_default=True
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write to this file instead of stdout.")
+@click.option("--force", is_flag=True, help="Replace an existing output.")
+def check_command(
+    models: tuple[Path, ...], backend: str | None, stats: Path | None, form: str, output: Path | None, force: bool
+) -> None:
+    """Tell what is probably wrong with quantized MODELs. With --for also which ops run in float there, and why.
+
+    docs/check.md explains the codes. Exit code 1 if there are findings.
+    """
+    if stats is not None and len(models) > 1:
+        raise UsageError("--stats is of one model. Give one.")
+    from graphquant import api
+    from graphquant.api import models as outputs
+    from graphquant.visualize import check_report as view
+
+    if output is not None:
+        outputs.check_output(output, models[0], force=force)
+    reports = [api.check(model, backend=backend, stats=stats) for model in models]
+    if form == "text":
+        from rich.console import Group
+
+        print_view(Group(*map(view.check_view, reports)), output)
+    elif form == "json":
+        reports_json = [view.check_json(report) for report in reports]
+        write_or_print(reports_json[0] if len(reports_json) == 1 else reports_json, output)
+    elif form == "sarif":
+        write_or_print(view.check_sarif(reports), output)
+    else:
+        write_or_print("".join(map(view.check_annotations, reports)), output)
+    if any(report.findings for report in reports):
+        raise click.exceptions.Exit(FindingsError.exit_code)

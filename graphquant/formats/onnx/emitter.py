@@ -1,0 +1,334 @@
+"""Models back to ModelProtos: a copy of the source message with the changed ops patched and the new ones added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from onnx import GraphProto, ModelProto, NodeProto, helper
+
+from graphquant import __version__
+from graphquant.errors import ModelError
+from graphquant.formats.onnx.external_data import (
+    EXTERNAL_MIN_BYTES,
+    constant_bytes,
+    copy_without_weights,
+    deferred_tensor,
+)
+from graphquant.formats.onnx.source import METADATA_IR_VERSION, OutputRenames, plan_output_names
+from graphquant.formats.onnx.tensors import (
+    DTYPE_CODES,
+    constant_node,
+    constant_tensor,
+    new_node,
+    patch_node,
+    write_rule_metadata,
+)
+from graphquant.ir import Graph, Model, Op, TensorRef, paused_gc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from graphquant.formats.onnx.external_data import DeferredWeight
+    from graphquant.formats.onnx.source import OnnxGraphSource, OnnxSource
+
+
+VERSION_KEY = "graphquant.version"
+
+FREE_INITIALIZERS_IR_VERSION = 4
+"""First IR version whose initializers need not be graph inputs."""
+
+DTYPE_IR_VERSIONS = {"float8_e4m3fn": 9, "float8_e5m2": 9, "int4": 10, "uint4": 10}
+"""First IR version of newer types that constants have."""
+
+DEFAULT_OPSET = 13
+"""Opset of the default domain for a model that had no op of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emission:
+    """A model as a message, and the names that its tensors have there.
+
+    Attributes:
+        message: The ModelProto.
+        renamed_tensors: Names of the tensors that are called otherwise than their `Output` says.
+        deferred: Constants whose values are still missing in the message, see `formats.onnx.apart`.
+    """
+
+    message: Any
+    renamed_tensors: dict[TensorRef, str]
+    deferred: tuple[DeferredWeight, ...] = ()
+
+    def value_name(self, model: Model, tensor: TensorRef) -> str:
+        """The value name of `tensor` of `model` in the message."""
+        name: str = self.renamed_tensors.get(tensor) or model.output(tensor).name
+        return name
+
+
+@paused_gc()
+def emit_message(model: Model, *, defer_weights: bool = False) -> Emission:
+    """The changed copy of the source message; with `defer_weights` the values of bulky constants are left for later.
+
+    Raises:
+        ModelError: A change cannot be said in ONNX.
+    """
+    message = ModelProto()
+    if defer_weights:
+        deferred = copy_without_weights(model.source.message, message)
+    else:
+        message.CopyFrom(model.source.message)
+    return _MessageEmitter(model, message, deferred if defer_weights else None).emit()
+
+
+class _MessageEmitter:
+    """Patches `message`, a copy of the source of `model`; to `left` it adds what it leaves for later."""
+
+    def __init__(self, model: Model, message: Any, deferred: list[DeferredWeight] | None) -> None:
+        self._model = model
+        self._source: OnnxSource = model.source
+        self._message = message
+        self._output_renames: dict[str, OutputRenames] = {}
+        self._renamed_tensors: dict[TensorRef, str] = {}
+        self._patches: dict[str, dict[str, set[int]]] = {}
+        self._has_new_ops = False
+        self._deferred = deferred
+
+    def emit(self) -> Emission:
+        graphs = self._model.graphs
+        for name, graph in graphs.items():
+            self._output_renames[name] = plan_output_names(self._model, graph, self._source.graphs[name])
+            self._renamed_tensors.update(self._output_renames[name].renamed_tensors)
+        uses = [use for graph in graphs.values() for use in graph.rerouted_uses]
+        for tensor in self._renamed_tensors:
+            uses += graphs[tensor.graph].consumers(tensor)
+        for use in uses:
+            self._patches.setdefault(use.graph, {}).setdefault(use.op, set()).add(use.slot)
+        self._patch_graph(graphs[""], self._message.graph, self._message)
+        functions = [graph for name, graph in graphs.items() if name and graph.parent is None]
+        for graph, target in zip(functions, self._message.functions, strict=True):
+            self._patch_graph(graph, target, target)
+        if self._has_new_ops:
+            retain_entries(self._message.metadata_props, lambda entry: entry.key != VERSION_KEY)
+            self._message.metadata_props.add(key=VERSION_KEY, value=__version__)
+        return Emission(
+            message=self._message, renamed_tensors=self._renamed_tensors, deferred=tuple(self._deferred or ())
+        )
+
+    def _value_name(self, tensor: TensorRef | None) -> str:
+        if tensor is None:
+            return ""
+        name: str = self._renamed_tensors.get(tensor) or self._model.output(tensor).name
+        if not name:
+            raise ModelError(f"{tensor} is read, but its op leaves that output out. Reroute its readers.")
+        return name
+
+    def _patch_graph(self, graph: Graph, target: Any, imports: Any) -> None:
+        """Patches `target`, the copy of the graph's proto; `imports` is the message that lists its opsets."""
+        source = self._source.graphs[graph.name]
+        patches = self._patches.get(graph.name, {})
+        for name, node in zip(source.node_names, target.node, strict=True):
+            op = _loaded_op(graph, name)
+            if op is not None:
+                self._patch_bodies(op, node, imports)
+                if op is not source.loaded_ops[name]:
+                    patch_node(node, op, source.loaded_ops[name])
+                self._patch_connections(graph, name, node, patches.get(name, set()))
+        renames = self._output_renames[graph.name]
+        new_ops = [op for op in graph.ops() if op.source is None]
+        unchanged = not new_ops and all(_loaded_op(graph, name) is op for name, op in source.loaded_ops.items())
+        if unchanged and not patches and not renames.renamed_tensors:
+            return
+        self._has_new_ops = self._has_new_ops or bool(new_ops)
+        self._relist_nodes(graph, source, target, imports)
+        for position, output_name in renames.output_names.items():
+            if isinstance(target, GraphProto):
+                target.output[position].name = output_name
+            else:
+                target.output[position] = output_name
+        if isinstance(target, GraphProto):
+            self._patch_inputs(graph, source, target, new_ops)
+            self._patch_initializers(graph, source, target, new_ops)
+            self._patch_value_infos(graph, source, target, new_ops)
+
+    def _patch_bodies(self, op: Op, node: Any, imports: Any) -> None:
+        if op.calls:
+            body_graphs = node_bodies(node)
+            for call in op.calls:
+                if call.attr in body_graphs:
+                    self._patch_graph(self._model.graphs[call.graph], body_graphs[call.attr], imports)
+
+    def _patch_connections(self, graph: Graph, name: str, node: Any, slots: set[int]) -> None:
+        """Patches the inputs in `slots` and the renamed outputs of the copy of a source node."""
+        tensors = graph.slots(name) if slots else []
+        for slot in sorted(slots):
+            node.input.extend([""] * (slot + 1 - len(node.input)))
+            node.input[slot] = self._value_name(tensors[slot])
+        while node.input and not node.input[-1] and len(node.input) - 1 in slots:
+            del node.input[-1]
+        for tensor in (
+            (TensorRef(graph.name, name, port) for port in range(len(node.output))) if self._renamed_tensors else ()
+        ):
+            if tensor in self._renamed_tensors:
+                node.output[tensor.port] = self._renamed_tensors[tensor]
+
+    def _relist_nodes(self, graph: Graph, source: OnnxGraphSource, target: Any, imports: Any) -> None:
+        """Lists the nodes anew: those of the source in their order, each new one right before its first reader."""
+        with_constants = not isinstance(target, GraphProto)
+        copied_nodes = dict(zip(source.node_names, target.node, strict=True))
+        nodes = []
+        for name in _topological_order(graph, source.node_names):
+            op = graph.op(name)
+            if isinstance(op.source, NodeProto):
+                nodes.append(copied_nodes[name])
+            elif op.source is None and op.kind != "input" and (op.kind != "constant" or with_constants):
+                nodes.append(self._create_node(graph, op, imports))
+        for value, (name, tensor) in self._output_renames[graph.name].identity_copies.items():
+            nodes.append(helper.make_node("Identity", [self._value_name(tensor)], [value], name=name))
+            self._ensure_opset_import(imports, "")
+        if len(nodes) != len(target.node) or any(a is not b for a, b in zip(nodes, copied_nodes.values(), strict=True)):
+            del target.node[:]
+            target.node.extend(nodes)
+
+    def _create_node(self, graph: Graph, op: Op, imports: Any) -> Any:
+        outputs = [
+            self._renamed_tensors.get(TensorRef(graph.name, op.name, port), output.name)
+            for port, output in enumerate(op.outputs)
+        ]
+        if op.kind == "constant":
+            node = constant_node(op, outputs[0])
+        else:
+            node = new_node(op, [self._value_name(tensor) for tensor in graph.slots(op.name)], outputs)
+        if self._message.ir_version >= METADATA_IR_VERSION:
+            write_rule_metadata(node, op)
+        self._ensure_opset_import(imports, node.domain)
+        return node
+
+    def _ensure_opset_import(self, imports: Any, domain: str) -> None:
+        equivalent_domains = {"", "ai.onnx"} if domain in {"", "ai.onnx"} else {domain}
+        for imports_owner in (imports, self._message):
+            if all(entry.domain not in equivalent_domains for entry in imports_owner.opset_import):
+                imports_owner.opset_import.append(
+                    helper.make_opsetid(domain, 1 if domain else self._model.opset or DEFAULT_OPSET)
+                )
+
+    def _patch_inputs(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
+        """Drops inputs that are gone or are constants now, and adds new ones."""
+        input_names = set(graph.inputs)
+        retain_entries(target.input, lambda info: info.name in input_names)
+        has_freed_input = any(
+            op.kind == "input" and _loaded_op(graph, name) is not None and name not in input_names
+            for name, op in source.loaded_ops.items()
+        )
+        if has_freed_input:
+            self._message.ir_version = max(self._message.ir_version, FREE_INITIALIZERS_IR_VERSION)
+        for op in new_ops:
+            if op.kind == "input":
+                output = op.outputs[0]
+                target.input.append(
+                    helper.make_tensor_value_info(op.name, DTYPE_CODES[output.dtype or "float32"], output.shape)
+                )
+
+    def _patch_initializers(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
+        """Drops, replaces, renames and adds initializers."""
+        added = [op for op in new_ops if op.kind == "constant"]
+        for sparse in target.sparse_initializer:
+            op = _loaded_op(graph, sparse.values.name)
+            if op is not None and op.read_value is not source.loaded_ops[op.name].read_value:
+                added.append(op)
+        added_names = {op.name for op in added}
+        retain_entries(
+            target.sparse_initializer,
+            lambda initializer: (
+                _loaded_op(graph, initializer.values.name) is not None and initializer.values.name not in added_names
+            ),
+        )
+        retain_entries(target.initializer, lambda initializer: _loaded_op(graph, initializer.name) is not None)
+        for tensor in chain(target.initializer, (sparse.values for sparse in target.sparse_initializer)):
+            op = graph.op(tensor.name)
+            if op.read_value is not source.loaded_ops[op.name].read_value:
+                tensor.CopyFrom(self._create_tensor(op, op.name))
+            if op.outputs[0].name != (name := self._value_name(TensorRef(graph.name, op.name))):
+                tensor.name = name
+        target.initializer.extend(
+            self._create_tensor(op, self._value_name(TensorRef(graph.name, op.name))) for op in added
+        )
+        for op in added:
+            min_ir_version = DTYPE_IR_VERSIONS.get(op.outputs[0].dtype or "", FREE_INITIALIZERS_IR_VERSION)
+            self._message.ir_version = max(self._message.ir_version, min_ir_version)
+
+    def _create_tensor(self, op: Op, name: str) -> Any:
+        if self._deferred is None or constant_bytes(op) < EXTERNAL_MIN_BYTES:
+            return constant_tensor(op, name)
+        self._deferred.append(op)
+        return deferred_tensor(op, name, len(self._deferred) - 1)
+
+    def _patch_value_infos(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
+        """value_info: without what is gone or renamed, with what is known of new and renamed tensors."""
+        renamed = [
+            tensor for tensor in self._output_renames[graph.name].renamed_tensors if tensor.op in source.loaded_ops
+        ]
+        stale_names = {source.loaded_ops[tensor.op].outputs[tensor.port].name for tensor in renamed}
+        stale_names.update(
+            output.name
+            for name, op in source.loaded_ops.items()
+            if _loaded_op(graph, name) is None
+            for output in op.outputs
+        )
+        retain_entries(target.value_info, lambda info: info.name not in stale_names)
+        output_names = {info.name for info in target.output}
+        new_tensors = [
+            TensorRef(graph.name, op.name, port)
+            for op in new_ops
+            if op.kind not in {"constant", "input"}
+            for port in range(len(op.outputs))
+        ]
+        for tensor in chain(renamed, new_tensors):
+            output, name = self._model.output(tensor), self._value_name(tensor)
+            if name not in output_names and output.dtype in DTYPE_CODES and output.shape is not None:
+                target.value_info.append(helper.make_tensor_value_info(name, DTYPE_CODES[output.dtype], output.shape))
+
+
+def _loaded_op(graph: Graph, name: str) -> Op | None:
+    """The op of the source called `name`, None if it is gone, or if one that graphquant made has its name."""
+    op = graph.op(name) if name in graph else None
+    return op if op is not None and op.source is not None else None
+
+
+def _topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
+    """All ops, each after what it reads; those in `preferred` in that order as far as possible, then the rest."""
+    visited: set[str] = set()
+    ordered: list[str] = []
+    for root in chain((name for name in preferred if name in graph), graph.nx):
+        if root in visited:
+            continue
+        visited.add(root)
+        stack = [(root, iter(graph.nx.pred[root]))]
+        while stack:
+            name, sources = stack[-1]
+            unvisited_source = next((source for source in sources if source not in visited), None)
+            if unvisited_source is None:
+                ordered.append(name)
+                stack.pop()
+            else:
+                visited.add(unvisited_source)
+                stack.append((unvisited_source, iter(graph.nx.pred[unvisited_source])))
+    return ordered
+
+
+def retain_entries(repeated: Any, predicate: Callable[[Any], bool]) -> None:
+    """Leaves in a repeated field what is `predicate`."""
+    retained = [entry for entry in repeated if predicate(entry)]
+    if len(retained) < len(repeated):
+        del repeated[:]
+        repeated.extend(retained)
+
+
+def node_bodies(node: Any) -> dict[str, Any]:
+    """The graphs that a node holds, by what `Call.attr` calls them."""
+    graphs: dict[str, Any] = {}
+    for attr in node.attribute:
+        if attr.HasField("g"):
+            graphs[attr.name] = attr.g
+        graphs.update((f"{attr.name}[{k}]", graph) for k, graph in enumerate(attr.graphs))
+    return graphs

@@ -1,0 +1,242 @@
+"""Weights apart from the message, which with all of them takes long to copy and to write, and may fill memory.
+
+They go to a file beside the model one at a time, or to onnxruntime as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from google.protobuf.unknown_fields import UnknownFieldSet
+from onnx import GraphProto, TensorProto, numpy_helper
+
+from graphquant.formats.onnx.functions import nested_graphs
+from graphquant.formats.onnx.tensors import (
+    DTYPE_CODES,
+    DTYPE_NAMES,
+    SUB_BYTE_BITS,
+    constant_op_value,
+    constant_tensor,
+    is_external,
+    stored_bytes,
+    tensor_value,
+)
+from graphquant.ir import Op
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from graphquant.formats.external_weights import HashingWriter
+    from graphquant.formats.onnx.tensors import Array
+
+
+EXTERNAL_MIN_BYTES = 1 << 10
+"""Bytes from which a tensor is worth a place in another file; smaller ones may be shapes, and stay in the message."""
+
+ALIGNMENT = 64
+"""Each tensor starts at a multiple of so many bytes."""
+
+WEIGHT_DTYPES = frozenset({"float16", "float32", "float64", "int8", "uint8", "int16", "uint16"})
+"""Types that onnxruntime takes from numpy, of what is surely no shape."""
+
+_DEFERRED_KEY = f"graphquant.later {secrets.token_hex(8)}"
+"""The key under which a tensor that is still to be filled says which one it is; no file can have it."""
+
+DeferredWeight = Op | Any
+"""A constant whose value is left for later: a new one, or an initializer as the source has it, a TensorProto."""
+
+
+def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
+    """Copies a ModelProto to an empty one but for the values of bulky weights of its main graph.
+
+    Returns:
+        These weights, as whose places they are left for later.
+    """
+    if len(UnknownFieldSet(source)) or len(UnknownFieldSet(source.graph)):
+        target.CopyFrom(source)
+        return []
+    deferred: list[DeferredWeight] = []
+    target.graph.SetInParent()
+    for message, copy, skipped_field in ((source, target, "graph"), (source.graph, target.graph, "initializer")):
+        for field, value in message.ListFields():
+            if field.name == skipped_field:
+                continue
+            if field.is_repeated:
+                getattr(copy, field.name).extend(value)
+            else:
+                setattr(copy, field.name, value)
+    for tensor in source.graph.initializer:
+        if (
+            is_external(tensor)
+            or DTYPE_NAMES.get(tensor.data_type) not in WEIGHT_DTYPES
+            or _tensor_bytes(tensor) < EXTERNAL_MIN_BYTES
+        ):
+            target.graph.initializer.add().CopyFrom(tensor)
+            continue
+        _write_weightless(tensor, target.graph.initializer.add(), {_DEFERRED_KEY: len(deferred)})
+        deferred.append(tensor)
+    return deferred
+
+
+def new_weight_bytes(ops: Sequence[DeferredWeight]) -> int:
+    """Bytes of the new constants among those that were left for later."""
+    return sum(constant_bytes(op) for op in ops if isinstance(op, Op))
+
+
+def missing_weight_bytes(message: Any, ops: Sequence[DeferredWeight]) -> int:
+    """Bytes that a ModelProto lacks, of constants that were left for later."""
+    deferred = (_deferred_weight(tensor, ops) for tensor in message_tensors(message))
+    return sum(
+        constant_bytes(weight) if isinstance(weight, Op) else weight.ByteSize()
+        for weight in deferred
+        if weight is not None
+    )
+
+
+def constant_bytes(op: Op) -> int:
+    """Bytes of the value of a constant; 0 where they are not known."""
+    output = op.outputs[0]
+    if output.dtype not in DTYPE_CODES or output.dtype == "string" or output.shape is None or None in output.shape:
+        return 0
+    return stored_bytes(output.dtype, math.prod(size or 0 for size in output.shape))
+
+
+def _tensor_bytes(tensor: Any) -> int:
+    """Bytes of the value of a TensorProto, as its shape has it."""
+    return stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims))
+
+
+def _write_weightless(tensor: Any, target: Any, external_entries: Mapping[str, Any]) -> None:
+    """Makes `target`, which is empty, a TensorProto without its value, and says what is told instead."""
+    target.name, target.data_type = tensor.name, tensor.data_type
+    target.dims.extend(tensor.dims)
+    target.doc_string = tensor.doc_string
+    target.metadata_props.extend(tensor.metadata_props)
+    target.data_location = TensorProto.EXTERNAL
+    for key, entry_value in external_entries.items():
+        target.external_data.add(key=key, value=str(entry_value))
+
+
+def deferred_tensor(op: Op, name: str, index: int) -> Any:
+    """The TensorProto of a constant without its value, which is to be filled as the one at `index`."""
+    output = op.outputs[0]
+    tensor = TensorProto(
+        name=name, data_type=DTYPE_CODES[output.dtype or ""], dims=[size or 0 for size in output.shape or ()]
+    )
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key=_DEFERRED_KEY, value=str(index))
+    return tensor
+
+
+def fill_deferred_weights(message: Any, ops: Sequence[DeferredWeight]) -> None:
+    """Gives the tensors of a ModelProto that were left for `deferred_tensor` the values of `ops`.
+
+    Raises:
+        ModelError: There is no such tensor in ONNX.
+    """
+    take_session_weights(message, ops, ())
+
+
+def take_session_weights(
+    message: Any, ops: Sequence[DeferredWeight], read_names: Container[str]
+) -> dict[str, Callable[[], Array]]:
+    """What gives the weights of a ModelProto that onnxruntime takes beside it; fills in all others that were left.
+
+    Args:
+        message: The ModelProto.
+        ops: The constants that were left for `deferred_tensor`.
+        read_names: Names of values that something reads; onnxruntime does not know others.
+
+    Raises:
+        ModelError: There is no such tensor in ONNX.
+    """
+    loaders: dict[str, Callable[[], Array]] = {}
+    remaining_new = sum(isinstance(op, Op) for op in ops)
+    for tensor in message.graph.initializer:
+        op = _deferred_weight(tensor, ops)
+        remaining_new -= isinstance(op, Op)
+        if op is not None and tensor.name in read_names and DTYPE_NAMES[tensor.data_type] in WEIGHT_DTYPES:
+            loaders[tensor.name] = partial(_deferred_value, op)
+            tensor.external_data[0].key = "location"  # so that it is left no more
+        elif op is not None:
+            _fill_tensor(tensor, op)
+    for tensor in message_tensors(message) if remaining_new else ():  # in bodies, which take long to look through
+        op = _deferred_weight(tensor, ops)
+        if op is not None:
+            _fill_tensor(tensor, op)
+    return loaders
+
+
+def _fill_tensor(tensor: Any, op: DeferredWeight) -> None:
+    name = tensor.name
+    tensor.CopyFrom(constant_tensor(op, name) if isinstance(op, Op) else op)
+    tensor.name = name
+
+
+def _deferred_value(op: DeferredWeight) -> Array:
+    return np.ascontiguousarray(constant_op_value(op) if isinstance(op, Op) else tensor_value(op, None))
+
+
+def write_external_weights(
+    message: Any, ops: Sequence[DeferredWeight], folder: Path | None, file: HashingWriter
+) -> list[Any]:
+    """Writes the bulky tensors of a ModelProto to `file`, one after the other, and leaves word of their places in it.
+
+    Args:
+        message: The ModelProto.
+        ops: The constants that were left for `deferred_tensor`.
+        folder: Where the external data of its other tensors is.
+        file: A file at its start.
+
+    Returns:
+        What is to hold the file's name: a StringStringEntryProto of each such tensor.
+
+    Raises:
+        ModelError: A tensor cannot be read or written.
+        OSError: The file cannot be written.
+    """
+    location_entries = []
+    for tensor in message_tensors(message):
+        op = _deferred_weight(tensor, ops)
+        is_inline = op is None and not is_external(tensor)
+        if tensor.data_type == TensorProto.STRING or (is_inline and tensor.ByteSize() < EXTERNAL_MIN_BYTES):
+            continue
+        value = tensor_value(tensor, folder) if op is None else _deferred_value(op)
+        file.write(bytes(-file.tell() % ALIGNMENT))
+        start = file.tell()
+        file.write(_raw_bytes(value))
+        stub = TensorProto()
+        _write_weightless(tensor, stub, {"location": "", "offset": start, "length": file.tell() - start})
+        tensor.CopyFrom(stub)
+        location_entries.append(tensor.external_data[0])
+    return location_entries
+
+
+def _deferred_weight(tensor: Any, ops: Sequence[DeferredWeight]) -> DeferredWeight | None:
+    """The constant whose value the tensor is to get."""
+    entry = next(iter(tensor.external_data), None) if is_external(tensor) else None
+    return ops[int(entry.value)] if entry is not None and entry.key == _DEFERRED_KEY else None
+
+
+def _raw_bytes(value: Array) -> Any:
+    """The bytes of an array as ONNX stores them, without copying where it can be helped."""
+    if value.dtype.name in SUB_BYTE_BITS:
+        return numpy_helper.from_array(value).raw_data
+    return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+
+
+def message_tensors(message: Any) -> Iterator[Any]:
+    """The tensors of a ModelProto: initializers and attributes, in the graph, its bodies and its functions."""
+    for graph in (graph for root in reversed([message.graph, *message.functions]) for graph in nested_graphs(root)):
+        if isinstance(graph, GraphProto):
+            yield from graph.initializer
+            yield from (tensor for sparse in graph.sparse_initializer for tensor in (sparse.values, sparse.indices))
+        for node in graph.node:
+            for attr in node.attribute:
+                yield from [attr.t] if attr.HasField("t") else []
+                yield from attr.tensors

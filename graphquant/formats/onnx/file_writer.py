@@ -1,0 +1,232 @@
+"""Models to files: whole or not at all, with links to their external data where they go to another folder."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from google.protobuf.message import EncodeError
+from onnx import printer, serialization
+
+from graphquant.errors import ModelError, UsageError
+from graphquant.formats.external_weights import HashingWriter, replacing_model, weights_path
+from graphquant.formats.onnx.emitter import emit_message
+from graphquant.formats.onnx.external_data import (
+    fill_deferred_weights,
+    message_tensors,
+    missing_weight_bytes,
+    new_weight_bytes,
+    write_external_weights,
+)
+from graphquant.formats.onnx.reader import MAX_MESSAGE_BYTES, parse_message
+from graphquant.formats.onnx.source import write_onnx_metadata
+from graphquant.formats.onnx.tensors import external_path, is_external, tensor_value
+from graphquant.ir import paused_gc
+from graphquant.utils.atomic_files import atomic_file
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphquant.formats.onnx.emitter import Emission
+    from graphquant.formats.onnx.external_data import DeferredWeight
+    from graphquant.ir import Model
+
+
+EXTERNALIZE_BYTES = 1 << 28
+"""Bytes of new weights from which they are written outside of a message, where the source has its own outside."""
+
+
+@paused_gc()
+def save_onnx_file(model: Model, path: Path) -> None:
+    """Emits the model and writes it to `path` in the form that its suffix names, with weights beside it if need be.
+
+    Raises:
+        ModelError: A change cannot be said in ONNX, or a textual form would be over 2 GB.
+        UsageError: `path` or a file of external data beside it cannot be written.
+    """
+    emission = emit_message(model, defer_weights=True)
+    message, folder = emission.message, model.source.folder
+    external = is_binary_path(path) and _needs_external_weights(model, emission)
+    if not external:
+        fill_deferred_weights(message, emission.deferred)
+    write_onnx_metadata(message, model, record=not external)
+    try:
+        with replacing_model(path, external_weights=external):
+            if external:
+                _save_with_external_weights(message, emission.deferred, folder, path)
+                return
+            data = serialize_message(message, path)
+            link_external_data(message, folder, path)
+            with atomic_file(path) as file:
+                file.write(data)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}. Give another output path.") from error
+
+
+def is_binary_path(path: Path) -> bool:
+    """Whether the suffix of `path` names the protocol buffer's own form."""
+    return serialization.registry.get_format_from_file_extension(path.suffix) in {"protobuf", None}
+
+
+def _needs_external_weights(model: Model, emission: Emission) -> bool:
+    """Whether weights are to be written beside the model.
+
+    They are where the message could not hold them, and where many are new and the source has its own outside.
+    """
+    try:
+        if missing_weight_bytes(emission.message, emission.deferred) + emission.message.ByteSize() > MAX_MESSAGE_BYTES:
+            return True
+    except (EncodeError, ValueError):
+        return True
+    return new_weight_bytes(emission.deferred) > EXTERNALIZE_BYTES and any(
+        True for _ in external_tensors(model.source.message)
+    )
+
+
+def _save_with_external_weights(
+    message: Any, deferred: Sequence[DeferredWeight], folder: Path | None, path: Path
+) -> None:
+    """Writes a model to `path`, and before that its weights to a file beside it, which is named by what it holds.
+
+    So whatever model is at `path` meanwhile has its own weights beside it.
+
+    Raises:
+        ModelError: A weight cannot be read.
+        OSError: They cannot be written.
+    """
+    writer: HashingWriter
+
+    def final_weights_path() -> Path:
+        return weights_path(path, writer.digest)
+
+    with (
+        atomic_file(path) as file,
+        atomic_file(path.with_name(f"{path.name}.data"), final_weights_path) as weights_file,
+    ):  # which is left first
+        writer = HashingWriter(weights_file)
+        for location_entry in write_external_weights(message, deferred, folder, writer):
+            location_entry.value = weights_path(path, writer.digest).name
+        file.write(message_bytes(message))
+        file.flush()  # while a full disk still changes nothing
+
+
+def serialize_message(message: Any, path: Path) -> bytes:
+    """The bytes of a ModelProto in the form that the suffix of `path` names.
+
+    Raises:
+        ModelError: It is over 2 GB, or the textual form cannot hold it.
+    """
+    form = serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
+    if form == "protobuf":
+        return message_bytes(message)
+    with warnings.catch_warnings(action="ignore"):  # onnx calls its text form experimental
+        data: bytes = serialization.registry.get(form).serialize_proto(message)
+    if form == "onnxtxt" and not _text_round_trips(data, message, path):
+        raise ModelError(
+            f"onnx's textual form loses parts of this model. Write {path.stem}.onnx or {path.stem}.textproto instead."
+        )
+    return data
+
+
+def _text_round_trips(data: bytes, message: Any, path: Path) -> bool:
+    """Whether onnx's textual form, which is experimental, reads back as the same text and the same weights."""
+    reparsed = parse_message(data, path)
+    initializers, reparsed_initializers = message.graph.initializer, reparsed.graph.initializer
+    return printer.to_text(reparsed).encode() == data and all(
+        original.name == reparsed_tensor.name
+        and np.array_equal(tensor_value(original, None), tensor_value(reparsed_tensor, None))
+        for original, reparsed_tensor in zip(initializers, reparsed_initializers, strict=True)
+        if not is_external(original)
+    )
+
+
+def message_bytes(message: Any) -> bytes:
+    """The bytes of a ModelProto in protocol buffer form, always the same ones for the same message.
+
+    Raises:
+        ModelError: It is over 2 GB.
+    """
+    try:
+        data: bytes = message.SerializeToString(deterministic=True)
+    except (EncodeError, ValueError) as error:
+        raise ModelError(_TOO_LARGE) from error
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise ModelError(_TOO_LARGE)
+    return data
+
+
+_TOO_LARGE = (
+    "The model is over 2 GB, more than a protocol buffer can hold. "
+    "Save the float model with external data and start from that."
+)
+
+
+def link_external_data(message: Any, source: Path | None, path: Path) -> None:
+    """Puts links to (or copies of) the files of external data that `message` needs from folder `source` beside `path`.
+
+    Each is there whole or not at all, and before the model is, as nothing else reads it.
+
+    Raises:
+        ModelError: A file is missing, or out of the model's folder.
+        UsageError: Another file is in its place.
+        OSError: They cannot be written.
+    """
+    linked_locations: set[str] = set()
+    for tensor in external_tensors(message):
+        location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        if location in linked_locations:
+            continue
+        linked_locations.add(location)
+        source_file, target = external_path(tensor, source), path.parent / location
+        if target.exists():
+            if not target.samefile(source_file) and not filecmp.cmp(source_file, target, shallow=False):
+                raise UsageError(
+                    f"{target} is there already and is other data than the model's. Write to another folder."
+                )
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source_file.resolve(), target)
+        except OSError:  # another file system, or one without links
+            with (
+                source_file.open("rb") as file,
+                atomic_file(target.with_name(f"{path.name}.data"), partial(Path, target)) as copy,
+            ):
+                shutil.copyfileobj(file, copy)
+
+
+def external_tensors(message: Any) -> Iterator[Any]:
+    """The tensors of a ModelProto whose data is in other files, wherever they are."""
+    return filter(is_external, message_tensors(message))
+
+
+def external_data_files(path: Path) -> tuple[Path, ...]:
+    """The files of external data that the model at `path` has, sorted.
+
+    Raises:
+        ModelError: It is no ONNX model, or a file is missing or out of the model's folder.
+        OSError: It cannot be read.
+    """
+    message = parse_message(path.read_bytes(), path)
+    return tuple(sorted({external_path(tensor, path.parent) for tensor in external_tensors(message)}))
+
+
+def external_data_names(path: Path) -> tuple[str, ...]:
+    """Where the model at `path` says its external data is, relative to its folder, sorted; nothing out of that.
+
+    Raises:
+        ModelError: It is no ONNX model.
+        OSError: It cannot be read.
+    """
+    locations = (
+        next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+        for tensor in external_tensors(parse_message(path.read_bytes(), path))
+    )
+    relative_paths = {PurePosixPath(name) for name in locations if name and "\0" not in name}
+    return tuple(sorted(str(name) for name in relative_paths if not name.is_absolute() and ".." not in name.parts))

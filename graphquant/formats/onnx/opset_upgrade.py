@@ -1,0 +1,302 @@
+"""Models raised to a newer opset: by onnx's converter, without the weights' data, and checked afterwards."""
+
+from __future__ import annotations
+
+import base64
+import math
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, NodeProto, checker, defs, helper, shape_inference, version_converter
+
+from graphquant.errors import ModelError
+from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, node_bodies, retain_entries
+from graphquant.formats.onnx.file_writer import external_tensors
+from graphquant.formats.onnx.functions import nested_graphs
+from graphquant.formats.onnx.reader import model_from_message
+from graphquant.formats.onnx.session import OnnxRunner
+from graphquant.formats.onnx.tensors import first_line, is_external
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphquant.formats import InputSpec
+    from graphquant.ir import Model
+
+
+Array = np.ndarray[Any, Any]
+
+MAX_VISIBLE_ELEMENTS = 1 << 10
+"""Elements up to which the converter sees the value of an initializer: it may be a shape, axes or scales."""
+
+MAX_INPUT_ELEMENTS = 1 << 26
+"""Elements of the largest input that is made up."""
+
+CONVERTER_ERRORS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    ValueError,
+    IndexError,
+    DecodeError,
+    checker.ValidationError,
+    shape_inference.InferenceError,
+    version_converter.ConvertError,
+)
+"""What onnx's converter and checker raise; their own kinds have no common base."""
+
+RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-3, 1e-4
+"""How far float outputs may differ; fusions of another opset round otherwise."""
+
+
+def convert_opset(model: Model, opset: int) -> Model:
+    """The model at `opset` of the default domain: the model itself if it is there already.
+
+    Raises:
+        ModelError: onnx cannot convert it, or the result does not check, does not run, or gives other outputs.
+    """
+    if model.opset >= opset:
+        return model
+    source = model.source.message
+    weightless, hoisted = _hoist_weights(source)
+    weightless.ir_version = max(
+        weightless.ir_version, FREE_INITIALIZERS_IR_VERSION
+    )  # before, the converter does not see initializers
+    if any(True for _ in external_tensors(weightless)):
+        raise _upgrade_error(
+            model, opset, "external data inside its functions, or of one name in two bodies, is not converted"
+        )
+    try:
+        converted = version_converter.convert_version(weightless, opset)
+    except CONVERTER_ERRORS as error:
+        raise _upgrade_error(model, opset, f"onnx's converter says: {first_line(error)}") from error
+    for field in ("functions", "training_info"):
+        if not getattr(converted, field):
+            getattr(converted, field).extend(getattr(source, field))
+    for function in converted.functions:
+        changed_op = _raise_function_opset(function, opset)
+        if changed_op:
+            raise _upgrade_error(model, opset, f"{changed_op} in its function {function.name!r} is another op there")
+    min_ir_version = helper.find_min_ir_version_for(converted.opset_import, ignore_unknown=True)
+    converted.ir_version = max(source.ir_version, min_ir_version)
+    try:
+        checker.check_model(converted)
+    except CONVERTER_ERRORS as error:
+        raise _upgrade_error(model, opset, f"the result is not valid: {first_line(error)}") from error
+    try:
+        _restore_weights(source, converted, hoisted)
+    except KeyError as error:
+        raise _upgrade_error(model, opset, f"onnx's converter changed the node {error} around a weight") from error
+    result = model_from_message(converted, path=model.path)
+    _check_upgrade(model, result, opset)
+    return result
+
+
+def _raise_function_opset(function: Any, opset: int) -> str:
+    """Raises a function, which onnx's converter leaves as it is; gives an op that means something else then, or ""."""
+    entries = [entry for entry in function.opset_import if entry.domain in {"", "ai.onnx"} and entry.version < opset]
+    for entry in entries:
+        for node in (
+            node for graph in nested_graphs(function) for node in graph.node if node.domain in {"", "ai.onnx"}
+        ):
+            try:
+                signatures = [_op_signature(node.op_type, version) for version in (entry.version, opset)]
+            except defs.SchemaError:
+                return str(node.op_type)
+            if signatures[0] != signatures[1]:
+                return str(node.op_type)
+        entry.version = opset
+    return ""
+
+
+def _op_signature(op_type: str, opset: int) -> tuple[Any, ...]:
+    """What an op takes; of what it gives, newer opsets change nothing but the types, which only become more."""
+    schema = defs.get_schema(op_type, opset, "")
+    attributes = {name: (attr.required, str(attr.default_value)) for name, attr in schema.attributes.items()}
+    return attributes, [(parameter.name, parameter.option) for parameter in schema.inputs], len(schema.outputs)
+
+
+def encode_weightless_message(model: Model) -> str:
+    """The source message without its larger weights, compressed, in base64: an upgrade keeps the weights by name."""
+    weightless, _ = _hoist_weights(model.source.message)
+    return base64.b64encode(zlib.compress(weightless.SerializeToString(deterministic=True), 9)).decode()
+
+
+BodyPath = tuple[tuple[str, str], ...]
+"""Where a body is: from outside in, the first output of the node that owns it, and the attribute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _HoistedWeight:
+    """A weight that the converter has as a mere input of the model.
+
+    Attributes:
+        path: The body that it is from; () is the main graph.
+        name: The name of its value.
+        proto: The TensorProto of an initializer, or the NodeProto of a Constant.
+        adds_input: Whether the input is new: initializers may be inputs too.
+    """
+
+    path: BodyPath
+    name: str
+    proto: Any
+    adds_input: bool
+
+
+def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
+    """A copy for the converter with inputs in place of the larger weights, and these weights."""
+    weightless = ModelProto()
+    weightless.CopyFrom(source)
+    inputs = {info.name for info in weightless.graph.input}
+    nested = _graphs_with_paths(weightless.graph)
+    name_counts = Counter(name for graph, _ in nested for name in _defined_names(graph))
+    hoisted: list[_HoistedWeight] = []
+    for graph, path in reversed(nested):  # a list of nodes that is written anew has copies of their bodies
+        large_constants = [
+            (proto, name, tensor)
+            for proto, name, tensor in _constant_tensors(graph)
+            if (is_external(tensor) or math.prod(tensor.dims) > MAX_VISIBLE_ELEMENTS)
+            and (not path or name_counts[name] == 1)
+        ]
+        for proto, name, tensor in large_constants:
+            proto_copy = type(proto)()
+            proto_copy.CopyFrom(proto)
+            hoisted.append(
+                _HoistedWeight(path=path, name=name, proto=proto_copy, adds_input=bool(path) or name not in inputs)
+            )
+            if hoisted[-1].adds_input:
+                weightless.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
+        hoisted_names = {name for _, name, _ in large_constants}
+        retain_entries(graph.initializer, lambda tensor, hoisted_names=hoisted_names: tensor.name not in hoisted_names)  # type: ignore[misc]  # the default
+        retain_entries(
+            graph.node,
+            lambda node, hoisted_names=hoisted_names: (  # type: ignore[misc]  # the same
+                node.op_type != "Constant" or not hoisted_names.intersection(node.output)
+            ),
+        )
+    return weightless, hoisted
+
+
+def _graphs_with_paths(main: Any) -> list[tuple[Any, BodyPath]]:
+    """The graph and all bodies in it, outer ones first."""
+    entries: list[tuple[Any, BodyPath]] = [(main, ())]
+    for graph, path in entries:  # grows while bodies are found
+        for node in graph.node:
+            first_output = next(iter(node.output), "")
+            entries += [(body, (*path, (first_output, attr))) for attr, body in node_bodies(node).items()]
+    return entries
+
+
+def _defined_names(graph: Any) -> Iterator[str]:
+    """The names that are given to values in a graph."""
+    yield from (tensor.name for tensor in graph.initializer)
+    yield from (name for node in graph.node for name in node.output)
+
+
+def _constant_tensors(graph: Any) -> Iterator[tuple[Any, str, Any]]:
+    """Initializers and Constant nodes: the message, the name of its value, and its tensor."""
+    yield from ((tensor, tensor.name, tensor) for tensor in graph.initializer)
+    for node in graph.node:
+        if node.op_type == "Constant" and node.domain in {"", "ai.onnx"} and len(node.output) == 1:
+            yield from ((node, node.output[0], attr.t) for attr in node.attribute if attr.name == "value")
+
+
+def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeight]) -> None:
+    """Gives `converted` back what the converter does not carry: weights in their order, sparse ones, notes.
+
+    Raises:
+        KeyError: The body that a weight is from is gone.
+    """
+    graphs_by_path = {path: graph for graph, path in _graphs_with_paths(converted.graph)}
+    for weight in reversed(hoisted):  # Constants stand before all that could read them
+        if isinstance(weight.proto, NodeProto):
+            graphs_by_path[weight.path].node.insert(0, weight.proto)
+        elif weight.path:
+            graphs_by_path[weight.path].initializer.insert(0, weight.proto)
+    graph = converted.graph
+    main_weights = {
+        weight.name: weight.proto for weight in hoisted if not weight.path and not isinstance(weight.proto, NodeProto)
+    }
+    converted_initializers = {tensor.name: tensor for tensor in graph.initializer}
+    restored_initializers = [
+        main_weights.get(tensor.name) or converted_initializers.get(tensor.name) for tensor in source.graph.initializer
+    ]
+    source_names = {tensor.name for tensor in source.graph.initializer}
+    initializers = [tensor for tensor in restored_initializers if tensor is not None] + [
+        tensor for tensor in converted_initializers.values() if tensor.name not in source_names
+    ]
+    added_names = {weight.name for weight in hoisted if weight.adds_input}
+    inputs = [info for info in graph.input if info.name not in added_names]
+    del graph.initializer[:], graph.input[:]
+    graph.initializer.extend(initializers)
+    graph.input.extend(inputs)
+    for field in ("sparse_initializer", "quantization_annotation"):
+        if not getattr(graph, field):
+            getattr(graph, field).extend(getattr(source.graph, field))
+
+
+def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> None:
+    """Starts both in onnxruntime, and runs them where inputs can be made up that the source takes."""
+    old_runner, new_runner = OnnxRunner(source_model), OnnxRunner(upgraded_model)
+    old_runner.start()
+    try:
+        new_runner.start()
+    except ModelError as error:
+        raise _upgrade_error(
+            source_model, opset, f"onnxruntime does not take the result: {_runtime_reason(error)}"
+        ) from error
+    rng = np.random.default_rng(0)
+    input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs}
+    feeds = {name: value for name, value in input_values.items() if value is not None}
+    is_random = any(op.kind == "random" for graph in source_model.graphs.values() for op in graph.ops())
+    if is_random or len(feeds) < len(input_values):
+        return
+    try:
+        expected = old_runner.run(feeds)
+    except ModelError:
+        return  # The source does not take sizes of 1 or these values, so they prove nothing.
+    try:
+        results = new_runner.run(feeds)
+    except ModelError as error:
+        raise _upgrade_error(source_model, opset, f"the result does not run: {_runtime_reason(error)}") from error
+    for name, value in expected.items():
+        if not _outputs_agree(value, results[name]):
+            raise _upgrade_error(source_model, opset, f"its output {name!r} is another one afterwards")
+
+
+def _synthetic_input(spec: InputSpec, rng: np.random.Generator) -> Array | None:
+    """A seeded input with unknown sizes 1, None if there is no telling what it must be."""
+    if spec.shape is None:
+        return None
+    shape = tuple(size if size is not None else 1 for size in spec.shape)
+    if math.prod(shape) > MAX_INPUT_ELEMENTS:
+        return None
+    if spec.dtype.startswith("float") and hasattr(np, spec.dtype):
+        return np.asarray(rng.standard_normal(shape)).astype(spec.dtype)
+    if spec.dtype == "bool" or spec.dtype.startswith(("int", "uint")):
+        return None if hasattr(ml_dtypes, spec.dtype) else np.ones(shape, spec.dtype)
+    return None
+
+
+def _outputs_agree(expected: Array, actual: Array) -> bool:
+    if expected.shape != actual.shape or expected.dtype != actual.dtype:
+        return False
+    if expected.dtype.kind != "f":
+        return bool(np.array_equal(expected, actual))
+    return bool(np.allclose(expected, actual, rtol=RELATIVE_TOLERANCE, atol=ABSOLUTE_TOLERANCE, equal_nan=True))
+
+
+def _upgrade_error(model: Model, opset: int, reason: str) -> ModelError:
+    return ModelError(
+        f"The model cannot be raised from opset {model.opset} to {opset}: {reason}. Use a rule that needs no newer opset "
+        "(one scale per tensor instead of per channel, or per channel instead of per block), or export the model at"
+        f" opset {opset}."
+    )
+
+
+def _runtime_reason(error: ModelError) -> str:
+    """What onnxruntime said, without the advice around it."""
+    return first_line(error.__cause__ or error)

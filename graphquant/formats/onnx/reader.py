@@ -1,0 +1,192 @@
+"""ONNX files to models."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import warnings
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from google.protobuf import json_format, text_format
+from google.protobuf.message import DecodeError
+from onnx import ModelProto, NodeProto, checker, helper, numpy_helper, parser, serialization, shape_inference
+from onnx.reference import ReferenceEvaluator
+
+from graphquant.errors import ModelError
+from graphquant.formats.onnx.index import GraphIndexer
+from graphquant.formats.onnx.source import OnnxSource
+from graphquant.formats.onnx.tensors import first_line
+from graphquant.ir import Model, paused_gc
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphquant.ir import Op
+
+
+# One pure op on numpy arrays, by onnx's reference implementation: so constants behind chains of ops are read.
+
+Array = np.ndarray[Any, Any]
+
+MAX_RESULT_ELEMENTS = 1 << 24
+"""Elements that one op may make of smaller constants: a hostile Expand or Tile must not fill memory."""
+
+_SMALL_ELEMENTS = 1 << 10
+_EVALUATION_ERRORS = (
+    shape_inference.InferenceError,
+    checker.ValidationError,
+    DecodeError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    MemoryError,
+)
+
+
+def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array] | None:
+    """The outputs of `op`, a node of a source message, for the arrays in its input slots.
+
+    None if the reference implementation does not know the op, fails on these inputs, or would make too much of them.
+    """
+    if not isinstance(op.source, NodeProto):
+        return None
+    node = NodeProto()
+    node.CopyFrom(op.source)
+    del node.input[:], node.output[:]
+    node.input.extend(f"i{k}" for k in range(len(inputs)))
+    node.output.extend(f"o{k}" for k in range(len(op.source.output)))
+    try:
+        model = _single_node_model(node, inputs, opset_import)
+        if _largest_output_elements(model) > max(MAX_RESULT_ELEMENTS, sum(value.size for value in inputs)):
+            return None
+        results = ReferenceEvaluator(model).run(None, {f"i{k}": value for k, value in enumerate(inputs)})
+        return [np.asarray(result) for result in results]
+    except _EVALUATION_ERRORS:
+        return None
+
+
+def _single_node_model(node: NodeProto, inputs: list[Array], opset_import: Any) -> Any:
+    """A model of one node; small inputs are initializers too, so that shape inference knows their values."""
+    infos = [
+        helper.make_tensor_value_info(f"i{k}", helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+        for k, value in enumerate(inputs)
+    ]
+    outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
+    initializers = [
+        numpy_helper.from_array(value, f"i{k}") for k, value in enumerate(inputs) if value.size <= _SMALL_ELEMENTS
+    ]
+    return helper.make_model(
+        helper.make_graph([node], "one", infos, outputs, initializers), opset_imports=list(opset_import)
+    )
+
+
+def _largest_output_elements(model: Any) -> int:
+    """Number of elements of the largest output, as far as shape inference tells."""
+    outputs = shape_inference.infer_shapes(model, data_prop=True).graph.output
+    counts = [math.prod(max(d.dim_value, 1) for d in output.type.tensor_type.shape.dim) for output in outputs]
+    return max(counts, default=0)
+
+
+MAX_MESSAGE_BYTES = (1 << 31) - 1
+"""Bytes that a protocol buffer may have."""
+
+MAX_BRACKET_DEPTH = 1000
+"""Brackets in brackets that onnx's textual form may have."""
+
+_BRACKETS = re.compile(rb"[{}()<>\[\]]")
+
+_PARSE_ERRORS = (
+    DecodeError,
+    text_format.ParseError,
+    json_format.ParseError,
+    parser.ParseError,
+    ValueError,
+    RecursionError,
+)
+
+
+def load_onnx_file(path: Path) -> Model:
+    """Reads the model at `path`; its suffix says which form it has.
+
+    Raises:
+        ModelError: The file is no ONNX model, or what it holds does not fit together.
+    """
+    try:
+        if _serialization_form(path) == "protobuf" and path.stat().st_size > MAX_MESSAGE_BYTES:
+            raise ModelError(
+                f"{path} is over 2 GB, more than a protocol buffer can hold. Save the model with external data."
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}. Give the path of an ONNX model.") from error
+    try:
+        digest, message = hashlib.sha256(data).hexdigest(), parse_message(data, path)
+        del data  # all weights may be in it
+        return model_from_message(message, path=path, digest=digest)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def parse_message(data: bytes, path: Path) -> Any:
+    """The ModelProto in `data`, in the form that the suffix of `path` names.
+
+    Raises:
+        ModelError: It is none.
+    """
+    if not data:
+        raise ModelError("The file is empty. Export or copy the model again.")
+    form = _serialization_form(path)
+    if form == "onnxtxt" and _bracket_depth(data) > MAX_BRACKET_DEPTH:
+        raise ModelError(
+            f"Its brackets nest over {MAX_BRACKET_DEPTH} deep, more than can be read. Write the model as .onnx."
+        )
+    try:
+        with warnings.catch_warnings(action="ignore"):  # onnx calls its text form experimental
+            return serialization.registry.get(form).deserialize_proto(data, ModelProto())
+    except _PARSE_ERRORS as error:
+        raise ModelError(
+            f"This is no ONNX model in {form} form ({first_line(error)}). Export or copy the model again."
+        ) from error
+
+
+def _serialization_form(path: Path) -> str:
+    """The form that a suffix names."""
+    return serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
+
+
+def _bracket_depth(data: bytes) -> int:
+    """How deep the brackets of a text nest at most; onnx's parser recurses into them without a limit."""
+    depth = deepest = 0
+    for bracket in _BRACKETS.findall(data):
+        depth = depth + 1 if bracket in b"{(<[" else max(depth - 1, 0)
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def model_from_message(message: Any, *, path: Path | None = None, digest: str = "") -> Model:
+    """The model of a ModelProto, which must not be changed afterwards.
+
+    Raises:
+        ModelError: The message has no graph, or what it holds does not fit together.
+    """
+    if not message.HasField("graph"):
+        raise ModelError("The model has no graph. Export or copy the model again.")
+    opset = next((entry.version for entry in message.opset_import if entry.domain in {"", "ai.onnx"}), 0)
+    source = OnnxSource(message=message, graphs={}, folder=path.parent if path else None)
+    model = Model(format="onnx", source=source, path=path, opset=opset)
+    model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
+    model.evaluate_op = partial(evaluate_node, message.opset_import)
+    try:
+        with paused_gc():
+            GraphIndexer(model, source).run()
+    except UnicodeDecodeError as error:
+        raise ModelError(
+            f"A name in the model is no UTF-8 text ({error}). The file is damaged: copy it again."
+        ) from error
+    return model

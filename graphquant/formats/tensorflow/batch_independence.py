@@ -1,0 +1,406 @@
+"""Whether samples may be joined along axis 0 of every input of a TensorFlow model.
+
+`graphquant.formats.rows` shows it op by op. For that, functions are put in place of their calls, in a copy without the
+data of weights and variables, of which TensorFlow infers the shapes. Loops and branches are refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any, Final
+
+import networkx as nx
+
+from graphquant.errors import ModelError
+from graphquant.formats.batch_independence import (
+    FIXED,
+    MATRIX_RANK,
+    ROW_COUNTS,
+    ROWS,
+    SIZE,
+    GraphFacts,
+    RowNode,
+    RowRule,
+    RowRuleTable,
+    broadcast_keeps_rows,
+    excludes_batch_axis,
+    expand_keeps_rows,
+    keeps_rows,
+    matmul_keeps_rows,
+    reduction_keeps_rows,
+    reshape_keeps_rows,
+    rows_are_independent,
+    tile_keeps_rows,
+    unsqueeze_keeps_rows,
+)
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.session import infer_static_shapes
+from graphquant.formats.tensorflow.values import type_number
+from graphquant.ir import Graph, Op, TensorRef, paused_gc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    import numpy as np
+
+    from graphquant.formats import InputSpec
+    from graphquant.ir import Model, Shape
+
+
+# Which TensorFlow ops keep the rows of their inputs apart, and under which conditions.
+
+
+def _tf_last_axis_keeps_rows(node: RowNode) -> bool:
+    return node.only_first_has_rows() and excludes_batch_axis(node, [-1])
+
+
+def _tf_batchnorm_keeps_rows(node: RowNode) -> bool:
+    return node.only_first_has_rows() and not node.op.attrs.get("is_training", True)
+
+
+def _tf_range_given_keeps_rows(node: RowNode) -> bool:
+    """Without a given range it is taken from all rows."""
+    return node.only_first_has_rows() and bool(node.op.attrs.get("range_given", node.op.type.endswith("V3")))
+
+
+def _tf_concat_keeps_rows(axis_input: int) -> Callable[[RowNode], bool]:
+    """A rule for ops that join rows along an axis, which is that input."""
+
+    def concat_rule(node: RowNode) -> bool:
+        axis_slot = axis_input % len(node.kinds)
+        joined = [kind for slot, kind in enumerate(node.kinds) if slot != axis_slot]
+        return set(joined) == {ROWS} and excludes_batch_axis(
+            node, node.constant_numbers(axis_slot, ""), len(node.output_shape)
+        )
+
+    return concat_rule
+
+
+def _tf_pack_keeps_rows(node: RowNode) -> bool:
+    return set(node.kinds) == {ROWS} and excludes_batch_axis(
+        node, [int(node.op.numeric_attr("axis", 0))], len(node.output_shape)
+    )
+
+
+def _tf_unpack_keeps_rows(node: RowNode) -> bool:
+    return node.only_first_has_rows() and excludes_batch_axis(node, [int(node.op.numeric_attr("axis", 0))])
+
+
+def _tf_split_keeps_rows(node: RowNode) -> bool:
+    return node.kinds == [FIXED, ROWS] and excludes_batch_axis(node, node.constant_numbers(0, ""), node.rank(1))
+
+
+def _tf_split_by_sizes_keeps_rows(node: RowNode) -> bool:
+    return node.only_first_has_rows() and excludes_batch_axis(node, node.constant_numbers(2, ""))
+
+
+def _tf_slice_keeps_rows(node: RowNode) -> bool:
+    begin, size = node.constant_numbers(1, ""), node.constant_numbers(2, "")
+    return (
+        node.only_first_has_rows() and bool(begin) and bool(size) and (begin or [1])[0] == 0 and (size or [0])[0] == -1
+    )
+
+
+def _tf_strided_slice_keeps_rows(node: RowNode) -> bool:
+    """Axis 0 is taken whole, as a range without ends or under an ellipsis in front."""
+    masks = {name: int(node.op.numeric_attr(f"{name}_mask", 0)) for name in ("begin", "end", "ellipsis", "new_axis")}
+    strides = node.constant_numbers(3, "")
+    if not node.only_first_has_rows() or not strides or masks["new_axis"]:
+        return False
+    if masks["ellipsis"] & 1:
+        return len(strides) - 1 < node.rank()
+    drops_axis = int(node.op.numeric_attr("shrink_axis_mask", 0)) & 1
+    return bool(masks["begin"] & masks["end"] & 1) and not drops_axis and strides[0] == 1
+
+
+def _tf_gather_keeps_rows(node: RowNode) -> bool:
+    axes = node.constant_numbers(2, "") if len(node.kinds) > MATRIX_RANK else [0]
+    if node.op.numeric_attr("batch_dims", 0) or not axes:
+        return False
+    if node.kinds[:2] == [FIXED, ROWS]:  # rows of indices into a table
+        return axes[0] == 0 and node.rank(1) > 0
+    return node.only_first_has_rows() and excludes_batch_axis(node, axes)
+
+
+def _tf_squeeze_keeps_rows(node: RowNode) -> bool:
+    axes = node.op.attrs.get("squeeze_dims")
+    return (
+        node.only_first_has_rows()
+        and isinstance(axes, list | tuple)
+        and excludes_batch_axis(node, [int(axis) for axis in axes])
+    )
+
+
+def _tf_transpose_keeps_rows(node: RowNode) -> bool:
+    return node.only_first_has_rows() and (node.constant_numbers(1, "") or [])[:1] == [0]
+
+
+def _tf_pad_keeps_rows(node: RowNode) -> bool:
+    return node.only_first_has_rows() and (node.constant_numbers(1, "") or [])[:2] == [0, 0]
+
+
+def _tf_matmul_keeps_rows(node: RowNode) -> bool:
+    return node.kinds == [ROWS, FIXED] and not node.op.attrs.get("transpose_a", False)
+
+
+def _tf_batch_matmul_keeps_rows(node: RowNode) -> bool:
+    adjoint_slots = [slot for slot, name in enumerate(("adj_x", "adj_y")) if node.op.attrs.get(name, False)]
+    transposes_rows = any(node.kind(slot) == ROWS and node.rank(slot) <= MATRIX_RANK for slot in adjoint_slots)
+    return not transposes_rows and matmul_keeps_rows(node)
+
+
+def _tf_conv_transpose_keeps_rows(node: RowNode) -> bool:
+    return node.kind(0) in {FIXED, SIZE} and node.kinds[1:] == [FIXED, ROWS]
+
+
+def _tf_resize_keeps_rows(node: RowNode) -> bool:
+    return node.only_first_has_rows(1)
+
+
+def _tf_fill_keeps_rows(node: RowNode) -> bool:
+    return node.kinds == [SIZE, FIXED]
+
+
+_ROW_KEEPING_OPS: Final = """
+    Abs Acos Acosh Asin Asinh Atan Atanh Cast Ceil CheckNumerics ClipByValue Cos Cosh Elu Erf Erfc Exp Expm1 Floor
+    Identity Inv IsFinite IsInf IsNan LeakyRelu Log Log1p LogicalNot Neg OnesLike PreventGradient Reciprocal Relu Relu6
+    Rint Round Rsqrt Selu Sigmoid Sign Sin Sinh Snapshot Softplus Softsign Sqrt Square StopGradient Tan Tanh ZerosLike
+    AvgPool AvgPool3D BiasAdd BiasAddV1 Conv2D Conv3D DepthToSpace DepthwiseConv2dNative LRN MaxPool MaxPool3D
+    MaxPoolV2 SpaceToDepth
+    FakeQuantWithMinMaxArgs FakeQuantWithMinMaxVars FakeQuantWithMinMaxVarsPerChannel
+"""
+
+_BROADCASTING_OPS: Final = """
+    Add AddN AddV2 Atan2 Div DivNoNan Equal FloorDiv FloorMod Greater GreaterEqual Less LessEqual LogicalAnd LogicalOr
+    Maximum Minimum Mod Mul MulNoNan NotEqual Pow RealDiv SelectV2 SquaredDifference Sub Xdivy Xlogy
+"""
+
+_ROW_RULES: Final[Mapping[str, RowRule]] = {
+    **dict.fromkeys(_ROW_KEEPING_OPS.split(), keeps_rows),
+    **dict.fromkeys(_BROADCASTING_OPS.split(), broadcast_keeps_rows),
+    **dict.fromkeys(
+        ("All", "Any", "ArgMax", "ArgMin", "Cumsum", "Max", "Mean", "Min", "Prod", "Sum"), reduction_keeps_rows
+    ),
+    **dict.fromkeys(("LogSoftmax", "Softmax", "TopK", "TopKV2"), _tf_last_axis_keeps_rows),
+    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _tf_batchnorm_keeps_rows),
+    **dict.fromkeys((f"QuantizeAndDequantizeV{version}" for version in (2, 3, 4)), _tf_range_given_keeps_rows),
+    **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _tf_batch_matmul_keeps_rows),
+    **dict.fromkeys(("Gather", "GatherV2", "ResourceGather"), _tf_gather_keeps_rows),
+    **dict.fromkeys(("MirrorPad", "Pad", "PadV2"), _tf_pad_keeps_rows),
+    **dict.fromkeys(("ResizeBicubic", "ResizeBilinear", "ResizeNearestNeighbor"), _tf_resize_keeps_rows),
+    "BroadcastTo": expand_keeps_rows,
+    "Concat": _tf_concat_keeps_rows(0),
+    "ConcatV2": _tf_concat_keeps_rows(-1),
+    "Conv2DBackpropInput": _tf_conv_transpose_keeps_rows,
+    "ExpandDims": unsqueeze_keeps_rows,
+    "Fill": _tf_fill_keeps_rows,
+    "MatMul": _tf_matmul_keeps_rows,
+    "Pack": _tf_pack_keeps_rows,
+    "Reshape": reshape_keeps_rows,
+    "Slice": _tf_slice_keeps_rows,
+    "Split": _tf_split_keeps_rows,
+    "SplitV": _tf_split_by_sizes_keeps_rows,
+    "Squeeze": _tf_squeeze_keeps_rows,
+    "StridedSlice": _tf_strided_slice_keeps_rows,
+    "Tile": tile_keeps_rows,
+    "Transpose": _tf_transpose_keeps_rows,
+    "Unpack": _tf_unpack_keeps_rows,
+}
+
+_SIZE_ONLY_OPS: Final = """
+    Add AddV2 Cast ConcatV2 ExpandDims FloorDiv GatherV2 Identity Maximum Minimum Mul Pack Prod Reshape Slice Squeeze
+    StridedSlice Sub
+"""
+
+TF_ROW_RULES: Final = RowRuleTable(
+    rules=_ROW_RULES,
+    shape_ops=frozenset({"Shape", "Size"}),
+    size_ops=frozenset(_SIZE_ONLY_OPS.split()),
+    fill_ops=frozenset({"BroadcastTo", "Fill"}),
+)
+
+
+MIXING_KINDS: Final = frozenset(
+    {"enter", "exit", "if", "loop_cond", "merge", "next_iteration", "random", "switch", "while"}
+)
+"""Kinds of which one anywhere makes the answer no, before any work is done."""
+
+MAX_OPS: Final = 1 << 17
+"""Ops that a model may have with its functions in place of their calls."""
+
+MAX_SHAPE_ELEMENTS: Final = 1 << 10
+"""Elements up to which constants keep their values: they may be shapes or axes."""
+
+
+@paused_gc()
+def is_tf_batch_independent(
+    tensorflow: Any, model: Model, inputs: Sequence[InputSpec], outputs: Iterable[TensorRef]
+) -> bool:
+    """Whether samples may be joined along axis 0 of all `inputs` and each of `outputs` is still that of its sample."""
+    if not inputs or any(not spec.shape or spec.shape[0] is not None for spec in inputs):
+        return False
+    if any(op.kind in MIXING_KINDS for name in model.reachable_graphs() for op in model.graphs[name].ops()):
+        return False
+    inlined = _InlinedGraph(model)
+    try:
+        for position, tensor in enumerate(outputs):
+            inlined.add_output(position, tensor)
+    except _NotInlinableError:
+        return False
+    input_names = [
+        inlined.new_tensors[TensorRef("", spec.name)].op
+        for spec in inputs
+        if TensorRef("", spec.name) in inlined.new_tensors
+    ]
+    try:
+        shapes = [infer_static_shapes(tensorflow, inlined.with_row_count(input_names, count)) for count in ROW_COUNTS]
+    except ModelError:  # some number of rows does not fit
+        return False
+    facts = GraphFacts(
+        inputs=frozenset(input_names),
+        shape_of=lambda tensor, count_index: shapes[count_index].get((tensor.op, tensor.port)),
+        value_of=inlined.constant_value,
+    )
+    return rows_are_independent(inlined.graph, facts, TF_ROW_RULES)
+
+
+class _NotInlinableError(Exception):
+    """What is said here cannot be put into one graph."""
+
+
+class _InlinedGraph:
+    """What some tensors of a model are made from, functions and all, as one graph of new names.
+
+    Attributes:
+        graph: The graph.
+        new_tensors: Where the tensors of the main graph are in it.
+    """
+
+    def __init__(self, model: Model) -> None:
+        message = emit(model)
+        graph_def = model.source.graph_def(message)
+        self._model = model
+        self._source_nodes = {"": {node.name: node for node in graph_def.node}}
+        for function in graph_def.library.function:
+            self._source_nodes[function.signature.name] = {node.name: node for node in function.node_def}
+        self._graph_def = proto.GraphDef(versions=graph_def.versions)
+        self.graph = Graph("", {})
+        self.graph.graphs[""] = self.graph
+        self.new_tensors: dict[TensorRef, TensorRef] = {}
+
+    def add_output(self, position: int, tensor: TensorRef) -> None:
+        """Adds an output and what leads to it."""
+        (source,) = self._inline_tensors("", [tensor], self.new_tensors, ())
+        self.graph.add_op(Op(name=f"@{position}", kind="output", type="_Retval"), [source])
+
+    def with_row_count(self, inputs: Sequence[str], rows: int) -> Any:
+        """The GraphDef in which each of the inputs `inputs` has that many rows."""
+        graph_def = proto.GraphDef()
+        graph_def.CopyFrom(self._graph_def)
+        input_names = set(inputs)
+        for node in graph_def.node:
+            if node.name in input_names:
+                node.attr["shape"].shape.dim[0].size = rows
+        return graph_def
+
+    def constant_value(self, tensor: TensorRef) -> Callable[[], np.ndarray[Any, Any]] | None:
+        """Gives the value of a constant, also behind Identity ops; None for other tensors."""
+        op = self.graph.op(tensor.op)
+        while op.kind == "identity":
+            (source,) = self.graph.slots(op.name)[:1]
+            if source is None:
+                return None
+            op = self.graph.op(source.op)
+        return op.read_value if op.kind == "constant" else None
+
+    def _inline_tensors(
+        self,
+        graph_name: str,
+        tensors: Iterable[TensorRef],
+        new_tensors: dict[TensorRef, TensorRef],
+        call_stack: tuple[str, ...],
+    ) -> list[TensorRef]:
+        """Adds what `tensors` of the graph called `graph_name` are made from; returns where they are.
+
+        Args:
+            graph_name: The main graph or a function.
+            tensors: What is wanted.
+            new_tensors: Where tensors of this call of the function are already.
+            call_stack: The functions on the way to it.
+        """
+        if graph_name in call_stack:
+            raise _NotInlinableError
+        graph, requested = self._model.graphs[graph_name], list(tensors)
+        ancestors = {tensor.op for tensor in requested}
+        pending = list(ancestors)
+        while pending:
+            for source in graph.slots(pending.pop()):
+                if source is not None and source.op not in ancestors:
+                    ancestors.add(source.op)
+                    pending.append(source.op)
+        for label in nx.topological_sort(graph.nx):
+            if label in ancestors and TensorRef(graph_name, label) not in new_tensors:
+                self._inline_op(graph, graph.op(label), new_tensors, (*call_stack, graph_name))
+        return [new_tensors[tensor] for tensor in requested]
+
+    def _inline_op(
+        self, graph: Graph, op: Op, new_tensors: dict[TensorRef, TensorRef], call_stack: tuple[str, ...]
+    ) -> None:
+        slots = [None if slot is None else new_tensors[slot] for slot in graph.slots(op.name)]
+        results = self._inline_call(op, slots, call_stack) if op.kind == "call" else self._copy_op(graph, op, slots)
+        new_tensors.update((TensorRef(graph.name, op.name, port), tensor) for port, tensor in enumerate(results))
+
+    def _inline_call(self, op: Op, slots: Sequence[TensorRef | None], call_stack: tuple[str, ...]) -> list[TensorRef]:
+        if len(op.calls) != 1 or op.type not in {"PartitionedCall", "StatefulPartitionedCall"}:
+            raise _NotInlinableError
+        body = self._model.graphs[op.calls[0].graph]
+        arguments = {
+            TensorRef(body.name, label): slot
+            for label, slot in zip(body.inputs, slots, strict=True)
+            if slot is not None
+        }
+        results = [body.slots(label)[0] for label in body.outputs]
+        return self._inline_tensors(
+            body.name, [result for result in results if result is not None], arguments, call_stack
+        )
+
+    def _copy_op(self, graph: Graph, op: Op, slots: Sequence[TensorRef | None]) -> list[TensorRef]:
+        if len(self.graph) >= MAX_OPS:
+            raise _NotInlinableError
+        name = f"n{len(self.graph)}"
+        value = op.read_value if op.kind == "constant" else None
+        drops_value = op.kind in {"constant", "read_variable"} and not self._keeps_value(op)
+        node = self._graph_def.node.add(name=name)
+        if drops_value or op.kind == "variable" or (op.kind == "input" and not slots):
+            _make_placeholder(node, op.outputs[0].dtype, op.outputs[0].shape)
+        else:
+            node.op = op.type
+            for key, attr in _public_attributes(self._source_nodes[graph.name].get(op.name)).items():
+                node.attr[key].CopyFrom(attr)
+            node.input.extend(f"{slot.op}:{slot.port}" for slot in slots if slot is not None)
+        inputs = () if op.kind == "read_variable" else slots
+        self.graph.add_op(replace(op, name=name, read_value=value, calls=(), source=None), inputs)
+        return [TensorRef("", name, port) for port in range(len(op.outputs))]
+
+    def _keeps_value(self, op: Op) -> bool:
+        shape = op.outputs[0].shape
+        return op.kind == "constant" and (shape is None or prod(size or 0 for size in shape) <= MAX_SHAPE_ELEMENTS)
+
+
+def _public_attributes(node: Any) -> Mapping[str, Any]:
+    if node is None:
+        raise _NotInlinableError
+    return {key: node.attr[key] for key in node.attr if not key.startswith("_")}
+
+
+def _make_placeholder(node: Any, dtype: str | None, shape: Shape | None) -> None:
+    """Makes `node` one that stands for a value of which only the shape is known."""
+    node.op = "Placeholder"
+    node.attr["dtype"].type = type_number(dtype or "float32")
+    if shape is None:
+        node.attr["shape"].shape.unknown_rank = True
+    else:
+        for size in shape:
+            node.attr["shape"].shape.dim.add(size=-1 if size is None else size)

@@ -1,0 +1,433 @@
+"""TensorFlow's own objects to a `Model`: a tf.Graph, a session, a ConcreteFunction, a tf.function, a Keras model.
+
+Whoever has such an object has imported tensorflow; it is looked up among the modules that are there, never imported. A
+function becomes a graph that calls it with what it captured: variables are VarHandleOps, tensors constants. Its
+functions lose the numbers that tracing gave their names, so that the same code gives the same model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from graphquant.errors import ModelError, UsageError, did_you_mean
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.load import add_output, build_model
+from graphquant.formats.tensorflow.source import TensorFlowSource
+from graphquant.formats.tensorflow.values import Array, encode_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from graphquant.ir import Graph, Model
+
+
+CALL_OP: Final = "StatefulPartitionedCall"
+"""The op of the main graph that calls the function."""
+
+OUTPUT_PREFIX: Final = "output_"
+"""What the signature calls a function's results, with their position behind it."""
+
+ESSENTIAL_KINDS: Final = frozenset({"constant", "variable", "input", "output", "stateful"})
+"""Kinds that say what an op is, whoever needs it."""
+
+_TRACED_NAME: Final = re.compile(r"(?:__inference_)?(.+?)(?:_\d+)?")
+GRADIENT_ATTR: Final = "_gradient_op_type"
+"""The attribute of a node that names its registered gradient."""
+
+_UNUSED_ARGUMENT: Final = "___redundant_placeholder"
+_NUMBER_SUFFIX: Final = re.compile(r"_\d+")
+_USER_NAME_ATTR: Final = "_user_specified_name"
+"""The attribute of a function's argument that holds what the caller called it, a number for what was captured."""
+
+_CALL_GRADIENT_PREFIX: Final = b"PartitionedCall-"
+"""How the registered gradient of a function that was traced starts: that of the function as it was."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveObject:
+    """The object that a model was made of.
+
+    Attributes:
+        instance: What was given: a tf.Graph, a session or a ConcreteFunction.
+        description: What it is, for messages.
+        values: What reads the present value of a variable, by the node that stands for it.
+        value_tensors: What a session is asked for these values.
+        variables: What a function captured, kept alive.
+        foreign_capture: The argument for what a function captured that is neither variable nor value, a table; "" for none.
+    """
+
+    instance: Any = field(repr=False)
+    description: str
+    values: Mapping[str, Callable[[], Array]]
+    value_tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    variables: tuple[Any, ...] = ()
+    foreign_capture: str = ""
+
+    def current_values(self) -> dict[str, Array]:
+        """The present values of all variables that have one.
+
+        Raises:
+            ModelError: The session is closed.
+        """
+        if not self.value_tensors:
+            return {name: value() for name, value in self.values.items()}
+        try:
+            return dict(
+                zip(
+                    self.value_tensors,
+                    _fetch_from_session(self.instance, list(self.value_tensors.values())),
+                    strict=True,
+                )
+            )
+        except sys.modules["tensorflow"].errors.FailedPreconditionError:  # one of them has none
+            values: dict[str, Array] = {}
+            for name, value in self.values.items():
+                with suppress(ModelError):
+                    values[name] = value()
+            return values
+
+
+def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
+    """The model that a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model is.
+
+    Args:
+        instance: The object.
+        outputs: What a graph is for, tensors or their names; by default all tensors that nobody reads.
+
+    Raises:
+        ModelError: It holds what cannot be taken over.
+        UsageError: It is something else, or does not say for which inputs.
+    """
+    tensorflow, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
+    if tensorflow is not None:
+        if isinstance(instance, tensorflow.compat.v1.TensorFlowSession | tensorflow.compat.v1.InteractiveSession):
+            return _from_graph(instance.graph, instance, "the session", _variable_readers(instance.graph), outputs)
+        if isinstance(instance, tensorflow.Graph):
+            return _from_graph(_require_outer_graph(instance), instance, "the tf.Graph", {}, outputs)
+        if outputs:
+            raise UsageError("A function says itself what it returns. Name outputs for a tf.Graph or a session.")
+        if keras is not None and isinstance(instance, keras.Model):
+            from graphquant.formats.tensorflow.keras import trace_keras_model
+
+            return _from_concrete_function(
+                tensorflow, trace_keras_model(tensorflow, keras, instance), "the Keras model"
+            )
+        if isinstance(instance, tensorflow.types.experimental.ConcreteFunction):
+            return _from_concrete_function(tensorflow, instance, "the ConcreteFunction")
+        if isinstance(instance, tensorflow.types.experimental.GenericFunction):
+            return _from_concrete_function(tensorflow, _single_concrete_function(instance), "the tf.function")
+    raise UsageError(
+        f"A {type(instance).__name__} is no model. Give a path, a tf.Graph, a session, a ConcreteFunction or a Keras"
+        " model."
+    )
+
+
+def _from_graph(
+    graph: Any, instance: Any, description: str, value_tensors: Mapping[str, Any], outputs: Sequence[Any]
+) -> Model:
+    data = graph.as_graph_def(add_shapes=True).SerializeToString()
+    message = proto.parse_binary(data, proto.GraphDef(), source=description)
+    if not message.node:
+        raise UsageError(f"{description[:1].upper()}{description[1:]} is empty. Build the model in it first.")
+    values = {name: partial(_session_value, instance, tensor, name) for name, tensor in value_tensors.items()}
+    model = _build_live_model(
+        message, LiveObject(instance=instance, description=description, values=values, value_tensors=value_tensors)
+    )
+    if outputs:
+        _set_outputs(model.main, [str(getattr(output, "name", output)) for output in outputs])
+    _ignore_training_ops(model.main)
+    return model
+
+
+def _set_outputs(main: Graph, names: Sequence[str]) -> None:
+    """Makes the tensors of these names the outputs of the graph, and no others."""
+    for label in main.outputs:
+        main.remove_op(label)
+    main.outputs.clear()
+    main.removed_ops.clear()  # these were no nodes
+    for name in dict.fromkeys(names):
+        op, _, port = name.partition(":")
+        port_number = int(port or 0) if not port or port.isdecimal() else -1
+        if op not in main or not 0 <= port_number < len(main.op(op).outputs):
+            raise UsageError(f"The graph has no tensor {name!r}.{did_you_mean(op, main.nx)}")
+        add_output(main, f"@{op}:{port_number}" if port_number else f"@{op}", (op, port_number))
+
+
+def _ignore_training_ops(main: Graph) -> None:
+    """Takes the kinds from ops that lead to no output: they initialize, train or save, and stay as they are."""
+    ancestors, pending = set(main.outputs), list(main.outputs)
+    while pending:
+        for source in main.nx.pred[pending.pop()]:
+            if source not in ancestors:
+                ancestors.add(source)
+                pending.append(source)
+    for op in list(main.ops()):
+        if op.name not in ancestors and op.kind not in ESSENTIAL_KINDS:
+            main.replace_op(replace(op, kind="other"))
+
+
+def _require_outer_graph(graph: Any) -> Any:
+    """`graph`, unless it is the inside of a function."""
+    if getattr(graph, "building_function", False):
+        raise UsageError(
+            f"The tf.Graph {getattr(graph, 'name', '')!r} is the inside of a function. Give the ConcreteFunction."
+        )
+    return graph
+
+
+def _single_concrete_function(function: Any) -> Any:
+    """The one ConcreteFunction of a tf.function."""
+    name = getattr(function, "__name__", "f")
+    if getattr(function, "input_signature", None) is not None:
+        return function.get_concrete_function()
+    traces = function._list_all_concrete_functions()  # noqa: SLF001  # there is no public way to ask
+    if len(traces) != 1:
+        count = "was never called" if not traces else f"was traced for {len(traces)} kinds of inputs"
+        raise UsageError(
+            f"The tf.function {name!r} {count}. Give the one that is meant:"
+            f" {name}.get_concrete_function(tf.TensorSpec([None, 28, 28, 1], tf.float32))."
+        )
+    return traces[0]
+
+
+# -- sessions --------------------------------------------------------------------------------------
+
+
+def _variable_readers(graph: Any) -> dict[str, Any]:
+    """The tensors that are the variables' values, as far as they are there: nothing is added to the graph."""
+    readers_by_name: dict[str, Any] = {}
+    for op in graph.get_operations():
+        tensor = op.outputs[0] if op.outputs else None
+        if op.type == "VarHandleOp" and tensor is not None:
+            readers = (
+                reader for reader in tensor.consumers() if reader.type == "ReadVariableOp" and not reader.control_inputs
+            )
+            tensor = next((reader.outputs[0] for reader in readers), None)
+        elif op.type not in {"VariableV2", "Variable"}:
+            continue
+        if tensor is not None:
+            readers_by_name[op.name] = tensor
+    return readers_by_name
+
+
+def _session_value(session: Any, tensor: Any, name: str) -> Array:
+    try:
+        (value,) = _fetch_from_session(session, [tensor])
+    except sys.modules["tensorflow"].errors.OpError as error:
+        raise ModelError(f"The variable {name!r} has no value in the session. Run its initializer first.") from error
+    return value
+
+
+def _fetch_from_session(session: Any, tensors: list[Any]) -> list[Array]:
+    try:
+        return [np.asarray(value) for value in session.run(tensors)]
+    except RuntimeError as error:
+        raise ModelError("The session is closed, so its variables have no values. Give an open one.") from error
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+
+def _from_concrete_function(tensorflow: Any, concrete: Any, description: str) -> Model:
+    """The model of a function: a main graph that calls it, and its library."""
+    graph = tensorflow.Graph()
+    concrete.add_to_graph(graph)
+    data = graph.as_graph_def(add_shapes=True).SerializeToString()
+    graph_def = proto.parse_binary(data, proto.GraphDef(), source=description)
+    names = normalize_function_names(graph_def)
+    drop_traced_gradients(graph_def.library)
+    meta = proto.MetaGraphDef(graph_def=graph_def)
+    name = names[concrete.name.decode() if isinstance(concrete.name, bytes) else concrete.name]
+    body = next(function for function in graph_def.library.function if function.signature.name == name)
+    live_object = _add_function_call(meta, body, concrete, description)
+    return _build_live_model(meta, live_object)
+
+
+def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) -> LiveObject:
+    """Adds the call of `body`, its arguments and its results to the main graph."""
+    nodes, signature = meta.graph_def.node, meta.signature_def["serving_default"]
+    captures = list(concrete.captured_inputs)
+    argument_count = len(body.signature.input_arg) - len(captures)
+    variables = _captured_variables(concrete)
+    by_handle = {id(variable.handle): variable for variable in variables}
+    unique_name = _UniqueNames([CALL_OP])
+    values: dict[str, Callable[[], Any]] = {}
+    arguments, foreign_capture = [], ""
+    for index, (arg, tensor) in enumerate(zip(body.signature.input_arg, concrete.inputs, strict=True)):
+        captured_tensor = captures[index - argument_count] if index >= argument_count else None
+        variable = by_handle.get(id(captured_tensor)) if captured_tensor is not None else None
+        # An argument is called otherwise than in the function, whose tensor a name shall find.
+        name = unique_name(f"serving_default_{arg.name}" if variable is None else variable.name.partition(":")[0])
+        shape = (tensor if variable is None else variable).shape
+        node = nodes.add(name=name, op="Placeholder")
+        if variable is not None:
+            node.op = "VarHandleOp"
+            node.attr["shared_name"].s = name.encode()
+            values[name] = partial(_eager_value, variable)
+            # TensorFlow's freezing looks for what reads a variable under the name that TensorFlow gives it.
+            variable_read = nodes.add(
+                name=unique_name(f"{name}/Read/ReadVariableOp"), op="ReadVariableOp", input=[name]
+            )
+            variable_read.attr["dtype"].type = variable.dtype.as_datatype_enum
+        elif (
+            captured_tensor is not None
+            and hasattr(captured_tensor, "numpy")
+            and proto.dtype_name(arg.type) not in {"resource", "variant"}
+        ):
+            node.op = "Const"
+            node.attr["value"].tensor.CopyFrom(encode_tensor(captured_tensor.numpy()))
+        elif index < argument_count:
+            signature.inputs[arg.name].name = f"{name}:0"
+        else:
+            foreign_capture = foreign_capture or arg.name
+        node.attr["dtype"].type = arg.type if variable is None else variable.dtype.as_datatype_enum
+        if node.op != "Const":
+            node.attr["shape"].shape.MergeFromString(shape.as_proto().SerializeToString())
+        arguments.append(name)
+    call = nodes.add(name=CALL_OP, op="StatefulPartitionedCall", input=arguments)
+    call.attr["f"].func.name = body.signature.name
+    call.attr["Tin"].list.type.extend(arg.type for arg in body.signature.input_arg)
+    call.attr["Tout"].list.type.extend(arg.type for arg in body.signature.output_arg)
+    for index, arg in enumerate(body.signature.output_arg):
+        if proto.dtype_name(arg.type) not in {"resource", "variant"}:
+            signature.outputs[f"{OUTPUT_PREFIX}{index}"].name = f"{CALL_OP}:{index}"
+    return LiveObject(
+        instance=concrete, description=description, values=values, variables=variables, foreign_capture=foreign_capture
+    )
+
+
+def _captured_variables(concrete: Any) -> tuple[Any, ...]:
+    try:
+        return tuple(concrete.graph.variables)
+    except AssertionError as error:  # TensorFlow's own: a function does not keep its variables
+        raise UsageError(
+            f"The variables of the function {concrete.graph.name!r} are gone. Keep the object that owns them."
+        ) from error
+
+
+def _eager_value(variable: Any) -> Array:
+    from tensorflow.python.eager.context import eager_mode
+
+    with eager_mode():  # whoever asks may be building a graph
+        return np.asarray(variable.numpy())
+
+
+class _UniqueNames:
+    """Gives each name once."""
+
+    def __init__(self, used_names: Iterable[str]) -> None:
+        self._used_names = set(used_names)
+
+    def __call__(self, name: str) -> str:
+        number, candidate = 0, name
+        while candidate in self._used_names:
+            number += 1
+            candidate = f"{name}_{number}"
+        self._used_names.add(candidate)
+        return candidate
+
+
+def normalize_function_names(graph_def: Any) -> dict[str, str]:
+    """Takes the numbers of traces out of the functions' names and sorts them; new names by old ones."""
+    unique_name, names = _UniqueNames([]), {}
+    library = graph_def.library
+    for name in sorted((function.signature.name for function in library.function), key=_trace_order):
+        match = _TRACED_NAME.fullmatch(name)
+        names[name] = unique_name(match[1] if match else name)
+    for nodes in (graph_def.node, *(function.node_def for function in library.function)):
+        for node in nodes:
+            node.op = names.get(node.op, node.op)
+            for func in function_references(node):
+                func.name = names.get(func.name, func.name)
+    for function in library.function:
+        function.signature.name = names[function.signature.name]
+        _normalize_resource_names(function)
+    for gradient in library.gradient:
+        gradient.function_name = names.get(gradient.function_name, gradient.function_name)
+        gradient.gradient_func = names.get(gradient.gradient_func, gradient.gradient_func)
+    for registration in library.registered_gradients:
+        registration.gradient_func = names.get(registration.gradient_func, registration.gradient_func)
+    library.function.sort(key=lambda function: str(function.signature.name))
+    return names
+
+
+def _normalize_resource_names(function: Any) -> None:
+    """Takes the numbers of tensors out of the names of the resources that a function takes and gives."""
+    input_args, output_args = function.signature.input_arg, function.signature.output_arg
+    unique_name = _UniqueNames(
+        [*(node.name for node in function.node_def), *(arg.name for arg in input_args if not _is_resource(arg))]
+    )
+    names = {arg.name: unique_name(_NUMBER_SUFFIX.sub("", arg.name)) for arg in input_args if _is_resource(arg)}
+    for index, arg in enumerate(input_args):
+        arg.name = names.get(arg.name, arg.name)
+        if index in function.arg_attr and _USER_NAME_ATTR in function.arg_attr[index].attr:
+            del function.arg_attr[index].attr[_USER_NAME_ATTR]
+    for node in function.node_def if names else ():
+        for index, tensor in enumerate(node.input):
+            node.input[index] = names.get(tensor, tensor)
+    results = [function.ret[arg.name] for arg in output_args]
+    function.ret.clear()
+    unique_name = _UniqueNames([arg.name for arg in output_args if not _is_resource(arg)])
+    for arg, tensor in zip(output_args, results, strict=True):
+        arg.name = unique_name(_NUMBER_SUFFIX.sub("", arg.name)) if _is_resource(arg) else arg.name
+        function.ret[arg.name] = names.get(tensor, tensor)
+
+
+def _is_resource(arg: Any) -> bool:
+    """Whether an argument is a resource, or stands where a loop's condition has no use for one of the body."""
+    return proto.dtype_name(arg.type) == "resource" or _UNUSED_ARGUMENT in arg.name
+
+
+def drop_traced_gradients(library: Any) -> None:
+    """Takes out what leads from calls to the gradients of the functions as they were traced."""
+    for function in library.function:
+        for node in function.node_def:
+            if GRADIENT_ATTR in node.attr and node.attr[GRADIENT_ATTR].s.startswith(_CALL_GRADIENT_PREFIX):
+                del node.attr[GRADIENT_ATTR]
+
+
+def _trace_order(name: str) -> tuple[str, int, str]:
+    """Sorts functions by their names, those of one name in the order of tracing."""
+    base, _, number = name.rpartition("_")
+    return (base, int(number), name) if number.isdecimal() else (name, -1, name)
+
+
+def function_references(node: Any) -> Iterator[Any]:
+    """What a node says of functions that it calls, to be changed in place."""
+    for value in node.attr.values():
+        kind = value.WhichOneof("value")
+        if kind == "func":
+            yield value.func
+        elif kind == "list":
+            yield from value.list.func
+
+
+# -- both ------------------------------------------------------------------------------------------
+
+
+def _build_live_model(message: Any, live_object: LiveObject) -> Model:
+    digest = hashlib.sha256(proto.to_binary(message)).hexdigest()
+    source = TensorFlowSource(
+        message=message,
+        index=0,
+        text=False,
+        file=Path(live_object.description),
+        folder=None,
+        digest=digest,
+        live_object=live_object,
+    )
+    model = build_model(source, source.file)
+    model.path, model.live_object = None, live_object.description
+    for op in list(model.main.ops()):
+        if op.kind == "variable":
+            model.main.replace_op(replace(op, read_value=live_object.values.get(op.name)))
+    return model

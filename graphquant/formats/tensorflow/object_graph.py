@@ -1,0 +1,296 @@
+"""The functions of a SavedModel's object graph, which no signature needs to call and whoever loads the model may.
+
+`tf.saved_model.load` gives each of them the variables that the object graph binds to its last arguments. Here they are
+called by the ops of a graph of their own, "@saved", which is never written: a variable there is called as in the main
+graph, and an argument that the caller gives is an empty slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow.proto import dtype_name
+from graphquant.formats.tensorflow.values import decode_shape
+from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from graphquant.formats.tensorflow.checkpoint import Checkpoint
+
+
+SAVED_GRAPH: Final = "@saved"
+"""The graph that calls the saved functions; the name of a function has no "@"."""
+
+_VARIABLE_VALUE: Final = "VARIABLE_VALUE"
+
+
+def add_saved_functions(model: Model, saved_objects: Any, variables: CheckpointVariables) -> None:
+    """Adds the graph that calls the functions of `saved_objects`, a SavedObjectGraph, if there are any.
+
+    Raises:
+        ModelError: A function of the model has the name of that graph.
+    """
+    function_names = [name for name in sorted(saved_objects.concrete_functions) if name in model.graphs]
+    if not function_names:
+        return
+    if SAVED_GRAPH in model.graphs:
+        raise ModelError(
+            f"A function is called {SAVED_GRAPH!r}, which is no name of a function. The model file is damaged."
+        )
+    graph = model.graphs[SAVED_GRAPH] = Graph(SAVED_GRAPH, model.graphs)
+    model.saved_functions = (SAVED_GRAPH,)
+    bound_inputs = _BoundInputs(model, graph, saved_objects, variables)
+    for name in function_names:
+        arguments = model.graphs[name].inputs
+        captures = [bound_inputs.resolve(node) for node in saved_objects.concrete_functions[name].bound_inputs]
+        argument_count = max(len(arguments) - len(captures), 0)
+        op = Op(name=f"@{name}", kind="call", type="_SavedFunction", calls=(Call("f", name, 0),))
+        graph.add_op(op, [None] * argument_count + captures)
+
+
+class _BoundInputs:
+    """What the object graph binds to the arguments of functions."""
+
+    def __init__(self, model: Model, graph: Graph, saved_objects: Any, variables: CheckpointVariables) -> None:
+        self._model = model
+        self._graph = graph
+        self._objects = saved_objects.nodes
+        self._variables = variables
+        self._keys = _checkpoint_keys(saved_objects.nodes, variables)
+        self._names_by_key: dict[str, str] = {}
+        self._names_by_shared_name: dict[str, list[str]] = {}
+        for op in model.main.ops():
+            if op.kind == "variable":
+                key = variables.checkpoint_key(op.source)
+                if key is not None:
+                    self._names_by_key.setdefault(key, op.name)
+                self._names_by_shared_name.setdefault(str(op.attrs.get("shared_name") or op.name), []).append(op.name)
+        self._main_bindings = dict(_main_graph_bindings(model, saved_objects))
+        self._resolved: dict[int, TensorRef | None] = {}
+
+    def resolve(self, node_id: int) -> TensorRef | None:
+        """The variable or constant that is object `node_id`, None for other objects."""
+        if node_id not in self._resolved:
+            saved_object = self._objects[node_id] if 0 <= node_id < len(self._objects) else None
+            kind = None if saved_object is None else saved_object.WhichOneof("kind")
+            if saved_object is not None and kind == "variable":
+                self._resolved[node_id] = self._resolve_variable(node_id, saved_object.variable)
+            elif saved_object is not None and kind == "constant":
+                self._resolved[node_id] = self._resolve_constant(saved_object.constant.operation)
+            else:
+                self._resolved[node_id] = None
+        return self._resolved[node_id]
+
+    def _resolve_variable(self, node_id: int, saved_variable: Any) -> TensorRef:
+        key = self._keys.get(node_id)
+        candidates = self._names_by_shared_name.get(saved_variable.name, [])
+        name = self._main_bindings.get(node_id) or self._names_by_key.get(key or "")
+        name = name or (candidates[0] if key is None and len(candidates) == 1 else f"@{node_id}")
+        if name in self._graph:
+            return TensorRef(SAVED_GRAPH, name)
+        output = Output(name, dtype_name(saved_variable.dtype), decode_shape(saved_variable.shape))
+        value = self._variables.key_reader(key)
+        return self._graph.add_op(
+            Op(name=name, kind="variable", type="VarHandleOp", roles=(), outputs=(output,), read_value=value)
+        )
+
+    def _resolve_constant(self, name: str) -> TensorRef | None:
+        if name not in self._model.main or self._model.main.op(name).kind != "constant":
+            return None
+        if name not in self._graph:
+            self._graph.add_op(self._model.main.op(name))
+        return TensorRef(SAVED_GRAPH, name)
+
+
+def _main_graph_bindings(model: Model, saved_objects: Any) -> Iterator[tuple[int, str]]:
+    """Objects and the variables that the main graph passes for them to functions; Keras may have two of each."""
+    for op in model.main.ops():
+        for call in op.calls:
+            if call.graph in saved_objects.concrete_functions:
+                node_ids = saved_objects.concrete_functions[call.graph].bound_inputs
+                slots = model.main.slots(op.name)
+                for node_id, slot in zip(reversed(node_ids), reversed(slots), strict=False):
+                    if slot is not None and model.op(slot).kind == "variable":
+                        yield node_id, slot.op
+
+
+def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int, str]:
+    """Keys of the checkpoint by position in the object graph: the same children lead to the same variable."""
+    saved_graph = variables.checkpoint.object_graph() if variables.checkpoint is not None else None
+    keys: dict[int, str] = {}
+    if saved_graph is None or not len(nodes) or not len(saved_graph.nodes):
+        return keys
+    pending, visited = [(0, 0)], {0}
+    for node_id, saved_id in pending:
+        for attribute in saved_graph.nodes[saved_id].attributes:
+            if attribute.name == _VARIABLE_VALUE:
+                keys[node_id] = attribute.checkpoint_key
+        children = {child.local_name: child.node_id for child in saved_graph.nodes[saved_id].children}
+        for child in nodes[node_id].children:
+            saved_child = children.get(child.local_name, -1)
+            if (
+                child.node_id not in visited
+                and 0 <= child.node_id < len(nodes)
+                and 0 <= saved_child < len(saved_graph.nodes)
+            ):
+                visited.add(child.node_id)
+                pending.append((child.node_id, saved_child))
+    return keys
+
+
+# Finds out which key of a checkpoint holds which variable of a SavedModel.
+
+_VALUE_ATTRIBUTE: Final = "VARIABLE_VALUE"
+_VARIABLE_OPS: Final = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+_ASSIGN_OPS: Final = frozenset({"AssignVariableOp", "Assign"})
+_MAX_HOPS: Final = 16  # a graph may be a ring
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointVariables:
+    """The values of a model's variables.
+
+    Attributes:
+        checkpoint: Where they are, None if there is no checkpoint.
+        keys: Keys of the checkpoint by node name or shared name of a variable.
+    """
+
+    checkpoint: Checkpoint | None
+    keys: Mapping[str, str]
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint_and_keys: tuple[Checkpoint, Mapping[str, str]] | None) -> Self:
+        """The variables of a checkpoint and its keys, if there is one."""
+        return cls(None, {}) if checkpoint_and_keys is None else cls(*checkpoint_and_keys)
+
+    def checkpoint_key(self, node: Any) -> str | None:
+        """The key of the variable that `node` makes, None if it has no value."""
+        return self.keys.get(node.name) or self.keys.get(_get_shared_name(node))
+
+    def node_reader(self, node: Any) -> Callable[[], Any] | None:
+        """What reads the value of the variable that `node` makes, None if it has none."""
+        return self.key_reader(self.checkpoint_key(node))
+
+    def key_reader(self, key: str | None) -> Callable[[], Any] | None:
+        """What reads the value under `key`, None if there is none."""
+        return None if self.checkpoint is None or key is None else partial(self.checkpoint.read, key)
+
+
+def resolve_variables(saved_model: Any, checkpoint: Checkpoint) -> dict[str, str]:
+    """Maps the variables of a SavedModel to keys of its checkpoint.
+
+    What the model's own restore operations do decides; a variable they leave out is looked up by its name, first in
+    the checkpoint's object graph and then among its keys, as TF1 uses them. Names alone would not do: a TF2 model may
+    hold two variables of one name, of which only the node names differ.
+
+    A name that could mean two keys is left out, and so are the parts of a partitioned TF1 variable, which are read
+    with the name of the whole.
+
+    Args:
+        saved_model: A `SavedModel` message.
+        checkpoint: The checkpoint in its `variables` folder.
+
+    Returns:
+        Keys of the checkpoint by node name of a variable operation, and by its `shared_name` where that is clear and
+        not the name of another node. Look a variable up by node name first.
+
+    Raises:
+        ModelError: The checkpoint's object graph is damaged.
+    """
+    by_full_name = _keys_by_full_name(checkpoint)
+    by_node: dict[str, set[str]] = {}
+    by_shared_name: dict[str, set[str]] = {}
+    for meta_graph in saved_model.meta_graphs:
+        graph = meta_graph.graph_def
+        restored = _restored_keys(graph)
+        for node in graph.node:
+            if node.op in _VARIABLE_OPS:
+                shared_name = _get_shared_name(node)
+                keys = restored.get(node.name) or by_full_name.get(shared_name) or {shared_name}
+                by_node.setdefault(node.name, set()).update(keys)
+                by_shared_name.setdefault(shared_name, set()).update(keys)
+        for function in graph.library.function:
+            for shared_name in (_get_shared_name(node) for node in function.node_def if node.op in _VARIABLE_OPS):
+                by_shared_name.setdefault(shared_name, set(by_full_name.get(shared_name) or {shared_name}))
+    for shared_name, keys in by_shared_name.items():
+        by_node.setdefault(shared_name, keys)
+    return {name: key for name, keys in by_node.items() if len(keys) == 1 for key in keys if key in checkpoint}
+
+
+def _get_shared_name(node: Any) -> str:
+    # Looking an absent attribute up would add it to the message.
+    shared = node.attr["shared_name"].s if "shared_name" in node.attr else b""
+    return shared.decode(errors="replace") or str(node.name)
+
+
+def _keys_by_full_name(checkpoint: Checkpoint) -> dict[str, set[str]]:
+    """The keys of every variable name in the object graph; names need not be unique there."""
+    names: dict[str, set[str]] = {}
+    graph = checkpoint.object_graph()
+    for node in graph.nodes if graph is not None else ():
+        for attribute in node.attributes:
+            if attribute.name == _VALUE_ATTRIBUTE and attribute.full_name:
+                names.setdefault(attribute.full_name, set()).add(attribute.checkpoint_key)
+    return names
+
+
+def _restored_keys(graph: Any) -> dict[str, set[str]]:
+    """The keys that variables are restored from, by node name: in the graph itself (TF1) and in functions (TF2)."""
+    keys_by_variable: dict[str, set[str]] = {}
+    for name, key in _restored_variables(graph.node):
+        keys_by_variable.setdefault(name, set()).add(key)
+    bodies = {function.signature.name: function for function in graph.library.function}
+    for call in graph.node:
+        body = bodies.get(call.attr["f"].func.name) if "f" in call.attr else None
+        if body is None:
+            continue
+        arguments = dict(zip((arg.name for arg in body.signature.input_arg), call.input, strict=False))
+        for argument, key in _restored_variables(body.node_def):
+            if argument in arguments:
+                keys_by_variable.setdefault(_producer_name(arguments[argument]), set()).add(key)
+    return keys_by_variable
+
+
+def _restored_variables(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
+    """Variable (node or argument) and key of every assignment of a restored value."""
+    by_name = {node.name: node for node in nodes}
+    for node in by_name.values():
+        if node.op not in _ASSIGN_OPS or len(node.input) < 2:  # noqa: PLR2004 - variable and value
+            continue
+        value = node.input[1]
+        hops = 0
+        while (
+            (source := by_name.get(_producer_name(value))) is not None and source.op == "Identity" and hops < _MAX_HOPS
+        ):
+            value = source.input[0] if source.input else ""
+            hops += 1
+        if source is None or source.op != "RestoreV2" or len(source.input) < 3:  # noqa: PLR2004 - prefix, names, slices
+            continue
+        index = _output_index(value)
+        slice_spec = _string_element(by_name.get(_producer_name(source.input[2])), index)
+        # A part of a partitioned variable maps to no key; "" keeps the variable from being looked up by name.
+        key = _string_element(by_name.get(_producer_name(source.input[1])), index) if not slice_spec else ""
+        if key is not None:
+            yield _producer_name(node.input[0]), key
+
+
+def _producer_name(tensor: str) -> str:
+    return tensor.partition(":")[0]
+
+
+def _output_index(tensor: str) -> int:
+    """The 1 of `node:1` in a graph and of `node:output:1` in a function."""
+    digits = tensor.rpartition(":")[2] if ":" in tensor else "0"
+    return int(digits) if digits.isdecimal() and len(digits) < 10 else 0  # noqa: PLR2004 - no op has more outputs
+
+
+def _string_element(node: Any, index: int) -> str | None:
+    """An element of a constant of strings; a constant that is shorter than its shape repeats its last element."""
+    if node is None or node.op != "Const" or "value" not in node.attr:
+        return None
+    values = node.attr["value"].tensor.string_val
+    return values[min(index, len(values) - 1)].decode(errors="replace") if values else None

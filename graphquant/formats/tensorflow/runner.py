@@ -1,0 +1,305 @@
+"""Runs a model in TensorFlow, and shows its tensors."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+from graphquant.errors import DataError, ModelError, did_you_mean
+from graphquant.formats import Feeds, InputSpec
+from graphquant.formats.prefetch import prefetch
+from graphquant.formats.tensorflow.batch_independence import is_tf_batch_independent
+from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.session import (
+    INIT_SIGNATURE,
+    TensorFlowSession,
+    TensorWatch,
+    import_tensorflow,
+    instrument_with_queues,
+    unfetchable_ops,
+)
+from graphquant.ir import Model, TensorRef, Use
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+
+    import numpy.typing as npt
+
+
+SERVING_SIGNATURE: Final = "serving_default"
+
+
+def create_runner(model: Model) -> TensorFlowRunner:
+    """A runner for `model` as it stands, edits included.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: TensorFlow refuses the model.
+    """
+    return TensorFlowRunner(model, import_tensorflow())
+
+
+def input_specs(model: Model) -> Sequence[InputSpec]:
+    """What a run of `model` must be fed: its signature's inputs or, without one, its placeholders."""
+    return _message_input_specs(model, emit(model))
+
+
+def _message_input_specs(model: Model, message: Any) -> Sequence[InputSpec]:
+    meta = model.source.meta_graph(message)
+    signature = _serving_signature(meta) if meta is not None else None
+    return _placeholder_specs(model) if signature is None else _signature_input_specs(model, signature)
+
+
+class TensorFlowRunner:
+    """Runs one signature of a model, or what leads to all tensors that nobody reads.
+
+    Attributes:
+        inputs: What must be fed, by the placeholder's name.
+        outputs: The signature's keys, or the names of the tensors.
+    """
+
+    def __init__(self, model: Model, module: Any) -> None:
+        self._tf = module
+        self._model = model
+        message = emit(model)
+        self.inputs = _message_input_specs(model, message)
+        self._fetches = output_fetches(model, message)
+        self.outputs: Sequence[str] = tuple(self._fetches)
+        required = {spec.name for spec in self.inputs}
+        optional = [
+            _input_spec(model, name) for name in model.main.inputs if name not in required and model.main.slots(name)
+        ]
+        self._specs_by_key = {key: spec for spec in (*optional, *self.inputs) for key in (*spec.aliases, spec.name)}
+        self._unfetchable = unfetchable_ops(model.main)
+        self._output_watch: TensorWatch | None = None
+
+    @cached_property
+    def _session(self) -> TensorFlowSession:
+        return TensorFlowSession.start(self._tf, self._model)
+
+    def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
+        """The model's outputs by name, for one feed; inputs may go by name or alias.
+
+        An output on a branch that is not taken is left out; one inside a loop is that of the last round.
+
+        Raises:
+            DataError: An input is missing, unknown, or of another shape than the model wants.
+            ModelError: TensorFlow cannot run the model.
+        """
+        feed_dict = self._make_feed_dict(feeds)
+        tensors = self.output_tensors
+        if self._output_watch is None:
+            try:
+                return dict(zip(tensors, self._session.run(list(self._fetches.values()), feed_dict), strict=True))
+            except ModelError:
+                if not any(tensor.op in self._unfetchable for tensor in tensors.values()):
+                    raise
+            # Perhaps an output was not reached, which TensorFlow takes for an error; any other one comes up again.
+            self._output_watch = self._start_watch(list(tensors.values()))
+        values = self._output_watch.observe(feed_dict)
+        return {key: values[tensor][-1] for key, tensor in tensors.items() if values[tensor]}
+
+    def prepare_timed_run(self, feeds: Sequence[Feeds]) -> Callable[[], object]:
+        """What runs the model once on each of `feeds`, on one thread, as fast as TensorFlow can make it.
+
+        Raises:
+            DataError: An input is missing, unknown, or of another shape than the model wants.
+            ModelError: TensorFlow cannot run the model.
+        """
+        session, feed_dicts = (
+            TensorFlowSession.start(self._tf, self._model, for_timing=True),
+            [self._make_feed_dict(feed) for feed in feeds],
+        )
+        target_ops = [session.operation(name) for name in self._fetches.values()]
+        for feed_dict in feed_dicts:
+            session.run(target_ops, feed_dict)
+        return lambda: [session.tf_session.run(target_ops, feed_dict) for feed_dict in feed_dicts]
+
+    @property
+    def output_tensors(self) -> Mapping[str, TensorRef]:
+        """The tensors that `outputs` are."""
+        return {key: _main_tensor(name) for key, name in self._fetches.items()}
+
+    @staticmethod
+    def unobservable(_tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
+        """None: queues carry values out of every function and frame."""
+        return {}
+
+    @cached_property
+    def batch_independent(self) -> bool:
+        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
+        return is_tf_batch_independent(self._tf, self._model, self.inputs, list(self.output_tensors.values()))
+
+    def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
+        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached.
+
+        Raises:
+            DataError: An input is missing, unknown, or of another shape than the model wants.
+            ModelError: TensorFlow cannot run the model.
+        """
+        watch = self._start_watch(tensors, count_elements=True)
+        try:
+            return {
+                tensor: sum(map(int, values)) for tensor, values in watch.observe(self._make_feed_dict(feed)).items()
+            }
+        finally:
+            watch.close()
+
+    def observe(
+        self,
+        tensors: Sequence[TensorRef],
+        feeds: Iterable[Feeds],
+        *,
+        other_tensors: Sequence[TensorRef] = (),
+        max_in_flight: int = 1,
+        on_result: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
+    ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
+        """For each feed the values that each tensor took: none if it was not reached, several inside loops.
+
+        Args:
+            tensors: What to observe.
+            feeds: What to run.
+            other_tensors: What other calls observe on the same feeds, for want of memory. TensorFlow fuses ops between which
+                nothing is watched, so sizes are taken of these.
+            max_in_flight: How many feeds' values there may be at once: while those of one are looked at, another is run, on
+                all threads and one after the other, for a model may have a state.
+            on_result: Is shown what each feed gave; what it takes out is not given.
+
+        Raises:
+            DataError: An input is missing, unknown, or of another shape than the model wants.
+            ModelError: TensorFlow cannot run the model.
+        """
+        watch = self._start_watch(tensors, other_tensors)
+        try:
+            yield from prefetch(
+                lambda feed: watch.observe(self._make_feed_dict(feed)), feeds, max_in_flight, on_result, threads=1
+            )
+        finally:
+            watch.close()
+
+    def _start_watch(
+        self, tensors: Sequence[TensorRef], other_tensors: Sequence[TensorRef] = (), *, count_elements: bool = False
+    ) -> TensorWatch:
+        """A session that shows `tensors`, or with `count_elements` how many elements each value has; sizes of those `other_tensors`."""
+        watched_tensors = dict.fromkeys([*tensors, *other_tensors])
+        counted, live_graphs = (
+            frozenset(watched_tensors if count_elements else other_tensors),
+            set(self._model.reachable_graphs()),
+        )
+        queued = [
+            tensor
+            for tensor in watched_tensors
+            if tensor.graph in live_graphs and (tensor.graph or tensor.op in self._unfetchable)
+        ]
+        direct = [tensor for tensor in watched_tensors if not tensor.graph and tensor.op not in self._unfetchable]
+        instrumented = instrument_with_queues(self._model, queued, counted) if queued else self._model
+        session = TensorFlowSession.start(self._tf, instrumented) if queued else self._session
+        dtypes = ["int64" if tensor in counted else self._model.output(tensor).dtype or "float32" for tensor in queued]
+        names = {tensor: f"{tensor.op}:{tensor.port}" for tensor in direct}
+        return TensorWatch(
+            session=session,
+            owns_session=bool(queued),
+            tensors=list(dict.fromkeys(tensors)),
+            direct_fetches=names
+            | session.add_size_tensors({tensor: names[tensor] for tensor in direct if tensor in counted}),
+            queued_tensors=dict(zip(queued, session.add_queues(dtypes), strict=True)),
+            # The outputs only have to run: one on the branch of a TF1 cond that is not taken has no value to fetch.
+            target_ops=[session.operation(name) for name in output_fetches(instrumented, session.message).values()],
+        )
+
+    def _make_feed_dict(self, feeds: Feeds) -> dict[str, Any]:
+        feed_dict: dict[str, Any] = {}
+        for key, value in feeds.items():
+            spec = self._specs_by_key.get(key)
+            if spec is None:
+                raise DataError(
+                    f"The data has {key!r}, which is no input of the model. Its inputs are "
+                    f"{', '.join(spec.name for spec in self.inputs)}.{did_you_mean(key, self._specs_by_key)}"
+                )
+            if not _shape_matches(spec, value.shape):
+                raise DataError(
+                    f"The data for {spec.name!r} has shape {value.shape}, and the model wants {_format_input_shape(spec)}."
+                    " Reshape the data."
+                )
+            feed_dict[f"{spec.name}:0"] = value
+        missing = [spec.name for spec in self.inputs if f"{spec.name}:0" not in feed_dict]
+        if missing:
+            raise DataError(f"The data lacks the model's input {missing[0]!r}. It has {', '.join(feeds) or 'nothing'}.")
+        return feed_dict
+
+
+def _serving_signature(meta: Any) -> Any:
+    """The signature that serves: `serving_default`, else the first with outputs; None if there is none."""
+    names = [SERVING_SIGNATURE, *sorted(meta.signature_def)]
+    signatures = (meta.signature_def[name] for name in names if name in meta.signature_def and name != INIT_SIGNATURE)
+    return next(
+        (signature for signature in signatures if any(tensor_info.name for tensor_info in signature.outputs.values())),
+        None,
+    )
+
+
+def _signature_input_specs(model: Model, signature: Any) -> tuple[InputSpec, ...]:
+    specs = []
+    for key in sorted(signature.inputs):
+        name = signature.inputs[key].name.partition(":")[0]
+        if name not in model.main or not model.main.op(name).outputs:
+            raise ModelError(f"The signature's input {key!r} is {name!r}, which does not exist. The model is damaged.")
+        specs.append(_input_spec(model, name, key))
+    return tuple(specs)
+
+
+def _input_spec(model: Model, name: str, *keys: str) -> InputSpec:
+    output = model.main.op(name).outputs[0]
+    aliases = tuple(dict.fromkeys(key for key in (f"{name}:0", *keys) if key != name))
+    return InputSpec(name=name, dtype=output.dtype or "float32", shape=output.shape, aliases=aliases)
+
+
+def _placeholder_specs(model: Model) -> tuple[InputSpec, ...]:
+    """The placeholders that the outputs depend on."""
+    ancestors, pending = set(model.main.outputs), list(model.main.outputs)
+    while pending:
+        for source in model.main.nx.pred[pending.pop()]:
+            if source not in ancestors:
+                ancestors.add(source)
+                pending.append(source)
+    names = [name for name in model.main.inputs if name in ancestors and not model.main.slots(name)]
+    return tuple(_input_spec(model, name) for name in names)
+
+
+def output_fetches(model: Model, message: Any = None) -> dict[str, str]:
+    """The outputs of a run and the tensors that they are; `message` is what `model` was emitted as."""
+    meta = model.source.meta_graph(emit(model) if message is None else message)
+    signature = _serving_signature(meta) if meta is not None else None
+    return _sink_fetches(model) if signature is None else _signature_fetches(signature)
+
+
+def _signature_fetches(signature: Any) -> dict[str, str]:
+    names = {key: signature.outputs[key].name for key in sorted(signature.outputs)}
+    return {key: name if ":" in name else f"{name}:0" for key, name in names.items() if name}
+
+
+def _main_tensor(name: str) -> TensorRef:
+    """The tensor of the main graph called "op:port"."""
+    op, _, port = name.partition(":")
+    return TensorRef("", op, int(port or 0))
+
+
+def _sink_fetches(model: Model) -> dict[str, str]:
+    fetches = {}
+    for label in model.main.outputs:
+        tensor = model.main.source_of(Use("", label, 0))
+        if tensor is not None:
+            fetches[label.removeprefix("@")] = f"{tensor.op}:{tensor.port}"
+    return fetches
+
+
+def _shape_matches(spec: InputSpec, shape: tuple[int, ...]) -> bool:
+    if spec.shape is None:
+        return True
+    return len(shape) == len(spec.shape) and all(
+        expected is None or expected == actual for expected, actual in zip(spec.shape, shape, strict=True)
+    )
+
+
+def _format_input_shape(spec: InputSpec) -> str:
+    return "[" + ", ".join("any" if size is None else str(size) for size in spec.shape or ()) + "]"

@@ -1,0 +1,313 @@
+"""A quantized GraphDef to TFLite, by TensorFlow's converter, and what its interpreter then says of each tensor.
+
+The FakeQuants carry every range, so that no representative dataset is needed.
+https://www.tensorflow.org/api_docs/python/tf/lite/TFLiteConverter
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from graphquant.errors import ModelError
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR
+from graphquant.formats.tensorflow.load import build_model
+from graphquant.formats.tensorflow.runner import input_specs, output_fetches
+from graphquant.formats.tensorflow.session import (
+    TensorFlowSession,
+    first_error_line,
+    silence_stderr,
+    translate_tf_errors,
+)
+from graphquant.formats.tensorflow.session import import_tensorflow as installed
+from graphquant.formats.tensorflow.source import TensorFlowSource
+from graphquant.ir import FLOAT_TYPES, TensorRef, Use
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from graphquant.ir import Model
+    from graphquant.numerics import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RuntimeTensor:
+    """What the interpreter tells of a tensor of the main graph.
+
+    Attributes:
+        index: Its position.
+        name: Its name.
+        dtype: numpy-like dtype name.
+        scales: float32 (C,), real units per step.
+        zero_points: int32 (C,), steps.
+        axis: The quantized dimension.
+    """
+
+    index: int
+    name: str
+    dtype: str
+    scales: Array
+    zero_points: Array
+    axis: int
+
+
+_SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")
+"""A line of the program that called the converter, which is no line of the model."""
+
+_EXCLUDE_HINT = " Leave that op float with --exclude, or export the model without it."
+
+
+def run_tflite_converter(model: Model) -> bytes:
+    """The TFLite file of a frozen model with FakeQuants; its float inputs and outputs that have a range are int8.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: The converter refuses the model.
+    """
+    tensorflow = installed()
+    v1 = tensorflow.compat.v1
+    graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(emit(model))))
+    with _silence_converter(), translate_tf_errors(tensorflow):
+        function = v1.wrap_function(lambda: v1.import_graph_def(graph_def, name=""), [])
+        feeds = [function.graph.as_graph_element(f"{spec.name}:0") for spec in input_specs(model)]
+        fetches = [function.graph.as_graph_element(name) for name in output_fetches(model).values()]
+        converter = tensorflow.as_tflite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
+        has_ranges = any(op.kind == "qdq" for op in model.main.ops())  # else the converter would take weights alone
+        if has_ranges:
+            converter.optimizations = [tensorflow.as_tflite.Optimize.DEFAULT]
+        if has_ranges and all(_input_is_quantized(model, spec.name) for spec in input_specs(model)):
+            converter.inference_input_type = tensorflow.int8
+        if has_ranges and all(_output_is_quantized(model, name) for name in output_fetches(model).values()):
+            converter.inference_output_type = tensorflow.int8
+    from tensorflow.lite.python.convert_phase import ConverterError
+
+    try:
+        with _silence_converter():
+            data: bytes = converter.convert()
+    except (ConverterError, ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}. Leave what it names"
+            " float with --exclude."
+        ) from error
+    return data
+
+
+def prepare_interpreter(data: bytes) -> Callable[[], object]:
+    """What runs a file once with TFLite's defaults on one thread, on zeros.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: The runtime refuses the file.
+    """
+    tensorflow = installed()
+    try:
+        with _silence_converter():
+            interpreter = tensorflow.as_tflite.Interpreter(model_content=data, num_threads=1)
+            interpreter.allocate_tensors()
+            for tensor in interpreter.get_input_details():
+                interpreter.set_tensor(tensor["index"], np.zeros(tensor["shape"], tensor["dtype"]))
+            interpreter.invoke()
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"TFLite's runtime refuses the converted model: {first_error_line(str(error))}.{_EXCLUDE_HINT}"
+        ) from error
+    run: Callable[[], object] = interpreter.invoke
+    return run
+
+
+def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
+    """What the interpreter tells of each tensor, after it has made room for all of them.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: The runtime refuses the file.
+    """
+    tensorflow = installed()
+    resolver = tensorflow.as_tflite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    try:
+        with _silence_converter():
+            interpreter = tensorflow.as_tflite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
+            interpreter.allocate_tensors()
+            details = interpreter.get_tensor_details()
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"TFLite's runtime refuses the converted model: {first_error_line(str(error))}.{_EXCLUDE_HINT}"
+        ) from error
+    return tuple(
+        RuntimeTensor(
+            index=int(detail["index"]),
+            name=detail["name"],
+            dtype=np.dtype(detail["dtype"]).name,
+            scales=detail["quantization_parameters"]["scales"],
+            zero_points=detail["quantization_parameters"]["zero_points"],
+            axis=int(detail["quantization_parameters"]["quantized_dimension"]),
+        )
+        for detail in details
+    )
+
+
+def _input_is_quantized(model: Model, input_name: str) -> bool:
+    """Whether the input `input_name` is no float, or all that reads it is a range."""
+    readers = model.main.consumers(TensorRef("", input_name))
+    return model.main.op(input_name).outputs[0].dtype not in FLOAT_TYPES or (
+        bool(readers) and all(model.main.op(use.op).kind == "qdq" for use in readers)
+    )
+
+
+def _output_is_quantized(model: Model, name: str) -> bool:
+    """Whether the output is no float, or comes from a range or from an op whose output range is fixed."""
+    op, _, port = name.partition(":")
+    tensor: TensorRef | None = TensorRef("", op, int(port or 0))
+    while tensor is not None and model.op(tensor).kind in {"identity", "reshape"}:
+        tensor = model.main.source_of(Use("", tensor.op, 0))
+    if tensor is None:
+        return False
+    dtype = model.output(tensor).dtype
+    return dtype not in FLOAT_TYPES or model.op(tensor).kind in {"qdq", "softmax", "sigmoid", "tanh"}
+
+
+@contextlib.contextmanager
+def _silence_converter() -> Iterator[None]:
+    """Keeps the converter's and the interpreter's notes to themselves; errors are told."""
+    with silence_stderr(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+# A model as one graph of ops and constants, made by TensorFlow: what its TFLite converter needs.
+
+_CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
+"""What inlining puts before the names of a function's ops."""
+
+_INLINER_IDENTITY: Final = re.compile(r"^Func/.*/(?:input|output)/_\d+$")
+"""How it calls the ops that stand for arguments and results."""
+
+
+def freeze_graph(model: Model) -> Model:
+    """`model` as a GraphDef: variables are constants, functions are inlined, shapes are what TensorFlow knows.
+
+    Inputs and outputs go by the names of the signature; ops keep the names that they have in their function.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: TensorFlow cannot do it.
+    """
+    source: TensorFlowSource = model.source
+    tensorflow = installed()
+    with translate_tf_errors(tensorflow), silence_stderr():
+        if source.message_type == "GraphDef" and not _needs_freezing(model):
+            graph_def = type(source.message)()
+            graph_def.CopyFrom(emit(model))
+        else:
+            data, outputs = _freeze_with_tensorflow(tensorflow, model)
+            graph_def = _restore_op_names(proto.parse_binary(data, proto.GraphDef(), source=str(source.file)), outputs)
+        _write_inferred_shapes(tensorflow, graph_def)
+    digest = hashlib.sha256(proto.to_binary(graph_def)).hexdigest()
+    frozen = TensorFlowSource(message=graph_def, index=0, text=False, file=source.file, folder=None, digest=digest)
+    frozen_model = build_model(frozen, model.path or source.file)
+    frozen_model.path = model.path
+    return frozen_model
+
+
+def _needs_freezing(model: Model) -> bool:
+    """Whether there is something to freeze: functions, variables with values, or learned ranges."""
+    values = model.source.live.values if model.source.live else {}
+    ranges = any(op.kind == "variable" and LEARNED_ATTR in op.attrs for op in model.main.ops())
+    return len(model.graphs) > 1 or bool(values) or ranges
+
+
+def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:
+    """Writes the static shapes that TensorFlow infers into the nodes, where they are read again."""
+    v1 = tensorflow.compat.v1
+    graph = tensorflow.Graph()
+    with graph.as_default():
+        tensorflow.import_graph_def(v1.GraphDef.FromString(proto.to_binary(graph_def)), name="")
+    for node in graph_def.node:
+        outputs = graph.get_operation_by_name(node.name).outputs
+        node.attr.pop("_output_shapes", None)
+        if outputs:
+            shapes = node.attr["_output_shapes"].list.shape
+            shapes.extend(
+                proto.TensorShapeProto.FromString(output.shape.as_proto().SerializeToString()) for output in outputs
+            )
+
+
+def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[str, tuple[str, int]]]:
+    """The GraphDef of what leads from the signature's inputs to its outputs, in binary form; outputs by their keys."""
+    from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
+
+    v1 = tensorflow.compat.v1
+    session = TensorFlowSession.start(tensorflow, model)
+    fetches, specs = output_fetches(model), input_specs(model)
+    with session.tf_session:
+        output_ops = [name.partition(":")[0] for name in fetches.values()]
+        constant = v1.graph_util.convert_variables_to_constants(
+            session.tf_session, session.graph.as_graph_def(), output_ops
+        )
+
+    def rebuild() -> Any:
+        placeholders = {}
+        for spec in specs:
+            key = next((alias for alias in spec.aliases if ":" not in alias), spec.name)
+            placeholders[f"{spec.name}:0"] = v1.placeholder(spec.dtype, spec.shape, name=key)
+        # The inliner leaves a call alone whose results are not themselves what is asked for.
+        results = v1.import_graph_def(constant, name="", input_map=placeholders, return_elements=list(fetches.values()))
+        return list(placeholders.values()), results
+
+    traced: list[Any] = []
+    function = v1.wrap_function(lambda: traced.extend(rebuild()), [])
+    pruned = function.prune(*traced)
+    frozen_function = convert_variables_to_constants_v2(pruned)
+    outputs = {
+        key: (output.name, output.dtype.as_datatype_enum)
+        for key, output in zip(fetches, frozen_function.outputs, strict=True)
+    }
+    return frozen_function.graph.as_graph_def().SerializeToString(), outputs
+
+
+def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) -> Any:
+    """The graph with the names that ops had inside their functions, where these are free, and with outputs `outputs`."""
+    used_names = {node.name for node in graph_def.node}
+    for key, (tensor, dtype) in outputs.items():
+        name = next(
+            name for name in (key, *(f"{key}_{k}" for k in range(1, len(used_names) + 2))) if name not in used_names
+        )
+        used_names.add(name)
+        graph_def.node.add(name=name, op="Identity", input=[tensor]).attr["T"].type = dtype
+    bypassed_inputs = {node.name: node.input[0] for node in graph_def.node if _is_inliner_identity(node)}
+    remaining = [node for node in graph_def.node if node.name not in bypassed_inputs]
+    inner_names = {node.name: _CALL_PREFIX.sub("", node.name) for node in remaining}
+    counts = Counter(inner_names.values())
+    new_names = {old: new if counts[new] == 1 else old for old, new in inner_names.items()}
+    renamed = proto.GraphDef(versions=graph_def.versions, library=graph_def.library)
+    for node in remaining:
+        new_node = renamed.node.add()
+        new_node.CopyFrom(node)
+        new_node.name = new_names[node.name]
+        new_node.attr.pop("_class", None)
+        for index, tensor_name in enumerate(node.input):
+            new_node.input[index] = _rename_input(tensor_name, bypassed_inputs, new_names)
+    return renamed
+
+
+def _is_inliner_identity(node: Any) -> bool:
+    """Whether the inliner made `node` to hand an argument or a result over."""
+    return bool(node.op == "Identity" and len(node.input) == 1 and _INLINER_IDENTITY.match(node.name))
+
+
+def _rename_input(tensor_name: str, bypassed: Mapping[str, str], new_names: Mapping[str, str]) -> str:
+    """What a node reads, past ops that are left out, by its new name."""
+    control, tensor_name = ("^", tensor_name[1:]) if tensor_name.startswith("^") else ("", tensor_name)
+    while tensor_name.partition(":")[0] in bypassed:
+        tensor_name = bypassed[tensor_name.partition(":")[0]]
+    op, colon, port = tensor_name.partition(":")
+    return f"{control}{new_names[op]}" if control else f"{new_names[op]}{colon}{port}"

@@ -1,0 +1,211 @@
+"""A `Model` back to what it was made of: a tf.Graph, a session, or a callable with the function's own variables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from graphquant.errors import UsageError
+from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.captures import capture_in_functions
+from graphquant.formats.tensorflow.emit import emit
+from graphquant.formats.tensorflow.from_tensorflow import (
+    CALL_OP,
+    GRADIENT_ATTR,
+    drop_traced_gradients,
+    function_references,
+)
+from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, by_shared_name, learned_ranges
+from graphquant.formats.tensorflow.save import add_to_collections
+from graphquant.formats.tensorflow.session import assign_variables, translate_tf_errors
+from graphquant.formats.tensorflow.session import import_tensorflow as installed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from graphquant.formats.tensorflow.from_tensorflow import LiveObject
+    from graphquant.formats.tensorflow.source import TensorFlowSource
+    from graphquant.ir import Model
+
+
+_CALL_TYPES: Final = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
+_INPUT_SHAPES: Final = "_input_shapes"
+
+
+def to_tensorflow(model: Model) -> Any:
+    """What `model` is in TensorFlow, edits included; what was given to `load_live` stays as it is.
+
+    Returns:
+        A tf.Graph for a tf.Graph, a GraphDef or a MetaGraphDef, with the collections; for a session a new one, whose
+        variables have the same values; for a function a ConcreteFunction of the same signature that reads the same
+        variables, and has new ones for learned ranges: `learned_ranges`.
+
+    Raises:
+        MissingDependencyError: tensorflow is not installed.
+        ModelError: TensorFlow refuses the model.
+        UsageError: It is a SavedModel, or something was inserted around a function instead of in it.
+    """
+    model_source: TensorFlowSource = model.source
+    if model_source.live_object is None and model_source.message_type == "SavedModel":
+        raise UsageError(
+            f"{model.path} is a SavedModel, which is more than a graph. Save the result and give its folder to"
+            " tf.saved_model.load."
+        )
+    tensorflow = installed()
+    from tensorflow.python.eager.context import eager_mode
+
+    with translate_tf_errors(tensorflow):
+        if model_source.live_object is not None and model_source.message_type == "MetaGraphDef":
+            with eager_mode():  # whoever asks may be building a graph, which is no place for the functions
+                return _to_concrete_function(tensorflow, model, model_source.live_object)
+        graph = _to_graph(tensorflow, model, model_source.live_object)
+        if model_source.live_object is not None and hasattr(model_source.live_object.instance, "run"):
+            return _to_session(tensorflow, graph, model_source.live_object, ranges=bool(learned_ranges(model)))
+        return graph
+
+
+# -- graphs ----------------------------------------------------------------------------------------
+
+
+def _to_graph(tensorflow: Any, model: Model, live_object: LiveObject | None) -> Any:
+    """A new tf.Graph with the collections of the given one."""
+    v1 = tensorflow.compat.v1
+    message = emit(model)
+    graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(message)))
+    meta = v1.MetaGraphDef()
+    if live_object is not None:
+        source_graph = getattr(live_object.instance, "graph", live_object.instance)
+        with source_graph.as_default():
+            meta = v1.train.export_meta_graph(graph=source_graph)
+    elif model.source.form == "MetaGraphDef":
+        meta = v1.MetaGraphDef.FromString(proto.to_binary(message))
+        meta.ClearField("saver_def")
+    meta.meta_info_def.ClearField("stripped_op_list")
+    meta.graph_def.CopyFrom(graph_def)
+    add_to_collections(meta, meta.graph_def, learned_ranges(model))
+    _add_to_control_flow_contexts(meta, model)
+    new_graph = tensorflow.Graph()
+    with new_graph.as_default():
+        functions = _load_functions(graph_def.library) if graph_def.library.function else {}
+        _call_loaded_functions(meta.graph_def, functions)
+        v1.train.import_meta_graph(meta)
+    functions_by_name = {function.name: function for function in functions.values()}
+    for op in new_graph.get_operations() if functions_by_name else ():
+        if op.type in _CALL_TYPES:
+            callee = functions_by_name[op.get_attr("f").name.encode()]
+            op._gradient_function = callee._get_gradient_function()  # noqa: SLF001  # as TensorFlow's loader does
+    return new_graph
+
+
+def _call_loaded_functions(graph_def: Any, functions: Mapping[str, Any]) -> None:
+    """Makes the nodes call functions that know their gradients, under their new names, instead of the library's."""
+    names = {old: function.name.decode() for old, function in functions.items()}
+    for node in graph_def.node if names else ():
+        node.op = names.get(node.op, node.op)
+        for func in function_references(node):
+            func.name = names.get(func.name, func.name)
+        node.attr.pop(GRADIENT_ATTR, None)
+    graph_def.ClearField("library")
+
+
+def _add_to_control_flow_contexts(meta: Any, model: Model) -> None:
+    """Tells loops and branches of TensorFlow 1 which new ops are theirs: gradients ask for that."""
+    from tensorflow.core.protobuf.control_flow_pb2 import CondContextDef, WhileContextDef
+
+    new_ops = [op.name for op in model.main.ops() if op.source is None]
+    for key, kind in (("while_context", WhileContextDef), ("cond_context", CondContextDef)):
+        contexts = meta.collection_def[key].bytes_list.value if key in meta.collection_def else []
+        for index, data in enumerate(contexts):
+            context = kind.FromString(data)
+            member_ops = {name.partition(":")[0] for name in context.values_def.values}
+            for name in new_ops:
+                sources = model.main.nx.pred[name]
+                if any(source in member_ops for source in sources):
+                    member_ops.add(name)
+                    context.values_def.values.extend(
+                        f"{name}:{port}" for port in range(len(model.main.op(name).outputs))
+                    )
+            contexts[index] = context.SerializeToString()
+
+
+def _to_session(tensorflow: Any, graph: Any, live_object: LiveObject, *, ranges: bool) -> Any:
+    """A session for `graph` whose variables have their values of the given one, and learned ranges their first."""
+    source_session = live_object.instance
+    new_session = tensorflow.compat.v1.TensorFlowSession(target=source_session.sess_str, graph=graph)
+    assign_variables(tensorflow, new_session, live_object.current_values())
+    if ranges:
+        new_session.run(INITIALIZER_OP)
+    return new_session
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+
+def _to_concrete_function(tensorflow: Any, model: Model, live_object: LiveObject) -> Any:
+    """A ConcreteFunction of the edited function, bound to what the given one captured and to learned ranges."""
+    from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
+
+    source: TensorFlowSource = model.source
+    graph_def = source.graph_def(emit(model))
+    _require_main_unchanged(graph_def, source.graph_def(source.message))
+    captures = capture_in_functions(graph_def, learned_ranges(model))
+    library = tensorflow.compat.v1.GraphDef.FromString(proto.to_binary(graph_def)).library
+    call = next(node for node in graph_def.node if node.name == CALL_OP)
+    source_function, name = live_object.instance, call.attr["f"].func.name
+    attrs = {
+        key: value
+        for function in library.function
+        if function.signature.name == name
+        for key, value in function.attr.items()
+    }
+    attrs.pop(_INPUT_SHAPES, None)
+    graph = _load_functions(library)[name].graph
+    ranges = _create_range_variables(tensorflow, model, captures.get(name, []))
+    captured_tensors = [*source_function.captured_inputs, *(variable.handle for variable in ranges)]
+    for tensor, placeholder in zip(
+        captured_tensors, graph.inputs[len(graph.inputs) - len(captured_tensors) :], strict=True
+    ):
+        graph.replace_capture(tensor, placeholder)
+    graph.variables = (*live_object.variables, *ranges)
+    graph.structured_input_signature = source_function.structured_input_signature
+    graph.structured_outputs = source_function.function_type.pack_output(graph.outputs)
+    concrete = ConcreteFunction.from_func_graph(graph, source_function.function_type, attrs)
+    # The flat signature, and captures that are looked up at each call, have no setters.
+    concrete._arg_keywords, concrete._num_positional_args = (
+        source_function._arg_keywords,
+        source_function._num_positional_args,
+    )  # noqa: SLF001
+    concrete.set_external_captures([*source_function._captured_inputs, *(one.handle for one in ranges)])  # noqa: SLF001
+    concrete._variables_kept = graph.variables  # noqa: SLF001  # a function alone does not keep them alive
+    concrete.learned_ranges = ranges
+    return concrete
+
+
+def _create_range_variables(tensorflow: Any, model: Model, shared_names: Iterable[str]) -> list[Any]:
+    """New variables for learned ranges."""
+    by_shared = by_shared_name(learned_ranges(model))
+    with tensorflow.init_scope():
+        return [
+            tensorflow.Variable(
+                by_shared[shared_name].value, trainable=by_shared[shared_name].trainable, name=shared_name
+            )
+            for shared_name in shared_names
+        ]
+
+
+def _require_main_unchanged(graph_def: Any, source_graph_def: Any) -> None:
+    """Refuses what cannot be part of the callable."""
+    if list(graph_def.node) != list(source_graph_def.node):
+        unexpected = next((node.name for node in graph_def.node if node not in source_graph_def.node), CALL_OP)
+        raise UsageError(
+            f"{unexpected!r} stands between the function and its caller, where nothing can be given back. Quantize what is in"
+            " the function."
+        )
+
+
+def _load_functions(library: Any) -> dict[str, Any]:
+    """The functions of a library by name, registered under names that nothing has yet, with gradients of their own."""
+    from tensorflow.python.saved_model.function_deserialization import load_function_def_library
+
+    drop_traced_gradients(library)
+    functions: dict[str, Any] = load_function_def_library(library, load_shared_name_suffix="")
+    return functions

@@ -1,0 +1,328 @@
+"""TFLite files to models: each subgraph a graph, each tensor an op's output that keeps its own scale and zero point."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import mmap
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from graphquant.errors import ModelError
+from graphquant.formats.tflite import ops
+from graphquant.formats.tflite.flatbuffer import FlatBuffer, FlatTable, damaged_file_error
+from graphquant.formats.tflite.ops import SUBGRAPH_FIELDS, describe_tflite_op
+from graphquant.ir import Call, Graph, Model, Op, Output, StoredQuantization, TensorRef, paused_gc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from graphquant.numerics import Array
+
+
+# The values of constants, read from the file when they are asked for.
+
+NON_NUMERIC_DTYPES = frozenset({"string", "resource", "variant"})
+"""Types that are no numbers."""
+
+_PACKED_DTYPES = {"int4": (4, ml_dtypes.int4), "uint4": (4, ml_dtypes.uint4), "int2": (2, ml_dtypes.int2)}
+
+
+class BufferSpan(NamedTuple):
+    """Where in the file a buffer's bytes are: inside the FlatBuffer, or behind it in files over 2 GB."""
+
+    start: int
+    size: int
+
+
+def buffer_span(table: FlatTable) -> BufferSpan:
+    """Where the bytes of a Buffer are; of no size if it is empty.
+
+    Raises:
+        ModelError: They are outside of the file.
+    """
+    start, size = table.vector_span("data", 1)
+    offset = table.number("offset", "Q")
+    if not size and offset > 1:  # 1 stands for bytes that were left out
+        start, size = offset, table.number("size", "Q")
+        if start + size > len(table.buffer.data):
+            raise damaged_file_error(f"a buffer of {size} bytes at {start} is outside of its {len(table.buffer.data)}")
+    return BufferSpan(start, size)
+
+
+def constant_reader(
+    data: memoryview, span: BufferSpan, output: Output, sizes: tuple[int, ...]
+) -> Callable[[], Array] | None:
+    """Gives the value of a constant when called; None if the file does not hold its numbers."""
+    if not span.size or output.dtype in NON_NUMERIC_DTYPES:
+        return None
+    return partial(_read_constant, data, span, output, sizes)
+
+
+def _read_constant(data: memoryview, span: BufferSpan, output: Output, sizes: tuple[int, ...]) -> Array:
+    count, name = math.prod(sizes), output.dtype or ""
+    bits, element_type = _PACKED_DTYPES.get(name, (0, None))
+    dtype: Any = np.dtype("uint8" if bits else ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    needed = (count * bits + 7) // 8 if bits else count * dtype.itemsize
+    if needed != span.size:
+        raise damaged_file_error(
+            f"{output.name!r} of shape {list(sizes)} and {name} has {span.size} bytes, not {needed}"
+        )
+    stored = np.frombuffer(data, dtype, needed // dtype.itemsize, span.start)
+    if not bits:
+        return stored.reshape(sizes)
+    unpacked = [(stored >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
+    return (
+        np.stack(unpacked, axis=-1)
+        .reshape(-1)[:count]
+        .astype(np.uint8)
+        .view(np.int8)
+        .astype(element_type)
+        .reshape(sizes)
+    )
+
+
+MAX_SUBGRAPHS = 10_000
+"""More than any model has."""
+
+
+def load(path: Path) -> Model:
+    """Reads the model at `path`; the data of its constants is mapped, and read when it is asked for.
+
+    Raises:
+        ModelError: The file is no TFLite model, or what it holds does not fit together.
+    """
+    try:
+        with path.open("rb") as file:
+            empty = not file.seek(0, 2)
+            data = b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}. Give the path of a TFLite model.") from error
+    try:
+        return parse_tflite(data, path)
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
+
+
+def parse_tflite(data: bytes | mmap.mmap, path: Path | None = None) -> Model:
+    """The model in `data`.
+
+    Raises:
+        ModelError: It is no TFLite model, or what it holds does not fit together.
+    """
+    view = memoryview(data)
+    if not view:
+        raise ModelError("The file is empty. Export or copy the model again.")
+    if bytes(view[4:8]) != ops.IDENTIFIER:
+        raise ModelError("This is no TFLite model: it does not say TFL3 in its fifth byte. Export the model again.")
+    model = Model(format="tflite", path=path, source=view, digest=hashlib.sha256(view).hexdigest())
+    with paused_gc():
+        _ModelReader(model, FlatBuffer(view).root(ops.MODEL)).read_subgraphs()
+    return model
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorEntry:
+    """A tensor of a subgraph: what is known of it, and its value if the file holds one."""
+
+    output: Output
+    value: Callable[[], Array] | None
+    is_variable: bool
+
+
+@dataclass(slots=True)
+class _SubgraphScope:
+    """A subgraph that is being read: its tensors, the names of its ops, and which op makes each tensor."""
+
+    graph: Graph
+    tensors: list[_TensorEntry]
+    used_names: dict[str, int] = field(default_factory=dict)
+    tensor_refs: dict[int, TensorRef] = field(default_factory=dict)
+
+    def claim_label(self, index: int, prefix: str = "") -> str:
+        """A free name for what makes or takes tensor `index`."""
+        return claim_name(prefix + (self.tensors[index].output.name or f"tensor_{index}"), self.used_names)
+
+    def tensor_indices(self, table: FlatTable, name: str) -> list[int]:
+        """The tensors that a field lists, -1 for one that is left out."""
+        indices: list[int] = table.array(name, "int32").tolist()
+        if indices and not (min(indices) >= -1 and max(indices) < len(self.tensors)):
+            raise damaged_file_error(
+                f"the {name} {min(indices)} to {max(indices)} are listed, of {len(self.tensors)} tensors"
+            )
+        if table.fields is ops.SUBGRAPH and -1 in indices:
+            raise damaged_file_error(f"one of its {name} is no tensor")
+        return indices
+
+    def add_op(self, op: Op, indices: Sequence[int]) -> None:
+        """Adds an op that makes the tensors `tensor_indices`."""
+        self.graph.add_op(op)
+        for port, index in enumerate(indices):
+            if index in self.tensor_refs:
+                raise damaged_file_error(f"tensor {index}, {self.tensors[index].output.name!r}, is made twice")
+            if index >= 0:
+                self.tensor_refs[index] = TensorRef(self.graph.name, op.name, port)
+
+    def add_constants(self, computed: set[int]) -> None:
+        """Adds what is no input and not `computed` by an op: constants, variables, and tensors without use."""
+        for index, entry in enumerate(self.tensors):
+            if index not in self.tensor_refs and index not in computed:
+                kind, op_type = ("variable", "Variable") if entry.is_variable else ("constant", "Constant")
+                outputs = (entry.output,)
+                op = Op(
+                    name=self.claim_label(index),
+                    kind=kind,
+                    type=op_type,
+                    roles=(),
+                    outputs=outputs,
+                    read_value=entry.value,
+                )
+                self.add_op(op, [index])
+
+
+class _ModelReader:
+    """Fills `model` with the subgraphs of a file."""
+
+    def __init__(self, model: Model, root: FlatTable) -> None:
+        self._model = model
+        self._root = root
+        self._view: memoryview = model.source
+        self._op_types = [_op_type_name(table) for table in root.tables("operator_codes", ops.OPERATOR_CODE)]
+        self._buffer_spans = [buffer_span(table) for table in root.tables("buffers", ops.BUFFER)]
+        self._graph_names: list[str] = []
+
+    def read_subgraphs(self) -> None:
+        """Indexes every subgraph: the first is the main graph, and each may be run by itself, as a signature."""
+        tables = self._root.tables("subgraphs", ops.SUBGRAPH)
+        if not tables:
+            raise ModelError("The file holds no graph. Export the model again.")
+        if len(tables) > MAX_SUBGRAPHS:
+            raise damaged_file_error(f"it has {len(tables)} graphs")
+        used_names = {"": 0}
+        for index, table in enumerate(tables):
+            preferred = table.text("name") or f"subgraph_{index}" if index else ""
+            self._graph_names.append(claim_name(preferred, used_names) if index else "")
+            self._model.graphs[self._graph_names[index]] = Graph(self._graph_names[index], self._model.graphs)
+        self._model.entry_graphs = tuple(self._graph_names)
+        for name, table in zip(self._graph_names, tables, strict=True):
+            self._fill_graph(self._model.graphs[name], table)
+
+    def _fill_graph(self, graph: Graph, table: FlatTable) -> None:
+        tensors = [
+            self._read_tensor(index, tensor_table)
+            for index, tensor_table in enumerate(table.tables("tensors", ops.TENSOR))
+        ]
+        nodes = table.tables("operators", ops.OPERATOR)
+        scope = _SubgraphScope(graph, tensors)
+        for index in scope.tensor_indices(table, "inputs"):
+            graph.inputs.append(scope.claim_label(index))
+            output = tensors[index].output
+            scope.add_op(Op(name=graph.inputs[-1], kind="input", type="Input", roles=(), outputs=(output,)), [index])
+        scope.add_constants({index for node in nodes for index in scope.tensor_indices(node, "outputs")})
+        op_names = [self._add_node(scope, node) for node in nodes]
+        for op, node in zip(op_names, nodes, strict=True):
+            graph.connect_inputs(op, [scope.tensor_refs.get(index) for index in scope.tensor_indices(node, "inputs")])
+        for index in scope.tensor_indices(table, "outputs"):
+            label = scope.claim_label(index, "@")
+            graph.add_op(Op(name=label, kind="output", type="Output"), [scope.tensor_refs.get(index)])
+            graph.outputs.append(label)
+
+    def _read_tensor(self, index: int, table: FlatTable) -> _TensorEntry:
+        code = table.number("type", "b")
+        if not 0 <= code < len(ops.TYPES):
+            raise ModelError(f"Tensor {index} has the unknown type {code}. This version does not read such files.")
+        dtype = ops.TYPES[code]
+        sizes = tuple(table.array("shape", "int32").tolist())
+        if min(sizes, default=0) < 0:
+            raise damaged_file_error(f"tensor {index} has the shape {list(sizes)}")
+        signature = table.array("shape_signature", "int32").tolist() or sizes
+        shape = tuple(None if size < 0 else size for size in signature)
+        output = Output(table.text("name"), dtype, shape, _read_quantization(index, sizes, table))
+        buffer = table.number("buffer", "I")
+        if buffer >= max(len(self._buffer_spans), 1):
+            raise damaged_file_error(f"tensor {index} has its data in buffer {buffer} of {len(self._buffer_spans)}")
+        is_elsewhere = table.table("sparsity", {}) is not None or table.number("external_buffer", "I")
+        buffer_span = self._buffer_spans[buffer] if buffer and not is_elsewhere else BufferSpan(0, 0)
+        return _TensorEntry(
+            output, constant_reader(self._view, buffer_span, output, sizes), bool(table.number("is_variable", "b"))
+        )
+
+    def _node_op_type(self, node: FlatTable) -> str:
+        index = node.number("opcode_index", "I")
+        if index >= len(self._op_types):
+            raise damaged_file_error(f"an op has the code {index} of {len(self._op_types)}")
+        op_type: str = self._op_types[index]
+        return op_type
+
+    def _add_node(self, scope: _SubgraphScope, node: FlatTable) -> str:
+        """Adds an op, which goes by the name of its first output."""
+        op_type = self._node_op_type(node)
+        op_info = describe_tflite_op(op_type)
+        outputs = scope.tensor_indices(node, "outputs")
+        first_output = next((index for index in outputs if index >= 0), None)
+        name = claim_name(op_type, scope.used_names) if first_output is None else scope.claim_label(first_output)
+        op = Op(
+            name=name,
+            kind=op_info.kind,
+            type=op_type,
+            roles=op_info.roles,
+            channel_axis=op_info.channel_axis,
+            outputs=tuple(scope.tensors[index].output if index >= 0 else Output("") for index in outputs),
+            calls=tuple(self._subgraph_calls(op_type, node)),
+            source=node,
+        )
+        scope.add_op(op, outputs)
+        return name
+
+    def _subgraph_calls(self, op_type: str, node: FlatTable) -> Iterator[Call]:
+        if op_type not in SUBGRAPH_FIELDS:
+            return
+        fields, subgraph_fields = SUBGRAPH_FIELDS[op_type]
+        options = node.table("builtin_options", fields)
+        for name, (offset, loop) in subgraph_fields.items():
+            index = 0 if options is None else options.number(name, "i")
+            if not 0 <= index < len(self._graph_names):
+                raise damaged_file_error(f"{op_type} runs graph {index} of {len(self._graph_names)}")
+            yield Call(name.removesuffix("_subgraph_index"), self._graph_names[index], offset, loop)
+
+
+def _op_type_name(table: FlatTable) -> str:
+    """The name of an op type; the old field holds those under 127, and has that number for all others."""
+    code = max(table.number("builtin_code", "i"), table.number("deprecated_builtin_code", "b"))
+    name: str = ops.BUILTINS[code] if 0 <= code < len(ops.BUILTINS) else f"BUILTIN_{code}"
+    return (table.text("custom_code") or name) if name == ops.CUSTOM else name
+
+
+def _read_quantization(index: int, sizes: tuple[int, ...], table: FlatTable) -> StoredQuantization:
+    """What the file says of a tensor's scale; most tensors of a float model have none."""
+    quantization = table.table("quantization", ops.QUANTIZATION)
+    if quantization is None:
+        return StoredQuantization(index=index, sizes=sizes)
+    details = quantization.number("details_type", "B")
+    return StoredQuantization(
+        index=index,
+        sizes=sizes,
+        scale=quantization.array("scale", "float32"),
+        zero_point=quantization.array("zero_point", "int64"),
+        axis=quantization.number("quantized_dimension", "i"),
+        low=quantization.array("min", "float32"),
+        high=quantization.array("max", "float32"),
+        details=ops.DETAILS[details] if details < len(ops.DETAILS) else f"unknown form {details}",
+    )
+
+
+def claim_name(name: str, used_names: dict[str, int]) -> str:
+    """`name`, or with the smallest free `_k` behind it; `used_names` has for each name the `k` to go on with."""
+    candidate, number = name, used_names.get(name, 0)
+    while candidate in used_names:
+        number += 1
+        candidate = f"{name}_{number}"
+    if number:
+        used_names[name] = number
+    used_names.setdefault(candidate, 0)
+    return candidate

@@ -1,0 +1,329 @@
+"""Twins: what an op of a copy computes, an op of the graphs that run computes too.
+
+A SavedModel holds a computation several times: signatures call one copy of a function, whoever loads the model calls
+others. Ops that read the same variables in the same slots, and have the same attributes, are twins; where several are,
+those whose paths (the names of the calls that lead to them, and their own) end alike. From there on, what twins read
+and what reads them are twins, as long as type, attributes and constants agree and no other op comes into question.
+Calls, branches and Identities are looked through. Functions that share no variable with what runs are no copies.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from graphquant.ir.types import FLOAT_TYPES, Call, Op, TensorRef, Use
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from graphquant.ir.graph import Model
+    from graphquant.ir.parameters import Parameters
+
+
+MAX_PATH_CHANGES: Final = 4
+"""How often the path of a function may grow while its callers are found; one that calls itself has none."""
+
+MAX_WEIGHT_DISTANCE: Final = 4
+"""How many ops may stand between a weight and what it is quantized for."""
+
+MAX_FORWARDING_HOPS: Final = 256
+"""How many calls, branches and Identities are looked through: a damaged model may hold a ring of them."""
+
+_CALL_NAME: Final = re.compile(r"\A(Stateful)?PartitionedCall(_\d+)?\Z")
+_FORWARDING_AND_STORED_KINDS: Final = frozenset(
+    {"input", "output", "constant", "variable", "identity", "call", "read_variable"}
+)
+
+_TRAINING_ATTRS: Final = frozenset({"is_training", "exponential_avg_factor", "seed", "seed2"})
+"""Attributes in which a copy for training may differ."""
+
+OpKey = tuple[str, str]
+"""Graph and name of an op."""
+
+VariableReads = tuple[str, tuple[tuple[int, str], ...]]
+"""Type of an op, and the variables that it reads by slot."""
+
+
+class FunctionClones:
+    """The twins of ops in copies, which are the graphs that only saved functions reach."""
+
+    def __init__(self, model: Model, parameters: Parameters) -> None:
+        """The model must not be edited while this is in use."""
+        self._model = model
+        self._parameters = parameters
+        reachable = set(model.reachable_graphs())
+        self.clone_graphs = [
+            name
+            for name in model.graphs_reachable_from(model.saved_functions)
+            if name not in reachable and name not in model.saved_functions
+        ]
+        self._clone_graph_set = set(self.clone_graphs)
+        self._input_positions: dict[str, dict[str, int]] = {}
+        self._variable_reads: dict[OpKey, VariableReads] = {}
+        self._originals: dict[OpKey, OpKey | None] = {}
+        if self.clone_graphs:
+            self._callers = model.callers()
+            self._spread_pairs(list(self._pairs_by_variables()))
+
+    def original_op(self, clone_graph: str, op_name: str) -> OpKey | None:
+        """The op of the graphs that run that is the twin of op `op_name` in a copy; None if there is none, or several."""
+        return self._originals.get((clone_graph, op_name))
+
+    def may_be_same_value(self, clone_tensor: TensorRef, original_tensor: TensorRef) -> bool:
+        """Whether what is computed for a tensor of a copy may be what is computed for one of the graphs that run.
+
+        Twins made them, or whoever calls the copy gives it, as a layer's input.
+        """
+        clone_source, original_source = self._computed_source(clone_tensor), self._computed_source(original_tensor)
+        if clone_source is None or original_source is None:
+            return clone_source is None
+        return clone_source.port == original_source.port and self.original_op(clone_source.graph, clone_source.op) == (
+            original_source.graph,
+            original_source.op,
+        )
+
+    def variable_name(self, tensor: TensorRef) -> str | None:
+        """The variable that `tensor` is, quantized or not; None if it is none."""
+        for _ in range(MAX_WEIGHT_DISTANCE):
+            op = self._model.op(tensor)
+            source = next(iter(self._model.graphs[tensor.graph].slots(tensor.op)), None)
+            if op.kind not in {"qdq", "reshape"} or source is None:
+                break
+            tensor = source
+        origin = self._parameters.root_tensor(tensor)
+        return origin.op if self._model.op(origin).kind == "variable" else None
+
+    def _pairs_by_variables(self) -> Iterator[tuple[OpKey, OpKey]]:
+        """The pairs that variables make known."""
+        originals_by_reads: dict[VariableReads, list[tuple[OpKey, str | None]]] = {}
+        for op_key, path in self._variable_readers(_call_paths(self._model, self._model.entry_graphs)):
+            originals_by_reads.setdefault(self._variable_reads_of(op_key), []).append((op_key, path))
+        paths = _call_paths(self._model, self._model.saved_functions)
+        for op_key, path in self._variable_readers({name: paths[name] for name in self.clone_graphs}):
+            candidates = [
+                candidate
+                for candidate in originals_by_reads.get(self._variable_reads_of(op_key), [])
+                if self._may_be_clone(op_key, candidate[0])
+            ]
+            if len(candidates) > 1:
+                candidates = [
+                    (candidate, candidate_path)
+                    for candidate, candidate_path in candidates
+                    if candidate_path and path and _paths_meet(candidate_path, path)
+                ]
+            if len(candidates) == 1:
+                yield op_key, candidates[0][0]
+
+    def _variable_readers(self, paths: dict[str, str | None]) -> Iterator[tuple[OpKey, str | None]]:
+        """The ops of these graphs that read variables, with their paths."""
+        for name, path in paths.items():
+            for op in self._model.graphs[name].ops():
+                if op.kind not in _FORWARDING_AND_STORED_KINDS and self._variable_reads_of((name, op.name))[1]:
+                    yield (name, op.name), None if path is None else _join_call_path(path, op.name)
+
+    def _variable_reads_of(self, op_key: OpKey) -> VariableReads:
+        if op_key not in self._variable_reads:
+            self._variable_reads[op_key] = self._collect_variable_reads(op_key)
+        return self._variable_reads[op_key]
+
+    def _collect_variable_reads(self, op_key: OpKey) -> VariableReads:
+        reads = []
+        for slot, tensor in enumerate(self._model.graphs[op_key[0]].slots(op_key[1])):
+            variable = None if tensor is None else self.variable_name(tensor)
+            if variable is not None:
+                reads.append((slot, variable))
+        return self._op_of(op_key).type, tuple(reads)
+
+    def _op_of(self, op_key: OpKey) -> Op:
+        return self._model.graphs[op_key[0]].op(op_key[1])
+
+    def _spread_pairs(self, queue: list[tuple[OpKey, OpKey]]) -> None:
+        """Notes the pairs in `queue` and those beside them."""
+        for clone, original in queue:
+            if clone in self._originals:
+                if self._originals[clone] != original:
+                    self._originals[clone] = None
+                continue
+            self._originals[clone] = original
+            queue.extend(
+                pair
+                for pair in self._neighbor_pairs(clone, original)
+                if self._may_be_clone(*pair) and self._read_same_values(*pair)
+            )
+
+    def _neighbor_pairs(self, clone: OpKey, original: OpKey) -> Iterator[tuple[OpKey, OpKey]]:
+        """The pairs of ops that two twins read, and of those that read the twins."""
+        slots = [self._model.graphs[name].slots(op) for name, op in (clone, original)]
+        for clone_operand, original_operand in zip(*slots, strict=False):
+            sources = self._computed_source(clone_operand), self._computed_source(original_operand)
+            if sources[0] is not None and sources[1] is not None and sources[0].port == sources[1].port:
+                yield (sources[0].graph, sources[0].op), (sources[1].graph, sources[1].op)
+        for port in range(len(self._op_of(clone).outputs)):
+            consumers = (
+                self._computing_consumers(TensorRef(*clone, port)),
+                self._computing_consumers(TensorRef(*original, port)),
+            )
+            for kind, clones in consumers[0].items():
+                yield from _pair_candidates(clones, consumers[1].get(kind, []))
+
+    def _computed_source(self, tensor: TensorRef | None) -> TensorRef | None:
+        """What computes `tensor`, behind Identities, calls and arguments; None where that may be several."""
+        for _ in range(MAX_FORWARDING_HOPS):
+            if tensor is None:
+                break
+            graph, op = self._model.graphs[tensor.graph], self._model.op(tensor)
+            if op.kind == "identity":
+                tensor = next(iter(graph.slots(op.name)), None)
+            elif op.kind == "call" and op.calls:
+                called = self._model.graphs[op.calls[0].graph]
+                output_name = called.outputs[tensor.port] if tensor.port < len(called.outputs) else None
+                tensor = None if output_name is None else called.source_of(Use(called.name, output_name, 0))
+            elif op.kind == "input":
+                operands = self._caller_operands(tensor.graph, op.name)
+                tensor = operands[0] if len(operands) == 1 else None
+            else:
+                return tensor
+        return None
+
+    def _caller_operands(self, graph_name: str, argument: str) -> list[TensorRef]:
+        """What callers pass for an argument of a function or branch; nothing for one of a loop."""
+        if graph_name not in self._input_positions:
+            inputs = self._model.graphs[graph_name].inputs
+            self._input_positions[graph_name] = {label: position for position, label in enumerate(inputs)}
+        position, operands = self._input_positions[graph_name].get(argument), []
+        for use, call in self._callers.get(graph_name, []) if position is not None else ():
+            slots = self._model.graphs[use.graph].slots(use.op)
+            slot = None if call.offset is None or call.loop else (position or 0) + call.offset
+            operand = slots[slot] if slot is not None and slot < len(slots) else None
+            if operand is not None:
+                operands.append(operand)
+        return list(dict.fromkeys(operands))
+
+    def _computing_consumers(self, tensor: TensorRef) -> dict[tuple[str, int], list[OpKey]]:
+        """The ops that read `tensor`, behind Identities, calls and results, by their type and slot."""
+        by_type_and_slot: dict[tuple[str, int], list[OpKey]] = {}
+        pending, visited = [tensor], {tensor}
+        for current in pending:
+            for use in self._model.graphs[current.graph].consumers(current):
+                op = self._op_of((use.graph, use.op))
+                forwarded = list(self._forwarded_tensors(op, use))
+                if not forwarded and op.kind not in _FORWARDING_AND_STORED_KINDS:
+                    by_type_and_slot.setdefault((op.type, use.slot), []).append((use.graph, use.op))
+                pending.extend(successor for successor in forwarded if successor not in visited)
+                visited.update(forwarded)
+            if len(pending) > MAX_FORWARDING_HOPS:
+                return {}
+        return by_type_and_slot
+
+    def _forwarded_tensors(self, op: Op, use: Use) -> Iterator[TensorRef]:
+        """Where what `op` reads at `use` is handed on to."""
+        graph = self._model.graphs[use.graph]
+        if op.kind == "identity":
+            yield TensorRef(use.graph, op.name)
+        elif op.kind in {"call", "if"}:
+            for call in op.calls:
+                inputs = self._model.graphs[call.graph].inputs
+                position = -1 if call.offset is None else use.slot - call.offset
+                if 0 <= position < len(inputs):
+                    yield TensorRef(call.graph, inputs[position])
+        elif op.kind == "output" and op.name in graph.outputs:
+            port = graph.outputs.index(op.name)
+            for caller, call in self._callers.get(use.graph, []):
+                if not call.loop and port < len(self._op_of((caller.graph, caller.op)).outputs):
+                    yield TensorRef(caller.graph, caller.op, port)
+
+    def _may_be_clone(self, clone: OpKey, original: OpKey) -> bool:
+        """Whether two ops have one type and the same attributes, and one is in a copy, the other in what runs."""
+        clone_op, original_op = self._op_of(clone), self._op_of(original)
+        if clone_op.type != original_op.type or clone_op.kind in _FORWARDING_AND_STORED_KINDS or clone_op.calls:
+            return False
+        if clone[0] not in self._clone_graph_set or original[0] in self._clone_graph_set:
+            return False
+        names = {name for name in (*clone_op.attrs, *original_op.attrs) if not name.startswith("_")} - _TRAINING_ATTRS
+        return all(repr(clone_op.attrs.get(name)) == repr(original_op.attrs.get(name)) for name in names)
+
+    def _read_same_values(self, clone: OpKey, original: OpKey) -> bool:
+        """Whether two ops read the same variables and the same float constants."""
+        if self._variable_reads_of(clone) != self._variable_reads_of(original):
+            return False
+        slots = [self._model.graphs[name].slots(op) for name, op in (clone, original)]
+        return len(slots[0]) == len(slots[1]) and all(map(self._operands_equal, *slots))
+
+    def _operands_equal(self, clone_operand: TensorRef | None, original_operand: TensorRef | None) -> bool:
+        """Whether two operands, if one is a float constant, have one value."""
+        if (
+            clone_operand is None
+            or original_operand is None
+            or self._model.output(clone_operand).dtype not in FLOAT_TYPES
+        ):
+            return (clone_operand is None) == (original_operand is None)
+        are_parameters = [self._parameters.is_parameter(tensor) for tensor in (clone_operand, original_operand)]
+        if not any(are_parameters) or self.variable_name(clone_operand) is not None:
+            return True
+        if not all(are_parameters):
+            return False
+        clone_value, original_value = self._parameters.value(clone_operand), self._parameters.value(original_operand)
+        return clone_value is not None and original_value is not None and np.array_equal(clone_value, original_value)
+
+
+def _pair_candidates(clones: list[OpKey], originals: list[OpKey]) -> Iterator[tuple[OpKey, OpKey]]:
+    """The pairs of ops among those of one type that read one value: one of each, or such as have one name."""
+    if len(clones) == len(originals) == 1:
+        yield clones[0], originals[0]
+        return
+    for clone in clones:
+        same_name = [original for original in originals if original[1] == clone[1]]
+        if len(same_name) == 1:
+            yield clone, same_name[0]
+
+
+def _call_paths(model: Model, starts: Iterable[str]) -> dict[str, str | None]:
+    """For each graph that `starts` reach the names of the calls that lead to it; None where these differ."""
+    paths: dict[str, str | None] = dict.fromkeys(starts, "")
+    changes: dict[str, int] = {}
+    queue = list(paths)
+    for name in queue:
+        for op in model.graphs[name].ops():
+            for call in op.calls:
+                path = paths[name]
+                inner = None if path is None else _join_call_path(path, _call_scope(op, call))
+                outer = inner if call.graph not in paths else _longer_path(paths[call.graph], inner)
+                if call.graph not in paths or outer != paths[call.graph]:
+                    changes[call.graph] = changes.get(call.graph, 0) + 1
+                    paths[call.graph] = outer if changes[call.graph] <= MAX_PATH_CHANGES else None
+                    queue.append(call.graph)
+    return paths
+
+
+def _call_scope(op: Op, call: Call) -> str:
+    """What a call adds to the path of what it calls; the name that TensorFlow makes up for a plain call says nothing.
+
+    The ops of `model.saved` stand for the caller's own code.
+    """
+    segments = op.name.split("/")
+    if _CALL_NAME.match(segments[-1]) or segments[0].startswith("@"):
+        segments.pop()
+    return "/".join(segments if call.attr == "f" else (*segments, call.attr))
+
+
+def _join_call_path(path: str, name: str) -> str:
+    return f"{path}/{name}" if path and name else path or name
+
+
+def _longer_path(first_path: str | None, second_path: str | None) -> str | None:
+    """The longer of two paths of which one ends in the other, else None."""
+    if first_path is None or second_path is None or not _paths_meet(first_path, second_path):
+        return None
+    return max(first_path, second_path, key=len)
+
+
+def _paths_meet(first_path: str, second_path: str) -> bool:
+    """Whether one of two paths ends in the other."""
+    return (
+        f"/{first_path}".endswith(f"/{second_path}")
+        or f"/{second_path}".endswith(f"/{first_path}")
+        or not (first_path and second_path)
+    )

@@ -1,0 +1,34 @@
+"""What calibration keeps of a tensor, and the observers that turn it into a range."""
+
+from graphquant.observers.distribution import Distribution, distribution_of
+from graphquant.observers.observers import OBSERVERS, ObserverArgument, QuantizationCost, estimate_cost, histogram_bits
+from graphquant.observers.sketch import (
+    EMPTY_SKETCH,
+    Sketch,
+    SketchAccumulator,
+    add_all,
+    bin_edges,
+    bin_means,
+    coarsen_histogram,
+    merge_sketches,
+    sketch_values,
+)
+
+__all__ = [
+    "Distribution",
+    "EMPTY_SKETCH",
+    "OBSERVERS",
+    "ObserverArgument",
+    "QuantizationCost",
+    "Sketch",
+    "SketchAccumulator",
+    "add_all",
+    "bin_edges",
+    "bin_means",
+    "coarsen_histogram",
+    "distribution_of",
+    "estimate_cost",
+    "histogram_bits",
+    "merge_sketches",
+    "sketch_values",
+]

@@ -1,0 +1,382 @@
+"""Biases moved by what rounding moves the mean of each output channel by.
+
+Sources: Nagel et al. 2019, "Data-Free Quantization Through Weight Equalization and Bias Correction", section 4.2 and
+appendix D (the empirical form); Banner et al. 2018, "Post Training 4-bit Quantization of Convolutional Networks for
+Rapid-Deployment", section 4. The paper corrects op by op, each on what all before it were corrected to, which takes a
+run of the data for each op. Here each op is first corrected for what rounding its weights and its input alone moves its
+output by, all in one go; what noise adds behind a Relu is seen in the whole quantized model only, and for it a level of
+ops halfway through and the last ones are corrected once more. Means of few samples are noisy: each channel's is drawn
+towards 0 by the share of it that chance explains (James and Stein 1961, the positive part).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from graphquant.ir import Parameters, TensorRef, Use, paused_gc
+from graphquant.numerics import SMALLEST_SCALE, QParams, broadcast_along_axis, qparams_from_scale
+from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits
+from graphquant.optimize.weighted_ops import (
+    ALGORITHM_RULE,
+    ChannelMean,
+    add_channel_mean,
+    dependency_levels,
+    final_ops,
+    find_unshared_constant,
+    find_weighted_ops,
+    measure_channel_means,
+)
+from graphquant.qdq.family import add_constant
+from graphquant.quantize import Site
+from graphquant.quantize.rewrite import FRAME_KINDS, rewrite
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from graphquant.ir import Model
+    from graphquant.numerics import Array, DynamicQParams
+    from graphquant.optimize.weighted_ops import WeightedOp
+    from graphquant.quantize import Plan, Solution
+
+
+# Where biases are held, and how they get another value without any other reader seeing it.
+
+BIAS_BITS: Final = 32
+"""Bits of a bias that integers are added to; one of fewer has steps as large as what corrections are about."""
+
+VARIABLE_BIAS: Final = "its bias is a variable, with which training goes on; freeze the model to correct it"
+
+
+class BiasStore:
+    """A model whose biases move, with its solution.
+
+    Attributes:
+        model: A copy of the draft's model, which is changed.
+        solution: The draft's, with sites for biases that were added.
+    """
+
+    def __init__(self, edits: WeightEdits) -> None:
+        """The draft stays as it is."""
+        self.model: Model = edits.model.copy()
+        self.solution: Solution = edits.solution
+        self._original_model = edits.model
+        self._parameters = Parameters(edits.model)
+        self._values: dict[Use, Array] = {}
+        self._moved: dict[Use, Array] = {}
+        self._constants: dict[Use, TensorRef] = {}
+        self._sites = {use: index for index, site in enumerate(edits.solution.plan.sites) for use in site.uses}
+
+    def is_variable(self, weighted: WeightedOp) -> bool:
+        """Whether a bias is a variable, with which training goes on."""
+        tensor = (
+            None if weighted.bias is None else self._original_model.graphs[weighted.bias.graph].source_of(weighted.bias)
+        )
+        return tensor is not None and self._parameters.is_variable(tensor)
+
+    def move_bias(self, weighted: WeightedOp, shift: Array) -> str:
+        """Moves a bias by what is missing in what the op makes; why that cannot be, "" if it was done.
+
+        Args:
+            weighted: The op.
+            shift: float64 (C,). Where another op adds the bias, it is not part of what the op makes, nor then is what
+                the bias was moved by before.
+        """
+        use = weighted.bias
+        if use is None:
+            return weighted.no_bias_reason
+        original = self._values[use] if use in self._values else self._read_bias(weighted, use, len(shift))
+        if isinstance(original, str):
+            return original
+        adds_bias_itself = use.op == weighted.op.name
+        moved = self._moved.get(use, np.zeros(len(shift))) + shift if adds_bias_itself else shift
+        value = (original + moved).astype(np.float32)
+        if not np.isfinite(value).all() or not self._fits_integers(use, value):
+            return "the corrected bias would be more than integers of 32 bits hold"
+        self._values[use], self._moved[use] = original, moved
+        self._write_bias(weighted, use, value)
+        return ""
+
+    def describe_change(self, weighted: WeightedOp) -> str:
+        """What was done to a bias, for people."""
+        moved = np.abs(self._moved[weighted.bias]).max(initial=0) if weighted.bias is not None else 0.0
+        return f"its bias moved by up to {moved:.3g}"
+
+    def _read_bias(self, weighted: WeightedOp, use: Use, channels: int) -> Array | str:
+        """The value of a bias, float64, with its own shape, or why it cannot be moved."""
+        params = self._params_at(use)
+        if params is not None and params.type.bits < BIAS_BITS:
+            return f"its bias has {params.type.bits} bits, whose steps are as large as the correction"
+        tensor = self._original_model.graphs[use.graph].source_of(use)
+        if tensor is None:
+            return np.zeros(channels)
+        value = self._parameters.value(tensor)
+        is_channel_last = weighted.axes is not None and weighted.axes.channel == weighted.axes.count - 1
+        is_separate_add = self._original_model.graphs[use.graph].op(use.op).kind == "add"
+        if value is None or value.dtype != np.float32 or (is_separate_add and not is_channel_last):
+            return "its bias is not one number per channel"
+        if value.shape[-1:] == (channels,):
+            return value.astype(np.float64)
+        return np.broadcast_to(value.astype(np.float64), channels) if value.size == 1 else "its bias has another size"
+
+    def _fits_integers(self, use: Use, value: Array) -> bool:
+        params = self._params_at(use)
+        if params is None:
+            return True
+        step_sizes = broadcast_along_axis(params.scale.astype(np.float64), params.axis, value.ndim)
+        return bool(np.max(np.abs(value) / step_sizes, initial=0.0) <= params.type.limits()[1])
+
+    def _params_at(self, use: Use) -> QParams | None:
+        index = self._sites.get(use)
+        params = None if index is None else self.solution.params.get(index)
+        return params if isinstance(params, QParams) else None
+
+    def _write_bias(self, weighted: WeightedOp, use: Use, value: Array) -> None:
+        """Gives the bias a constant of its own, and that its value."""
+        if use not in self._constants:
+            unshared = find_unshared_constant(self._original_model, use, value.shape)
+            self._constants[use] = unshared or self._add_bias_constant(weighted, use, value)
+            if unshared is None:
+                return
+        target = self._constants[use]
+        graph = self.model.graphs[target.graph]
+        graph.replace_op(replace(graph.op(target.op), read_value=lambda: value))
+
+    def _add_bias_constant(self, weighted: WeightedOp, use: Use, value: Array) -> TensorRef:
+        """A new constant that the use reads from now on, quantized as the one before it was."""
+        graph = self.model.graphs[use.graph]
+        in_frame = any(op.kind in FRAME_KINDS for op in graph.ops())
+        control_inputs = (weighted.op.name,) if in_frame else ()
+        old_bias = graph.source_of(use)
+        new_bias = add_constant(
+            graph,
+            f"{weighted.op.name}/bias_corrected",
+            value,
+            op_type="Const",
+            rule=ALGORITHM_RULE,
+            control_sources=control_inputs,
+        )
+        graph.set_source(use, new_bias)
+        self._move_site(weighted, use, new_bias, value, is_new=old_bias is None)
+        return new_bias
+
+    def _move_site(self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array, *, is_new: bool) -> None:
+        """Moves the use's site to the new constant; a bias that was none gets one as other biases have."""
+        sites, params = list(self.solution.plan.sites), dict(self.solution.params)
+        index = self._sites.get(use)
+        if index is not None:
+            site = sites[index]
+            remaining_uses = tuple(site_use for site_use in site.uses if site_use != use)
+            bias_site = replace(site, tensor=new_bias, uses=(use,), graph=use.graph, tie=(), clone_of=None)
+            if not remaining_uses:
+                sites[index] = bias_site
+            else:
+                sites[index] = replace(site, uses=remaining_uses)
+                sites.append(bias_site)
+                self._sites[use] = len(sites) - 1
+                if index in params:
+                    params[len(sites) - 1] = params[index]
+        elif is_new:
+            site_and_params = self._make_site_like_others(weighted, use, new_bias, value)
+            if site_and_params is None:
+                return
+            sites.append(site_and_params[0])
+            params[len(sites) - 1] = site_and_params[1]
+            self._sites[use] = len(sites) - 1
+        self.solution = replace(self.solution, plan=replace(self.solution.plan, sites=tuple(sites)), params=params)
+
+    def _make_site_like_others(
+        self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array
+    ) -> tuple[Site, QParams] | None:
+        """A site for a bias that was none, where other biases are integers; its scale is input times weight."""
+        biases = (
+            candidate
+            for candidate in self.solution.plan.sites
+            if candidate.parameter and candidate.scheme.type.bits == BIAS_BITS
+        )
+        example = next(biases, None)
+        data_use = Use(weighted.graph, weighted.op.name, weighted.op.roles.index("input"))
+        scales = [
+            params.scale.astype(np.float64)
+            for params in (self._params_at(data_use), self._params_at(weighted.weight))
+            if params
+        ]
+        if example is None or len(scales) != len(("input", "weight")):
+            return None
+        scale = np.asarray(scales[0] * scales[1]).astype(np.float32)
+        largest = np.max(np.abs(value) / np.maximum(scale.astype(np.float64), SMALLEST_SCALE), initial=0.0)
+        if (
+            scale.shape not in {(), value.shape}
+            or (scale < SMALLEST_SCALE).any()
+            or largest > example.scheme.type.limits()[1]
+        ):
+            return None
+        axis = 0 if scale.ndim else None
+        if (example.axis is None) != (axis is None):
+            return None
+        site = Site(
+            tensor=new_bias,
+            uses=(use,),
+            graph=use.graph,
+            scheme=example.scheme,
+            axis=axis,
+            rule=example.rule,
+            why=example.why,
+            parameter=True,
+        )
+        return site, qparams_from_scale(scale, np.zeros(scale.shape, np.int32), example.scheme.type, axis=axis)
+
+
+BIAS_CORRECTION: Final = "bias-correction"
+
+NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
+
+MIN_BIAS_SAMPLES: Final = 2
+"""Samples that tell how far chance alone moves a mean."""
+
+
+@paused_gc()
+def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
+    """Gives ops with quantized weights the bias with which the mean of each output channel is that of the float model.
+
+    Without rounding nothing moves: the float function is another one by as much as the rounding is made up for.
+    """
+    weighted_ops = list(find_weighted_ops(edits.model, edits.solution))
+    store = BiasStore(edits)
+    reasons = {weighted.weight: weighted.no_bias_reason for weighted in weighted_ops if weighted.bias is None}
+    reasons |= {weighted.weight: VARIABLE_BIAS for weighted in weighted_ops if store.is_variable(weighted)}
+    usable = [weighted for weighted in weighted_ops if weighted.weight not in reasons]
+    float_means, rounded_means = _isolated_means(edits, usable, samples)
+    corrected_ops = []
+    for weighted in usable:
+        reason = _correct_bias(store, weighted, float_means, rounded_means)
+        if reason:
+            reasons[weighted.weight] = reason
+        else:
+            corrected_ops.append(weighted)
+    for stage in _correction_stages(edits.model, corrected_ops):
+        quantized_means = _quantized_model_means(
+            replace(edits, model=store.model, solution=store.solution), stage, samples
+        )
+        for weighted in stage:
+            _correct_bias(store, weighted, float_means, quantized_means)
+    results = [
+        AlgorithmResult(algorithm=BIAS_CORRECTION, target=weighted.name, detail=reasons[weighted.weight], applied=False)
+        if weighted.weight in reasons
+        else AlgorithmResult(algorithm=BIAS_CORRECTION, target=weighted.name, detail=store.describe_change(weighted))
+        for weighted in weighted_ops
+    ]
+    return replace(edits, model=store.model, solution=store.solution, results=(*edits.results, *results))
+
+
+SampleMeans = dict[TensorRef, "Array"]
+"""Means of the channels of tensors, (samples, C)."""
+
+
+def _correct_bias(store: BiasStore, weighted: WeightedOp, float_means: SampleMeans, rounded_means: SampleMeans) -> str:
+    """Moves a bias by what is missing in the mean; why not, "" if it was done."""
+    expected, measured = float_means.get(weighted.output), rounded_means.get(weighted.output)
+    if expected is None or measured is None or len(expected) < MIN_BIAS_SAMPLES:
+        return NOT_OBSERVED
+    return store.move_bias(weighted, shrink_mean(expected - measured))
+
+
+def shrink_mean(rows: Array) -> Array:
+    """The mean of `rows`, less what chance explains of it.
+
+    Args:
+        rows: float64 (samples, C).
+
+    Returns:
+        float64 (C,).
+    """
+    mean = rows.mean(0)
+    mean_variance = rows.var(0, ddof=1) / len(rows)
+    power = np.square(mean)
+    share = np.clip(1 - np.divide(mean_variance, power, out=np.ones_like(power), where=power > 0), 0, 1)
+    return np.asarray(mean * share)
+
+
+def _isolated_means(
+    edits: WeightEdits, weighted_ops: Sequence[WeightedOp], samples: AlgorithmData
+) -> tuple[SampleMeans, SampleMeans]:
+    """Means of what ops make of the float model's values: as they are, and with weights and input rounded."""
+    model = edits.prepared_model.copy()
+    rounded_ops: dict[tuple[str, str], str] = {}
+    means: list[tuple[WeightedOp, ChannelMean, ChannelMean]] = []
+    rounded_weights: dict[Use, TensorRef] = {}
+    for weighted in weighted_ops:
+        graph, op = model.graphs[weighted.graph], weighted.op
+        if weighted.axes is None:
+            continue
+        name = graph.unique_name(f"{op.name}/rounded")
+        rounded_op = replace(op, name=name, outputs=(replace(op.outputs[0], name=name),), source=None)
+        float_output = add_channel_mean(model, graph, weighted.output, weighted.axes)
+        rounded_output = add_channel_mean(model, graph, graph.add_op(rounded_op, graph.slots(op.name)), weighted.axes)
+        rounded_ops[weighted.graph, op.name] = name
+        if weighted.weight in edits.edited_weights:
+            edited_weight = edits.edited_weights[weighted.weight]
+            rounded_weights[weighted.weight] = add_constant(
+                graph, f"{name}/weight", edited_weight, op_type="Const", rule=ALGORITHM_RULE
+            )
+            graph.set_source(weighted.weight._replace(op=name), rounded_weights[weighted.weight])
+        means.append((weighted, float_output, rounded_output))
+    plan, params = _restrict_to_rounded_ops(edits.solution, rounded_ops, rounded_weights)
+    instrumented, _ = rewrite(model, plan, params, integer_cache=edits.integer_cache)
+    rows = measure_channel_means(instrumented, [mean for _, *pair in means for mean in pair], samples)
+    float_means = {
+        weighted.output: rows[float_mean.tensor] for weighted, float_mean, _ in means if float_mean.tensor in rows
+    }
+    rounded_means = {
+        weighted.output: rows[rounded_mean.tensor] for weighted, _, rounded_mean in means if rounded_mean.tensor in rows
+    }
+    return float_means, rounded_means
+
+
+def _restrict_to_rounded_ops(
+    solution: Solution, rounded_ops: Mapping[tuple[str, str], str], rounded_weights: Mapping[Use, TensorRef]
+) -> tuple[Plan, dict[int, QParams | DynamicQParams]]:
+    """The part of a solution that concerns ops with a twin, for these twins and the weights that they read."""
+    sites: list[Site] = []
+    params: dict[int, QParams | DynamicQParams] = {}
+    for index, site in enumerate(solution.plan.sites):
+        uses_by_tensor: dict[TensorRef, list[Use]] = {}
+        for use in site.uses if index in solution.params else ():
+            if (use.graph, use.op) in rounded_ops:
+                rounded_use = Use(use.graph, rounded_ops[use.graph, use.op], use.slot)
+                uses_by_tensor.setdefault(rounded_weights.get(use, site.tensor), []).append(rounded_use)
+        for tensor, uses in uses_by_tensor.items():
+            params[len(sites)] = solution.params[index]
+            sites.append(replace(site, tensor=tensor, uses=tuple(uses), tie=(), clone_of=None))
+    return replace(solution.plan, sites=tuple(sites), skips=()), params
+
+
+def _correction_stages(model: Model, corrected_ops: Sequence[WeightedOp]) -> Iterator[list[WeightedOp]]:
+    """Ops of which none leads to another, in the graph that has most: a level halfway through, then the last ones."""
+    by_graph: dict[str, list[WeightedOp]] = {}
+    for weighted in corrected_ops:
+        by_graph.setdefault(weighted.graph, []).append(weighted)
+    if not by_graph:
+        return
+    largest = max(by_graph.values(), key=len)
+    graph, names = model.graphs[largest[0].graph], [weighted.op.name for weighted in largest]
+    level_by_name, last_ops = dependency_levels(graph, names), set(final_ops(graph, names))
+    middle_level = (max(level_by_name.values(), default=0) + 1) // 2
+    middle_ops = {name for name, op_level in level_by_name.items() if op_level == middle_level}
+    for stage in (middle_ops - last_ops, last_ops):
+        chosen = [weighted for weighted in largest if weighted.op.name in stage]
+        if chosen:
+            yield chosen
+
+
+def _quantized_model_means(edits: WeightEdits, stage: Sequence[WeightedOp], samples: AlgorithmData) -> SampleMeans:
+    """Means of what ops make in the whole quantized model, as far as it is corrected."""
+    model = edits.model.copy()
+    means = [
+        add_channel_mean(model, model.graphs[weighted.graph], weighted.output, weighted.axes)
+        for weighted in stage
+        if weighted.axes is not None
+    ]
+    return measure_channel_means(replace(edits, model=model).quantized_model(), means, samples)

@@ -1,0 +1,465 @@
+"""Streams: tensors whose channels can be multiplied by any positive numbers, since what makes them and reads them can.
+
+Where a convolution makes channels, a Relu and a pool hand them on and another convolution sums over them, a channel may
+be divided by a number and the weights that multiply it be multiplied by it: what comes out is the same. Sums of such
+tensors belong together, as the branches of a residual net do.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from graphquant.ir import DataType, Graph, Model, Op, Output, Parameters, TensorRef, Use, qualified_op_name
+from graphquant.optimize.channel_layout import (
+    ChannelLayout,
+    find_weight_channels,
+    normalization_layout,
+    propagate_layout,
+)
+from graphquant.optimize.weighted_ops import find_unshared_constant
+from graphquant.qdq.family import add_constant
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from graphquant.numerics import Array
+    from graphquant.quantize import Plan
+
+
+HOMOGENEOUS_KINDS: Final = frozenset(
+    {"relu", "leaky_relu", "identity", "dropout", "max_pool", "avg_pool", "global_avg_pool"}
+)
+"""Kinds that give twice as much of twice as much, each channel by itself, where they leave the axes as they are."""
+
+NORM_KINDS: Final = frozenset({"batchnorm", "layernorm", "instancenorm"})
+"""Kinds that multiply each channel by a scale and add an offset at the end."""
+
+WEIGHT_PRODUCT_KINDS: Final = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
+
+
+class ChannelConstant(NamedTuple):
+    """A constant that changes with a stream.
+
+    Attributes:
+        use: Where it is read.
+        tensor: The constant, which nothing else reads.
+        channel_index: int64, broadcast to its shape: the channel that each of its elements belongs to.
+        reads_group: Whether it multiplies the stream, and grows as the stream shrinks; else it makes it, and shrinks too.
+        is_weight: Whether it is what a convolution or product multiplies by.
+        is_scale: Whether it multiplies channels one by one; what is neither is added to them.
+    """
+
+    use: Use
+    tensor: TensorRef
+    channel_index: Array
+    reads_group: bool
+    is_weight: bool = False
+    is_scale: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ChannelGroup:
+    """Tensors with common channels.
+
+    Attributes:
+        start: The tensor that it was found by, which something multiplies by a weight.
+        channels: How many channels it has.
+        tensors: All of them, with where their channels lie.
+        constants: The constants beside them.
+        weight_uses: The tensors that are multiplied by weights, with the uses of these.
+        obstacle: Why its channels cannot be scaled, "" if they can.
+    """
+
+    start: TensorRef
+    channels: int
+    tensors: dict[TensorRef, ChannelLayout] = field(default_factory=dict)
+    constants: list[ChannelConstant] = field(default_factory=list)
+    weight_uses: dict[TensorRef, list[Use]] = field(default_factory=dict)
+    obstacle: str = ""
+
+    @property
+    def name(self) -> str:
+        """What it starts with, as people read it."""
+        return qualified_op_name(self.start.graph, self.start.op)
+
+
+def find_channel_groups(model: Model) -> list[ChannelGroup]:
+    """The streams of the graphs that run: each tensor that a known weight multiplies is in one of them."""
+    finder, groups = _ChannelGroupFinder(model), []
+    for find_start in (
+        finder.produced_channels,
+        finder.consumed_channels,
+    ):  # what makes channels knows how many there are
+        for name in model.reachable_graphs():
+            for op in model.graphs[name].ops():
+                start = find_start(model.graphs[name], op)
+                if start is not None and start[0] not in finder.visited:
+                    groups.append(finder.expand_group(*start))
+    for group in groups:
+        group.start = next(iter(group.weight_uses), group.start)
+    return [group for group in groups if group.weight_uses or group.start in finder.weighted_inputs]
+
+
+class _ChannelGroupFinder:
+    """Goes from tensor to tensor as far as common channels reach."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.visited: set[TensorRef] = set()
+        self.weighted_inputs: set[TensorRef] = set()
+        self._parameters = Parameters(model)
+
+    def produced_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
+        """What an op makes by its weight, where the channels lie, and how many there are; None if not known."""
+        if op.kind not in WEIGHT_PRODUCT_KINDS or "weight" not in op.roles or op.type.startswith("_Fused"):
+            return None
+        weight_ref = graph.source_of(Use(graph.name, op.name, op.roles.index("weight")))
+        shape = None if weight_ref is None else self._parameter_shape(weight_ref)
+        channels = None if shape is None else find_weight_channels(op, shape, reads=False)
+        return (
+            None
+            if channels is None
+            else (TensorRef(graph.name, op.name), channels[1], int(channels[0].max(initial=-1)) + 1)
+        )
+
+    def consumed_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
+        """What an op multiplies by its weight, where the channels lie, and how many there are; None if not known."""
+        if op.kind not in WEIGHT_PRODUCT_KINDS or "weight" not in op.roles or "input" not in op.roles:
+            return None
+        slots = graph.slots(op.name)
+        data, weight = op.roles.index("input"), op.roles.index("weight")
+        if max(data, weight) >= len(slots) or op.type.startswith("_Fused"):
+            return None
+        tensor, weight_ref = slots[data], slots[weight]
+        if tensor is None or weight_ref is None or self._parameters.is_parameter(tensor):
+            return None
+        shape = self._parameter_shape(weight_ref)
+        if shape is None or tensor.graph != graph.name:
+            return None
+        channels = find_weight_channels(op, shape, reads=True)
+        if channels is not None:
+            self.weighted_inputs.add(tensor)
+        return None if channels is None else (tensor, channels[1], int(channels[0].max(initial=-1)) + 1)
+
+    def expand_group(self, start: TensorRef, layout: ChannelLayout, channels: int) -> ChannelGroup:
+        """The stream of a tensor."""
+        group = ChannelGroup(start=start, channels=channels)
+        pending = [(start, layout)]
+        while pending:
+            tensor, tensor_layout = pending.pop()
+            if tensor in group.tensors:
+                if group.tensors[tensor] != tensor_layout:
+                    group.obstacle = group.obstacle or "its channels lie in two ways"
+                continue
+            group.tensors[tensor] = tensor_layout
+            self.visited.add(tensor)
+            reason = self._find_size_conflict(tensor, tensor_layout, channels)
+            if not reason:
+                for outcome in (
+                    self._join_producer(group, tensor, tensor_layout),
+                    self._join_readers(group, tensor, tensor_layout),
+                ):
+                    if isinstance(outcome, str):
+                        reason = reason or outcome
+                    else:
+                        pending.extend(outcome)
+            group.obstacle = group.obstacle or reason
+        return group
+
+    def _find_size_conflict(self, tensor: TensorRef, layout: ChannelLayout, channels: int) -> str:
+        output = self.model.output(tensor)
+        if output.dtype not in {None, "float32"}:
+            return f"it is {output.dtype}"
+        size = layout.axis_size(output.shape)
+        if size is not None and size % (channels * layout.block):
+            return "a tensor of it has another number of channels"
+        return ""
+
+    def _join_producer(
+        self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout
+    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+        """What else is in the stream by the op that makes `tensor`."""
+        graph, op = self.model.graphs[tensor.graph], self.model.op(tensor)
+        if tensor.port:
+            return "an op with several outputs makes it"
+        if op.kind in WEIGHT_PRODUCT_KINDS:
+            return self._join_product(group, graph, op, layout)
+        if op.kind in NORM_KINDS and "scale" in op.roles:
+            return self._join_vectors(group, graph, op, ("scale", "offset"), layout)
+        return self._join_through_op(group, graph, op, layout)
+
+    def _join_product(
+        self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout
+    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+        """The weight and bias that make a stream."""
+        if op.type.startswith("_Fused"):
+            return "an op that is fused with others makes it"
+        use = Use(graph.name, op.name, op.roles.index("weight")) if "weight" in op.roles else None
+        weight_ref = None if use is None else graph.source_of(use)
+        shape = None if weight_ref is None else self._parameter_shape(weight_ref)
+        channels = None if shape is None else find_weight_channels(op, shape, reads=False)
+        if (
+            use is None
+            or channels is None
+            or channels[1] != layout
+            or channels[0].max(initial=-1) + 1 != group.channels
+        ):
+            return f"how a {op.type} of this form makes its channels is not known"
+        reason = self._add_constant(group, use, channels[0], reads_group=False, is_weight=True)
+        return reason or self._join_vectors(group, graph, op, ("bias",), layout)
+
+    def _join_vectors(
+        self, group: ChannelGroup, graph: Graph, op: Op, roles: tuple[str, ...], layout: ChannelLayout
+    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+        """The constants with one value per channel that an op reads as `roles`."""
+        for role in roles:
+            slot = op.roles.index(role) if role in op.roles else -1
+            if slot < 0 or graph.source_of(Use(graph.name, op.name, slot)) is None:
+                continue
+            reason = self._add_vector(group, Use(graph.name, op.name, slot), layout, op)
+            if reason:
+                return reason
+        return []
+
+    def _add_vector(
+        self, group: ChannelGroup, use: Use, layout: ChannelLayout, op: Op, *, reads_group: bool = False
+    ) -> str:
+        """Takes a constant with one value per channel into the stream; why not, "" if it was done."""
+        tensor = self.model.graphs[use.graph].source_of(use)
+        shape = None if tensor is None else self._parameter_shape(tensor)
+        if shape is None:
+            return "what is added or multiplied is not known before the model runs"
+        is_per_channel = op.kind in NORM_KINDS | WEIGHT_PRODUCT_KINDS | {"bias_add"}
+        output_shape = self.model.output(TensorRef(use.graph, op.name)).shape
+        if (
+            is_per_channel
+            and op.kind not in WEIGHT_PRODUCT_KINDS
+            and normalization_layout(op, None if output_shape is None else len(output_shape)) != layout
+        ):
+            return f"a {op.type} has its channels along another axis"
+        fits = math.prod(shape) == group.channels and layout.block == 1
+        channel_index = np.arange(group.channels).reshape(shape) if fits else None
+        channel_index = channel_index if is_per_channel else layout.vector_channels(shape, group.channels)
+        if channel_index is None:
+            return f"what a {op.type} adds or multiplies by is not one number per channel"
+        is_scale = op.kind == "mul" or op.role(use.slot) == "scale"
+        return self._add_constant(group, use, channel_index, reads_group=reads_group, is_scale=is_scale)
+
+    def _add_constant(
+        self,
+        group: ChannelGroup,
+        use: Use,
+        channel_index: Array,
+        *,
+        reads_group: bool,
+        is_weight: bool = False,
+        is_scale: bool = False,
+    ) -> str:
+        """Takes a constant into the stream; why not, "" if it was done."""
+        tensor = self.model.graphs[use.graph].source_of(use)
+        shape = None if tensor is None else self._parameter_shape(tensor)
+        constant = None if shape is None else find_unshared_constant(self.model, use, shape)
+        if tensor is None or constant is None or self.model.output(constant).dtype not in {None, "float32"}:
+            return "a weight or bias beside it is a variable, or others read it too"
+        group.constants.append(ChannelConstant(use, constant, channel_index, reads_group, is_weight, is_scale))
+        return ""
+
+    def _join_readers(
+        self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout
+    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+        """What else is in the stream by what reads `tensor`; all of it, also where something blocks."""
+        joined: list[tuple[TensorRef, ChannelLayout]] = []
+        obstacle = ""
+        for use in self.model.graphs[tensor.graph].consumers(tensor):
+            graph = self.model.graphs[use.graph]
+            op = graph.op(use.op)
+            outcome: list[tuple[TensorRef, ChannelLayout]] | str
+            if op.kind == "shape":
+                outcome = []
+            elif use.graph != tensor.graph or op.kind == "output":
+                outcome = "it is an output, or read in another graph"
+            elif op.kind in WEIGHT_PRODUCT_KINDS:
+                outcome = self._join_weighted_reader(group, graph, op, use, layout)
+            else:
+                outcome = self._join_through_op(group, graph, op, layout, forward=True)
+            if isinstance(outcome, str):
+                obstacle = obstacle or outcome
+            else:
+                joined += outcome
+        return obstacle or joined
+
+    def _join_weighted_reader(
+        self, group: ChannelGroup, graph: Graph, op: Op, use: Use, layout: ChannelLayout
+    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+        start = self.consumed_channels(graph, op) if op.role(use.slot) == "input" else None
+        if start is None or start[1].axis != layout.axis:
+            return "it is multiplied by what is not known before the model runs"
+        weight = Use(graph.name, op.name, op.roles.index("weight"))
+        weight_ref = graph.source_of(weight)
+        shape = None if weight_ref is None else self._parameter_shape(weight_ref)
+        channels = None if shape is None else find_weight_channels(op, shape, reads=True)
+        if channels is None or start[2] % group.channels:
+            return f"a {op.type} of this form reads it"
+        channel_index = channels[0] // layout.block % group.channels
+        reason = self._add_constant(group, weight, channel_index, reads_group=True, is_weight=True)
+        if not reason:
+            group.weight_uses.setdefault(start[0], []).append(weight)
+        return reason or []
+
+    def _join_through_op(
+        self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout, *, forward: bool = False
+    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+        """What an op that hands channels on ties together: its other tensors, as seen from its output or an input."""
+        output = TensorRef(graph.name, op.name)
+        slots = [slot for slot in graph.slots(op.name) if slot is not None]
+        if op.kind in {"add", "bias_add", "sub", "mul", "div"}:
+            return self._join_elementwise(group, graph, op, layout, forward=forward)
+        if not slots or slots[0].graph != graph.name:
+            return "an input or constant makes it"
+        if not forward and slots[0] in group.tensors:
+            return []
+        if op.kind in HOMOGENEOUS_KINDS:
+            return [(output, layout), (slots[0], layout)]
+        values = [self._parameters.value(slot) if self._parameters.is_parameter(slot) else None for slot in slots[1:]]
+        shapes = (self.model.output(slots[0]).shape, self.model.output(output).shape)
+        other_layout = propagate_layout(op, layout, shapes, values, group.channels, forward=forward)
+        if other_layout is None:
+            return f"it goes through a {op.type}, which hands no factors on"
+        return [(output, other_layout), (slots[0], layout)] if forward else [(output, layout), (slots[0], other_layout)]
+
+    def _join_elementwise(
+        self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout, *, forward: bool
+    ) -> list[tuple[TensorRef, ChannelLayout]] | str:
+        """What a sum ties together; a product with one value per channel ends one stream and makes another."""
+        output = TensorRef(graph.name, op.name)
+        joined, vectors = [(output, layout)], []
+        for slot, tensor in enumerate(graph.slots(op.name)):
+            if tensor is not None and self._parameters.is_parameter(tensor):
+                vectors.append((Use(graph.name, op.name, slot), self._parameter_shape(tensor)))
+            elif tensor is not None and tensor.graph == graph.name:
+                joined.append((tensor, layout))
+            else:
+                return "an op reads another graph"
+        if op.kind in {"add", "sub", "bias_add"}:
+            if any(constant.use == use for constant in group.constants for use, _ in vectors):
+                return []
+            return next(filter(None, (self._add_vector(group, use, layout, op) for use, _ in vectors)), "") or joined
+        use, shape = vectors[0] if len(vectors) == 1 else (Use("", "", 0), None)
+        if shape is not None and math.prod(shape) == 1 and (op.kind == "mul" or use.slot):
+            return joined
+        if shape is None or op.kind == "div":
+            return "it is multiplied or divided by another tensor"
+        return self._add_vector(group, use, layout, op, reads_group=forward) or []
+
+    def _parameter_shape(self, tensor: TensorRef) -> tuple[int, ...] | None:
+        """The shape of a parameter, None if it is none or has no known size."""
+        if not self._parameters.is_parameter(tensor):
+            return None
+        for source in (tensor, self._parameters.root_tensor(tensor)):
+            shape = self.model.output(source).shape
+            if shape is not None and None not in shape:
+                return tuple(int(size or 0) for size in shape)
+        value = self._parameters.value(tensor)
+        return None if value is None else value.shape
+
+
+# Channels of streams divided by powers of two, and the constants beside them made to fit: an exact change.
+
+MAX_FACTOR_EXPONENT: Final = 12
+"""The largest power of two of a factor; real ones are below 8."""
+
+ALGORITHM_RULE: Final = "correction"
+
+
+def nearest_powers_of_two(factors: Array) -> Array:
+    """Powers of two near to `factors`, which are positive: float64, likewise; their mean exponent is about 0."""
+    exponents = np.log2(factors)
+    return np.asarray(2.0 ** np.clip(np.rint(exponents - exponents.mean()), -MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT))
+
+
+def rescale_group(model: Model, group: ChannelGroup, divisors: Array) -> bool:
+    """Divides the channels of a stream by `divisors`, (C,) powers of two; False, and nothing done, if that is not exact."""
+    changed: dict[TensorRef, tuple[Array, Callable[[], Array]]] = {}
+    for channel_constant in group.constants:
+        read_value = (
+            changed[channel_constant.tensor][1]
+            if channel_constant.tensor in changed
+            else model.op(channel_constant.tensor).read_value
+        )
+        if read_value is None:
+            return False
+        read_scaled = partial(_read_and_multiply, read_value, _constant_factor(channel_constant, divisors))
+        value = read_scaled()
+        original = read_value()
+        if not np.isfinite(value).all() or not np.array_equal(
+            _read_and_multiply(partial(_return_value, value), 1 / _constant_factor(channel_constant, divisors)),
+            original,
+        ):
+            return False
+        is_memory_mapped = isinstance(original, np.memmap)
+        changed[channel_constant.tensor] = value, read_scaled if is_memory_mapped else partial(_return_value, value)
+    for tensor, (_, read_value) in changed.items():
+        graph = model.graphs[tensor.graph]
+        graph.replace_op(replace(graph.op(tensor.op), read_value=read_value))
+    return True
+
+
+def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: Array) -> tuple[Plan, TensorRef]:
+    """Puts a product with 1 / `divisors` between a tensor and what multiplies it, and what quantized it for that behind it.
+
+    Args:
+        model: The model, which is changed.
+        plan: Its plan.
+        branch: The tensor as a part of a stream, its weights scaled already.
+        divisors: float64 (C,), powers of two.
+
+    Returns:
+        The plan for the changed model, and the product.
+    """
+    tensor = branch.start
+    graph = model.graphs[tensor.graph]
+    uses = [Use(use.graph, use.op, graph.op(use.op).roles.index("input")) for use in branch.weight_uses[tensor]]
+    layout = branch.tensors[tensor]
+    repeated = np.repeat(1 / divisors, layout.block)
+    size = layout.axis_size(model.output(tensor).shape)
+    value = np.tile(repeated, 1 if size is None else size // len(repeated)).astype(np.float32)
+    value = value.reshape(-1, *[1] * (-layout.axis - 1))
+    factor = add_constant(graph, f"{tensor.op}/factor", value, op_type="Const", rule=ALGORITHM_RULE)
+    product = graph.add_op(_make_factor_op(model, graph, tensor), [tensor, factor])
+    for use in uses:
+        model.graphs[use.graph].set_source(use, product)
+    sites, moved_uses = [], set(uses)
+    for site in plan.sites:
+        branch_uses = tuple(use for use in site.uses if use in moved_uses) if site.tensor == tensor else ()
+        if branch_uses:
+            sites.append(replace(site, tensor=product, uses=branch_uses))
+        remaining_uses = tuple(use for use in site.uses if use not in branch_uses)
+        if remaining_uses:
+            sites.append(replace(site, uses=remaining_uses) if branch_uses else site)
+    return replace(plan, sites=tuple(sites)), product
+
+
+def _make_factor_op(model: Model, graph: Graph, tensor: TensorRef) -> Op:
+    name, output = graph.unique_name(f"{tensor.op}/scaled"), model.output(tensor)
+    attrs: Mapping[str, DataType] = {"T": DataType("float32")} if model.format == "tensorflow" else {}
+    outputs = (Output(name, output.dtype, output.shape),)
+    return Op(name=name, kind="mul", type="Mul", outputs=outputs, attrs=attrs, rule=ALGORITHM_RULE)
+
+
+def _constant_factor(channel_constant: ChannelConstant, divisors: Array) -> Array:
+    expanded = divisors[channel_constant.channel_index]
+    return np.asarray(expanded if channel_constant.reads_group else 1 / expanded, np.float32)
+
+
+def _read_and_multiply(read_value: Callable[[], Array], factor: Array) -> Array:
+    value = read_value()
+    return np.asarray(value * (factor if factor.ndim == value.ndim else factor.reshape(value.shape)))
+
+
+def _return_value(value: Array) -> Array:
+    return value

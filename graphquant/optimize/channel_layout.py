@@ -1,0 +1,222 @@
+"""Where the channels of tensors and weights lie, and what ops that move values make of that."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphquant.ir import Op, Shape
+    from graphquant.numerics import Array
+
+
+MATRIX_RANK = 2
+
+
+class ChannelLayout(NamedTuple):
+    """Where a tensor's channels lie.
+
+    Attributes:
+        axis: The axis, counted from the end: -1 is the last.
+        block: How many neighbours along it belong to one channel; the channels may follow each other several times.
+    """
+
+    axis: int
+    block: int = 1
+
+    def axis_size(self, shape: Shape | None) -> int | None:
+        """The size of `shape` along the axis; None where it is not known."""
+        return shape[self.axis] if shape is not None and len(shape) >= -self.axis else None
+
+    def vector_channels(self, shape: Sequence[int], channels: int) -> Array | None:
+        """The channel of each element of a value of `shape` that is added to such a tensor; None if it has none."""
+        if len(shape) < -self.axis or shape[self.axis] != channels or math.prod(shape) != channels or self.block > 1:
+            return None
+        return np.arange(channels).reshape(tuple(shape))
+
+
+def find_weight_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
+    """The channel of each element of a weight of `shape`, int64, and where the op's tensor has it; None if not known.
+
+    Args:
+        op: The op that multiplies by the weight.
+        shape: The weight's.
+        reads: Whether channels are those that the op reads; else those that it makes.
+    """
+    rank = len(shape)
+    match op.type:
+        case "Conv":
+            return _onnx_conv_channels(op, shape, reads=reads)
+        case "Conv2D" | "DepthwiseConv2dNative" if rank == MATRIX_RANK + 2:
+            return _tensorflow_conv_channels(op, shape, reads=reads)
+        case "Gemm" | "MatMul" | "BatchMatMulV2" | "BatchMatMulV3" if rank >= MATRIX_RANK:
+            if any(op.numeric_attr(name, 0) for name in ("transA", "transpose_a", "adj_x")):
+                return None
+            transposed = any(op.numeric_attr(name, 0) for name in ("transB", "transpose_b", "adj_y"))
+            axis = -1 if reads == transposed else -2
+            return _index_along_axis(shape, axis), ChannelLayout(-1)
+    return None
+
+
+def normalization_layout(op: Op, rank: int | None) -> ChannelLayout | None:
+    """Where an op that has one value per channel has the channels of a tensor of `rank` axes; None if not known."""
+    if op.kind == "layernorm":
+        return ChannelLayout(-1) if op.numeric_attr("axis", -1) in {-1, (rank or 0) - 1} else None
+    data_format = op.attrs.get("data_format", "NCHW" if op.type.endswith("Normalization") else "NHWC")
+    text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
+    if not text.startswith("NC"):
+        return ChannelLayout(-1)
+    return None if rank is None else ChannelLayout(1 - rank)
+
+
+def _index_along_axis(shape: Sequence[int], axis: int) -> Array:
+    """The place of each element of `shape` along an axis, broadcast."""
+    sizes = [1] * len(shape)
+    sizes[axis] = shape[axis]
+    return np.arange(shape[axis]).reshape(sizes)
+
+
+def _onnx_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
+    """[output, input of a group, kernel...]."""
+    groups, layout = int(op.numeric_attr("group", 1)), ChannelLayout(1 - len(shape))
+    if len(shape) < MATRIX_RANK or groups < 1 or shape[0] % groups:
+        return None
+    if not reads:
+        return _index_along_axis(shape, 0), layout
+    group = np.arange(shape[0]) // (shape[0] // groups)
+    index = group[:, None] * shape[1] + np.arange(shape[1])
+    return (index[:1] if groups == 1 else index).reshape(-1, shape[1], *[1] * (len(shape) - MATRIX_RANK)), layout
+
+
+def _tensorflow_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
+    """TensorFlow's [height, width, input, output], or of depthwise ones [height, width, input, multiplier]."""
+    data_format = op.attrs.get("data_format", "NHWC")
+    text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
+    layout = ChannelLayout(-3 if text.startswith("NC") else -1)
+    if op.type == "Conv2D":
+        return _index_along_axis(shape, 2 if reads else 3), layout
+    if reads:
+        return _index_along_axis(shape, 2), layout
+    return np.arange(shape[2] * shape[3]).reshape(1, 1, *shape[2:]), layout
+
+
+def propagate_layout(
+    op: Op,
+    layout: ChannelLayout,
+    shapes: tuple[Shape | None, Shape | None],
+    values: Sequence[Array | None],
+    channels: int,
+    *,
+    forward: bool,
+) -> ChannelLayout | None:
+    """Where the channels lie on the other side of an op that only moves values, or averages them; None if not known.
+
+    Args:
+        op: The op.
+        layout: Where they lie on the side that they are known of.
+        shapes: Of its input and its output.
+        values: What it reads beside its input, where that is known.
+        channels: How many there are.
+        forward: Whether its input is the side that is known.
+    """
+    match op.kind:
+        case "clip":
+            return layout if _is_relu_clip(op, values) else None
+        case "pad":
+            return (
+                layout
+                if _pad_preserves_factors(op, values) and layout.axis_size(shapes[0]) == layout.axis_size(shapes[1])
+                else None
+            )
+        case "transpose":
+            return _transpose_layout(op, layout, values, forward=forward)
+        case "reshape" | "flatten" | "squeeze" | "unsqueeze":
+            return _reshape_layout(layout, shapes, channels, forward=forward)
+        case "reduce_mean":
+            return _reduce_mean_layout(op, layout, shapes, values, forward=forward)
+    return None
+
+
+def _is_relu_clip(op: Op, values: Sequence[Array | None]) -> bool:
+    """Whether a Clip is a Relu: from 0 up, with no upper limit."""
+    if "min" in op.attrs or "max" in op.attrs:
+        return op.numeric_attr("min", -math.inf) == 0 and "max" not in op.attrs
+    low = values[0] if values else None
+    return low is not None and len(values) == 1 and low.size == 1 and float(low.reshape(-1)[0]) == 0
+
+
+def _pad_preserves_factors(op: Op, values: Sequence[Array | None]) -> bool:
+    if op.type == "Pad" and "mode" not in op.attrs and len(values) <= 1 and "value" not in op.attrs:
+        return True
+    mode = op.attrs.get("mode", "constant")
+    text = mode.decode() if isinstance(mode, bytes) else str(mode)
+    if op.type == "MirrorPad" or text in {"reflect", "edge", "wrap"}:
+        return True
+    pad_value = values[1] if len(values) > 1 else None
+    return op.numeric_attr("value", 0) == 0 and (len(values) <= 1 or (pad_value is not None and not np.any(pad_value)))
+
+
+def _transpose_layout(
+    op: Op, layout: ChannelLayout, values: Sequence[Array | None], *, forward: bool
+) -> ChannelLayout | None:
+    permutation = op.attrs.get("perm", values[0] if values else None)
+    order = [] if permutation is None else [int(index) for index in np.asarray(permutation).reshape(-1)]
+    if sorted(order) != list(range(len(order))) or len(order) < -layout.axis:
+        return None
+    position = layout.axis + len(order)
+    return layout._replace(axis=(order.index(position) if forward else order[position]) - len(order))
+
+
+def _reshape_layout(
+    layout: ChannelLayout, shapes: tuple[Shape | None, Shape | None], channels: int, *, forward: bool
+) -> ChannelLayout | None:
+    """Through a reshape: the last axis stays, or all axes but the first become one."""
+    before, after = shapes if forward else shapes[::-1]
+    if before is None or after is None or not before or not after or layout.axis_size(before) is None:
+        return None
+    if layout.axis == -1 and before[-1] == after[-1]:
+        return layout
+    if layout.block > 1 or layout.axis_size(before) != channels:
+        return None
+    if sum(size == channels for size in before) == 1 and sum(size == channels for size in after) == 1:
+        inner, position = before[layout.axis :][1:], after.index(channels)
+        trailing = after[position + 1 :]
+        if None not in (*inner, *trailing) and math.prod(inner) == math.prod(trailing):  # type: ignore[arg-type]
+            return ChannelLayout(position - len(after))
+    inner = before[len(before) + layout.axis + 1 :]
+    if forward and len(after) == MATRIX_RANK and None not in inner and after[-1] is not None:
+        sample_shape = before[1:]
+        if layout.axis > -len(before) and None not in sample_shape and math.prod(sample_shape) == after[-1]:  # type: ignore[arg-type]
+            return ChannelLayout(-1, math.prod(inner))  # type: ignore[arg-type]  # none is None
+    return None
+
+
+def _reduce_mean_layout(
+    op: Op,
+    layout: ChannelLayout,
+    shapes: tuple[Shape | None, Shape | None],
+    values: Sequence[Array | None],
+    *,
+    forward: bool,
+) -> ChannelLayout | None:
+    """Through a mean over other axes."""
+    rank = None if shapes[0] is None else len(shapes[0])
+    axes_attribute = op.attrs.get("axes")
+    axes = axes_attribute if axes_attribute is not None else (values[0] if values else None)
+    if rank is None or axes is None or layout.block > 1:
+        return None
+    reduced_axes = {int(reduced_axis) % rank for reduced_axis in np.asarray(axes).reshape(-1)}
+    keep_dims = op.numeric_attr("keepdims", 1) if op.type == "ReduceMean" else op.numeric_attr("keep_dims", 0)
+    if keep_dims:
+        return layout if layout.axis + rank not in reduced_axes else None
+    remaining_axes = [axis for axis in range(rank) if axis not in reduced_axes]
+    if forward:
+        position = layout.axis + rank
+        return (
+            ChannelLayout(remaining_axes.index(position) - len(remaining_axes)) if position in remaining_axes else None
+        )
+    return ChannelLayout(remaining_axes[layout.axis] - rank) if len(remaining_axes) >= -layout.axis else None

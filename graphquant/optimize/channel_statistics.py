@@ -1,0 +1,377 @@
+"""What a few samples show of a model before calibration: ranges of what its plan quantizes, channels of its streams."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import numpy as np
+
+from graphquant.calibration import sites_needing_data
+from graphquant.ir import Model, Parameters, TensorRef, Use, channel_axis
+from graphquant.numerics import IntType
+from graphquant.observers import Sketch, SketchAccumulator
+from graphquant.optimize.channel_groups import ChannelGroup, find_channel_groups
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from graphquant.numerics import Array
+    from graphquant.optimize.algorithm import AlgorithmData
+    from graphquant.optimize.channel_groups import ChannelConstant
+    from graphquant.optimize.channel_layout import ChannelLayout
+    from graphquant.quantize import Plan, Site
+
+
+# What rounding costs a stream, of the power of what its weights make of it, as its channels are scaled.
+
+STEP_VARIANCE_DIVISOR: Final = 12
+"""A step's square, over the power of its rounding errors."""
+
+
+class ChannelMoments(NamedTuple):
+    """What the channels of a tensor were seen to hold.
+
+    Attributes:
+        low: float64 (C,), their smallest values.
+        high: Likewise, the largest.
+        power: Likewise, the mean squares.
+    """
+
+    low: Array
+    high: Array
+    power: Array
+
+    def scaled(self, divisors: Array) -> ChannelMoments:
+        """The same of channels that are divided by `divisors`, (C,)."""
+        return ChannelMoments(self.low / divisors, self.high / divisors, self.power / np.square(divisors))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupWeight:
+    """A weight beside a stream, as far as its rounding needs it: reduced along axes that no scale lies along.
+
+    Attributes:
+        constant: Where it is.
+        magnitudes: float64, largest magnitudes.
+        squares: float64, sums of squares, of the same shape.
+        elements_per_cell: How many elements each of these is of.
+        integer_steps: From 0 to the largest integer; None where it stays float.
+        axis: The axis that its scales lie along; None where it has one.
+    """
+
+    constant: ChannelConstant
+    magnitudes: Array
+    squares: Array
+    elements_per_cell: int
+    integer_steps: float | None
+    axis: int | None
+
+    def cell_factors(self, divisors: Array) -> Array:
+        """What each part is multiplied by as the stream is divided by `divisors`, (C,)."""
+        expanded = divisors[self.constant.channel_index]
+        return np.asarray(expanded if self.constant.reads_group else 1 / expanded)
+
+    def channel_maxima(self, channels: int) -> Array:
+        """The largest magnitude that belongs to each channel, float64 (C,)."""
+        maxima = np.zeros(channels)
+        np.maximum.at(maxima, np.broadcast_to(self.constant.channel_index, self.magnitudes.shape), self.magnitudes)
+        return maxima
+
+    def rounding_noise(self, divisors: Array) -> Array | None:
+        """The power of each part's rounding errors, before anything is scaled; None if it is not rounded.
+
+        Args:
+            divisors: float64 (C,), what the stream is divided by.
+        """
+        if self.integer_steps is None:
+            return None
+        factors = self.cell_factors(divisors)
+        scaled = self.magnitudes * factors
+        reduced_axes = tuple(axis for axis in range(scaled.ndim) if axis != self.axis)
+        step = scaled.max(axis=reduced_axes, keepdims=True) / self.integer_steps if scaled.size else scaled
+        return np.asarray(np.square(step / factors) * (self.elements_per_cell / STEP_VARIANCE_DIVISOR))
+
+    def sum_by_channel(self, cell_values: Array, channels: int) -> Array:
+        """What belongs to each channel, of what belongs to each part: float64 (C,)."""
+        index = np.broadcast_to(self.constant.channel_index, self.magnitudes.shape).reshape(-1)
+        return np.bincount(index, np.broadcast_to(cell_values, self.magnitudes.shape).reshape(-1), channels)
+
+
+def reduce_group_weight(
+    model: Model, constant: ChannelConstant, value: Array, site: Site | None, preserved_axes: Collection[int]
+) -> GroupWeight:
+    """A weight beside a stream; the axes `preserved_axes` are not reduced, since channels of some stream lie along them."""
+    axis = None
+    if site is not None and site.axis is not None:
+        channel_axis_of_op = channel_axis(model.graphs[constant.use.graph].op(constant.use.op), value.shape)
+        axis = channel_axis_of_op if site.view is not None else site.axis % value.ndim
+    reduced_axes = tuple(index for index in range(value.ndim) if index not in preserved_axes and index != axis)
+    absolute = np.abs(value.astype(np.float64))
+    magnitudes, squares = (
+        absolute.max(axis=reduced_axes, keepdims=True),
+        np.square(absolute).sum(axis=reduced_axes, keepdims=True),
+    )
+    return GroupWeight(
+        constant=constant,
+        magnitudes=magnitudes,
+        squares=squares,
+        elements_per_cell=math.prod(value.shape[index] for index in reduced_axes),
+        integer_steps=_integer_step_count(site),
+        axis=axis,
+    )
+
+
+def _integer_step_count(site: Site | None) -> float | None:
+    if site is None or not isinstance(site.scheme.type, IntType):
+        return None
+    low, high = site.scheme.type.limits(narrow=site.scheme.narrow)
+    return float(high) if low < 0 else (high - low) / 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundingCosts:
+    """What rounding costs a stream.
+
+    Attributes:
+        group: The stream.
+        moments: What its quantized tensors, and those that are multiplied, were seen to hold.
+        step_counts: The steps of each of its tensors that is quantized.
+        reading_weights: The weights that multiply it.
+        producing_weights: The weights that make it.
+    """
+
+    group: ChannelGroup
+    moments: Mapping[TensorRef, ChannelMoments]
+    step_counts: Mapping[TensorRef, float]
+    reading_weights: Sequence[GroupWeight]
+    producing_weights: Sequence[GroupWeight]
+
+    def total_error(self, divisors: Array) -> float:
+        """The power of errors at what the stream's weights make, of the power of that itself, summed over them.
+
+        Args:
+            divisors: float64 (C,), what each channel is divided by.
+        """
+        channels, total = self.group.channels, 0.0
+        tensor_by_use = {use: tensor for tensor, uses in self.group.weight_uses.items() for use in uses}
+        tensor_noise = {tensor: self._tensor_noise(tensor, divisors) for tensor in self.step_counts}
+        shares = np.zeros(channels)
+        for weight in self.reading_weights:
+            tensor = tensor_by_use[weight.constant.use]
+            power = self.moments[tensor].power
+            squares = weight.sum_by_channel(weight.squares, channels)
+            output_power = float(squares @ power) or 1.0
+            shares += squares / output_power
+            noise = weight.rounding_noise(divisors)
+            if noise is not None:
+                total += float(weight.sum_by_channel(noise, channels) @ power) / output_power
+            if tensor in tensor_noise:
+                total += tensor_noise[tensor] * float(squares @ np.square(divisors)) / output_power
+        for tensor, noise_power in tensor_noise.items():
+            if tensor not in self.group.weight_uses:
+                total += noise_power * float(shares @ np.square(divisors))
+        mean = np.mean([moments.power for moments in self.moments.values()], axis=0)
+        for weight in self.producing_weights:
+            noise = weight.rounding_noise(divisors)
+            if noise is not None:
+                weight_power = weight.sum_by_channel(weight.squares, channels)
+                lost_share = weight.sum_by_channel(noise, channels) / np.where(weight_power > 0, weight_power, 1)
+                total += float(shares @ (mean * np.minimum(lost_share, 1)))
+        return total
+
+    def _tensor_noise(self, tensor: TensorRef, divisors: Array) -> float:
+        """The power of a tensor's rounding errors, before anything is scaled back."""
+        scaled = self.moments[tensor].scaled(divisors)
+        step = (max(scaled.high.max(), 0) - min(scaled.low.min(), 0)) / self.step_counts[tensor]
+        return float(step * step / STEP_VARIANCE_DIVISOR)
+
+
+def sites_by_use(plan: Plan) -> dict[Use, Site]:
+    """The site of each use."""
+    return {use: site for site in plan.sites for use in site.uses}
+
+
+def quantization_step_count(site: Site) -> float | None:
+    """How many steps a tensor's range is cut into; None where that is not known."""
+    if not isinstance(site.scheme.type, IntType):
+        return None
+    low, high = site.scheme.type.limits(narrow=site.scheme.narrow)
+    return float(high - low)
+
+
+HAS_FIXED_RANGE: Final = "a tensor of it has a range that is given, not observed"
+
+NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
+
+MIN_FINE_BITS, FINE_MANTISSA_BITS, COARSE_MANTISSA_BITS = 8, 10, 7
+"""Bits above which histograms are fine, and mantissa bits of fine and coarse ones."""
+
+
+@dataclass(slots=True, kw_only=True)
+class ChannelStatistics:
+    """A model with its plan, and what is known of its streams.
+
+    Attributes:
+        model: The prepared model.
+        plan: Its plan.
+        groups: The model's streams.
+        weights: The weights beside each stream, by its number.
+        moments: What the channels of streams' tensors hold.
+        sites: The sites that quantize each tensor.
+    """
+
+    model: Model
+    plan: Plan
+    groups: list[ChannelGroup]
+    weights: dict[int, list[GroupWeight]] = field(default_factory=dict)
+    moments: dict[TensorRef, ChannelMoments] = field(default_factory=dict)
+    sites: dict[TensorRef, list[Site]] = field(default_factory=dict)
+
+    def find_obstacle(self, group: ChannelGroup) -> str:
+        """Why the channels of a stream cannot be scaled, "" if they can."""
+        if group.obstacle:
+            return group.obstacle
+        observed_sites = {id(site) for site in sites_needing_data(self.plan)}
+        fixed_sites = (
+            site
+            for tensor in group.tensors
+            for site in self.sites.get(tensor, ())
+            if id(site) not in observed_sites and site.scheme.range != "dynamic" and site.clone_of is None
+        )
+        return HAS_FIXED_RANGE if any(fixed_sites) else ""
+
+    def rounding_costs(self, number: int, group: ChannelGroup) -> RoundingCosts | None:
+        """What rounding costs a stream; None where samples do not tell.
+
+        Args:
+            number: Whose weights to take.
+            group: The stream, or a part of it.
+        """
+        step_counts: dict[TensorRef, float] = {}
+        for tensor in group.tensors:
+            for site in self.sites.get(tensor, ()):
+                steps = quantization_step_count(site)
+                if steps is not None and site.axis is None:
+                    step_counts[tensor] = min(step_counts.get(tensor, steps), steps)
+        needed_tensors = dict.fromkeys((*step_counts, *group.weight_uses))
+        if not group.weight_uses or any(tensor not in self.moments for tensor in needed_tensors):
+            return None
+        group_uses = {constant.use for constant in group.constants}
+        weights = [weight for weight in self.weights[number] if weight.constant.use in group_uses]
+        return RoundingCosts(
+            group=group,
+            moments={tensor: self.moments[tensor] for tensor in needed_tensors},
+            step_counts=step_counts,
+            reading_weights=[weight for weight in weights if weight.constant.reads_group and weight.constant.is_weight],
+            producing_weights=[weight for weight in weights if not weight.constant.reads_group],
+        )
+
+
+def collect_static_statistics(model: Model, plan: Plan) -> ChannelStatistics:
+    """What is known of a model without running it.
+
+    Raises:
+        ModelError: A weight cannot be read.
+    """
+    statistics = ChannelStatistics(model=model, plan=plan, groups=find_channel_groups(model))
+    for site in plan.sites:
+        if not site.parameter:
+            statistics.sites.setdefault(site.tensor, []).append(site)
+    by_use = {use: site for site in plan.sites for use in site.uses}
+    _add_group_weights(statistics, by_use)
+    return statistics
+
+
+def _add_group_weights(statistics: ChannelStatistics, by_use: dict[Use, Site]) -> None:
+    """Adds the weights beside each stream, reduced along the axes that no channels lie along."""
+    parameters = Parameters(statistics.model)
+    preserved_axes: defaultdict[TensorRef, set[int]] = defaultdict(set)
+    for group in statistics.groups:
+        for constant in group.constants:
+            preserved_axes[constant.tensor].update(
+                axis for axis, size in enumerate(constant.channel_index.shape) if size > 1
+            )
+    for number, group in enumerate(statistics.groups):
+        statistics.weights[number] = []
+        for constant in group.constants:
+            tensor = statistics.model.graphs[constant.use.graph].source_of(constant.use)
+            value = None if tensor is None else parameters.value(tensor)
+            if value is not None and (constant.is_weight or constant.is_scale):
+                weight = reduce_group_weight(
+                    statistics.model, constant, value, by_use.get(constant.use), preserved_axes[constant.tensor]
+                )
+                statistics.weights[number].append(weight)
+
+
+def observe_channels(statistics: ChannelStatistics, groups: Sequence[ChannelGroup], samples: AlgorithmData) -> None:
+    """Adds what the samples that corrections are made by show of some streams.
+
+    Raises:
+        ModelError: The model cannot be run.
+    """
+    layouts = {
+        tensor: (layout, group.channels)
+        for group in groups
+        for tensor, layout in group.tensors.items()
+        if tensor in group.weight_uses or tensor in statistics.sites
+    }
+    runner = samples.create_runner(statistics.model)
+    refused = runner.unobservable(list(layouts))
+    observable = [tensor for tensor in layouts if tensor not in refused]
+    moments_by_tensor: dict[TensorRef, list[ChannelMoments]] = {}
+    for values_by_tensor in runner.observe(observable, samples.feeds) if observable else ():
+        for tensor in observable:
+            run_moments = (measure_channel_moments(value, *layouts[tensor]) for value in values_by_tensor[tensor])
+            moments_by_tensor.setdefault(tensor, []).extend(moments for moments in run_moments if moments is not None)
+    for tensor, tensor_moments in moments_by_tensor.items():
+        if tensor_moments:
+            low, high, power = (np.stack(column) for column in zip(*tensor_moments, strict=True))
+            statistics.moments[tensor] = ChannelMoments(low.min(0), high.max(0), power.mean(0))
+
+
+def sketch_sample_ranges(model: Model, plan: Plan, samples: AlgorithmData) -> dict[TensorRef, Sketch]:
+    """What calibration would keep of the samples that corrections are made by.
+
+    Raises:
+        ModelError: The model cannot be run.
+    """
+    accumulators: dict[TensorRef, SketchAccumulator] = {}
+    for site in sites_needing_data(plan):
+        bits = FINE_MANTISSA_BITS if site.scheme.type.bits > MIN_FINE_BITS else COARSE_MANTISSA_BITS
+        accumulators[site.tensor] = SketchAccumulator(site.axis, 0 if site.axis is not None else bits)
+    runner = samples.create_runner(model)
+    refused = runner.unobservable(list(accumulators))
+    observable = [tensor for tensor in accumulators if tensor not in refused]
+    for values_by_tensor in runner.observe(observable, samples.feeds) if observable else ():
+        for tensor in observable:
+            for value in values_by_tensor[tensor]:
+                if value.size:
+                    accumulators[tensor].add(value)
+                    accumulators[tensor].close_block()
+    return {tensor: accumulators[tensor].to_sketch() for tensor in observable}
+
+
+def measure_channel_moments(value: Array, layout: ChannelLayout, channels: int) -> ChannelMoments | None:
+    """What the channels of a tensor hold in one run; None where it does not have as many, or has other numbers."""
+    if value.ndim < -layout.axis or not value.size or value.shape[layout.axis] % (channels * layout.block):
+        return None
+    channels_last = np.moveaxis(value, layout.axis, -1)
+    split = channels_last.reshape(-1, value.shape[layout.axis] // (channels * layout.block), channels, layout.block)
+    rows = np.moveaxis(split, 2, -1).reshape(-1, channels)
+    if not np.isfinite(rows).all():
+        return None
+    return ChannelMoments(
+        rows.min(0).astype(np.float64),
+        rows.max(0).astype(np.float64),
+        np.einsum("rc,rc->c", rows, rows, dtype=np.float64) / len(rows),
+    )
+
+
+def largest_magnitudes(moments: Sequence[ChannelMoments]) -> Array:
+    """The largest magnitudes of channels over several tensors, (C,)."""
+    return np.asarray(
+        np.maximum.reduce([np.maximum(-tensor_moments.low, tensor_moments.high) for tensor_moments in moments])
+    )

@@ -1,0 +1,123 @@
+"""Channels of activations scaled so that they fill their common range, at the cost of the weights that multiply them.
+
+Source: Xiao et al. 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
+equation 4: a channel is divided by max|x|^a / max|w|^(1 - a). The paper searches one strength a for a model by its
+accuracy. Here each stream gets the one of eleven, from 0 to 1, for which the errors of rounding both are predicted to
+be least, as noise with a twelfth of a step's square. The factors go into what makes the channels: a LayerNorm, also one
+written out as single ops, an RMSNorm, a convolution or product. Where something else reads these, the residual branch
+of an encoder say, a product by the factors is put before the matrix products; the paper leaves these out. The paper is
+on transformers; what convolutions multiply gains likewise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from graphquant.optimize.channel_groups import ChannelGroup, nearest_powers_of_two
+from graphquant.optimize.channel_statistics import largest_magnitudes
+from graphquant.quantize.rewrite import FRAME_KINDS, MATRIX_PRODUCT_KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphquant.ir import TensorRef, Use
+    from graphquant.numerics import Array
+    from graphquant.optimize.channel_statistics import ChannelStatistics, RoundingCosts
+
+
+SMOOTHQUANT: Final = "migration"
+
+STRENGTHS: Final = tuple(step / 10 for step in range(11))
+
+MIN_GAIN_DB: Final = 1.0
+"""dB of predicted errors that a stream must gain."""
+
+MIN_GAIN_WITH_FACTOR_OP_DB: Final = 3.0
+"""dB where an op is added for it."""
+
+SMALL_GAIN: Final = "its errors are predicted to fall by less than {} dB"
+
+NO_TENSOR_SCALE: Final = "none of its tensors is quantized with one scale"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SmoothQuantScaling:
+    """How a stream is to be scaled.
+
+    Attributes:
+        divisors: float64 (C,), powers of two.
+        strength: The share of it that weights take.
+        gain: dB that errors are predicted to fall by.
+    """
+
+    divisors: Array
+    strength: float
+    gain: float
+
+
+def find_best_scaling(costs: RoundingCosts) -> SmoothQuantScaling | None:
+    """The best strength for a stream; None if nothing of it is rounded."""
+    channels = costs.group.channels
+    activation_maxima = largest_magnitudes([costs.moments[tensor] for tensor in costs.group.weight_uses])
+    weight_maxima = np.maximum.reduce([weight.channel_maxima(channels) for weight in costs.reading_weights])
+    unscaled_error = costs.total_error(np.ones(channels))
+    is_scalable = (activation_maxima > 0) & (weight_maxima > 0)
+    if unscaled_error <= 0 or not is_scalable.any():
+        return None
+    best = SmoothQuantScaling(divisors=np.ones(channels), strength=0.0, gain=0.0)
+    for strength in STRENGTHS:
+        factors = np.ones(channels)
+        factors[is_scalable] = nearest_powers_of_two(
+            activation_maxima[is_scalable] ** strength / weight_maxima[is_scalable] ** (1 - strength)
+        )
+        gain = 10 * np.log10(unscaled_error / costs.total_error(factors))
+        if gain > best.gain:
+            best = SmoothQuantScaling(divisors=factors, strength=strength, gain=float(gain))
+    return best
+
+
+def scalable_groups(statistics: ChannelStatistics, number: int) -> list[ChannelGroup]:
+    """A stream that can be scaled, or else the parts of it that a product of their own can scale."""
+    group = statistics.groups[number]
+    return list(_separable_branches(statistics, group)) if statistics.find_obstacle(group) else [group]
+
+
+def _separable_branches(statistics: ChannelStatistics, group: ChannelGroup) -> Iterator[ChannelGroup]:
+    for tensor, uses in group.weight_uses.items():
+        graph = statistics.model.graphs[tensor.graph]
+        ops = [statistics.model.graphs[use.graph].op(use.op) for use in uses]
+        constants = [constant for constant in group.constants if constant.use in uses]
+        if (
+            all(op.kind in MATRIX_PRODUCT_KINDS for op in ops)
+            and all(use.graph == tensor.graph for use in uses)
+            and len(constants) == len(uses)
+            and _has_own_scale(statistics, tensor, uses)
+            and not any(op.kind in FRAME_KINDS for op in graph.ops())
+        ):
+            branch = ChannelGroup(start=tensor, channels=group.channels)
+            branch.tensors[tensor], branch.weight_uses[tensor], branch.constants = (
+                group.tensors[tensor],
+                uses,
+                constants,
+            )
+            yield branch
+
+
+def _has_own_scale(statistics: ChannelStatistics, tensor: TensorRef, uses: list[Use]) -> bool:
+    """Whether the tensor has a scale of its own for these uses, which no other hangs on."""
+    input_uses = {
+        (use.graph, use.op, statistics.model.graphs[use.graph].op(use.op).roles.index("input")) for use in uses
+    }
+    tied_uses = {
+        use for site in statistics.plan.sites for use in (*site.tie, *([site.clone_of] if site.clone_of else []))
+    }
+    reading_sites = [
+        site for site in statistics.sites.get(tensor, ()) if any(tuple(use) in input_uses for use in site.uses)
+    ]
+    return bool(reading_sites) and not any(
+        site.tie or site.clone_of or site.range or site.scale or any(use in tied_uses for use in site.uses)
+        for site in reading_sites
+    )

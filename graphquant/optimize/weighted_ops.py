@@ -1,0 +1,272 @@
+"""Where the ops are whose weights are quantized, and what adds a bias to what they make."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import networkx as nx
+import numpy as np
+
+from graphquant.ir import (
+    FORWARDING_KINDS,
+    WEIGHTED_KINDS,
+    DataType,
+    Graph,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    TensorRef,
+    Use,
+    qualified_op_name,
+)
+from graphquant.qdq.family import add_constant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from graphquant.ir import Shape
+    from graphquant.numerics import Array
+    from graphquant.optimize.algorithm import AlgorithmData
+    from graphquant.quantize import Solution
+
+
+# Means of each channel of an op's output, sample by sample, taken inside of the graph so that little is copied out.
+
+AXES_INPUT_OPSET: Final = 18
+"""First opset whose ReduceMean reads its axes."""
+
+MATRIX_PRODUCT_KINDS: Final = frozenset({"matmul", "gemm"})
+
+ALGORITHM_RULE: Final = "correction"
+
+MAX_RUNS_IN_FLIGHT: Final = 2
+"""Runs at once, each on a thread of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelMean:
+    """Where the means of a tensor's channels come out.
+
+    Attributes:
+        tensor: What is averaged.
+        observed_tensor: What is observed: means, (samples, C), or the tensor itself where it has nothing to average inside.
+    """
+
+    tensor: TensorRef
+    observed_tensor: TensorRef
+
+
+@dataclass(frozen=True, slots=True)
+class OutputAxes:
+    """The axes of what a convolution or product makes.
+
+    Attributes:
+        count: How many there are.
+        channel: That of its channels.
+    """
+
+    count: int
+    channel: int
+
+
+def find_output_axes(model: Model, op: Op, weight_shape: Shape) -> OutputAxes | None:
+    """The axes of what `op` makes, whose weight has this shape; None if they are not known."""
+    shape = op.outputs[0].shape
+    rank = len(shape) if shape is not None else None
+    if rank is None and (
+        op.kind not in MATRIX_PRODUCT_KINDS or (op.type in {"Gemm", "MatMul"} and model.format == "tensorflow")
+    ):
+        rank = len(weight_shape)
+    if rank is None or rank < len(("sample", "channel")):
+        return None
+    if op.kind in MATRIX_PRODUCT_KINDS:
+        return OutputAxes(rank, rank - 1)
+    data_format = op.attrs.get("data_format", "NHWC" if model.format == "tensorflow" else "NCHW")
+    text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
+    return OutputAxes(rank, 1 if text.startswith("NC") else rank - 1)
+
+
+def add_channel_mean(model: Model, graph: Graph, tensor: TensorRef, axes: OutputAxes) -> ChannelMean:
+    """Adds what averages `tensor` over all axes but samples and channels."""
+    averaged_axes = [axis for axis in range(1, axes.count) if axis != axes.channel]
+    if not averaged_axes:
+        return ChannelMean(tensor, tensor)
+    name = graph.unique_name(f"{tensor.op}/mean")
+    outputs = (Output(name, "float32", None),)
+    if model.format == "tensorflow":
+        attrs: Mapping[str, Any] = {"T": DataType("float32"), "Tidx": DataType("int32"), "keep_dims": False}
+        mean_op = Op(name=name, kind="reduce_mean", type="Mean", outputs=outputs, attrs=attrs, rule=ALGORITHM_RULE)
+        axes_value = np.array(averaged_axes, np.int32)
+        axes_constant = add_constant(
+            graph, f"{name}/axes", axes_value, op_type="Const", rule=ALGORITHM_RULE, control_sources=(tensor.op,)
+        )
+        return ChannelMean(tensor, graph.add_op(mean_op, [tensor, axes_constant]))
+    attrs = {"keepdims": 0, **({} if model.opset >= AXES_INPUT_OPSET else {"axes": averaged_axes})}
+    mean_op = Op(name=name, kind="reduce_mean", type="ReduceMean", outputs=outputs, attrs=attrs, rule=ALGORITHM_RULE)
+    inputs = [tensor]
+    if model.opset >= AXES_INPUT_OPSET:
+        inputs.append(
+            add_constant(graph, f"{name}/axes", np.array(averaged_axes), op_type="Const", rule=ALGORITHM_RULE)
+        )
+    return ChannelMean(tensor, graph.add_op(mean_op, inputs))
+
+
+def measure_channel_means(model: Model, means: Sequence[ChannelMean], samples: AlgorithmData) -> dict[TensorRef, Array]:
+    """The means of each tensor's channels, float64 (samples, C); without those that no sample reaches.
+
+    Raises:
+        ModelError: The model cannot be run.
+    """
+    runner = samples.create_runner(model)
+    refused = runner.unobservable([mean.observed_tensor for mean in means])
+    observable = [mean for mean in means if mean.observed_tensor not in refused]
+    rows: dict[TensorRef, list[Array]] = {mean.tensor: [] for mean in observable}
+    tensors = list(dict.fromkeys(mean.observed_tensor for mean in observable))
+    for values_by_tensor in runner.observe(tensors, samples.feeds, max_in_flight=MAX_RUNS_IN_FLIGHT) if tensors else ():
+        for mean in observable:
+            values = [np.asarray(value, np.float64) for value in values_by_tensor[mean.observed_tensor]]
+            flattened = [value.reshape(-1, value.shape[-1]) for value in values if value.size]
+            if flattened:
+                rows[mean.tensor].append(np.concatenate(flattened).mean(0))
+    return {tensor: np.stack(sample_means) for tensor, sample_means in rows.items() if sample_means}
+
+
+RANK_UNKNOWN: Final = "its number of axes is not known before the model runs"
+
+CONSTANT_OP_TYPES: Final = frozenset({"Const", "Initializer"})
+"""Types of constants whose value is not the attribute of a node."""
+
+BIAS_ADD_KINDS: Final = frozenset({"add", "bias_add"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedOp:
+    """An op that multiplies by a quantized weight.
+
+    Attributes:
+        graph: Its graph.
+        op: The op.
+        weight: Where it reads the weight.
+        bias: Where its bias is read, or would be; None where nothing can add one.
+        axes: The axes of what it makes; None where they are not known.
+        no_bias_reason: Why nothing can add a bias, "" if something does.
+    """
+
+    graph: str
+    op: Op
+    weight: Use
+    bias: Use | None = None
+    axes: OutputAxes | None = None
+    no_bias_reason: str = ""
+
+    @property
+    def output(self) -> TensorRef:
+        """What it makes."""
+        return TensorRef(self.graph, self.op.name)
+
+    @property
+    def name(self) -> str:
+        """The op as people read it."""
+        return qualified_op_name(self.graph, self.op.name)
+
+
+def find_weighted_ops(model: Model, solution: Solution) -> Iterator[WeightedOp]:
+    """The ops of the graphs that run whose weight has a scale, in the order of their graphs."""
+    quantized = {
+        use
+        for index, site in enumerate(solution.plan.sites)
+        if index in solution.params and site.parameter
+        for use in site.uses
+    }
+    parameters = Parameters(model)
+    for name in model.reachable_graphs():
+        graph = model.graphs[name]
+        for op in graph.ops():
+            if op.kind not in WEIGHTED_KINDS or "weight" not in op.roles:
+                continue
+            weight = Use(name, op.name, op.roles.index("weight"))
+            if weight in quantized:
+                bias, axes = (
+                    _find_bias(graph, op, parameters),
+                    find_output_axes(model, op, _weight_tensor_shape(model, parameters, weight)),
+                )
+                if op.outputs[0].dtype not in {None, "float32"}:
+                    bias = f"it computes in {op.outputs[0].dtype}"
+                if axes is None:
+                    bias = RANK_UNKNOWN
+                if isinstance(bias, Use):
+                    yield WeightedOp(graph=name, op=op, weight=weight, bias=bias, axes=axes)
+                else:
+                    yield WeightedOp(graph=name, op=op, weight=weight, axes=axes, no_bias_reason=bias)
+
+
+def _weight_tensor_shape(model: Model, parameters: Parameters, weight: Use) -> Shape:
+    """The shape of a weight."""
+    tensor = model.graphs[weight.graph].source_of(weight)
+    if tensor is None:
+        return ()
+    shape: Shape | None = model.output(tensor).shape or model.output(parameters.root_tensor(tensor)).shape
+    value = parameters.value(tensor) if shape is None else None
+    return shape or (() if value is None else value.shape)
+
+
+def _find_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | str:
+    """Where the bias of an op is read, or could be; else why not."""
+    if op.type.startswith("_Fused"):
+        return "the op is fused with others"
+    if op.kind == "gemm" and op.numeric_attr("beta", 1.0) != 1.0:
+        return "it multiplies its bias by a number"
+    if "bias" in op.roles:
+        use = Use(graph.name, op.name, op.roles.index("bias"))
+        tensor = graph.source_of(use)
+        return use if tensor is None or parameters.is_parameter(tensor) else "its bias is computed"
+    readers = graph.consumers(TensorRef(graph.name, op.name))
+    adder = graph.op(readers[0].op) if len(readers) == 1 and readers[0].graph == graph.name else None
+    if adder is None or adder.kind not in BIAS_ADD_KINDS or len(graph.slots(adder.name)) != len(("product", "bias")):
+        return "it has no bias, and no op that adds one follows"
+    use = Use(graph.name, adder.name, 1 - readers[0].slot)
+    tensor = graph.source_of(use)
+    if tensor is None or not parameters.is_parameter(tensor):
+        return "what is added to it is computed"
+    return use
+
+
+def find_unshared_constant(model: Model, use: Use, shape: Sequence[int]) -> TensorRef | None:
+    """The constant of `shape` that is read at `use` and nowhere else; None if there is none."""
+    tensor = model.graphs[use.graph].source_of(use)
+    while tensor is not None and len(model.graphs[tensor.graph].consumers(tensor)) == 1:
+        op = model.op(tensor)
+        if op.kind == "constant":
+            return tensor if op.type in CONSTANT_OP_TYPES and op.outputs[0].shape == tuple(shape) else None
+        slots = model.graphs[tensor.graph].slots(tensor.op)
+        tensor = slots[0] if op.kind in FORWARDING_KINDS and slots else None
+    return None
+
+
+def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
+    """For each of `ops` how many of them the longest way to it leads through; empty where ops run in a ring.
+
+    No op leads to another one of its own level.
+    """
+    selected = set(ops)
+    if not nx.is_directed_acyclic_graph(graph.nx):
+        return {}
+    depths: dict[str, int] = {}
+    for name in nx.topological_sort(graph.nx):
+        source_depth = max((depths[source] for source in graph.nx.pred[name]), default=0)
+        depths[name] = source_depth + (name in selected)
+    return {name: depths[name] for name in ops}
+
+
+def final_ops(graph: Graph, ops: Sequence[str]) -> list[str]:
+    """Those of `ops` that lead to no other one of them."""
+    ancestors: set[str] = set()
+    pending = list(ops)
+    while pending:
+        for source in graph.nx.pred[pending.pop()]:
+            if source not in ancestors:
+                ancestors.add(source)
+                pending.append(source)
+    return [name for name in ops if name not in ancestors]

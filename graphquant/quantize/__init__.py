@@ -1,0 +1,88 @@
+"""The plan: which tensors are quantized for which consumers, and how. Plain data, printed, saved, edited, applied."""
+
+from graphquant.quantize.limits import (
+    DPU_ADD_READ_LIMITS,
+    DPU_ADD_WRITE_LIMITS,
+    DPU_CUT_LIMITS,
+    DPU_MAX_BIAS_CUT,
+    DPU_MUL_WRITE_LIMITS,
+    power_of_two_position,
+)
+from graphquant.quantize.plan import Plan, Site, Skip
+from graphquant.quantize.plan_json import check_plan, plan_from_json, plan_to_json, read_plan
+from graphquant.quantize.planner import TIED_INPUT_NOT_QUANTIZED, PlanOptions, make_plan
+from graphquant.quantize.preparation_undo import Step, original_weights
+from graphquant.quantize.prepare import (
+    PREPARATION_STEPS,
+    find_skipped_steps,
+    format_step_counts,
+    look_through_dropped_ops,
+    parse_step_names,
+    prepare,
+    prepared_digest,
+)
+from graphquant.quantize.provenance import (
+    METADATA_PREFIX,
+    OPS_KEY,
+    RECORD_KEY,
+    make_record,
+    op_provenance_json,
+    restore_source,
+)
+from graphquant.quantize.solver import FLOAT8_NOT_RUNNABLE, explain_scale, solve_scales
+from graphquant.quantize.solver_state import Conflict, ScaleChange, Solution
+from graphquant.quantize.tflite_ranges import (
+    RangeTransfer,
+    iterate_equivalent_tensors,
+    match_tensor_names,
+    read_name_map,
+    transfer_ranges,
+)
+from graphquant.quantize.ties import clip_limits, saturates_like_clip
+
+__all__ = [
+    "Conflict",
+    "DPU_ADD_READ_LIMITS",
+    "DPU_ADD_WRITE_LIMITS",
+    "DPU_CUT_LIMITS",
+    "DPU_MAX_BIAS_CUT",
+    "DPU_MUL_WRITE_LIMITS",
+    "FLOAT8_NOT_RUNNABLE",
+    "METADATA_PREFIX",
+    "OPS_KEY",
+    "PREPARATION_STEPS",
+    "Plan",
+    "PlanOptions",
+    "RECORD_KEY",
+    "RangeTransfer",
+    "ScaleChange",
+    "Site",
+    "Skip",
+    "Solution",
+    "Step",
+    "TIED_INPUT_NOT_QUANTIZED",
+    "check_plan",
+    "clip_limits",
+    "explain_scale",
+    "find_skipped_steps",
+    "format_step_counts",
+    "iterate_equivalent_tensors",
+    "look_through_dropped_ops",
+    "make_plan",
+    "make_record",
+    "match_tensor_names",
+    "op_provenance_json",
+    "original_weights",
+    "parse_step_names",
+    "plan_from_json",
+    "plan_to_json",
+    "power_of_two_position",
+    "prepare",
+    "prepared_digest",
+    "read_name_map",
+    "read_plan",
+    "restore_source",
+    "saturates_like_clip",
+    "solve_scales",
+    "transfer_ranges",
+]

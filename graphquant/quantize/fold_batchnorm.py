@@ -1,0 +1,485 @@
+"""BatchNorms behind a convolution or matrix product taken up into its weight and bias."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from graphquant.ir import (
+    CONTROL_EDGE,
+    DataType,
+    Graph,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    TensorRef,
+    Use,
+    qualified_op_name,
+)
+from graphquant.quantize.preparation_undo import RecordedEdits, ScaledWeight, SkippedStep, Step, remove_unread_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from graphquant.numerics import Array
+
+
+# BatchNorms that a convolution or matrix product before them can take up, found by the structure of the graph.
+#
+# Keras 3 spells a BatchNorm out: what is folded of it is a Mul and an Add that read one value per channel each. Nets made
+# with Caffe have such a pair behind each BatchNorm, which takes it up where no convolution can.
+
+FOLDABLE_KINDS: Final = frozenset({"conv", "depthwise_conv", "conv_transpose", "gemm", "matmul"})
+"""Kinds whose weight can take up a BatchNorm that reads them."""
+
+MATRIX_RANK: Final = 2
+
+VARIABLES_NOT_FOLDED: Final = (
+    "it is not folded: its values are variables, with which training goes on; freeze the model to fold it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class FoldCandidate:
+    """A BatchNorm that may be folded.
+
+    Attributes:
+        norm: The BatchNorm, or the Add at the end of one that is spelled out.
+        mul: The Mul before that Add.
+        values: Where scale, offset, mean and variance are read, or what is multiplied by and what is added.
+        weighted: The convolution or matrix product before it; for a Mul and an Add perhaps a BatchNorm.
+        adder: What adds a bias between them: TensorFlow's BiasAdd, or an Add behind a matrix product.
+        weight: Where the weight is read.
+        bias: Where the bias is read, or would be; None if it needs an op of its own.
+    """
+
+    norm: Op
+    mul: Op | None
+    values: tuple[Use, ...]
+    weighted: Op
+    adder: Op | None
+    weight: Use
+    bias: Use | None
+
+
+def fold_candidates(model: Model, parameters: Parameters) -> Iterator[tuple[Graph, Op, FoldCandidate | str]]:
+    """Each BatchNorm of the graphs that run outside of training, with its place, or the reason why it has none."""
+    for name in model.reachable_graphs():
+        graph = model.graphs[name]
+        for op in list(graph.ops()):
+            candidate = find_fold_candidate(model, graph, op, parameters)
+            if candidate is not None:
+                yield graph, op, candidate
+
+
+def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parameters) -> FoldCandidate | str | None:
+    """The ops that a folding would change, or why there is none; None if the op is no BatchNorm, or trains."""
+    candidate: FoldCandidate | str | None
+    if norm.type in {"Add", "AddV2"} and norm.kind == "add":
+        candidate = _multiply_add_candidate(model, graph, norm, parameters)
+    elif norm.kind == "batchnorm" and not batchnorm_trains(norm):
+        values = tuple(Use(graph.name, norm.name, slot) for slot in range(1, 5))
+        candidate = _candidate_before(model, graph, norm, None, values, Use(graph.name, norm.name, 0), parameters)
+        if set(graph.consumers_by_port(norm.name)) - {0}:
+            candidate = "its other outputs are read"
+        elif _has_control_edges(graph, norm.name):
+            candidate = "other ops wait for it to run, or it for them"
+    else:
+        return None
+    return (
+        VARIABLES_NOT_FOLDED
+        if isinstance(candidate, FoldCandidate) and _replaces_variable(graph, candidate, parameters)
+        else candidate
+    )
+
+
+def _multiply_add_candidate(model: Model, graph: Graph, add: Op, parameters: Parameters) -> FoldCandidate | None:
+    """The place of a Mul and an Add by values that are known."""
+    data = _data_operand_slot(graph, add, parameters)
+    mul = _sole_reader_source(graph, Use(graph.name, add.name, data))
+    if isinstance(mul, str) or mul.kind != "mul" or mul.type != "Mul":
+        return None
+    if (
+        set(graph.consumers_by_port(add.name)) - {0}
+        or _has_control_edges(graph, add.name)
+        or _has_control_edges(graph, mul.name)
+    ):
+        return None
+    inner = _data_operand_slot(graph, mul, parameters)
+    values = (Use(graph.name, mul.name, 1 - inner), Use(graph.name, add.name, 1 - data))
+    if not all(_reads_parameter(graph, use, parameters) for use in values):
+        return None
+    candidate = _candidate_before(model, graph, add, mul, values, Use(graph.name, mul.name, inner), parameters)
+    return candidate if isinstance(candidate, FoldCandidate) else None
+
+
+def _candidate_before(
+    model: Model, graph: Graph, norm: Op, mul: Op | None, values: tuple[Use, ...], start: Use, parameters: Parameters
+) -> FoldCandidate | str:
+    """The place of what begins where `start` reads a product, or the sum of one and a bias."""
+    source, adder, bias = _sole_reader_source(graph, start), None, None
+    if not isinstance(source, str):
+        bias = _added_bias(graph, source, parameters)
+        if bias is not None:
+            adder, data = source, 0 if source.kind == "bias_add" else 1 - bias.slot
+            source = _sole_reader_source(graph, Use(graph.name, source.name, data))
+    if isinstance(source, str):
+        return source
+    reason = None if mul is not None and _is_inference_batchnorm(source) else _fold_obstacle(model, source, adder)
+    if reason is not None or (mul is not None and model.format != "tensorflow" and source.kind in {"matmul", "gemm"}):
+        return reason or "its values need not lie along the channels"
+    channels_first = {
+        _channels_first(op) for op in (norm if mul is None else None, adder, source) if op is not None
+    } - {None}
+    if len(channels_first) > 1 or (mul is not None and True in channels_first):
+        return f"its channels lie along another axis than those of {source.name}"
+    role_names = ("scale", "offset") if _is_inference_batchnorm(source) else ("weight", "bias")
+    if bias is None and role_names[1] in source.roles:
+        bias = Use(graph.name, source.name, source.roles.index(role_names[1]))
+    weight = Use(graph.name, source.name, source.roles.index(role_names[0]))
+    if not all(_reads_parameter(graph, use, parameters) for use in (weight, *values)):
+        return f"its values, or the weight of {source.name}, are not known before the model runs"
+    return FoldCandidate(norm, mul, values, source, adder, weight, bias)
+
+
+def _added_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | None:
+    """Where an op that adds a bias reads it: a BiasAdd, or the sum of a matrix product and what is known."""
+    if op.kind == "bias_add":
+        return Use(graph.name, op.name, 1)
+    if op.kind != "add" or len(graph.slots(op.name)) != len(("product", "bias")) or _has_control_edges(graph, op.name):
+        return None
+    data = _data_operand_slot(graph, op, parameters)
+    product, bias = graph.source_of(Use(graph.name, op.name, data)), Use(graph.name, op.name, 1 - data)
+    if product is None or product.graph != graph.name or not _reads_parameter(graph, bias, parameters):
+        return None
+    return bias if graph.op(product.op).kind == "matmul" else None
+
+
+def _fold_obstacle(model: Model, op: Op, adder: Op | None) -> str | None:
+    """Why the op is not linear in one weight per output channel, with nothing fused behind it."""
+    if op.kind not in FOLDABLE_KINDS or "weight" not in op.roles:
+        return f"{op.name} makes what it reads, a {op.type}, and has no weight to fold it into"
+    if op.channel_axis is None or op.type.startswith("_Fused"):
+        return f"{op.name} makes what it reads, and its output channels are not known"
+    if op.kind == "gemm" and (op.attrs.get("alpha", 1.0), op.attrs.get("beta", 1.0)) != (1.0, 1.0):
+        return f"{op.name} multiplies its product or its bias by a number"
+    if op.kind == "matmul":
+        shapes = [producer.outputs[0].shape for producer in (op, adder) if producer is not None and producer.outputs]
+        if op.type != "MatMul" or any(shape is not None and len(shape) != MATRIX_RANK for shape in shapes):
+            return f"{op.name} multiplies stacks of matrices, whose channels lie along another axis"
+        if model.format != "tensorflow" and None in shapes:
+            return f"{op.name} multiplies matrices whose number of axes is not known"
+    return None
+
+
+def _channels_first(op: Op) -> bool | None:
+    """Whether the op's channels lie behind the batch axis, where the op says so itself, as TensorFlow's do."""
+    layout = op.attrs.get("data_format", "NHWC" if op.kind == "bias_add" else None)
+    return None if layout is None else str(decode_text(layout)).startswith("NC")
+
+
+def batchnorm_trains(op: Op) -> bool:
+    """Whether a BatchNorm takes mean and variance of what it reads."""
+    return bool(op.attrs.get("training_mode") or op.attrs.get("is_training"))
+
+
+def _is_inference_batchnorm(op: Op) -> bool:
+    """Whether it is a BatchNorm of ONNX, whose scale and offset can take up a factor and a summand per channel."""
+    return op.type == "BatchNormalization" and not batchnorm_trains(op)
+
+
+def _data_operand_slot(graph: Graph, op: Op, parameters: Parameters) -> int:
+    """Which operand of a Mul or Add is no parameter; the first of two."""
+    return int(_reads_parameter(graph, Use(graph.name, op.name, 0), parameters))
+
+
+def _reads_parameter(graph: Graph, use: Use, parameters: Parameters) -> bool:
+    tensor = graph.source_of(use)
+    return tensor is not None and parameters.is_parameter(tensor)
+
+
+def _replaces_variable(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> bool:
+    """Whether a value that a folding would replace comes from a variable."""
+    uses = [candidate.weight, *candidate.values]
+    tensors = [graph.source_of(use) for use in (*uses, *([candidate.bias] if candidate.bias is not None else []))]
+    return any(parameters.is_variable(tensor) for tensor in tensors if tensor is not None)
+
+
+def _sole_reader_source(graph: Graph, use: Use) -> Op | str:
+    """The op of this graph whose output 0 `use` alone reads, or why there is none."""
+    source = graph.source_of(use)
+    if source is None or source.graph != graph.name:
+        return "what it reads is made in another graph"
+    op = graph.op(source.op)
+    if source.port or op.kind in {"input", "constant", "variable"}:
+        return f"it reads {source}, which no convolution or matrix product makes"
+    other_readers = len(graph.consumers(source)) - 1
+    if other_readers and (op.kind in FOLDABLE_KINDS or op.kind in {"bias_add", "add", "mul", "batchnorm"}):
+        return f"{source} is read elsewhere too, or is an output of the model"
+    return op
+
+
+def _has_control_edges(graph: Graph, name: str) -> bool:
+    """Whether other ops run before or after the op by control edges, which would be lost with it."""
+    return bool(graph.control_inputs(name)) or any(CONTROL_EDGE in edges for edges in graph.nx.adj[name].values())
+
+
+def decode_text(value: Any) -> Any:
+    """An attribute's text, whichever way it was kept."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
+
+
+FOLD_BATCHNORM_STEP: Final = "fold-batchnorm"
+
+_MAX_AXES: Final = 1 << 10
+"""More axes than any tensor has."""
+
+
+def fold_batchnorm(model: Model) -> Iterator[Step]:
+    """Y = scale * (conv(x) - mean) / sqrt(variance + epsilon) + offset becomes one conv with other weights and bias.
+
+    What is held in variables is left: constants in its place could not be trained any more, and would be apart from
+    what copies of the graph read.
+
+    Source of the formula: Ioffe and Szegedy 2015, "Batch Normalization", section 3.1.
+    """
+    parameters = Parameters(model)  # what is folded was no parameter before and is none after
+    for name in model.reachable_graphs():
+        graph = model.graphs[name]
+        for op in list(graph.ops()):
+            candidate = find_fold_candidate(model, graph, op, parameters)
+            if isinstance(candidate, FoldCandidate):
+                values = _compute_fold(graph, candidate, parameters)
+                if isinstance(values, _FoldedValues):
+                    yield _apply_fold(model, candidate, values, parameters)
+
+
+def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
+    """The BatchNorms that are still there outside of training, or could be folded were their values no variables."""
+    parameters = Parameters(model)
+    for graph, op, candidate in fold_candidates(model, parameters):
+        reason = candidate if isinstance(candidate, str) else _compute_fold(graph, candidate, parameters)
+        if isinstance(reason, str):
+            yield SkippedStep(step=FOLD_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class _FoldedValues:
+    """The values of one folding.
+
+    Attributes:
+        weight: The weight before.
+        factor: float64 (C,), what each output channel is multiplied by.
+        product_shape: The shape in which the weight is multiplied.
+        factor_shape: The shape that the factor has then.
+        new_weight: float32, of the weight's shape.
+        new_bias: float32 (C,).
+    """
+
+    weight: Array
+    factor: Array
+    product_shape: tuple[int, ...]
+    factor_shape: tuple[int, ...]
+    new_weight: Array
+    new_bias: Array
+
+
+def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> _FoldedValues | str:
+    """The values of the folding, or why there are none."""
+    constants = [_parameter_value(graph, use, parameters) for use in candidate.values]
+    values, weight = (
+        [value for value in constants if value is not None],
+        _parameter_value(graph, candidate.weight, parameters),
+    )
+    has_bias = candidate.bias is not None and graph.source_of(candidate.bias) is not None
+    bias = _parameter_value(graph, candidate.bias, parameters) if candidate.bias is not None and has_bias else None
+    if len(values) != len(constants) or weight is None or (has_bias and bias is None):
+        return f"its values, or those of {candidate.weighted.name}, are not known before the model runs"
+    shapes = _product_and_factor_shapes(candidate.weighted, weight.shape)
+    channels = int(np.prod(shapes[1])) if shapes is not None else 0
+    statistics = (
+        values
+        if candidate.mul is None
+        else _multiply_add_statistics(values, _count_axes_after_channels(graph, candidate, weight))
+    )
+    if weight.dtype != np.float32:
+        return f"the weight of {candidate.weighted.name} is {weight.dtype}; only float32 is folded"
+    if shapes is None or any(value.shape != (channels,) for value in statistics):
+        return f"it does not have one value for each of the {channels} output channels of {candidate.weighted.name}"
+    if bias is not None and (bias.size not in {1, channels} or bias.shape[-1:] not in {(), (bias.size,)}):
+        return f"the bias of {candidate.weighted.name} is not one number per output channel"
+    scale, offset, mean, variance = (value.astype(np.float64) for value in statistics)
+    with np.errstate(all="ignore"):
+        factor = scale / np.sqrt(
+            variance + (candidate.norm.numeric_attr("epsilon", 1e-5) if candidate.mul is None else 0.0)
+        )
+        old_bias = 0.0 if bias is None else bias.astype(np.float64).reshape(-1)
+        new_bias = (offset + (old_bias - mean) * factor).astype(np.float32)
+        new_weight = _scale_output_channels(weight, factor, *shapes)
+    if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):
+        return "its variance is negative, or its values are too large, so that folding would give no finite weight"
+    return _FoldedValues(weight, factor, *shapes, new_weight, new_bias)
+
+
+def _count_axes_after_channels(graph: Graph, candidate: FoldCandidate, weight: Array) -> int:
+    """How many axes of the data lie behind that of its channels."""
+    shape = graph.output(TensorRef(graph.name, candidate.norm.name)).shape
+    match candidate.weighted.type:
+        case "Conv" | "ConvTranspose":
+            return weight.ndim - 2
+        case "BatchNormalization":
+            return len(shape) - 2 if shape is not None else _MAX_AXES
+        case _:
+            return 0
+
+
+def _multiply_add_statistics(values: list[Array], trailing_axes: int) -> list[Array]:
+    """Scale, offset, mean and variance of a normalisation that multiplies by the first value and adds the second.
+
+    Channels have `trailing_axes` axes behind them.
+    """
+    scale, offset = (_channel_values(value, value.ndim - 1 - trailing_axes) for value in values)
+    return [scale, offset, np.zeros_like(scale), np.ones_like(scale)]
+
+
+def _channel_values(value: Array, axis: int) -> Array:
+    """The values along the axis of channels, (C,); an array of another shape where they differ along others."""
+    return value.reshape(-1) if axis >= 0 and value.shape[axis] == value.size else value[None]
+
+
+def _parameter_value(graph: Graph, use: Use, parameters: Parameters) -> Array | None:
+    tensor = graph.source_of(use)
+    return None if tensor is None else parameters.value(tensor)
+
+
+def _product_and_factor_shapes(weighted: Op, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The shapes in which a weight and a factor per output channel are multiplied; None if the weight has no such axis.
+
+    1. Groups of a transposed convolution lie behind each other on the weight's axis 0, their channels on axis 1.
+    2. TensorFlow's depthwise weight [h, w, c, m] has its output channels on two axes.
+    3. All others have them on one.
+    """
+    axis = weighted.channel_axis or 0
+    if not -len(shape) <= axis < len(shape):
+        return None
+    axis %= len(shape)
+    ones = (1,) * len(shape)
+    if weighted.kind == "conv_transpose" and (groups := int(weighted.numeric_attr("group", 1))) != 1:  # Case 1.
+        if groups < 1 or axis != 1 or shape[0] % groups:
+            return None
+        return (groups, shape[0] // groups, *shape[1:]), (groups, 1, shape[1], *ones[2:])
+    if weighted.kind == "depthwise_conv" and axis == len(shape) - 2:  # Case 2.
+        return shape, (*ones[:axis], *shape[axis:])
+    return shape, (*ones[:axis], shape[axis], *ones[axis + 1 :])
+
+
+def _scale_output_channels(
+    weight: Array, factor: Array, product_shape: tuple[int, ...], factor_shape: tuple[int, ...]
+) -> Array:
+    """`weight` with each output channel multiplied by its factor (C,), as float32."""
+    product = weight.astype(np.float64).reshape(product_shape) * factor.reshape(factor_shape)
+    return product.astype(np.float32).reshape(weight.shape)
+
+
+def _apply_fold(model: Model, candidate: FoldCandidate, values: _FoldedValues, parameters: Parameters) -> Step:
+    """Gives the weighted op new constants, which no other reader of the old ones sees, and takes the BatchNorm out."""
+    graph, norm, weighted = model.graphs[candidate.weight.graph], candidate.norm, candidate.weighted
+    uses = [candidate.weight, *([] if candidate.bias is None else [candidate.bias]), *candidate.values]
+    stale = [tensor for tensor in map(graph.source_of, uses) if tensor is not None]
+    origin_ref = parameters.root_tensor(stale[0])
+    origin_op = model.op(origin_ref)
+    edits = RecordedEdits(model)
+    constant = _folded_constant(
+        graph, f"{weighted.name}/weight_folded", values.new_weight, _lazy_folded_weight(values, origin_op)
+    )
+    if origin_op.kind == "constant":
+        edits.note_scaled_weight(
+            ScaledWeight(
+                op=origin_ref,
+                weight=values.weight,
+                product_name=constant.name,
+                product=values.new_weight,
+                factor=values.factor,
+                product_shape=values.product_shape,
+                factor_shape=values.factor_shape,
+            )
+        )
+    edits.connect(candidate.weight, edits.add(graph, constant))
+    bias_constant = edits.add(graph, _folded_constant(graph, f"{weighted.name}/bias_folded", values.new_bias))
+    result = TensorRef(graph.name, weighted.name if candidate.bias is None else candidate.bias.op)
+    if candidate.bias is not None:
+        edits.connect(candidate.bias, bias_constant)
+    else:
+        result = edits.add(graph, _bias_add_op(model, graph, norm, weighted), [result, bias_constant])
+    readers = graph.consumers(TensorRef(graph.name, norm.name))
+    for use in readers:
+        edits.connect(use, result)
+    edits.remove(graph, norm.name)
+    if candidate.mul is not None:
+        edits.remove(graph, candidate.mul.name)
+    output_uses = [use for use in readers if graph.graphs[use.graph].op(use.op).kind == "output"]
+    if output_uses and model.format == "tensorflow" and not graph.name:
+        renamed_result = edits.add(graph, _identity_with_name(norm), [result])
+        for use in output_uses:
+            edits.connect(use, renamed_result)
+    removable_kinds = frozenset({"constant", "identity", "input"})
+    remove_unread_ops(model, stale[:1], removable_kinds, edits)
+    remove_unread_ops(model, stale[1:], removable_kinds if candidate.mul is None else None, edits)
+    detail, undo = f"folded into {weighted.name}", {"weighted": weighted.name, **edits.to_record()}
+    return Step(step=FOLD_BATCHNORM_STEP, target=qualified_op_name(graph.name, norm.name), detail=detail, undo=undo)
+
+
+def _lazy_folded_weight(values: _FoldedValues, origin_op: Op) -> Callable[[], Array] | None:
+    """What reads the weight from its file again and scales it; None for one that is in memory anyway."""
+    read_weight = origin_op.read_value
+    if not isinstance(values.weight, np.memmap) or origin_op.kind != "constant" or read_weight is None:
+        return None
+    factor, product_shape, factor_shape = values.factor, values.product_shape, values.factor_shape
+    return lambda: _scale_output_channels(read_weight(), factor, product_shape, factor_shape)
+
+
+def _bias_add_op(model: Model, graph: Graph, norm: Op, weighted: Op) -> Op:
+    """An op that adds the bias; TensorFlow's BiasAdd knows two names of layouts only."""
+    label = graph.unique_name(f"{norm.name}/bias_add")
+    weighted_output = graph.output(TensorRef(graph.name, weighted.name))
+    outputs = (Output(label, weighted_output.dtype, weighted_output.shape),)
+    if model.format != "tensorflow":
+        return Op(name=label, kind="add", type="Add", outputs=outputs, rule=FOLD_BATCHNORM_STEP)
+    data_format = str(decode_text(weighted.attrs.get("data_format", "NHWC")))
+    return Op(
+        name=label,
+        kind="bias_add",
+        type="BiasAdd",
+        roles=("input", "bias"),
+        outputs=outputs,
+        attrs={"T": DataType("float32"), "data_format": "NCHW" if data_format.startswith("NC") else "NHWC"},
+        rule=FOLD_BATCHNORM_STEP,
+    )
+
+
+def _identity_with_name(norm: Op) -> Op:
+    """An Identity called as the BatchNorm was: what ends a GraphDef is fetched by its op's name."""
+    return Op(
+        name=norm.name,
+        kind="identity",
+        type="Identity",
+        outputs=norm.outputs[:1],
+        attrs={"T": DataType("float32")},
+        rule=FOLD_BATCHNORM_STEP,
+    )
+
+
+def _folded_constant(graph: Graph, name: str, value: Array, read: Callable[[], Array] | None = None) -> Op:
+    label = graph.unique_name(name)
+    return Op(
+        name=label,
+        kind="constant",
+        type="Const",
+        roles=(),
+        outputs=(Output(label, str(value.dtype), value.shape),),
+        read_value=read or (lambda: value),
+        rule=FOLD_BATCHNORM_STEP,
+    )

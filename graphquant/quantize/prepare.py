@@ -1,0 +1,428 @@
+"""The named steps before matching. Each does only what rules ask for, and leaves what is needed to take it back."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from graphquant.ir import (
+    NO_ATTRS,
+    Graph,
+    Model,
+    Op,
+    Parameters,
+    TensorRef,
+    Use,
+    check_invariants,
+    paused_gc,
+    qualified_op_name,
+)
+from graphquant.quantize import fold_batchnorm, requantize
+from graphquant.quantize.preparation_undo import (
+    RecordedEdits,
+    SkippedStep,
+    Step,
+    encode_source_node,
+    feeds_graph_output,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+
+# Constants as every backend expects them: initializers that nobody can override, and no nodes.
+
+INITIALIZER_INPUTS_STEP: Final = "initializer-inputs"
+
+CONSTANT_NODES_STEP: Final = "constant-nodes"
+
+
+def freeze_initializer_inputs(model: Model) -> Iterator[Step]:
+    """Initializers that are graph inputs too (IR version 3) become constants: nobody may override them any more."""
+    graph = model.main
+    for position, name in enumerate(graph.inputs):
+        op = graph.op(name)
+        if op.read_value is None:
+            continue
+        graph.replace_op(replace(op, kind="constant", roles=()))
+        yield Step(
+            step=INITIALIZER_INPUTS_STEP,
+            target=name,
+            detail="initializer is no graph input any more",
+            undo={"position": position, "input": encode_source_node(op)},
+        )
+    graph.inputs = [name for name in graph.inputs if graph.op(name).kind == "input"]
+
+
+def convert_constant_nodes(model: Model) -> Iterator[Step]:
+    """ONNX's Constant nodes become initializers of their graphs. Functions have no initializers, and keep them."""
+    for graph, op in _constant_node_ops(model):
+        if _constant_node_obstacle(graph, op) is not None:
+            continue
+        edits = RecordedEdits(model)
+        initializer = replace(op, type="Initializer", roles=(), attrs=NO_ATTRS, outputs=op.outputs[:1], source=None)
+        edits.replace(graph, initializer)
+        yield Step(
+            step=CONSTANT_NODES_STEP,
+            target=qualified_op_name(graph.name, op.name),
+            detail="is an initializer",
+            undo=edits.to_record(),
+        )
+
+
+def skipped_constant_nodes(model: Model) -> Iterator[SkippedStep]:
+    """The Constant nodes that are still there."""
+    for graph, op in _constant_node_ops(model):
+        reason = _constant_node_obstacle(graph, op)
+        if reason is not None:
+            yield SkippedStep(step=CONSTANT_NODES_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+
+
+def _constant_node_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
+    """ONNX's Constant nodes in graphs that run and can have initializers."""
+    for name in model.reachable_graphs() if model.format == "onnx" else ():
+        graph = model.graphs[name]
+        if not name or graph.parent is not None:
+            yield from [(graph, op) for op in graph.ops() if op.type == "Constant" and op.kind == "constant"]
+
+
+def _constant_node_obstacle(graph: Graph, op: Op) -> str | None:
+    """Why a Constant node must stay one."""
+    if op.read_value is None:
+        return "its value is an argument of the function around it, so it stays a node"
+    if "sparse_value" in op.attrs:
+        return "it is sparse, and would be larger as an initializer"
+    if feeds_graph_output(graph, op.name):
+        return "it makes an output of its graph, which an initializer does not everywhere"
+    return None
+
+
+# ONNX ops that hand their input on unchanged, taken out: Identity, and Dropout outside of training.
+#
+# TensorFlow's Identity ops stay. They are what is fetched by name, what others wait for and how variables are read.
+
+DROP_IDENTITY_STEP: Final = "drop-identity"
+
+DROP_DROPOUT_STEP: Final = "drop-dropout"
+
+_DROPPED_TYPES = {DROP_IDENTITY_STEP: "Identity", DROP_DROPOUT_STEP: "Dropout"}
+
+_INFERENCE_BY_DEFAULT_OPSET: Final = 7
+"""Dropout of an older opset trains unless it says `is_test`."""
+
+
+def drop_identity(model: Model) -> Iterator[Step]:
+    """What read an Identity reads what the Identity read."""
+    return _drop_forwarding_ops(model, DROP_IDENTITY_STEP)
+
+
+def drop_dropout(model: Model) -> Iterator[Step]:
+    """What read a Dropout that does not train reads what the Dropout read."""
+    return _drop_forwarding_ops(model, DROP_DROPOUT_STEP)
+
+
+def skipped_forwarding_ops(model: Model, step: str) -> Iterator[SkippedStep]:
+    """The ops that the step is for and that are still there."""
+    parameters = Parameters(model)
+    for graph, op in _forwarding_ops(model, step):
+        reason = _drop_obstacle(model, graph, op, parameters)
+        if reason is not None:
+            yield SkippedStep(step=step, tensor=TensorRef(graph.name, op.name), reason=reason)
+
+
+def look_through_dropped_ops(model: Model, tensor: TensorRef, parameters: Parameters) -> TensorRef:
+    """What `tensor` is, before the ops that these steps take out, or would but for a name that they give."""
+    for _ in range(len(model.graphs[tensor.graph])):  # a broken model may hold a ring of them
+        graph = model.graphs[tensor.graph]
+        op = graph.op(tensor.op)
+        source = graph.source_of(Use(graph.name, op.name, 0))
+        if (
+            model.format != "onnx"
+            or op.type not in _DROPPED_TYPES.values()
+            or op.domain
+            or tensor.port
+            or source is None
+        ):
+            break
+        if op.kind == "dropout" and _dropout_trains(model, graph, op, parameters):
+            break
+        tensor = source
+    return tensor
+
+
+def _drop_forwarding_ops(model: Model, step: str) -> Iterator[Step]:
+    parameters = Parameters(model)  # no value changes by this
+    for graph, op in [
+        graph_and_op
+        for graph_and_op in _forwarding_ops(model, step)
+        if _drop_obstacle(model, *graph_and_op, parameters) is None
+    ]:
+        source = graph.source_of(Use(graph.name, op.name, 0))
+        if source is None:
+            continue
+        edits = RecordedEdits(model)
+        for use in graph.consumers(TensorRef(graph.name, op.name)):
+            edits.connect(use, source)
+        edits.remove(graph, op.name)
+        yield Step(
+            step=step,
+            target=qualified_op_name(graph.name, op.name),
+            detail=f"its readers read {source}",
+            undo=edits.to_record(),
+        )
+
+
+def _forwarding_ops(model: Model, step: str) -> Iterator[tuple[Graph, Op]]:
+    for name in model.reachable_graphs() if model.format == "onnx" else ():
+        graph = model.graphs[name]
+        yield from [(graph, op) for op in graph.ops() if op.type == _DROPPED_TYPES[step] and not op.domain]
+
+
+def _drop_obstacle(model: Model, graph: Graph, op: Op, parameters: Parameters) -> str | None:
+    """Why the op must stay."""
+    if graph.source_of(Use(graph.name, op.name, 0)) is None:
+        return "it reads nothing"
+    if feeds_graph_output(graph, op.name):
+        return "it makes an output of its graph, whose name it gives"
+    if set(graph.consumers_by_port(op.name)) - {0}:
+        return "its mask is read"
+    if op.kind == "dropout" and _dropout_trains(model, graph, op, parameters):
+        return "it is in training mode, or may be; export the model for inference"
+    return None
+
+
+def _dropout_trains(model: Model, graph: Graph, op: Op, parameters: Parameters) -> bool:
+    """Whether a Dropout may change its input."""
+    if model.opset < _INFERENCE_BY_DEFAULT_OPSET:
+        return not op.attrs.get("is_test")
+    use = Use(graph.name, op.name, 2)
+    training_mode = graph.source_of(use)
+    if training_mode is None:
+        return False
+    value = parameters.value(training_mode)
+    return value is None or bool(value.any())
+
+
+# Normalisation by each batch's own statistics, as in training, turned into that by the moving ones.
+
+INFERENCE_BATCHNORM_STEP: Final = "inference-batchnorm"
+
+INFERENCE_STEP_HINT: Final = (
+    f'; a rule file with prepare = ["{INFERENCE_BATCHNORM_STEP}"] makes it take its moving mean and variance'
+)
+
+ONNX_TRAINING_MODE: Final = (
+    "it normalises by the mean and variance of each batch (training_mode); export the model for inference"
+)
+
+NO_MOVING_STATISTICS: Final = "; its moving mean and variance are not in the graph, so it cannot be made to take them"
+
+
+def inference_batchnorm(model: Model) -> Iterator[Step]:
+    """BatchNorms in training mode take their moving mean and variance, so that an answer hangs on its sample alone."""
+    parameters = Parameters(model)  # no value changes by this
+    for graph, op in _tensorflow_training_batchnorms(model):
+        statistics = _moving_statistics(graph, op, parameters)
+        if statistics is None:
+            continue
+        edits = RecordedEdits(model)
+        edits.replace(graph, replace(op, attrs={**op.attrs, "is_training": False}))
+        for slot, tensor in zip((3, 4), statistics, strict=True):
+            if graph.source_of(Use(graph.name, op.name, slot)) != tensor:
+                edits.connect(Use(graph.name, op.name, slot), tensor)
+        detail = f"takes {statistics[0]} and {statistics[1]}"
+        yield Step(
+            step=INFERENCE_BATCHNORM_STEP,
+            target=qualified_op_name(graph.name, op.name),
+            detail=detail,
+            undo=edits.to_record(),
+        )
+
+
+def find_training_batchnorms(model: Model, *, step_requested: bool) -> Iterator[SkippedStep]:
+    """The BatchNorms in training mode, with what can be done if `inference_batchnorm` was not asked for."""
+    parameters = Parameters(model)
+    for graph, op in _tensorflow_training_batchnorms(model):
+        hint = (
+            NO_MOVING_STATISTICS
+            if step_requested or _moving_statistics(graph, op, parameters) is None
+            else INFERENCE_STEP_HINT
+        )
+        reason = f"it normalises by the mean and variance of each batch (is_training){hint}"
+        yield SkippedStep(step=INFERENCE_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
+    for name in model.reachable_graphs():
+        graph = model.graphs[name]
+        for op in graph.ops():
+            if op.kind == "batchnorm" and op.attrs.get("training_mode"):
+                yield SkippedStep(
+                    step=INFERENCE_BATCHNORM_STEP, tensor=TensorRef(name, op.name), reason=ONNX_TRAINING_MODE
+                )
+
+
+def _tensorflow_training_batchnorms(model: Model) -> list[tuple[Graph, Op]]:
+    """TensorFlow's BatchNorms in training mode, in the graphs that run."""
+    graphs = [model.graphs[name] for name in model.reachable_graphs()]
+    return [
+        (graph, op) for graph in graphs for op in graph.ops() if op.kind == "batchnorm" and _uses_batch_statistics(op)
+    ]
+
+
+def _uses_batch_statistics(op: Op) -> bool:
+    return op.type.startswith("FusedBatchNorm") and bool(op.attrs.get("is_training"))
+
+
+def _moving_statistics(graph: Graph, op: Op, parameters: Parameters) -> tuple[TensorRef, TensorRef] | None:
+    """The moving mean and variance: what the op itself reads, or else what its batches' statistics are added to."""
+    statistics = []
+    for slot, port in ((3, 1), (4, 2)):
+        direct = graph.source_of(Use(graph.name, op.name, slot))
+        updated = [_moving_average(graph, use) for use in graph.consumers(TensorRef(graph.name, op.name, port))]
+        filled = [
+            candidate
+            for candidate in (direct, *updated)
+            if candidate is not None and _is_nonempty_vector(parameters, candidate)
+        ]
+        if not filled:
+            return None
+        statistics.append(filled[0])
+    return statistics[0], statistics[1]
+
+
+def _moving_average(graph: Graph, use: Use) -> TensorRef | None:
+    """The average that the value at `use` is subtracted from to update it, as `assign_moving_average` does."""
+    if use.graph != graph.name or graph.op(use.op).kind != "sub" or use.slot != 1:
+        return None
+    average = graph.source_of(Use(graph.name, use.op, 0))
+    must_wait = average is None or graph.control_inputs(average.op)  # perhaps for what is to read it
+    return None if must_wait else average
+
+
+def _is_nonempty_vector(parameters: Parameters, tensor: TensorRef) -> bool:
+    """Whether it is a parameter of one value per channel; training alone may pass an empty one."""
+    value = parameters.value(tensor)
+    return value is not None and value.ndim == 1 and value.size > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preparation:
+    """One kind of step.
+
+    Attributes:
+        purpose: What it is good for, for people.
+        apply: Changes a model and tells each change.
+        find_skipped: What it leaves in a model, and why.
+    """
+
+    purpose: str
+    apply: Callable[[Model], Iterator[Step]]
+    find_skipped: Callable[[Model], Iterator[SkippedStep]] | None = None
+
+
+PREPARATION_STEPS: dict[str, Preparation] = {
+    requantize.REQUANTIZE_STEP: Preparation(
+        purpose="it was asked for: rules place their own quantization in the place of the model's",
+        apply=requantize.requantize,
+        find_skipped=requantize.skipped_quantization_ops,
+    ),
+    INITIALIZER_INPUTS_STEP: Preparation(
+        purpose="a weight that callers may override is no constant, and cannot be quantized beforehand",
+        apply=freeze_initializer_inputs,
+    ),
+    CONSTANT_NODES_STEP: Preparation(
+        purpose="runtimes look for weights among the initializers",
+        apply=convert_constant_nodes,
+        find_skipped=skipped_constant_nodes,
+    ),
+    INFERENCE_BATCHNORM_STEP: Preparation(
+        purpose="an answer is to hang on its own sample, not on the others of its batch",
+        apply=inference_batchnorm,
+    ),
+    DROP_IDENTITY_STEP: Preparation(
+        purpose="an op that changes nothing hides from a runtime what it could fuse",
+        apply=drop_identity,
+        find_skipped=partial(skipped_forwarding_ops, step=DROP_IDENTITY_STEP),
+    ),
+    DROP_DROPOUT_STEP: Preparation(
+        purpose="outside of training it changes nothing, and hides from a runtime what it could fuse",
+        apply=drop_dropout,
+        find_skipped=partial(skipped_forwarding_ops, step=DROP_DROPOUT_STEP),
+    ),
+    fold_batchnorm.FOLD_BATCHNORM_STEP: Preparation(
+        purpose="a BatchNorm between a product and its quantization keeps the product in float",
+        apply=fold_batchnorm.fold_batchnorm,
+        find_skipped=fold_batchnorm.skipped_batchnorms,
+    ),
+}
+"""The steps by name, in the order in which they are made."""
+
+
+@paused_gc()
+def prepare(model: Model, requested: Sequence[str]) -> tuple[Model, tuple[Step, ...]]:
+    """A copy of `model` after the steps named in `requested`, and what they did; the model itself if they did nothing.
+
+    Raises:
+        ModelError: The value of a weight is in the model's files and cannot be read.
+    """
+    ordered_names = [name for name in PREPARATION_STEPS if name in requested]
+    changed = model.copy() if ordered_names else model
+    applied: list[Step] = []
+    for name in ordered_names:
+        new_steps = [
+            replace(step, why=PREPARATION_STEPS[name].purpose) for step in PREPARATION_STEPS[name].apply(changed)
+        ]
+        if new_steps:
+            check_invariants(changed, name)
+            applied.extend(new_steps)
+    if not applied:
+        return model, ()
+    _record_positions(model, applied)
+    changed.digest = prepared_digest(model.digest, applied)
+    return changed, tuple(applied)
+
+
+def find_skipped_steps(prepared: Model, requested: Sequence[str]) -> tuple[SkippedStep, ...]:
+    """What the steps named in `requested` left in the model that they made, and what they would have done unasked.
+
+    Raises:
+        ModelError: The value of a weight is in the model's files and cannot be read.
+    """
+    skipped = list(find_training_batchnorms(prepared, step_requested=INFERENCE_BATCHNORM_STEP in requested))
+    for name, step in PREPARATION_STEPS.items():
+        if name in requested and step.find_skipped is not None:
+            skipped.extend(step.find_skipped(prepared))
+    return tuple(skipped)
+
+
+def prepared_digest(source: str, steps: Sequence[Step]) -> str:
+    """Hex SHA-256 that names the model `source` after `steps`."""
+    if not steps:
+        return source
+    payload = json.dumps([source, [[step.step, step.target, step.detail] for step in steps]])
+    return hashlib.sha256(payload.encode()).hexdigest()
+
+
+def format_step_counts(names: Iterable[str]) -> str:
+    """What a written model says of the steps that made it: the name of each, and how often; `parse_step_names` reads it."""
+    return ", ".join(f"{name} ({count})" for name, count in Counter(names).items())
+
+
+def parse_step_names(text: str) -> list[str]:
+    """The names of the steps in what `format_step_counts` gave."""
+    return [entry.partition(" (")[0] for entry in text.split(", ") if entry]
+
+
+def _record_positions(source: Model, steps: Sequence[Step]) -> None:
+    """Adds to the records where among the ops of its graph each removed one was."""
+    by_graph: dict[str, list[dict[str, Any]]] = {}
+    for step in steps:
+        for record in step.undo.get("removed", ()):
+            by_graph.setdefault(record.get("graph", ""), []).append(record)
+    for name, records in by_graph.items():
+        order = {op.name: position for position, op in enumerate(source.graphs[name].ops())}
+        for record in records:
+            if record["op"] in order:
+                record["position"] = order[record["op"]]

@@ -1,0 +1,267 @@
+"""The quantization that a model has already, taken out so that rules place their own: pairs, FakeQuant and its like.
+
+A weight that is stored as integers becomes the float values that these stand for; what it was before is not known.
+Other tools drop a Relu or Clip whose limits a pair has anyway, so it is put back where the pair goes.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from graphquant.errors import InternalError
+from graphquant.ir import (
+    CLAMPING_KINDS,
+    QUANTIZATION_KINDS,
+    Graph,
+    Model,
+    Op,
+    Output,
+    Parameters,
+    TensorRef,
+    Use,
+    qualified_op_name,
+)
+from graphquant.numerics import Array, FloatType, QParams, dequantize
+from graphquant.qdq import read_qparams
+from graphquant.quantize.preparation_undo import RecordedEdits, SkippedStep, Step, remove_unread_ops
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+REQUANTIZE_STEP: Final = "requantize"
+
+_SIGN_PRESERVING_KINDS: Final = frozenset(
+    {"max_pool", "avg_pool", "global_avg_pool", "reshape", "flatten", "transpose", "squeeze", "unsqueeze", "slice"}
+    | {"identity", "dropout", "concat"}
+)
+"""Kinds that make nothing negative of what is not."""
+
+_NONNEGATIVE_KINDS: Final = frozenset(
+    {"relu", "relu6", "clip", "sigmoid", "softmax", "hard_sigmoid", "exp", "sqrt", "abs"}
+) | {*("input", "constant", "softplus", "dequantize", "integer")}
+"""Kinds whose results are not negative, or should not be as the model is used."""
+
+_MAX_VISITED_TENSORS: Final = 32
+"""How many tensors are looked at for that."""
+
+_INSERTED_DEQUANTIZE_NAME: Final = re.compile(r"(.+)/quant(?:_[0-9]+)?(?:/[^/]+)?/dequant(?:_[0-9]+)?")
+"""What `rewrite` calls a dequantization of what is called by the first part."""
+
+_RELU6_LIMIT: Final = 6.0
+
+_CLIP_INPUTS_OPSET: Final = 11
+"""The opset from which on Clip reads its limits."""
+
+_CONSTANT_TYPES: Final = {"onnx": "Constant", "tensorflow": "Const"}
+
+
+def requantize(model: Model) -> Iterator[Step]:
+    """What read a dequantized tensor reads the float tensor that was quantized, or the float values of the integers."""
+    parameters = Parameters(model)  # scales and zero points stay what they are
+    relu_outputs: dict[TensorRef, TensorRef] = {}
+    float_constants: dict[tuple[TensorRef, ...], TensorRef] = {}
+    for graph, op in _ops_of_kinds(model, {"dequantize", "qdq"}):
+        float_tensor, params = _float_source(model, graph, op), _known_qparams(graph, op, parameters)
+        operands = [tensor for tensor in graph.slots(op.name) if tensor is not None]
+        edits = RecordedEdits(model)
+        if float_tensor is None and params is not None and _reads_stored_integers(model, graph, op):
+            if tuple(operands) not in float_constants:
+                constant_graph = model.graphs[operands[0].graph]
+                value = partial(_dequantized_constant, model.op(operands[0]), params, op.outputs[0].dtype)
+                float_constants[tuple(operands)] = edits.add(
+                    constant_graph, _float_constant(model, constant_graph, op, value)
+                )
+            float_tensor = float_constants[tuple(operands)]
+        elif float_tensor is not None and params is not None and _pair_removes_negatives(model, float_tensor, params):
+            if float_tensor not in relu_outputs:
+                relu_outputs[float_tensor] = _add_relu(model, edits, float_tensor, params)
+            float_tensor = relu_outputs[float_tensor]
+        if float_tensor is None:
+            continue
+        for use in graph.consumers(TensorRef(graph.name, op.name)):
+            edits.connect(use, float_tensor)
+        edits.remove(graph, op.name)
+        _remove_quantize_chain(model, edits, operands)
+        _remove_reshape_pair(model, edits, float_tensor)
+        yield Step(
+            step=REQUANTIZE_STEP,
+            target=qualified_op_name(graph.name, op.name),
+            detail=f"its readers read {float_tensor}",
+            undo=edits.to_record(),
+        )
+
+
+def skipped_quantization_ops(model: Model) -> Iterator[SkippedStep]:
+    """The ops that quantize or compute on integers and are still there."""
+    for graph, op in _ops_of_kinds(model, QUANTIZATION_KINDS | {"integer"}):
+        reason = "it computes on integers by itself; take the float model" if op.kind == "integer" else ""
+        if op.kind == "dequantize":
+            reason = "its integers are computed, or its scale is"
+        if op.kind == "quantize":
+            reason = "something else than a dequantization reads its integers"
+        yield SkippedStep(
+            step=REQUANTIZE_STEP, tensor=TensorRef(graph.name, op.name), reason=reason or "what it reads is not known"
+        )
+
+
+def _ops_of_kinds(model: Model, kinds: frozenset[str] | set[str]) -> list[tuple[Graph, Op]]:
+    graphs = [model.graphs[name] for name in model.reachable_graphs()]
+    return [(graph, op) for graph in graphs for op in list(graph.ops()) if op.kind in kinds]
+
+
+def _float_source(model: Model, graph: Graph, op: Op) -> TensorRef | None:
+    """The float tensor of which an op makes the dequantized one; None if it reads integers that are no such."""
+    quantized = graph.source_of(Use(graph.name, op.name, 0))
+    if op.kind == "qdq" or quantized is None:
+        return quantized
+    home = model.graphs[quantized.graph]
+    if home.op(quantized.op).kind != "quantize":
+        return None
+    float_tensor = home.source_of(Use(home.name, quantized.op, 0))
+    for _ in CLAMPING_KINDS:
+        if (
+            float_tensor is None
+            or float_tensor.graph != home.name
+            or home.op(float_tensor.op).kind not in CLAMPING_KINDS
+        ):
+            break
+        data_inputs = [
+            operand
+            for operand in home.slots(float_tensor.op)
+            if operand is not None and model.op(operand).kind != "constant"
+        ]
+        if len(home.consumers(float_tensor)) != 1 or len(data_inputs) != 1:
+            break
+        float_tensor = data_inputs[0]
+    return float_tensor
+
+
+def _known_qparams(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
+    """Scale and zero point of a quantization op, None where they are not known."""
+    params = read_qparams(graph, op, parameters)
+    return params if isinstance(params, QParams) else None
+
+
+def _reads_stored_integers(model: Model, graph: Graph, op: Op) -> bool:
+    """Whether an op makes floats of stored integers."""
+    integers = graph.source_of(Use(graph.name, op.name, 0))
+    constant_op = None if integers is None else model.op(integers)
+    has_value = constant_op is not None and constant_op.kind == "constant" and constant_op.read_value is not None
+    return has_value and model.format in _CONSTANT_TYPES and op.outputs[0].dtype in {"float16", "float32"}
+
+
+def _pair_removes_negatives(model: Model, float_tensor: TensorRef, params: QParams) -> bool:
+    """Whether a pair cuts off what is negative, and the tensor may be."""
+    if model.format != "onnx" or params.axis is not None or isinstance(params.type, FloatType):
+        return False
+    lowest = params.type.limits(narrow=params.narrow)[0]
+    return int(params.zero_point) == lowest and not _is_nonnegative(model, float_tensor)
+
+
+def _is_nonnegative(model: Model, tensor: TensorRef) -> bool:
+    """Whether the ops that make `tensor`, as far as they are looked at, make nothing negative."""
+    pending = [tensor]
+    for current in pending:
+        op = model.op(current)
+        if op.kind in _NONNEGATIVE_KINDS:
+            continue
+        operands = model.graphs[current.graph].slots(current.op)
+        float_inputs = [
+            operand for slot, operand in enumerate(operands) if operand is not None and op.role(slot) == "input"
+        ]
+        if op.kind not in _SIGN_PRESERVING_KINDS or not float_inputs or len(pending) > _MAX_VISITED_TENSORS:
+            return False
+        pending += float_inputs
+    return True
+
+
+def _add_relu(model: Model, edits: RecordedEdits, float_tensor: TensorRef, params: QParams) -> TensorRef:
+    """Adds a Relu behind a tensor, or a Clip where the pair ends at 6."""
+    graph, float_output = model.graphs[float_tensor.graph], model.output(float_tensor)
+    step = float(params.scale)
+    is_relu6 = abs((params.type.limits()[1] - int(params.zero_point)) * step - _RELU6_LIMIT) <= step / 2
+    inputs: list[TensorRef | None] = [float_tensor]
+    for limit_name, bound in (
+        (("min", 0.0), ("max", _RELU6_LIMIT)) if is_relu6 and model.opset >= _CLIP_INPUTS_OPSET else ()
+    ):
+        label = graph.unique_name(f"{float_tensor.op}/{limit_name}")
+        bound_output = Output(label, "float32", ())
+        value = partial(np.array, bound, np.float32)
+        inputs.append(
+            edits.add(
+                graph,
+                Op(name=label, kind="constant", type="Constant", roles=(), outputs=(bound_output,), read_value=value),
+            )
+        )
+    label = graph.unique_name(f"{float_tensor.op}/relu")
+    outputs = (Output(label, float_output.dtype, float_output.shape),)
+    clip = len(inputs) > 1
+    roles = ("input", "min", "max") if clip else ("input",)
+    op = Op(name=label, kind="relu6" if clip else "relu", type="Clip" if clip else "Relu", roles=roles, outputs=outputs)
+    return edits.add(graph, op, inputs)
+
+
+def _float_constant(model: Model, graph: Graph, op: Op, value: Any) -> Op:
+    """A constant in the place of what `op` makes."""
+    name_match = _INSERTED_DEQUANTIZE_NAME.fullmatch(op.name)
+    label = graph.unique_name(name_match[1] if name_match else f"{op.name}/float")
+    old_output = op.outputs[0]
+    new_output = Output(label, old_output.dtype, old_output.shape)
+    return Op(
+        name=label,
+        kind="constant",
+        type=_CONSTANT_TYPES[model.format],
+        roles=(),
+        outputs=(new_output,),
+        read_value=value,
+    )
+
+
+def _dequantized_constant(integers: Op, params: QParams, dtype: str | None) -> Array:
+    """The floats that the integers of a constant stand for, float32 or float16."""
+    if integers.read_value is None:
+        raise InternalError(f"the constant {integers.name!r} has no value.")
+    return dequantize(integers.read_value(), params).astype(dtype)
+
+
+def _remove_reshape_pair(model: Model, edits: RecordedEdits, float_tensor: TensorRef) -> None:
+    """Takes out two Reshapes around a pair that is gone, which were there so that channels were one axis."""
+    graph = model.graphs[float_tensor.graph]
+    original = graph.source_of(Use(graph.name, float_tensor.op, 0))
+    if original is None or graph.op(float_tensor.op).kind != "reshape":
+        return
+    for use in graph.consumers(float_tensor):
+        reshaped_back = TensorRef(use.graph, use.op)
+        reader_graph = model.graphs[use.graph]
+        sizes = reader_graph.source_of(Use(use.graph, use.op, 1))
+        value = None if sizes is None else model.op(sizes).read_value
+        if (
+            reader_graph.op(use.op).kind != "reshape"
+            or value is None
+            or tuple(value().tolist()) != model.output(original).shape
+        ):
+            continue
+        for reader in reader_graph.consumers(reshaped_back):
+            edits.connect(reader, original)
+        remove_unread_ops(model, [reshaped_back], None, edits)
+
+
+def _remove_quantize_chain(model: Model, edits: RecordedEdits, tensors: list[TensorRef]) -> None:
+    """Takes out what made the tensors of an op that is gone, unless something else reads it."""
+    constants = list(tensors)
+    for tensor in tensors:
+        current: TensorRef | None = tensor
+        while current is not None and model.op(current).kind in {"quantize", *CLAMPING_KINDS}:
+            graph = model.graphs[current.graph]
+            if graph.nx.adj[current.op]:
+                break
+            operands = [operand for operand in graph.slots(current.op) if operand is not None]
+            edits.remove(graph, current.op)
+            constants = [operand for operand in constants if operand != current] + operands
+            current = next((operand for operand in operands if model.op(operand).kind in CLAMPING_KINDS), None)
+    remove_unread_ops(model, constants, frozenset({"constant"}), edits)

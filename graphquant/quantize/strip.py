@@ -1,0 +1,183 @@
+"""Quantization taken out of a graph again: readers get back what was quantized, and integers become floats."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from graphquant.errors import InternalError
+from graphquant.ir import Model, Op, Output, Parameters, TensorRef, Use, check_invariants, paused_gc
+from graphquant.ir.op_matching import is_inserted
+from graphquant.numerics import QParams, dequantize
+from graphquant.qdq import read_qparams
+from graphquant.quantize.preparation_undo import remove_unread_ops
+from graphquant.quantize.prepare import PREPARATION_STEPS
+
+if TYPE_CHECKING:
+    from graphquant.numerics import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrippedModel:
+    """What `strip_quantization` took out.
+
+    Attributes:
+        model: The model without it.
+        ops: The quantization ops that are gone, in the order of the model.
+        weights: The constants that were integers and are floats again, and how they are rounded.
+        remaining: Quantization ops that are still there, with the reason.
+        replaced_arguments: Arguments of functions in whose place there is a constant in the function now.
+    """
+
+    model: Model
+    ops: tuple[TensorRef, ...]
+    weights: tuple[tuple[TensorRef, QParams], ...]
+    remaining: tuple[tuple[TensorRef, str], ...]
+    replaced_arguments: tuple[TensorRef, ...]
+
+
+@paused_gc()
+def strip_quantization(model: Model) -> StrippedModel:
+    """A copy of `model` without the quantization that graphquant inserted.
+
+    Raises:
+        ModelError: The value of a weight is in the model's files and cannot be read.
+    """
+    return _QuantizationRemover(model).run()
+
+
+class _QuantizationRemover:
+    """Takes quantization out of a copy of `model`."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._changed = model.copy()
+        self._parameters = Parameters(model)
+        self._floats: dict[tuple[str, str, bytes], tuple[TensorRef, QParams]] = {}
+        self._remaining: dict[TensorRef, str] = {}
+        self._replaced_arguments: dict[TensorRef, None] = {}
+
+    def run(self) -> StrippedModel:
+        changed = self._changed
+        changed.provenance = {}
+        inserted_ops = [
+            TensorRef(name, op.name)
+            for name, graph in self._model.graphs.items()
+            for op in graph.ops()
+            if self._is_removable(op)
+        ]
+        for op_ref in inserted_ops:
+            self._reroute_readers(op_ref)
+        removed = [op_ref for op_ref in reversed(inserted_ops) if self._remove_if_unread(op_ref)]
+        remove_unread_ops(changed, [slot for op_ref in removed for slot in self._original_inputs(op_ref)])
+        self._remove_leftovers()
+        check_invariants(changed, "strip")
+        return StrippedModel(
+            model=changed,
+            ops=tuple(reversed(removed)),
+            weights=tuple(self._floats.values()),
+            remaining=tuple(self._remaining.items()),
+            replaced_arguments=tuple(self._replaced_arguments),
+        )
+
+    def _is_removable(self, op: Op) -> bool:
+        """Whether `op` is to be taken out."""
+        is_ours = bool(op.rule) and op.rule not in PREPARATION_STEPS
+        return is_ours and is_inserted(op)
+
+    def _original_inputs(self, op_ref: TensorRef) -> list[TensorRef]:
+        """What an op of the model as it was reads."""
+        return [slot for slot in self._model.graphs[op_ref.graph].slots(op_ref.op) if slot is not None]
+
+    def _reroute_readers(self, op_ref: TensorRef) -> None:
+        """Gives the readers of a quantized tensor what it is before that."""
+        op = self._model.op(op_ref)
+        uses = [use for use in self._changed.graphs[op_ref.graph].consumers(op_ref) if not self._will_be_removed(use)]
+        if not uses:
+            return
+        if op.kind == "quantize":
+            self._remaining[op_ref] = "ops read its integers"
+            return
+        float_source = self._find_float_source(op_ref)
+        if float_source is None:
+            self._remaining[op_ref] = "it reads integers that the model computes, or its scale is not in the model"
+        else:
+            self._changed.graphs[op_ref.graph].reroute(op_ref, uses, float_source)
+
+    def _will_be_removed(self, use: Use) -> bool:
+        return use.slot == 0 and self._is_removable(self._changed.graphs[use.graph].op(use.op))
+
+    def _find_float_source(self, op_ref: TensorRef) -> TensorRef | None:
+        """The float tensor that `op_ref` was quantized from; None if there is none."""
+        current = op_ref
+        for _ in range(len(self._model.graphs[op_ref.graph]) + 1):  # a broken model may hold a ring
+            op = self._model.op(current)
+            if not self._is_removable(op):
+                return current
+            slots = self._model.graphs[current.graph].slots(current.op)
+            if not slots or slots[0] is None:
+                return None
+            source = self._model.op(slots[0])
+            if op.kind == "dequantize" and not (source.kind == "quantize" and self._is_removable(source)):
+                return self._add_float_constant(current, slots[0])
+            current = slots[0]
+        return None
+
+    def _add_float_constant(self, op_ref: TensorRef, integers: TensorRef) -> TensorRef | None:
+        """A constant with the values of a weight that is stored as integers."""
+        op = self._model.op(op_ref)
+        params = read_qparams(self._model.graphs[op_ref.graph], op, self._parameters)
+        if not isinstance(params, QParams) or not self._parameters.is_parameter(integers):
+            return None
+        home, name = self._find_anchor_home(op_ref, op.anchor) if op.anchor else (op_ref.graph, f"{integers.op}/float")
+        key = (home, name, params.scale.tobytes() + params.zero_point.tobytes())
+        if key in self._floats:
+            return self._floats[key][0]
+        graph, dtype = self._changed.graphs[home], op.outputs[0].dtype or "float32"
+        if name in graph and graph.op(name).kind == "input":
+            self._replaced_arguments[TensorRef(home, name)] = None
+        label = graph.unique_name(name)
+        constant = Op(
+            name=label,
+            kind="constant",
+            type="Constant",
+            roles=(),
+            outputs=(Output(label, dtype, self._model.output(integers).shape),),
+            read_value=partial(_dequantized_weight, self._parameters, integers, params, dtype),
+        )
+        float_tensor = graph.add_op(constant)
+        self._floats[key] = float_tensor, params
+        return float_tensor
+
+    def _find_anchor_home(self, op_ref: TensorRef, anchor: str) -> tuple[str, str]:
+        """The graph and the op of the tensor that an op says it was made for: its own graph or one around it."""
+        name, graph = anchor.rpartition(":")[0], self._model.graphs[op_ref.graph]
+        while graph.name and not name.startswith(f"{graph.name}/") and graph.parent is not None:
+            graph = self._model.graphs[graph.parent[0]]
+        return graph.name, name.removeprefix(f"{graph.name}/") if graph.name else name
+
+    def _remove_if_unread(self, op_ref: TensorRef) -> bool:
+        """Takes an op out that nobody reads any more; tells whether it is gone."""
+        graph = self._changed.graphs[op_ref.graph]
+        if graph.nx.adj[op_ref.op]:
+            self._remaining.setdefault(op_ref, "ops that stay read it")
+            return False
+        graph.remove_op(op_ref.op)
+        return True
+
+    def _remove_leftovers(self) -> None:
+        """Takes out what stood beside: variables of learned ranges, and what fills them."""
+        for graph in self._changed.graphs.values():
+            for op in reversed(list(graph.ops())):
+                is_leftover = bool(op.rule) and op.rule not in PREPARATION_STEPS and op.kind not in {"output", "input"}
+                if is_leftover and op.name in graph and not graph.nx.adj[op.name] and not self._is_removable(op):
+                    graph.remove_op(op.name)
+
+
+def _dequantized_weight(parameters: Parameters, integers: TensorRef, params: QParams, dtype: str) -> Array:
+    """The weight as floats."""
+    value = parameters.value(integers)
+    if value is None:
+        raise InternalError(f"the weight {integers} is not there any more.")
+    return dequantize(value, params).astype(dtype, copy=False)

@@ -1,0 +1,439 @@
+"""Scales of a TFLite file for the tensors of the model that it was made from, or of one like it.
+
+Weights are left out unless they are mapped: a model's own values tell their ranges better than another file.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.errors import UsageError, did_you_mean
+from graphquant.ir import (
+    CONTROL_EDGE,
+    FORWARDING_KINDS,
+    WEIGHTED_KINDS,
+    Model,
+    Output,
+    Shape,
+    StoredQuantization,
+    TensorRef,
+    Use,
+)
+from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, IntType
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
+    from pathlib import Path
+
+    from graphquant.ir import Call, Graph
+    from graphquant.numerics import Array
+    from graphquant.quantize.plan import Plan, Site
+
+
+# Which tensor of a model a name in a TFLite file stands for.
+#
+# The converter names a tensor after all ops that it fused into one, in no fixed order, and after some that merely shared
+# a constant: `relu;batch_norm;other/conv;conv` is what the last of the connected ones makes. An op that several tensors
+# are named after belongs to none. Constants have such names too, and are no match: a kernel called `conv` is not what the
+# op `conv` makes.
+
+CONVERTER_PREFIXES = ("StatefulPartitionedCall/", "PartitionedCall/", "serving_default_")
+"""What the converter puts before the names inside a SavedModel's functions and before its inputs."""
+
+MAX_PASSTHROUGH_OPS = 64
+"""Ops that only hand a tensor on, through which it is followed."""
+
+
+def match_tensor_names(model: Model, activations: Mapping[str, Output], names: Collection[str]) -> dict[TensorRef, str]:
+    """For the tensors of `model` that a TFLite file knows, their names there; those that two names claim are out.
+
+    Args:
+        model: The model.
+        activations: The file's tensors that may be meant, by name.
+        names: The names of all of the file's tensors.
+    """
+    refs_by_spelling: dict[str, list[TensorRef]] = {}
+    ranks: dict[TensorRef, int] = {}
+    for name in model.reachable_graphs():
+        graph = model.graphs[name]
+        for op_rank, op in enumerate(_topological_ops(graph)):
+            for port, output in enumerate(graph.op(op).outputs):
+                ref = TensorRef(name, op, port)
+                ranks[ref] = op_rank
+                spellings = {f"{op}:{port}": 0, output.name: 0, **({op: 0} if not port else {})}
+                for spelling in spellings:
+                    refs_by_spelling.setdefault(spelling, []).append(ref)
+    claims: dict[TensorRef, list[str]] = {}
+    plain_names = {name: name if name in refs_by_spelling else _strip_name_counter(name, names) for name in activations}
+    part_counts = Counter(name_part for name in set(plain_names.values()) for name_part in set(name.split(";")))
+    for name, plain_name in plain_names.items():
+        unique_parts = {name_part: part_counts[name_part] == 1 for name_part in plain_name.split(";")}
+        for candidate in refs_by_spelling.get(plain_name) or _find_fused_tensors(
+            model, refs_by_spelling, ranks, unique_parts
+        ):
+            ref = _innermost_producer(model, candidate)
+            if _may_have_same_size(model.output(ref).shape, activations[name].shape):
+                claims.setdefault(ref, []).append(name)
+    return {
+        ref: claimants[0]
+        for ref, claimants in claims.items()
+        if _have_same_quantization([activations[name] for name in claimants])
+    }
+
+
+def _strip_name_counter(name: str, names: Collection[str]) -> str:
+    """`name` without the number that the converter puts behind it where another tensor has that name already."""
+    digits = len(name) - len(name.rstrip("0123456789"))
+    return next((name[:-cut] for cut in range(1, digits + 1) if name[:-cut] in names), name)
+
+
+def _may_have_same_size(first: Shape | None, second: Shape | None) -> bool:
+    """Whether two tensors may have the same number of elements a sample; layouts may differ."""
+    sample_shapes = [None if shape is None or None in shape[1:] else shape[1:] for shape in (first, second)]
+    products = [
+        None if sample_shape is None else math.prod(size or 0 for size in sample_shape)
+        for sample_shape in sample_shapes
+    ]
+    return None in products or products[0] == products[1]
+
+
+def _topological_ops(graph: Graph) -> Iterator[str]:
+    """The ops of a graph, each behind what it reads; those in or behind loops are left out."""
+    waiting = {name: sum(key != CONTROL_EDGE for _, _, key in graph.nx.in_edges(name, keys=True)) for name in graph.nx}
+    ready = [name for name, count in waiting.items() if not count]
+    for name in ready:
+        yield name
+        for _, target, key in graph.nx.out_edges(name, keys=True):
+            if key != CONTROL_EDGE:
+                waiting[target] -= 1
+                if not waiting[target]:
+                    ready.append(target)
+
+
+def _find_fused_tensors(
+    model: Model,
+    refs_by_spelling: Mapping[str, list[TensorRef]],
+    ranks: Mapping[TensorRef, int],
+    unique_parts: Mapping[str, bool],
+) -> list[TensorRef]:
+    """In each graph the tensor that the ops of a fused name make together; `unique_parts` tells which no other name has."""
+    refs_by_graph: dict[str, tuple[list[TensorRef], list[TensorRef]]] = {}
+    for name_part, is_unique in unique_parts.items():
+        plain_name = _strip_converter_prefixes(name_part)
+        for ref in refs_by_spelling.get(
+            plain_name, refs_by_spelling.get(plain_name.removesuffix("/quant"), [])
+        ):  # what this program inserted
+            refs_by_graph.setdefault(ref.graph, ([], []))[not is_unique].append(ref)
+    candidates = (
+        _last_of_largest_group(model.graphs[graph], unique_refs or shared, shared if unique_refs else [], ranks)
+        for graph, (unique_refs, shared) in refs_by_graph.items()
+    )
+    return [ref for ref in candidates if ref is not None]
+
+
+def _last_of_largest_group(
+    graph: Graph, refs: list[TensorRef], shared: list[TensorRef], ranks: Mapping[TensorRef, int]
+) -> TensorRef | None:
+    """The last tensor of the largest group of neighbours among `refs`.
+
+    None where two groups are equally large, or where one of `shared`, which other names have too, may come behind it.
+    """
+    group = {ref.op: ref.op for ref in refs}
+
+    def find_leader(name: str) -> str:
+        while group[name] != name:
+            group[name] = group[group[name]]
+            name = group[name]
+        return name
+
+    for name in group:
+        for source in _iterate_sources(graph, name):
+            if source in group:
+                group[find_leader(source)] = find_leader(name)
+    sizes = Counter(find_leader(name) for name in group)
+    (largest, size), *runners_up = sizes.most_common(2)
+    if runners_up and runners_up[0][1] == size:
+        return None
+    for shared_ref in shared:
+        follows_largest = any(
+            source in group and find_leader(source) == largest for source in _iterate_sources(graph, shared_ref.op)
+        )
+        if follows_largest and graph.op(shared_ref.op).kind not in WEIGHTED_KINDS:
+            return None
+    return max((ref for ref in refs if find_leader(ref.op) == largest), key=ranks.__getitem__)
+
+
+def _iterate_sources(graph: Graph, name: str) -> Iterator[str]:
+    """The ops that an op reads, and those behind ops that this program made, which the file knows nothing of."""
+    for source in graph.nx.pred[name]:
+        yield source
+        current: str | None = source
+        for _ in range(MAX_PASSTHROUGH_OPS):
+            if current is None or not graph.op(current).rule:
+                break
+            producer = graph.source_of(Use(graph.name, current, 0)) if graph.slots(current) else None
+            current = producer.op if producer is not None and producer.graph == graph.name else None
+            if current is not None:
+                yield current
+
+
+def _strip_converter_prefixes(name: str) -> str:
+    prefix = next((prefix for prefix in CONVERTER_PREFIXES if name.startswith(prefix)), "")
+    while prefix:
+        name = name.removeprefix(prefix)
+        prefix = next((prefix for prefix in CONVERTER_PREFIXES if name.startswith(prefix)), "")
+    return name
+
+
+def stored_quantization(output: Output) -> StoredQuantization:
+    """What the file says of a tensor, which may be nothing."""
+    return output.quantization or StoredQuantization(index=0, sizes=())
+
+
+def _have_same_quantization(outputs: list[Output]) -> bool:
+    """Whether several tensors of the file say the same of one of the model."""
+    first = stored_quantization(outputs[0])
+    return all(
+        outputs[0].dtype == output.dtype
+        and np.array_equal(first.scale, stored_quantization(output).scale)
+        and np.array_equal(first.zero_point, stored_quantization(output).zero_point)
+        and np.array_equal(first.low, stored_quantization(output).low)
+        for output in outputs[1:]
+    )
+
+
+def _innermost_producer(model: Model, ref: TensorRef) -> TensorRef:
+    """What makes the tensor: for a function's result the op inside, for an identity what it hands on."""
+    for _ in range(MAX_PASSTHROUGH_OPS):
+        op, graph = model.op(ref), model.graphs[ref.graph]
+        source = None
+        if op.kind == "call" and op.calls and ref.port < len(model.graphs[op.calls[0].graph].outputs):
+            body = model.graphs[op.calls[0].graph]
+            source = body.source_of(Use(body.name, body.outputs[ref.port], 0))
+        elif op.kind in FORWARDING_KINDS | {"qdq"}:
+            source = graph.source_of(Use(ref.graph, ref.op, 0))
+        if source is None:
+            break
+        ref = source
+    return ref
+
+
+def iterate_equivalent_tensors(
+    model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef
+) -> Iterator[TensorRef]:
+    """The tensor, and those that are handed on to it, quantized on the way or not, out of its function too."""
+    for _ in range(MAX_PASSTHROUGH_OPS):
+        yield tensor
+        op, graph = model.op(tensor), model.graphs[tensor.graph]
+        source = None
+        if op.kind in FORWARDING_KINDS | {"qdq"}:
+            source = graph.source_of(Use(tensor.graph, tensor.op, 0))
+        elif op.kind == "input" and len(callers.get(tensor.graph, ())) == 1:
+            use, call = callers[tensor.graph][0]
+            if call.offset is not None and not call.loop:
+                slot = graph.inputs.index(tensor.op) + call.offset
+                source = model.graphs[use.graph].source_of(Use(use.graph, use.op, slot))
+        if source is None:
+            return
+        tensor = source
+
+
+MAX_NAME_MAP_BYTES = 1 << 24
+"""Bytes of a file that maps names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferredRange:
+    """A planned tensor whose scale a TFLite file gives.
+
+    Attributes:
+        tensor: The tensor.
+        name: Its name in the TFLite file.
+        exact: Whether scale and zero point are taken as they are; else the range that they stand for.
+    """
+
+    tensor: TensorRef
+    name: str
+    exact: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RangeTransfer:
+    """What a TFLite file was good for.
+
+    Attributes:
+        path: The file, None if it has none.
+        transferred: The planned tensors that got their scale or range from it.
+        unused: Names of its quantized activations that no planned tensor has.
+        missing: Planned activations that it says nothing of.
+    """
+
+    path: Path | None
+    transferred: tuple[TransferredRange, ...]
+    unused: tuple[str, ...]
+    missing: tuple[TensorRef, ...]
+
+
+def read_name_map(path: Path) -> dict[str, str]:
+    """The names in a TOML file: a model's tensor on the left, a TFLite file's on the right.
+
+    Raises:
+        UsageError: It cannot be read, or holds something else.
+    """
+    hint = 'Write lines like "block1/Relu:0" = "model/block1/Relu".'
+    try:
+        if path.stat().st_size > MAX_NAME_MAP_BYTES:
+            raise UsageError(f"{path} is over {MAX_NAME_MAP_BYTES >> 20} MB, too much for names. {hint}")
+        name_map = tomllib.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Give a TOML file of names.") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is no TOML file ({str(error)[:200]}). {hint}") from error
+    invalid_name = next((name for name, value in name_map.items() if not isinstance(value, str)), None)
+    if invalid_name is not None:
+        raise UsageError(f"{path}: {invalid_name!r} is mapped to something that is no name. {hint}")
+    return name_map
+
+
+def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[str, str]) -> tuple[Plan, RangeTransfer]:
+    """`plan` with the scales of a TFLite file where it names the same tensors.
+
+    What the plan itself gives stays. A scale is taken as it is where the site's scheme has the same type and allows the
+    zero point; else the range that it stands for is.
+
+    Args:
+        model: The prepared model that the plan names.
+        plan: The plan.
+        source: The TFLite model.
+        name_map: Pairs of a planned tensor and a tensor of the file that it gets its scale from, whatever it is called.
+
+    Raises:
+        UsageError: A name does not exist, or no planned tensor is in the file.
+    """
+    entries = _quantized_entries(source)
+    mapped = _map_names(plan, entries, name_map)
+    activations = {name: output for name, (output, is_constant) in entries.items() if not is_constant}
+    file_names = match_tensor_names(model, activations, _all_tensor_names(source))
+    callers = model.callers()
+    sites, transferred, missing, used_names = [], [], [], set()
+    for site in plan.sites:
+        name = mapped.get(site.tensor)
+        if name is None and not site.parameter and site.clone_of is None:
+            name = next(
+                (
+                    file_names[ref]
+                    for ref in iterate_equivalent_tensors(model, callers, site.tensor)
+                    if ref in file_names
+                ),
+                None,
+            )
+        updated = None if name is None else _with_file_scale(site, entries[name][0])
+        sites.append(updated or site)
+        if name is not None and updated is not None:
+            used_names.add(name)
+            transferred.append(TransferredRange(tensor=site.tensor, name=name, exact=updated.scale is not None))
+        elif (
+            not site.parameter and not site.tie and site.clone_of is None and site.range is None and site.scale is None
+        ):
+            missing.append(site.tensor)
+    if not transferred:
+        raise UsageError(_no_match_message(source, plan, list(activations)))
+    unused = tuple(
+        name
+        for name, output in activations.items()
+        if name not in used_names and stored_quantization(output).scale.size
+    )
+    report = RangeTransfer(
+        path=source.path, transferred=tuple(transferred), unused=unused, missing=tuple(dict.fromkeys(missing))
+    )
+    return replace(plan, sites=tuple(sites)), report
+
+
+def _quantized_entries(source: Model) -> dict[str, tuple[Output, bool]]:
+    """The tensors of a TFLite model that have a scale or a range, by name, and whether they are constants."""
+    entries: dict[str, tuple[Output, bool]] = {}
+    for graph in source.graphs.values():
+        for op in graph.ops():
+            for output in op.outputs:
+                if output.name and (stored_quantization(output).scale.size or stored_quantization(output).low.size):
+                    entries.setdefault(output.name, (output, op.kind in {"constant", "variable"}))
+    return entries
+
+
+def _all_tensor_names(source: Model) -> set[str]:
+    return {output.name for graph in source.graphs.values() for op in graph.ops() for output in op.outputs}
+
+
+def _map_names(plan: Plan, entries: Mapping[str, object], name_map: Mapping[str, str]) -> dict[TensorRef, str]:
+    refs_by_name: dict[str, list[TensorRef]] = {}
+    for site in plan.sites:
+        for name in {str(site.tensor): 0, site.tensor.op: 0} if not site.tensor.port else (str(site.tensor),):
+            refs_by_name.setdefault(name, []).append(site.tensor)
+    mapped: dict[TensorRef, str] = {}
+    for model_name, file_name in name_map.items():
+        if model_name not in refs_by_name:
+            raise UsageError(
+                f"The plan quantizes no tensor {model_name!r}, which is mapped.{did_you_mean(model_name, refs_by_name)}"
+            )
+        if file_name not in entries:
+            raise UsageError(f"The TFLite file has no scale of {file_name!r}.{did_you_mean(file_name, entries)}")
+        mapped.update(dict.fromkeys(refs_by_name[model_name], file_name))
+    return mapped
+
+
+def _with_file_scale(site: Site, output: Output) -> Site | None:
+    """The site with the scale, or with the range that it stands for; None if the file says nothing that is of use."""
+    quantization, dtype = stored_quantization(output), output.dtype or ""
+    scale, zero_points = quantization.scale.astype(float).tolist(), quantization.zero_point.tolist()
+    if site.range is not None or site.scale is not None or quantization.details or len(zero_points) != len(scale):
+        return None
+    if not scale:
+        return (
+            None
+            if site.parameter
+            else _with_file_range(site, quantization.low.astype(float), quantization.high.astype(float))
+        )
+    if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE for value in scale):
+        return None
+    if _scheme_allows(site, dtype, scale, zero_points):
+        return replace(site, scale=tuple(scale), zero_point=tuple(zero_points))
+    if len(scale) != 1 or dtype not in {"int8", "uint8", "int16"}:
+        return None
+    qmin, qmax = IntType.parse(dtype).limits()
+    return replace(site, range=((qmin - zero_points[0]) * scale[0], (qmax - zero_points[0]) * scale[0]))
+
+
+def _with_file_range(site: Site, low: Array, high: Array) -> Site | None:
+    """The site with a range that the file recorded without a scale."""
+    if low.size != 1 or high.size != 1 or not -math.inf < low[0] <= high[0] < math.inf:
+        return None
+    return replace(site, range=(float(low[0]), float(high[0])))
+
+
+def _scheme_allows(site: Site, dtype: str, scale: list[float], zero_points: list[int]) -> bool:
+    """Whether the site's scheme may have this very scale and zero point."""
+    scheme = site.scheme
+    low, high = scheme.type.limits(narrow=scheme.narrow)
+    return (
+        dtype == scheme.type.name
+        and all(low <= value <= high for value in zero_points)
+        and (scheme.zero != "symmetric" or all(value == scheme.type.symmetric_zero_point for value in zero_points))
+        and (scheme.scale != "power-of-two" or all(math.frexp(value)[0] == 0.5 for value in scale))  # noqa: PLR2004
+        and (len(scale) == 1) == (site.axis is None)
+    )
+
+
+def _no_match_message(source: Model, plan: Plan, names: list[str]) -> str:
+    planned_names = list(dict.fromkeys(str(site.tensor) for site in plan.sites if not site.parameter))
+    file_names_text = ", ".join(repr(name) for name in names[:3]) or "none that is quantized"
+    suggestion = did_you_mean(planned_names[0].rpartition(":")[0], names) if planned_names else ""
+    return (
+        f"No tensor that the plan quantizes is in {source.path or 'the TFLite model'}: its activations are {file_names_text},"
+        f" and the plan's {', '.join(planned_names[:3]) or 'none'}.{suggestion} Say which is which in a file for --ranges-map."
+    )

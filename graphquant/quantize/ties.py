@@ -1,0 +1,389 @@
+"""Ties: sites that share scale and zero point get the union of their ranges, or what the plan gives one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.ir import TensorRef, Use
+from graphquant.numerics import QParams, Range, choose_qparams, qparams_from_scale
+from graphquant.quantize.solver_state import Conflict, format_range, format_values, starts_at_zero
+
+if TYPE_CHECKING:
+    from graphquant.ir import Model, Parameters
+    from graphquant.quantize.plan import Site, Skip
+    from graphquant.quantize.solver_state import SolverState
+
+
+# Relu and Clip: ranges that end where they end, and pairs before those that no backend can absorb.
+#
+# A backend that runs a Relu as one with the op before it does so by the saturation of integers: the smallest one stands
+# for 0. A tie can take that away, as behind a Concat of one branch with a Relu and one without. The Relu then runs by
+# itself, and the op before it needs a quantized output of its own. It gets the pair that is behind the Relu: quantizing
+# before a Relu or Clip and behind it gives the same values as quantizing behind it alone, since both are monotone and
+# rounding to the same steps a second time changes nothing. So this needs no statistics and alters no output.
+
+CLIPPING_KINDS = frozenset({"relu", "relu6", "clip"})
+
+RELU6_LIMIT = 6.0
+
+CLIP_TOLERANCE = float(np.finfo(np.float32).eps)
+"""How far onnxruntime lets the integers reach beyond a Clip that it absorbs."""
+
+ROUNDING_SHARE = 1e-6
+"""Share of a range by which rounding a scale to float32 may widen it."""
+
+
+def clip_limits(model: Model, parameters: Parameters, tensor: TensorRef) -> tuple[float, float] | None:
+    """Between what the Relu or Clip that makes a tensor keeps it; None where it is made otherwise, or nobody knows."""
+    op = model.op(tensor)
+    if op.kind not in CLIPPING_KINDS:
+        return None
+    if op.kind == "relu":
+        return 0.0, np.inf
+    if op.kind == "relu6":
+        return 0.0, RELU6_LIMIT
+    low, high = (
+        _clip_limit(model, parameters, Use(tensor.graph, op.name, slot), attr, default)
+        for slot, attr, default in ((1, "min", -np.inf), (2, "max", np.inf))
+    )
+    return None if low is None or high is None or not low <= high else (low, high)
+
+
+def _clip_limit(model: Model, parameters: Parameters, use: Use, attr: str, default: float) -> float | None:
+    """One end of a Clip: an attribute, or what it reads at `use`."""
+    graph = model.graphs[use.graph]
+    op, read = graph.op(use.op), graph.source_of(use)
+    if attr in op.attrs:
+        return op.numeric_attr(attr, default)
+    if read is None:
+        return default
+    value = parameters.value(read) if parameters.is_parameter(read) else None
+    return float(value.reshape(-1)[0]) if value is not None and value.size == 1 and value.dtype.kind == "f" else None
+
+
+def fit_inside_clip(state: SolverState, members: list[int], chosen: QParams) -> QParams:
+    """`chosen`, its scale a float32 smaller where only rounding takes its integers beyond the limit of a Clip."""
+    if chosen.scale.ndim:
+        return chosen
+    qmax = chosen.type.limits(narrow=chosen.narrow)[1]
+    for index in members:
+        limits = clip_limits(state.model, state.parameters, state.sites[index].tensor)
+        steps = qmax - float(chosen.zero_point)
+        top = steps * float(chosen.scale)
+        if limits is not None and steps and limits[1] < top <= limits[1] * (1 + ROUNDING_SHARE):
+            smaller = np.nextafter(chosen.scale, np.float32(0))
+            return qparams_from_scale(smaller, chosen.zero_point, chosen.type, narrow=chosen.narrow)
+    return chosen
+
+
+def saturates_like_clip(params: QParams, limits: tuple[float, float]) -> bool:
+    """Whether integers saturate where a Relu or Clip does, or before."""
+    qmin, qmax = params.type.limits(narrow=params.narrow)
+    scale, zero_point = float(params.scale), float(params.zero_point)
+    if limits == (0.0, np.inf):
+        return zero_point == qmin
+    return (
+        limits[0] - (qmin - zero_point) * scale <= CLIP_TOLERANCE
+        and (qmax - zero_point) * scale - limits[1] <= CLIP_TOLERANCE
+    )
+
+
+def insert_pairs_before_clips(state: SolverState) -> None:
+    """Gives what is before a Relu or Clip that its op cannot absorb the pair that is behind it."""
+    sites_by_tensor: dict[TensorRef, list[int]] = {}
+    for index, site in enumerate(state.sites):
+        sites_by_tensor.setdefault(site.tensor, []).append(index)
+    for skip in state.plan.skips:
+        for use in skip.uses if skip.fused else ():
+            clip_output = TensorRef(use.graph, use.op)
+            output_sites = [index for index in sites_by_tensor.get(clip_output, ()) if index in state.params]
+            limits = clip_limits(state.model, state.parameters, clip_output)
+            if output_sites and limits is not None and use not in state.index_by_use:
+                _insert_pair_before_clip(state, skip, use, output_sites, limits)
+
+
+def _insert_pair_before_clip(
+    state: SolverState, skip: Skip, use: Use, output_sites: list[int], limits: tuple[float, float]
+) -> None:
+    """Adds the pair before the Relu or Clip that reads at `use`, whose output's sites are `output_sites`."""
+    site, params = state.sites[output_sites[0]], state.params[output_sites[0]]
+    covered = sum(len(state.sites[index].uses) for index in output_sites)
+    has_one_scale = params.scale.ndim == 0 and all(state.params[index] is params for index in output_sites)
+    if not has_one_scale or site.scheme.range != "observed" or saturates_like_clip(params, limits):
+        return
+    reason = f"scale {float(params.scale):.6g} and zero point {int(params.zero_point)} do not end where it does"
+    if covered != len(state.model.graphs[use.graph].consumers(site.tensor)):
+        state.add_note(output_sites[0], f"{use.op} runs by itself: {reason}")
+        return
+    index = len(state.sites)
+    state.sites.append(_site_before_clip(site, skip, use))
+    state.index_by_use[use] = index
+    state.params[index] = params
+    state.explicit_uses.add(use)
+    state.add_note(output_sites[0], f"{use.op} runs by itself, with the same pair before it: {reason}")
+    why = f"has the pair of {site.tensor}, as {use.op} cannot be absorbed: {reason}; no value changes"
+    state.add_note(index, why)
+    state.record_change(index, why)
+
+
+def _site_before_clip(site: Site, skip: Skip, use: Use) -> Site:
+    """The site before a Relu whose output is that of `site`."""
+    return replace(
+        site,
+        tensor=skip.tensor,
+        uses=(use,),
+        graph=skip.tensor.graph,
+        rule=skip.rule,
+        why=skip.reason,
+        tie=(site.uses[0],),
+        clone_of=None,
+        range=None,
+        scale=None,
+        zero_point=None,
+    )
+
+
+MAX_EXCESS_STEPS = 0.5
+"""Steps by which a range may be left before a fixed one has to give way: rounding reaches as far."""
+
+
+@dataclass(frozen=True, slots=True)
+class _TieEdge:
+    """Why a site is in its group: the rule that ties it to another one, or another one to it."""
+
+    tied_index: int
+    rule: str
+
+
+def share_scales(state: SolverState) -> None:
+    """Gives each site with a range its scale; those that are tied get one in common."""
+    groups, edges = _tie_groups(state)
+    for members in groups:
+        kinds: dict[tuple[object, ...], list[int]] = {}
+        for index in members:
+            kinds.setdefault(_sharing_key(state.sites[index], index), []).append(index)
+        for same_kind in kinds.values():
+            _share_scale(state, same_kind, edges)
+            if len(kinds) > 1 and members[0] not in same_kind:
+                _note_differing_schemes(state, same_kind, edges, members[0])
+    for index in state.params:
+        state.skips.pop(index, None)
+
+
+def solve_block_scales(state: SolverState, index: int) -> None:
+    """Gives a site with a scale for each block these at once, as no tie reaches them, and forgets its range.
+
+    Of all weights together the ranges are half as large as their int8 values.
+    """
+    _share_scale(state, [index], {})
+    del state.ranges[index]
+
+
+def skip_unfed_ties(state: SolverState) -> None:
+    """Tied sites that no living site leads to, however long the chain or ring of ties, are skipped."""
+    dependents: dict[int, list[int]] = {}
+    queue: list[int] = []
+    for index in state.params:
+        site = state.sites[index]
+        if not site.tie or site.scale is not None or site.range is not None:
+            queue.append(index)
+        for use in site.tie:
+            if use in state.index_by_use:
+                dependents.setdefault(state.index_by_use[use], []).append(index)
+    reached = set(queue)
+    for source in queue:
+        for index in dependents.pop(source, ()):
+            if index not in reached:
+                reached.add(index)
+                queue.append(index)
+    for index in [index for index in state.params if index not in reached]:
+        state.skip_site(index, "what it is tied to is not quantized")
+
+
+def _tie_groups(state: SolverState) -> tuple[list[list[int]], dict[int, _TieEdge]]:
+    """Positions of sites that must share scale and zero point, each site in exactly one group, and why it is there."""
+    leader = list(range(len(state.sites)))
+    edges: dict[int, _TieEdge] = {}
+
+    def find_leader(index: int) -> int:
+        while leader[index] != index:
+            leader[index] = leader[leader[index]]
+            index = leader[index]
+        return index
+
+    for index, site in enumerate(state.sites):
+        for use in site.tie:
+            if use in state.index_by_use:
+                source = state.index_by_use[use]
+                first, second = sorted((find_leader(index), find_leader(source)))
+                leader[second] = first
+                edges[index] = _TieEdge(source, site.rule)
+                edges.setdefault(source, _TieEdge(index, site.rule))
+    members: dict[int, list[int]] = {}
+    for index in range(len(state.sites)):
+        members.setdefault(find_leader(index), []).append(index)
+    return list(members.values()), edges
+
+
+def _sharing_key(site: Site, index: int) -> tuple[object, ...]:
+    """What sites must have in common to share scale and zero point; one per channel shares with none."""
+    unshared_index = None if site.axis is None else index
+    scheme = site.scheme
+    return scheme.type, scheme.zero, scheme.narrow, scheme.scale, scheme.range, starts_at_zero(site), unshared_index
+
+
+def _share_scale(state: SolverState, members: list[int], edges: dict[int, _TieEdge]) -> None:
+    """Gives sites of one kind of scheme the same scale and zero point."""
+    state.shared_groups.update(dict.fromkeys(members, tuple(members)) if len(members) > 1 else {})
+    explicit = [index for index in members if index in state.params]
+    if explicit:
+        _share_plan_scale(state, members, explicit[0], edges)
+        return
+    ranged = [index for index in members if index in state.ranges]
+    if not ranged:
+        return
+    first_site = state.sites[ranged[0]]
+    union = _union_range(state, ranged, edges)
+    shared = _widen_range(union, first_site.scheme.smallest_range)
+    if starts_at_zero(first_site):
+        shared = Range(np.zeros_like(shared.low), np.maximum(shared.high, 0.0))
+    params = choose_qparams(
+        shared,
+        first_site.scheme.type,
+        symmetric=first_site.scheme.zero == "symmetric" and not starts_at_zero(first_site),
+        narrow=first_site.scheme.narrow,
+        power_of_two=first_site.scheme.scale == "power-of-two",
+        axis=first_site.axis,
+        block=first_site.scheme.block_size,
+    )
+    if first_site.scheme.range == "observed":
+        params = fit_inside_clip(state, ranged, params)
+    params = replace(params, op_range=union if first_site.scheme.range == "given" else None)
+    for index in ranged:
+        state.params[index] = params
+        if len(ranged) > 1:
+            partner = state.sites[ranged[0] if index != ranged[0] else ranged[1]].tensor
+            state.add_note(
+                index, f"shares scale and zero point with {partner}{_describe_tie(state, edges.get(index), partner)}"
+            )
+        raised = shared.high > np.maximum(union.high, 0.0)
+        if first_site.scheme.smallest_range is not None and raised.any():
+            channels_text = f" in {int(raised.sum())} of {raised.size} channels" if raised.ndim else ""
+            state.add_note(
+                index,
+                f"its range was raised to {first_site.scheme.smallest_range:g}{channels_text}, the least of its scheme",
+            )
+
+
+def _share_plan_scale(state: SolverState, members: list[int], source_index: int, edges: dict[int, _TieEdge]) -> None:
+    """Gives all members the scale that the plan gives one; others that have their own keep it."""
+    source, params = state.sites[source_index].tensor, state.params[source_index]
+    for index in members:
+        if index not in state.params and (index in state.ranges or state.sites[index].tie):
+            state.params[index] = params
+            state.add_note(
+                index, f"shares the scale that the plan gives {source}{_describe_tie(state, edges.get(index), source)}"
+            )
+        elif index in state.params and _params_differ(state.params[index], params):
+            state.add_note(index, f"is tied to {source}, for which the plan gives another scale")
+            conflict = Conflict(
+                rules=("", edges[index].rule if index in edges else ""),
+                tensors=(state.sites[index].tensor, source),
+                wants=(
+                    f"the scale {format_values(state.params[index].scale)}",
+                    f"{format_values(params.scale)} for both",
+                ),
+                resolution="each keeps what the plan gives it",
+            )
+            state.conflicts.append(conflict)
+
+
+def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdge]) -> Range:
+    """The range that holds those of all; or a fixed one, where the others leave it by less than rounding does."""
+    shared = state.ranges[ranged[0]]
+    for index in ranged[1:]:
+        shared = shared.union(state.ranges[index])
+    fixed = next((index for index in ranged if _has_fixed_range(state.sites[index])), None)
+    if fixed is None or len(ranged) == 1 or state.ranges[fixed] == shared:
+        return shared
+    fixed_range = state.ranges[fixed]
+    low, high = state.sites[fixed].scheme.type.limits()
+    step = (fixed_range.high - fixed_range.low) / (high - low)
+    if (fixed_range.low - shared.low <= MAX_EXCESS_STEPS * step).all() and (
+        shared.high - fixed_range.high <= MAX_EXCESS_STEPS * step
+    ).all():
+        return fixed_range
+    farthest = next(index for index in ranged if not _is_range_within(state.ranges[index], fixed_range))
+    edge = edges.get(farthest)
+    conflict = Conflict(
+        rules=(state.sites[fixed].rule, edge.rule if edge is not None else ""),
+        tensors=(state.sites[fixed].tensor, state.sites[farthest].tensor),
+        wants=(
+            f"the range {format_range(fixed_range)}",
+            f"one scale with it and the range {format_range(state.ranges[farthest])}",
+        ),
+        resolution=f"all that is tied to them gets {format_range(shared)}",
+    )
+    state.record_conflict(conflict, fixed, farthest)
+    return shared
+
+
+def _has_fixed_range(site: Site) -> bool:
+    """Whether a rule or the plan, not data, says its range."""
+    return site.range is not None or site.scheme.observe.name == "fixed"
+
+
+def _is_range_within(inner: Range, outer: Range) -> bool:
+    return bool((inner.low >= outer.low).all() and (inner.high <= outer.high).all())
+
+
+def _note_differing_schemes(state: SolverState, members: list[int], edges: dict[int, _TieEdge], first: int) -> None:
+    """Says of sites whose schemes cannot share a scale with the rest of their group that they keep their own."""
+    for index in members:
+        edge = edges.get(index)
+        partner = state.sites[first if edge is None else edge.tied_index]
+        site = state.sites[index]
+        state.add_note(index, f"is tied to {partner.tensor}, whose scheme differs, so each has its own scale")
+        if edge is not None and _sharing_key(site, 0) != _sharing_key(partner, 0):
+            state.conflicts.append(
+                Conflict(
+                    rules=(partner.rule, site.rule),
+                    tensors=(partner.tensor, site.tensor),
+                    wants=(
+                        _describe_scheme(partner),
+                        f"{_describe_scheme(site)}, and rule {edge.rule!r} one scale for both",
+                    ),
+                    resolution="each has its own scale",
+                )
+            )
+
+
+def _describe_scheme(site: Site) -> str:
+    scheme = site.scheme
+    narrow = ", narrow" if scheme.narrow else ""
+    power = ", powers of two" if scheme.scale == "power-of-two" else ""
+    return f"{scheme.type.name} {scheme.zero}{narrow}{power} per {scheme.per}"
+
+
+def _describe_tie(state: SolverState, edge: _TieEdge | None, mentioned: TensorRef) -> str:
+    """The rule that ties a site, and to what if that is not `mentioned` already, as the end of a sentence."""
+    if edge is None or not edge.rule:
+        return ""
+    partner = state.sites[edge.tied_index].tensor
+    return f", by rule {edge.rule!r}" if partner == mentioned else f", as rule {edge.rule!r} ties it to {partner}"
+
+
+def _widen_range(value_range: Range, min_width: float | None) -> Range:
+    """`value_range`, its upper end raised where less than `min_width` lies between the ends once 0.0 is inside."""
+    if min_width is None:
+        return value_range
+    low = np.minimum(value_range.low, 0.0)
+    return Range(low, np.maximum(np.maximum(value_range.high, 0.0), low + min_width))
+
+
+def _params_differ(first: QParams, second: QParams) -> bool:
+    same = np.array_equal(first.scale, second.scale) and np.array_equal(first.zero_point, second.zero_point)
+    return not same

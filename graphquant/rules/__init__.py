@@ -1,0 +1,53 @@
+"""Rule files: what they may say, how they are found, and all their mistakes at once."""
+
+from graphquant.rules.json_schema import rule_file_schema
+from graphquant.rules.load import find_rule_file, load_ruleset, rebase_rule_paths, shipped_rule_files
+from graphquant.rules.matcher import RuleMatch, RuleMatcher, RuleMiss, name_matches
+from graphquant.rules.pattern_syntax import ChainLink, PatternOp, parse_chain, parse_pattern
+from graphquant.rules.rule import ALGORITHM_NAMES, NEGATION, Rule, RuleSet, Selector
+from graphquant.rules.scheme import ObserverConfig, Scheme
+from graphquant.rules.toml_document import (
+    DocumentKind,
+    Mistake,
+    describe_table_schema,
+    field_descriptions,
+    mistakes_error,
+    parse_document,
+    read_document,
+    table_keys,
+    validate_document,
+)
+from graphquant.rules.toml_lines import KeyPath
+
+__all__ = [
+    "ALGORITHM_NAMES",
+    "ChainLink",
+    "DocumentKind",
+    "KeyPath",
+    "Mistake",
+    "NEGATION",
+    "ObserverConfig",
+    "PatternOp",
+    "Rule",
+    "RuleMatch",
+    "RuleMatcher",
+    "RuleMiss",
+    "RuleSet",
+    "Scheme",
+    "Selector",
+    "describe_table_schema",
+    "field_descriptions",
+    "find_rule_file",
+    "load_ruleset",
+    "mistakes_error",
+    "name_matches",
+    "parse_chain",
+    "parse_document",
+    "parse_pattern",
+    "read_document",
+    "rebase_rule_paths",
+    "rule_file_schema",
+    "shipped_rule_files",
+    "table_keys",
+    "validate_document",
+]

@@ -1,0 +1,381 @@
+"""What is around an op: who reads it, what it computes on, and what is known of both; found out once each."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from graphquant.errors import UsageError
+from graphquant.ir import (
+    Graph,
+    Model,
+    Op,
+    Parameters,
+    Shape,
+    TensorRef,
+    Use,
+    input_channels,
+    kernel_size,
+    matrix_rows,
+    output_channels,
+)
+from graphquant.rules.pattern_syntax import ANY_OP, ChainLink, PatternOp, parse_chain, parse_pattern
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from collections.abc import Set as AbstractSet
+
+    from graphquant.rules.rule import Selector
+
+
+TRANSPARENT_KINDS = frozenset({"identity", "dropout"})
+"""Kinds that a chain looks through unless it names them, since they compute nothing."""
+
+
+class OpNeighbors:
+    """The neighbours of the ops of `model`, which must not be edited meanwhile."""
+
+    def __init__(self, model: Model) -> None:
+        """Nothing is looked at before it is asked for."""
+        self.model = model
+        self.parameters = Parameters(model)
+        self._consumers_by_port: dict[tuple[str, str], dict[int, list[Use]]] = {}
+        self._shapes: dict[TensorRef, Shape | None] = {}
+        self._data_inputs: dict[tuple[str, str], TensorRef | None] = {}
+        self._single_sources: dict[TensorRef, TensorRef | None] = {}
+        self._single_readers: dict[tuple[str, str], str | None] = {}
+
+    @cached_property
+    def first_outputs(self) -> list[tuple[TensorRef, str]]:
+        """The first output of each op that can run, with the op's kind."""
+        graphs = [self.model.graphs[name] for name in self.model.reachable_graphs()]
+        return [(TensorRef(graph.name, op.name), op.kind) for graph in graphs for op in graph.ops() if op.outputs]
+
+    def shape(self, tensor: TensorRef) -> Shape | None:
+        """The static shape of `tensor`; a parameter's also from the variable or argument behind it."""
+        if tensor not in self._shapes:
+            shape: Shape | None = self.model.output(tensor).shape
+            if shape is None and self.parameters.is_parameter(tensor):
+                shape = self.model.output(self.parameters.root_tensor(tensor)).shape
+            self._shapes[tensor] = shape
+        return self._shapes[tensor]
+
+    def is_kind(self, kinds: AbstractSet[str], tensor: TensorRef) -> bool:
+        """Whether `kinds` name the op of `tensor`."""
+        if "*" in kinds or self.model.op(tensor).kind in kinds:
+            return True
+        return "parameter" in kinds and self.parameters.is_parameter(tensor)
+
+    def consumers_by_port(self, graph: Graph, op: str) -> dict[int, list[Use]]:
+        """The consumers of each output of an op."""
+        key = (graph.name, op)
+        if key not in self._consumers_by_port:
+            self._consumers_by_port[key] = graph.consumers_by_port(op)
+        return self._consumers_by_port[key]
+
+    def consumers(self, tensor: TensorRef) -> list[Use]:
+        """The consumers of `tensor`."""
+        return self.consumers_by_port(self.model.graphs[tensor.graph], tensor.op).get(tensor.port, [])
+
+    def inputs(self, use: Use) -> list[tuple[TensorRef, Use]]:
+        """What the op of `use` reads, with the place where it does."""
+        slots = enumerate(self.model.graphs[use.graph].slots(use.op))
+        return [(tensor, Use(use.graph, use.op, slot)) for slot, tensor in slots if tensor is not None]
+
+    def single_source(self, tensor: TensorRef, *, literal: bool) -> TensorRef | None:
+        """What the op of `tensor` computes on, if that has no other reader; beyond ops that pass it on."""
+        source = self.data_input(tensor)
+        if source is None or literal:
+            return source if source is not None and len(self.consumers(source)) == 1 else None
+        path: list[TensorRef] = []
+        while source is not None and source not in self._single_sources:
+            self._single_sources[source] = None  # also ends a ring of identities
+            path.append(source)
+            if len(self.consumers(source)) != 1:
+                source = None
+            elif self.model.op(source).kind not in TRANSPARENT_KINDS:
+                break
+            else:
+                source = self.data_input(source)
+        nearest = source if path and source == path[-1] else None if source is None else self._single_sources[source]
+        self._single_sources.update(dict.fromkeys(path, nearest))
+        return nearest
+
+    def single_reader(self, graph: Graph, name: str, *, literal: bool) -> str | None:
+        """The op of this graph that alone reads output 0 of op `name`; beyond ops that pass it on."""
+        if literal:
+            return self._sole_reader(graph, name)
+        path: list[str] = []
+        current: str | None = name
+        while current is not None and (graph.name, current) not in self._single_readers:
+            self._single_readers[graph.name, current] = None
+            path.append(current)
+            current = self._sole_reader(graph, current)
+            if current is not None and graph.op(current).kind not in TRANSPARENT_KINDS:
+                break
+        else:
+            current = None if current is None else self._single_readers[graph.name, current]
+        self._single_readers.update({(graph.name, passed_op): current for passed_op in path})
+        return current
+
+    def _sole_reader(self, graph: Graph, name: str) -> str | None:
+        readers = self.consumers(TensorRef(graph.name, name))
+        return readers[0].op if len(readers) == 1 and readers[0].graph == graph.name else None
+
+    def data_input(self, tensor: TensorRef) -> TensorRef | None:
+        """What the op of `tensor` computes on: its first input that is no parameter, else its first."""
+        key = (tensor.graph, tensor.op)
+        if key not in self._data_inputs:
+            operands = [slot for slot in self.model.graphs[tensor.graph].slots(tensor.op) if slot is not None]
+            computed = (slot for slot in operands if not self.parameters.is_parameter(slot))
+            self._data_inputs[key] = next(computed, operands[0] if operands else None)
+        return self._data_inputs[key]
+
+
+# Conditions on one op by itself: its type, its attributes, and the sizes of what it reads.
+
+_SIZE_FUNCTIONS = {
+    "channels": output_channels,
+    "input channels": input_channels,
+    "rows": matrix_rows,
+    "sides of its kernel": kernel_size,
+}
+"""Sizes of an op, from the shape of its weight; its rows from that of its input."""
+
+
+def size_miss_reason(neighbors: OpNeighbors, selector: Selector, tensor: TensorRef, use: Use | None) -> str:
+    """Which condition on sizes fails; one on a size that is not known does."""
+    bounds = (
+        ("axes", selector.min_rank, selector.max_rank),
+        ("elements", selector.min_size, selector.max_size),
+        ("channels", selector.min_channels, selector.max_channels),
+        ("input channels", selector.min_in_channels, selector.max_in_channels),
+        ("rows", selector.min_rows, selector.max_rows),
+        ("sides of its kernel", selector.min_kernel, None),
+        ("groups", None, selector.max_groups),
+    )
+    for quantity, minimum, maximum in bounds:
+        if minimum is None and maximum is None:
+            continue
+        size = _selected_size(neighbors, quantity, tensor, use)
+        subject = tensor if use is None or quantity in {"axes", "elements"} else use.op
+        statement = f"{subject} has {'an unknown number of' if size is None else size} {quantity}"
+        if minimum is not None and (size is None or size < minimum):
+            return f"{statement}, not at least {minimum}"
+        if maximum is not None and (size is None or size > maximum):
+            return f"{statement}, not at most {maximum}"
+    if selector.multiple_of is not None:
+        size = _selected_size(neighbors, "input channels", tensor, use)
+        if size is None or size % selector.multiple_of:
+            actual = "an unknown number of" if size is None else size
+            return f"{use.op if use else tensor} has {actual} input channels, no multiple of {selector.multiple_of}"
+    return ""
+
+
+def _selected_size(neighbors: OpNeighbors, quantity: str, tensor: TensorRef, use: Use | None) -> int | None:
+    """A size of `tensor`, or of the op of `use`, counted in its weight. None if it is not known."""
+    if quantity not in {"axes", "elements"}:
+        return None if use is None else _weighted_op_size(neighbors, quantity, use)
+    shape = neighbors.shape(tensor)
+    if shape is None:
+        return None
+    if quantity == "axes":
+        return len(shape)
+    sizes = [side for side in shape if side is not None]
+    return math.prod(sizes) if len(sizes) == len(shape) else None
+
+
+def _weighted_op_size(neighbors: OpNeighbors, quantity: str, use: Use) -> int | None:
+    """A size of the weighted op of `use`."""
+    graph = neighbors.model.graphs[use.graph]
+    op = graph.op(use.op)
+    if op.channel_axis is None:
+        return None
+    if quantity == "groups":
+        return int(op.numeric_attr("group", 1))
+    role = "input" if quantity == "rows" else "weight"
+    operand = next(
+        (operand for slot, operand in enumerate(graph.slots(op.name)) if operand and op.role(slot) == role), None
+    )
+    shape = None if operand is None else neighbors.shape(operand)
+    return None if shape is None else _SIZE_FUNCTIONS[quantity](op, shape)
+
+
+def type_miss_reason(selector: Selector, op: Op) -> str:
+    """Whether the condition on the type of `op` fails."""
+    if selector.type is not None and op.type not in selector.type.split("|"):
+        return f"{op.name} is of type {op.type!r}, not {selector.type!r}"
+    return ""
+
+
+def attribute_miss_reason(selector: Selector, op: Op) -> str:
+    """Which condition on an attribute of `op` fails."""
+    for name, condition in selector.attr.items():
+        actual = _plain_attribute(op.attrs.get(name))
+        if not _attribute_equals(actual, condition) and not (
+            isinstance(condition, list) and any(_attribute_equals(actual, alternative) for alternative in condition)
+        ):
+            return f"{op.name} has {name} = {actual!r}, not {condition!r}"
+    return ""
+
+
+def _attribute_equals(actual: Any, expected: Any) -> bool:
+    """Whether an attribute has the value that a rule names; files keep numbers with a fraction as float32."""
+    if isinstance(actual, list) and isinstance(expected, list):
+        return len(actual) == len(expected) and all(map(_attribute_equals, actual, expected))
+    if isinstance(actual, float) and isinstance(expected, int | float):
+        with np.errstate(over="ignore"):
+            return bool(actual == expected or np.float32(actual) == np.float32(expected))
+    return bool(actual == expected)
+
+
+def _plain_attribute(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    return list(value) if isinstance(value, tuple) else value
+
+
+# Chains of kinds, `conv > batchnorm? > relu`, against the ops that lead to a tensor or from a use.
+
+cached_chain_links = lru_cache(maxsize=1024)(parse_chain)
+
+
+def matches_chain_up(neighbors: OpNeighbors, links: tuple[ChainLink, ...], tensor: TensorRef) -> bool:
+    """Whether the ops that lead to `tensor` are the chain; every tensor inside it has one reader."""
+    if len(links) == 1:
+        return neighbors.is_kind(links[0].kinds, tensor)
+    literal = _names_transparent_kind(links)
+    positions = _skip_optional_links(links, len(links), -1)
+    current: TensorRef | None = tensor
+    while current is not None and positions and 0 not in positions:
+        matched = {index - 1 for index in positions if neighbors.is_kind(links[index - 1].kinds, current)}
+        positions = frozenset().union(*(_skip_optional_links(links, index, -1) for index in matched))
+        current = neighbors.single_source(current, literal=literal)
+    return 0 in positions
+
+
+def matches_chain_down(neighbors: OpNeighbors, links: tuple[ChainLink, ...], use: Use) -> bool:
+    """Whether the op of `use` and its sole readers are the chain."""
+    graph = neighbors.model.graphs[use.graph]
+    literal = _names_transparent_kind(links)
+    positions = _skip_optional_links(links, 0, 1)
+    current: str | None = use.op
+    while current is not None and positions and len(links) not in positions:
+        kind = graph.op(current).kind
+        matched = {index + 1 for index in positions if not links[index].kinds.isdisjoint((kind, "*"))}
+        positions = frozenset().union(*(_skip_optional_links(links, index, 1) for index in matched))
+        current = neighbors.single_reader(graph, current, literal=literal)
+    return len(links) in positions
+
+
+def possible_last_links(text: str) -> list[ChainLink]:
+    """The links of a chain that its last op may be: the last one, and what it leaves if that is optional."""
+    links = cached_chain_links(text)
+    return [links[index - 1] for index in sorted(_skip_optional_links(links, len(links), -1)) if index]
+
+
+def _names_transparent_kind(links: tuple[ChainLink, ...]) -> bool:
+    return any(not link.kinds.isdisjoint(TRANSPARENT_KINDS) for link in links)
+
+
+def _skip_optional_links(links: tuple[ChainLink, ...], index: int, step: int) -> frozenset[int]:
+    """`index`, a place between links, and those that can be reached from it by leaving out optional links."""
+    positions = {index}
+    while 0 <= (link := index if step > 0 else index - 1) < len(links) and links[link].optional:
+        index += step
+        positions.add(index)
+    return frozenset(positions)
+
+
+# Patterns, small graphs written as text, against the ops above each op.
+
+COMMUTATIVE_KINDS = frozenset({"add", "mul", "max", "min"})
+"""Kinds whose operands a pattern tries in both orders."""
+
+MAX_BINDING_STEPS = 2000
+"""How many operands may be tried for one match of a pattern: commuted operands of a hostile model never end."""
+
+pattern_ops_of = lru_cache(maxsize=1024)(parse_pattern)
+
+
+def find_pattern(
+    neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]
+) -> dict[str, set[tuple[str, str]]]:
+    """For each part the ops that play it; the first match found at each op counts."""
+    ops_by_name: dict[str, set[tuple[str, str]]] = {pattern_op.name: set() for pattern_op in pattern_ops}
+    search = _PatternSearch(neighbors, name, pattern_ops)
+    kinds = pattern_ops[-1].kinds
+    any_kind = not kinds.isdisjoint(("*", "parameter"))
+    for tensor, kind in neighbors.first_outputs:
+        bound = search.bind_pattern(tensor) or {} if any_kind or kind in kinds else {}
+        for pattern_op in pattern_ops if bound else ():
+            ops_by_name[pattern_op.name].add((tensor.graph, bound[pattern_op.name].op))
+    ops_by_name[ANY_OP] = set().union(*ops_by_name.values())
+    return ops_by_name
+
+
+class _PatternSearch:
+    """Reads the pattern `parts` into the ops above one op."""
+
+    def __init__(self, neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]) -> None:
+        self._neighbors = neighbors
+        self._name = name
+        self._root = pattern_ops[-1]
+        self._pattern_ops = {pattern_op.name: pattern_op for pattern_op in pattern_ops}
+        self._may_bind_cache: dict[tuple[str, TensorRef], bool] = {}
+
+    def bind_pattern(self, root: TensorRef) -> dict[str, TensorRef] | None:
+        """What each name of the pattern stands for if its last op is that of `root`; None if it does not match.
+
+        Only what could fit by itself is tried, so that operands are tried again only where a name occurs twice.
+
+        Raises:
+            UsageError: There are more ways to try than `MAX_BINDING_STEPS`.
+        """
+        stack: list[tuple[tuple[tuple[str, TensorRef], ...], dict[str, TensorRef]]] = [(((self._root.name, root),), {})]
+        steps = 0
+        while stack:
+            goals, bound = stack.pop()
+            steps += 1
+            if not goals:
+                return bound
+            if steps > MAX_BINDING_STEPS:
+                raise UsageError(
+                    f"The pattern {self._name!r} can be read into the ops above {root} in too many ways. Give its"
+                    " operands distinct kinds, or leave out names that occur twice."
+                )
+            (name, tensor), rest = goals[0], goals[1:]
+            if name == "_" or bound.get(name) == tensor:
+                stack.append((rest, bound))
+            elif name not in bound and (name not in self._pattern_ops or self._may_bind(name, tensor)):
+                orders = self._operand_orders(name, tensor) if name in self._pattern_ops else [()]
+                stack.extend(((*order, *rest), {**bound, name: tensor}) for order in reversed(orders))
+        return None
+
+    def _may_bind(self, name: str, tensor: TensorRef) -> bool:
+        """Whether the part could be the op of `tensor`, were all names in it distinct."""
+        key = (name, tensor)
+        if key not in self._may_bind_cache:
+            self._may_bind_cache[key] = self._neighbors.is_kind(self._pattern_ops[name].kinds, tensor) and any(
+                all(operand not in self._pattern_ops or self._may_bind(operand, slot) for operand, slot in order)
+                for order in self._operand_orders(name, tensor)
+            )
+        return self._may_bind_cache[key]
+
+    def _operand_orders(self, name: str, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
+        """The ways to give the part's operands the inputs of the op of `tensor`."""
+        operands = self._pattern_ops[name].operands
+        model = self._neighbors.model
+        slots = model.graphs[tensor.graph].slots(tensor.op)[: len(operands)]
+        filled = [slot for slot in slots if slot is not None]
+        if len(filled) < len(operands):
+            return []
+        operand_orders: list[Sequence[str]] = [operands]
+        if model.op(tensor).kind in COMMUTATIVE_KINDS and len(operands) == 2:  # noqa: PLR2004  # two operands can be swapped
+            operand_orders.append(operands[::-1])
+        return [tuple(zip(operand_order, filled, strict=True)) for operand_order in operand_orders]

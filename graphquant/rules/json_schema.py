@@ -1,0 +1,124 @@
+"""The JSON Schema of rule files, from the dataclasses and their docstrings."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
+
+from graphquant.errors import RuleError
+from graphquant.observers import OBSERVERS
+from graphquant.qdq import FAMILIES, FamilyArguments
+from graphquant.rules.rule import CONSUMER_CONDITIONS, Pattern, Rule, RuleFile, Selector
+from graphquant.rules.scheme import SCHEME_DTYPES, ObserverConfig, Scheme
+from graphquant.rules.toml_document import DocumentKind, describe_table_schema, table_keys
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+
+RULE_FILE_VERSION = 1
+"""Raised when a rule file that was valid no longer is."""
+
+RULE_FILE_KIND = DocumentKind(
+    noun="rule file",
+    example="kind = 'conv'",
+    error_class=RuleError,
+    tables={
+        "": RuleFile,
+        "scheme": Scheme,
+        "scheme.observe": ObserverConfig,
+        "scheme.args": FamilyArguments,
+        "pattern": Pattern,
+        "rule": Rule,
+        "rule.producer": Selector,
+        "rule.consumer": Selector,
+    },
+    table_labels={
+        "": "a rule file",
+        "rule": "a rule",
+        "scheme": "a scheme",
+        "scheme.observe": "an observer",
+        "scheme.args": "the arguments of a family",
+        "pattern": "a pattern",
+        "rule.producer": "a producer",
+        "rule.consumer": "a consumer",
+    },
+    headings={
+        "rule": " A rule is headed [[rule]].",
+        "scheme": " A scheme is headed [scheme.NAME].",
+        "pattern": " A pattern is headed [pattern.NAME].",
+    },
+    named_tables=frozenset({"scheme", "pattern"}),
+    hidden_fields={Scheme: "name"},
+)
+"""What messages and the schema say of rule files."""
+
+
+def rule_file_schema() -> dict[str, Any]:
+    """The JSON Schema (draft 2020-12) that editors complete and check rule files by.
+
+    It knows all but what the values say of one another: names of schemes and patterns, and rules called the same.
+    """
+    generated = TypeAdapter(RuleFile).json_schema()
+    for table in (Scheme, ObserverConfig, FamilyArguments, Pattern, Rule, Selector):
+        describe_table_schema(generated["$defs"][table.__name__], table, RULE_FILE_KIND.hidden_fields.get(table, ""))
+    describe_table_schema(generated, RuleFile)
+    _add_constraints(generated["$defs"])
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **generated,
+        "title": f"graphquant rule file, version {RULE_FILE_VERSION}",
+    }
+
+
+def _add_constraints(tables: dict[str, Any]) -> None:
+    """Adds what the validators check and pydantic's schema does not say."""
+    from graphquant.ir.kinds import KINDS, ROLES
+
+    scheme, observe = tables["Scheme"], tables["Observe"]
+    scheme["properties"]["dtype"] = {
+        "description": scheme["properties"]["dtype"]["description"],
+        "enum": list(SCHEME_DTYPES),
+    }
+    scheme["properties"]["family"]["enum"] = sorted(FAMILIES)
+    scheme["not"] = {"anyOf": [{"required": ["dtype", conflicting]} for conflicting in ("bits", "signed")]}
+    blocked = {"properties": {"per": {"const": "block"}}, "required": ["per"]}
+    scheme["oneOf"] = [
+        {**blocked, "required": ["per", "block_size"]},
+        {"not": blocked, "properties": {"block_size": False}},
+    ]
+    names_without_arguments = [name for name, observer in OBSERVERS.items() if not observer.required_arguments]
+    observe_schema = scheme["properties"]["observe"]
+    scheme["properties"]["observe"] = {
+        "description": observe_schema["description"],
+        "anyOf": [{"enum": names_without_arguments}, {"$ref": observe_schema["$ref"]}],
+    }
+    observe["properties"]["name"]["enum"] = list(OBSERVERS)
+    observe["oneOf"] = [
+        {
+            "properties": {"name": {"const": name}, **dict.fromkeys(_foreign_arguments(observer.arguments), False)},
+            "required": list(observer.required_arguments),
+        }
+        for name, observer in OBSERVERS.items()
+    ]
+    selector = tables["Selector"]["properties"]
+    kind_pattern = "|".join(re.escape(kind) for kind in KINDS)
+    link_pattern = rf"\s*({kind_pattern})(\|({kind_pattern}))*\??\s*"
+    selector["kind"]["anyOf"] = [{"enum": list(KINDS)}, {"pattern": f"^{link_pattern}(>{link_pattern})*$"}]
+    role_pattern = "|".join(ROLES)
+    selector["input"]["anyOf"] = [{"enum": list(ROLES)}, {"pattern": rf"^({role_pattern})(\|({role_pattern}))*$"}]
+    scalar = {"type": ["string", "number", "boolean"]}
+    one_of = {"type": "array", "items": {"anyOf": [scalar, {"type": "array", "items": scalar}]}}
+    selector["attr"]["additionalProperties"] = {"anyOf": [scalar, one_of]}
+    tables["Rule"]["anyOf"] = [
+        {"required": [side], "properties": {side: {"minProperties": 1}}} for side in ("producer", "consumer")
+    ]
+    sides = tables["Rule"]["properties"]
+    sides["producer"]["properties"] = dict.fromkeys(CONSUMER_CONDITIONS, False)
+    sides["consumer"]["properties"] = {"readers": False}
+
+
+def _foreign_arguments(arguments: Iterable[str]) -> list[str]:
+    return [name for name in table_keys(ObserverConfig) if name != "name" and name not in arguments]

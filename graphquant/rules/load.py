@@ -1,0 +1,300 @@
+"""From rule files to rules: where the files are, and all their mistakes at once."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphquant.errors import RuleError, UsageError, did_you_mean
+from graphquant.rules.json_schema import RULE_FILE_KIND
+from graphquant.rules.pattern_syntax import ANY_OP, parse_pattern
+from graphquant.rules.rule import NEGATION, BoundRule, RuleFile, RuleSet
+from graphquant.rules.toml_document import (
+    MAX_VALUE_LENGTH,
+    document_error,
+    format_value,
+    mistakes_error,
+    parse_document,
+    read_document,
+    validate_document,
+    words_sentence,
+)
+from graphquant.rules.toml_lines import nearest_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from graphquant.rules.toml_document import Mistake
+    from graphquant.rules.toml_lines import KeyPath
+
+
+# A rule in one line: the fixed-point recipe, `PRODUCER > CONSUMER: BITS, EXPONENT`, where a file would be named.
+
+INLINE_ARROW = " > "
+"""What tells such a rule from the name of a file."""
+
+_INLINE_RULE = re.compile(
+    r"\s*(?P<producer>.+?)\s+>\s+(?P<consumer>.+?)\s*:\s*(?P<bits>\d{1,3})\s*,\s*(?P<exponent>-?\d{1,4})\s*"
+)
+
+
+def parse_inline_rule(text: str) -> dict[str, Any]:
+    """The data of a rule file with the one rule that `text` says; a ValueError if it says none."""
+    match = _INLINE_RULE.fullmatch(text)
+    if match is None:
+        raise ValueError(
+            "this is no rule in one line. Those read 'PRODUCER > CONSUMER: BITS, EXPONENT', as in"
+            " 'conv1/Relu:0 > conv2/*: 8, -4'."
+        )
+    observe = {"name": "fixed-point", "exponent": int(match["exponent"])}
+    rule = {
+        "name": "fixed-point",
+        "producer": {"name": match["producer"]},
+        "consumer": {"name": match["consumer"]},
+        "quantize": "fixed-point",
+    }
+    return {
+        "scheme": {"fixed-point": {"bits": int(match["bits"]), "narrow": True, "observe": observe}},
+        "rule": [rule],
+    }
+
+
+# What is wrong with the data of a rule file, in sentences for whoever wrote it.
+
+BUILTIN_OUTCOMES = ("leave", "absorbed", "same-as-input", "passed-on")
+"""What a rule may say in `quantize` beside the name of a scheme."""
+
+
+def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake]]:
+    """The rule file that `data` describes, None if there are mistakes, and each mistake with the path of its key."""
+    mistakes = list(_reference_mistakes(data))
+    file, validation_mistakes = validate_document(data, RuleFile, RULE_FILE_KIND)
+    return (None if mistakes else file), [*mistakes, *validation_mistakes]
+
+
+def _reference_mistakes(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
+    """The mistakes that no value has by itself; values of a wrong type are passed over."""
+    schemes, patterns = _tables_by_name(data.get("scheme")), _tables_by_name(data.get("pattern"))
+    for name, scheme in schemes.items():
+        if name in BUILTIN_OUTCOMES or not name:
+            yield ("scheme", name), f"a scheme cannot be called {name!r}. Give it another name."
+        if "name" in scheme:
+            yield ("scheme", name, "name"), "'name' is no key of a scheme. Its header, [scheme.NAME], has it."
+    for name in patterns:
+        if not re.fullmatch(r"[\w-]+", name):
+            yield (
+                ("pattern", name),
+                f"a pattern cannot be called {format_value(name)}. Use letters, digits, '_' and '-'.",
+            )
+    rules = data.get("rule")
+    rules = [rule if isinstance(rule, dict) else {} for rule in rules] if isinstance(rules, list) else []
+    yield from _duplicate_name_mistakes(rules)
+    pattern_ops = {name: _pattern_op_names(pattern) for name, pattern in patterns.items()}
+    yield from _sibling_mistakes(rules)
+    for index, rule in enumerate(rules):
+        scheme_name = rule.get("quantize")
+        if isinstance(scheme_name, str) and scheme_name not in (*schemes, *BUILTIN_OUTCOMES):
+            close = did_you_mean(scheme_name[:MAX_VALUE_LENGTH], [*schemes, *BUILTIN_OUTCOMES])
+            suggestion = close or words_sentence("Known are", [*schemes, *BUILTIN_OUTCOMES])
+            yield ("rule", index, "quantize"), f"there is no scheme {format_value(scheme_name)}.{suggestion}"
+        for side in ("producer", "consumer"):
+            selector = rule.get(side)
+            reference = selector.get("pattern") if isinstance(selector, dict) else None
+            if isinstance(reference, str) and (text := _pattern_mistake(reference, pattern_ops)):
+                yield ("rule", index, side, "pattern"), text
+
+
+def _sibling_mistakes(rules: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, str]]:
+    """What is wrong with the rules that consumers stand `beside`."""
+    selectors = [selector if isinstance(selector := rule.get("consumer"), dict) else {} for rule in rules]
+    uses_sibling = {
+        rule.get("name"): "beside" in selector
+        for rule, selector in zip(rules, selectors, strict=True)
+        if _has_name(rule)
+    }
+    for index, selector in enumerate(selectors):
+        sibling, path = selector.get("beside"), ("rule", index, "consumer", "beside")
+        if isinstance(sibling, str) and sibling not in uses_sibling:
+            close = did_you_mean(sibling[:MAX_VALUE_LENGTH], [str(name) for name in uses_sibling])
+            yield path, f"there is no rule {format_value(sibling)} in the file.{close}"
+        elif isinstance(sibling, str) and uses_sibling[sibling]:
+            yield path, f"the rule {format_value(sibling)} is 'beside' another itself. Name that one."
+
+
+def _has_name(rule: dict[str, Any]) -> bool:
+    return isinstance(rule.get("name"), str)
+
+
+def _tables_by_name(value: object) -> dict[str, dict[str, Any]]:
+    """The tables by name in `value`, empty ones for what is no table."""
+    if not isinstance(value, dict):
+        return {}
+    return {name: table if isinstance(table, dict) else {} for name, table in value.items()}
+
+
+def _duplicate_name_mistakes(rules: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, str]]:
+    occurrences: Counter[str] = Counter()
+    for index, rule in enumerate(rules):
+        name = rule.get("name")
+        if isinstance(name, str):
+            if occurrences[name]:
+                yield (
+                    ("rule", index, "name"),
+                    f"another rule above is called {format_value(name)}. Give each its own name.",
+                )
+            occurrences[name] += 1
+
+
+def _pattern_op_names(pattern: dict[str, Any]) -> tuple[str, ...] | None:
+    """The names of a pattern's ops, None if it has mistakes of its own."""
+    lines = pattern.get("ops")
+    if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+        return None
+    try:
+        return tuple(op.name for op in parse_pattern(lines))
+    except ValueError:
+        return None
+
+
+def _pattern_mistake(reference: str, pattern_ops: dict[str, tuple[str, ...] | None]) -> str:
+    """What is wrong with `NAME` or `NAME.op`, "" if nothing is."""
+    name, dot, op = reference.partition(".")
+    if name not in pattern_ops:
+        suggestion = words_sentence("Known are", pattern_ops) if pattern_ops else " The file has none."
+        return f"there is no pattern {format_value(name)}.{did_you_mean(name[:MAX_VALUE_LENGTH], pattern_ops) or suggestion}"
+    ops = pattern_ops[name]
+    if not dot or ops is None or op in (*ops, ANY_OP):
+        return ""
+    close = did_you_mean(op[:MAX_VALUE_LENGTH], ops)
+    return f"the pattern {name!r} has no op {format_value(op)}.{close or words_sentence('Its ops are', ops)}"
+
+
+RULE_FILE_SUFFIX = ".toml"
+
+
+def shipped_rule_files() -> dict[str, Path]:
+    """The rule files that come with graphquant, by name: inside the installed package, or beside it in a checkout."""
+    installed = Path(__file__).parent
+    checkout = installed.parents[1] / "rules"
+    folder = installed if any(installed.glob(f"*{RULE_FILE_SUFFIX}")) else checkout
+    return {path.stem: path for path in sorted(folder.glob(f"*{RULE_FILE_SUFFIX}"))}
+
+
+def find_rule_file(name_or_path: str) -> Path:
+    """The rule file that `name_or_path` means: a shipped one by its name, any by a path that ends in `.toml`.
+
+    Raises:
+        UsageError: There is no such file.
+    """
+    if name_or_path.endswith(RULE_FILE_SUFFIX):
+        path = Path(name_or_path)
+        if "\0" not in name_or_path and path.exists():
+            return path
+        raise UsageError(f"There is no rule file {name_or_path!r}.{_rule_file_hint(path.stem)}")
+    shipped = shipped_rule_files()
+    if name_or_path in shipped:
+        return shipped[name_or_path]
+    raise UsageError(f"There are no rules called {name_or_path!r}.{_rule_file_hint(name_or_path)}")
+
+
+def rebase_rule_paths(names: Iterable[str], folder: str) -> tuple[str, ...]:
+    """`names`, of which paths are named from `folder`, with paths as they are named from the current folder."""
+    return tuple(
+        str(Path(folder, name))
+        if name.endswith(RULE_FILE_SUFFIX) and INLINE_ARROW not in name and "\n" not in name
+        else name
+        for name in names
+    )
+
+
+def load_ruleset(names: Sequence[str]) -> RuleSet:
+    """The rules of all files in the order given, each a shipped name, a path, one rule in a line, or a file's text.
+
+    A text has more than one line; messages call it by its place, `rules[0]`.
+
+    Raises:
+        UsageError: There is no such file.
+        RuleError: Files have mistakes; the message has a line `path:line: what is wrong` for each of them.
+    """
+    paths = [None if INLINE_ARROW in name or "\n" in name else find_rule_file(name) for name in names]
+    failures: dict[str, None] = {}
+    prepare: dict[str, bool] = {}
+    algorithms: dict[str, bool] = {}
+    rules: list[BoundRule] = []
+    descriptions: list[str] = []
+    digest = hashlib.sha256()
+    for position, (name, path) in enumerate(zip(names, paths, strict=True)):
+        label = f"rules[{position}]" if "\n" in name else name
+        try:
+            content = name.encode(errors="replace") if path is None else read_document(path, RULE_FILE_KIND)
+            file, lines = (
+                _parse_inline_rule(name)
+                if path is None and label == name
+                else _parse_rule_content(path or Path(label), content)
+            )
+        except RuleError as error:
+            failures[str(error)] = None
+            continue
+        digest.update(hashlib.sha256(content).digest())
+        for switches, steps in ((prepare, file.prepare), (algorithms, file.algorithms)):
+            for step in steps:
+                switches.setdefault(step.removeprefix(NEGATION), not step.startswith(NEGATION))
+        descriptions.append(file.description)
+        rules.extend(_bind_rules(label, file, lines))
+    if failures:
+        raise RuleError("\n".join(failures))
+    return RuleSet(
+        files=tuple(names),
+        descriptions=tuple(descriptions),
+        digest=digest.hexdigest(),
+        prepare=tuple(name for name, enabled in prepare.items() if enabled),
+        algorithms=tuple(name for name, enabled in algorithms.items() if enabled),
+        rules=tuple(rules),
+    )
+
+
+def _bind_rules(name: str, file: RuleFile, lines: Mapping[KeyPath, int]) -> list[BoundRule]:
+    schemes = {key: replace(scheme, name=key) for key, scheme in file.scheme.items()}
+    return [
+        BoundRule(
+            rule=rule,
+            file=name,
+            find_line=partial(nearest_line, lines, ("rule", index)),
+            scheme=schemes.get(rule.quantize),
+            patterns=file.pattern,
+        )
+        for index, rule in enumerate(file.rule)
+    ]
+
+
+def _parse_rule_content(path: Path, content: bytes) -> tuple[RuleFile, Mapping[KeyPath, int]]:
+    """The file's data and the lines of its keys; a RuleError with all its mistakes."""
+    data, lines = parse_document(path, content, RULE_FILE_KIND)
+    file, mistakes = parse_rule_file(data)
+    if file is None:
+        raise mistakes_error(path, lines, mistakes, RULE_FILE_KIND)
+    return file, lines
+
+
+def _parse_inline_rule(text: str) -> tuple[RuleFile, Mapping[KeyPath, int]]:
+    """The data of a rule that was given as text; a RuleError with all its mistakes."""
+    try:
+        file, mistakes = parse_rule_file(parse_inline_rule(text))
+    except ValueError as error:
+        raise document_error(Path(text), [(1, str(error))], RULE_FILE_KIND) from error
+    if file is None:
+        raise mistakes_error(Path(text), {}, mistakes, RULE_FILE_KIND)
+    return file, {}
+
+
+def _rule_file_hint(name: str) -> str:
+    shipped = shipped_rule_files()
+    close = did_you_mean(name, shipped)
+    if name and Path(f"{name}{RULE_FILE_SUFFIX}").is_file():
+        close = f" Did you mean {name + RULE_FILE_SUFFIX!r}?"
+    return f"{close} Shipped are {', '.join(shipped) or 'none'}; a file of your own is named by its path, {RULE_FILE_SUFFIX} included."

@@ -1,0 +1,296 @@
+"""How a tensor is quantized, as rule files say it: schemes and their observers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, field_validator, model_validator
+from pydantic.dataclasses import dataclass
+
+from graphquant.errors import did_you_mean
+from graphquant.numerics import FLOAT8_NAMES, FloatType, IntType, QType, QuantizationGrid, parse_type
+from graphquant.observers import OBSERVERS, ObserverArgument
+from graphquant.qdq import FAMILIES, FamilyArguments, FamilyRequest, RangeSource, RoundingMode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from graphquant.ir import Shape
+
+
+# What the fields of rule files have in common.
+
+FORBID_EXTRA = ConfigDict(extra="forbid")
+
+_MAX_TEXT = 500
+"""Longest text of a selector or of a pattern's line, which also bounds what a regex can cost."""
+
+ShortText = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
+NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
+
+
+def check_known_words(noun: str, words: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raises a ValueError that names the first of `words` that is not `allowed`."""
+    for word in words:
+        if word not in allowed:
+            raise ValueError(f"there is no {noun} {word!r}.{did_you_mean(word, allowed) or _list_known_words(allowed)}")
+
+
+def _list_known_words(allowed: Iterable[str]) -> str:
+    return f" Known are {', '.join(sorted(allowed))}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
+class _ObserverConfig:
+    """What all observers have in common; `ObserverConfig` adds their arguments."""
+
+    name: ShortText
+
+    @field_validator("name")
+    @classmethod
+    def _check_observer_name(cls, value: str) -> str:
+        check_known_words("observer", [value], OBSERVERS)
+        return value
+
+    @model_validator(mode="after")
+    def _check_arguments(self) -> _ObserverConfig:
+        accepted = OBSERVERS[self.name].arguments
+        specified = self._specified_arguments()
+        for argument in specified:
+            if argument not in accepted:
+                accepted_text = " and ".join(repr(name) for name in sorted(accepted)) or "no argument"
+                raise ValueError(f"the observer {self.name!r} has no {argument!r}; it takes {accepted_text}")
+        for argument in OBSERVERS[self.name].required_arguments:
+            if argument not in specified:
+                raise ValueError(f"the observer {self.name!r} needs {argument!r}; give it a number")
+        low, high = specified.get("low"), specified.get("high")
+        if low is not None and high is not None and not (math.isfinite(low) and low <= high < math.inf):
+            raise ValueError(f"a range from {low} to {high} is empty or not finite; 'low' must not be above 'high'")
+        return self
+
+    def _specified_arguments(self) -> dict[str, float]:
+        values = {
+            config_field.name: getattr(self, config_field.name)
+            for config_field in dataclasses.fields(self)
+            if config_field.name != "name"
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def arguments(self) -> dict[str, float]:
+        """The number of each argument that the observer takes, as given or by default."""
+        accepted, specified = OBSERVERS[self.name].arguments, self._specified_arguments()
+        return {name: float(specified.get(name, definition.default or 0.0)) for name, definition in accepted.items()}
+
+
+_OBSERVER_ARGUMENTS = {
+    name: argument for observer in OBSERVERS.values() for name, argument in observer.arguments.items()
+}
+
+
+def _argument_type(argument: ObserverArgument) -> Any:
+    """The type of an argument's field."""
+    number_type = StrictInt if argument.is_integer else StrictFloat
+    return Annotated[number_type, Field(ge=argument.minimum, le=argument.maximum)] | None
+
+
+if TYPE_CHECKING:
+
+    class ObserverConfig(_ObserverConfig):
+        """Which observer turns statistics into a range, with its arguments."""
+
+        def __init__(self, *, name: str, **arguments: float | None) -> None: ...
+
+else:
+    _fields = {name: _argument_type(argument) for name, argument in _OBSERVER_ARGUMENTS.items()}
+    ObserverConfig = dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)(
+        type(
+            "Observe",
+            (_ObserverConfig,),
+            {"__module__": __name__, "__annotations__": _fields, **dict.fromkeys(_fields)},
+        )
+    )
+    ObserverConfig.__doc__ = "\n".join(
+        [
+            'Which observer turns values into a range, with its arguments: `{ name = "fixed", low = 0, high = 1 }`.',
+            "",
+            "Attributes:",
+            "    name: An observer of `graphquant.sketch.OBSERVERS`.",
+            *(
+                f"    {name}: Of {' and '.join(repr(observer_name) for observer_name in OBSERVERS if name in OBSERVERS[observer_name].arguments)}: "
+                f"{argument.description}."
+                for name, argument in _OBSERVER_ARGUMENTS.items()
+            ),
+        ]
+    )
+
+
+SCHEME_DTYPES = (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33)), *FLOAT8_NAMES)
+"""The types a scheme may have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
+class Scheme:
+    """How a tensor is quantized.
+
+    Attributes:
+        name: The key of its `[scheme.NAME]` table.
+        dtype: "int8" or another integer type, "float8_e4m3fn" or "float8_e5m2"; or give `bits` and `signed`.
+        bits: Width in bits.
+        signed: Whether negative values are represented without a zero point.
+        zero: "symmetric" fixes the zero point to 0 (unsigned: the middle); "asymmetric" chooses it.
+        narrow: Leaves out the most negative value, [-127, 127].
+        per: "tensor" (one scale), "channel" (one per output channel), or "block" (one per `block_size` elements).
+        block_size: How many elements of a weight, along the axis that its consumer sums over, have one scale.
+        axis: Which axis the channels or blocks lie along, where it is another one.
+        scale: "any" or "power-of-two".
+        shifts: "dpu" keeps powers of two so near to each other that AMD's DPU can compute with them by shifting.
+        smallest_range: The least that lies between the ends of the range, in real units; a narrower one is widened.
+        observe: The observer that picks the range.
+        family: Which ops stand for the quantization; by default the format's own.
+        range: "observed", the one of which the scheme makes a scale and zero point; "given", told to the ops as it
+            stands; "dynamic", that of the values in each run, which needs no data; "learned", observed and then kept
+            in variables that training may change.
+        round: How values halfway between two steps are rounded; by default as the family does.
+        args: Arguments that only this family's ops have.
+    """
+
+    name: str = ""
+    dtype: ShortText | None = None
+    bits: StrictInt | None = Field(default=None, ge=2, le=32)
+    signed: StrictBool | None = None
+    zero: Literal["symmetric", "asymmetric"] = "symmetric"
+    narrow: StrictBool = False
+    per: Literal["tensor", "channel", "block"] = "tensor"
+    block_size: StrictInt | None = Field(default=None, ge=2, le=1 << 20)
+    axis: StrictInt | None = Field(default=None, ge=0, le=31)
+    scale: Literal["any", "power-of-two"] = "any"
+    shifts: Literal["dpu"] | None = None
+    smallest_range: Annotated[StrictFloat, Field(gt=0, le=1e30)] | None = None
+    observe: ObserverConfig = Field(default_factory=lambda: ObserverConfig(name="minmax"))
+    family: ShortText | None = None
+    range: RangeSource = "observed"
+    round: RoundingMode | None = None
+    args: FamilyArguments = Field(default_factory=FamilyArguments)
+
+    @field_validator("observe", mode="before")
+    @classmethod
+    def _expand_observer_name(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("dtype")
+    @classmethod
+    def _check_dtype(cls, value: str | None) -> str | None:
+        if value is not None and value not in SCHEME_DTYPES:
+            close = did_you_mean(value, SCHEME_DTYPES)
+            allowed = f"int2 to int32, uint2 to uint32, {' and '.join(FLOAT8_NAMES)}"
+            raise ValueError(f"{value!r} is no type; {allowed} are.{close}")
+        return value
+
+    @field_validator("family")
+    @classmethod
+    def _check_family_name(cls, value: str | None) -> str | None:
+        if value is not None:
+            check_known_words("family", [value], FAMILIES)
+        return value
+
+    @model_validator(mode="after")
+    def _check_consistency(self) -> Scheme:
+        if self.dtype and (self.bits is not None or self.signed is not None):
+            raise ValueError("'dtype' says what 'bits' and 'signed' say; give one or the other")
+        if self.observe.name == "fixed-point" and self.zero != "symmetric":
+            raise ValueError("the observer 'fixed-point' has zero point 0; the scheme must be symmetric")
+        if self.range == "given" and self.scale == "power-of-two":
+            raise ValueError("the ops make the scale of a range that is 'given'; a power of two needs range 'observed'")
+        if self.shifts is not None and (self.scale != "power-of-two" or self.per != "tensor"):
+            raise ValueError('\'shifts\' is for one power of two; take scale = "power-of-two" and per = "tensor"')
+        self._check_float8()
+        self._check_blocks()
+        self._check_family_support()
+        return self
+
+    def _check_float8(self) -> None:
+        """Raises a ValueError for what a float8 type does not have."""
+        if isinstance(self.type, FloatType):
+            if self.zero != "symmetric":
+                raise ValueError(f"{self.type.name} has no zero point; the scheme must be symmetric")
+            if self.narrow:
+                raise ValueError(f"{self.type.name} has as many values on both sides of 0; leave 'narrow' out")
+
+    def _check_blocks(self) -> None:
+        """Raises a ValueError for blocks without a size, or with a range that is not had from smallest and largest."""
+        if (self.per == "block") != (self.block_size is not None):
+            raise ValueError("'block_size' and per = \"block\" go together; give both, or neither")
+        if self.per == "tensor" and self.axis is not None:
+            raise ValueError("one scale for the whole tensor has no 'axis'; leave it out, or take per = \"channel\"")
+        observer = self.observe.name
+        if self.per == "block" and (OBSERVERS[observer].needs_histogram or observer in {"mean-minmax", "bias"}):
+            raise ValueError(f"the observer {observer!r} does not look at single blocks; take minmax or absmax")
+
+    def _check_family_support(self) -> None:
+        """Raises a ValueError for what the ops of the named family cannot do, whatever the tensor."""
+        specified = self.args.specified()
+        if self.family is None:
+            if specified:
+                raise ValueError(f"{specified[0]!r} is an argument of one family's ops; name that with 'family'")
+            return
+        family = FAMILIES[self.family]
+        unknown = next((name for name in specified if name not in family.argument_names), None)
+        if unknown is not None:
+            accepted = " and ".join(map(repr, sorted(family.argument_names))) or "no arguments"
+            raise ValueError(f"the family {self.family!r} has no {unknown!r}; it takes {accepted}")
+        low, high = self.args.input_min, self.args.input_max
+        if low is not None and high is not None and not low <= high:
+            raise ValueError(f"'input_min' {low} is above 'input_max' {high}")
+        is_plain_integer = self.per != "block" and isinstance(self.type, IntType)
+        if (
+            is_plain_integer
+            and not specified
+            and self.range == "observed"
+            and self.round is None
+            and self.zero == "symmetric"
+        ):
+            return  # what is left depends on the tensor too
+        axis = None if self.per == "tensor" else 0
+        reason = family.unsupported_reason(
+            self.family_request(axis=axis, dtype="float32", shape=(1,), is_parameter=True)
+        )
+        if reason is not None:
+            raise ValueError(reason)
+
+    def family_request(
+        self, *, axis: int | None, dtype: str, shape: Shape | None, is_parameter: bool, in_function: bool = False
+    ) -> FamilyRequest:
+        """What the scheme asks of a family for such a tensor."""
+        return FamilyRequest(
+            type=self.type,
+            axis=axis,
+            dtype=dtype,
+            shape=shape,
+            is_parameter=is_parameter,
+            symmetric=self.zero == "symmetric",
+            range_source=self.range,
+            rounding_mode=self.round,
+            args=self.args,
+            block=self.block_size,
+            in_function=in_function,
+        )
+
+    @property
+    def grid(self) -> QuantizationGrid:
+        """What the scheme can represent, but for the scale."""
+        return QuantizationGrid(
+            type=self.type,
+            symmetric=self.zero == "symmetric",
+            narrow=self.narrow,
+            power_of_two=self.scale == "power-of-two",
+        )
+
+    @property
+    def type(self) -> QType:
+        """The type of the quantized values."""
+        if self.dtype:
+            return parse_type(self.dtype)
+        return IntType(self.bits or 8, True if self.signed is None else self.signed)

@@ -1,0 +1,298 @@
+"""From a file's bytes to its data, with the line of each key, or one error for all that is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import tomllib
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from graphquant.errors import GraphQuantError, did_you_mean, escape_unprintable
+from graphquant.rules.toml_lines import MAX_NESTING, KeyLines, KeyPath, NestingError, locate_keys, nearest_line
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+    from pathlib import Path
+
+
+MAX_BYTES = 1 << 20
+"""Largest file; those that ship have a few thousand bytes."""
+
+MAX_MISTAKES = 100
+"""How many mistakes of one file are told at once."""
+
+
+def read_document(path: Path, kind: DocumentKind) -> bytes:
+    """The bytes of the file at `path`, one more than `MAX_BYTES` of a larger one.
+
+    Raises:
+        GraphQuantError: It cannot be read; of the form's kind.
+    """
+    if path.is_dir():
+        raise document_error(path, [(1, f"this is a folder. Name a {kind.noun} in it.")], kind)
+    if not path.is_file():
+        raise document_error(path, [(1, "this is no regular file. Save its text to a file first.")], kind)
+    try:
+        with path.open("rb") as stream:
+            return stream.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise document_error(
+            path, [(1, f"the file cannot be read ({error.strerror}). Check its permissions.")], kind
+        ) from error
+
+
+def parse_document(path: Path, content: bytes, kind: DocumentKind) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
+    """The data of a TOML file, and the line of each of its keys.
+
+    Raises:
+        GraphQuantError: It is none, or a very strange one; of the form's kind.
+    """
+    if len(content) > MAX_BYTES:
+        noun = kind.noun.capitalize()
+        raise document_error(
+            path, [(1, f"the file has more than {MAX_BYTES} bytes. {noun}s are small; is this one?")], kind
+        )
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise document_error(path, [(line, "the file is not UTF-8. Save it in that encoding.")], kind) from error
+    if any(line.count(".") > MAX_NESTING for line in text.split("\n")):  # keys of which tomllib might never come back
+        _check_nesting(path, text, kind)
+    data = _parse_toml(path, text, kind)
+    if _is_deep(data):
+        _check_nesting(path, text, kind)
+    return data, KeyLines(text)
+
+
+def _check_nesting(path: Path, text: str, kind: DocumentKind) -> None:
+    try:
+        locate_keys(text)
+    except NestingError as error:
+        raise document_error(
+            path, [(error.line, f"this is {error}. No {kind.noun} needs half of that.")], kind
+        ) from error
+
+
+def _is_deep(data: dict[str, Any]) -> bool:
+    """Whether tables and arrays are nested half as deeply as they may be, or more."""
+    level: list[Any] = [data]
+    for _ in range(MAX_NESTING // 2):
+        children = [list(node.values()) if isinstance(node, dict) else node for node in level]
+        level = [node for values in children for node in values if isinstance(node, dict | list)]
+    return bool(level)
+
+
+def mistakes_error(
+    path: Path, lines: Mapping[KeyPath, int], mistakes: Iterable[Mistake], kind: DocumentKind, table_path: KeyPath = ()
+) -> GraphQuantError:
+    """The error that tells all `mistakes`, whose keys stand under the table `table_path` of the file."""
+    return document_error(
+        path, [(nearest_line(lines, (*table_path, *key)), sentence) for key, sentence in mistakes], kind
+    )
+
+
+def document_error(path: Path, mistakes: Iterable[tuple[int, str]], kind: DocumentKind) -> GraphQuantError:
+    """One error for all mistakes (line, sentences) of a file, by line; each takes one line."""
+    unique_mistakes = list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake[0])))
+    messages = [f"{path}:{line}: {sentence}" for line, sentence in unique_mistakes[:MAX_MISTAKES]]
+    if len(unique_mistakes) > MAX_MISTAKES:
+        remaining = unique_mistakes[MAX_MISTAKES:]
+        messages.append(
+            f"{path}:{remaining[0][0]}: from here on there are {len(remaining)} more mistakes. Mend the others first."
+        )
+    return kind.error_class("\n".join(escape_unprintable(line) for line in messages))
+
+
+def _parse_toml(path: Path, text: str, kind: DocumentKind) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # tomllib lets out int()'s ValueError on a number of 5,000 digits
+        _check_nesting(path, text, kind)
+        message = str(error)
+        position = re.search(r" \(at (?:line (\d+), column (\d+)|end of document)\)$", message)
+        line = int(position[1]) if position and position[1] else text.count("\n") + 1 if position else 1
+        column = f" at column {position[2]}" if position and position[2] else ""
+        reason = message[: position.start()] if position else message
+        sentence = f"this is not TOML: {reason}{column}. Strings are quoted, as in {kind.example}."
+        raise document_error(path, [(line, sentence)], kind) from error
+
+
+# What a kind of file may say, as dataclasses and their docstrings, and what messages call its parts.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentKind:
+    """A kind of file.
+
+    Attributes:
+        noun: What one is, without the article: "rule file".
+        example: A line of one, with a quoted string.
+        error_class: What its mistakes are raised as.
+        tables: The dataclass behind each table, by its keys from the file down, joined by dots; that of "" is the file.
+        table_labels: What a sentence calls each of these tables: "a scheme".
+        headings: For some tables the sentence on how they are headed, for whoever wrote something else.
+        named_tables: Tables of which there are several, each under a name of its own.
+        hidden_fields: Fields that are no keys, by their dataclass.
+    """
+
+    noun: str
+    example: str
+    error_class: type[GraphQuantError]
+    tables: Mapping[str, type]
+    table_labels: Mapping[str, str]
+    headings: Mapping[str, str] = field(default_factory=dict)
+    named_tables: frozenset[str] = frozenset()
+    hidden_fields: Mapping[type, str] = field(default_factory=dict)
+
+    def table_key(self, path: KeyPath) -> str:
+        """Which table `path` leads to, as a key of `tables`."""
+        keys = [step for step in path if isinstance(step, str)]
+        if keys and keys[0] in self.named_tables:
+            del keys[1:2]
+        return ".".join(keys)
+
+    def keys(self, table: type) -> list[str]:
+        """The keys that a table may have, in the order of its fields."""
+        return table_keys(table, self.hidden_fields.get(table, ""))
+
+
+def table_keys(table: type, hidden: str = "") -> list[str]:
+    """The keys that a table may have, in the order of its fields, `hidden_fields` not being one."""
+    return [table_field.name for table_field in fields(table) if table_field.name != hidden]
+
+
+def field_descriptions(table: type) -> dict[str, str]:
+    """What the docstring's "Attributes:" section, and those of the classes it is made of, say of each field."""
+    descriptions: dict[str, str] = {}
+    for base in reversed(table.__mro__):
+        _, _, section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
+        entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+        descriptions |= {name: " ".join(text.split()) for name, text in entries}
+    return descriptions
+
+
+def describe_table_schema(node: dict[str, Any], table: type, hidden: str = "") -> None:
+    """Puts the docstring's words on a table of a JSON Schema; drops pydantic's titles and the choice of None."""
+    node["description"] = inspect.cleandoc(table.__doc__ or "").partition("\n")[0]
+    node["properties"] = {name: node["properties"][name] for name in table_keys(table, hidden)}
+    for name, entry in node["properties"].items():
+        entry.pop("title", None)
+        entry.setdefault("description", field_descriptions(table).get(name, ""))
+        choices = [choice for choice in entry.pop("anyOf", []) if choice != {"type": "null"}]
+        if len(choices) > 1:
+            entry["anyOf"] = choices
+        elif choices:
+            entry.update(choices[0])
+        if entry.get("default", "") is None:  # a field that may be None: TOML leaves it out instead
+            del entry["default"]
+
+
+# What is wrong with the data of a file, in sentences for whoever wrote it: pydantic's findings in plain words.
+
+Mistake = tuple["KeyPath", str]
+"""The path of a key, and what is wrong there."""
+
+T = TypeVar("T")
+
+MAX_VALUE_LENGTH, _MAX_WORDS_LENGTH = 60, 500
+_TOO_LARGE = 1 << 64
+_TYPES = {
+    "string_type": "a string",
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "dict_type": "a table",
+    "dataclass_type": "a table",
+    "list_type": "an array",
+    "tuple_type": "an array",
+}
+_SENTENCES = {
+    "literal_error": "is {shown}; it must be {expected}.",
+    "greater_than_equal": "is {shown}; it must be at least {ge}.",
+    "greater_than": "is {shown}; it must be above {gt}.",
+    "less_than_equal": "is {shown}; it must be at most {le}.",
+    "string_too_short": "is empty. Leave it out or fill it.",
+    "too_short": "is empty. Leave it out or fill it.",
+    "string_too_long": "has more than {max_length} characters. Make it shorter.",
+    "too_long": "has more than {max_length} entries. Make it shorter.",
+    "string_pattern_mismatch": "is {shown}; it must be letters, digits, '_', '-' and '.'.",
+}
+"""What follows the key's name for each type of error of pydantic, with the words of its context."""
+
+
+def validate_document(data: dict[str, Any], table: type[T], kind: DocumentKind) -> tuple[T | None, list[Mistake]]:
+    """What `data` says as the dataclass of the file, None if there are mistakes; and these, with the paths of keys."""
+    try:
+        return TypeAdapter(table).validate_python(data), []
+    except ValidationError as error:
+        return None, [
+            (
+                error_details["loc"],
+                _mistake_sentence(
+                    kind,
+                    error_details["type"],
+                    error_details["loc"],
+                    error_details["input"],
+                    error_details.get("ctx", {}),
+                ),
+            )
+            for error_details in error.errors(include_url=False)
+            if not (
+                error_details["type"] == "too_short" and error_details["input"]
+            )  # for all of its entries are wrong, which is told too
+        ]
+
+
+def _mistake_sentence(
+    kind: DocumentKind, error_type: str, path: KeyPath, value: object, context: dict[str, Any]
+) -> str:
+    """One sentence on the value at `path`, and one on what was meant."""
+    table = kind.table_key(path[:-1])
+    match error_type:
+        case "unexpected_keyword_argument":
+            table_keys = kind.keys(kind.tables[table])
+            close = did_you_mean(str(path[-1])[:MAX_VALUE_LENGTH], table_keys)
+            return f"{_describe_key(path)} is no key of {kind.table_labels[table]}.{close or words_sentence('Its keys are', table_keys)}"
+        case "missing":
+            meaning = field_descriptions(kind.tables[table]).get(str(path[-1]), "")
+            return f"{kind.table_labels[table]} lacks the key {_describe_key(path)}.{f' It says: {meaning}' if meaning else ''}"
+        case "value_error":
+            text = str(context["error"])
+            return text if text.endswith((".", "?")) else f"{text}."
+        case _ if error_type in _SENTENCES:
+            sentence = _SENTENCES[error_type].format(shown=format_value(value), **context)
+            words = re.findall(r"'([^']*)'", context.get("expected", ""))
+            close = did_you_mean(value[:MAX_VALUE_LENGTH], words) if isinstance(value, str) else ""
+            return f"{_describe_key(path)} {sentence}{close}"
+        case _:
+            at_header = len(path) <= 2  # noqa: PLR2004  # the table itself, or one of several
+            heading = kind.headings.get(str(path[0]), "") if path and at_header else ""
+            return f"{_describe_key(path)} is {format_value(value)}; it must be {_TYPES.get(error_type, 'something else')}.{heading}"
+
+
+def _describe_key(path: KeyPath) -> str:
+    words = [step for step in path if isinstance(step, str)]
+    key = format_value(words[-1]) if words else "the file"
+    return f"entry {path[-1] + 1} of {key}" if path and isinstance(path[-1], int) else key
+
+
+def format_value(value: object) -> str:
+    """A value as it may stand in a sentence: short, and on one line."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}...")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float):
+        return str(value) if abs(value) < _TOO_LARGE or isinstance(value, float) else "a very large number"
+    if isinstance(value, dict | list):
+        return "a table" if isinstance(value, dict) else "an array"
+    return "a date or time"
+
+
+def words_sentence(sentence: str, words: Iterable[str]) -> str:
+    """A sentence that ends with `words`, as many as may stand there, with a leading space."""
+    return f" {sentence} {', '.join(words)[:_MAX_WORDS_LENGTH]}."

@@ -1,0 +1,208 @@
+"""What `check` tells, as a table, as JSON data, as SARIF 2.1.0 and as GitHub's workflow commands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from graphquant.backends import LINT_CODES
+from graphquant.errors import escape_unprintable
+from graphquant.visualize.ci_annotations import Notice
+from graphquant.visualize.ci_annotations import github_annotations as as_github
+from graphquant.visualize.ci_annotations import sarif_log as as_sarif
+from graphquant.visualize.json_export import JSON_SCHEMA_VERSION
+from graphquant.visualize.tables import NameTable
+from graphquant.visualize.text import join_names, plain_line, pluralize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from graphquant.backends import CheckReport, LintFinding, Verdict
+    from graphquant.calibration.data.check import DataReport, InputSummary
+
+
+CHECK_NAMES_SHOWN = 6
+"""Ops named in a line; the rest are counted."""
+
+NAME_ONLY_RULES = {"not-quantized": "float all around:", "no-kernel": "no integer"}
+"""Rules whose ops are only named, and what is said before their type."""
+
+_COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+
+
+def check_view(report: CheckReport) -> RenderableType:
+    """How the ops of one model will run, why some stay float, and the findings."""
+    sections: list[RenderableType] = [Text(escape_unprintable(_check_heading(report)), style="bold")]
+    if report.backend and not report.quantization_ops and not report.counts["low"]:
+        message = "It has no quantization ops, so every op runs in float. `graphquant insert` puts them in."
+        sections.append(Text(message))
+    elif report.backend:
+        sections += _verdict_sections(report)
+    sections += [line for finding in report.findings for line in _finding_lines(finding)]
+    return Group(*sections)
+
+
+def _check_heading(report: CheckReport) -> str:
+    path = report.path or "model"
+    finding_count = pluralize(len(report.findings), "finding")
+    if not report.backend:
+        return f"{path}: {report.quantization_ops} quantization ops, {finding_count}."
+    counts, all_ops = report.counts, len(report.verdicts)
+    fused_text = f", {counts['absorbed']} more are absorbed" if counts["absorbed"] else ""
+    return f"{path} for {report.backend}: {counts['low']} of {all_ops} ops run in low precision{fused_text}; {finding_count}."
+
+
+def _verdict_sections(report: CheckReport) -> list[RenderableType]:
+    sections: list[RenderableType] = []
+    if report.runs_as:
+        sections.append(Text("  " + ", ".join(f"{count} {kind}" for kind, count in report.runs_as.items())))
+    table = NameTable("stays float", "type", "because", "to change that")
+    for verdict in report.verdicts:
+        if verdict.broken_rule is not None and verdict.broken_rule.rule not in NAME_ONLY_RULES:
+            table.add_row(verdict.location, verdict.type, verdict.broken_rule.message, verdict.broken_rule.fix)
+    if table.row_count:
+        sections.append(table)
+    for rule, prefix in NAME_ONLY_RULES.items():
+        matching = [verdict for verdict in report.verdicts if verdict.broken_rule and verdict.broken_rule.rule == rule]
+        sections += [Text(escape_unprintable(f"  {prefix} {line}"), style="dim") for line in _names_by_type(matching)]
+    return sections
+
+
+def _names_by_type(verdicts: Iterable[Verdict]) -> list[str]:
+    names_by_type: dict[str, list[str]] = {}
+    for verdict in verdicts:
+        names_by_type.setdefault(verdict.type, []).append(verdict.location)
+    return [f"{kind}: {join_names(names, CHECK_NAMES_SHOWN)}" for kind, names in sorted(names_by_type.items())]
+
+
+def _finding_lines(finding: LintFinding) -> list[RenderableType]:
+    level = LINT_CODES[finding.code].level
+    line = Text(f"{finding.code} ", style=_COLOURS[level])
+    line.append(escape_unprintable(f"{finding.location}: {finding.message}"), style="default")
+    return [line, Text(escape_unprintable(f"      {finding.fix}"), style="dim")]
+
+
+def check_json(report: CheckReport) -> dict[str, Any]:
+    """One report as JSON data."""
+    return {
+        "schema": JSON_SCHEMA_VERSION,
+        "path": report.path,
+        "backend": report.backend,
+        "pairs": report.quantization_ops,
+        "counts": report.counts,
+        "runs_as": report.runs_as,
+        "ops": [_verdict_json(verdict) for verdict in report.verdicts],
+        "findings": [
+            {
+                "code": finding.code,
+                "level": LINT_CODES[finding.code].level,
+                "graph": finding.graph,
+                "op": finding.op,
+                "says": finding.message,
+                "fix": finding.fix,
+            }
+            for finding in report.findings
+        ],
+    }
+
+
+def _verdict_json(verdict: Verdict) -> dict[str, Any]:
+    fields = {"graph": verdict.graph, "op": verdict.op, "type": verdict.type, "status": verdict.status}
+    broken = verdict.broken_rule
+    reason = None if broken is None else {"rule": broken.rule, "says": broken.message, "fix": broken.fix}
+    return {**fields, "runs_as": verdict.runs_as, "broken": reason}
+
+
+def check_notices(report: CheckReport) -> list[Notice]:
+    """The findings of one model, to be told as SARIF or to GitHub."""
+    return [
+        Notice(
+            finding.code,
+            LINT_CODES[finding.code].level,
+            report.path,
+            finding.location,
+            finding.op,
+            f"{finding.message}. To mend it: {finding.fix}.",
+        )
+        for finding in report.findings
+    ]
+
+
+def check_sarif(reports: Sequence[CheckReport]) -> dict[str, Any]:
+    """The findings of all models as one SARIF 2.1.0 log, for code scanning."""
+    return as_sarif((notice for report in reports for notice in check_notices(report)), LINT_CODES)
+
+
+def check_annotations(report: CheckReport) -> str:
+    """The findings as commands that a GitHub workflow shows beside the file."""
+    return as_github(check_notices(report))
+
+
+# Calibration data beside the inputs it feeds, as a table and as JSON data.
+
+DATA_CHECK_COLUMNS = ("input", "dtype", "in the model", "the data gives", "low", "high", "mean", "NaN, inf")
+
+IGNORED_SHOWN = 8
+
+
+def data_check_view(report: DataReport) -> RenderableType:
+    """The table of inputs, what no input takes, and the findings."""
+    table = NameTable(*DATA_CHECK_COLUMNS)
+    for input_summary in report.inputs:
+        table.add_row(*_input_cells(input_summary))
+    sections: list[RenderableType] = [table]
+    if report.ignored:
+        omitted_count = len(report.ignored) - IGNORED_SHOWN
+        names = ", ".join(report.ignored[:IGNORED_SHOWN]) + (f" and {omitted_count} more" if omitted_count > 0 else "")
+        sections.append(plain_line(f"No input takes: {names}", "dim"))
+    sections += [plain_line(finding.message, "yellow") for finding in report.findings]
+    finding_text = pluralize(len(report.findings), "finding") if report.findings else "nothing found"
+    sections.append(plain_line(f"{pluralize(report.samples, 'sample')}, {finding_text}.", "bold"))
+    return Group(*sections)
+
+
+def data_check_json(report: DataReport) -> dict[str, Any]:
+    """The same as JSON data."""
+    return {
+        "schema": JSON_SCHEMA_VERSION,
+        "samples": report.samples,
+        "digest": report.digest,
+        "inputs": [
+            {
+                "name": input_summary.name,
+                "dtype": input_summary.dtype,
+                "shape": None if input_summary.shape is None else list(input_summary.shape),
+                "given": None if input_summary.fed_shape is None else list(input_summary.fed_shape),
+                "low": input_summary.low,
+                "high": input_summary.high,
+                "mean": input_summary.mean,
+                "nan": input_summary.nan,
+                "inf": input_summary.inf,
+            }
+            for input_summary in report.inputs
+        ],
+        "ignored": list(report.ignored),
+        "findings": [
+            {"kind": finding.kind, "input": finding.input, "says": finding.message} for finding in report.findings
+        ],
+    }
+
+
+def _input_cells(input_summary: InputSummary) -> tuple[str, ...]:
+    values = [
+        "" if value is None else f"{value:.4g}" for value in (input_summary.low, input_summary.high, input_summary.mean)
+    ]
+    return (
+        input_summary.name,
+        input_summary.dtype,
+        _bracketed_shape(input_summary.shape),
+        _bracketed_shape(input_summary.fed_shape),
+        *values,
+        f"{input_summary.nan}, {input_summary.inf}",
+    )
+
+
+def _bracketed_shape(shape: Sequence[int | None] | None) -> str:
+    return "any" if shape is None else "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"

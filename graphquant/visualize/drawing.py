@@ -1,0 +1,426 @@
+"""What is drawn of a model: its ops as boxes in groups, tensors as wires, constants and QDQ pairs folded into badges.
+
+Layouts, pages and files for other tools are made of a `Drawing`; none of them looks at the model again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from graphquant.ir import FLOAT_TYPES, QUANTIZATION_KINDS, Parameters, TensorRef, Use, paused_gc, qualified_op_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphquant.ir import Graph, Model, Op, Output
+    from graphquant.visualize.annotations import Annotation, AnnotationSet
+
+
+COMPUTE_ROLES = frozenset({"input", "weight", "recurrent_weight"})
+"""Roles of the inputs that decide whether an op computes in float."""
+
+MAX_DEPTH = 8
+"""Name scopes that become groups of their own, counted from the outermost one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnConstant:
+    """An input of an op whose value is known before the model runs; drawn on the op.
+
+    Attributes:
+        slot: The input slot.
+        role: What it is to the op.
+        name: The constant's name; where it is computed, that of the op that does it.
+        dtype: The dtype of the stored values.
+        shape: Their shape.
+        annotations: Its quantization.
+        reason: Why it is not quantized, where a rule asked for it.
+    """
+
+    slot: int
+    role: str
+    name: str
+    dtype: str
+    shape: str
+    annotations: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Box:
+    """One op that is drawn.
+
+    Attributes:
+        op: The op.
+        graph: The name of its graph.
+        group: Its innermost group, -1 if it is in none.
+        constants: Its inputs that are constants.
+        annotations: Quantization that is its own work, or that of its outputs where tensors keep their scales themselves.
+        inputs: How much of what it computes on is quantized: "" where it computes on no float, "all", "some", "none".
+        reason: Why it multiplies in float, "" where it does not.
+        calls: The graphs that it runs, as numbers of groups.
+    """
+
+    op: Op
+    graph: str
+    group: int
+    constants: tuple[DrawnConstant, ...] = ()
+    annotations: tuple[int, ...] = ()
+    inputs: str = ""
+    reason: str = ""
+    calls: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wire:
+    """A tensor on its way to one reader.
+
+    Attributes:
+        source: The box that makes it.
+        port: Which of that op's outputs it is.
+        target: The box that reads it.
+        slot: The input slot, -1 where it only goes into or out of the graph that an op runs.
+        annotations: The quantization on the way.
+        reason: Why there is none, where a rule asked for it.
+    """
+
+    source: int
+    port: int
+    target: int
+    slot: int
+    annotations: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BoxGroup:
+    """Ops that can be drawn as one: a name scope, or a graph that an op runs.
+
+    Attributes:
+        label: Its name, without that of what it is in.
+        parent: The group that it is in, -1 for none.
+        graph: The graph's name, "" for a name scope.
+    """
+
+    label: str
+    parent: int
+    graph: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawing:
+    """All that is drawn.
+
+    Attributes:
+        title: What the model is called.
+        format: The model's format, with its opset.
+        boxes: The ops.
+        wires: The tensors between them, ordered by source and port.
+        annotations: Quantization, which boxes, wires and constants name by number.
+        folded_ops: For each badge the types and names of the ops that it stands for.
+        groups: Name scopes and nested graphs, each behind what it is in.
+        controls: Boxes that run one before the other though the second reads nothing of the first.
+        planned: Whether badges are what would be inserted, not what is there.
+    """
+
+    title: str
+    format: str
+    boxes: list[Box] = field(default_factory=list)
+    wires: list[Wire] = field(default_factory=list)
+    annotations: list[Annotation] = field(default_factory=list)
+    folded_ops: list[tuple[tuple[str, str], ...]] = field(default_factory=list)
+    groups: list[BoxGroup] = field(default_factory=list)
+    controls: list[tuple[int, int]] = field(default_factory=list)
+    planned: bool = False
+
+    def group_paths(self) -> list[tuple[int, ...]]:
+        """For each box the groups that it is in, the outermost first."""
+        paths: list[tuple[int, ...]] = []
+        for number, group in enumerate(self.groups):
+            paths.append((*paths[group.parent], number) if group.parent >= 0 else (number,))
+        return [paths[box.group] if box.group >= 0 else () for box in self.boxes]
+
+    def tensors(self) -> list[tuple[int, int, list[int]]]:
+        """Each tensor that is drawn: the box that makes it, the port, and the numbers of its wires."""
+        wires_by_tensor: dict[tuple[int, int], list[int]] = {}
+        for number, wire in enumerate(self.wires):
+            wires_by_tensor.setdefault((wire.source, wire.port), []).append(number)
+        return [(source, port, wires) for (source, port), wires in wires_by_tensor.items()]
+
+
+@paused_gc()
+def build_drawing(model: Model, annotations: AnnotationSet) -> Drawing:
+    """What is drawn of the graphs of `model` that a run can reach."""
+    return _DrawingBuilder(model, annotations).build()
+
+
+class _DrawingBuilder:
+    """Makes one drawing."""
+
+    def __init__(self, model: Model, annotations: AnnotationSet) -> None:
+        self.model = model
+        self.annotations = annotations
+        self.parameters = Parameters(model)
+        self.live = model.reachable_graphs()
+        self.groups: list[BoxGroup] = []
+        self.graph_groups: dict[str, int] = {"": -1}
+        self.numbers: dict[tuple[str, str], int] = {}
+        self.folded: list[dict[tuple[str, str], None]] = [{} for _ in annotations.annotations]
+        self.sources: dict[TensorRef, tuple[TensorRef, tuple[int, ...]]] = {}
+
+    def build(self) -> Drawing:
+        ops = [(graph, op) for graph in map(self.model.graphs.__getitem__, self.live) for op in graph.ops()]
+        drawn = [(graph, op) for graph, op in ops if not self._is_folded(graph, op)]
+        self.numbers = {(graph.name, op.name): number for number, (graph, op) in enumerate(drawn)}
+        box_groups = self._assign_groups(drawn)
+        boxes, wires = [], []
+        for (graph, op), group in zip(drawn, box_groups, strict=True):
+            constants, input_wires = self._split_inputs(graph, op)
+            wires += input_wires
+            boxes.append(self._drawn_box(graph, op, group, constants, input_wires))
+        wires += self._body_wires()
+        wires.sort(key=lambda wire: (wire.source, wire.port))
+        title = str(self.model.path.name if self.model.path else "model")
+        opset = f", opset {self.model.opset}" if self.model.opset else ""
+        return Drawing(
+            title=title,
+            format=self.model.format + opset,
+            boxes=boxes,
+            wires=wires,
+            annotations=self.annotations.annotations,
+            folded_ops=[tuple(names) for names in self.folded],
+            groups=self.groups,
+            controls=list(self._control_edges(drawn)),
+            planned=not self.annotations.float_reasons and bool(self.annotations.by_use),
+        )
+
+    # -- what is folded --------------------------------------------------------------------------
+
+    def _is_folded(self, graph: Graph, op: Op) -> bool:
+        """Whether the op is part of a badge or of a constant, so that it has no box."""
+        if op.kind in {"constant", "variable"}:
+            return True
+        if op.kind in QUANTIZATION_KINDS:
+            return self._passes_through(graph, op)
+        outputs = [TensorRef(graph.name, op.name, port) for port in range(len(op.outputs))]
+        return op.kind not in {"input", "output"} and bool(outputs) and all(map(self.parameters.is_parameter, outputs))
+
+    def _passes_through(self, graph: Graph, op: Op) -> bool:
+        """Whether the quantization op does nothing but hand on its first input, and somebody reads that."""
+        slots = graph.slots(op.name)
+        if not slots or slots[0] is None or any(output.quantization is not None for output in op.outputs):
+            return False
+        readers = graph.consumers_by_port(op.name)
+        return set(readers) == {0} and all(
+            tensor is None or self.parameters.is_parameter(tensor) for tensor in slots[1:]
+        )
+
+    def _trace_source(self, tensor: TensorRef) -> tuple[TensorRef, tuple[int, ...]]:
+        """Where `tensor` comes from, and the badges of the quantization ops on the way."""
+        passed_through: dict[TensorRef, None] = {}
+        current = tensor
+        while current not in self.sources:
+            graph = self.model.graphs[current.graph]
+            op = graph.op(current.op)
+            if op.kind not in QUANTIZATION_KINDS or not self._passes_through(graph, op) or current in passed_through:
+                self.sources[current] = current, self._stored_annotations(current)
+                break
+            passed_through[current] = None
+            current = graph.slots(current.op)[0] or current
+        pending: list[Op] = []
+        for step in reversed(passed_through):
+            source = self.sources[self.model.graphs[step.graph].slots(step.op)[0] or step]
+            pending.append(self.model.op(step))
+            annotation = self.annotations.by_op.get(step[:2])
+            annotations = source[1]
+            if annotation is not None:
+                self.folded[annotation].update({(op.type, op.name): None for op in pending})
+                annotations, pending = (*annotations, annotation), []
+            self.sources[step] = source[0], annotations
+        return self.sources[tensor]
+
+    def _stored_annotations(self, tensor: TensorRef) -> tuple[int, ...]:
+        """The badge of a tensor that keeps its scale itself."""
+        annotation = self.annotations.by_tensor.get(tensor)
+        return () if annotation is None else (annotation,)
+
+    # -- boxes and wires -------------------------------------------------------------------------
+
+    def _split_inputs(self, graph: Graph, op: Op) -> tuple[list[DrawnConstant], list[Wire]]:
+        """The inputs of `op`, those that are constants and those that come from other boxes."""
+        constants, wires = [], []
+        target = self.numbers[graph.name, op.name]
+        for slot, tensor in enumerate(graph.slots(op.name)):
+            if tensor is None:
+                continue
+            use = Use(graph.name, op.name, slot)
+            source, annotations = self._trace_source(tensor)
+            planned = self.annotations.by_use.get(use)
+            if planned is not None:
+                annotations = (*annotations, planned)
+            reason = self.annotations.skip_reasons.get(use, "")
+            number = self.numbers.get(source[:2])
+            if number is None:
+                constants.append(self._drawn_constant(op.role(slot), slot, source, annotations, reason))
+            else:
+                wire = Wire(
+                    source=number, port=source.port, target=target, slot=slot, annotations=annotations, reason=reason
+                )
+                wires.append(wire)
+        return constants, wires
+
+    def _drawn_constant(
+        self, role: str, slot: int, source: TensorRef, annotations: tuple[int, ...], reason: str
+    ) -> DrawnConstant:
+        origin = self.parameters.root_tensor(source)
+        output = self.model.output(origin)
+        return DrawnConstant(
+            slot=slot,
+            role=role,
+            name=qualified_op_name(origin.graph, origin.op),
+            dtype=output.dtype or "",
+            shape=drawn_shape(output),
+            annotations=annotations,
+            reason=reason,
+        )
+
+    def _drawn_box(
+        self, graph: Graph, op: Op, group: int, constants: list[DrawnConstant], input_wires: list[Wire]
+    ) -> Box:
+        annotations = (
+            [self.annotations.by_op[graph.name, op.name]] if (graph.name, op.name) in self.annotations.by_op else []
+        )
+        for port in range(len(op.outputs)):
+            annotations += self._stored_annotations(TensorRef(graph.name, op.name, port))
+        quantized = self._quantized_share(graph, op, constants, input_wires)
+        reason = self.annotations.float_reasons.get((graph.name, op.name), "")
+        if quantized in {"some", "none"} and not reason:
+            reason = next((input_.reason for input_ in _all_inputs(input_wires, constants) if input_.reason), "")
+        return Box(
+            op=op,
+            graph=graph.name,
+            group=group,
+            constants=tuple(constants),
+            annotations=tuple(annotations),
+            inputs=quantized,
+            reason=reason,
+            calls=tuple(self.graph_groups[call.graph] for call in op.calls if call.graph in self.graph_groups),
+        )
+
+    def _quantized_share(self, graph: Graph, op: Op, constants: list[DrawnConstant], input_wires: list[Wire]) -> str:
+        """How much of what `op` computes on is quantized."""
+        if (graph.name, op.name) in self.annotations.float_reasons and not self.annotations.float_reasons[
+            graph.name, op.name
+        ]:
+            return "all"
+        slots = graph.slots(op.name)
+        is_annotated = []
+        for input_ in _all_inputs(input_wires, constants):
+            tensor = slots[input_.slot]
+            if op.role(input_.slot) in COMPUTE_ROLES and tensor is not None:
+                dtype = self.model.output(tensor).dtype
+                if input_.annotations or dtype in FLOAT_TYPES | {None}:
+                    is_annotated.append(bool(input_.annotations))
+        if not is_annotated or op.kind == "output":
+            return ""
+        return "all" if all(is_annotated) else "some" if any(is_annotated) else "none"
+
+    def _control_edges(self, drawn: list[tuple[Graph, Op]]) -> Iterator[tuple[int, int]]:
+        """The control edges between ops that are drawn."""
+        for target, (graph, op) in enumerate(drawn):
+            for name in graph.control_inputs(op.name):
+                source = self.numbers.get((graph.name, name))
+                if source is not None:
+                    yield source, target
+
+    def _body_wires(self) -> Iterator[Wire]:
+        """What goes into and comes out of each graph that a single op runs."""
+        reached = set(self.live)
+        for name, calls in self.model.callers().items():
+            reachable_calls = [(use, call) for use, call in calls if use.graph in reached]
+            if len(reachable_calls) != 1 or name not in reached:
+                continue
+            (owner, call), body = reachable_calls[0], self.model.graphs[name]
+            target = self.numbers[owner.graph, owner.op]
+            for output in body.outputs:
+                yield Wire(source=self.numbers[name, output], port=0, target=target, slot=-1)
+            slots = self.model.graphs[owner.graph].slots(owner.op)
+            for position, body_input in enumerate(body.inputs if call.offset is not None else ()):
+                slot = position - (call.offset or 0)
+                tensor = slots[slot] if 0 <= slot < len(slots) else None
+                source = None if tensor is None else self._trace_source(tensor)[0]
+                if source is not None and source[:2] in self.numbers:
+                    entered = self.numbers[name, body_input]
+                    yield Wire(source=self.numbers[source[:2]], port=source.port, target=entered, slot=-1)
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def _assign_groups(self, drawn: list[tuple[Graph, Op]]) -> list[int]:
+        """The innermost group of each op; makes the groups."""
+        by_graph: dict[str, list[tuple[str, ...]]] = {name: [] for name in self.live}
+        for graph, op in drawn:
+            by_graph[graph.name].append(_name_scopes(op.name))
+        callers = self.model.callers()
+        group_by_scope: dict[tuple[str, tuple[str, ...]], int] = {}
+        for name, paths in by_graph.items():
+            if name:
+                self.graph_groups[name] = len(self.groups)
+                parent = self._caller_group(name, callers, group_by_scope)
+                outer = self.model.graphs[name].parent
+                label = name.removeprefix(f"{outer[0]}/") if outer is not None and outer[0] else name
+                self.groups.append(BoxGroup(label=label, parent=parent, graph=name))
+            self._add_scope_groups(name, paths, group_by_scope)
+        return [group_by_scope[graph.name, _name_scopes(op.name)] for graph, op in drawn]
+
+    def _caller_group(
+        self,
+        name: str,
+        callers: dict[str, list[tuple[Use, object]]],
+        group_by_scope: dict[tuple[str, tuple[str, ...]], int],
+    ) -> int:
+        """The group of the only op that runs graph `name`, if it has one already."""
+        owners = dict.fromkeys(use[:2] for use, _ in callers.get(name, ()))
+        if len(owners) != 1:
+            return -1
+        ((graph, op),) = owners
+        return group_by_scope.get((graph, _name_scopes(op)), -1)
+
+    def _add_scope_groups(
+        self, name: str, paths: list[tuple[str, ...]], group_by_scope: dict[tuple[str, tuple[str, ...]], int]
+    ) -> None:
+        """Groups for the scopes of one graph that hold several ops, but not all that the scope around them holds."""
+        counts: dict[tuple[str, ...], int] = {}
+        for path in paths:
+            for depth in range(len(path) + 1):
+                counts[path[:depth]] = counts.get(path[:depth], 0) + 1
+        group_by_scope[name, ()] = self.graph_groups[name]
+        labels: dict[tuple[str, ...], int] = {}  # how much of a path its innermost group names
+        for path in paths:
+            for depth in range(1, len(path) + 1):
+                scope, outer_scope = path[:depth], path[: depth - 1]
+                if (name, scope) in group_by_scope:
+                    continue
+                group_by_scope[name, scope] = group_by_scope[name, outer_scope]
+                labels[scope] = labels.get(outer_scope, 0)
+                if 1 < counts[scope] < counts[outer_scope]:
+                    group_by_scope[name, scope] = len(self.groups)
+                    label = "/".join(scope[labels[scope] :])
+                    labels[scope] = depth
+                    self.groups.append(BoxGroup(label=label, parent=group_by_scope[name, outer_scope]))
+
+
+def _all_inputs(input_wires: list[Wire], constants: list[DrawnConstant]) -> list[Wire | DrawnConstant]:
+    return [*input_wires, *constants]
+
+
+def _name_scopes(name: str) -> tuple[str, ...]:
+    """The name scopes of an op; a leading slash starts none."""
+    return tuple(name.lstrip("/").split("/")[:-1][:MAX_DEPTH])
+
+
+def drawn_shape(output: Output) -> str:
+    """`1x3x224x224`, `?` for a size that is not known before the model runs; "" where nothing is known."""
+    if output.shape is None:
+        return ""
+    return "x".join("?" if size is None else str(size) for size in output.shape) or "scalar"

@@ -1,0 +1,142 @@
+"""Histograms made ready for drawing: an axis on which heavy tails fit, what lies under each bar, a line of text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from graphquant.observers import distribution_of
+
+if TYPE_CHECKING:
+    from graphquant.numerics import Array, QParams
+    from graphquant.observers import Distribution, Sketch
+
+
+AXIS_BEND = 0.5 / math.log(10)
+"""How soon the axis bends: far beyond the knee each power of ten takes half the length from zero to the knee."""
+
+LINEAR_SHARE = 0.999
+"""Share of the magnitudes that is drawn on the linear part where no range says how far that goes."""
+
+BAR_GLYPHS = " ▁▂▃▄▅▆▇█"
+ASCII_BAR_GLYPHS = " .:-=+*#@"
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramAxis:
+    """Where real numbers are drawn: evenly up to `knee` on both sides of zero, soon by their logarithm beyond it.
+
+    Attributes:
+        low: What stands at the left end.
+        high: What stands at the right end; above `low`.
+        knee: Where the linear part ends; positive.
+    """
+
+    low: float
+    high: float
+    knee: float
+
+    def positions(self, x: Array | float) -> Array:
+        """The place of each of `x`: 0 at the left end, 1 at the right one."""
+        start, end = _bend(np.array([self.low, self.high]), self.knee)
+        return np.asarray((_bend(np.asarray(x, np.float64), self.knee) - start) / (end - start))
+
+    def values_at(self, positions: Array) -> Array:
+        """What stands at each place."""
+        start, end = _bend(np.array([self.low, self.high]), self.knee)
+        bent = start + positions * (end - start)
+        with np.errstate(over="ignore"):
+            beyond = np.sign(bent) * (1 + AXIS_BEND * np.expm1(np.maximum(np.abs(bent) - 1, 0) / AXIS_BEND))
+            values = np.where(np.abs(bent) <= 1, bent, beyond) * self.knee
+        return np.asarray(np.clip(values, self.low, self.high))
+
+    def ticks(self, spacing: float = 0.08) -> list[float]:
+        """Round values to label, `spacing` or more: zero, some of the linear part, powers of ten beyond it."""
+        step = _round_step(self.knee / 4)
+        candidates = [0.0] + [sign * step * number for number in range(1, 6) for sign in (1, -1)]
+        candidates = [value for value in candidates if abs(value) <= self.knee * 1.0001]
+        last = math.ceil(math.log10(max(abs(self.low), abs(self.high))) + 1e-9)
+        for exponent in range(math.floor(math.log10(self.knee)) + 1, last + 1):
+            candidates += [10.0**exponent, -(10.0**exponent)]
+        chosen: list[float] = []
+        for value in candidates:
+            if self.low <= value <= self.high and all(
+                abs(self.positions(value) - self.positions(tick)) >= spacing for tick in chosen
+            ):
+                chosen.append(value)
+        return sorted(chosen)
+
+
+def histogram_axis(sketch: Sketch, params: QParams | None) -> HistogramAxis:
+    """The axis for a tensor with a histogram: all of its values and the range of `params`, whose end is the knee."""
+    low, high = float(sketch.low), float(sketch.high)
+    if params is None:
+        magnitudes = distribution_of(sketch).magnitudes()
+        knee = magnitudes.value_at_rank(max(1.0, math.ceil(LINEAR_SHARE * magnitudes.count)))
+    else:
+        range_ends = float(params.range.low.min()), float(params.range.high.max())
+        low, high, knee = min(low, range_ends[0]), max(high, range_ends[1]), max(-range_ends[0], range_ends[1])
+    low, high = min(low, 0.0), max(high, 0.0)
+    if low == high:
+        low, high = -1.0, 1.0
+    smallest = max(abs(low), abs(high)) * 1e-30
+    return HistogramAxis(low, high, max(knee, smallest))
+
+
+def bar_counts(distribution_: Distribution, axis: HistogramAxis, bar_count: int) -> Array:
+    """How many values lie under each of `bar_count` bars of one width, float64 (number,)."""
+    edges = axis.values_at(np.linspace(0, 1, bar_count + 1))
+    below = distribution_.count_below(edges)
+    below[0], below[-1] = 0.0, distribution_.count
+    return np.diff(below)
+
+
+def bar_heights(counts: Array) -> Array:
+    """The heights of bars, 0 to 1, on a logarithmic scale, so that one value of a million is still seen."""
+    visible = np.where(counts >= 0.5, counts, 0.0)  # noqa: PLR2004  # half a value, from values spread over a bin
+    return np.asarray(np.log1p(visible) / math.log1p(max(float(counts.max(initial=0.0)), 1.0)))
+
+
+def range_marks(axis: HistogramAxis, params: QParams, bar_count: int) -> tuple[int, int]:
+    """The first of `bar_count` bars that is inside the range of `params`, and the first behind it."""
+    ends = axis.positions(np.array([float(params.range.low), float(params.range.high)]))
+    first, last = (int(mark) for mark in np.clip(np.rint(ends * bar_count), 0, bar_count))
+    return min(first, bar_count - 1), max(last, min(first, bar_count - 1) + 1)
+
+
+def histogram_line(
+    sketch: Sketch, params: QParams | None, width: int, *, ascii_only: bool = False
+) -> tuple[str, str, str]:
+    """A histogram as text of `width` columns: left of the range, from its "[" to its "]", and right of it.
+
+    Without a range, or with one for each channel, all of it is the middle part.
+    """
+    if not sketch.bits or not sketch.counts.size:
+        return "", "", ""
+    params = params if params is not None and params.axis is None else None
+    axis = histogram_axis(sketch, params)
+    bar_count = width if params is None else width - 2
+    heights = bar_heights(bar_counts(distribution_of(sketch), axis, bar_count))
+    glyphs = ASCII_BAR_GLYPHS if ascii_only else BAR_GLYPHS
+    levels = np.where(heights > 0, np.clip(np.rint(heights * (len(glyphs) - 1)), 1, len(glyphs) - 1), 0).astype(int)
+    text = "".join(glyphs[level] for level in levels)
+    if params is None:
+        return "", text, ""
+    first, last = range_marks(axis, params, bar_count)
+    return text[:first], f"[{text[first:last]}]", text[last:]
+
+
+def _bend(x: Array, knee: float) -> Array:
+    """`x` in units of `knee`, and beyond that ever nearer to its logarithm, without a kink."""
+    magnitude = np.abs(x) / knee
+    bent = 1 + AXIS_BEND * np.log1p(np.maximum(magnitude - 1, 0) / AXIS_BEND)
+    return np.asarray(np.where(magnitude <= 1, x / knee, np.sign(x) * bent))
+
+
+def _round_step(step: float) -> float:
+    """The next of 1, 2 and 5 times a power of ten."""
+    power = 10.0 ** math.floor(math.log10(step))
+    return next((factor * power for factor in (1, 2, 5) if factor * power >= step * 0.9999), 10 * power)

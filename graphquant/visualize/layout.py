@@ -1,0 +1,341 @@
+"""Where ops are drawn: in layers, producers above their readers, with few crossings, in linear time.
+
+The steps are Sugiyama's: edges that close a cycle are turned round, ops get layers (the longest path from the top, then
+as near to their readers as they can be), tensors that pass layers get a place in each (one trunk for all readers of a
+tensor), each layer is ordered by barycentres in a few sweeps, and x is what is nearest to the neighbours' without
+overlaps. Ops of one group stay side by side in a layer. The same graph gives the same places, and a small change a
+small one: all begins with the order of the ops.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graphquant.ir import paused_gc
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+OP_GAP = 24
+"""Room between two ops of a layer, in units of the drawing."""
+
+FRAME_GAP = 7
+"""Room more for each frame that begins or ends between two ops of a layer."""
+
+TRUNK_WIDTH = 10
+"""Room that a passing tensor takes."""
+
+LANE_WIDTH = 14
+"""Room between two tensors that are led past everything, at the right."""
+
+MAX_LANES = 12
+
+MAX_SWEEPS = 4
+"""How often the layers are ordered anew, at most."""
+
+MAX_GROUP_DEPTH = 12
+"""Outermost groups that are kept together."""
+
+MAX_TRUNK_ITEMS = 2
+"""Places of passing tensors, at most, for each op and tensor of the graph: longer ones are led past everything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where ops and tensors are drawn.
+
+    Attributes:
+        layer: The layer of each op, 0 at the top.
+        x: The middle of each op, in units of the drawing, from 0.
+        trunks: For each tensor the x at which it passes each layer below its producer, as far as a reader needs it.
+        lanes: For a tensor that is led past everything the x at which; -1 for the others.
+        width: The right end of all.
+    """
+
+    layer: list[int]
+    x: list[int]
+    trunks: list[list[int]]
+    lanes: list[int]
+    width: int
+
+
+@paused_gc()
+def layered_layout(
+    widths: Sequence[int], tensors: Sequence[tuple[int, Sequence[int]]], groups: Sequence[tuple[int, ...]]
+) -> Placement:
+    """Places for ops 0 to n - 1.
+
+    Args:
+        widths: The width of each op.
+        tensors: For each tensor the op that makes it and those that read it.
+        groups: For each op the groups that it is in, the outermost first.
+    """
+    readers: list[list[int]] = [[] for _ in widths]
+    for source, targets in tensors:
+        readers[source] += targets
+    order, back_edges = _acyclic_order(readers)
+    layer = _assign_layers(readers, order, back_edges)
+    items = _LayoutItems(widths, tensors, groups, layer)
+    rows = items.rows()
+    _order_rows(rows, items)
+    x = _x_positions(rows, items)
+    left_edge = min((center - width_ / 2 for center, width_ in zip(x, items.widths, strict=True)), default=0.0)
+    right_edge = max((center + width_ / 2 for center, width_ in zip(x, items.widths, strict=True)), default=0.0)
+    centers = [round(center - left_edge) for center in x]
+    lanes, width = _assign_lanes(items.lanes, len(tensors), round(right_edge - left_edge))
+    return Placement(
+        layer=layer,
+        x=centers[: len(widths)],
+        trunks=[[centers[item] for item in trunk] for trunk in items.trunks],
+        lanes=lanes,
+        width=width,
+    )
+
+
+def _acyclic_order(readers: list[list[int]]) -> tuple[Iterable[int], set[tuple[int, int]]]:
+    """Every op after those it reads, but for the edges that close a cycle, which come second."""
+    if all(target > source for source, targets in enumerate(readers) for target in targets):
+        return range(len(readers)), set()
+    visited, on_stack = bytearray(len(readers)), bytearray(len(readers))
+    back_edges: set[tuple[int, int]] = set()
+    order: list[int] = []
+    for start in range(len(readers)):
+        if visited[start]:
+            continue
+        stack = [(start, iter(readers[start]))]
+        visited[start] = on_stack[start] = 1
+        while stack:
+            current, remaining = stack[-1]
+            for target in remaining:
+                if on_stack[target]:
+                    back_edges.add((current, target))
+                elif not visited[target]:
+                    visited[target] = on_stack[target] = 1
+                    stack.append((target, iter(readers[target])))
+                    break
+            else:
+                on_stack[current] = 0
+                order.append(current)
+                stack.pop()
+    order.reverse()
+    return order, back_edges
+
+
+def _assign_layers(readers: list[list[int]], order: Iterable[int], back_edges: set[tuple[int, int]]) -> list[int]:
+    """The longest path from the top; then, from the bottom up, ops that read little move down to what reads them."""
+    layer, reads = [0] * len(readers), [0] * len(readers)
+    ordered = list(order)
+    for source in ordered:
+        next_layer = layer[source] + 1
+        for target in readers[source]:
+            if back_edges and (source, target) in back_edges:
+                continue
+            reads[target] += 1
+            layer[target] = max(layer[target], next_layer)
+    for source in reversed(ordered):
+        targets = readers[source]
+        if not targets or len(targets) < reads[source]:
+            continue
+        if back_edges:
+            targets = [target for target in targets if (source, target) not in back_edges]
+        if targets:
+            layer[source] = min(layer[target] for target in targets) - 1
+    top = min(layer, default=0)
+    return [number - top for number in layer]
+
+
+class _LayoutItems:
+    """What takes room in a layer: the ops, then a place for each layer that a tensor passes."""
+
+    def __init__(
+        self,
+        widths: Sequence[int],
+        tensors: Sequence[tuple[int, Sequence[int]]],
+        groups: Sequence[tuple[int, ...]],
+        layer: list[int],
+    ) -> None:
+        self.ops = len(widths)
+        self.widths = list(widths)
+        self.groups = list(groups)
+        self.layer = list(layer)
+        self.above: list[list[int]] = [[] for _ in widths]
+        self.below: list[list[int]] = [[] for _ in widths]
+        self.trunks: list[list[int]] = [[] for _ in tensors]
+        self.group_heights: dict[int, int] = {}
+        for path in dict.fromkeys(groups):
+            for depth, group in enumerate(path):
+                self.group_heights[group] = max(self.group_heights.get(group, 0), len(path) - depth)
+        ends = [max((layer[target] for target in targets), default=0) for _, targets in tensors]
+        spans = [end - layer[source] - 1 for end, (source, _) in zip(ends, tensors, strict=True)]
+        self.lanes = self._choose_lanes(spans, tensors)
+        for number, (source, targets) in enumerate(tensors):
+            if number not in self.lanes:
+                self._add_trunk(self.trunks[number], spans[number], source, targets)
+
+    def _choose_lanes(
+        self, spans: list[int], tensors: Sequence[tuple[int, Sequence[int]]]
+    ) -> dict[int, tuple[int, int]]:
+        """The tensors that get no trunk, the longest ones, with the layers between which they run."""
+        budget = MAX_TRUNK_ITEMS * (self.ops + len(tensors))
+        chosen: dict[int, tuple[int, int]] = {}
+        passing = [number for number, span in enumerate(spans) if span > 0]
+        if sum(spans[number] for number in passing) <= budget:
+            return chosen
+        for number in sorted(passing, key=spans.__getitem__):
+            budget -= spans[number]
+            if budget < 0:
+                top = self.layer[tensors[number][0]]
+                chosen[number] = (top, top + spans[number] + 1)
+        return chosen
+
+    def _add_trunk(self, trunk: list[int], span: int, source: int, targets: Sequence[int]) -> None:
+        """Makes the trunk of one tensor and links it with its ends."""
+        top, above = self.layer[source], source
+        groups = self.groups[source]
+        for step in range(span):
+            item = len(self.widths)
+            self.widths.append(TRUNK_WIDTH)
+            self.groups.append(groups)
+            self.layer.append(top + step + 1)
+            self.above.append([above])
+            self.below.append([])
+            self.below[above].append(item)
+            trunk.append(item)
+            above = item
+        for target in targets:
+            step = self.layer[target] - top - 1
+            if step >= 0:
+                end = trunk[step - 1] if step else source
+                self.below[end].append(target)
+                self.above[target].append(end)
+
+    def gaps(self, row: list[int]) -> list[int]:
+        """The room before each item of a row: more where frames of groups end and begin between two ops."""
+        gaps = [OP_GAP] * len(row)
+        gaps[0] = 0
+        if not self.group_heights:
+            return gaps
+        for position in range(1, len(row)):
+            previous, item = row[position - 1], row[position]
+            first, second = self.groups[previous], self.groups[item]
+            if first == second or previous >= self.ops or item >= self.ops:
+                continue
+            shared = 0
+            while shared < min(len(first), len(second)) and first[shared] == second[shared]:
+                shared += 1
+            frames = [self.group_heights[path[shared]] for path in (first, second) if len(path) > shared]
+            gaps[position] = max(OP_GAP, FRAME_GAP * (1 + sum(frames)))
+        return gaps
+
+    def rows(self) -> list[list[int]]:
+        """The items of each layer, in the order of the ops; what passes stands where its tensor's producer does."""
+        rows: list[list[int]] = [[] for _ in range(max(self.layer, default=-1) + 1)]
+        for item, layer in enumerate(self.layer):
+            rows[layer].append(item)
+        return rows
+
+
+def _order_rows(rows: list[list[int]], items: _LayoutItems) -> None:
+    """Orders each layer by the mean place of its neighbours above, then below, until nothing changes."""
+    positions = [0] * len(items.widths)
+    for row in rows:
+        for number, item in enumerate(row):
+            positions[item] = number
+    sortable = [number for number, row in enumerate(rows) if len(row) > 1]
+    for sweep in range(MAX_SWEEPS):
+        down = sweep % 2 == 0
+        neighbors = items.above if down else items.below
+        changed = False
+        for number in sortable if down else reversed(sortable):
+            row = rows[number]
+            key = {item: _mean_position(neighbors[item], positions, positions[item]) for item in row}
+            ordered = sorted(row, key=key.__getitem__)
+            if len(row) > 2:  # noqa: PLR2004  # two are side by side anyway
+                ordered = _group_adjacent(ordered, key, items.groups, 0)
+            if ordered != row:
+                changed = True
+                rows[number] = ordered
+                for position, item in enumerate(ordered):
+                    positions[item] = position
+        if not changed and sweep:
+            break
+
+
+def _mean_position(neighbors: list[int], positions: Sequence[float], default: float) -> float:
+    if len(neighbors) == 1:
+        return positions[neighbors[0]]
+    return sum([positions[item] for item in neighbors]) / len(neighbors) if neighbors else default
+
+
+def _group_adjacent(
+    ordered: list[int], key: dict[int, float], groups: Sequence[tuple[int, ...]], depth: int
+) -> list[int]:
+    """The same items, those of one group side by side, where the mean of the group is."""
+    clusters: dict[int, list[int]] = {}
+    for item in ordered:
+        path = groups[item]
+        clusters.setdefault(path[depth] if len(path) > depth else -1 - item, []).append(item)
+    if len(clusters) == len(ordered):
+        return ordered
+    arranged = [
+        _group_adjacent(cluster, key, groups, depth + 1) if len(cluster) > 1 and depth < MAX_GROUP_DEPTH else cluster
+        for cluster in clusters.values()
+    ]
+    arranged.sort(key=lambda cluster: sum([key[item] for item in cluster]) / len(cluster))
+    return [item for cluster in arranged for item in cluster]
+
+
+def _x_positions(rows: list[list[int]], items: _LayoutItems) -> list[float]:
+    """The middle of each item: as near as may be to its neighbours above, then below, then above again."""
+    x = [0.0] * len(items.widths)
+    gaps = [items.gaps(row) for row in rows]
+    for row, row_gaps in zip(rows, gaps, strict=True):
+        right_edge = 0.0
+        for item, gap in zip(row, row_gaps, strict=True):
+            x[item] = right_edge + gap + items.widths[item] / 2
+            right_edge += gap + items.widths[item]
+    for neighbors, down in ((items.above, True), (items.below, False), (items.above, True)):
+        for number in range(len(rows)) if down else reversed(range(len(rows))):
+            row = rows[number]
+            if len(row) == 1:
+                item = row[0]
+                x[item] = _mean_position(neighbors[item], x, x[item])
+            else:
+                _place_row(row, gaps[number], [_mean_position(neighbors[item], x, x[item]) for item in row], items, x)
+    return x
+
+
+def _place_row(row: list[int], gaps: list[int], targets: list[float], items: _LayoutItems, x: list[float]) -> None:
+    """The places nearest to the `targets` ones, in squares, that keep order and `gaps` (pool adjacent violators)."""
+    widths = items.widths
+    offset = before = 0.0
+    sums: list[float] = []  # of each block of items that touch
+    counts: list[int] = []
+    offsets = []
+    for item, gap, target in zip(row, gaps, targets, strict=True):
+        half_width = widths[item] / 2
+        offset += before + gap + half_width
+        before = half_width
+        offsets.append(offset)
+        total, count = target - offset, 1
+        while sums and sums[-1] * count > total * counts[-1]:
+            total += sums.pop()
+            count += counts.pop()
+        sums.append(total)
+        counts.append(count)
+    number = 0
+    for total, count in zip(sums, counts, strict=True):
+        start = total / count
+        for _ in range(count):
+            x[row[number]] = start + offsets[number]
+            number += 1
+
+
+def _assign_lanes(unrouted: dict[int, tuple[int, int]], tensors: int, width: int) -> tuple[list[int], int]:
+    """Lanes at the right for the tensors that have no trunk, taken in turn, and the width with them."""
+    lanes = [-1] * tensors
+    for number, tensor in enumerate(sorted(unrouted, key=unrouted.__getitem__)):
+        lanes[tensor] = width + LANE_WIDTH * (1 + number % MAX_LANES)
+    return lanes, width + LANE_WIDTH * min(len(unrouted), MAX_LANES) + (LANE_WIDTH if unrouted else 0)

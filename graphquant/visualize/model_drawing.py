@@ -1,0 +1,117 @@
+"""Drawings of what there is to look at: a model, a plan, what `insert` made."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from graphquant import formats
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.errors import UsageError, did_you_mean
+from graphquant.ir import qualified_op_name
+from graphquant.rules import load_ruleset, shipped_rule_files
+from graphquant.visualize.annotations import annotate_model, annotate_plan, annotate_result
+from graphquant.visualize.drawing import Drawing, build_drawing
+
+if TYPE_CHECKING:
+    from graphquant.analysis.range_report import RangeReport
+    from graphquant.api import Result
+    from graphquant.ir import Model
+    from graphquant.quantize import Plan
+
+
+def model_drawing(model: Model, range_report: RangeReport | None = None) -> Drawing:
+    """A model with the quantization that is in it, and statistics of the tensors that are called the same."""
+    summary = summarize_model(model)
+    names = {reading.rule for reading in summary.quantization_ops if reading.rule}
+    return build_drawing(model, annotate_model(summary, _rule_reasons(model, names), range_report))
+
+
+def plan_drawing(prepared: Model, plan: Plan, range_report: RangeReport | None = None) -> Drawing:
+    """The model that a plan names, with what the plan will put there."""
+    return build_drawing(prepared, annotate_plan(plan, range_report))
+
+
+def result_drawing(result: Result) -> Drawing:
+    """What `insert` made, with the histograms that the ranges were picked from."""
+    return build_drawing(result.model, annotate_result(result, summarize_model(result.model)))
+
+
+def _rule_reasons(model: Model, names: set[str]) -> dict[str, str]:
+    """The reasons of rules that a model's ops name, from the rule files that come with graphquant."""
+    reasons: dict[str, str] = {}
+    if not names or model.format == "tflite":
+        return reasons
+    default_rules = formats.format_module(model.format).DEFAULT_RULES
+    for file in (default_rules, *(name for name in shipped_rule_files() if name != default_rules)):
+        if names <= set(reasons):
+            break
+        for bound in load_ruleset([file]).rules:
+            reasons.setdefault(bound.rule.name, bound.rule.why)
+    return reasons
+
+
+# The neighbourhood of an op, cut out of a drawing.
+
+
+def neighborhood(drawing: Drawing, name: str, hops: int) -> tuple[Drawing, list[int]]:
+    """The part of a drawing that is at most `hops` wires away from an op, a tensor, or one of the ops of a badge.
+
+    Returns:
+        The part, and which of its boxes `name` names.
+
+    Raises:
+        UsageError: Nothing that is drawn is called `name`.
+    """
+    matches = _boxes_by_name(drawing, name)
+    neighbors: list[list[int]] = [[] for _ in drawing.boxes]
+    for wire in drawing.wires:
+        neighbors[wire.source].append(wire.target)
+        neighbors[wire.target].append(wire.source)
+    distance = dict.fromkeys(matches, 0)
+    queue = deque(matches)
+    while queue:
+        box = queue.popleft()
+        for neighbor in neighbors[box] if distance[box] < hops else ():
+            if neighbor not in distance:
+                distance[neighbor] = distance[box] + 1
+                queue.append(neighbor)
+    included = sorted(distance)
+    numbers = {box: number for number, box in enumerate(included)}
+    subdrawing = replace(
+        drawing,
+        boxes=[drawing.boxes[box] for box in included],
+        wires=[
+            replace(wire, source=numbers[wire.source], target=numbers[wire.target])
+            for wire in drawing.wires
+            if wire.source in numbers and wire.target in numbers
+        ],
+        controls=[
+            (numbers[source], numbers[target])
+            for source, target in drawing.controls
+            if source in numbers and target in numbers
+        ],
+    )
+    return subdrawing, [numbers[box] for box in matches]
+
+
+def _boxes_by_name(drawing: Drawing, name: str) -> list[int]:
+    """The boxes that `name` names."""
+    names: dict[str, list[int]] = {}
+    for box_number, box in enumerate(drawing.boxes):
+        full_name = qualified_op_name(box.graph, box.op.name)
+        names.setdefault(full_name, []).append(box_number)
+        for port, output in enumerate(box.op.outputs):
+            names.setdefault(f"{full_name}:{port}", []).append(box_number)
+            names.setdefault(output.name, []).append(box_number)
+        for constant in box.constants:
+            names.setdefault(constant.name, []).append(box_number)
+    for wire in drawing.wires:
+        for badge in wire.annotations:
+            for _, folded_name in drawing.folded_ops[badge]:
+                names.setdefault(folded_name, []).append(wire.target)
+    if name not in names:
+        hint = did_you_mean(name, names) or " `graphquant inspect --format graph-json` lists the names."
+        raise UsageError(f"Nothing that is drawn is called {name!r}.{hint}")
+    return list(dict.fromkeys(names[name]))

@@ -1,0 +1,108 @@
+"""Models, plans and what is made of them as HTML for a cell of a notebook: text, and the viewer in a frame."""
+
+from __future__ import annotations
+
+from html import escape
+from io import StringIO
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group
+
+from graphquant.analysis import Comparison
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.api import Result
+from graphquant.ir import Model
+from graphquant.quantize import Plan
+from graphquant.visualize.compare_report import comparison_view
+from graphquant.visualize.html import viewer_page
+from graphquant.visualize.model_drawing import model_drawing, result_drawing
+from graphquant.visualize.text import plain_line, plan_view, pluralize, summary_view
+from graphquant.visualize.viewer_data import viewer_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import RenderableType
+
+    from graphquant.visualize.drawing import Drawing
+
+
+CELL_WIDTH = 100
+"""Columns of text in a cell."""
+
+CELL_LINES = 40
+"""Lines of it that a cell shows; the rest is said to be there."""
+
+SUMMARY_LINES = 4
+"""Lines that tell what a model is: its format, inputs, outputs and ops."""
+
+MAX_DRAWN_OPS = 5_000
+"""Ops that a cell draws: the page is kept in the notebook's file, and 5,000 ops take half a megabyte."""
+
+SITES_LISTED = 10
+"""Quantized tensors of a comparison that are listed."""
+
+
+def notebook_html(value: object) -> str:
+    """A model, a plan, what `insert` made or what `compare` found, as HTML that works without a network.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    match value:
+        case Model():
+            return _preformatted(summary_view(summarize_model(value)), lines=SUMMARY_LINES) + _viewer_or_hint(
+                value, lambda: model_drawing(value)
+            )
+        case Result():
+            return _preformatted(_result_view(value)) + _viewer_or_hint(value.model, lambda: result_drawing(value))
+        case Plan():
+            return _preformatted(plan_view(value))
+        case Comparison():
+            return _preformatted(comparison_view(value, top=SITES_LISTED))
+    raise TypeError(f"{type(value).__name__} has no drawing")
+
+
+def _result_view(result: Result) -> RenderableType:
+    """What `insert` did, in a line or two."""
+    uses = sum(len(insertion.site.uses) for insertion in result.inserted)
+    message = f"{pluralize(len(result.inserted), 'site')} inserted, {pluralize(uses, 'use')} rerouted"
+    message += (
+        f", calibrated on {pluralize(result.calibration_samples, 'sample')}" if result.calibration_samples else ""
+    )
+    lines = [plain_line(f"{message}. .save(PATH) writes the model, .plan is what was to be done.")]
+    lines += (
+        [plain_line("The ranges come from RANDOM data: use the model for tests only.")]
+        if result.has_random_data
+        else []
+    )
+    return Group(*lines)
+
+
+def _viewer_or_hint(model: Model, drawing: Callable[[], Drawing]) -> str:
+    """The viewer in a frame, or what to do where that would make the notebook's file large."""
+    ops = sum(len(model.graphs[name]) for name in model.reachable_graphs())
+    if ops > MAX_DRAWN_OPS:
+        path = model.path or "MODEL"
+        return _preformatted(
+            plain_line(f"{ops} ops are too many for a cell. Draw them: graphquant inspect {path} --html page.html")
+        )
+    return _viewer_frame(drawing())
+
+
+def _preformatted(view: RenderableType, lines: int = CELL_LINES) -> str:
+    """The start of what a terminal would show."""
+    file = StringIO()
+    Console(file=file, width=CELL_WIDTH, color_system=None, highlight=False, markup=False, emoji=False).print(view)
+    rows = [line.rstrip() for line in file.getvalue().rstrip().split("\n")]
+    if len(rows) > lines == CELL_LINES:
+        rows = [*rows[: lines - 2], f"... {len(rows) - lines + 1} more lines ...", rows[-1]]
+    text = escape("\n".join(rows[:lines]))
+    return f'<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{text}</pre>'
+
+
+def _viewer_frame(drawing: Drawing) -> str:
+    """The viewer, apart from the notebook: it cannot reach what is around it."""
+    document = escape(viewer_page(viewer_data(drawing, [])))
+    style = "width:100%;height:520px;border:1px solid #8886"
+    return f'<iframe sandbox="allow-scripts" style="{style}" title="the model" srcdoc="{document}"></iframe>'

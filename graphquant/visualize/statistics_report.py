@@ -1,0 +1,400 @@
+"""Statistics in the terminal: a line for each tensor with its histogram, the range that was picked, and the cost."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Group
+from rich.text import Text
+
+from graphquant.errors import escape_unprintable
+from graphquant.observers import distribution_of
+from graphquant.visualize import svg
+from graphquant.visualize.histogram_bars import bar_counts, histogram_axis, histogram_line
+from graphquant.visualize.json_export import JSON_SCHEMA_VERSION, params_json, tensor_json
+from graphquant.visualize.tables import NameTable
+from graphquant.visualize.text import incomplete_stats, join_names, plain_line, pluralize
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+
+    from graphquant.analysis.range_report import RangeReport, TensorRange
+    from graphquant.numerics import QParams
+    from graphquant.observers import QuantizationCost, Sketch
+
+
+STATS_NAME_WIDTH, MIN_HISTOGRAM_WIDTH = 20, 16
+"""The least columns for a tensor's name, if it has as many, and for its histogram."""
+
+MAX_HISTOGRAM_WIDTH = 44
+"""The most columns for a histogram."""
+
+STATS_COLUMN_GAP = 2
+
+MAX_NOTES = 12
+"""Notes that are printed; all of them are in the JSON data."""
+
+MATCHED_BY_NAME = "The model has its ranges in it; which tensor is which is told by names alone."
+
+EXACT_SQNR = 140.0
+"""Decibels beyond which nothing is lost that a float32 has."""
+
+
+def range_report_view(report: RangeReport) -> RenderableType:
+    """The table of tensors, the worst first where a model tells what is lost, and what is to be said of some."""
+    stats = report.stats
+    sections: list[RenderableType] = [plain_line(stats_heading(report), style="bold")]
+    if stats.random:
+        sections.append(plain_line("The data is RANDOM: what it shows is for tests only.", style="bold red"))
+    sections += incomplete_stats(stats)
+    if report.matched_by_name:
+        sections.append(plain_line(MATCHED_BY_NAME, style="dim"))
+    if not report.tensor_ranges:
+        sections.append(
+            plain_line("None of them has a range that insert would give it." if report.model else "It is empty.")
+        )
+        return Group(*sections)
+    sections.append(_RangeTable(report.tensor_ranges, has_ranges=bool(report.model)))
+    names_by_note: dict[str, list[str]] = {}
+    for tensor_range in report.tensor_ranges:
+        if tensor_range.note:
+            names_by_note.setdefault(tensor_range.note, []).append(str(tensor_range.tensor))
+    note_lines = [f"{join_names(names)}: {note}" for note, names in names_by_note.items()]
+    sections += [plain_line(note, style="yellow") for note in note_lines[:MAX_NOTES]]
+    if len(note_lines) > MAX_NOTES:
+        sections.append(plain_line(f"{len(note_lines) - MAX_NOTES} more such notes are in --format json.", style="dim"))
+    sections.append(plain_line(_histogram_legend(report), style="dim"))
+    return Group(*sections)
+
+
+def sqnr_text(cost: QuantizationCost | None) -> str:
+    """The estimated SQNR in dB, to a tenth; "exact" where nothing is lost."""
+    if cost is None:
+        return ""
+    return "exact" if cost.sqnr > EXACT_SQNR else f"{cost.sqnr:.1f}"
+
+
+def share_text(fraction: float) -> str:
+    """A share, 0 to 1, in percent."""
+    if not fraction:
+        return "0"
+    if fraction < 1e-5:  # noqa: PLR2004  # a thousandth of a percent
+        return "<0.001%"
+    return f"{100 * fraction:.{2 if fraction < 0.1 else 3}g}%"  # noqa: PLR2004  # from there on two digits are whole percents
+
+
+def clipped_text(cost: QuantizationCost | None) -> str:
+    """The shares that are cut off at the lower and at the upper end."""
+    return "" if cost is None else f"{share_text(cost.clipped_below)}, {share_text(cost.clipped_above)}"
+
+
+def value_range_text(tensor_range: TensorRange) -> str:
+    """The smallest and the largest value seen."""
+    sketch = tensor_range.sketch
+    return "" if sketch is None or sketch.empty else f"[{sketch.low.min():.4g}, {sketch.high.max():.4g}]"
+
+
+def range_text(params: QParams | None) -> str:
+    """What scale and zero point can represent."""
+    return "" if params is None else f"[{params.range.low.min():.4g}, {params.range.high.max():.4g}]"
+
+
+def method_text(tensor_range: TensorRange) -> str:
+    """The method, and for auto what it came to."""
+    return f"{tensor_range.method}: {tensor_range.auto_method}" if tensor_range.auto_method else tensor_range.method
+
+
+def stats_heading(report: RangeReport) -> str:
+    """How many tensors there are, and on how many samples."""
+    stats = report.stats
+    coverage = f"on {pluralize(stats.samples, 'sample')} in {pluralize(stats.blocks, 'block')}"
+    path = escape_unprintable(str(report.path or "statistics"))
+    if not report.model:
+        return f"{path}: {pluralize(len(stats.targets), 'tensor')} {coverage}"
+    return f"{report.model}: {pluralize(len(report.tensor_ranges), 'tensor')} with statistics of {path}, {coverage}"
+
+
+def _histogram_legend(report: RangeReport) -> str:
+    if not report.model:
+        return "Histograms: heights are logarithmic; the axis is linear for 99.9% of magnitudes, logarithmic beyond."
+    return (
+        "Histograms: heights are logarithmic; [ ] is the range, outside of which values are clipped; the axis is"
+        " logarithmic beyond its larger end. SQNR is estimated, for each tensor by itself."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _RangeTable:
+    """The table, which leaves out columns from the right, and says so, until names and histograms have room."""
+
+    ranges: Sequence[TensorRange]
+    has_ranges: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        names = [escape_unprintable(str(tensor_range.tensor)) for tensor_range in self.ranges]
+        columns = self._columns()
+        longest = max(map(len, [*names, "tensor"]))
+        room = options.max_width - min(longest, STATS_NAME_WIDTH) - MIN_HISTOGRAM_WIDTH - STATS_COLUMN_GAP
+        fitting: list[tuple[str, list[str]]] = []
+        omitted: list[tuple[str, list[str]]] = []
+        for title, cells in columns:
+            room -= max(len(text) for text in (*cells, title)) + STATS_COLUMN_GAP
+            (fitting if room >= 0 and not omitted else omitted).append((title, cells))
+        used = sum(max(len(text) for text in (*cells, title)) + STATS_COLUMN_GAP for title, cells in fitting)
+        width = max(
+            MIN_HISTOGRAM_WIDTH,
+            min(
+                MAX_HISTOGRAM_WIDTH, options.max_width - used - STATS_COLUMN_GAP - min(longest, options.max_width // 3)
+            ),
+        )
+        table = NameTable("tensor", "histogram", *(title for title, _ in fitting), right=("SQNR", "NaN", "inf"))
+        for row, tensor_range in enumerate(self.ranges):
+            histogram = _histogram_text(tensor_range, width, ascii_only=options.ascii_only)
+            table.add_row(names[row], histogram, *(cells[row] for _, cells in fitting))
+        yield table
+        if omitted:
+            yield plain_line(
+                f"For more columns ({', '.join(title for title, _ in omitted)}) widen the terminal.", style="dim"
+            )
+
+    def _columns(self) -> list[tuple[str, list[str]]]:
+        """The columns behind tensor and histogram, those that matter most first."""
+        if not self.has_ranges:
+            sketches = [tensor_range.sketch for tensor_range in self.ranges]
+            return [
+                ("seen", [value_range_text(tensor_range) for tensor_range in self.ranges]),
+                ("values", [f"{sketch.count:,}" if sketch else "" for sketch in sketches]),
+                ("NaN", [str(sketch.nan or "") if sketch else "" for sketch in sketches]),
+                ("inf", [str(sketch.inf or "") if sketch else "" for sketch in sketches]),
+            ]
+        return [
+            ("SQNR", [sqnr_text(tensor_range.cost) for tensor_range in self.ranges]),
+            ("clipped", [clipped_text(tensor_range.cost) for tensor_range in self.ranges]),
+            ("range", [range_text(tensor_range.params) for tensor_range in self.ranges]),
+            ("method", [method_text(tensor_range) for tensor_range in self.ranges]),
+            ("seen", [value_range_text(tensor_range) for tensor_range in self.ranges]),
+            ("type", [tensor_range.params.type.name if tensor_range.params else "" for tensor_range in self.ranges]),
+            ("rule", [escape_unprintable(tensor_range.rule) for tensor_range in self.ranges]),
+        ]
+
+
+def _histogram_text(tensor_range: TensorRange, width: int, *, ascii_only: bool) -> Text:
+    if tensor_range.sketch is None:
+        return Text("")
+    below, inside, above = histogram_line(tensor_range.sketch, tensor_range.params, width, ascii_only=ascii_only)
+    return Text.assemble((below, "red"), inside, (above, "red"))
+
+
+# Statistics as JSON data: what `inspect --stats --format json` writes.
+
+JSON_BARS = 64
+"""Bars of a histogram. Their edges are those of the drawing, so they are closer where the range is."""
+
+
+def range_report_json(report: RangeReport) -> dict[str, Any]:
+    """The statistics and the ranges that were picked from them."""
+    stats = report.stats
+    return {
+        "schema": JSON_SCHEMA_VERSION,
+        "stats": str(report.path) if report.path else None,
+        "model": report.model or None,
+        "digest": stats.model_digest,
+        "by_name": report.matched_by_name,
+        "samples": stats.samples,
+        "blocks": stats.blocks,
+        "complete": stats.complete,
+        "random": stats.random,
+        "data": [run.data_digest for run in stats.runs],
+        "tensors": [_tensor_range_json(tensor_range) for tensor_range in report.tensor_ranges],
+    }
+
+
+def _tensor_range_json(tensor_range: TensorRange) -> dict[str, Any]:
+    return {
+        "tensor": tensor_json(tensor_range.tensor),
+        "note": tensor_range.note,
+        "seen": None if tensor_range.sketch is None else _sketch_json(tensor_range.sketch, tensor_range.params),
+        "rule": tensor_range.rule,
+        "method": tensor_range.method,
+        "like": tensor_range.auto_method,
+        "params": None if tensor_range.params is None else params_json(tensor_range.params),
+        "cost": _cost_json(tensor_range.cost),
+        "others": [
+            {
+                "method": alternative.method,
+                "params": params_json(alternative.params),
+                "cost": _cost_json(alternative.cost),
+            }
+            for alternative in tensor_range.alternatives
+        ],
+    }
+
+
+def _sketch_json(sketch: Sketch, params: QParams | None) -> dict[str, Any]:
+    histogram = None
+    if sketch.counts.size:
+        axis = histogram_axis(sketch, params)
+        edges = axis.values_at(np.linspace(0, 1, JSON_BARS + 1))
+        histogram = {"edges": edges.tolist(), "counts": bar_counts(distribution_of(sketch), axis, JSON_BARS).tolist()}
+    return {
+        "low": _finite_ends(sketch.low),
+        "high": _finite_ends(sketch.high),
+        "count": sketch.count,
+        "nan": sketch.nan,
+        "inf": sketch.inf,
+        "blank": sketch.empty_arrays,
+        "histogram": histogram,
+    }
+
+
+def _finite_ends(ends: Any) -> Any:
+    """The ends of a tensor or of its channels; null where no finite value was seen."""
+    values = [value if math.isfinite(value) else None for value in ends.reshape(-1).tolist()]
+    return values if ends.ndim else values[0]
+
+
+def _cost_json(cost: QuantizationCost | None) -> dict[str, Any] | None:
+    """`sqnr` is null where there is no error at all, or no signal."""
+    if cost is None:
+        return None
+    return {
+        "below": cost.clipped_below,
+        "above": cost.clipped_above,
+        "squared_error": cost.squared_error,
+        "sqnr": cost.sqnr if math.isfinite(cost.sqnr) else None,
+    }
+
+
+# Statistics by themselves as one page that works from disk: no script, nothing fetched, light or dark, printable.
+#
+# Beside a model they are drawn on it; see `graphquant.view.graph`.
+
+STATS_STYLE = """
+:root{color-scheme:light dark;--ink:#1b1f24;--soft:#5b6470;--line:#dfe3e8;--back:#fff;--bar:#3667b0;
+--warn:#8a5a00}
+@media (prefers-color-scheme:dark){:root{--ink:#e6e9ed;--soft:#9aa4b0;--line:#343a42;--back:#15181c;
+--bar:#7ba7e8;--warn:#e0b050}}
+@media print{:root{color-scheme:light;--ink:#000;--soft:#444;--line:#ccc;--back:#fff;--bar:#3667b0;
+--warn:#8a5a00}section,tr{break-inside:avoid}
+.scroll{overflow:visible!important}table{font-size:9px!important}th,td{white-space:normal!important;
+padding-right:.4rem!important}td.name{min-width:0!important}svg.small{width:80px!important}
+*{print-color-adjust:exact;-webkit-print-color-adjust:exact}}
+body{margin:2rem auto;max-width:70rem;padding:0 1rem;font:14px/1.45 system-ui,sans-serif;color:var(--ink);
+background:var(--back)}
+h1{font-size:1.3rem}h2{font:600 .95rem ui-monospace,monospace;margin:0 0 .3rem}h1,h2,td.name{overflow-wrap:anywhere}
+a{color:inherit}p{margin:.4rem 0}.soft{color:var(--soft)}.warn{color:var(--warn)}
+.scroll{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:13px}
+td.name{font-family:ui-monospace,monospace;min-width:11rem}
+th,td{text-align:left;padding:.2rem .7rem .2rem 0;border-bottom:1px solid var(--line);white-space:nowrap;
+font-variant-numeric:tabular-nums}td.name{white-space:normal}
+th.right,td.right{text-align:right}
+section{border-top:1px solid var(--line);margin-top:1.6rem;padding-top:.9rem}section svg{width:100%;height:auto}
+svg.small{width:120px;height:20px;vertical-align:middle}
+"""
+
+STATS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""What the page may load: nothing."""
+
+STATS_LEGEND = (
+    "Heights are values per bar on a log scale. The axis is linear for 99.9% of magnitudes and logarithmic beyond."
+)
+
+STATS_COLUMNS = (
+    ("tensor", "name"),
+    ("histogram", ""),
+    ("seen", ""),
+    ("values", "right"),
+    ("NaN", "right"),
+    ("inf", "right"),
+)
+"""Titles, and the classes of their cells."""
+
+
+def stats_page(report: RangeReport) -> str:
+    """The whole page; the same statistics give the same bytes."""
+    return "\n".join(_stats_lines(report)) + "\n"
+
+
+def _stats_lines(report: RangeReport) -> Iterator[str]:
+    title = _stats_text(str(report.path or "statistics"))
+    yield "<!DOCTYPE html>"
+    yield f'<html lang="en"><head><meta charset="utf-8"><title>{title}: statistics</title>'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{STATS_POLICY}">'
+    yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
+    yield f"<style>{STATS_STYLE}{svg.HISTOGRAM_STYLE}</style></head><body>"
+    yield f"<h1>{title}</h1>"
+    yield f"<p>{_stats_text(stats_heading(report))}.</p>"
+    yield from _stats_warnings(report)
+    yield f'<p class="soft">{STATS_LEGEND}</p>'
+    yield from _stats_table(report)
+    for number, tensor_range in enumerate(report.tensor_ranges):
+        yield from _stats_section(number, tensor_range)
+    yield "</body></html>"
+
+
+def _stats_warnings(report: RangeReport) -> Iterator[str]:
+    stats = report.stats
+    if stats.random:
+        yield '<p class="warn">The data is RANDOM: what it shows is for tests only.</p>'
+    if not stats.complete:
+        total = sum(run.samples for run in stats.runs)
+        yield f'<p class="warn">The statistics are of {stats.samples} of {total} samples of the data.</p>'
+
+
+def _stats_table(report: RangeReport) -> Iterator[str]:
+    yield '<div class="scroll"><table><thead><tr>'
+    yield "".join(f'<th class="{kind}">{title}</th>' for title, kind in STATS_COLUMNS)
+    yield "</tr></thead><tbody>"
+    for number, tensor_range in enumerate(report.tensor_ranges):
+        link = f'<a href="#t{number}">{_stats_text(str(tensor_range.tensor))}</a>'
+        histogram_ = svg.histogram_thumbnail(tensor_range.sketch) if tensor_range.sketch else ""
+        cells = [link, histogram_, *map(_stats_text, _stats_cells(tensor_range))]
+        columns = (f'<td class="{kind}">{cell}</td>' for cell, (_, kind) in zip(cells, STATS_COLUMNS, strict=True))
+        yield f"<tr>{''.join(columns)}</tr>"
+    yield "</tbody></table></div>"
+
+
+def _stats_cells(tensor_range: TensorRange) -> Sequence[str]:
+    sketch = tensor_range.sketch
+    return (
+        (value_range_text(tensor_range), f"{sketch.count:,}", str(sketch.nan), str(sketch.inf))
+        if sketch
+        else ("", "", "", "")
+    )
+
+
+def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
+    yield f'<section id="t{number}"><h2>{_stats_text(str(tensor_range.tensor))}</h2>'
+    facts = list(_value_facts(tensor_range))
+    if facts:
+        yield f"<p>{_stats_text('; '.join(facts))}.</p>"
+    if tensor_range.note:
+        yield f'<p class="warn">{_stats_text(tensor_range.note)}</p>'
+    if tensor_range.sketch is not None and tensor_range.sketch.low.ndim:
+        yield svg.channel_ranges_svg(tensor_range.sketch)
+    elif tensor_range.sketch is not None and tensor_range.sketch.counts.size:
+        yield svg.histogram_svg(tensor_range.sketch)
+    elif tensor_range.sketch is not None:
+        yield '<p class="soft">No histogram was kept.</p>'
+    yield "</section>"
+
+
+def _value_facts(tensor_range: TensorRange) -> Iterator[str]:
+    sketch = tensor_range.sketch
+    if sketch is not None:
+        yield f"{sketch.count:,} values" + (
+            f" in {value_range_text(tensor_range)}" if value_range_text(tensor_range) else ", none finite"
+        )
+        for count, label in ((sketch.nan, "NaN"), (sketch.inf, "infinite")):
+            if count:
+                yield f"{count:,} {label}"
+
+
+def _stats_text(text: str) -> str:
+    return escape(escape_unprintable(text))

@@ -1,0 +1,477 @@
+"""Tables for the terminal. They read at 80 columns, without colour, and never cut a name without saying so."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from functools import partial
+from io import StringIO
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
+
+from graphquant.analysis.range_report import LOW_SQNR
+from graphquant.errors import escape_unprintable
+from graphquant.ir import qualified_op_name
+from graphquant.numerics import DynamicQParams
+from graphquant.quantize.plan import ALREADY_QUANTIZED
+from graphquant.rules import load_ruleset
+from graphquant.rules import shipped_rule_files as files
+from graphquant.visualize.tables import NameTable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from graphquant.analysis.conversion_report import ConversionReport
+    from graphquant.analysis.model_summary import ModelSummary
+    from graphquant.api import Result
+    from graphquant.calibration import Stats
+    from graphquant.numerics import Array, QParams
+    from graphquant.optimize import AlgorithmResult
+    from graphquant.quantize import Plan, RangeTransfer, Site, Skip
+
+
+NAMES_SHOWN = 3
+"""Consumers named in a cell; the rest are counted."""
+
+CHANGES_SHOWN = 20
+"""How many changes and conflicts are told."""
+
+PARAM_COLUMNS = ("dtype", "scale", "zero", "range")
+"""The columns that `_param_cells` fills."""
+
+UNFOLDED_WIDTH = 10_000
+"""Columns of an output that is no terminal: a line per site, for grep and diff."""
+
+
+def plan_view(plan: Plan) -> RenderableType:
+    """The plan: preparations, a table of sites for each rule, skips, unused rules."""
+    rows = [(site, (join_names([str(use) for use in site.uses]), scheme_text(site))) for site in plan.sites]
+    sections: list[RenderableType] = [
+        *_preparation_lines(plan),
+        *_rule_tables(rows, "read by", "scheme"),
+        *_skip_lines(plan.skips),
+    ]
+    if plan.algorithms:
+        sections.append(plain_line(f"Corrected, where data shows a gain: {', '.join(plan.algorithms)}"))
+
+    sections += unused_rules_view(plan, shipped=True)
+    uses = sum(len(site.uses) for site in plan.sites)
+    sections.append(
+        plain_line(
+            f"{pluralize(len(plan.sites), 'site')}, {pluralize(uses, 'use')} rerouted,"
+            f" {len(plan.skips)} left with a reason.",
+            style="bold",
+        )
+    )
+    return Group(*sections)
+
+
+def result_view(result: Result, output: Path | None) -> RenderableType:
+    """What `insert` did: for each rule a table, with scale, zero point and range of each site."""
+    rows = [(insertion.site, _param_cells(insertion.params)) for insertion in result.inserted]
+    sections: list[RenderableType] = [
+        *_preparation_lines(result.plan),
+        *_rule_tables(rows, *PARAM_COLUMNS),
+        *_skip_lines(result.skips),
+    ]
+    sections += _algorithm_lines(result.algorithm_results)
+    sections += _limited_lines("changed", result.changes) + _limited_lines("conflict", result.conflicts)
+    if result.tflite_ranges is not None:
+        sections += _tflite_ranges(result.tflite_ranges)
+    if result.has_random_data:
+        sections.append(plain_line("The ranges come from RANDOM data: use the model for tests only.", style="bold red"))
+    if result.stats is not None:
+        sections += incomplete_stats(result.stats)
+    sections += _worst_activation(result)
+    if not result.inserted and any(skip.reason == ALREADY_QUANTIZED for skip in result.skips):
+        message = (
+            "The model is quantized already and stays as it is. --requantize takes its pairs out and places others."
+        )
+        sections.append(plain_line(message, style="yellow"))
+
+    sections += unused_rules_view(result.plan, shipped=False)
+    if result.latency is not None:
+        from graphquant.visualize.validation_report import timing_view
+
+        sections += timing_view(result.latency)
+    if result.inserted or (result.search is not None and not (result.latency is not None and result.latency.all_float)):
+        from graphquant.visualize.validation_report import search_view, size_budget_view, validation_view
+
+        sections += size_budget_view(result.size_budget) + search_view(result.search)
+        sections += validation_view(result.validation) if result.inserted else []
+    uses = sum(len(insertion.site.uses) for insertion in result.inserted)
+    stored = sum(insertion.folded for insertion in result.inserted)
+    message = f"{pluralize(len(result.inserted), 'site')} inserted" + (
+        f", {stored} of them stored as integers" if stored else ""
+    )
+    message += f", {pluralize(uses, 'use')} rerouted"
+    message += (
+        f", calibrated on {pluralize(result.calibration_samples, 'sample')}" if result.calibration_samples else ""
+    )
+    message += f" (statistics of {result.stats_path})" if result.stats_path else ""
+    sections.append(
+        plain_line(f"{message}." + (f" Written to {output}" if output else " Nothing written (dry run)."), style="bold")
+    )
+    return Group(*sections)
+
+
+def _worst_activation(result: Result) -> list[RenderableType]:
+    """A line on the tensor that loses most, where that is much."""
+    worst = next(iter(result.activation_sqnr), None)
+    if worst is None or worst.sqnr >= LOW_SQNR:
+        return []
+    message = (
+        f"limits: {worst.tensor} loses most of the quantized activations; by estimate its signal to noise is"
+        f" {worst.sqnr:.1f} dB. To leave its op float: --exclude {shlex.quote(worst.tensor.op)}"
+    )
+    return [plain_line(message, style="yellow")]
+
+
+def _limited_lines(label: str, entries: Sequence[object]) -> list[RenderableType]:
+    """What the solver did or could not do, a line each."""
+    lines: list[RenderableType] = [plain_line(f"{label}: {entry}", style="yellow") for entry in entries[:CHANGES_SHOWN]]
+    if len(entries) > CHANGES_SHOWN:
+        lines.append(plain_line(f"{label}: {len(entries) - CHANGES_SHOWN} more, which --report has", style="yellow"))
+    return lines
+
+
+def stats_view(stats: Stats, output: Path) -> RenderableType:
+    """What `calibrate` gathered."""
+    lines: list[RenderableType] = []
+    reasons: dict[str, list[str]] = {}
+    for tensor in stats.targets:
+        reasons.setdefault(stats.missing_reason(tensor), []).append(str(tensor))
+    lines += [
+        plain_line(f"left: {join_names(names)}: {reason}", style="yellow")
+        for reason, names in reasons.items()
+        if reason
+    ]
+    if stats.random:
+        lines.append(plain_line("The data is RANDOM: use the statistics for tests only.", style="bold red"))
+    lines += incomplete_stats(stats)
+    sets_text = f", of {pluralize(len(stats.runs), 'set')} of data" if len(stats.runs) > 1 else ""
+    message = (
+        f"{pluralize(len(reasons.get('', ())), 'tensor')} observed on {pluralize(stats.samples, 'sample')}{sets_text}"
+    )
+    lines.append(plain_line(f"{message} in {pluralize(stats.blocks, 'block')}. Written to {output}", style="bold"))
+    return Group(*lines)
+
+
+def incomplete_stats(stats: Stats) -> list[RenderableType]:
+    """A line where not all samples were run."""
+    unfinished = [run for run in stats.runs if not run.complete]
+    if len(unfinished) == 1 and not stats.samples:
+        blocks = f"{pluralize(unfinished[0].blocks, 'block')} of {pluralize(unfinished[0].block_size, 'sample')}"
+        message = f"The data has {blocks}; this part has none of them. calibrate --merge adds other parts."
+        return [plain_line(message, style="yellow")]
+    samples_done, samples_total = sum(run.samples_done for run in unfinished), sum(run.samples for run in unfinished)
+    message = f"The statistics are of {samples_done} of {samples_total} samples of the data. calibrate --merge adds other parts."
+    return [plain_line(message, style="yellow")] if unfinished else []
+
+
+def conversion_view(conversion: ConversionReport) -> RenderableType:
+    """Each planned tensor beside what TFLite's runtime has, and the ops that stayed float."""
+    table = NameTable("tensor", "index", "scale", "zero", "runtime", "verdict")
+    for line in conversion.tensors:
+        planned, runtime = (
+            "" if params is None else _format_value_range(params[0], ".6g", ".4g")
+            for params in (line.planned, line.runtime)
+        )
+        zeros = "" if line.planned is None else _format_value_range(line.planned[1], "d")
+        zeros += "" if line.runtime is None else f" ({_format_value_range(line.runtime[1], 'd')})"
+        index = "" if line.index is None else str(line.index)
+        table.add_row(str(line.tensor), index, planned, zeros, runtime, line.problem or "equal")
+    problem_count = sum(bool(line.problem) for line in conversion.tensors)
+    sections: list[RenderableType] = [plain_line("Receipt: the plan beside TFLite's runtime", style="bold"), table]
+    sections += [
+        plain_line(f"float: {float_op.op} ({float_op.type}): {float_op.reason}", style="yellow")
+        for float_op in conversion.float_ops
+    ]
+    message = f"{len(conversion.tensors) - problem_count} of {pluralize(len(conversion.tensors), 'planned tensor')} are as planned"
+    sections.append(
+        plain_line(
+            f"{message}, {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float.",
+            style="bold",
+        )
+    )
+    return Group(*sections)
+
+
+def _tflite_ranges(ranges: RangeTransfer) -> list[RenderableType]:
+    """What a TFLite file's scales were used for."""
+    exact = sum(applied.exact for applied in ranges.transferred)
+    heading = f"{pluralize(len(ranges.transferred), 'tensor')} got their range from {ranges.path or 'the TFLite model'}"
+    lines = [plain_line(f"{heading}, {exact} of them its very scale and zero point.")]
+    if ranges.unused:
+        lines.append(plain_line(f"in that file alone: {join_names(ranges.unused)}", style="yellow"))
+    if ranges.missing:
+        lines.append(
+            plain_line(f"not in that file: {join_names([str(tensor) for tensor in ranges.missing])}", style="yellow")
+        )
+    return [*lines]
+
+
+def summary_view(summary: ModelSummary) -> RenderableType:
+    """What is in a model, with each quantization op's scale."""
+    model = summary.model
+    heading = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
+    ops = sum(summary.op_types.values())
+    graphs = len(model.graphs) - len(summary.unreachable_functions) - len(model.saved_functions)
+    lines: list[RenderableType] = [
+        plain_line(f"{heading}, {pluralize(ops, 'op')} in {pluralize(graphs, 'graph')}", style="bold")
+    ]
+    for title, names in (("inputs ", model.main.inputs), ("outputs", model.main.outputs)):
+        signatures = [_tensor_signature(model, name, title.strip() == "outputs") for name in names]
+        lines.append(plain_line(f"  {title} {join_names(signatures, 6)}"))
+    op_counts = list(summary.op_types.items())
+    lines.append(plain_line(f"  ops     {join_names([f'{count} {kind}' for kind, count in op_counts], 12)}"))
+    if summary.unreachable_functions:
+        lines.append(
+            plain_line(
+                f"  {pluralize(len(summary.unreachable_functions), 'function')} not listed: nothing in the main graph reaches them.",
+                style="dim",
+            )
+        )
+    if summary.float_clone_ops:
+        clone_graphs = list(dict.fromkeys(clone.graph for clone in summary.float_clone_ops))
+        lines.append(
+            plain_line(
+                f"  {pluralize(len(clone_graphs), 'saved function')} left alone: {join_names(clone_graphs)}",
+                style="yellow",
+            )
+        )
+        lines.append(
+            plain_line(f"    {summary.float_clone_ops[0].op}: {summary.float_clone_ops[0].reason}", style="dim")
+        )
+    tables: dict[str, NameTable] = {}
+    for reading in summary.quantization_ops:
+        table = tables.setdefault(reading.type, NameTable("tensor", *PARAM_COLUMNS))
+        values = ("?", "at run time", "", "") if reading.params is None else _param_cells(reading.params)
+        if reading.learned:
+            values = (*values[:3], f"{values[3]} learned".strip())
+        table.add_row(str(reading.tensor), *values)
+    for kind, table in tables.items():
+        lines += [plain_line(f"{table.row_count} {kind}", style="bold"), table]
+    lines += _stored_tables(summary)
+    lines += _coverage_lines(summary)
+    return Group(*lines)
+
+
+def _stored_tables(summary: ModelSummary) -> list[RenderableType]:
+    """A table for each graph's tensors, which keep their scales themselves."""
+    tables: dict[str, NameTable] = {}
+    for stored_tensor in summary.tensors:
+        table = tables.setdefault(stored_tensor.tensor.graph, NameTable("tensor", "index", *PARAM_COLUMNS, "shape"))
+        stored, output = stored_tensor.stored, stored_tensor.output
+        shape = stored.sizes if output.shape is None else output.shape
+        table.add_row(
+            output.name,
+            str(stored.index),
+            (output.dtype or "?") + (f"[{stored.scale.size}] axis {stored.axis}" if stored.scale.size > 1 else ""),
+            _format_value_range(stored.scale, ".6g", ".4g") if stored.scale.size else stored.details,
+            _format_value_range(stored.zero_point, "d") if stored.zero_point.size else "",
+            f"[{stored.low.min():.4g}, {stored.high.max():.4g}]" if stored.low.size and stored.high.size else "",
+            _shape_brackets(shape),
+        )
+    lines: list[RenderableType] = []
+    for graph, table in tables.items():
+        graph_text = f" in {graph}" if graph else ""
+        lines += [plain_line(f"{pluralize(table.row_count, 'tensor')}{graph_text}", style="bold"), table]
+    return lines
+
+
+def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
+    """A console that folds at a terminal's width, or at that in COLUMNS, and else nowhere.
+
+    Names like [red] and :x: are shown as they are.
+    """
+    build = partial(Console, stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
+    default = build()
+    if file is None and (default.is_terminal or os.environ.get("COLUMNS", "").isdecimal()):
+        return default
+    return build(width=UNFOLDED_WIDTH, color_system=None)
+
+
+def render_text(view: RenderableType, *, folded: bool = False) -> str:
+    """A view as plain text, without the spaces that fill a table's lines; `folded` as `make_console` says."""
+    lines = StringIO()
+    width = make_console().width if folded else UNFOLDED_WIDTH
+    writer = Console(file=lines, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    writer.print(view, crop=False)
+    return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
+
+
+def plain_line(text: str, style: str = "") -> Text:
+    """A line; names out of a model or a rule file cannot act on the terminal."""
+    return Text(escape_unprintable(text), style=style)
+
+
+def _rule_tables(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[RenderableType]:
+    """A table for each rule, under its name and reason, in the order in which the rules first appear."""
+    tables: dict[str, NameTable] = {}
+    reasons: dict[str, str] = {}
+    for site, cells in rows:
+        tables.setdefault(site.rule, NameTable("tensor", *columns)).add_row(str(site.tensor), *cells)
+        reasons.setdefault(site.rule, " ".join(site.why.split()))
+    sections: list[RenderableType] = []
+    for rule, table in tables.items():
+        heading = plain_line(f"{table.row_count} by rule {rule}", style="bold")
+        heading.append(f": {escape_unprintable(reasons[rule])}" if reasons[rule] else "", style="not bold")
+        sections += [heading, table, ""]
+    return sections
+
+
+def _preparation_lines(plan: Plan) -> list[RenderableType]:
+    targets_by_step: dict[tuple[str, str, bool], list[str]] = {}
+    for step in plan.steps:
+        whole_model = step.target == "model"
+        targets_by_step.setdefault((step.step, step.why, whole_model), []).append(
+            step.detail if whole_model else step.target
+        )
+    lines: list[RenderableType] = []
+    for (name, reason, whole_model), targets in targets_by_step.items():
+        heading = name if whole_model else f"{name}, {pluralize(len(targets), 'op')}"
+        lines.append(plain_line(f"prepared: {heading}: {join_names(targets)}{f'; {reason}' if reason else ''}"))
+    return lines
+
+
+def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]:
+    """A line for each correction that was made, and one for each reason why ops were left."""
+    applied: dict[str, list[str]] = {}
+    skipped: dict[tuple[str, str], list[str]] = {}
+    for result in results:
+        if result.applied:
+            applied.setdefault(result.algorithm, []).append(result.target)
+        else:
+            skipped.setdefault((result.algorithm, result.detail), []).append(result.target)
+    lines: list[RenderableType] = [
+        plain_line(f"corrected: {name}, {pluralize(len(ops), 'op')}: {join_names(ops)}")
+        for name, ops in applied.items()
+    ]
+    lines += [
+        plain_line(f"not corrected: {name}{'' if ops == ['model'] else ', ' + join_names(ops)}: {reason}")
+        for (name, reason), ops in skipped.items()
+    ]
+    return lines
+
+
+def _skip_lines(skips: Sequence[Skip]) -> list[RenderableType]:
+    """Skips gathered by reason, so that many alike are one line."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for skip in skips:
+        reasons.setdefault((skip.rule, skip.reason), []).append(str(skip.tensor))
+    return [
+        plain_line(f"left: {join_names(tensors)}: {reason} (rule {rule})", style="yellow" if rule else "")
+        for (rule, reason), tensors in reasons.items()
+    ]
+
+
+def _coverage_lines(summary: ModelSummary) -> list[RenderableType]:
+    if not summary.coverage:
+        return []
+    quantized_count = sum(covered.quantized for covered in summary.coverage)
+    lines: list[RenderableType] = [
+        plain_line(
+            f"{quantized_count} of {len(summary.coverage)} ops that multiply read quantized tensors only.", style="bold"
+        )
+    ]
+    if quantized_count:
+        lines += [
+            plain_line(
+                f"  float: {qualified_op_name(covered.graph, covered.op)} ({covered.kind}): {covered.reason}",
+                style="yellow",
+            )
+            for covered in summary.coverage
+            if not covered.quantized
+        ]
+    return lines
+
+
+def scheme_text(site: Site) -> str:
+    """How a site is quantized: type, granularity and where its range comes from."""
+    scheme = site.scheme
+    granularity = f", axis {site.axis}" if site.axis is not None else ""
+    granularity += f" in blocks of {scheme.block_size}" if scheme.block_size is not None else ""
+    shared_uses = (site.clone_of,) if site.clone_of is not None else site.tie
+    range_text = "dynamic" if scheme.range == "dynamic" else scheme.observe.name
+    range_text += f", {scheme.range}" if scheme.range in {"given", "learned"} else ""
+    if shared_uses:
+        range_text = f"scale of {join_names([str(use) for use in shared_uses], 1)}"
+    return f"{scheme.type.name} {scheme.zero}{granularity}, {range_text}"
+
+
+def _param_cells(params: QParams | DynamicQParams) -> tuple[str, str, str, str]:
+    if isinstance(params, DynamicQParams):
+        return params.type.name, "dynamic", "", ""
+    dtype = params.type.name + (f"[{params.scale.size}]" if params.axis is not None else "")
+    dtype += f" by {params.block}" if params.block is not None else ""
+    zero_point = _format_value_range(params.zero_point, "d")
+    low, high = float(params.range.low.min()), float(params.range.high.max())
+    symmetric = low < 0 and not params.zero_point.any()  # no file says if the lowest integer, as -128, is left out
+    range_text = f"±{high:.4g}" if symmetric else f"[{low:.4g}, {high:.4g}]"
+    return dtype, _format_value_range(params.scale, ".6g", ".4g"), zero_point, range_text
+
+
+def _format_value_range(values: Array, single_format: str, span_format: str = "") -> str:
+    """The value, in the form `single_format`, or the lowest and highest, in the form `span_format` where that is shorter."""
+    low, high = np.min(values).item(), np.max(values).item()
+    return (
+        format(low, single_format)
+        if low == high
+        else f"{low:{span_format or single_format}}..{high:{span_format or single_format}}"
+    )
+
+
+def pluralize(number: int, noun: str) -> str:
+    """`2 ops`, `1 op`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def join_names(names: Sequence[str], limit: int = NAMES_SHOWN) -> str:
+    """The first names; the rest are counted."""
+    more_text = f", {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more_text
+
+
+def _tensor_signature(model: object, name: str, is_output: bool) -> str:
+    graph = model.main  # type: ignore[attr-defined]  # a Model
+    tensor = graph.slots(name)[0] if is_output else None
+    output = graph.output(tensor) if tensor is not None else (graph.op(name).outputs or (None,))[0]
+    label = name.removeprefix("@")
+    if output is None or output.shape is None:
+        return label
+    return f"{label} {output.dtype}{_shape_brackets(output.shape)}"
+
+
+def _shape_brackets(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('?' if side is None else str(side) for side in shape)}]"
+
+
+# Which rules of a plan matched nothing, as far as that is worth a line.
+
+
+def unused_rules_view(plan: Plan, *, shipped: bool) -> list[RenderableType]:
+    """The user's own rules that matched nothing by name, and where asked how many of the shipped ones.
+
+    Shipped rules are for many models, so that of each model most of them find nothing, which is no mistake.
+    """
+    if not plan.unused:
+        return []
+    shipped_files = files()
+    shipped_rules = {
+        rule.rule.name for rule in load_ruleset([name for name in plan.rules if name in shipped_files]).rules
+    }
+    user_rules = [name for name in plan.unused if name not in shipped_rules]
+    shipped_count = len(plan.unused) - len(user_rules)
+    lines: list[RenderableType] = []
+    if user_rules:
+        lines.append(plain_line(f"Your rules that matched nothing: {', '.join(user_rules)}", "yellow"))
+    if shipped_count and shipped:
+        lines.append(
+            plain_line(f"{pluralize(shipped_count, 'shipped rule')} matched nothing; --format json names them.", "dim")
+        )
+    return lines

@@ -1,0 +1,336 @@
+"""A drawing and its layout as the data of the viewer: columns of numbers, and texts that are kept once.
+
+`viewer/data.js` reads exactly this; whoever changes one changes the other. Texts are numbers of the list `texts`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from graphquant.analysis.model_summary import MULTIPLYING_KINDS
+from graphquant.errors import ModelError
+from graphquant.ir import paused_gc
+from graphquant.observers import distribution_of
+from graphquant.visualize.annotations import heatmap_data
+from graphquant.visualize.drawing import drawn_shape
+from graphquant.visualize.histogram_bars import bar_counts, bar_heights, histogram_axis, range_marks
+from graphquant.visualize.layout import layered_layout
+from graphquant.visualize.merged_drawings import FIRST, SECOND
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from graphquant.analysis.range_report import TensorRange
+    from graphquant.ir import Op
+    from graphquant.visualize.annotations import Annotation, DrawnParams, Heatmap
+    from graphquant.visualize.drawing import Box, Drawing
+    from graphquant.visualize.layout import Placement
+    from graphquant.visualize.merged_drawings import MergedDrawing
+
+
+VIEWER_DATA_VERSION = 1
+
+MIN_BOX_WIDTH, MAX_BOX_WIDTH = 84, 240
+"""Widths of a box, in units of the drawing."""
+
+VIEWER_BARS = 80
+"""Bars of a histogram."""
+
+MAX_SCALES = 2048
+"""Scales of one tensor that are kept, at most; a weight in blocks has very many."""
+
+MAX_SHOWN = 12
+"""Attributes of an op, and numbers of a list, that are shown."""
+
+MAX_ATTR_LENGTH = 60
+"""Characters of an attribute that are shown."""
+
+INPUT_STATES = ("", "none", "some", "all")
+
+
+def short_name(name: str) -> str:
+    """The last part of a scoped name."""
+    return name.rstrip("/").rpartition("/")[2] or name
+
+
+def box_width(box: Box) -> int:
+    """How wide a box is: its type, name, output shape or constants have room, if they are not too long."""
+    capitals = sum(not letter.islower() for letter in box.op.type)
+    texts = [len(box.op.type) * 7.4 + capitals * 1.5, len(short_name(box.op.name)) * 6.2]
+    texts.append(sum(34 for constant in box.constants if constant.annotations))
+    if box.op.outputs:
+        texts.append(len(drawn_shape(box.op.outputs[0])) * 5.6 + 30)
+    return round(min(max(MIN_BOX_WIDTH, *texts) + 16, MAX_BOX_WIDTH))
+
+
+def drawing_layout(drawing: Drawing, widths: Sequence[int] = ()) -> Placement:
+    """The layout of a drawing, whose boxes have these widths."""
+    tensors = [(source, [drawing.wires[wire].target for wire in wires]) for source, _, wires in drawing.tensors()]
+    return layered_layout(widths or [box_width(box) for box in drawing.boxes], tensors, drawing.group_paths())
+
+
+class _TextTable:
+    """Texts by number."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, text: str) -> int:
+        return self.numbers.setdefault(text, len(self.numbers))
+
+
+@paused_gc()
+def viewer_data(
+    drawing: Drawing,
+    notes: Sequence[str] = (),
+    *,
+    merged: MergedDrawing | None = None,
+    heatmap: Heatmap | None = None,
+    changes: Sequence[Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The data of one page.
+
+    Args:
+        drawing: What is drawn.
+        notes: Warnings that stand at the top of the page.
+        merged: What of the drawing is on which of two sides, where it is of two models.
+        heatmap: Figures of the quantized tensors.
+        changes: What differs between the two sides, as `changes_data` gives it.
+    """
+    text_number, widths = _TextTable(), [box_width(box) for box in drawing.boxes]
+    for number, first_box in merged.first_boxes.items() if merged is not None else ():
+        widths[number] = max(widths[number], box_width(first_box))
+    layout = drawing_layout(drawing, widths)
+    text_number("")
+    data = {
+        "version": VIEWER_DATA_VERSION,
+        "title": drawing.title,
+        "format": drawing.format,
+        "planned": drawing.planned,
+        "notes": list(notes),
+        "width": layout.width,
+        "ops": {**_op_columns(drawing, layout, text_number), "width": widths},
+        "constants": _constant_columns(drawing, text_number),
+        "wires": _wire_columns(drawing, layout, text_number),
+        "badges": [
+            _annotation_data(annotation, folded_ops)
+            for annotation, folded_ops in zip(drawing.annotations, drawing.folded_ops, strict=True)
+        ],
+        "groups": {
+            "label": [text_number(group.label) for group in drawing.groups],
+            "parent": [group.parent for group in drawing.groups],
+            "graph": [int(bool(group.graph)) for group in drawing.groups],
+        },
+        "controls": [_differences_of([control[end] for control in drawing.controls]) for end in (0, 1)],
+    }
+    if merged is not None:
+        data["sides"] = _side_columns(merged, text_number)
+    if heatmap is not None:
+        data["heat"] = heatmap_data(heatmap, drawing.annotations)
+    if changes is not None:
+        data["changes"] = list(changes)
+    return {**data, "texts": list(text_number.numbers)}
+
+
+def _op_columns(drawing: Drawing, layout: Placement, text_number: _TextTable) -> dict[str, Any]:
+    boxes = drawing.boxes
+    return {
+        "name": [text_number(box.op.name) for box in boxes],
+        "type": [text_number(box.op.type) for box in boxes],
+        "kind": [text_number(box.op.kind) for box in boxes],
+        "graph": [text_number(box.graph) for box in boxes],
+        "group": [box.group for box in boxes],
+        "layer": _differences_of(layout.layer),
+        "x": _differences_of(layout.x),
+        "inputs": [INPUT_STATES.index(box.inputs) for box in boxes],
+        "multiplies": [int(box.op.kind in MULTIPLYING_KINDS) for box in boxes],
+        "reason": [text_number(box.reason) for box in boxes],
+        "attrs": [text_number(attributes_text(box.op)) for box in boxes],
+        "outputs": [[text_number(output_text) for output_text in _output_texts(box.op)] for box in boxes],
+        "rule": [text_number(box.op.rule) for box in boxes],
+        "badges": {number: box.annotations for number, box in enumerate(boxes) if box.annotations},
+        "calls": {number: box.calls for number, box in enumerate(boxes) if box.calls},
+    }
+
+
+def _differences_of(values: Sequence[int]) -> list[int]:
+    """Each value less the one before it: what repeats packs better."""
+    return [value - previous for previous, value in zip([0, *values], values, strict=False)]
+
+
+def _output_texts(op: Op) -> list[str]:
+    """Name, dtype and shape of each output, three texts each."""
+    return [text for output in op.outputs for text in (output.name, output.dtype or "", drawn_shape(output))]
+
+
+def _constant_columns(drawing: Drawing, text_number: _TextTable) -> dict[str, Any]:
+    numbered = [(number, constant) for number, box in enumerate(drawing.boxes) for constant in box.constants]
+    return {
+        "op": _differences_of([number for number, _ in numbered]),
+        "slot": [constant.slot for _, constant in numbered],
+        "role": [text_number(constant.role) for _, constant in numbered],
+        "name": [text_number(constant.name) for _, constant in numbered],
+        "dtype": [text_number(constant.dtype) for _, constant in numbered],
+        "shape": [text_number(constant.shape) for _, constant in numbered],
+        "reason": [text_number(constant.reason) for _, constant in numbered],
+        "badges": {
+            number: constant.annotations for number, (_, constant) in enumerate(numbered) if constant.annotations
+        },
+    }
+
+
+def _wire_columns(drawing: Drawing, layout: Placement, text_number: _TextTable) -> dict[str, Any]:
+    wires = drawing.wires
+    return {
+        "source": _differences_of([wire.source for wire in wires]),
+        "port": [wire.port for wire in wires],
+        "target": [wire.target - wire.source for wire in wires],
+        "slot": [wire.slot for wire in wires],
+        "reason": [text_number(wire.reason) for wire in wires],
+        "badges": {number: wire.annotations for number, wire in enumerate(wires) if wire.annotations},
+        "trunks": {number: _differences_of(trunk) for number, trunk in enumerate(layout.trunks) if trunk},
+        "lanes": {number: lane for number, lane in enumerate(layout.lanes) if lane >= 0},
+    }
+
+
+def _side_columns(merged: MergedDrawing, text_number: _TextTable) -> dict[str, Any]:
+    """What is on one side only, and what looks otherwise on the first."""
+
+    def one_sided(sides: Sequence[int]) -> dict[int, int]:
+        return {number: side for number, side in enumerate(sides) if side != FIRST + SECOND}
+
+    return {
+        "titles": list(merged.titles),
+        "split": merged.split,
+        "boxes": one_sided(merged.box_sides),
+        "wires": one_sided(merged.wire_sides),
+        "constants": one_sided(merged.constant_sides),
+        "twins": merged.counterparts,
+        "was": {
+            number: [
+                text_number(box.graph),
+                text_number(box.op.name),
+                text_number(box.op.type),
+                INPUT_STATES.index(box.inputs),
+                text_number(box.reason),
+                text_number(drawn_shape(box.op.outputs[0]) if box.op.outputs else ""),
+            ]
+            for number, box in merged.first_boxes.items()
+        },
+    }
+
+
+def attributes_text(op: Op) -> str:
+    """The op's attributes that are numbers, words or short lists of them, a line each."""
+    lines = []
+    for name in list(op.attrs)[:MAX_SHOWN]:
+        try:
+            value = op.attrs[name]
+        except ModelError:  # a tensor that cannot be read; inspect draws, it does not judge
+            continue
+        value_text = _attribute_text(value)
+        if value_text:
+            lines.append(f"{name} = {value_text}")
+    omitted_count = len(op.attrs) - MAX_SHOWN
+    return "\n".join([*lines, *([f"and {omitted_count} more"] if omitted_count > 0 else [])])
+
+
+def _attribute_text(value: Any) -> str:
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    if isinstance(value, str | bool | int | float):
+        text = f"{value:.6g}" if isinstance(value, float) else str(value)
+        return text if len(text) <= MAX_ATTR_LENGTH else f"{text[:MAX_ATTR_LENGTH]}..."
+    if isinstance(value, list | tuple):
+        text = ", ".join(_attribute_text(element) or "..." for element in value[:MAX_SHOWN])
+        return f"[{text}{', ...' if len(value) > MAX_SHOWN else ''}]"
+    return ""
+
+
+def _annotation_data(annotation: Annotation, folded_ops: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """All that is told of one tensor's quantization; what is not known is left out."""
+    fields: dict[str, Any] = {
+        "tensor": str(annotation.tensor),
+        "name": annotation.name,
+        "dtype": annotation.dtype,
+        "rule": annotation.rule,
+        "why": " ".join(annotation.why.split()),
+        "scheme": annotation.scheme,
+        "note": annotation.note,
+        "ops": [list(op) for op in folded_ops],
+        "dynamic": annotation.dynamic,
+        **_param_data(annotation.params),
+        **_range_data(annotation.tensor_range),
+    }
+    return {key: value for key, value in fields.items() if value or value == 0}
+
+
+def _param_data(params: DrawnParams | None) -> dict[str, Any]:
+    """Scales as the shortest decimals that are the same float32, of very many some; zero points from least to most."""
+    if params is None or not params.scale.size:
+        return {}
+    scales, zero_points = params.scale.reshape(-1), params.zero_point
+    fields = {
+        "scale": list(map(_shortest_decimal, scales[:: -(-scales.size // MAX_SCALES)])),
+        **(
+            {"count": scales.size, "ends": [_shortest_decimal(scales.min()), _shortest_decimal(scales.max())]}
+            if scales.size > 1
+            else {}
+        ),
+        "zero": [int(zero_points.min()), int(zero_points.max())],
+        "axis": params.axis,
+        "block": params.block_size,
+        "low": _finite_or_none(params.low.min()) if params.low.size else None,
+        "high": _finite_or_none(params.high.max()) if params.high.size else None,
+    }
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _range_data(tensor_range: TensorRange | None) -> dict[str, Any]:
+    """What calibration saw, as a histogram where there is one, and what the range costs."""
+    if tensor_range is None:
+        return {}
+    fields: dict[str, Any] = {
+        "method": tensor_range.method + (f" ({tensor_range.auto_method})" if tensor_range.auto_method else ""),
+        "picked": tensor_range.note,
+    }
+    if tensor_range.cost is not None:
+        fields |= {
+            "sqnr": _finite_or_none(tensor_range.cost.sqnr),
+            "below": tensor_range.cost.clipped_below,
+            "above": tensor_range.cost.clipped_above,
+        }
+    sketch = tensor_range.sketch
+    if sketch is None:
+        return fields
+    fields["seen"] = {
+        "count": sketch.count,
+        "nan": sketch.nan,
+        "inf": sketch.inf,
+        "low": _finite_or_none(sketch.low.min()),
+        "high": _finite_or_none(sketch.high.max()),
+    }
+    if sketch.counts.size:
+        params = tensor_range.params if tensor_range.params is not None and tensor_range.params.axis is None else None
+        axis = histogram_axis(sketch, params)
+        heights_ = bar_heights(bar_counts(distribution_of(sketch), axis, VIEWER_BARS))
+        first, last = range_marks(axis, params, VIEWER_BARS) if params is not None else (0, VIEWER_BARS)
+        fields["bars"] = [round(100 * float(height)) for height in heights_]
+        fields["range"] = [first, last]
+        fields["ticks"] = [[round(float(axis.positions(value)), 4), f"{value:g}"] for value in axis.ticks(0.16)]
+    fields["others"] = [
+        [alternative.method, _finite_or_none(alternative.cost.sqnr), alternative.cost.clipped]
+        for alternative in tensor_range.alternatives
+        if alternative.cost is not None
+    ]
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def _shortest_decimal(value: Any) -> float | None:
+    """The shortest decimal that is the same float32."""
+    return _finite_or_none(float(str(value)))
+
+
+def _finite_or_none(value: Any) -> float | None:
+    return float(value) if math.isfinite(value) else None

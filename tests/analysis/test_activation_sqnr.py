@@ -1,0 +1,82 @@
+"""Which quantized activation loses most, and how that is told."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from click.testing import CliRunner
+
+import graphquant as gq
+from graphquant.cli import main
+from graphquant.numerics import dequantize, quantize
+
+TEXT = """
+<ir_version: 8, opset_import: ["" : 17]>
+g (float[1000] x) => (float[1000] y, float[1000] z) { a = Tanh(x) c = Reshape(a, shape) y = Neg(c)
+  b = Exp(x) z = Neg(b) }
+"""
+RULES = """
+[scheme.some]
+zero = "asymmetric"
+observe = "OBSERVER"
+[[rule]]
+name = "tied"
+producer = { kind = "reshape" }
+quantize = "same-as-input"
+[[rule]]
+name = "quantized"
+producer = { kind = "tanh|exp" }
+quantize = "some"
+"""
+
+
+@pytest.fixture(params=["auto", "minmax"])
+def folder(request, tmp_path, monkeypatch):
+    """A folder with a model, rules that quantize two tensors in it, one of them badly, and data."""
+    monkeypatch.chdir(tmp_path)
+    message = onnx.parser.parse_model(TEXT)
+    message.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1000]), "shape"))
+    onnx.save(message, "model.onnx")
+    Path("rules.toml").write_text(RULES.replace("OBSERVER", request.param))
+    np.savez("data.npz", x=np.random.default_rng(0).normal(scale=3, size=(20, 1000)).astype(np.float32))
+    return request.param
+
+
+def test_the_worst_comes_first(folder):
+    """The estimate is what rounding does to all values, in decibels; what shares a scale is left out."""
+    result = gq.insert("model.onnx", rules="rules.toml", data="data.npz", validate=False)
+    assert [str(insertion.site.tensor) for insertion in result.inserted] == ["a:0", "c:0", "b:0"]
+    if folder == "minmax":  # which keeps no histograms to estimate from
+        assert result.activation_sqnr == ()
+        return
+    x = np.load("data.npz")["x"].astype(np.float64)
+    params = {insertion.site.tensor.op: insertion.params for insertion in result.inserted}
+    expected = {}
+    for name, activation in (("a", np.tanh(x)), ("b", np.exp(x))):
+        values = activation.astype(np.float32)
+        error = dequantize(quantize(values, params[name]), params[name]).astype(np.float64) - values
+        expected[name] = 10 * np.log10(np.mean(np.square(values, dtype=np.float64)) / np.mean(error**2))
+    assert expected["b"] < 30 < expected["a"]
+    assert [loss.tensor.op for loss in result.activation_sqnr] == ["b", "a"]
+    assert [loss.sqnr for loss in result.activation_sqnr] == pytest.approx([expected["b"], expected["a"]], abs=0.3)
+
+
+def test_it_is_told(folder):
+    """The report has all, the terminal the worst if it is bad, with what to do about it."""
+    arguments = ["insert", "model.onnx", "--rules", "rules.toml", "--data", "data.npz", "--report", "report.json"]
+    ran = CliRunner().invoke(main, arguments)
+    assert ran.exit_code == 0, ran.output
+    reported = json.loads(Path("report.json").read_text())["losses"]
+    if folder == "minmax":
+        assert reported == []
+        assert "limits" not in ran.stdout
+        return
+    assert [loss["tensor"]["op"] for loss in reported] == ["b", "a"]
+    line = f"limits: b:0 loses most of the quantized activations; by estimate its signal to noise is {reported[0]['sqnr']:.1f}"
+    assert line in ran.stdout.replace("\n", " ")
+    assert "--exclude b" in ran.stdout
+    again = CliRunner().invoke(main, [*arguments, "--exclude", "b", "--force"])
+    assert again.exit_code == 0, again.output
+    assert "limits" not in again.stdout

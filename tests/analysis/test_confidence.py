@@ -1,0 +1,128 @@
+"""What can be said of all samples from some."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from graphquant.analysis.comparison import (
+    CONFIDENCE_QUANTILE,
+    MAX_SEARCH_PLANS,
+    SqnrConfidence,
+    _student_quantile,
+    lost_share_upper_bound,
+    rows_to_show_share,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphquant.numerics import Array
+
+
+def alike(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Errors of outputs of many values: all samples have about the same."""
+    return rng.chisquare(500, shape)
+
+
+def few_values(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Errors of ten scores."""
+    return rng.chisquare(9, shape)
+
+
+def spread_out(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Errors that differ by orders of magnitude."""
+    return np.exp(1.5 * rng.normal(size=shape))
+
+
+def behind_softmax(rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    """Errors of a probability whose score differs by a little noise: nearly nothing where the model is sure."""
+    sure = 1 / (1 + np.exp(rng.normal(4, 3, shape)))
+    return (sure * (1 - sure) * rng.normal(size=shape)) ** 2
+
+
+DRAWS: dict[str, tuple[Callable[[np.random.Generator, tuple[int, ...]], Array], float]] = {
+    "alike": (alike, 0.2),
+    "few values": (few_values, 1.2),
+    "spread out": (spread_out, 8.0),
+    "behind a softmax": (behind_softmax, 10.0),
+}
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_sqnr_is_at_least_that(kind: str) -> None:
+    """Of 500 draws of 60 samples at most one in 20 says more than the truth, and little less where all are alike."""
+    draw, margin = DRAWS[kind]
+    rng = np.random.default_rng(0)
+    truth = -10 * np.log10(draw(rng, (1_000_000,)).mean())
+    least = np.array([_lower_bound(errors) for errors in draw(rng, (500, 60))])
+    assert np.mean(least > truth) <= 0.05
+    assert margin / 2 < truth - np.median(least) < margin
+
+
+def _lower_bound(errors: Array) -> float:
+    spread = SqnrConfidence()
+    for chunk in np.split(errors, 4):
+        spread.add(np.ones(chunk.size), chunk)
+    return spread.lower_bound
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_the_best_of_many_plans(kind: str) -> None:
+    """Of 100 searches among 24 equal plans at most one in 20 says of the best too much, and is believed by the check.
+
+    Which samples are hard is alike for all plans, what is lost on each is not. The check has half as many samples.
+    """
+    draw, _ = DRAWS[kind]
+    rng = np.random.default_rng(1)
+    truth = -10 * np.log10(draw(rng, (1_000_000,)).mean())
+    wrong = 0
+    for _ in range(100):
+        plans = draw(rng, (1, 90)) * rng.chisquare(9, (MAX_SEARCH_PLANS, 90)) / 9
+        least, best = max((_lower_bound(errors[:60]), index) for index, errors in enumerate(plans))
+        wrong += truth < least <= -10 * np.log10(plans[best, 60:].mean())
+    assert wrong <= 5
+
+
+def test_what_cannot_be_said() -> None:
+    """Nothing is said of less than 4 samples, or where outputs are 0; what nothing differs in is infinitely good."""
+    spread = SqnrConfidence()
+    assert spread.lower_bound == -np.inf
+    spread.add(np.ones(3), np.zeros(3))
+    assert spread.lower_bound == -np.inf
+    spread.add(np.ones(1), np.zeros(1))
+    assert spread.lower_bound == np.inf
+    spread.add(np.ones(36), np.array([1.0] + [0.0] * 35))
+    assert -30 < spread.lower_bound < 10 * np.log10(40) - 10
+    assert spread.half_error_samples == 1
+    silent = SqnrConfidence()
+    silent.add(np.zeros(5), np.ones(5))
+    assert silent.lower_bound == -np.inf
+    assert silent.half_error_samples == 3
+    silent.add(np.ones(1), np.full(1, np.inf))
+    assert silent.lower_bound == -np.inf
+
+
+def test_shares_and_rows() -> None:
+    """Nothing lost of 627 rows shows that at most 1% are, and of 626 it does not; gains make up for losses."""
+    assert rows_to_show_share(0.01) == 627
+    assert lost_share_upper_bound(0, 0, 627) <= 0.01 < lost_share_upper_bound(0, 0, 626)
+    assert lost_share_upper_bound(3, 3, 100) < lost_share_upper_bound(3, 0, 100)
+    assert 0.5 < lost_share_upper_bound(5, 0, 10) <= 1.0
+    assert rows_to_show_share(0.0) == 0
+
+
+@pytest.mark.parametrize("rate", [0.005, 0.03, 0.2])
+def test_lost_rows_are_at_most_that(rate: float) -> None:
+    """Of 2,000 draws of 200 rows at most one in 100 says that fewer are lost than are."""
+    lost = np.random.default_rng(2).binomial(200, rate, 2000)
+    assert np.mean([lost_share_upper_bound(int(count), 0, 200) < rate for count in lost]) <= 0.01
+
+
+def test_quantile() -> None:
+    """Student's quantile for one in 480 is that of tables, never much below."""
+    for freedom, right in {3: 7.93975, 4: 5.88531, 7: 4.17431, 15: 3.37493, 39: 3.04406}.items():
+        assert 0.993 * right < _student_quantile(freedom) < 1.01 * right
+    assert pytest.approx(2.86526, abs=1e-5) == CONFIDENCE_QUANTILE

@@ -1,0 +1,98 @@
+"""Outputs that have no elements: nothing is compared, and nothing is met."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import graphquant as gq
+from graphquant.api.validation import Bounds
+from graphquant.batch.work import outcome_metrics
+from graphquant.errors import UsageError
+from graphquant.visualize.validation_report import validation_json, validation_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+TEXT = """
+<ir_version: 8, opset_import: ["" : 13]>
+net (float[N, 8] x) => (float[N, 4] y, float[M] found, int64[K, 2] places)
+{
+  y = MatMul(x, w)
+  large = Greater(y, limit)
+  where = NonZero(large)
+  places = Transpose<perm=[1, 0]>(where)
+  found = GatherND(y, places)
+}
+"""
+
+ONLY = TEXT.replace("float[N, 4] y, ", "")
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
+    """Writes a model that finds what is above a limit, with 20 samples; gives their paths."""
+
+    def write(text: str, limit: float) -> tuple[Path, str]:
+        rng = np.random.default_rng(0)
+        model = onnx.parser.parse_model(text)
+        for name, values in (("w", rng.normal(size=(8, 4))), ("limit", np.array(limit))):
+            model.graph.initializer.append(onnx.numpy_helper.from_array(values.astype(np.float32), name))
+        onnx.save(model, tmp_path / "net.onnx")
+        np.savez(tmp_path / "data.npz", x=rng.normal(size=(20, 8)).astype(np.float32))
+        return tmp_path / "net.onnx", str(tmp_path / "data.npz")
+
+    return write
+
+
+def text_report(result: Any) -> str:
+    """The lines of the check."""
+    return "\n".join(map(str, validation_view(result.check)))
+
+
+def test_one_that_is_empty(net: Callable[..., tuple[Path, str]]) -> None:
+    """An output without values is neither equal nor measured, is told, and leaves a doubt where a bound is given."""
+    model, data = net(TEXT, 1e6)
+    result = gq.insert(model, data=data)
+    y, scores, indices = result.check.comparison.outputs
+    assert (y.values, scores.values, indices.values, scores.empty, y.empty) == (16, 0, 0, True, False)
+    assert (scores.sqnr, scores.cosine, scores.agreement, indices.agreement, scores.sqnr_lower_bound) == (None,) * 5
+    assert "found, places nothing to compare: they were empty for all 4 samples" in text_report(result)
+    assert "equal" not in text_report(result)
+    assert result.check.missed == ()
+    assert [output["equal"] for output in validation_json(result.check)["comparison"]["outputs"][1:]] == [False, False]
+    bound = replace(result.check, bounds=Bounds(min_sqnr=20))
+    assert "output 'found' was empty for all 4 samples, which tell nothing of it" in bound.caveats
+
+
+def test_all_that_are_empty(net: Callable[..., tuple[Path, str]], cli: Callable[..., Any], tmp_path: Path) -> None:
+    """Where nothing was compared nothing is met: in the check, in a search, in compare and in a batch."""
+    model, data = net(ONLY, 1e6)
+    out = tmp_path / "out.onnx"
+    result = gq.insert(model, data=data)
+    result.save(out)
+    assert result.check.missed == ("nothing was compared, since every output was empty for all 4 samples",)
+    assert not outcome_metrics(result).exact
+    assert outcome_metrics(result).problem == "every output was empty for all samples"
+    with pytest.raises(UsageError, match=r"every output was empty for all \d+ samples"):
+        gq.insert(model, data=data, min_sqnr=20)
+    plain = cli("compare", model, out, "--data", data)
+    assert "found: nothing to compare: it was empty for all 20 samples" in plain.stdout
+    assert "Nothing compared, over 20 samples." in plain.stdout
+    bounded = cli("compare", model, out, "--data", data, "--min-sqnr", 20, code=1)
+    assert bounded.stderr.startswith("Error: Nothing was compared, since every output was empty for all 20 samples.")
+
+
+def test_what_is_there_for_some_samples(net: Callable[..., tuple[Path, str]]) -> None:
+    """An output that has values for one sample is compared on these."""
+    model, data = net(ONLY, -1e6)
+    (scores, indices) = gq.insert(model, data=data).check.comparison.outputs
+    assert (scores.values, indices.values) == (16, 32)
+    assert scores.sqnr > 20
+    assert indices.agreement == 1.0

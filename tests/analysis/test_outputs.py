@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graphquant.analysis.compare import OutputTally, match_inputs, match_outputs
+from graphquant.errors import UsageError
+from graphquant.formats import InputSpec
+
+SCORES = np.array([[0.1, 0.9], [0.8, 0.2]], np.float32)
+
+
+def spec(name: str, *aliases: str) -> InputSpec:
+    """An input of any shape."""
+    return InputSpec(name=name, dtype="float32", shape=None, aliases=aliases)
+
+
+def test_class_scores() -> None:
+    """Rows agree where their largest values are at the same place; labels give accuracy."""
+    tally = OutputTally("y", "y", batched=True)
+    tally.add(SCORES, SCORES[:, ::-1], np.array([1, 1]))
+    tally.add(SCORES, SCORES, np.array([1, 0]))
+    figures = tally.figures()
+    assert (figures.agreement, figures.rows, figures.accuracy) == (0.5, 4, (0.75, 0.75))
+
+
+def test_vectors() -> None:
+    """A vector is a row of scores, unless its axis counts samples."""
+    for batched, rows in ((False, 1), (True, 0)):
+        tally = OutputTally("y", "y", batched=batched)
+        tally.add(SCORES[0], SCORES[0], None)
+        assert tally.figures().rows == rows
+
+
+def test_integers() -> None:
+    """Integers agree one by one and have no SQNR."""
+    tally = OutputTally("y", "y", batched=True)
+    tally.add(np.array([1, 2, 3, 4]), np.array([1, 2, 3, 9]), None)
+    figures = tally.figures()
+    assert (figures.agreement, figures.sqnr, figures.max_error) == (0.75, None, 5)
+
+
+def test_problems() -> None:
+    """What one run gave and the other did not, text, and other shapes are told, and there are no figures."""
+    for expected, actual, problem in (
+        (SCORES, None, "only the float model gives it for some sample"),
+        (None, SCORES, "only the quantized model gives it for some sample"),
+        (np.array(["a"], object), np.array(["a"], object), "it holds object, no numbers"),
+        (SCORES, SCORES[:1], "shapes differ: [2, 2] and [1, 2]"),
+        (SCORES, np.full_like(SCORES, np.nan), "4 values are NaN or infinite"),
+    ):
+        tally = OutputTally("y", "y", batched=True)
+        tally.add(expected, actual, None)
+        tally.add(SCORES, SCORES, None)
+        assert tally.figures().problem == problem
+
+
+def test_outputs_are_matched() -> None:
+    """As given, by name, and the rest in order."""
+    assert match_outputs(["a", "b"], ["b", "a"], {}) == {"a": "a", "b": "b"}
+    assert match_outputs(["a", "x"], ["y", "a"], {}) == {"a": "a", "x": "y"}
+    assert match_outputs(["a", "b"], ["c", "d"], {"a": "d"}) == {"a": "d"}
+    with pytest.raises(UsageError, match=r"Say which is which: --match NAME=OTHER"):
+        match_outputs(["a", "b"], ["a"], {})
+    with pytest.raises(UsageError, match=r"second model has no output 'boxs'. It has 'boxes'. Did you mean 'boxes'"):
+        match_outputs(["a"], ["boxes"], {"a": "boxs"})
+
+
+def test_inputs_are_matched() -> None:
+    """By name or another name, else in order."""
+    assert match_inputs([spec("x"), spec("y")], [spec("serve_y", "y"), spec("x")]) == {"serve_y": "y", "x": "x"}
+    assert match_inputs([spec("x")], [spec("other")]) == {"other": "x"}
+    with pytest.raises(UsageError, match=r"take different inputs: 'x', and 'a', 'b'"):
+        match_inputs([spec("x")], [spec("a"), spec("b")])

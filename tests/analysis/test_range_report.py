@@ -1,0 +1,121 @@
+"""Which ranges tensors are given by statistics, and what they cost."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from graphquant import api
+from graphquant.calibration import CALIBRATION_METHODS
+from graphquant.errors import DataError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphquant.calibration import Stats
+
+
+@pytest.fixture
+def stats(samples: Path) -> Stats:
+    """Statistics of the sample model."""
+    return api.calibrate(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz"))
+
+
+def test_the_ranges_are_those_that_insert_gives(samples: Path, stats: Stats) -> None:
+    """Each activation that insert quantizes has the same scale and zero point here; the one of least SQNR is first."""
+    insertions = api.insert(samples / "digits_cnn.onnx", stats=stats).inserted
+    expected = {(entry.site.tensor, entry.site.rule): entry.params for entry in insertions if not entry.site.parameter}
+    picks = api.inspect_stats(stats, samples / "digits_cnn.onnx").tensor_ranges
+    assert {(entry.tensor, entry.rule) for entry in picks} == set(expected)
+    for entry in picks:
+        assert entry.params is not None
+        assert entry.params.scale == expected[entry.tensor, entry.rule].scale
+        assert entry.params.zero_point == expected[entry.tensor, entry.rule].zero_point
+    sqnrs = [entry.cost.sqnr for entry in picks if entry.cost]
+    assert len(sqnrs) == 13
+    assert sqnrs == sorted(sqnrs)
+
+
+def test_auto_says_what_it_came_to(samples: Path, stats: Stats) -> None:
+    """Where `auto` is called minmax or mse, that method has the same scale; widened clips less than mse."""
+    picks = api.inspect_stats(stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
+    assert {tensor_range.auto_method for tensor_range in picks} == {"minmax", "mse", "mse, widened"}
+    for tensor_range in picks:
+        alternatives = {alternative.method: alternative for alternative in tensor_range.alternatives}
+        assert tuple(alternatives) == CALIBRATION_METHODS
+        like, auto = tensor_range.auto_method.partition(",")[0], alternatives["auto"]
+        if tensor_range.auto_method == like:
+            assert auto.params.scale == alternatives[like].params.scale
+        elif auto.cost and alternatives["mse"].cost:
+            assert auto.cost.clipped < alternatives["mse"].cost.clipped
+        least = min(alternative.cost.squared_error for alternative in tensor_range.alternatives if alternative.cost)
+        assert alternatives["mse"].cost is not None
+        assert alternatives["mse"].cost.squared_error == pytest.approx(least, rel=0.05)
+
+
+def test_others_are_what_insert_would_give_by_their_method(samples: Path, stats: Stats) -> None:
+    """What is shown for a method is what `insert --method` gives a tensor that shares its scale with no other."""
+    picks = api.inspect_stats(stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
+    insertions = api.insert(samples / "digits_cnn.onnx", stats=stats, method="entropy").inserted
+    expected = {entry.site.tensor: entry.params.scale for entry in insertions if not entry.site.parameter}
+    unshared = [entry for entry in picks if not entry.note and entry.rule == "conv-output"]
+    assert len(unshared) > 5
+    for entry in unshared:
+        alternative = next(candidate for candidate in entry.alternatives if candidate.method == "entropy")
+        assert alternative.params.scale == expected[entry.tensor]
+
+
+def test_a_model_with_ranges_in_it(samples: Path, stats: Stats) -> None:
+    """A model that insert made is shown with its own ranges, told by the names of tensors, at the same cost."""
+    quantized = api.insert(samples / "digits_cnn.onnx", stats=stats, method="entropy").model
+    picks = api.inspect_stats(stats, quantized, compare_methods=True)
+    assert picks.matched_by_name
+    planned = {
+        tensor_range.tensor: next(
+            alternative for alternative in tensor_range.alternatives if alternative.method == "entropy"
+        )
+        for tensor_range in api.inspect_stats(stats, samples / "digits_cnn.onnx", compare_methods=True).tensor_ranges
+        if not tensor_range.note
+    }
+    range_by_tensor = {tensor_range.tensor: tensor_range for tensor_range in picks.tensor_ranges}
+    assert set(planned) < set(range_by_tensor)
+    alike = [
+        tensor
+        for tensor, alternative in planned.items()
+        if range_by_tensor[tensor].params.scale == alternative.params.scale
+    ]
+    assert len(alike) >= len(planned) - 1  # one has its scale from a tensor that shares it
+    assert all(range_by_tensor[tensor].cost == planned[tensor].cost for tensor in alike)
+
+
+def test_fixed_ranges_are_shown_beside_the_values(samples: Path, stats: Stats) -> None:
+    """A scale that needs no data is judged by statistics that there are: what it clips, and its error."""
+    picks = api.inspect_stats(stats, samples / "digits_cnn.onnx", rules=["fixed_point"]).tensor_ranges
+    assert {tensor_range.method for tensor_range in picks} == {"fixed-point -4"}
+    assert all(
+        tensor_range.cost is not None and tensor_range.params is not None and tensor_range.params.scale == 2.0**-4
+        for tensor_range in picks
+    )
+
+
+def test_statistics_alone(stats: Stats) -> None:
+    """Without a model there are the tensors in the model's order, with no range."""
+    picks = api.inspect_stats(stats)
+    assert [tensor_range.tensor for tensor_range in picks.tensor_ranges] == list(stats.targets)
+    assert all(
+        tensor_range.params is None and tensor_range.cost is None and tensor_range.sketch is not None
+        for tensor_range in picks.tensor_ranges
+    )
+
+
+def test_statistics_of_another_model_are_refused(samples: Path, stats: Stats) -> None:
+    """They are refused as insert does it, for a float model as for a quantized one."""
+    with pytest.raises(DataError, match="of another model, or it was changed since"):
+        api.inspect_stats(stats, samples / "digits_rnn.onnx")
+    data, head = str(samples / "digits_rnn_calib.npz"), "logits/*"  # a name that both models have
+    other_model = api.insert(samples / "digits_rnn.onnx", data=data, exclude=head).model
+    with pytest.raises(DataError, match="this one quantizes none of their tensors"):
+        api.inspect_stats(stats, other_model)
+    with pytest.raises(DataError, match="of another model"):
+        api.inspect_stats(stats, other_model, rules=["onnxruntime"])

@@ -1,0 +1,295 @@
+"""Models converted to TFLite: every planned scale in the runtime, every op within a step of numpy, and the answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant import formats
+from graphquant.api.convert import convert_to_tflite, freeze
+from graphquant.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+Array = np.ndarray[Any, Any]
+
+CLASSES = 10
+
+
+def simulation() -> Any:
+    """The module of the numpy ops, which imports tensorflow."""
+    spec = importlib.util.spec_from_file_location("simulate_tflite", Path(__file__).parents[1] / "support/simulate_tflite.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def report(text: str) -> None:
+    """Shows a measurement with `pytest -rP`."""
+    sys.stdout.write(f"{text}\n")
+
+
+def interpreter(data: bytes) -> Any:
+    """TFLite's interpreter with its own kernels, which keeps all tensors."""
+    import tensorflow as tf
+
+    plain = tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    return tf.lite.Interpreter(
+        model_content=data, experimental_op_resolver_type=plain, experimental_preserve_all_tensors=True
+    )
+
+
+def answers(made: Any, samples: Array) -> Array:
+    """The real outputs of a TFLite model for each sample."""
+    made.allocate_tensors()
+    (source,), (target,) = made.get_input_details(), made.get_output_details()
+    outputs = []
+    for sample in samples:
+        value = sample[None]
+        if source["dtype"] is np.int8:
+            scale, zero = source["quantization"]
+            value = np.clip(np.floor(value / scale + 0.5) + zero, -128, 127)
+        made.set_tensor(source["index"], value.astype(source["dtype"]))
+        made.invoke()
+        scale, zero = target["quantization"]
+        result = made.get_tensor(target["index"])[0]
+        outputs.append((result.astype(np.float64) - zero) * scale if scale else result)
+    return np.stack(outputs)
+
+
+def sqnr(before: Array, after: Array) -> float:
+    """Signal to quantization noise in dB."""
+    return float(10 * np.log10(np.square(before).sum() / np.square(after - before).sum()))
+
+
+def float_answers(model: gq.Model, samples: Array) -> Array:
+    """The outputs of the float model for each sample."""
+    runner = formats.format_module(model.format).create_runner(model)
+    runs = [runner.run({runner.inputs[0].name: sample[None]}) for sample in samples]
+    return np.concatenate([next(iter(run.values())) for run in runs]).astype(np.float64)
+
+
+def digits(samples: Path, _tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
+    """The sample CNN."""
+    data = np.load(samples / "digits_cnn_eval.npz")["image"]
+    return samples / "digits_cnn.pb", str(samples / "digits_cnn_calib.npz"), data
+
+
+def kws(_samples: Path, _tmp: Path, shared: Path) -> tuple[Path, str, Array]:
+    """Keyword spotting, a SavedModel that TensorFlow's converter cannot read."""
+    data = np.load(shared / "kws/eval.npz")["input_1"]
+    return shared / "kws/saved_model", str(shared / "kws/calib.npz"), data
+
+
+def trained(
+    inputs: Any, outputs: Any, draw: Callable[[int], tuple[Array, Array]], tmp: Path
+) -> tuple[Path, str, Array]:
+    """A Keras model fitted to what `draw` gives, as a frozen graph, with calibration data and samples."""
+    import tensorflow as tf
+    from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
+
+    model = tf.keras.Model(inputs, outputs)
+    model.compile(tf.keras.optimizers.Adam(3e-3), "sparse_categorical_crossentropy")
+    model.fit(*draw(1500), batch_size=50, epochs=4, verbose=0)
+    spec = tf.TensorSpec((None, *model.inputs[0].shape[1:]), model.inputs[0].dtype, name="x")
+    function = tf.function(lambda x: model(x, training=False)).get_concrete_function(spec)
+    graph_def = convert_variables_to_constants_v2(function).graph.as_graph_def()
+    (tmp / "model.pb").write_bytes(graph_def.SerializeToString())
+    np.savez(tmp / "calib.npz", x=draw(100)[0])
+    return tmp / "model.pb", str(tmp / "calib.npz"), draw(200)[0]
+
+
+def inverted_residuals(_samples: Path, tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
+    """MobileNet's blocks: expansion, depthwise with and without stride, linear projection, sums of skipped branches."""
+    import tensorflow as tf
+
+    tf.keras.utils.set_random_seed(5)
+    layers = tf.keras.layers
+
+    def block(x: Any, width: int, stride: int) -> Any:
+        y = layers.Conv2D(4 * x.shape[-1], 1, use_bias=False)(x)
+        y = layers.ReLU(6)(layers.BatchNormalization()(y))
+        y = layers.DepthwiseConv2D(3, strides=stride, padding="same", use_bias=False)(y)
+        y = layers.ReLU(6)(layers.BatchNormalization()(y))
+        y = layers.BatchNormalization()(layers.Conv2D(width, 1, use_bias=False)(y))
+        return layers.Add()([x, y]) if stride == 1 and x.shape[-1] == width else y
+
+    x = tf.keras.Input((16, 16, 3))
+    y = layers.ReLU(6)(layers.BatchNormalization()(layers.Conv2D(8, 3, strides=2, padding="same", use_bias=False)(x)))
+    for width, stride in ((8, 1), (12, 2), (12, 1), (16, 2), (16, 1)):
+        y = block(y, width, stride)
+    y = layers.GlobalAveragePooling2D()(y)
+    y = layers.Dense(CLASSES, activation="softmax")(y)
+    dice = np.random.default_rng(5)
+    prototypes = dice.normal(size=(CLASSES, 16, 16, 3))
+
+    def draw(count: int) -> tuple[Array, Array]:
+        labels = dice.integers(CLASSES, size=count)
+        return (prototypes[labels] + dice.normal(scale=0.7, size=(count, 16, 16, 3))).astype(np.float32), labels
+
+    return trained(x, y, draw, tmp)
+
+
+def text(_samples: Path, tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
+    """A text CNN: embedding, one-dimensional convolutions of several widths, maximum over time, gates, dense layers."""
+    import tensorflow as tf
+
+    tf.keras.utils.set_random_seed(6)
+    layers = tf.keras.layers
+    x = tf.keras.Input((20,), dtype="int32")
+    y = layers.Embedding(60, 16)(x)
+    branches = [layers.GlobalMaxPooling1D()(layers.Conv1D(16, width, activation="relu")(y)) for width in (2, 3, 4)]
+    y = layers.Concatenate()(branches)
+    gate = layers.Dense(48, activation="sigmoid")(y)
+    y = layers.Multiply()([y, gate])
+    y = layers.Dense(24, activation="tanh")(y)
+    y = layers.Dense(CLASSES, activation="softmax")(y)
+    dice = np.random.default_rng(6)
+    phrases = dice.integers(60, size=(CLASSES, 3))
+
+    def draw(count: int) -> tuple[Array, Array]:
+        labels = dice.integers(CLASSES, size=count)
+        words = dice.integers(60, size=(count, 20))
+        for row, label in enumerate(labels):
+            for start in (dice.integers(8), 9 + dice.integers(8)):
+                words[row, start : start + 3] = phrases[label]
+        return words.astype(np.int32), labels
+
+    return trained(x, y, draw, tmp)
+
+
+@pytest.mark.parametrize("make", [digits, kws, inverted_residuals, text])
+def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, shared: Path, tmp_path: Path) -> None:
+    """Every planned scale and zero point, every op within one step of numpy, and 98% of the answers."""
+    pytest.importorskip("tensorflow")
+    path, data, values = make(samples, tmp_path, shared)
+    result = gq.insert(freeze(gq.load(path)), rules=["tflite"], data=data, validate=False)
+    receipt = convert_to_tflite(result, tmp_path / "model.tflite")
+    assert [line for line in receipt.tensors if line.problem] == []
+    assert len(receipt.tensors) == len(result.inserted) > 10
+    assert [op for op in receipt.float_ops if op.type != "GATHER"] == []
+    runtime_interpreter = interpreter((tmp_path / "model.tflite").read_bytes())
+    after = answers(runtime_interpreter, values)
+    differences: dict[str, float] = {}
+    simulated = simulation().Simulation((tmp_path / "model.tflite").read_bytes(), runtime_interpreter)
+    for sample in values[:20]:
+        answers(runtime_interpreter, sample[None])
+        for name, kind, steps in simulated.steps():
+            differences[f"{kind} {name}"] = max(steps, differences.get(f"{kind} {name}", 0.0))
+    assert {name: steps for name, steps in differences.items() if steps > 1} == {}
+    before = float_answers(result.source, values)
+    agreement = float((before.argmax(-1) == after.argmax(-1)).mean())
+    report(
+        f"{make.__name__}: {len(receipt.tensors)} tensors agree, {receipt.op_count} ops, {len(differences)} simulated,"
+        f" agreement {agreement:.4f}, SQNR {sqnr(before, after):.1f} dB"
+    )
+    assert agreement >= 0.98
+
+
+def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
+    """The .tflite is within half a point of the float SavedModel on the labelled samples."""
+    pytest.importorskip("tensorflow")
+    path, data, values = kws(tmp_path, tmp_path, shared)
+    labels = np.load(shared / "kws/eval.npz")["label"]
+    result = gq.insert(gq.freeze(gq.load(path)), rules=["tflite"], data=data, validate=False)
+    assert gq.convert_to_tflite(result, tmp_path / "kws.tflite").agrees
+    after = answers(interpreter((tmp_path / "kws.tflite").read_bytes()), values)
+    before = float_answers(gq.load(path), values)
+    points = [float((logits.argmax(-1) == labels).mean()) for logits in (before, after)]
+    report(f"KWS accuracy: float {points[0]:.4f}, TFLite int8 {points[1]:.4f}")
+    assert points[1] >= points[0] - 0.005
+
+
+def test_command_line_writes_file_and_conversion_report(cli: Callable[..., Any], samples: Path, tmp_path: Path) -> None:
+    """`insert -o x.tflite` of a SavedModel; its scales then serve the frozen graph without data."""
+    pytest.importorskip("tensorflow")
+    data, output_path, report_path = samples / "digits_cnn_calib.npz", tmp_path / "x.tflite", tmp_path / "report.json"
+    text = cli(
+        "insert", samples / "digits_cnn_saved_model", "--data", data, "-o", output_path, "--report", report_path
+    ).stdout
+    assert "27 of 27 planned tensors are as planned, 0 of 15 ops stayed float." in text
+    receipt = json.loads(report_path.read_text())["receipt"]
+    assert (receipt["agrees"], len(receipt["tensors"]), receipt["float"]) == (True, 27, [])
+    text = cli(
+        "insert", samples / "digits_cnn.pb", "--ranges", output_path, "-o", tmp_path / "x.pb", "--report", report_path
+    ).stdout
+    assert "15 of them its very scale and zero point" in text
+    report = json.loads(report_path.read_text())
+    runtime = {tensor["tensor"]["op"]: tensor["runtime"] for tensor in receipt["tensors"]}
+    for site in report["sites"]:
+        if site["tensor"]["op"] in {"stem/relu", "residual/relu", "branches/concat", "logits/bias_add"}:
+            numbers = runtime[site["tensor"]["op"]]
+            assert ([site["scale"]], [site["zero_point"]]) == (numbers["scale"], numbers["zero_point"])
+
+
+def test_powers_of_two_are_exact(samples: Path, tmp_path: Path) -> None:
+    """Scales of exactly 2**exponent come out as they went in."""
+    pytest.importorskip("tensorflow")
+    result = gq.insert(gq.freeze(gq.load(samples / "digits_cnn.pb")), rules=["fixed_point"])
+    receipt = gq.convert_to_tflite(result, None)
+    lines = {line.tensor.op: line for line in receipt.lines if line.found is not None}
+    assert len(lines) > 10
+    assert all(
+        np.array_equal(line.found[0], np.full_like(line.found[0], line.planned[0][0])) for line in lines.values()
+    )
+
+
+def test_unconvertible_sites_are_refused(samples: Path, tmp_path: Path) -> None:
+    """16 bits become wrong convolutions without a word; functions must be frozen first; nothing is written."""
+    pytest.importorskip("tensorflow")
+    (tmp_path / "wide.toml").write_text(
+        '[scheme.s]\nbits = 16\nobserve = { name = "fixed-point", exponent = -8 }\n[[rule]]\nname = "r"\n'
+        'consumer = { kind = "conv", input = "input|weight" }\nquantize = "s"\n'
+    )
+    result = gq.insert(gq.freeze(gq.load(samples / "digits_cnn.pb")), rules=[str(tmp_path / "wide.toml")])
+    with pytest.raises(UsageError, match="FakeQuants of 16 bits become other numbers"):
+        convert_to_tflite(result, tmp_path / "wide.tflite")
+    weight_only_result = gq.insert(gq.load(samples / "digits_cnn_saved_model"), rules=["weight_only"])
+    with pytest.raises(UsageError, match="Only a frozen TensorFlow graph can be converted"):
+        convert_to_tflite(weight_only_result, tmp_path / "wide.tflite")
+    assert not (tmp_path / "wide.tflite").exists()
+
+
+def test_ops_that_stay_float_are_named(samples: Path, tmp_path: Path) -> None:
+    """An excluded tensor leaves its ops float, and the receipt says which operand has no range."""
+    pytest.importorskip("tensorflow")
+    model = gq.freeze(gq.load(samples / "digits_cnn.pb"))
+    data = str(samples / "digits_cnn_calib.npz")
+    receipt = gq.convert_to_tflite(
+        gq.insert(model, rules=["tflite"], data=data, exclude=["residual/relu:0"], validate=False), None
+    )
+    assert ("ADD", "its output has no range") in {(float_op.type, float_op.reason) for float_op in receipt.floats}
+
+
+def test_a_difference_ends_with_1(
+    cli: Callable[..., Any], samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the runtime has another scale than planned, the table names it and the exit code is 1."""
+    pytest.importorskip("tensorflow")
+    from dataclasses import replace
+
+    from graphquant.formats.tensorflow import tflite_converter as door
+
+    real = door.runtime_tensors
+
+    def other(data: bytes) -> Any:
+        return tuple(replace(tensor, scales=tensor.scales * np.float32(1.5)) for tensor in real(data))
+
+    monkeypatch.setattr(door, "runtime_tensors", other)
+    data = samples / "digits_cnn_calib.npz"
+    result = cli("insert", samples / "digits_cnn.pb", "--data", data, "-o", tmp_path / "x.tflite", code=1)
+    assert "its scale differs" in result.stdout
+    assert "0 of 24 planned tensors are as planned" in result.stdout
+    assert "does not have every scale that was planned" in result.stderr

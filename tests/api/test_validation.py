@@ -1,0 +1,247 @@
+"""The check at the end of `insert`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from click.testing import CliRunner
+
+import graphquant as gq
+from graphquant.api.validation import Bounds, split_holdout
+from graphquant.calibration.data import open_data
+from graphquant.cli import main
+from graphquant.errors import UsageError
+from graphquant.formats import format_module
+from graphquant.visualize.validation_report import validation_view
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TEXT = """
+<ir_version: 8, opset_import: ["" : 13]>
+net (float[N, 8] x) => (float[N, 4] y)
+{ y = MatMul(x, w) }
+"""
+
+RUINED = """
+[scheme.two]
+bits = 8
+observe = { name = "fixed-point", exponent = 1 }
+[[rule]]
+name = "coarse"
+producer = { name = "x" }
+consumer = { kind = "matmul" }
+quantize = "two"
+"""
+
+
+@pytest.fixture
+def net(tmp_path: Path) -> Path:
+    """A matrix product with data of 20 labelled samples."""
+    rng = np.random.default_rng(0)
+    model = onnx.parser.parse_model(TEXT)
+    weight = rng.normal(size=(8, 4)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(model, tmp_path / "net.onnx")
+    x = rng.normal(size=(20, 8)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x, labels=(x @ weight).argmax(-1))
+    (tmp_path / "ruined.toml").write_text(RUINED)
+    return tmp_path
+
+
+def run(*arguments: Any) -> Any:
+    """One call of the command line."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("count", "used", "reused"), [(1, 1, True), (7, 7, True), (8, 4, False), (20, 16, False), (100, 80, False)]
+)
+def test_the_last_fifth_is_kept(net: Path, count: int, used: int, reused: bool) -> None:
+    """The last fifth, at least 4 samples; what is too few for that is used twice, and said to be."""
+    np.savez(net / "some.npz", x=np.arange(count * 8, dtype=np.float32).reshape(count, 8))
+    batches = open_data(str(net / "some.npz"), format_module("onnx").input_specs(gq.load(net / "net.onnx")))
+    calibration, holdout = split_holdout("", None, batches)
+    assert (calibration.count, holdout.reuses_samples) == (used, reused)
+    assert holdout.start == (max(count - 4, 0) if reused else used)
+
+
+def test_figures_are_those_of_the_kept_samples(net: Path) -> None:
+    """SQNR, agreement and accuracy are those of the last fifth alone, as numpy has them."""
+    result = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
+    x, labels = (np.load(net / "data.npz")[key][16:] for key in ("x", "labels"))
+    expected, actual = (
+        format_module("onnx").create_runner(model).run({"x": x})["y"] for model in (result.source, result.model)
+    )
+    (output,) = result.check.comparison.outputs
+    assert result.samples == 16
+    assert output.sqnr == pytest.approx(10 * np.log10((expected**2).sum() / ((expected - actual) ** 2).sum()), abs=1e-3)
+    assert output.agreement == (expected.argmax(-1) == actual.argmax(-1)).mean()
+    assert output.accuracy == ((expected.argmax(-1) == labels).mean(), (actual.argmax(-1) == labels).mean())
+    assert (result.check.low, result.check.multiply_adds, result.check.share) == (32, 32, 1.0)
+    assert result.check.missed == ()
+
+
+def test_ruined_models_are_told(net: Path) -> None:
+    """Below 20 dB the output and the tensor are named, the model is written, and --strict ends with 1."""
+    call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--force")
+    plain = run(*call, "-o", net / "out.onnx", "--report", net / "report.json")
+    assert plain.exit_code == 0
+    assert "Checked on 20 samples that calibration did not use: y " in plain.stdout
+    assert "losing most by themselves: x:0 " in plain.stdout
+    assert "missed: output 'y' has " in plain.stdout
+    assert "\x1b" not in plain.stdout
+    report = json.loads((net / "report.json").read_text())["check"]
+    assert report["met"] is False
+    assert report["comparison"]["sqnr"] < 20
+    assert report["multiply_adds"] == {"low": 0, "all": 32}
+    strict = run(*call, "-o", net / "strict.onnx", "--strict")
+    assert strict.exit_code == 1
+    assert strict.stderr.startswith("Error: The check is missed: output 'y' has ")
+    assert (net / "strict.onnx").read_bytes() == (net / "out.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--min-sqnr", "20"),
+        ("--min-agreement", "1"),
+        ("--min-agreement", "99.9"),
+        ("--max-accuracy-drop", "0"),
+    ],
+)
+def test_bounds(net: Path, option: str, value: str) -> None:
+    """A bound that is met ends the command with 0; beside statistics from a file it is searched for too."""
+    call = ("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run")
+    assert run(*call, option, value).exit_code == 0
+    gq.calibrate(net / "net.onnx", data=str(net / "data.npz")).save(net / "stats.gqs")
+    result = run(*call, "--stats", net / "stats.gqs", "--min-sqnr", "60")
+    assert result.exit_code == 0
+    assert "left float, and with them" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--max-accuracy-drop", "accuracy of output 'y' falls from 100.00% to "),
+        ("--min-agreement", "of output 'y' agree, and 99% are wanted"),
+    ],
+)
+def test_bounds_of_classes(net: Path, option: str, said: str) -> None:
+    """Accuracy by the data's labels and agreement are held to their bounds."""
+    bounds = Bounds(**{{"--max-accuracy-drop": "drop", "--min-agreement": "agreement"}[option]: 0.99})
+    check = gq.insert(net / "net.onnx", rules=net / "ruined.toml", data=str(net / "data.npz")).check
+    (missed,) = replace(check, bounds=bounds).missed
+    assert said in missed
+    call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--dry-run")
+    searched = run(*call, option, "0.99")
+    assert searched.exit_code == 0
+    assert "left float, and with them" in searched.stdout
+    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"])
+    without = run(*call, option, "0.99")
+    assert ("data.npz has no 'labels', which accuracy needs" in without.stderr) == (option == "--max-accuracy-drop")
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (np.zeros(19, np.int64), "19"),
+        (np.zeros(20, np.float32), "float32"),
+        (np.array(["a"] * 20), "Labels are integers, the number of the class of each sample."),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused_at_once(net: Path, labels: Any, said: str) -> None:
+    """Before anything runs, with what they should be."""
+    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=labels)
+    result = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--max-accuracy-drop", "1")
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert "Labels are integers" in result.stderr
+
+
+@pytest.mark.parametrize("first", [-1, 50])
+def test_labels_of_other_classes_measure_nothing(net: Path, first: int) -> None:
+    """Numbers that the output has no class for give no accuracy, instead of one of 0 that nothing can worsen."""
+    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.arange(first, first + 20))
+    check = gq.insert(net / "net.onnx", data=str(net / "data.npz")).check
+    assert check.comparison.outputs[0].accuracy is None
+    with pytest.raises(UsageError, match="the data has no 'labels' that fit an output"):
+        gq.insert(net / "net.onnx", data=str(net / "data.npz"), max_accuracy_drop=1.0)
+
+
+def test_labels_as_rows_of_one_and_zeros_are_no_classes(net: Path) -> None:
+    """They fit no output, which ends the command before a search."""
+    np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.eye(20, dtype=np.int64))
+    result = run("insert", net / "net.onnx", "--data", net / "data.npz", "--dry-run", "--max-accuracy-drop", "1")
+    assert result.exit_code == 2
+    assert "the data has no 'labels' that fit an output, one of its classes for each row" in result.stderr
+
+
+@pytest.mark.parametrize("option", ["--min-sqnr", "--min-agreement", "--max-accuracy-drop"])
+def test_no_bound_is_no_number(net: Path, option: str) -> None:
+    """NaN, which everything would meet or miss, is refused by the command and by the function."""
+    result = run("insert", net / "net.onnx", "--data", net / "data.npz", option, "nan")
+    assert result.exit_code == 2
+    assert "nan is no number that anything can be compared with" in result.stderr
+    with pytest.raises(UsageError, match="nan is no bound"):
+        gq.insert(net / "net.onnx", data=str(net / "data.npz"), **{option[2:].replace("-", "_"): float("nan")})
+
+
+def test_statistics_and_data(net: Path) -> None:
+    """With statistics the data is for the check: all of it, or the last fifth of what they are of, which is said."""
+    stats = gq.calibrate(net / "net.onnx", data=str(net / "data.npz"))
+    same = gq.insert(net / "net.onnx", stats=stats, data=str(net / "data.npz")).check
+    assert (same.reuses_samples, same.comparison.samples) == (True, 4)
+    random_validation = gq.insert(net / "net.onnx", stats=stats, data="random:6").check
+    assert (
+        random_validation.reuses_samples,
+        random_validation.comparison.samples,
+        random_validation.comparison.random,
+    ) == (False, 6, True)
+    assert (random_validation.elsewhere, same.elsewhere) == (True, False)
+    assert "Checked on 6 samples of other data than the statistics are of: y " in str(
+        validation_view(random_validation)[0]
+    )
+    assert "Checked on 4 samples used before too, for ranges, corrections or a search: y " in str(
+        validation_view(same)[0]
+    )
+    calibrated = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
+    again = gq.insert(net / "net.onnx", stats=calibrated.stats, data=str(net / "data.npz")).check
+    assert (again.reuses_samples, again.comparison.samples) == (False, 4)
+    assert gq.insert(net / "net.onnx", stats=stats).check is None
+
+
+def test_no_check(net: Path) -> None:
+    """Without a check calibration has all samples, and the output says that nothing was measured."""
+    assert gq.insert(net / "net.onnx", data=str(net / "data.npz"), validate=False).samples == 20
+    output = run("insert", net / "net.onnx", "--data", net / "data.npz", "--no-check", "--dry-run").stdout
+    assert "Not checked against the float model." in output
+
+
+def test_what_cannot_be_measured_is_told(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that its framework refuses is written all the same, and misses every bound."""
+    from graphquant.errors import ModelError
+    from graphquant.formats.onnx.session import OnnxRunner
+
+    def refuse(*_: Any) -> None:
+        raise ModelError("It is refused. Mend it.")
+
+    monkeypatch.setattr(OnnxRunner, "start", refuse)
+    plain = ("--correct", "not bias-correction")  # which runs the model too
+    result = run("insert", net / "net.onnx", "--data", net / "data.npz", "-o", net / "out.onnx", "--strict", *plain)
+    assert result.exit_code == 1
+    assert "The check failed: it could not be measured: It is refused. Mend it." in result.stdout
+    assert (net / "out.onnx").is_file()
+
+
+def test_a_model_of_texts_needs_no_data(tmp_path: Path) -> None:
+    """Where there is nothing to quantize, data is not looked at, which may not fit: the model is written as it is."""
+    text = '<ir_version: 8, opset_import: ["": 13]> g (string[2] x) => (string[N] y) { y = StringNormalizer (x) }'
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "texts.onnx")
+    assert gq.insert(tmp_path / "texts.onnx", data="random:4").inserted == ()

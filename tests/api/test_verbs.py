@@ -1,0 +1,266 @@
+"""The Python API: verbs, what they return, what they refuse, and how accurate the quantized sample models are."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant import formats
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.errors import DataError, ModelError, NeedsDataError, RuleError, UsageError
+from graphquant.ir import check_invariants
+
+Array = np.ndarray[Any, Any]
+
+
+@pytest.fixture
+def cnn(samples: Path) -> Path:
+    """The CNN as ONNX."""
+    return samples / "digits_cnn.onnx"
+
+
+@pytest.fixture
+def calib(samples: Path) -> str:
+    """Its calibration data."""
+    return str(samples / "digits_cnn_calib.npz")
+
+
+def probabilities(model: gq.Model, images: Array) -> Array:
+    """The classes' probabilities in the model's own framework, all images in one batch."""
+    runner = formats.format_module(model.format).create_runner(model)
+    outputs = runner.run({runner.inputs[0].name: images})
+    return next(value for value in outputs.values() if value.shape == (len(images), 10))
+
+
+# -- verbs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argument", ["rules", "include", "exclude"])
+@pytest.mark.parametrize("value", [None, 3])
+def test_what_is_no_name_is_refused(cnn: Path, argument: str, value: Any) -> None:
+    """None, or a number, where names belong is an error that says what to give."""
+    with pytest.raises(UsageError) as caught:
+        gq.plan(cnn, **{argument: value})
+    assert str(caught.value) == f"{argument} is {value}. Give a name or a list of names, or leave it out."
+
+
+def test_the_whole_story(cnn: Path, calib: str, tmp_path: Path) -> None:
+    """Load, insert and save give a model that holds together, runs and has the result's scales."""
+    model = gq.load(cnn)
+    result = gq.insert(model, data=calib)
+    assert isinstance(result, gq.Result)
+    assert (result.samples, result.random, result.source) == (80, False, model)
+    assert len(result.inserted) == len(result.plan.sites) - sum(
+        1 for skip in result.skips if skip not in result.plan.skips
+    )
+    assert result.save(tmp_path / "out.onnx") == tmp_path / "out.onnx"
+    again = gq.load(tmp_path / "out.onnx")
+    check_invariants(again, "the test")
+    read = {reading.op: reading.params for reading in summarize_model(again).quantization_ops}
+    assert len(read) == len(result.inserted)
+    for insertion in result.inserted:
+        params = read[insertion.output.op]
+        assert params is not None
+        np.testing.assert_array_equal(params.scale, insertion.params.scale)
+        np.testing.assert_array_equal(params.zero_point, insertion.params.zero_point)
+
+
+def test_verbs_take_paths_and_models(cnn: Path) -> None:
+    """A path, its text and a loaded model make the same plan."""
+    plans = [gq.plan(source, rules=["weight_only"]) for source in (cnn, str(cnn), gq.load(cnn))]
+    assert plans[0] == plans[1] == plans[2]
+    assert [site.rule for site in plans[0].sites] == ["weight"] * 9
+
+
+def test_stats_can_be_kept(cnn: Path, calib: str, tmp_path: Path) -> None:
+    """Calibrate, then insert with its statistics, writes what insert with the data writes."""
+    plan = gq.plan(cnn)
+    stats = gq.calibrate(cnn, plan, calib)
+    assert (stats.samples, stats.model, stats.complete) == (100, plan.model, True)
+    assert len(stats.sketches) == len({site.tensor for site in plan.sites if not site.parameter})
+    gq.insert(cnn, plan=plan, stats=stats).save(tmp_path / "stats.onnx")
+    gq.insert(cnn, data=calib, validate=False).save(tmp_path / "data.onnx")
+    assert (tmp_path / "stats.onnx").read_bytes() == (tmp_path / "data.onnx").read_bytes()
+
+
+def test_ranges_are_those_of_the_data(cnn: Path, calib: str) -> None:
+    """Min-max ranges are the smallest and largest value that onnxruntime computes on any sample, with 0 among them."""
+    plan = gq.plan(cnn, method="minmax")
+    stats = gq.calibrate(cnn, plan, calib)
+    feeds = [{"image": image[None]} for image in np.load(calib)["image"]]
+    observed = list(formats.format_module("onnx").create_runner(gq.load(cnn)).observe(list(stats.sketches), feeds))
+    result = gq.insert(cnn, plan=plan, stats=stats)
+    scales = {
+        insertion.site.tensor: insertion.params.scale for insertion in result.inserted if not insertion.site.parameter
+    }
+    ties = {tensor for site in plan.sites for use in site.tie for tensor in (site.tensor, _read(result.source, use))}
+    for tensor, sketch in stats.sketches.items():
+        values = np.concatenate([value.ravel() for run_values in observed for value in run_values[tensor]])
+        assert (sketch.low, sketch.high, sketch.count) == (values.min(), values.max(), values.size)
+        if tensor not in ties:
+            width = max(float(sketch.high), 0) - min(float(sketch.low), 0)
+            assert scales[tensor] == pytest.approx(width / 255, rel=1e-6)
+
+
+def _read(model: gq.Model, use: gq.Use) -> gq.TensorRef | None:
+    return model.graphs[use.graph].producer(use)
+
+
+def test_progress_is_told(cnn: Path, calib: str) -> None:
+    """The callback hears of the start and of each block of samples, in order."""
+    calls: list[tuple[str, int, int]] = []
+    gq.insert(cnn, data=calib, samples=70, progress=lambda *stage_name: calls.append(stage_name))
+    completed = [count for stage_name, count, _ in calls if stage_name == "calibrating"]
+    assert completed == [*range(0, 56, completed[1]), 56]
+    assert [count for stage_name, count, _ in calls if stage_name == "checking"] == [4, 8, 12, 14]
+    assert {(stage_name, total) for stage_name, _, total in calls} == {("calibrating", 56), ("checking", 14)}
+
+
+def test_nothing_to_insert_gives_the_source(cnn: Path, tmp_path: Path) -> None:
+    """Where no rule matches, what is saved is the source, byte for byte."""
+    rules = tmp_path / "none.toml"
+    rules.write_text('[[rule]]\nname = "r"\nconsumer = { kind = "lstm" }\nquantize = "leave"\n')
+    result = gq.insert(cnn, rules=[str(rules)])
+    assert (result.inserted, result.model) == ((), result.source)
+    result.save(tmp_path / "out.onnx")
+    assert (tmp_path / "out.onnx").read_bytes() == cnn.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["digits_cnn.onnx", "digits_cnn.pb", "digits_rnn.onnx", "digits_rnn_saved_model"])
+def test_the_source_is_not_changed(samples: Path, name: str, tmp_path: Path) -> None:
+    """Insert leaves the model that it was given as it is, so that it can be used again."""
+    model = gq.load(samples / name)
+    first = gq.insert(model, rules=["fixed_point"])
+    check_invariants(model, "the test")
+    gq.save(model, tmp_path / f"source{Path(name).suffix}")
+    source = samples / name
+    pairs = [(source, tmp_path / f"source{source.suffix}")]
+    if source.is_dir():
+        pairs = [
+            (source / file_name, pairs[0][1] / file_name)
+            for file_name in ("saved_model.pb", "variables/variables.index")
+        ]
+    for before, after in pairs:
+        assert after.read_bytes() == before.read_bytes()
+    second = gq.insert(model, rules=["fixed_point"])
+    assert [str(insertion.site.tensor) for insertion in first.inserted] == [
+        str(insertion.site.tensor) for insertion in second.inserted
+    ]
+
+
+def test_inserting_twice_adds_nothing(cnn: Path, calib: str) -> None:
+    """What is quantized already is left, with that reason."""
+    once = gq.insert(cnn, data=calib)
+    twice = gq.insert(once.model, data=calib)
+    before = {reading.op for reading in summarize_model(once.model).quantization_ops}
+    added = [reading for reading in summarize_model(twice.model).quantization_ops if reading.op not in before]
+    assert [reading.tensor.op for reading in added] == []
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+def test_errors_are_of_their_kind(cnn: Path, samples: Path, tmp_path: Path) -> None:
+    """Each mistake of a caller has its kind."""
+    with pytest.raises(ModelError, match="There is no file"):
+        gq.load(tmp_path / "missing.onnx")
+    with pytest.raises(NeedsDataError, match="activations have no range"):
+        gq.insert(cnn)
+    with pytest.raises(UsageError, match="Did you mean 'onnxruntime'"):
+        gq.plan(cnn, rules=["onnxruntim"])
+    (tmp_path / "bad.toml").write_text("[scheme.a]\nzerro = 1\n")
+    with pytest.raises(RuleError, match=r"bad\.toml:2: .*'zero'"):
+        gq.plan(cnn, rules=[str(tmp_path / "bad.toml")])
+    with pytest.raises(UsageError, match="--include 'nothing' matches no op"):
+        gq.plan(cnn, include=["nothing"])
+    with pytest.raises(UsageError, match="another model"):
+        gq.insert(samples / "digits_rnn.onnx", plan=gq.plan(cnn))
+    np.savez(tmp_path / "labels.npz", labels=np.zeros(3))
+    with pytest.raises(DataError, match=r"labels\.npz"):
+        gq.insert(cnn, data=str(tmp_path / "labels.npz"))
+
+
+def test_save_refuses_what_is_there(cnn: Path, tmp_path: Path) -> None:
+    """Without force nothing is replaced, and the source never."""
+    result = gq.insert(cnn, rules=["weight_only"])
+    result.save(tmp_path / "out.onnx")
+    with pytest.raises(UsageError, match="exists already"):
+        result.save(tmp_path / "out.onnx")
+    result.save(tmp_path / "out.onnx", force=True)
+    with pytest.raises(UsageError, match="is the model itself"):
+        result.save(cnn, force=True)
+
+
+def test_unknown_public_name() -> None:
+    """A name that graphquant does not have is an AttributeError that names it."""
+    with pytest.raises(AttributeError, match="quantise"):
+        _ = gq.quantise
+
+
+# -- accuracy --------------------------------------------------------------------------------------
+
+
+def compared(samples: Path, name: str, tmp_path: Path) -> tuple[float, float, float]:
+    """Accuracy of the float model and of the saved int8 one, and the share of images on which they agree."""
+    stem = name[:10]
+    data = np.load(samples / f"{stem}_eval.npz")
+    result = gq.insert(samples / name, data=str(samples / f"{stem}_calib.npz"))
+    again = gq.load(result.save(tmp_path / f"out{Path(name).suffix}"))
+    before = probabilities(result.source, data["image"]).argmax(1)
+    after = probabilities(again, data["image"]).argmax(1)
+    labels = data["labels"]
+    return float((before == labels).mean()), float((after == labels).mean()), float((before == after).mean())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "digits_cnn.onnx",
+        "digits_cnn_bn.onnx",
+        "digits_rnn.onnx",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in (
+                "digits_cnn.pb",
+                "digits_cnn.pbtxt",
+                "digits_cnn_saved_model",
+                "digits_rnn.pb",
+                "digits_rnn_saved_model",
+            )
+        ),
+    ],
+)
+def test_int8_is_as_accurate_as_float(samples: Path, tmp_path: Path, name: str) -> None:
+    """On 300 test images int8 is within one point of float and agrees with it on 98%."""
+    if not name.endswith(".onnx"):
+        pytest.importorskip("tensorflow")
+    before, after, agreement = compared(samples, name, tmp_path)
+    sys.stdout.write(f"{name}: float {before:.4f}, int8 {after:.4f}, agreement {agreement:.4f}\n")
+    assert before > 0.98
+    assert abs(after - before) <= 0.01
+    assert agreement >= 0.98
+
+
+def test_data_that_is_not_needed_must_exist(cnn: Path) -> None:
+    """A misspelt data file is an error also where the rules need no data."""
+    with pytest.raises(DataError, match=r"There is no file nope\.npz"):
+        gq.insert(cnn, rules=["weight_only"], data="nope.npz")
+
+
+def test_one_name_or_several(samples: Path, cnn: Path, tmp_path: Path) -> None:
+    """Rules are a name, a path, a text or a list of these; one pattern is a pattern, not its letters."""
+    text = (samples.parent / "rules" / "weight_only.toml").read_text("utf-8")
+    (tmp_path / "r.toml").write_text(text, "utf-8")
+    expected = gq.plan(cnn, rules=["weight_only"])
+    for rules in ("weight_only", text, [text], tmp_path / "r.toml", [tmp_path / "r.toml"]):
+        assert gq.plan(cnn, rules=rules).sites == expected.sites
+    assert gq.plan(cnn, rules=text).rules == (text,)
+    patterns = {"exclude": "logits/*", "include": "*"}
+    selected = gq.plan(cnn, rules="weight_only", **patterns)
+    assert 0 < len(selected.sites) < len(expected.sites)
+    assert selected == gq.plan(cnn, rules=["weight_only"], **{key: [pattern] for key, pattern in patterns.items()})

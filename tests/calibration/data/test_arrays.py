@@ -1,0 +1,414 @@
+"""Calibration data: how arrays become feeds, and what is said of those that do not fit."""
+
+import contextlib
+import io
+import threading
+import tracemalloc
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphquant.calibration.data import Dataset, arrays, open_data
+from graphquant.errors import DataError
+
+
+@dataclass(frozen=True)
+class Spec:
+    """An input, as a format describes it."""
+
+    name: str = "x"
+    dtype: str = "float32"
+    shape: tuple[int | None, ...] | None = (None, 3)
+    aliases: tuple[str, ...] = ()
+
+
+@pytest.fixture
+def opened(tmp_path: Path):
+    """Saves arrays and opens them for inputs."""
+
+    def do(arrays, *inputs: Spec, samples: int | None = None, compressed: bool = False) -> Dataset:
+        path = tmp_path / "data.npz"
+        (np.savez_compressed if compressed else np.savez)(path, **arrays)
+        return open_data(str(path), inputs or (Spec(),), samples=samples)
+
+    return do
+
+
+def same(feed, **expected) -> None:
+    """Whether a feed has exactly these arrays, dtypes and shapes too."""
+    assert sorted(feed) == sorted(expected)
+    for name, values in expected.items():
+        assert feed[name].dtype == values.dtype
+        assert feed[name].shape == values.shape
+        np.testing.assert_array_equal(feed[name], values)
+
+
+X = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("array", [X, np.asfortranarray(X), X.astype(">f4")])
+def test_a_stack_of_samples(opened, array, compressed: bool) -> None:
+    """Entries along the first axis are samples, each with a first axis of 1; keys no input takes are listed."""
+    batches = opened({"x": array, "labels": np.zeros(9)}, compressed=compressed)
+    assert (batches.count, len(batches), batches.ignored, batches.random) == (4, 4, ("labels",), False)
+    for _ in range(2):  # it can be iterated again
+        feeds = list(batches)
+        assert len(feeds) == 4
+        for i, feed in enumerate(feeds):
+            same(feed, x=X[i : i + 1])
+
+
+def test_whole_feeds(opened) -> None:
+    """An array of one more axis, and any array for an input of unknown rank, is a stack of whole feeds."""
+    whole = X.reshape(2, 2, 3)
+    for shape in [(None, 3), (2, 3), None]:
+        feeds = list(opened({"x": whole}, Spec(shape=shape)))
+        assert len(feeds) == 2
+        same(feeds[1], x=whole[1])
+    scalars = list(opened({"x": X[:, 0]}, Spec(shape=())))
+    same(scalars[2], x=np.array(6.0, np.float32))
+
+
+def test_a_fixed_first_size_takes_that_many(opened) -> None:
+    """Where the model's first size is fixed to k, k entries make one feed; a remainder is an error."""
+    feeds = list(opened({"x": X}, Spec(shape=(2, 3))))
+    assert len(feeds) == 2
+    same(feeds[1], x=X[2:])
+    with pytest.raises(DataError, match=r"has 4 entries, and input 'x' takes 3 at a time: 1 are left over"):
+        opened({"x": X}, Spec(shape=(3, 3)))
+
+
+def test_what_goes_to_every_sample(opened) -> None:
+    """A state of exactly the fixed shape, and a scalar, accompany each sample; alone they are one sample."""
+    state, rate = np.ones((2, 1, 5), np.float32), np.array(0.5, np.float32)
+    inputs = (Spec(), Spec("state", shape=(2, None, 5)), Spec("rate", shape=()), Spec("any", shape=None))
+    feeds = list(opened({"x": X, "state": state, "rate": rate, "any": rate}, *inputs))
+    assert len(feeds) == 4
+    same(feeds[3], x=X[3:], state=state, rate=rate, any=rate)
+    assert opened({"state": state}, inputs[1]).count == 1
+
+
+def test_aliases(opened) -> None:
+    """A tensor name or a signature's key is accepted; the input's own name comes first."""
+    taker = Spec("serving_default_x", aliases=("x:0", "image"))
+    same(next(iter(opened({"x:0": X}, taker))), serving_default_x=X[:1])
+    batches = opened({"image": X + 1, "serving_default_x": X}, taker)
+    assert batches.ignored == ("image",)
+    same(next(iter(batches)), serving_default_x=X[:1])
+
+
+def test_an_alias_that_is_another_inputs_name_is_not_taken(opened) -> None:
+    """One array never feeds two inputs by accident."""
+    with pytest.raises(DataError, match="no array for input 'a'"):
+        opened({"b": X}, Spec("a", aliases=("b",)), Spec("b"))
+
+
+def test_wrong_names(opened) -> None:
+    """A missing input lists what is there, what is wanted and what was probably meant, even for a single array."""
+    with pytest.raises(DataError) as caught:
+        opened({"imagse": X, "labels": X}, Spec("images"), Spec("rate"))
+    for part in ("input 'images'", "holds 'imagse', 'labels'", "takes 'images', 'rate'", "Did you mean 'imagse'"):
+        assert part in str(caught.value)
+    with pytest.raises(DataError, match="no array for input 'x': it holds 'y'"):
+        opened({"y": X})
+
+
+def test_counts_must_agree(opened) -> None:
+    """Two inputs with different numbers of samples are named with both counts."""
+    with pytest.raises(DataError, match="array 'x' has 4 samples and array 'y' has 3"):
+        opened({"x": X, "y": X[:3]}, Spec(), Spec("y"))
+
+
+@pytest.mark.parametrize(
+    ("array", "shape", "message"),
+    [
+        (
+            np.zeros((2, 28, 28, 3)),
+            (None, 3, 28, 28),
+            r"\[2, 28, 28, 3\].*takes \[\?, 3, 28, 28\].*moveaxis\(array, -1, 1",
+        ),
+        (np.zeros((2, 3, 28, 28)), (None, 28, 28, 3), r"channels last \(NHWC\): numpy.moveaxis\(array, 1, -1\) fits"),
+        (np.zeros((2, 28, 28)), (None, 28, 28, 1), r"array.reshape\(-1, 28, 28, 1\) fits"),
+        (np.zeros((2, 784)), (1, 28, 28), r"array.reshape\(-1, 28, 28\) fits"),
+        (np.zeros((2, 5)), (None, 3), r"\[2, 5\], and input 'x' takes \[\?, 3\].*Give each sample that shape"),
+        (np.zeros(()), (None, 3), r"\[\], and input 'x' takes \[\?, 3\]"),
+        (np.zeros((2, 3)), (4, 3), r"2 are left over"),
+    ],
+)
+def test_shapes_that_do_not_fit(opened, array, shape, message: str) -> None:
+    """The input, what it takes, what was given and the likely fix are named."""
+    with pytest.raises(DataError, match=message):
+        opened({"x": array.astype(np.float32)}, Spec(shape=shape))
+
+
+def test_safe_conversions(opened) -> None:
+    """Floats become the input's floats, integers its integers if they fit."""
+    same(next(iter(opened({"x": X.astype(np.float64)}))), x=X[:1])
+    integers = np.array([[1, 2, -3]])
+    same(next(iter(opened({"x": integers}, Spec(dtype="int32")))), x=integers.astype(np.int32))
+    text = np.array([["a", "b", "c"]])
+    same(next(iter(opened({"x": text}, Spec(dtype="string")))), x=text.astype(object))
+    half = next(iter(opened({"x": X}, Spec(dtype="bfloat16"))))["x"]
+    assert (half.dtype.name, half.astype(np.float32).tolist()) == ("bfloat16", [[0.0, 1.0, 2.0]])
+
+
+@pytest.mark.parametrize(
+    ("array", "dtype", "message"),
+    [
+        (np.ones((1, 3), np.uint8), "float32", r"is uint8, and input 'x' takes float32. Convert it, and scale it"),
+        (np.full((1, 3), 2**40), "int32", "from 1099511627776 to 1099511627776, which input 'x' of int32 cannot hold"),
+        (np.full((1, 3), 1e300), "float32", "cannot hold"),
+        (np.ones((1, 3), bool), "float32", "is bool, and input 'x' takes float32. Save the array as float32"),
+        (np.ones((1, 3), np.float32), "int64", "is float32, and input 'x' takes int64"),
+        (np.ones((1, 3), np.float32), "string", "is float32, and input 'x' takes string"),
+        (np.ones((1, 3), np.complex64), "float32", "is complex64"),
+        (np.array([[{}, 1, 2]], object), "float32", "holds Python objects, which are never loaded"),
+    ],
+)
+def test_dtypes_that_do_not_fit(opened, array, dtype: str, message: str) -> None:
+    """Another kind of number, or one out of range, is refused with the way to mend it."""
+    with pytest.raises(DataError, match=message):
+        opened({"x": array}, Spec(dtype=dtype))
+
+
+def test_nan_and_infinity(opened) -> None:
+    """Values without a range are counted, with the key and the first index; unused keys are not looked at."""
+    bad = X.copy()
+    bad[2, 1], bad[3, 0] = np.nan, np.inf
+    with pytest.raises(DataError, match=r"array 'x' has 2 NaN or infinite values, the first at index \[2, 1\]"):
+        opened({"x": bad})
+    assert opened({"x": bad}, samples=2).count == 2
+    assert opened({"x": X, "extra": bad}).count == 4
+
+
+def test_limits_of_samples(opened) -> None:
+    """The first samples are used, no more than there are; none is an error."""
+    assert [feed["x"][0, 0] for feed in opened({"x": X}, samples=2)] == [0.0, 3.0]
+    assert opened({"x": X}, samples=99).count == 4
+    with pytest.raises(DataError, match="Ask for at least one"):
+        opened({"x": X}, samples=0)
+    with pytest.raises(DataError, match="holds no samples"):
+        opened({"x": X[:0]})
+
+
+def test_digest(opened) -> None:
+    """The digest follows what is fed, not how it is stored."""
+    plain = opened({"x": X}).digest
+    assert len(plain) == 64
+    assert opened({"x": X, "labels": X}, compressed=True).digest == plain
+    assert opened({"x": np.asfortranarray(X)}).digest == plain
+    assert opened({"x": X.astype(">f4")}).digest == plain
+    assert opened({"x": X.reshape(4, 1, 3)}).digest == plain
+    others = [opened({"x": X + 1}), opened({"x": X}, samples=3), opened({"x": X.astype(np.float64)})]
+    assert len({plain, *(batches.digest for batches in others)}) == 4
+
+
+def test_memory_does_not_grow_with_samples(tmp_path: Path) -> None:
+    """A file is read a sample at a time."""
+    path = tmp_path / "big.npz"
+    np.savez(path, x=np.zeros((4000, 4096), np.float32))  # 64 MiB
+    tracemalloc.start()
+    assert sum(1 for _ in open_data(str(path), [Spec(shape=(None, 4096))])) == 4000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 24 << 20
+
+
+def test_fortran_order_in_flat_memory(tmp_path: Path) -> None:
+    """An array in Fortran order is read through a file, a sample at a time, in .npz and .npy."""
+    values = np.asfortranarray(np.arange(4000 * 4096, dtype=np.float32).reshape(4000, 4096))  # 64 MiB
+    np.savez(tmp_path / "big.npz", x=values)
+    np.save(tmp_path / "big.npy", values)
+    for name in ("big.npz", "big.npy"):
+        tracemalloc.start()
+        batches = open_data(str(tmp_path / name), [Spec(shape=(None, 4096))])
+        seen = [feed["x"][0, 5] for feed in batches.feeds_between(3990, 4000)]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert seen == values[3990:, 5].tolist()
+        assert peak < 24 << 20
+
+
+def test_bfloat16(tmp_path: Path) -> None:
+    """What numpy saves of bfloat16 and other small types, nameless bytes, is read where the input has that type."""
+    values = X.astype(ml_dtypes.bfloat16)
+    np.savez(tmp_path / "data.npz", x=values)
+    for feed, row in zip(open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")]), values, strict=True):
+        same(feed, x=row[None])
+    np.save(tmp_path / "data.npy", X.astype(ml_dtypes.float8_e4m3fn))
+    (feed,) = open_data(str(tmp_path / "data.npy"), [Spec(dtype="float8_e4m3fn")], samples=1)
+    assert feed["x"].astype(np.float32).tolist() == [[0.0, 1.0, 2.0]]
+    with pytest.raises(DataError, match=r"array 'x' is .*V2.*, and input 'x' takes float32"):
+        open_data(str(tmp_path / "data.npz"), [Spec()])
+    values[1, 2] = np.nan
+    np.savez(tmp_path / "data.npz", x=values)
+    with pytest.raises(DataError, match=r"has 1 NaN or infinite values, the first at index \[1, 2\]"):
+        open_data(str(tmp_path / "data.npz"), [Spec(dtype="bfloat16")])
+
+
+def test_npy_and_folders(tmp_path: Path) -> None:
+    """An .npy file feeds models with one input; a folder is read file by file, each fitted by itself."""
+    np.save(tmp_path / "a.npy", X)
+    with pytest.raises(DataError, match=r"holds one array, and the model takes 'x', 'y'. Save them under these names"):
+        open_data(str(tmp_path / "a.npy"), [Spec(), Spec("y")])
+    np.save(tmp_path / "b.npy", X[0])
+    np.save(tmp_path / "c.npy", np.zeros((0, 3), np.float32))
+    np.save(tmp_path / "d.npy", X[1:].astype(np.float64))
+    batches = open_data(str(tmp_path), [Spec()])
+    wanted = [*X.tolist(), *X[:1].tolist(), *X[1:].tolist()]
+    assert [feed["x"][0].tolist() for feed in batches] == wanted
+    assert [feed["x"][0].tolist() for feed in batches.feeds_between(3, 6)] == wanted[3:6]
+    assert open_data(str(tmp_path), [Spec()], samples=5).count == 5
+    np.save(tmp_path / "e.npy", X.reshape(3, 4))
+    with pytest.raises(DataError, match=r"e\.npy: array 'x' is \[3, 4\]"):
+        open_data(str(tmp_path), [Spec()])
+
+
+def test_samples_are_used_while_all_are_read(tmp_path: Path, monkeypatch) -> None:
+    """The digest is the same then; samples come before it is known, and what is wrong is told once it was found."""
+    path = tmp_path / "data.npz"
+    np.savez(path, x=X)
+    go = threading.Event()
+    scan = arrays._scan_array
+    monkeypatch.setattr(arrays, "_scan_array", lambda *given, **more: go.wait(60) and scan(*given, **more))
+    found = open_data(str(path), (Spec(),), check_in_background=True)
+    same(next(found.feeds_between(1, 2)), x=X[1:2])
+    found.raise_read_errors()
+    go.set()
+    assert found.final_digest() == open_data(str(path), (Spec(),)).final_digest()
+    found.raise_read_errors()
+    np.savez(path, x=np.where(np.arange(3) == 1, np.nan, X))
+    found = open_data(str(path), (Spec(),), check_in_background=True)
+    for tell in (found.final_digest, found.raise_read_errors):
+        with pytest.raises(DataError, match="has 4 NaN or infinite values"):
+            tell()
+
+
+def test_nan_may_be_let_through(tmp_path: Path) -> None:
+    """Where only a look is taken, NaN is fed, and other values are still checked."""
+    bad = X.astype(np.float64)
+    bad[2, 1] = np.nan
+    np.savez(tmp_path / "data.npz", x=bad)
+    feeds = list(open_data(str(tmp_path / "data.npz"), [Spec()], require_finite=False))
+    assert np.isnan(feeds[2]["x"][0, 1])
+    bad[0, 0] = 1e300
+    np.savez(tmp_path / "data.npz", x=bad)
+    with pytest.raises(DataError, match="cannot hold"):
+        open_data(str(tmp_path / "data.npz"), [Spec()], require_finite=False)
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    """Missing, empty, other and unknown files are told apart."""
+    path = tmp_path / "data.npz"
+    with pytest.raises(DataError, match="There is no file"):
+        open_data(str(path), [Spec()])
+    path.write_bytes(b"not a zip")
+    with pytest.raises(DataError, match="cannot be read: File is not a zip file"):
+        open_data(str(path), [Spec()])
+    (tmp_path / "data.csv").write_text("1,2,3")
+    with pytest.raises(DataError, match="no calibration data that is known"):
+        open_data(str(tmp_path / "data.csv"), [Spec()])
+
+
+def npy(header: bytes, body: bytes = b"") -> bytes:
+    """An npy file with any header."""
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + body
+
+
+@pytest.mark.parametrize(
+    "member",
+    [
+        b"",
+        b"garbage",
+        npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999999, 3), }", b"\0" * 12),
+        npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 3), }", b"\0" * 12),
+        npy(b"{'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }", b"\0" * 12),
+        npy(b"{'descr': '|O', 'fortran_order': False, 'shape': (1, 3), }", b"\0" * 24),
+        npy(b"{'descr': 7, 'fortran_order': False, 'shape': (1, 3), }"),
+        npy(b"["),
+        npy(b"[" * 5000),
+        npy(b"\xff\xfe"),
+        b"\x93NUMPY\x09\x00" + b"\0" * 90,
+    ],
+)
+def test_hostile_arrays(tmp_path: Path, member: bytes) -> None:
+    """Headers that lie or are none are refused before anything is allocated."""
+    path = tmp_path / "data.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", member)
+    with pytest.raises(DataError, match=r"data\.npz"):
+        open_data(str(path), [Spec()])
+
+
+def good_file() -> bytes:
+    """The bytes of a small compressed file."""
+    held = io.BytesIO()
+    np.savez_compressed(held, x=X)
+    return held.getvalue()
+
+
+GOOD = good_file()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.integers(0, len(GOOD) - 1), st.integers(0, 255), st.integers(0, len(GOOD)))
+@pytest.mark.filterwarnings("ignore")  # numpy warns of headers it can almost read
+def test_broken_files(tmp_path: Path, position: int, byte: int, end: int) -> None:
+    """A file with any byte changed, or cut anywhere, gives its feeds or a DataError, never another error."""
+    path = tmp_path / "data.npz"
+    flipped = bytearray(GOOD)
+    flipped[position] = byte
+    for content in (bytes(flipped), GOOD[:end]):
+        path.write_bytes(content)
+        with contextlib.suppress(DataError):
+            assert len(list(open_data(str(path), [Spec()]))) >= 1
+
+
+def test_random_data() -> None:
+    """Random data says so, is the same each time, and follows the input's name, dtype and shape."""
+    inputs = [Spec(), Spec("y"), Spec("i", "uint8", (2, 50)), Spec("n", "int64", (None, 40)), Spec("b", "bool", ())]
+    batches = open_data("random:3", inputs)
+    assert (batches.count, batches.random, batches.ignored) == (3, True, ())
+    feeds, again = list(batches), list(open_data("random:3", inputs))
+    for feed, other in zip(feeds, again, strict=True):
+        same(feed, **other)
+    assert {name: (values.dtype.name, values.shape) for name, values in feeds[0].items()} == {
+        "x": ("float32", (1, 3)),
+        "y": ("float32", (1, 3)),
+        "i": ("uint8", (2, 50)),
+        "n": ("int64", (1, 40)),
+        "b": ("bool", ()),
+    }
+    assert not np.array_equal(feeds[0]["x"], feeds[0]["y"])
+    assert not np.array_equal(feeds[0]["x"], feeds[1]["x"])
+    assert set(feeds[0]["n"].ravel().tolist()) == {0, 1}
+    assert feeds[0]["i"].max() > 200
+    assert open_data("random:9", inputs, samples=2).count == 2
+    assert open_data("random:2", inputs).digest != batches.digest
+
+
+@pytest.mark.parametrize(
+    ("spec", "taker", "message"),
+    [
+        ("random:", Spec(), "how many samples"),
+        ("random:0", Spec(), "how many samples"),
+        ("random:-1", Spec(), "how many samples"),
+        ("random:99999999999", Spec(), "how many samples"),
+        ("random:2", Spec(shape=None), "no known rank"),
+        ("random:2", Spec(shape=(None, None, 3)), r"the shape \[\?, \?, 3\]"),
+        ("random:2", Spec(shape=(1, 1 << 40)), "too large"),
+        ("random:2", Spec(dtype="string"), "no random data for input 'x' of string"),
+        ("random:2", Spec(dtype="resource"), "no random data for input 'x' of resource"),
+    ],
+)
+def test_random_data_that_cannot_be(spec: str, taker: Spec, message: str) -> None:
+    """Sizes that are not known are not guessed."""
+    with pytest.raises(DataError, match=message):
+        open_data(spec, [taker])

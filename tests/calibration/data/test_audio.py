@@ -1,0 +1,140 @@
+"""Wav files as feeds: every width, channels, length, rate, and files that are none."""
+
+from __future__ import annotations
+
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphquant.calibration.data import open_data
+from graphquant.errors import DataError
+from graphquant.formats import InputSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+WAVE = np.array([0, 1, -1, 100, -128, 127, 64, -64])
+
+
+def taker(*shape: int | None, dtype: str = "float32") -> InputSpec:
+    """An input of a shape."""
+    return InputSpec(name="x", dtype=dtype, shape=shape)
+
+
+def fed(spec: object, one: InputSpec) -> list[np.ndarray]:
+    """What an input is fed of each file."""
+    return [feed["x"] for feed in open_data(str(spec), [one])]
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+def test_widths(tmp_path, stored, width: int) -> None:
+    """Integers of each width become -1 up to 1, exactly; integer inputs get them in full range."""
+    values = WAVE * 256 ** (width - 1)
+    stored.wav(tmp_path / "a.wav", values, width=width)
+    (wave,) = fed(tmp_path, taker(None, None))
+    np.testing.assert_array_equal(wave, (WAVE / 128).astype(np.float32)[None])
+    (whole,) = fed(tmp_path, taker(1, 8, dtype="int16"))
+    np.testing.assert_array_equal(whole, (WAVE * 256).astype(np.int16)[None])
+
+
+def riff(form: int, bits: int, data: bytes, *, channels: int = 1, extra: bytes = b"", size: int | None = None) -> bytes:
+    """A wav file of any format."""
+    head = struct.pack("<HHIIHH", form, channels, 8000, 0, channels * bits // 8, bits) + extra
+    body = b"fmt " + struct.pack("<I", len(head)) + head + b"LIST\x03\0\0\0abc\0"
+    body += b"data" + struct.pack("<I", len(data) if size is None else size) + data
+    return b"RIFF" + struct.pack("<I", len(body) + 4) + b"WAVE" + body
+
+
+def test_floats_and_extensible(tmp_path) -> None:
+    """Floats are taken as they are; an extensible header says what it holds; an open size goes to the end."""
+    values = np.array([0.5, -0.25, 1.5])
+    extensible = struct.pack("<HHIH14s", 22, 32, 0, 3, b"")
+    for name, content in {
+        "a": riff(3, 32, values.astype("<f4").tobytes()),
+        "b": riff(3, 64, values.astype("<f8").tobytes()),
+        "c": riff(0xFFFE, 32, values.astype("<f4").tobytes(), extra=extensible),
+        "d": riff(3, 32, values.astype("<f4").tobytes(), size=0xFFFFFFFF),
+    }.items():
+        (tmp_path / f"{name}.wav").write_bytes(content)
+    for wave in fed(tmp_path, taker(None)):
+        np.testing.assert_array_equal(wave, values.astype(np.float32))
+
+
+def test_channels_length_and_scale(tmp_path, stored) -> None:
+    """Channels are averaged, long waves cut, short ones padded as asked, and the one open axis is time."""
+    stored.wav(tmp_path / "a.wav", np.stack([WAVE // 2, 2 - WAVE // 2], 1) * 256)
+    np.testing.assert_array_equal(fed(tmp_path, taker(1, 1, None))[0], np.full((1, 1, 8), 1 / 128, np.float32))
+    stored.wav(tmp_path / "a.wav", WAVE * 256)
+    plain = (WAVE / 128).astype(np.float32)
+    np.testing.assert_array_equal(fed(tmp_path, taker(None, 5, 1))[0][0, :, 0], plain[:5])
+    np.testing.assert_array_equal(fed(tmp_path, taker(10))[0], np.append(plain, [0, 0]))
+    np.testing.assert_array_equal(fed(f"{tmp_path},pad=repeat", taker(20))[0], np.tile(plain, 3)[:20])
+    np.testing.assert_array_equal(fed(f"{tmp_path},length=3", taker(1, None))[0][0], plain[:3])
+    np.testing.assert_array_equal(fed(f"{tmp_path},scale=32768", taker(1, 8))[0][0], plain * 32768)
+    with pytest.raises(DataError, match=r"a.wav has 8 values, and 20 are wanted. Leave it out, or add pad=end"):
+        fed(f"{tmp_path},pad=none", taker(20))
+
+
+def test_rates(tmp_path, stored) -> None:
+    """All files have the rate of the first, or the one asked for; the line that converts is given."""
+    stored.wav(tmp_path / "a.wav", WAVE)
+    stored.wav(tmp_path / "b.wav", WAVE, rate=8000)
+    with pytest.raises(DataError, match=r"b.wav has 8000 samples a second, and 16000 is that of .*a.wav.*-ar 16000"):
+        fed(tmp_path, taker(8))
+    with pytest.raises(DataError, match=r"a.wav has 16000 samples a second, and 44100 is asked for"):
+        fed(f"{tmp_path},rate=44100", taker(8))
+    assert len(fed(tmp_path / "a.wav", taker(8))) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "one", "message"),
+    [
+        ("", taker(1, None, None), r"takes \[1, \?, \?\], and a wave has one axis"),
+        ("", taker(1, 8, dtype="uint8"), "takes uint8, which holds no wave"),
+        ("", taker(1, 8, dtype="string"), "takes string, which holds no wave"),
+        (",length=9", taker(1, 8), "length=9, and input 'x' takes 8. Leave length out"),
+        (",length=x", taker(1, None), "length=x is no whole number"),
+        (",pad=start", taker(1, 8), "pad=start is unknown. Known are end, repeat, none"),
+        (",scale=x", taker(1, 8), "scale=x is no number"),
+        (",rate=0", taker(1, 8), "rate=0 is no whole number"),
+    ],
+)
+def test_what_cannot_be(tmp_path, stored, keys: str, one: InputSpec, message: str) -> None:
+    """What does not fit the input is told."""
+    stored.wav(tmp_path / "a.wav", WAVE)
+    with pytest.raises(DataError, match=message):
+        fed(f"{tmp_path}{keys}", one)
+
+
+def test_other_formats(tmp_path) -> None:
+    """Compressed and odd waves are refused with the line that converts them."""
+    path = tmp_path / "a.wav"
+    for content, message in (
+        (riff(6, 8, b"abcd"), "its format 6 with 8 bits is not supported"),
+        (riff(1, 12, b"abcd"), "12 bits are 1 bytes"),
+        (riff(1, 16, b"abcd", channels=0), "0 channels"),
+        (riff(1, 16, b"abcd", size=99), "the file ends early"),
+        (b"RIFF\0\0\0\0WAVE", "it has no format or no data"),
+        (b"ID3", "it is no wav file"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"a\.wav cannot be read: .*{message}.* ffmpeg -i"):
+            fed(path, taker(4))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(position=st.integers(0, 70), byte=st.integers(0, 255), end=st.integers(0, 70))
+def test_broken_files(tmp_path: Path, position: int, byte: int, end: int) -> None:
+    """A file with any byte changed, or cut anywhere, gives its feed or a DataError."""
+    content = bytearray(riff(1, 16, bytes(range(16))))
+    content[position % len(content)] = byte
+    for broken in (bytes(content), bytes(content[:end])):
+        (tmp_path / "a.wav").write_bytes(broken)
+        try:
+            assert fed(tmp_path, taker(4))[0].shape == (4,)
+        except DataError as error:
+            assert "a.wav" in str(error)  # noqa: PT017  # either end is right

@@ -1,0 +1,200 @@
+"""Data that Python code gives: each form, and code that fails."""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+from typing import TYPE_CHECKING
+
+import pytest
+
+from graphquant.calibration.data import function as data_function
+from graphquant.calibration.data import open_data
+from graphquant.calibration.data.check import check_dataset
+from graphquant.errors import DataError
+from graphquant.formats import InputSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+X = InputSpec(name="x", dtype="float32", shape=(None, 2))
+STATE = InputSpec(name="state", dtype="float32", shape=(2, None, 3))
+NUMBERS = count()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch):
+    """Writes code into a module of the current folder; gives its name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def write(code: str) -> str:
+        name = f"given_{next(NUMBERS)}"
+        (tmp_path / f"{name}.py").write_text(
+            f"import numpy as np\nX = np.arange(6, dtype=np.float32).reshape(3, 2)\n{code}"
+        )
+        return name
+
+    return write
+
+
+def fed(spec: str, *inputs: InputSpec, samples: int | None = None) -> list[list[float]]:
+    """What the input "x" is fed, sample by sample, in two passes that must agree."""
+    batches = open_data(spec, inputs or (X,), samples=samples)
+    first, again = ([feed["x"].tolist() for feed in batches] for _ in range(2))
+    assert first == again
+    assert len(first) == batches.count
+    return [values for (values,) in first]
+
+
+ROWS = [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def get():\n    return X",
+        "def get():\n    yield X[:2]\n    yield X[2:]",
+        "def get():\n    for x in X:\n        yield {'x': x, 'label': 'cat'}",
+        "def get():\n    return [({'x': x}, 1) for x in X]",
+        "def get():\n    return [(x, 1) for x in X]",
+        "def get():\n    return ([x[None]] for x in X)",
+        "get = X",
+        "get = [{'x': X}]",
+        (
+            "class get:\n    def __init__(self):\n        self.left = list(X)\n    def get_next(self):\n"
+            "        return {'x': self.left.pop(0)[None]} if self.left else None"
+        ),
+        (
+            "class get:\n    def __init__(self):\n        self.left = list(X)\n    def get_next(self):\n"
+            "        return self.left.pop(0) if self.left else None"
+        ),
+        "class A:\n    @staticmethod\n    def b():\n        return iter(X)\nget = A.b",
+    ],
+)
+def test_forms(module, code: str) -> None:
+    """Arrays, dicts, tuples, features with labels, stacks, data readers, objects: each gives the same feeds."""
+    assert fed(f"{module(code)}:get") == ROWS
+
+
+def test_items_of_several_samples_are_told(module) -> None:
+    """An item that is taken apart where its input has axes of any size is a finding, with what makes it one sample."""
+    name = module(
+        "Y = np.arange(2 * 240 * 4 * 3, dtype=np.float32).reshape(2, 240, 4, 3) - 9\n"
+        "def items():\n    yield from ({'x': y} for y in Y)\n"
+        "def whole():\n    yield from ({'x': y[None]} for y in Y)"
+    )
+    free, fixed = (InputSpec(name="x", dtype="float32", shape=shape) for shape in ((None, None, 3), (None, 4, 3)))
+
+    def found(what: str, taker: InputSpec) -> list[str]:
+        report = check_dataset(open_data(f"{name}:{what}", [taker], require_finite=False), [taker])
+        return [one.message for one in report.findings if one.kind == "stacked"]
+
+    said = "x has axes of any size, and an item of [240, 4, 3] was taken as 240 samples of [1, 4, 3]."
+    assert found("items", free) == [f"{said} If it is one sample, give array[None]."]
+    assert found("whole", free) == []
+    assert found("items", fixed) == []
+    assert open_data(f"{name}:whole", [free]).count == 2
+
+
+def test_spans_and_what_is_ignored(module) -> None:
+    """Any span is given, within items of several samples; keys that no input takes are listed."""
+    batches = open_data(
+        f"{module('def get():' + chr(10) + '    yield X[:2], 1' + chr(10) + '    yield X[2:], 2')}:get", [X]
+    )
+    assert batches.ignored == ("position 1",)
+    assert [feed["x"].tolist() for feed in batches.feeds_between(1, 3)] == [[ROWS[1]], [ROWS[2]]]
+
+
+def test_what_accompanies(module) -> None:
+    """Several inputs come by name or in order; a state of the fixed shape goes with each sample of its item."""
+    name = module("def get():\n    yield X, np.ones((2, 1, 3), np.float32)")
+    feeds = list(open_data(f"{name}:get", [X, STATE]))
+    assert [feed["state"].shape for feed in feeds] == [(2, 1, 3)] * 3
+
+
+def test_dtypes(module) -> None:
+    """float64 becomes what the input takes; nameless bytes are bfloat16 where that is taken."""
+    assert fed(f"{module('get = [x.astype(float) for x in X]')}:get") == ROWS
+    name = module("import ml_dtypes\nget = [x.astype(ml_dtypes.bfloat16).view('V2') for x in X]")
+    assert fed(f"{name}:get", InputSpec(name="x", dtype="bfloat16", shape=(None, 2))) == ROWS
+
+
+def test_digest(module) -> None:
+    """The digest follows the values, not the form."""
+    codes = ["def get():\n    return iter(X)", "get = [{'x': x} for x in X]", "get = X + 1"]
+    first, same, other = (open_data(f"{module(code)}:get", [X]).digest for code in codes)
+    assert first == same != other
+
+
+def test_samples(module) -> None:
+    """Something without an end is cut by a number of samples, in the middle of an item too."""
+    endless = module("def get():\n    while True:\n        yield X")
+    assert fed(f"{endless}:get", samples=4) == [*ROWS, ROWS[0]]
+
+
+def test_no_end(module, monkeypatch) -> None:
+    """Something without an end is stopped, with the option that cuts it."""
+    monkeypatch.setattr(data_function, "MAX_ITEMS", 9)
+    with pytest.raises(DataError, match=r"gave 9 items and does not end. Say with --samples how many"):
+        open_data(f"{module('import itertools' + chr(10) + 'def get(): return itertools.repeat(X[0])')}:get", [X])
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("raise RuntimeError('no luck')", "cannot be imported: RuntimeError: no luck. Run it by itself"),
+        ("get = 3", "is neither a function nor an iterable"),
+        ("get = iter(X)", "can be read once only.* Name a function that makes it"),
+        ("def get(): pass", "failed: TypeError"),
+        ("def got(): pass", "has no 'get'"),
+        ("def get(): return []", "gives no samples"),
+        ("def get():\n    yield X\n    raise ValueError('a\\nb')", "failed at item 1: ValueError: a b"),
+        ("raise SystemExit(3)", "cannot be imported: SystemExit: 3. Run it by itself"),
+        ("def get():\n    yield X\n    raise SystemExit(3)", "failed at item 1: SystemExit: 3"),
+        ("get = [np.array(['a', 'b'])]", "item 0: array 'x' is <U1"),
+        ("get = [np.array([None, {}])]", "item 0: array 'x' holds Python objects"),
+        ("get = [{'z': 1}]", "item 0 has no array for input 'x': it holds 'z'"),
+        ("get = [X.astype(int)]", "item 0: array 'x' is int64, and input 'x' takes float32. Convert it"),
+        ("get = [X, np.full(2, np.nan)]", "item 1: array 'x' has 2 NaN"),
+        ("get = [np.ones((1, 3), np.float32)]", r"item 0: array 'x' is \[1, 3\], and input 'x' takes \[\?, 2\]"),
+        ("get = [()]", "item 0 has 0 arrays, and the model takes 'x'"),
+        ("get = [[1.0, [2.0, 3.0]]] * 2 + [[[1.0, [2.0]]]]", "item"),
+    ],
+)
+def test_code_that_fails(module, code: str, message: str) -> None:
+    """Whatever goes wrong in the code, or with what it gives, is told with the item it happened at."""
+    with pytest.raises(DataError, match=message):
+        open_data(f"{module(code)}:get", [X])
+
+
+def test_other_values_later(module) -> None:
+    """What ends early or differs in number when it is called again is an error, not fewer samples."""
+    once = module("held = iter(X)\ndef get():\n    return held")
+    with pytest.raises(DataError, match=r"gave 3 items at first and fewer later. Let the function make a new iterable"):
+        list(open_data(f"{once}:get", [X]))
+    grows = module("calls = []\ndef get():\n    calls.append(1)\n    yield X[: len(calls)]")
+    with pytest.raises(DataError, match="had 1 samples at first and another number later"):
+        list(open_data(f"{grows}:get", [X]))
+
+
+def test_missing_module(tmp_path: Path, monkeypatch) -> None:
+    """A module that is nowhere is told as Python tells it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match="nowhere_at_all:get cannot be imported: ModuleNotFoundError"):
+        open_data("nowhere_at_all:get", [X])
+
+
+@pytest.mark.slow
+def test_tensorflow_and_onnxruntime(module) -> None:
+    """A tf.data.Dataset, batched with labels, and a CalibrationDataReader are read as they are."""
+    code = (
+        "import tensorflow as tf\nfrom onnxruntime.quantization import CalibrationDataReader\n"
+        "def dataset():\n    return tf.data.Dataset.from_tensor_slices((X, [1, 2, 3])).batch(2)\n"
+        "class Reader(CalibrationDataReader):\n    def __init__(self):\n        self.rows = iter(X)\n"
+        "    def get_next(self):\n        row = next(self.rows, None)\n"
+        "        return None if row is None else {'x': row[None]}\n"
+    )
+    name = module(code)
+    assert fed(f"{name}:dataset") == ROWS
+    assert fed(f"{name}:Reader") == ROWS

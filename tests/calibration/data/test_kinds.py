@@ -1,0 +1,273 @@
+"""The same samples stored in each kind of calibration data: equal feeds, spans, digests; broken and hostile files."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import shutil
+import sys
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from pyarrow import parquet
+
+from graphquant.calibration.data import open_data
+from graphquant.errors import DataError
+from graphquant.formats import InputSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphquant.calibration.data import Dataset
+
+HEIGHT, WIDTH = 4, 5
+PICTURES = InputSpec(name="x", dtype="float32", shape=(None, 3, HEIGHT, WIDTH))
+SCALED = "mean=127,std=128"
+
+
+def numbers(pixels: np.ndarray) -> np.ndarray:
+    """What (pixel - 127) / 128 makes of pictures (n, height, width, 3): float32 (n, 3, height, width)."""
+    return ((pixels.astype(np.float64) - 127) / 128).astype(np.float32).transpose(0, 3, 1, 2)
+
+
+def write_npz(folder, stored, pixels):
+    """An npz file."""
+    np.savez(folder / "data.npz", x=numbers(pixels))
+    return folder / "data.npz"
+
+
+def write_fortran(folder, stored, pixels):
+    """A compressed npz file with an array in Fortran order and of the other byte order."""
+    np.savez_compressed(folder / "data.npz", x=np.asfortranarray(numbers(pixels).astype(">f4")))
+    return folder / "data.npz"
+
+
+def write_npy(folder, stored, pixels):
+    """An npy file."""
+    np.save(folder / "data.npy", numbers(pixels))
+    return folder / "data.npy"
+
+
+def write_npz_folder(folder, stored, pixels):
+    """A folder of npz files with one or more samples each, with and without an axis for the batch."""
+    values = numbers(pixels)
+    np.savez(folder / "0.npz", x=values[0])
+    np.savez(folder / "1.npz", x=values[1:])
+    return folder
+
+
+def write_npy_folder(folder, stored, pixels):
+    """A folder of npy files, a sample each."""
+    for index, values in enumerate(numbers(pixels)):
+        np.save(folder / f"{index:04}.npy", values)
+    return folder
+
+
+def write_onnx_sets(folder, stored, pixels):
+    """ONNX's folders of tests."""
+    for index, values in enumerate(numbers(pixels)):
+        stored.onnx_set(folder / f"test_data_set_{index}", values[None])
+    return folder
+
+
+def write_images(folder, stored, pixels):
+    """Pictures in two folders, beside what is none."""
+    for index, picture in enumerate(pixels):
+        stored.png(folder / f"class_{index // 2}" / f"{index}.png", picture)
+    folder.joinpath("labels.txt").write_text("cats")
+    folder.joinpath(".DS_Store").write_bytes(b"\0")
+    return f"{folder},{SCALED}"
+
+
+def write_described(folder, stored, pixels):
+    """The same with a description beside them."""
+    write_images(folder / "photos", stored, pixels)
+    folder.joinpath("data.toml").write_text('path = "photos"\nmean = [127, 127, 127]\nstd = 128\norder = "rgb"\n')
+    return folder / "data.toml"
+
+
+def write_tfrecord(folder, stored, pixels):
+    """A compressed TFRecord file of floats."""
+    return stored.tfrecord(folder / "data.tfrecord.gz", [stored.example(x=v, label=[1]) for v in numbers(pixels)])
+
+
+def write_tfrecord_shards(folder, stored, pixels):
+    """Shards of encoded pictures under a name of their own, and one of bare pixels."""
+    stored.png(folder / "photos/0.png", pixels[0])
+    encoded = folder.joinpath("photos/0.png").read_bytes()
+    shutil.rmtree(folder / "photos")
+    stored.tfrecord(folder / "train.tfrecord-00000-of-00002", [stored.example(**{"image/encoded": encoded})])
+    rest = [stored.example(**{"image/encoded": picture.tobytes()}) for picture in pixels[1:]]
+    stored.tfrecord(folder / "train.tfrecord-00001-of-00002", rest)
+    return f"{folder},inputs.x=image/encoded,{SCALED}"
+
+
+def write_parquet(folder, stored, pixels):
+    """A table of lists in small row groups."""
+    table = pa.table({"x": [values.ravel() for values in numbers(pixels)], "label": list(range(len(pixels)))})
+    parquet.write_table(table, folder / "data.parquet", row_group_size=2)
+    return folder / "data.parquet"
+
+
+def write_parquet_pictures(folder, stored, pixels):
+    """A table of pictures as data sets publish them."""
+    rows = []
+    for index, picture in enumerate(pixels):
+        rows.append({"bytes": stored.png(folder / f"{index}.png", picture).read_bytes(), "path": "a.png"})
+        folder.joinpath(f"{index}.png").unlink()
+    parquet.write_table(pa.table({"image": rows}), folder / "data.parquet")
+    return f"{folder},inputs.x=image,{SCALED}"
+
+
+def write_function(folder, stored, pixels):
+    """A generator of dicts in a module of the current folder."""
+    np.save(folder / "values.npy", numbers(pixels))
+    name = f"calibration_{next(COUNTER)}"
+    code = f"import numpy\ndef samples():\n    for x in numpy.load({str(folder / 'values.npy')!r}):\n"
+    folder.joinpath(f"{name}.py").write_text(f"{code}        yield {{'x': x, 'labels': 1}}\n")
+    return f"{name}:samples"
+
+
+COUNTER = itertools.count()
+WRITERS = [
+    write_npz,
+    write_fortran,
+    write_npy,
+    write_npz_folder,
+    write_npy_folder,
+    write_onnx_sets,
+    write_images,
+    write_described,
+    write_tfrecord,
+    write_tfrecord_shards,
+    write_parquet,
+    write_parquet_pictures,
+    write_function,
+]
+PIXELS = np.random.default_rng(0).integers(0, 256, (5, HEIGHT, WIDTH, 3), np.uint8)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """An empty folder, the current one and the only one that modules of data are found in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+def opened(spec: object, *inputs: InputSpec, samples: int | None = None) -> Dataset:
+    """The data of a spec for inputs, by default one of pictures."""
+    return open_data(str(spec), inputs or (PICTURES,), samples=samples)
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_equal_feeds(folder, stored, write) -> None:
+    """Each kind gives the same feeds, again when iterated again, and any span of them."""
+    batches = opened(write(folder, stored, PIXELS))
+    wanted = numbers(PIXELS)
+    assert (batches.count, batches.random, len(batches.digest)) == (5, False, 64)
+    for _ in range(2):
+        for feed, values in zip(batches, wanted, strict=True):
+            stored.same(feed, x=values[None])
+    for start, stop in ((0, 2), (1, 4), (3, 5), (4, 99), (2, 2), (9, 99)):
+        spanned = [feed["x"][0] for feed in batches.feeds_between(start, stop)]
+        assert len(spanned) == len(wanted[start:stop])
+        assert all(map(np.array_equal, spanned, wanted[start:stop]))
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_digests(folder, stored, write) -> None:
+    """The digest is the same for the same data, and another for other values, fewer samples or another order."""
+    places = [folder / name for name in "abcd"]
+    for place in places:
+        place.mkdir()
+    sys.path.extend(map(str, places))
+    first = write(places[0], stored, PIXELS)
+    digest = opened(first).digest
+    assert opened(first).digest == digest
+    assert opened(write(places[1], stored, PIXELS)).digest == digest
+    changed = PIXELS.copy()
+    changed[4, 3, 4, 2] ^= 1
+    assert opened(write(places[2], stored, changed)).digest != digest
+    assert opened(write(places[3], stored, PIXELS[::-1])).digest != digest
+    assert opened(first, samples=3).digest != digest
+    assert opened(first, samples=3).count == 3
+
+
+WHOLE = {write_onnx_sets, write_npz_folder, write_npy_folder}
+"""Writers whose files must hold whole feeds."""
+
+
+@pytest.mark.parametrize("write", [write for write in WRITERS if write not in WHOLE])
+def test_a_fixed_first_size(folder, stored, write) -> None:
+    """Where the model takes two at a time, two samples make a feed, and one that is left over is an error."""
+    pair = InputSpec(name="x", dtype="float32", shape=(2, 3, HEIGHT, WIDTH))
+    spec = write(folder, stored, PIXELS[:4])
+    if write is write_function:
+        with pytest.raises(DataError, match=r"takes 2 at a time|samples stacked"):
+            opened(spec, pair)
+        return
+    batches = opened(spec, pair)
+    assert batches.count == 2
+    stored.same(list(batches)[1], x=numbers(PIXELS[2:4]))
+    stored.same(next(batches.feeds_between(1, 2)), x=numbers(PIXELS[2:4]))
+    assert opened(spec, pair, samples=1).count == 1
+    with pytest.raises(DataError, match="left over"):
+        opened(spec, InputSpec(name="x", dtype="float32", shape=(3, 3, HEIGHT, WIDTH)))
+
+
+@pytest.mark.parametrize("write", [write_npz, write_onnx_sets, write_tfrecord, write_parquet, write_function])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+@given(pixels=hnp.arrays(np.uint8, st.tuples(st.integers(1, 4), st.just(HEIGHT), st.just(WIDTH), st.just(3))))
+def test_any_values(tmp_path_factory, stored, write, pixels) -> None:
+    """Any samples come back as they were stored."""
+    place = tmp_path_factory.mktemp("data")
+    sys.path.append(str(place))
+    try:
+        assert np.array_equal([feed["x"][0] for feed in opened(write(place, stored, pixels))], numbers(pixels))
+    finally:
+        sys.path.remove(str(place))
+        shutil.rmtree(place)
+
+
+@pytest.mark.parametrize("write", [write for write in WRITERS if write is not write_function])
+@pytest.mark.filterwarnings("ignore")  # numpy warns of headers that it can almost read
+def test_broken_files(folder, stored, write) -> None:
+    """A file with any byte changed, or cut anywhere, gives feeds or a DataError, never another error."""
+    spec = write(folder, stored, PIXELS[:2])
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix not in {"", ".txt"})
+
+    @settings(deadline=None, max_examples=60)
+    @given(st.sampled_from(files), st.integers(0, 1 << 20), st.integers(1, 255))
+    def damage(path: Path, position: int, change: int) -> None:
+        content = path.read_bytes()
+        changed = bytearray(content)
+        changed[position % len(content)] ^= change
+        try:
+            for broken in (bytes(changed), content[: position % len(content)]):
+                path.write_bytes(broken)
+                with contextlib.suppress(DataError):
+                    assert len(list(opened(spec))) >= 1
+        finally:
+            path.write_bytes(content)
+
+    damage()
+
+
+@pytest.mark.parametrize("write", [write for write in WRITERS if write is not write_function])
+def test_names_of_broken_files(folder, stored, write) -> None:
+    """A file that is cut short is named, with what to do."""
+    spec = write(folder, stored, PIXELS[:2])
+    (path, *_) = sorted(
+        path for path in folder.rglob("*") if path.suffix not in {"", ".txt", ".toml"} and path.is_file()
+    )
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    with pytest.raises(DataError) as caught:
+        list(opened(spec))
+    assert str(caught.value).startswith(str(path))
+    assert str(caught.value).count(". ") >= 1

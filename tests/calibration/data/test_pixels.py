@@ -1,0 +1,201 @@
+"""How pictures become numbers, against Pillow and worked values."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from graphquant.calibration.data import open_data
+from graphquant.calibration.data.images import PIXEL_PRESETS, pixel_settings
+from graphquant.errors import DataError
+from graphquant.formats import InputSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+PHOTO = np.random.default_rng(1).integers(0, 256, (6, 10, 3), np.uint8)  # 10 wide, 6 high
+
+
+def taker(*shape: int | None, dtype: str = "float32") -> InputSpec:
+    """An input of a shape."""
+    return InputSpec(name="x", dtype=dtype, shape=shape or None)
+
+
+def encoded(pixels, form: str = "PNG", **options) -> bytes:
+    """A picture as the bytes of a file."""
+    held = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(held, form, **options)
+    return held.getvalue()
+
+
+def fed(one: InputSpec, picture: bytes | None = None, **keys: str):
+    """What an input is fed of a picture."""
+    return pixel_settings("photos", one, keys).decode(picture or encoded(PHOTO))
+
+
+def resized(width: int, height: int, how=Image.Resampling.BILINEAR) -> np.ndarray:
+    """The photo as Pillow resizes it."""
+    return np.asarray(Image.fromarray(PHOTO).resize((width, height), how))
+
+
+def test_layouts() -> None:
+    """Size and layout are the input's; each has its own axes, with one for the batch where there is one."""
+    plain = PHOTO.astype(np.float32)
+    np.testing.assert_array_equal(fed(taker(None, 6, 10, 3), preset="raw"), plain[None])
+    np.testing.assert_array_equal(fed(taker(1, 3, 6, 10), preset="raw"), plain.transpose(2, 0, 1)[None])
+    np.testing.assert_array_equal(fed(taker(3, 6, 10), preset="raw"), plain.transpose(2, 0, 1))
+    np.testing.assert_array_equal(fed(taker(6, 10, 3), preset="raw"), plain)
+    grey = np.asarray(Image.fromarray(PHOTO).convert("L")).astype(np.float32)
+    np.testing.assert_array_equal(fed(taker(None, 6, 10), preset="raw"), grey[None])
+    np.testing.assert_array_equal(fed(taker(6, 10), preset="raw"), grey)
+    np.testing.assert_array_equal(fed(taker(1, 1, 6, 10), preset="raw"), grey[None, None])
+    np.testing.assert_array_equal(fed(taker(1, 6, 10, 4), preset="raw")[0, :, :, 3], np.full((6, 10), 255, np.float32))
+    named = fed(taker(None, None, None, None), preset="raw", layout="nchw", size="10x6")
+    np.testing.assert_array_equal(named, plain.transpose(2, 0, 1)[None])
+    np.testing.assert_array_equal(fed(taker(), preset="raw", layout="hwc", resize="none"), plain)
+
+
+def test_resizing() -> None:
+    """Each way to another size, by Pillow's filters: stretched, cut in the middle, filled around."""
+    square = taker(1, 5, 5, 3, dtype="uint8")
+    np.testing.assert_array_equal(fed(square)[0], resized(5, 5))
+    np.testing.assert_array_equal(fed(square, filter="nearest")[0], resized(5, 5, Image.Resampling.NEAREST))
+    np.testing.assert_array_equal(fed(square, resize="crop")[0], resized(8, 5)[:, 2:7])
+    np.testing.assert_array_equal(fed(square, resize="crop", crop_pct="0.8")[0], PHOTO[0:5, 2:7])
+    padded = fed(square, resize="pad", fill="114")[0]
+    np.testing.assert_array_equal(padded[1:4], resized(5, 3))
+    assert set(padded[[0, 4]].ravel().tolist()) == {114}
+    np.testing.assert_array_equal(fed(taker(1, 6, 10, 3, dtype="uint8"), resize="none")[0], PHOTO)
+    with pytest.raises(DataError, match="it is 10x6, and 5x5 is wanted"):
+        fed(square, resize="none")
+
+
+def test_numbers() -> None:
+    """Value = (pixel * scale - mean) / std, in the channel order of the model."""
+    one = taker(1, 6, 10, 3)
+    plain = PHOTO.astype(np.float64)
+    np.testing.assert_array_equal(fed(one, mean="127", std="128")[0], ((plain - 127) / 128).astype(np.float32))
+    mean, std = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+    torch = ((plain / 255 - mean) / std).astype(np.float32)
+    np.testing.assert_allclose(fed(one, preset="torch")[0], torch, rtol=1e-6)
+    caffe = plain[:, :, ::-1] - [103.939, 116.779, 123.68]
+    np.testing.assert_allclose(fed(one, preset="caffe")[0], caffe, rtol=1e-6)
+    tf = fed(one, preset="tf")
+    assert -1 <= tf.min() < -0.9
+    assert 0.9 < tf.max() <= 1
+    np.testing.assert_array_equal(fed(one, preset="tf", mean="0", std="1")[0], plain.astype(np.float32))
+    half = fed(taker(1, 6, 10, 3, dtype="float16"), preset="unit")
+    assert (half.dtype, float(half.max())) == (np.dtype("float16"), 1.0)
+
+
+def test_imagenet_is_torchvisions() -> None:
+    """The preset resizes the shorter side to 256 and cuts 224, as torchvision's evaluation transform does."""
+    photo = Image.fromarray(np.random.default_rng(2).integers(0, 256, (300, 400, 3), np.uint8))
+    resized_ = photo.resize((341, 256), Image.Resampling.BILINEAR)
+    cut = np.asarray(resized_)[16:240, 58:282].astype(np.float64)  # round((341 - 224) / 2) is 58
+    wanted = (cut / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    got = fed(taker(1, 3, 224, 224), encoded(photo), preset="imagenet")
+    np.testing.assert_allclose(got[0].transpose(1, 2, 0), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_integer_inputs() -> None:
+    """uint8 takes pixels as they are; int8 with a mean of 128, and not without."""
+    np.testing.assert_array_equal(fed(taker(1, 6, 10, 3, dtype="uint8"))[0], PHOTO)
+    signed = fed(taker(1, 6, 10, 3, dtype="int8"), mean="128")
+    np.testing.assert_array_equal(signed[0], PHOTO.astype(np.int64) - 128)
+
+
+@pytest.mark.parametrize("preset", PIXEL_PRESETS)
+def test_every_preset_is_taken(preset: str) -> None:
+    """Each preset makes finite numbers of any picture for a colour input."""
+    values = fed(taker(1, 3, 5, 7), preset=preset)
+    assert (values.shape, values.dtype) == ((1, 3, 5, 7), np.dtype("float32"))
+    assert np.isfinite(values).all()
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(["stretch", "crop", "pad"]), st.floats(0.1, 1))
+def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
+    """Any picture comes out in the size that is wanted."""
+    keys = {"resize": resize} | ({"crop_pct": str(pct)} if resize == "crop" else {})
+    picture = encoded(np.zeros((height, width, 3), np.uint8))
+    assert fed(taker(1, 9, 5, 3), picture, preset="raw", **keys).shape == (1, 9, 5, 3)
+
+
+@pytest.mark.parametrize(
+    ("one", "keys", "message"),
+    [
+        (taker(1, 3, 5, 5), {}, r"nothing says how pixels become that.*photos,preset=imagenet"),
+        (taker(1, 3, 5, 5), {"size": "4"}, "nothing says how pixels"),
+        (taker(1, 3, 5, 5), {"preset": "imagnet"}, "Did you mean 'imagenet'"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "resize": "cover"}, "resize=cover is unknown. Known are stretch, crop"),
+        (taker(1, 3, 5, 5), {"mean": "a"}, "mean=a is no number"),
+        (taker(1, 3, 5, 5), {"mean": "1/0"}, "mean=1/0 is no number"),
+        (taker(1, 3, 5, 5), {"mean": "nan"}, "mean=nan is no number"),
+        (taker(1, 3, 5, 5), {"mean": "1:2"}, "has 2 numbers for 3 channels"),
+        (taker(1, 3, 5, 5), {"mean": "1", "std": "0"}, "std=0 divides by zero"),
+        (taker(1, 3, 5, 5), {"mean": "0.485", "std": "0.229"}, "are for pixels of 0 to 1.* Add scale=1/255"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "size": "6x5"}, "size=6x5 is 6 wide and 5 high.*Leave size out"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "size": "axb"}, "size=a is no whole number"),
+        (taker(1, 3, None, None), {"preset": "raw"}, r"\[1, 3, \?, \?\], which leaves the size open. Add size="),
+        (taker(1, 3, None, None), {"preset": "raw", "size": "99999"}, "99999x99999 is too large"),
+        (taker(1, None, None, None), {"preset": "raw"}, "may be several layouts. Add layout=nchw or nhwc"),
+        (taker(1, 3, 9, 3), {"preset": "raw"}, "may be several layouts"),
+        (taker(), {"preset": "raw"}, "takes any shape, which may be several layouts"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "layout": "chw"}, "has 3 axes, and input 'x' takes"),
+        (taker(1, 5, 4, 4), {"preset": "raw", "layout": "nchw"}, "have 1, 3 or 4 channels, and input 'x' takes 5"),
+        (taker(1, 1, 5, 5), {"preset": "raw", "order": "bgr"}, "order=bgr needs 3 channels"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "crop_pct": "0.5"}, "crop_pct=0.5 is the part that resize=crop keeps"),
+        (taker(1, 3, 5, 5, dtype="uint8"), {"preset": "imagenet"}, "so pixels stay whole numbers"),
+        (taker(1, 3, 5, 5, dtype="bool"), {}, "takes bool, no numbers"),
+        (taker(1, 3, 5, 5, dtype="string"), {}, "takes string, no numbers"),
+    ],
+)
+def test_what_cannot_be(one: InputSpec, keys: dict[str, str], message: str) -> None:
+    """What is left open, does not fit or is surely a mistake is told before a picture is read."""
+    with pytest.raises(DataError, match=message):
+        pixel_settings("photos", one, keys)
+
+
+def test_pictures_that_are_refused(tmp_path: Path, monkeypatch) -> None:
+    """Broken, deep, huge and other files are named, with what to do; programs are never started for them."""
+    monkeypatch.setattr("graphquant.calibration.data.images.MAX_PIXELS", 100)
+    one = taker(1, 5, 5, 3, dtype="uint8")
+    for content, message in (
+        (b"no picture", "it is no picture that can be read"),
+        (encoded(PHOTO)[:60], "it is no picture that can be read"),
+        (encoded(np.zeros((20, 20), np.uint8)), "it has 20x20 pixels. Make it smaller"),
+        (encoded(np.zeros((2, 2), np.uint16)), r"it has more than 8 bits for a pixel \(I;16\). Save it as an .npy"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 2 2\n", "it is no picture"),
+    ):
+        (tmp_path / "a.png").write_bytes(content)
+        with pytest.raises(DataError, match=rf"a\.png: {message}"):
+            open_data(str(tmp_path), [one])
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)
+    (tmp_path / "a.png").write_bytes(encoded(np.zeros((8, 8), np.uint8)))
+    with pytest.raises(DataError, match=r"decompression bomb.* Make it smaller"):
+        open_data(str(tmp_path), [one])
+
+
+def test_one_input(tmp_path: Path) -> None:
+    """Pictures feed a model with one input; another is told what to give."""
+    (tmp_path / "a.png").write_bytes(encoded(PHOTO))
+    other = InputSpec(name="y", dtype="float32", shape=())
+    with pytest.raises(DataError, match="holds images, which feed one input, and the model takes 'x', 'y'"):
+        open_data(str(tmp_path), [taker(1, 6, 10, 3), other])
+
+
+def test_photographs(shared: Path, tmp_path: Path) -> None:
+    """The face detector's photographs, saved as PNG, feed exactly what its authors' formula says."""
+    photos = np.load(shared / "ultraface/images.npz")["rgb"][:4]
+    for number, photo in enumerate(photos):
+        (tmp_path / f"{number}.png").write_bytes(encoded(photo))
+    batches = open_data(f"{tmp_path},mean=127,std=128", [InputSpec(name="x", dtype="float32", shape=(1, 3, 240, 320))])
+    wanted = ((photos.astype(np.float32) - 127) / 128).transpose(0, 3, 1, 2)
+    np.testing.assert_array_equal(np.concatenate([feed["x"] for feed in batches]), wanted)

@@ -1,0 +1,229 @@
+"""TFRecord, Parquet and ONNX's test sets: what their values may be, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+
+import ml_dtypes
+import numpy as np
+import onnx
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from graphquant.calibration.data import open_data
+from graphquant.calibration.data import records as tfrecord
+from graphquant.calibration.data.records import Example
+from graphquant.errors import DataError, MissingDependencyError
+from graphquant.formats import InputSpec
+
+
+def taker(*shape: int | None, dtype: str = "float32", name: str = "x") -> InputSpec:
+    """An input of a shape."""
+    return InputSpec(name=name, dtype=dtype, shape=shape)
+
+
+X = taker(None, 2)
+
+
+def test_features(tmp_path, stored) -> None:
+    """Floats, integers, bytes of numbers and strings; the label that no input takes is listed."""
+    records = [
+        stored.example(
+            x=np.array([i, 2.5]), n=np.array([-i, 7]), raw=np.array([i, 1], "<f8").tobytes(), s=b"caf\xc3\xa9", y=[1]
+        )
+        for i in range(3)
+    ]
+    path = stored.tfrecord(tmp_path / "a.tfrecord", records)
+    takers = [X, taker(1, 2, dtype="int32", name="n"), taker(2, dtype="float64", name="raw")]
+    takers.append(taker(None, dtype="string", name="s"))
+    batches = open_data(str(path), takers)
+    assert (batches.count, batches.ignored) == (3, ("y",))
+    assert next(batches.feeds_between(2, 3))["s"].tolist() == ["café"]
+    feed = next(batches.feeds_between(2, 3))
+    assert {key: feed[key].tolist() for key in ("x", "n", "raw")} == {"x": [[2, 2.5]], "n": [[-2, 7]], "raw": [2, 1]}
+    assert [feed[key].dtype.name for key in ("x", "n", "raw")] == ["float32", "int32", "float64"]
+
+
+@pytest.mark.parametrize(
+    ("features", "one", "message"),
+    [
+        ({"x": [1.0]}, X, r"record 0: 'x' has 1 values, and input 'x' takes \[\?, 2\]"),
+        ({"x": [1, 2]}, X, "record 0 is int64, and input 'x' takes float32. Convert it"),
+        ({"x": [np.nan, 1.0]}, X, "record 0 has 1 NaN"),
+        ({"y": [1.0]}, X, "record 0 has no array for input 'x': it holds 'y'"),
+        ({"x": b"abc"}, X, "record 0: 'x' has 3 bytes, which are no numbers of float32"),
+        ({"x": [1.0, 2.0]}, taker(None, None, None), r"list of 2, and input 'x' takes .* leaves its shape open"),
+        ({"x": b"\x89PNG"}, taker(1, 3, 5, 5), "nothing says how pixels become that"),
+    ],
+)
+def test_features_that_do_not_fit(tmp_path, stored, features, one, message: str) -> None:
+    """The record and the feature are named, with what to do."""
+    path = stored.tfrecord(tmp_path / "a.tfrecord", [stored.example(**features)])
+    with pytest.raises(DataError, match=message):
+        open_data(str(path), [one])
+
+
+def test_records_that_are_none(tmp_path, stored, monkeypatch) -> None:
+    """Wrong checksums, lengths that lie, other messages and empty files are refused."""
+    good = stored.framed(stored.example(x=[1.0, 2.0]))
+    huge = struct.pack("<Q", 1 << 40)
+    for content, message in (
+        (good[:12] + b"\0" + good[13:], "a checksum is wrong"),
+        (good[:8] + b"\0\0\0\0" + good[12:], "a checksum is wrong"),
+        (huge + stored.masked(huge), "says that it has 1099511627776 bytes"),
+        (gzip.compress(huge + stored.masked(huge)), "says that it has 1099511627776 bytes"),
+        (gzip.compress(good)[:-12], "cannot be read"),
+        (good[:-2], "it ends inside a record"),
+        (good + good[:5], "it ends inside a record"),
+        (stored.framed(b"\xff\xff"), r"record 0 is no tf.train.Example"),
+        (b"", "holds no samples"),
+    ):
+        (tmp_path / "a.tfrecord").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            list(open_data(str(tmp_path / "a.tfrecord"), [X]))
+    monkeypatch.setattr(tfrecord, "MAX_RECORD_BYTES", 4)
+    (tmp_path / "a.tfrecord").write_bytes(gzip.compress(good))
+    with pytest.raises(DataError, match="a record says that it has"):
+        open_data(str(tmp_path / "a.tfrecord"), [X])
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_as_example(content: bytes) -> None:
+    """Bytes that are no Example give a DataError at most."""
+    try:
+        tfrecord._parse_features("here", content)
+    except DataError as error:
+        assert "here is no tf.train.Example" in str(error)  # noqa: PT017  # either end is right
+
+
+@pytest.mark.slow
+def test_what_tensorflow_writes(tmp_path) -> None:
+    """Files of TensorFlow's own writer are read, compressed or not, packed as it packs."""
+    import tensorflow as tf
+
+    example = tf.train.Example()
+    example.features.feature["x"].float_list.value.extend([1.0, 2.5])
+    example.features.feature["n"].int64_list.value.extend([-3])
+    for name, kind in (("a.tfrecord", ""), ("b.tfrecord", "GZIP")):
+        with tf.io.TFRecordWriter(str(tmp_path / name), kind) as writer:
+            writer.write(example.SerializeToString())
+        (feed,) = open_data(str(tmp_path / name), [X, taker(1, dtype="int64", name="n")])
+        assert (feed["x"].tolist(), feed["n"].tolist()) == ([[1.0, 2.5]], [-3])
+    assert Example.FromString(example.SerializeToString()).features.feature[0].key in {b"x", b"n"}
+
+
+def test_columns(tmp_path) -> None:
+    """Numbers, lists, fixed and nested lists and tensors of Arrow feed inputs; strings too; dtypes are kept."""
+    tensors = pa.FixedShapeTensorArray.from_numpy_ndarray(np.arange(12, dtype=np.float32).reshape(3, 2, 2))
+    table = pa.table(
+        {
+            "x": pa.array([[1, 2], [3, 4], [5, 6]], pa.list_(pa.float32(), 2)),
+            "deep": pa.array([[[1.5, 2]], [[3, 4]], [[5, 6]]], pa.list_(pa.large_list(pa.float64()))),
+            "n": pa.array([1, 2, 3], pa.int8()),
+            "t": tensors,
+            "s": ["a", "b", "c"],
+            "label": [0, 1, 0],
+        }
+    )
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    takers = [X, taker(1, 1, 2, name="deep"), taker(None, dtype="int64", name="n"), taker(1, 2, 2, name="t")]
+    takers.append(taker(1, dtype="string", name="s"))
+    batches = open_data(str(tmp_path / "a.parquet"), takers)
+    assert batches.ignored == ("label",)
+    feed = next(batches.feeds_between(2, 3))
+    wanted = {"x": [[5, 6]], "deep": [[[5, 6]]], "n": [3], "t": [[[8, 9], [10, 11]]], "s": ["c"]}
+    assert {key: values.tolist() for key, values in feed.items()} == wanted
+    assert [feed[key].dtype.name for key in ("x", "deep", "n")] == ["float32", "float32", "int64"]
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        (pa.array([[1.0, 2.0], None]), "row 1: 'x' is null"),
+        (pa.array([[1.0, None], [1.0, 2.0]]), "row 0: 'x' holds null"),
+        (pa.array([{"a": 1}, {"a": 2}]), "row 0: 'x' is a struct without bytes"),
+        (pa.array([[1, 2], [3, 4]]), "row 0 is int64, and input 'x' takes float32"),
+        (pa.array([[1.0], [2.0]]), "row 0: 'x' has 1 values"),
+        (pa.array(["a", "b"]), "row 0: 'x' has 1 values|is object|is <U1"),
+    ],
+)
+def test_columns_that_do_not_fit(tmp_path, column, message: str) -> None:
+    """The row and the column are named."""
+    parquet.write_table(pa.table({"x": column}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=message):
+        list(open_data(str(tmp_path / "a.parquet"), [X]))
+
+
+def test_no_pyarrow(tmp_path, monkeypatch) -> None:
+    """Without pyarrow the line that installs it is given."""
+    parquet.write_table(pa.table({"x": [[1.0, 2.0]]}), tmp_path / "a.parquet")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(MissingDependencyError, match=r"needs the package pyarrow. Install it: pip install 'graphquant"):
+        open_data(str(tmp_path / "a.parquet"), [X])
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array([[1.5, -2]], dtype) for dtype in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
+    + [
+        np.array([[1, 2]], dtype)
+        for dtype in (np.uint8, np.int8, np.uint16, np.int16, np.int32, np.int64, np.uint64, bool)
+    ],
+)
+@pytest.mark.parametrize("raw", [True, False])
+def test_tensors(tmp_path, stored, array, raw: bool) -> None:
+    """Each type of TensorProto is read, raw or in its own field."""
+    if raw:
+        stored.onnx_set(tmp_path / "test_data_set_0", array)
+    else:
+        (tmp_path / "test_data_set_0").mkdir()
+        kind = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
+        tensor = onnx.helper.make_tensor("x", kind, array.shape, array.ravel())
+        assert not tensor.raw_data
+        (tmp_path / "test_data_set_0/input_0.pb").write_bytes(tensor.SerializeToString())
+    (feed,) = open_data(str(tmp_path), [taker(None, 2, dtype=array.dtype.name)])
+    stored.same(feed, x=array)
+
+
+def test_names_of_tensors(tmp_path, stored) -> None:
+    """Tensors go to the inputs of their names, or by their numbers where these are others; numbers are numbers."""
+    one, two = np.ones((1, 2), np.float32), np.zeros((1, 2), np.float32)
+    (tmp_path / "s").mkdir()
+    for index, (name, array) in enumerate([("y", two), ("x", one)]):
+        tensor = onnx.numpy_helper.from_array(array, name)
+        (tmp_path / f"s/input_{index}.pb").write_bytes(tensor.SerializeToString())
+    (feed,) = open_data(str(tmp_path), [X, taker(None, 2, name="y")])
+    stored.same(feed, x=one, y=two)
+    takers = [taker(1, name=f"n{index}") for index in range(11)]
+    stored.onnx_set(tmp_path / "many", *(np.array([float(index)], np.float32) for index in range(11)))
+    (feed,) = open_data(str(tmp_path / "many"), takers)
+    assert [feed[one.name].item() for one in takers] == list(range(11))
+
+
+def test_sets_that_are_refused(tmp_path, stored) -> None:
+    """Sequences, external data, missing files and lying shapes are told."""
+    folder = tmp_path / "test_data_set_0"
+    stored.onnx_set(folder, np.ones((1, 2), np.float32))
+    path = folder / "input_0.pb"
+    good = onnx.TensorProto.FromString(path.read_bytes())
+    lying, outside = onnx.TensorProto.FromString(path.read_bytes()), onnx.TensorProto.FromString(path.read_bytes())
+    lying.dims[0] = 1 << 40
+    outside.data_location = onnx.TensorProto.EXTERNAL
+    sequence = onnx.numpy_helper.from_list([np.ones(2, np.float32)], "x")
+    for content, message in (
+        (sequence.SerializeToString(), "sequence"),
+        (outside.SerializeToString(), "its values are in another file"),
+        (lying.SerializeToString(), "it has 2 values for the shape"),
+        (b"\xff", "it is no tensor"),
+        (b"", "a tensor of the type 0"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=rf"input_0.pb cannot be read: .*{message}.* Give a TensorProto"):
+            open_data(str(tmp_path), [X])
+    path.write_bytes(good.SerializeToString())
+    with pytest.raises(DataError, match="holds 1 inputs, and the model takes 'x', 'y'"):
+        open_data(str(tmp_path), [X, taker(1, name="y")])

@@ -1,0 +1,110 @@
+"""Data elsewhere, through fsspec: the same feeds as on this machine, and services that fail."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from graphquant.calibration.data import check_data_spec, open_data
+from graphquant.errors import DataError, MissingDependencyError
+from graphquant.formats import InputSpec
+
+X = InputSpec(name="x", dtype="float32", shape=(None, 3))
+PICTURES = InputSpec(name="x", dtype="uint8", shape=(None, 6, 5, 3))
+
+
+@pytest.fixture
+def memory():
+    """A file system in memory with nothing in it."""
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    yield system
+    system.store.clear()
+
+
+def upload(system, folder, under: str = "/bucket") -> None:
+    """Puts each file of a folder elsewhere."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            system.pipe(f"{under}/{path.relative_to(folder).as_posix()}", path.read_bytes())
+
+
+def test_arrays_and_records(memory, tmp_path, stored) -> None:
+    """npz, npy in Fortran order, TFRecord, Parquet and test sets give what they give here."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    values = np.arange(12, dtype=np.float32).reshape(4, 3)
+    np.savez(tmp_path / "a.npz", x=values)
+    np.save(tmp_path / "a.npy", np.asfortranarray(values))
+    stored.tfrecord(tmp_path / "a.tfrecord.gz", [stored.example(x=row) for row in values])
+    stored.tfrecord(tmp_path / "b.tfrecord", [stored.example(x=row) for row in values])
+    parquet.write_table(pa.table({"x": list(values)}), tmp_path / "a.parquet", row_group_size=3)
+    for index, row in enumerate(values):
+        stored.onnx_set(tmp_path / f"sets/test_data_set_{index}", row[None])
+    upload(memory, tmp_path)
+    for name in ("a.npz", "a.npy", "a.tfrecord.gz", "b.tfrecord", "a.parquet", "sets"):
+        here, there = (open_data(f"{start}/{name}", [X]) for start in (tmp_path, "memory://bucket"))
+        assert there.digest == here.digest
+        assert [feed["x"].tolist() for feed in there.feeds_between(1, 4)] == values[1:, None].tolist()
+
+
+def test_folders(memory, tmp_path, stored) -> None:
+    """Pictures of a folder elsewhere and in an archive are those of the folder here; hidden ones are left out."""
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 6, 5, 3), np.uint8)
+    for index, picture in enumerate(pixels):
+        stored.png(tmp_path / f"photos/{index % 2}/{index}.png", picture)
+    (tmp_path / "photos/.hidden").mkdir()
+    (tmp_path / "photos/.hidden/a.npz").touch()
+    upload(memory, tmp_path)
+    with zipfile.ZipFile(tmp_path / "photos.zip", "w") as archive:
+        for path in sorted(tmp_path.rglob("*.png")):
+            archive.write(path, path.relative_to(tmp_path / "photos"))
+    here = [feed["x"].tolist() for feed in open_data(f"{tmp_path}/photos", [PICTURES])]
+    for spec in ("memory://bucket/photos", f"zip://::{tmp_path}/photos.zip"):
+        assert [feed["x"].tolist() for feed in open_data(spec, [PICTURES])] == here
+    spec = f"{tmp_path}/photos,size=5x6,layout=nhwc"
+    assert open_data(spec.replace(f"{tmp_path}", "memory://bucket"), [PICTURES]).count == 3
+
+
+def test_what_is_not_there(memory, monkeypatch) -> None:
+    """Nothing, an unknown service and a missing package are told apart."""
+    with pytest.raises(DataError, match=r"There is nothing at memory://nowhere|cannot be listed"):
+        check_data_spec("memory://nowhere")
+    with pytest.raises(DataError, match="nosuch://a cannot be listed: Protocol not known: nosuch"):
+        check_data_spec("nosuch://a")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    with pytest.raises(MissingDependencyError, match=r"needs the package fsspec. Install it: pip install 'graphquant"):
+        check_data_spec("memory://bucket")
+
+
+def test_services_that_fail(memory, tmp_path, monkeypatch) -> None:
+    """Whatever a service raises is a DataError that names the file."""
+    np.savez(tmp_path / "a.npz", x=np.zeros((2, 3), np.float32))
+    upload(memory, tmp_path)
+
+    class OwnError(Exception):
+        """What only this service raises."""
+
+    def fails(*_arguments, **_options):
+        raise OwnError("token expired")
+
+    monkeypatch.setattr(MemoryFileSystem, "open", fails)
+    with pytest.raises(DataError, match=r"a\.npz cannot be read: token expired"):
+        open_data("memory://bucket/a.npz", [X])
+    monkeypatch.setattr(MemoryFileSystem, "isfile", fails)
+    with pytest.raises(DataError, match=r"cannot be listed: token expired. See that it exists"):
+        check_data_spec("memory://bucket/a.npz")
+
+
+def test_no_pillow(tmp_path, stored, monkeypatch) -> None:
+    """Without Pillow the line that installs it is given."""
+    stored.png(tmp_path / "a.png", np.zeros((6, 5, 3)))
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingDependencyError, match=r"need the package pillow. Install it: pip install 'graphquant"):
+        open_data(str(tmp_path), [PICTURES])

@@ -1,0 +1,158 @@
+"""Data specs: how they are read, and what is said of those that name nothing or too much."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphquant.calibration.data import check_data_spec, open_data
+from graphquant.calibration.data import files as data_files
+from graphquant.calibration.data.spec import DATA_KINDS, parse_data_spec
+from graphquant.errors import DataError
+from graphquant.formats import InputSpec
+
+X = InputSpec(name="x", dtype="float32", shape=(None, 3))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch) -> Path:
+    """The current folder, with an empty file of each kind in a folder of its own, and two together."""
+    for name in ("npz/a.npz", "npy/a.npy", "images/a.JPG", "audio/a.wav", "both/a.npz", "both/b.npy", "none/a.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    for name in ("tfrecord/a.tfrecord", "tfrecord/b.tfrec.gz", "tfrecord/c.tfrecords-00000-of-00002", "parquet/a.pq"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "onnx-test-set/test_data_set_0").mkdir(parents=True)
+    (tmp_path / "onnx-test-set/test_data_set_0/input_0.pb").touch()
+    (tmp_path / "onnx-test-set/test_data_set_0/output_0.pb").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("kind", [kind for kind, known in DATA_KINDS.items() if known.file_pattern])
+def test_kinds_by_name(folder, kind: str) -> None:
+    """Each kind of file tells itself, alone and in a folder."""
+    source = parse_data_spec(kind)
+    assert source.kind == kind
+    assert [parse_data_spec(file.name).kind for file in source.files] == [kind] * len(source.files)
+    assert len(source.files) == (3 if kind == "tfrecord" else 1)
+
+
+def test_keys(folder) -> None:
+    """Keys stand behind commas, lists have colons, and a path may hold commas and equals signs of its own."""
+    source = parse_data_spec("images,mean=1:2:3,size=320x240")
+    assert (source.spec, dict(source.keys)) == ("images", {"mean": "1:2:3", "size": "320x240"})
+    source = parse_data_spec("npz/a.npz,inputs.x:0=image/encoded")
+    assert dict(source.input_keys) == {"x:0": "image/encoded"}
+    odd = folder / "a, b=c.npz"
+    odd.touch()
+    assert parse_data_spec(str(odd)).files[0].name == str(odd)
+
+
+def test_described(folder) -> None:
+    """A description has the same keys; its path is beside it, and what the spec says wins."""
+    (folder / "deep").mkdir()
+    text = 'path = "../images"\npreset = "unit"\nsize = 32\nmean = [0.5, 1, 2]\n'
+    (folder / "deep/d.toml").write_text(text)
+    source = parse_data_spec("deep/d.toml,size=64")
+    assert dict(source.keys) == {"preset": "unit", "size": "64", "mean": "0.5:1:2"}
+    assert [file.name for file in source.files] == [str(Path("deep/../images/a.JPG"))]
+    (folder / "deep/d.toml").write_text('path = "../npz"\n[inputs]\n"x:0" = "image/encoded"\n')
+    assert dict(parse_data_spec("deep/d.toml").input_keys) == {"x:0": "image/encoded"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("path = ", "d.toml cannot be read: .*Write path = and the keys as TOML"),
+        ("size = 3", "does not say where the data is"),
+        ("path = 3", "does not say where the data is"),
+        ('path = "os:getcwd"', "runs no code"),
+        ('path = "random:8"', "is no file of data"),
+        ('path = "d.toml"', "is no file of data"),
+        ('path = "images"\nmean = true', "mean is neither a number, a word nor a list"),
+        ('path = "images"\n[mean]\na = 1', "mean is neither a number, a word nor a list"),
+        ('path = "images"\nmena = 1', "no key 'mena'. Did you mean 'mean'"),
+        ('path = "nowhere"', "There is no file"),
+        ("\xff", "cannot be read"),
+    ],
+)
+def test_descriptions_that_are_wrong(folder, text: str, message: str) -> None:
+    """A description is told what it misses; it names files only."""
+    (folder / "d.toml").write_bytes(text.encode("latin-1"))
+    with pytest.raises(DataError, match=message):
+        parse_data_spec("d.toml")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("", "names no data"),
+        (",kind=npz", "names no data"),
+        ("nowhere", "There is no file nowhere. Give the path of the calibration data"),
+        ("a\0b", "is no path"),
+        ("none", "none is no calibration data that is known"),
+        ("none/a.csv", "no calibration data that is known"),
+        ("both", "several kinds: 1 npy, 1 npz. Say which to use with kind="),
+        ("both,kind=nzp", "kind=nzp is unknown.*Did you mean 'npz'"),
+        ("both,kind=audio", "holds no files of kind audio"),
+        ("both,kind=random", "has no files. Write random:N as the spec itself"),
+        ("images,men=3", "no key 'men'. Did you mean 'mean'.* It takes preset, size"),
+        ("npz,mean=3", "has no key 'mean'. It takes none"),
+        ("npy,inputs.x=y", "has no named fields. Leave inputs.x out"),
+        ("random:3,size=3", "of kind random, which has no key 'size'"),
+    ],
+)
+def test_specs_that_are_wrong(folder, spec: str, message: str) -> None:
+    """What is wrong is named before a model is run, with what to do."""
+    with pytest.raises(DataError, match=message):
+        check_data_spec(spec)
+
+
+def test_what_is_used_of_a_folder(folder) -> None:
+    """Other files are listed by suffix; kind= chooses, and takes names that tell nothing if no name tells it."""
+    assert parse_data_spec("both,kind=npy").files[0].name == "both/b.npy"
+    assert parse_data_spec("both,kind=npy").ignored == ("files with .npz (1)",)
+    (folder / "images/.hidden.png").touch()
+    (folder / "images/notes").touch()
+    source = parse_data_spec("images")
+    assert ([file.name for file in source.files], source.ignored) == (["images/a.JPG"], ("files with no suffix (1)",))
+    (folder / "records").mkdir()
+    (folder / "records/part-0").touch()
+    assert parse_data_spec("records,kind=tfrecord").files[0].name == "records/part-0"
+    assert parse_data_spec("none/a.csv,kind=parquet").kind == "parquet"
+
+
+def test_inputs_of_a_spec(folder) -> None:
+    """A key of the file feeds the input it is said to; a name that is no input's is an error."""
+    np.savez("named.npz", images=np.ones((2, 3), np.float32))
+    batches = open_data("named.npz,inputs.x=images", [X])
+    assert (batches.count, batches.ignored) == (2, ())
+    with pytest.raises(DataError, match=r"inputs.z=images is for no input of the model, which takes 'x'"):
+        open_data("named.npz,inputs.z=images", [X])
+    with pytest.raises(DataError, match="has no array 'nix' for input 'x': it holds 'images'"):
+        open_data("named.npz,inputs.x=nix", [X])
+
+
+def test_links_and_devices(folder) -> None:
+    """A link inside a folder is followed, one that leads out is an error, pipes are left out."""
+    (folder / "images/link.png").symlink_to("a.JPG")
+    os.mkfifo(folder / "images/pipe.png")
+    assert [file.name for file in parse_data_spec("images").files] == ["images/a.JPG", "images/link.png"]
+    (folder / "images/out.png").symlink_to("/etc/passwd")
+    with pytest.raises(DataError, match=r"out.png is a link out of the folder. Copy the file into it"):
+        parse_data_spec("images")
+    (folder / "away").symlink_to("images")
+    (folder / "images/out.png").unlink()
+    assert len(parse_data_spec("away").files) == 2
+    with pytest.raises(DataError, match="There is no file"):
+        parse_data_spec("images/pipe.png")
+
+
+def test_too_many_files(folder, monkeypatch) -> None:
+    """A folder with more files than calibration can want is refused."""
+    monkeypatch.setattr(data_files, "MAX_FILES", 2)
+    with pytest.raises(DataError, match=r"tfrecord has more than 2 files. Give a folder of the samples"):
+        parse_data_spec("tfrecord")

@@ -1,0 +1,241 @@
+"""Statistics files: the same in and out, small, and safe to read whatever is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import zipfile
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from graphquant.calibration import DataRun, ObservationTarget, Stats, load_stats
+from graphquant.errors import DataError, UsageError
+from graphquant.ir import TensorRef
+from graphquant.observers import SketchAccumulator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def sketched(values: np.ndarray, axis: int | None, bits: int):
+    """Two blocks of the values."""
+    made = SketchAccumulator(axis, bits)
+    for _ in range(2):
+        made.add(values)
+        made.close_block()
+    return made.to_sketch()
+
+
+@pytest.fixture
+def stats() -> Stats:
+    """Of every kind of target."""
+    values = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
+    kinds = {"coarse": (None, 7), "fine": (None, 10), "bare": (None, 0), "channels": (0, 7), "empty": (None, 7)}
+    kinds |= {"blank": (None, 10), "blank_channels": (0, 7)}
+    odd = np.array([[np.nan, np.inf, -1e300, 5e-324]])
+    shown = {"odd": odd, "blank": values[:0]}
+    targets = {
+        TensorRef("body", name, port): ObservationTarget("c0de", *kind)
+        for port, (name, kind) in enumerate(kinds.items())
+    }
+    targets |= {
+        TensorRef("", "odd"): ObservationTarget("0dd", None, 7),
+        TensorRef("", "hidden"): ObservationTarget("bad", None, 7),
+    }
+    return Stats(
+        model_digest="abcdef",
+        targets=targets,
+        sketches={
+            tensor: sketched(shown.get(tensor.op.partition("_")[0], values), target.axis, target.bits)
+            for tensor, target in targets.items()
+            if tensor.op not in {"empty", "hidden"}
+        },
+        runs=(
+            DataRun(data_digest="d0", samples=22, block_size=4, block_ranges=((0, 2), (3, 6))),
+            DataRun(data_digest="d1", samples=1, block_size=1, block_ranges=()),
+        ),
+        unobservable={TensorRef("", "hidden"): "nobody can see it"},
+    )
+
+
+@pytest.fixture
+def path(stats: Stats, tmp_path: Path) -> Path:
+    """A file of them."""
+    stats.save(tmp_path / "stats.gqs")
+    return tmp_path / "stats.gqs"
+
+
+def test_what_is_written_is_read(stats: Stats, path: Path, tmp_path: Path) -> None:
+    """All of it, exactly, and written again it is the same bytes."""
+    found = load_stats(path)
+    assert found == stats
+    assert list(found.targets) == list(stats.targets)
+    found.save(tmp_path / "again.gqs")
+    assert (tmp_path / "again.gqs").read_bytes() == path.read_bytes()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["again.gqs", "stats.gqs"]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
+@given(arrays.arrays(np.float32, arrays.array_shapes(max_dims=2, max_side=6)), st.sampled_from([0, 7, 10]))
+def test_any_values_come_back(tmp_path: Path, values: np.ndarray, bits: int) -> None:
+    """NaN, infinities, denormals and sums of their ends."""
+    tensor = TensorRef("", "x")
+    made = Stats(
+        model_digest="a",
+        targets={tensor: ObservationTarget("b", None, bits)},
+        sketches={tensor: sketched(values, None, bits)},
+    )
+    made.save(tmp_path / "any.gqs")
+    assert load_stats(tmp_path / "any.gqs") == made
+
+
+def test_it_is_small(path: Path) -> None:
+    """An int8 histogram of a normal tensor takes a few KB."""
+    assert path.stat().st_size < 6000
+
+
+def test_what_is_no_statistics_file(tmp_path: Path) -> None:
+    """A missing file, a folder, text, an empty file and a zip of something else are told as such."""
+    with pytest.raises(DataError, match=r"There is no file .*none.gqs. `graphquant calibrate"):
+        load_stats(tmp_path / "none.gqs")
+    np.savez(tmp_path / "other.npz", image=np.zeros(3))
+    tmp_path.joinpath("text").write_text("hello")
+    tmp_path.joinpath("empty").write_bytes(b"")
+    for name in ("other.npz", "text", "empty", "."):
+        with pytest.raises(DataError, match="cannot be read as statistics"):
+            load_stats(tmp_path / name)
+
+
+def test_cut_files_are_refused(path: Path) -> None:
+    """Wherever it ends."""
+    data = path.read_bytes()
+    for size in range(0, len(data), 37):
+        path.write_bytes(data[:size])
+        with pytest.raises(DataError):
+            load_stats(path)
+
+
+def test_flipped_bits_are_refused_or_harmless(stats: Stats, path: Path) -> None:
+    """A damaged file is a DataError; a flip that the format does not read changes nothing."""
+    data, chance = bytearray(path.read_bytes()), random.Random(4)  # noqa: S311  # no secret
+    for _ in range(600):
+        place, bit = chance.randrange(len(data)), 1 << chance.randrange(8)
+        data[place] ^= bit
+        path.write_bytes(data)
+        with contextlib.suppress(DataError):
+            assert load_stats(path) == stats
+        data[place] ^= bit
+
+
+def rewritten(path: Path, change: Callable[[dict], object]) -> None:
+    """The file with another header, its checksums in order."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    header = json.loads(members["header.json"])
+    change(header)
+    members["header.json"] = json.dumps(header).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+HOSTILE = {
+    "version": lambda h: h.update(version=3),
+    "format": lambda h: h.update(format="pickle"),
+    "unknown key": lambda h: h.update(extra=1),
+    "no model": lambda h: h.pop("model"),
+    "many bins": lambda h: h["tensors"][0].update(bins=1 << 19),
+    "negative bins": lambda h: h["tensors"][0].update(bins=-1),
+    "fewer bins": lambda h: h["tensors"][0].update(bins=3),
+    "other bins": lambda h: (h["tensors"][0].update(bins=h["tensors"][0]["bins"] - 1), h["tensors"][1].update(bins=1)),
+    "count": lambda h: h["tensors"][0].update(count=1),
+    "huge count": lambda h: h["tensors"][0].update(count=10**30),
+    "nan": lambda h: h["tensors"][0].update(nan=3),
+    "bits": lambda h: h["tensors"][0].update(bits=9),
+    "coarser bits": lambda h: h["tensors"][1].update(bits=7),
+    "channels": lambda h: h["tensors"][0].update(channels=1),
+    "many channels": lambda h: h["tensors"][3].update(channels=1 << 40),
+    "twice": lambda h: h["tensors"].append(h["tensors"][0]),
+    "sum": lambda h: h["tensors"][0].update(low_sum="f" * 10**6),
+    "no hex": lambda h: h["tensors"][0].update(cone="xyz"),
+    "text for number": lambda h: h["tensors"][0].update(port="0"),
+    "true for number": lambda h: h["tensors"][0].update(port=True),
+    "blocks twice": lambda h: h["runs"][0].update(done=[[0, 2], [1, 3]]),
+    "blocks backwards": lambda h: h["runs"][0].update(done=[[2, 0]]),
+    "blocks beyond": lambda h: h["runs"][0].update(done=[[0, 1000]]),
+    "no samples": lambda h: h["runs"][0].update(block=0),
+    "data twice": lambda h: h["runs"].append(h["runs"][0]),
+    "hidden": lambda h: h["unwatchable"][0].update(tensor=100),
+    "deep": lambda h: h.update(runs=eval("[" * 90 + "]" * 90)),  # noqa: S307  # a literal
+    "list": lambda h: h.update(tensors={}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_headers_that_lie(path: Path, name: str) -> None:
+    """Sizes, counts and ranges that do not fit what is there are refused."""
+    rewritten(path, HOSTILE[name])
+    with pytest.raises(DataError, match="cannot be read as statistics"):
+        load_stats(path)
+
+
+def test_headers_that_are_no_json(path: Path) -> None:
+    """Deep nesting, huge numbers and no JSON at all."""
+    for text in (b"[" * 100_000, b"{" * 100, b'{"version": 1' + b"0" * 5000 + b"}", b"\xff\xfe", b"null"):
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("header.json", text)
+        with pytest.raises(DataError):
+            load_stats(path)
+
+
+def test_bombs_are_not_unpacked(path: Path) -> None:
+    """An array larger than its header says is refused before it is read."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    for name in ("bins", "header.json"):
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for member, data in members.items():
+                archive.writestr(member, bytes(300 << 20) if member == name else data)
+        with pytest.raises(DataError):
+            load_stats(path)
+
+
+def test_numbers_that_do_not_fit(stats: Stats, path: Path) -> None:
+    """Bins out of order, empty bins, sums that no values have, ends that cross or are NaN."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+
+    def first(name: str, dtype: str, value: float) -> bytes:
+        values = np.frombuffer(members[name], dtype).copy()
+        values[0] = value
+        return values.tobytes()
+
+    for name, dtype, value in (
+        ("bins", "<u4", 2**32 - 1),
+        ("counts", "<i8", 0),
+        ("counts", "<i8", -1),
+        ("counts", "<i8", 2**62),
+        ("sums", "<u8", 2**64 - 1),
+        ("low", "<f8", np.nan),
+        ("low", "<f8", 1e9),
+        ("high", "<f8", -np.inf),
+    ):
+        with zipfile.ZipFile(path, "w") as archive:
+            for member, data in members.items():
+                archive.writestr(member, first(name, dtype, value) if member == name else data)
+        with pytest.raises(DataError, match="do not fit together"):
+            load_stats(path)
+
+
+def test_unwritable(stats: Stats, tmp_path: Path) -> None:
+    """A folder that is not there is named, and nothing is left behind."""
+    with pytest.raises(UsageError, match="cannot be written: No such file or directory"):
+        stats.save(tmp_path / "no" / "stats.gqs")
+    assert list(tmp_path.iterdir()) == []

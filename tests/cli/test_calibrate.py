@@ -1,0 +1,394 @@
+"""Statistics files on the command line: calibrate, its shards and merging, Ctrl-C, and insert --stats."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import numpy_helper
+
+from graphquant import api
+from graphquant.calibration import load_stats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CNN = ("digits_cnn.onnx", "--data", "digits_cnn_calib.npz")
+
+
+@pytest.fixture
+def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own folder with the sample models and their data in it, the current one."""
+    for name in ("digits_cnn.onnx", "digits_cnn_bn.onnx", "digits_rnn.onnx", "digits_cnn.pb"):
+        shutil.copy(samples / name, tmp_path / name)
+    for name in ("digits_cnn_calib.npz", "digits_rnn_calib.npz"):
+        shutil.copy(samples / name, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_calibrate_then_insert(cli: Callable[..., Any], here: Path) -> None:
+    """Inserting with a statistics file writes the bytes that inserting with the data does, and names the file."""
+    result = cli("calibrate", *CNN, "-o", "stats.gqs")
+    assert re.fullmatch(r"13 tensors observed on 100 samples in \d+ blocks\. Written to stats\.gqs\n", result.stdout)
+    assert result.stderr == ""
+    result = cli("insert", "digits_cnn.onnx", "--stats", "stats.gqs", "-o", "stats.onnx", "--report", "report.json")
+    assert "calibrated on 100 samples (statistics of stats.gqs)" in result.stdout
+    cli("insert", *CNN, "--no-check", "-o", "data.onnx")
+    assert Path("stats.onnx").read_bytes() == Path("data.onnx").read_bytes()
+    report = json.loads(Path("report.json").read_text())
+    data = report["data"]
+    assert (data["samples"], data["random"], data["complete"], data["stats"]) == (100, False, True, "stats.gqs")
+    assert (data["blocks"], data["digests"]) == (
+        load_stats(Path("stats.gqs")).blocks,
+        [load_stats(Path("stats.gqs")).runs[0].data_digest],
+    )
+    planned = {site.scheme.observe.name for site in api.plan("digits_cnn.onnx").sites}
+    assert {site["method"] for site in report["sites"]} == planned
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
+def test_shards_give_the_same_bytes(cli: Callable[..., Any], here: Path, name: str) -> None:
+    """2 and 8 shards, merged in any order, are the file of one call."""
+    model = (f"{name}.onnx", "--data", f"{name}_calib.npz")
+    cli("calibrate", *model, "-o", "one.gqs")
+    for count in (2, 8):
+        shards = [f"{count}_{index}.gqs" for index in range(1, count + 1)]
+        for index, shard in enumerate(shards, 1):
+            result = cli("calibrate", *model, "--shard", f"{index}/{count}", "-o", shard)
+            assert "calibrate --merge adds other parts." in result.stdout
+        result = cli("calibrate", "--merge", *shards[1:], shards[0], "-o", "merged.gqs", "--force")
+        assert "other parts" not in result.stdout
+        assert Path("merged.gqs").read_bytes() == Path("one.gqs").read_bytes()
+    result = cli("calibrate", "--merge", "2_1.gqs", "one.gqs", "-o", "twice.gqs", code=2)
+    assert result.stderr.startswith("Error: one.gqs does not go with those before it. Both hold the samples 0 to ")
+    cli("insert", f"{name}.onnx", "--stats", "2_2.gqs", "--dry-run")
+
+
+def test_a_shard_of_nothing(cli: Callable[..., Any], here: Path) -> None:
+    """A part that gets no block says how many there are; it merges with others, and insert refuses it alone."""
+    result = cli("calibrate", *CNN, "--shard", "1/8", "-o", "1.gqs")
+    assert "The data has 4 blocks of 32 samples; this part has none of them." in result.stdout
+    assert "of 0 of 100 samples" not in result.stdout
+    result = cli("insert", "digits_cnn.onnx", "--stats", "1.gqs", "--dry-run", code=2)
+    assert result.stderr.startswith("Error: The statistics are of none of 100 samples, as of a shard without any block")
+    assert "calibrate --merge" in result.stderr
+    cli("calibrate", *CNN, "--shard", "2/8", "-o", "2.gqs")
+    cli("calibrate", "--merge", "1.gqs", "2.gqs", "-o", "both.gqs")
+    cli("insert", "digits_cnn.onnx", "--stats", "both.gqs", "--dry-run")
+
+
+def test_little_memory_changes_nothing(cli: Callable[..., Any], here: Path) -> None:
+    """Observed in many passes, tensors have the same statistics, bit for bit."""
+    for name in ("digits_cnn", "digits_rnn"):
+        model = (f"{name}.onnx", "--data", f"{name}_calib.npz", "--samples", 20)
+        for size in ("1GB", "200KB", "1"):
+            cli("calibrate", *model, "-o", f"{name}{size}.gqs", "--max-memory", size, "--all")
+        files = {Path(f"{name}{size}.gqs").read_bytes() for size in ("1GB", "200KB", "1")}
+        assert len(files) == 1
+        cli("insert", *model, "--max-memory", "1", "-o", "small.onnx", "--force")
+        cli("insert", *model, "-o", "large.onnx", "--force")
+        assert Path("small.onnx").read_bytes() == Path("large.onnx").read_bytes()
+
+
+@pytest.mark.parametrize("size", ["lots", "0", "-1MB", "5 parsecs", "1e3"])
+def test_sizes_that_are_none(cli: Callable[..., Any], here: Path, size: str) -> None:
+    """A size that cannot be read is an error that shows how."""
+    result = cli("calibrate", *CNN, "-o", "stats.gqs", f"--max-memory={size}", code=2)
+    assert result.stderr.startswith(f"Error: {size!r} is no amount of memory. Write it as 512MB or 2GB.")
+
+
+def test_all_serves_any_rules(cli: Callable[..., Any], here: Path) -> None:
+    """One pass over everything serves rule files that prepare the model differently."""
+    for name in ("digits_cnn", "digits_cnn_bn"):
+        cli("calibrate", f"{name}.onnx", "--data", "digits_cnn_calib.npz", "--all", "-o", f"{name}.gqs")
+        for rules in ("onnxruntime", "tflite", "tensorrt"):
+            options = [
+                "--rules",
+                rules,
+                "--method",
+                "minmax",
+                "--no-check",
+                "--force",
+                "--report",
+            ]  # auto picks among steps
+            cli("insert", f"{name}.onnx", "--stats", f"{name}.gqs", *options, "stats.json")
+            cli("insert", f"{name}.onnx", "--data", "digits_cnn_calib.npz", *options, "data.json")
+            stats_sites, data_sites = (
+                json.loads(Path(f"{source}.json").read_text())["sites"] for source in ("stats", "data")
+            )
+            assert [site["tensor"] for site in stats_sites] == [site["tensor"] for site in data_sites]
+            for site, data_site in zip(stats_sites, data_sites, strict=True):
+                np.testing.assert_allclose(site["scale"], data_site["scale"], rtol=1e-4)
+
+
+def test_statistics_that_do_not_serve(cli: Callable[..., Any], here: Path) -> None:
+    """Another model, another preparation, other rules: the reason, the tensors and the command that helps."""
+    cli("calibrate", *CNN, "-o", "stats.gqs")
+    result = cli("insert", "digits_cnn_bn.onnx", "--stats", "stats.gqs", code=2)
+    assert result.stderr == (
+        "Error: The statistics are of another model, or it was changed since. Make them anew:\n"
+        "  graphquant calibrate digits_cnn_bn.onnx --data SPEC --rules onnxruntime -o stats.gqs\n"
+    )
+    result = cli("insert", "digits_cnn.onnx", "--stats", "stats.gqs", "--rules", "tflite", code=2)
+    assert re.match(
+        r"Error: The statistics lack \d+ tensors? of the plan:\n  \S+: it was not observed\n", result.stderr
+    )
+    line = result.stderr.splitlines()[-1]
+    words = shlex.split(line.replace("SPEC", "digits_cnn_calib.npz"))
+    cli(*words[1:], "--force")
+    cli("insert", "digits_cnn.onnx", "--stats", "stats.gqs", "--rules", "tflite")
+
+
+def test_changed_weights_are_noticed(cli: Callable[..., Any], here: Path) -> None:
+    """External data is no part of the model file's digest, and still the statistics know it."""
+    message = onnx.load("digits_cnn.onnx")
+    onnx.save(message, "outside.onnx", save_as_external_data=True, location="weights.bin", size_threshold=1024)
+    cli("calibrate", "outside.onnx", "--data", "digits_cnn_calib.npz", "-o", "stats.gqs")
+    cli("insert", "outside.onnx", "--stats", "stats.gqs", "--dry-run")
+    weights = np.fromfile("weights.bin", np.uint8)
+    conv = next(node for node in message.graph.node if node.name == "residual_2/conv")
+    value = numpy_helper.to_array(
+        next(initializer for initializer in message.graph.initializer if initializer.name == conv.input[1])
+    )
+    offset = weights.tobytes().find(value.tobytes())
+    weights[offset : offset + 4] = np.frombuffer(np.float32(1.25).tobytes(), np.uint8)
+    weights.tofile("weights.bin")
+    result = cli("insert", "outside.onnx", "--stats", "stats.gqs", code=2)
+    assert "there it is computed otherwise: the model was prepared otherwise, or its weights changed" in result.stderr
+    assert "stem/relu" not in result.stderr
+
+
+def test_other_data_adds_up(cli: Callable[..., Any], here: Path) -> None:
+    """Statistics of two sets of data are joined and counted; made-up data is told of wherever it is used."""
+    cli("calibrate", *CNN, "-o", "one.gqs")
+    result = cli("calibrate", "digits_cnn.onnx", "--data", "random:10", "-o", "two.gqs")
+    assert "The data is RANDOM: use the statistics for tests only." in result.stdout
+    result = cli("calibrate", "--merge", "one.gqs", "two.gqs", "-o", "both.gqs")
+    assert "13 tensors observed on 110 samples, of 2 sets of data" in result.stdout
+    result = cli("insert", "digits_cnn.onnx", "--stats", "both.gqs", "--dry-run")
+    assert "The ranges come from RANDOM data" in result.stdout
+    cli("calibrate", "digits_rnn.onnx", "--data", "digits_rnn_calib.npz", "-o", "rnn.gqs")
+    result = cli("calibrate", "--merge", "one.gqs", "rnn.gqs", "-o", "none.gqs", code=2)
+    assert "rnn.gqs does not go with those before it. They are of different models." in result.stderr
+    assert not Path("none.gqs").exists()
+
+
+def test_methods(cli: Callable[..., Any], here: Path) -> None:
+    """--method is the observer of all activations, from the same statistics; an unknown one names its neighbour."""
+    cli("calibrate", *CNN, "-o", "stats.gqs")
+    for method in ("minmax", "absmax"):
+        cli("insert", "digits_cnn.onnx", "--stats", "stats.gqs", "--method", method, "--dry-run", "--report", method)
+    sites = [json.loads(Path(method).read_text())["sites"] for method in ("minmax", "absmax")]
+    joined = [
+        next(site for site in method_sites if site["tensor"]["op"] == "residual_2/conv") for method_sites in sites
+    ]
+    assert [site["method"] for site in joined] == ["minmax", "absmax"]
+    assert joined[0]["low"] != -joined[0]["high"]
+    assert joined[1]["low"] == pytest.approx(-joined[1]["high"], rel=0.02)  # a step of the 255 apart
+    result = cli("insert", "digits_cnn.onnx", "--stats", "stats.gqs", "--method", "minmix", code=2)
+    assert "There is no method 'minmix'. Did you mean 'minmax'" in result.stderr
+
+
+def test_usage(cli: Callable[..., Any], here: Path) -> None:
+    """What does not go together, or is missing, is told."""
+    for arguments, message in (
+        (["calibrate", "digits_cnn.onnx", "-o", "s.gqs"], "There is no data to calibrate with."),
+        (["calibrate", *CNN, "--shard", "9/8", "-o", "s.gqs"], "--shard 9/8 is no part of a whole."),
+        (["calibrate", *CNN, "--shard", "half", "-o", "s.gqs"], "--shard half is no part of a whole."),
+        (["calibrate", *CNN, "b.onnx", "-o", "s.gqs"], "b.onnx is one too many"),
+        (["calibrate", "--merge", "a.gqs", "-o", "s.gqs"], "--merge takes two or more"),
+        (["calibrate", "--merge", "a.gqs", "b.gqs", "--all", "-o", "s.gqs"], "--merge takes two or more"),
+        (["calibrate", "--merge", "a.gqs", "b.gqs", "-o", "s.gqs"], "There is no file a.gqs."),
+        (["insert", "digits_cnn.onnx", "--samples", "3"], "--samples counts samples of --data."),
+        (["insert", "digits_cnn.onnx", "--strict"], "--strict and bounds are for the check, which takes --data."),
+        (["insert", *CNN, "--no-check", "--min-sqnr", "3"], "--strict and bounds are for the check"),
+        (["insert", "digits_cnn.onnx", "--stats", "s.gqs"], "There is no file s.gqs."),
+        (["insert", "digits_cnn.onnx", "--stats", "digits_cnn.onnx"], "digits_cnn.onnx cannot be read as statistics"),
+        (["calibrate", *CNN, "-o", "digits_cnn.onnx"], "digits_cnn.onnx is the model itself"),
+        (["calibrate", *CNN, "-o", "digits_cnn.pb"], "digits_cnn.pb exists already"),
+        (["calibrate", *CNN, "-o", "stats.txt"], "stats.txt is not called NAME.gqs"),
+        (["calibrate", *CNN, "-o", "nowhere/s.gqs"], "There is no folder nowhere."),
+    ):
+        assert message in cli(*arguments, code=2).stderr
+    assert not Path("s.gqs").exists()
+
+
+def test_an_output_that_is_there(cli: Callable[..., Any], here: Path) -> None:
+    """Complete statistics and those of something else are not replaced without --force."""
+    cli("calibrate", *CNN, "-o", "stats.gqs")
+    before = Path("stats.gqs").read_bytes()
+    for more, message in (
+        ([], "they are complete."),
+        (["--samples", 50], "they are of another model, other tensors or other data."),
+        (["--all"], "they are of another model, other tensors or other data."),
+    ):
+        result = cli("calibrate", *CNN, *more, "-o", "stats.gqs", code=2)
+        assert f"There are statistics already in stats.gqs, and {message}" in result.stderr
+        assert Path("stats.gqs").read_bytes() == before
+    cli("calibrate", *CNN, "--samples", 50, "-o", "stats.gqs", "--force")
+    assert load_stats(Path("stats.gqs")).samples == 50
+
+
+INTERRUPTING = """
+import signal, sys, threading, time
+from graphquant.calibration import run
+from graphquant.cli import main
+blocks, times = int(sys.argv.pop(1)), int(sys.argv.pop(1))
+take, told, ends = run._Gathering.take, [], []
+def interrupted(gathering, pool, seen, block):
+    while len(ends) == blocks and len(told) < times:
+        told.append(None)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while gathering._stop is not None and not gathering._stop():  # the main thread handles it, once it wakes
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+            time.sleep(0.001)
+    take(gathering, pool, seen, block)
+    ends.extend([] if block is None else [block])
+run._Gathering.take = interrupted
+signal.signal(signal.SIGUSR1, lambda *_: None)
+main()
+"""
+
+
+def interrupted(blocks: int, *arguments: object, times: int = 1) -> subprocess.CompletedProcess[str]:
+    """Runs graphquant, which gets SIGINT before its block of that number."""
+    command = [sys.executable, "-c", INTERRUPTING, str(blocks), str(times), *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(Path(api.__file__).parents[3])}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+@pytest.mark.parametrize("more", [[], ["--all", "--shard", "1/2"], ["--force"]])
+def test_interrupted_keeps_and_goes_on(cli: Callable[..., Any], here: Path, more: list[str]) -> None:
+    """Ctrl-C ends after the block, keeps it, and the command it prints comes to the bytes of an uninterrupted run."""
+    command = ["calibrate", "digits_rnn.onnx", "--data", "digits_rnn_calib.npz", *more]
+    cli(*command, "-o", "whole.gqs")
+    result = interrupted(1, *command, "-o", "my stats.gqs")
+    assert result.returncode == 130
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[0] == "Stopping after this block of samples; Ctrl-C once more stops at once."
+    assert re.fullmatch(r"Interrupted\. my stats\.gqs keeps what was gathered from \d+ samples\. To go on:", lines[1])
+    partial_stats = load_stats(Path("my stats.gqs"))
+    assert (partial_stats.blocks, partial_stats.complete) == (2, False)
+    output = cli("insert", "digits_rnn.onnx", "--stats", "my stats.gqs", "--dry-run").stdout
+    assert (
+        f"The statistics are of {partial_stats.samples} of {partial_stats.runs[0].samples} samples of the data."
+        in output
+    )
+    words = shlex.split(lines[2])
+    assert words[0] == "graphquant"
+    assert "--force" not in words
+    again = interrupted(0, *words[1:])
+    assert (again.returncode, load_stats(Path("my stats.gqs")).blocks) == (130, 3)
+    assert shlex.split(again.stderr.splitlines()[2]) == words
+    cli(*words[1:])
+    assert Path("my stats.gqs").read_bytes() == Path("whole.gqs").read_bytes()
+
+
+def test_interrupted_twice_stops_at_once(here: Path) -> None:
+    """The second Ctrl-C does not wait for the block; nothing is written."""
+    result = interrupted(1, "calibrate", *CNN, "-o", "stats.gqs", times=2)
+    assert (result.returncode, result.stderr.splitlines()[-1]) == (130, "Interrupted.")
+    assert not Path("stats.gqs").exists()
+
+
+COUNTING = """
+import os, signal
+import numpy as np
+def feeds():
+    for number in range(1000):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+        if number == 10:
+            raise SystemExit("it went on")
+        yield {"image": np.zeros((1, 8, 8, 1), np.float32)}
+"""
+
+
+def test_interrupted_while_samples_are_counted(here: Path) -> None:
+    """Before anything is run there is nothing to keep, so the first Ctrl-C stops at once."""
+    Path("counting.py").write_text(COUNTING, "utf-8")
+    result = interrupted(0, "calibrate", "digits_cnn.onnx", "--data", "counting:feeds", "-o", "stats.gqs", times=0)
+    assert (result.returncode, result.stderr) == (130, "Interrupted.\n")
+    assert not Path("stats.gqs").exists()
+
+
+def test_interrupted_in_the_last_block_is_done(here: Path) -> None:
+    """Where nothing is left to do, the command ends as if nobody had interrupted it."""
+    result = interrupted(0, "calibrate", *CNN, "--samples", 4, "-o", "stats.gqs")
+    assert (result.returncode, load_stats(Path("stats.gqs")).complete) == (0, True)
+
+
+def test_interrupted_insert_writes_nothing(here: Path) -> None:
+    """There is nothing to keep for insert."""
+    result = interrupted(1, "insert", *CNN, "-o", "out.onnx")
+    assert (result.returncode, result.stderr) == (130, "Interrupted.\n")
+    assert not Path("out.onnx").exists()
+
+
+MANY = """
+import pathlib
+import time
+
+import numpy as np
+
+passes = []
+
+def samples():
+    images = np.load("digits_cnn_calib.npz")["image"]
+    passes.append(len(passes))
+    for number in range(2_000):
+        if passes[-1] and number == 500:
+            pathlib.Path("begun").touch()
+        if passes[-1] and number >= 500:
+            time.sleep(0.05)
+        yield {"image": images[number % len(images)][None]}
+"""
+"""Data that tells when a part of it was read, after the pass that counts it, and goes on for long."""
+
+
+def test_killed_by_a_real_signal(here: Path) -> None:
+    """SIGINT from outside ends with 130 and a file that is whole."""
+    Path("many.py").write_text(MANY)
+    command = [sys.executable, "-m", "graphquant", "calibrate", "digits_cnn.onnx", "--data", "many:samples"]
+    with subprocess.Popen([*command, "-o", "s.gqs"], stderr=subprocess.PIPE, text=True) as process:
+        while not Path("begun").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, message = process.communicate(timeout=60)
+    assert process.returncode == 130, message
+    assert "keeps what was gathered" in message
+    assert 0 < load_stats(Path("s.gqs")).samples < 2_000
+
+
+@pytest.mark.slow
+def test_tensorflow(cli: Callable[..., Any], samples: Path, here: Path) -> None:
+    """The same for TensorFlow models: shards, little memory, all tensors for other rules, SavedModels."""
+    for name, data in (("digits_rnn.pb", "digits_rnn_calib.npz"), ("digits_cnn_saved_model", "digits_cnn_calib.npz")):
+        model = (samples / name, "--data", data, "--samples", 20)
+        cli("calibrate", *model, "-o", f"{name}.gqs")
+        shards = [f"{name}{index}.gqs" for index in (1, 2)]
+        for index, shard in enumerate(shards, 1):
+            cli("calibrate", *model, "--shard", f"{index}/2", "-o", shard)
+        cli("calibrate", "--merge", *shards, "-o", "merged.gqs", "--force")
+        cli("calibrate", *model, "-o", "small.gqs", "--force", "--max-memory", "20KB")
+        files = [Path(file).read_bytes() for file in (f"{name}.gqs", "merged.gqs", "small.gqs")]
+        assert files[0] == files[1] == files[2]
+        cli("insert", samples / name, "--stats", f"{name}.gqs", "--dry-run")
+        cli("calibrate", *model, "--all", "-o", "all.gqs", "--force")
+        for rules in ("tflite", "onnxruntime", "tensorrt"):
+            result = cli("insert", samples / name, "--stats", "all.gqs", "--rules", rules, "--dry-run")
+            assert "calibrated on 20 samples" in result.output

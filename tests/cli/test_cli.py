@@ -1,0 +1,539 @@
+"""The command line: each verb, its forms, exit codes and outputs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pty
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from onnx import helper, numpy_helper
+
+from graphquant import api
+from graphquant.errors import (
+    DataError,
+    FindingsError,
+    GraphQuantError,
+    MissingDependencyError,
+    ModelError,
+    NeedsDataError,
+    RuleError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+ENVIRONMENT = {**os.environ, "COLUMNS": "80", "TERM": "xterm-256color"}
+
+
+def program(*arguments: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Runs graphquant as a user does."""
+    command = [sys.executable, "-m", "graphquant", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=ENVIRONMENT, **options)
+
+
+def on_terminal(*arguments: object) -> tuple[str, str]:
+    """What graphquant writes to stdout and to stderr, both terminals of 80 columns."""
+    out, err = pty.openpty(), pty.openpty()
+    command = [sys.executable, "-m", "graphquant", *map(str, arguments)]
+    with subprocess.Popen(command, stdout=out[1], stderr=err[1], stdin=subprocess.DEVNULL, env=ENVIRONMENT) as process:
+        os.close(out[1])
+        os.close(err[1])
+        texts = [_drained(stream[0]) for stream in (out, err)]
+        assert process.wait() == 0, texts
+    return texts[0], texts[1]
+
+
+def _drained(descriptor: int) -> str:
+    data = b""
+    try:
+        while chunk := os.read(descriptor, 1 << 16):
+            data += chunk
+    except OSError:  # how Linux tells the end of a terminal
+        pass
+    os.close(descriptor)
+    return data.decode()
+
+
+@pytest.fixture
+def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An own folder with the CNN and its data in it, the current one."""
+    for name in ("digits_cnn.onnx", "digits_cnn.pb", "digits_cnn_calib.npz"):
+        shutil.copy(samples / name, tmp_path / name)
+    shutil.copytree(samples / "digits_cnn_saved_model", tmp_path / "digits_cnn_saved_model")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# -- insert ----------------------------------------------------------------------------------------
+
+
+def test_help_tells_of_each_command_in_a_whole_line() -> None:
+    """No command's sentence is cut at 80 columns."""
+    output = program("--help").stdout
+    assert "  compare    Run FLOAT and QUANT on the same data and tell how they differ.\n" in output
+    assert "  diff       Tell what differs between two models or two plans, A and B.\n" in output
+    assert "  strip      Take out of MODEL what graphquant inserted.\n" in output
+    assert "..." not in output.split("Commands:")[1]
+
+
+def test_insert_names_its_output_after_the_model(cli: Callable[..., Any], here: Path) -> None:
+    """The default output stands beside the model with .quant in its name, and stdout ends with it."""
+    for name, output_name in (
+        ("digits_cnn.onnx", "digits_cnn.quant.onnx"),
+        ("digits_cnn.pb", "digits_cnn.quant.pb"),
+        ("digits_cnn_saved_model", "digits_cnn_saved_model.quant"),
+    ):
+        result = cli("insert", name, "--rules", "weight_only")
+        assert result.stdout.rstrip().endswith(f"Written to {output_name}")
+        assert result.stderr == ""
+        assert api.load(here / output_name).format == api.load(here / name).format
+
+
+def test_insert_refuses_what_is_there_unless_forced(cli: Callable[..., Any], here: Path) -> None:
+    """An existing output is an error with exit code 2 and stays as it is; --force replaces it."""
+    Path("out.onnx").write_text("precious")
+    result = cli("insert", "digits_cnn.onnx", "-o", "out.onnx", "--rules", "weight_only", code=2)
+    assert result.stderr.startswith("Error: out.onnx exists already.")
+    assert result.stdout == ""
+    assert Path("out.onnx").read_text() == "precious"
+    cli("insert", "digits_cnn.onnx", "-o", "out.onnx", "--rules", "weight_only", "--force")
+    assert len(api.load("out.onnx").main) == len(api.load("digits_cnn.onnx").main) + 27
+
+
+def test_dry_run_writes_nothing(cli: Callable[..., Any], here: Path) -> None:
+    """--dry-run tells the same and leaves no file but the report."""
+    before = sorted(here.iterdir())
+    result = cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "--dry-run")
+    assert "Nothing written (dry run)." in result.stdout
+    assert sorted(here.iterdir()) == before
+    cli("insert", "digits_cnn.onnx", "--rules", "weight_only", "--dry-run", "--report", "report.json")
+    report = json.loads(Path("report.json").read_text())
+    assert (report["output"], len(report["sites"])) == (None, 9)
+    assert sorted(here.iterdir()) == sorted([*before, here / "report.json"])
+
+
+@pytest.mark.parametrize("options", [[], ["--float-weights"]])
+def test_report_says_what_inspect_reads_back(cli: Callable[..., Any], here: Path, options: list[str]) -> None:
+    """Each site of the report is in the written model with the same scale, zero point, type and axis."""
+    arguments = ["--data", "digits_cnn_calib.npz", "-o", "out.onnx", "--report", "report.json", *options]
+    cli("insert", "digits_cnn.onnx", *arguments)
+    inspected = cli("inspect", "out.onnx", "--format=json").stdout
+    _compare(json.loads(Path("report.json").read_text()), json.loads(inspected))
+
+
+@pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_cnn_saved_model", "digits_rnn.pb", "digits_rnn.onnx"])
+def test_report_says_what_inspect_reads_back_without_data(
+    cli: Callable[..., Any], samples: Path, tmp_path: Path, name: str
+) -> None:
+    """The same for TensorFlow models and for bodies, with fixed-point ranges."""
+    out, report = tmp_path / f"out{Path(name).suffix}", tmp_path / "report.json"
+    cli("insert", samples / name, "--rules", "fixed_point", "-o", out, "--report", report)
+    _compare(json.loads(report.read_text()), json.loads(cli("inspect", out, "--format", "json").stdout))
+
+
+def _compare(report: dict[str, Any], inspected: dict[str, Any]) -> None:
+    keys = ("dtype", "scale", "zero_point", "axis")
+    reported = {
+        (output["graph"], output["op"]): [site[key] for key in keys]
+        for site in report["sites"]
+        for output in site["outputs"]
+    }
+    read = {(entry["graph"], entry["op"]): [entry[key] for key in keys] for entry in inspected["quantization"]}
+    assert len(reported) == sum(len(site["outputs"]) for site in report["sites"]) >= len(report["sites"]) > 0
+    assert reported == read
+    assert all(np.all(np.asarray(scale) > 0) for _, scale, _, _ in reported.values())
+
+
+def test_needs_data_gives_lines_to_paste(cli: Callable[..., Any], here: Path) -> None:
+    """Without data the exit code is 2, and the three lines really run, with a blank in the path too."""
+    Path("digits_cnn.onnx").rename("my digits.onnx")
+    Path("digits_cnn_calib.npz").rename("calibration.npz")
+    result = cli("insert", "my digits.onnx", code=2)
+    assert result.stdout == ""
+    lines = [line.strip() for line in result.stderr.splitlines() if line.startswith("  ")]
+    assert [shlex.split(line)[3:] for line in lines] == [
+        ["--data", "calibration.npz"],
+        ["--rules", "fixed_point"],
+        ["--rules", "weight_only"],
+    ]
+    for line, rules in zip(lines, ("onnxruntime", "fixed_point", "weight_only"), strict=True):
+        words = shlex.split(line)
+        assert words[0] == "graphquant"
+        sites = len(api.plan("my digits.onnx", rules=[rules]).sites)
+        assert f"{sites} sites inserted" in cli(*words[1:], "--force").stdout
+
+
+def test_samples_bounds_what_is_read(cli: Callable[..., Any], here: Path) -> None:
+    """--samples takes the first ones only, and there is no zero of them."""
+    result = cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--samples", 7, "--dry-run")
+    assert "calibrated on 7 samples" in result.stdout
+    cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--samples", 0, code=2)
+
+
+def test_random_data_says_so(cli: Callable[..., Any], here: Path) -> None:
+    """Made-up data is announced in the table and in the report."""
+    result = cli("insert", "digits_cnn.onnx", "--data", "random:4", "--report", "report.json")
+    assert "RANDOM data" in result.stdout
+    data = json.loads(Path("report.json").read_text())["data"]
+    assert (data["samples"], data["random"], data["complete"], data["stats"]) == (4, True, True, None)
+
+
+# -- plans -----------------------------------------------------------------------------------------
+
+
+def test_edited_plan_is_applied_exactly(cli: Callable[..., Any], here: Path) -> None:
+    """A range and a scale written into the plan are used, and a site taken out of it is not inserted."""
+    cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json")
+    plan = json.loads(Path("plan.json").read_text())
+    named = {site["tensor"]["op"]: site for site in plan["sites"]}
+    named["stem/relu"]["range"] = [0.0, 5.1]
+    named["residual_2/conv"] |= {"scale": [0.25], "zero_point": [100]}
+    plan["sites"].remove(named["residual/relu"])
+    Path("plan.json").write_text(json.dumps(plan))
+    options = ["--data", "digits_cnn_calib.npz", "--report", "report.json"]
+    cli("insert", "digits_cnn.onnx", "--plan", "plan.json", *options)
+    sites = {site["tensor"]["op"]: site for site in json.loads(Path("report.json").read_text())["sites"]}
+    assert list(sites) == [site["tensor"]["op"] for site in plan["sites"]]
+    assert sites["stem/relu"]["scale"] == pytest.approx(5.1 / 255, rel=1e-6)
+    assert (sites["residual_2/conv"]["scale"], sites["residual_2/conv"]["zero_point"]) == (0.25, 100)
+    cli("insert", "digits_cnn.onnx", *options, "-o", "all.onnx")
+    for site in json.loads(Path("report.json").read_text())["sites"]:
+        name = site["tensor"]["op"]
+        if name not in {"stem/relu", "residual_2/conv", "residual/relu"}:
+            assert sites[name]["scale"] == pytest.approx(site["scale"], rel=1e-6)  # watching others, others fuse
+
+
+def test_unedited_plan_gives_the_same_model(cli: Callable[..., Any], here: Path) -> None:
+    """Insert by rules and insert by the plan those rules make write the same bytes."""
+    data = ["--data", "digits_cnn_calib.npz"]
+    cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json")
+    cli("insert", "digits_cnn.onnx", *data, "-o", "rules.onnx")
+    cli("insert", "digits_cnn.onnx", *data, "-o", "plan.onnx", "--plan", "plan.json")
+    assert Path("plan.onnx").read_bytes() == Path("rules.onnx").read_bytes()
+
+
+def test_plan_and_rules_do_not_go_together(cli: Callable[..., Any], here: Path) -> None:
+    """--plan with an option that makes a plan is a usage error, and so is another model's plan."""
+    cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json")
+    result = cli("insert", "digits_cnn.onnx", "--plan", "plan.json", "--rules", "fixed_point", code=2)
+    assert result.stderr.startswith("Error: --plan applies a plan as it is;")
+    result = cli("insert", "digits_cnn.pb", "--plan", "plan.json", code=2)
+    assert "was made for another model" in result.stderr
+    result = cli("insert", "digits_cnn.onnx", "--plan", "missing.json", code=2)
+    assert "missing.json cannot be read" in result.stderr
+
+
+def test_include_and_exclude_choose(cli: Callable[..., Any], here: Path) -> None:
+    """--include keeps what it names alone, --exclude leaves what it names with the reason, and both take regexes."""
+
+    def planned(*options: str) -> list[str]:
+        data = json.loads(cli("plan", "digits_cnn.onnx", "--rules", "weight_only", "--format=json", *options).stdout)
+        return [site["uses"][0]["op"] for site in data["sites"]]
+
+    everything = planned()
+    assert planned("--include", "residual_*") == ["residual_2/conv", "residual_1/conv"]
+    assert planned("--include", "/residual_[1]/") == ["residual_1/conv"]
+    assert planned("--exclude", "residual_*") == [name for name in everything if not name.startswith("residual_")]
+    assert planned("--include", "residual_*", "--exclude", "*_1/*") == ["residual_2/conv"]
+    text = cli("plan", "digits_cnn.onnx", "--rules", "weight_only", "--exclude", "residual_*").stdout
+    assert "--exclude 'residual_*'" in text
+
+
+def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Path) -> None:
+    """A file named first takes its exceptions out of what the second one says."""
+    Path("mine.toml").write_text(
+        '[[rule]]\nname = "keep"\nwhy = "it is small"\n'
+        'consumer = { name = "stem/conv", input = "input|weight" }\nquantize = "leave"\n'
+    )
+
+    def planned(*names: str) -> Any:
+        options = [f"--rules={name}" for name in names]
+        return json.loads(cli("plan", "digits_cnn.onnx", "--format=json", *options).stdout)
+
+    single_plan, stacked_plan = planned("fixed_point"), planned("mine.toml", "fixed_point")
+    late = planned("fixed_point", "mine.toml")
+    assert stacked_plan["rules"] == ["mine.toml", "fixed_point"]
+    assert [site for site in single_plan["sites"] if site["uses"][0]["op"] != "stem/conv"] == stacked_plan["sites"]
+    assert {skip["reason"] for skip in stacked_plan["skips"]} == {"it is small"}
+    assert (late["sites"], late["unused"]) == (single_plan["sites"], ["keep"])
+
+
+def test_rules_that_matched_nothing(cli: Callable[..., Any], here: Path) -> None:
+    """A user's own rule that finds nothing is named, also by insert; shipped ones are counted in the plan."""
+    Path("mine.toml").write_text(
+        '[[rule]]\nname = "mistaken"\nwhy = "x"\nconsumer = { kind = "lstm" }\nquantize = "leave"\n'
+    )
+    ours = ("--rules", "mine.toml", "--rules", "onnxruntime")
+    unused = json.loads(cli("plan", "digits_cnn.onnx", "--format=json", *ours).stdout)["unused"]
+    assert unused[0] == "mistaken"
+    output = cli("plan", "digits_cnn.onnx", *ours).stdout
+    assert "Your rules that matched nothing: mistaken\n" in output
+    assert len(unused) > 2
+    assert f"{len(unused) - 1} shipped rules matched nothing" in output
+    assert unused[1] not in output
+    data = ("--data", "digits_cnn_calib.npz", "--samples", "4", "--no-check", "--dry-run")
+    output = cli("insert", "digits_cnn.onnx", *ours, *data).stdout
+    assert "Your rules that matched nothing: mistaken\n" in output
+    assert "shipped rule" not in output
+    assert "matched nothing" not in cli("insert", "digits_cnn.onnx", *data).stdout
+
+
+# -- the other verbs -------------------------------------------------------------------------------
+
+
+def test_one_range_of_a_weight(cli: Callable[..., Any], here: Path) -> None:
+    """Insert and inspect tell one range of a symmetric weight, whose type has one negative value more."""
+    arguments = ("insert", "digits_cnn.onnx", "--rules", "weight_only", "-o", "made.onnx")
+    weight_lines = [
+        {line.split()[0].partition("/quant")[0].partition(":")[0]: line.split()[-1] for line in lines if "±" in line}
+        for lines in (cli(*arguments).stdout.splitlines(), cli("inspect", "made.onnx").stdout.splitlines())
+    ]
+    assert len(weight_lines[0]) == 9
+    assert weight_lines[0] == weight_lines[1]
+
+
+def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], here: Path) -> None:
+    """The table counts what the JSON holds; -o writes it to a file, without replacing one."""
+    text = cli("plan", "digits_cnn.onnx").stdout
+    data = json.loads(cli("plan", "digits_cnn.onnx", "--format", "json").stdout)
+    assert (data["schema"], data["format"], data["rules"]) == (1, "onnx", ["onnxruntime"])
+    uses = sum(len(site["uses"]) for site in data["sites"])
+    assert f"{len(data['sites'])} sites, {uses} uses rerouted, {len(data['skips'])} left with a reason." in text
+    assert cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json").output == ""
+    assert json.loads(Path("plan.json").read_text()) == data
+    cli("plan", "digits_cnn.onnx", "-o", "plan.json", code=2)
+    cli("plan", "digits_cnn.onnx", "-o", "plan.json", "--force")
+    assert "stem/relu:0" in Path("plan.json").read_text()
+
+
+def test_inspect_in_all_forms(cli: Callable[..., Any], here: Path) -> None:
+    """Text, JSON and DOT tell of the same ops."""
+    data = json.loads(cli("inspect", "digits_cnn.onnx", "--format", "json").stdout)
+    assert data["inputs"] == [{"name": "image", "dtype": "float32", "shape": [None, 8, 8, 1]}]
+    assert (data["opset"], data["ops"]["Conv"], data["quantization"]) == (13, 7, [])
+    text = cli("inspect", "digits_cnn.onnx").stdout
+    assert "onnx, opset 13" in text
+    assert "7 Conv" in text
+    drawn = cli("inspect", "digits_cnn.onnx", "--format", "dot").stdout
+    assert drawn.startswith("digraph")
+    assert drawn.count("Conv") >= 7
+    cli("inspect", "digits_cnn.onnx", "--format", "dot", "-o", "model.dot")
+    assert Path("model.dot").read_text() == drawn
+
+
+def test_explain_tells_each_rule(cli: Callable[..., Any], here: Path) -> None:
+    """The winner, and why the others do not apply; an unknown name is an error with close ones."""
+    text = cli("explain", "digits_cnn.onnx", "stem/relu:0").stdout
+    assert "stem/relu:0 read by depthwise/conv[0]" in text
+    assert "conv-output" in text
+    result = cli("explain", "digits_cnn.onnx", "stem/relo", code=2)
+    assert "stem/relu" in result.stderr
+
+
+def test_rules_verbs(cli: Callable[..., Any], here: Path) -> None:
+    """Rule files are listed, shown, checked and described by a schema."""
+    names = [line.split()[0] for line in cli("rules", "list").stdout.splitlines()]
+    assert {"onnxruntime", "tflite", "tensorrt", "fixed_point", "weight_only"} <= set(names)
+    for name in names[1:]:
+        output = cli("rules", "show", name).stdout
+        Path("copy.toml").write_text(output)
+        assert "no mistakes" in cli("rules", "check", "copy.toml").stdout
+    schema = json.loads(cli("rules", "schema").stdout)
+    assert "rule" in schema["properties"]
+    assert "onnxruntime" in cli("rules", "show", "onxruntime", code=2).stderr
+
+
+# -- exit codes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (FindingsError, 1),
+        (UsageError, 2),
+        (RuleError, 2),
+        (DataError, 2),
+        (NeedsDataError, 2),
+        (ModelError, 3),
+        (MissingDependencyError, 4),
+        (KeyboardInterrupt, 130),
+    ],
+)
+def test_each_ending_has_its_exit_code(
+    cli: Callable[..., Any], here: Path, monkeypatch: pytest.MonkeyPatch, kind: type[BaseException], code: int
+) -> None:
+    """An error's kind decides the exit code, and its text is all that is said."""
+
+    def fail(path: Path) -> None:
+        raise kind("It broke. Mend it.")
+
+    monkeypatch.setattr(api, "load", fail)
+    result = cli("inspect", "digits_cnn.onnx", code=code)
+    assert result.output == ("Error: It broke. Mend it.\n" if issubclass(kind, GraphQuantError) else "Interrupted.\n")
+
+
+def test_missing_tensorflow_ends_with_4(here: Path) -> None:
+    """Where TensorFlow cannot be imported, calibration of its models gives the line that installs it."""
+    script = (
+        "import sys; sys.modules['tensorflow'] = None; from graphquant.cli import main;"
+        " main(['insert', 'digits_cnn.pb', '--data', 'digits_cnn_calib.npz'])"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=here)
+    assert (result.returncode, result.stdout) == (4, "")
+    assert "graphquant[tensorflow]" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_interrupt_ends_with_130_and_leaves_nothing(here: Path) -> None:
+    """Ctrl-C while the model is written gives exit code 130 and no part of a file."""
+    script = (
+        "import os, signal, pathlib; from graphquant.cli import main\n"
+        "def replace(self, target): os.kill(os.getpid(), signal.SIGINT)\n"
+        "pathlib.Path.replace = replace\n"
+        "main(['insert', 'MODEL', '--rules', 'weight_only', '-o', 'OUT', '--report', 'report.json'])"
+    )
+    for model, out in (("digits_cnn.onnx", "out.onnx"), ("digits_cnn.pb", "o.pb"), ("digits_cnn_saved_model", "out")):
+        text = script.replace("MODEL", model).replace("OUT", out)
+        before = sorted(here.rglob("*"))
+        result = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False, cwd=here)
+        assert (result.returncode, result.stdout, result.stderr) == (130, "", "Interrupted.\n")
+        assert sorted(here.rglob("*")) == before
+
+
+def test_usage_errors_end_with_2(here: Path) -> None:
+    """Unknown verbs and options, and missing arguments, are click's usage errors."""
+    for arguments in (["quantise"], ["insert"], ["insert", "digits_cnn.onnx", "--date"], ["plan", "a", "--format=xml"]):
+        result = program(*arguments)
+        assert (result.returncode, result.stdout) == (2, "")
+        assert "Error: " in result.stderr
+        assert "Traceback" not in result.stderr
+
+
+# -- terminals and pipes ---------------------------------------------------------------------------
+
+
+def test_pipes_get_plain_text_and_results_only(here: Path) -> None:
+    """Stdout holds the table, stderr nothing, neither an escape sequence."""
+    result = program("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "\x1b" not in result.stdout
+    assert result.stdout.splitlines()[-1].endswith("Written to digits_cnn.quant.onnx")
+
+
+def test_terminals_get_progress_on_stderr_and_80_columns(here: Path) -> None:
+    """On a terminal the progress bar goes to stderr, and no line of the table is wider than 80 columns."""
+    out, err = on_terminal("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz")
+    assert "calibrating" in err
+    assert "calibrating" not in out
+    plain = _without_escapes(out)
+    assert "digits_cnn.quant.onnx" in plain
+    assert max(len(line.rstrip()) for line in plain.splitlines()) <= 80
+    for arguments in (["inspect", "digits_cnn.quant.onnx"], ["plan", "digits_cnn.onnx"], ["rules", "list"]):
+        plain = _without_escapes(on_terminal(*arguments)[0])
+        assert max(len(line.rstrip()) for line in plain.splitlines()) <= 80
+    assert "residual_2/conv" in _without_escapes(on_terminal("inspect", "digits_cnn.quant.onnx")[0])
+
+
+def _without_escapes(text: str) -> str:
+    import re
+
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_no_color_is_heard(here: Path) -> None:
+    """NO_COLOR takes the colours out on a terminal too."""
+    os.environ["NO_COLOR"] = "1"
+    try:
+        ENVIRONMENT["NO_COLOR"] = "1"
+        out, _ = on_terminal("plan", "digits_cnn.onnx")
+    finally:
+        del os.environ["NO_COLOR"], ENVIRONMENT["NO_COLOR"]
+    assert "\x1b[3" not in out
+
+
+def test_a_closed_pipe_is_no_crash(here: Path) -> None:
+    """`graphquant inspect MODEL | head -1` ends quietly."""
+    command = f"{shlex.quote(sys.executable)} -m graphquant inspect digits_cnn.onnx --format json | head -1"
+    result = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)  # noqa: S602  # a pipe
+    assert (result.stdout, result.stderr) == ("{\n", "")
+
+
+def test_installed_command_is_the_module(here: Path) -> None:
+    """`python -m graphquant` calls itself graphquant and knows its version."""
+    import graphquant
+
+    assert program("--version").stdout.strip().endswith(graphquant.__version__)
+    assert program("--help").stdout.startswith("Usage: ")
+
+
+NAME = "a\x1b[31m[/]\x9b:x:\nb\u202e"
+"""A name that would colour a terminal, break a line, turn the reading direction or be markup."""
+
+
+@pytest.mark.parametrize("verb", [("inspect",), ("inspect", "--format", "dot"), ("plan",), ("insert",), ("explain",)])
+def test_names_cannot_act_on_the_terminal(cli: Callable[..., Any], tmp_path: Path, verb: tuple[str, ...]) -> None:
+    """Names in a model are spelled out, in results, in files and in errors alike."""
+    path, out = tmp_path / "named.onnx", tmp_path / "out.onnx"
+    weight = numpy_helper.from_array(np.ones((4, 3, 1, 1), np.float32), f"{NAME}w")
+    node = helper.make_node("Conv", ["x", f"{NAME}w"], [f"{NAME}y"], name=NAME)
+    inputs = [helper.make_tensor_value_info("x", 1, [1, 3, 4, 4])]
+    outputs = [helper.make_tensor_value_info(f"{NAME}y", 1, None)]
+    graph = helper.make_graph([node], "named", inputs, outputs, [weight])
+    path.write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
+    options = {"insert": ("-o", out, "--rules", "fixed_point"), "explain": (NAME,)}.get(verb[0], ())
+    output = cli(verb[0], path, *options, *verb[1:]).stdout
+    assert r"a\x1b[31m[/]\x9b:x:".replace("\\", "\\\\" if "dot" in verb else "\\") in output
+    assert all(char.isprintable() or char == "\n" for char in output)
+    if verb[0] in {"inspect", "plan"}:
+        cli(*verb[:1], path, *verb[1:], "-o", tmp_path / "out.txt")
+        assert (tmp_path / "out.txt").read_text("utf-8") == output
+
+
+def test_errors_are_fit_for_a_terminal(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """An error that quotes a file's content neither acts on the terminal nor fills it."""
+    path = tmp_path / "long.textproto"
+    path.write_text("a" * 100_000)
+    message = cli("inspect", path, code=3).stderr
+    assert len(message) < 3_000
+    assert "more characters)" in message
+    assert r"no\x1b[31m.onnx" in cli("inspect", tmp_path / "no\x1b[31m.onnx", code=3).stderr
+
+
+def test_standard_output_that_is_full(samples: Path) -> None:
+    """The end of a disk under stdout is told in a sentence."""
+    full = Path("/dev/full")
+    if not full.is_char_device():
+        pytest.skip("this system has no /dev/full")
+    for verb, unbuffered in itertools.product((["plan"], ["inspect", "--format", "json"]), ("", "1")):
+        command = [sys.executable, "-m", "graphquant", verb[0], str(samples / "digits_cnn.onnx"), *verb[1:]]
+        environment = {**ENVIRONMENT, "PYTHONUNBUFFERED": unbuffered}
+        with full.open("w") as out:
+            process = subprocess.run(
+                command, stdout=out, stderr=subprocess.PIPE, text=True, check=False, env=environment
+            )
+        assert process.returncode == 2
+        assert process.stderr.startswith("Error: The result cannot be written to standard output: No space left")
+        assert process.stderr.count("\n") == 1
+
+
+def test_names_that_the_encoding_lacks(tmp_path: Path) -> None:
+    """Letters that the terminal's encoding lacks are spelled out."""
+    path = tmp_path / "named.onnx"
+    ends = [[helper.make_tensor_value_info(name, 1, [1])] for name in ("日本", "y")]
+    graph = helper.make_graph([helper.make_node("Relu", ["日本"], ["y"])], "named", *ends)
+    path.write_bytes(helper.make_model(graph, ir_version=9).SerializeToString())
+    command = [sys.executable, "-m", "graphquant", "inspect", str(path)]
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "ascii"}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert process.returncode == 0, process.stderr
+    assert r"\u65e5\u672c" in process.stdout

@@ -1,0 +1,117 @@
+"""The command line where it draws: pages, pictures, neighbourhoods."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from graphquant.errors import escape_unprintable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@pytest.fixture
+def here(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with a sample model and its data."""
+    for name in ("digits_cnn.onnx", "digits_cnn_calib.npz"):
+        (tmp_path / name).write_bytes((samples / name).read_bytes())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_page_of_each_verb(cli: Callable[..., Any], here: Path) -> None:
+    """inspect, plan and insert write a page beside what they print, and say where; no two are the same."""
+    cli("inspect", "digits_cnn.onnx", "--html", "inspect.html")
+    result = cli("plan", "digits_cnn.onnx", "--html", "plan.html")
+    assert (result.stdout, result.stderr) == (cli("plan", "digits_cnn.onnx").stdout, "Written to plan.html\n")
+    result = cli("insert", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "--html", "insert.html")
+    assert result.stderr == "Written to insert.html\n"
+    assert "sites inserted" in result.stdout
+    cli("calibrate", "digits_cnn.onnx", "--data", "digits_cnn_calib.npz", "-o", "stats.gqs")
+    cli("inspect", "digits_cnn.onnx", "--stats", "stats.gqs", "--html", "stats.html")
+    cli("inspect", "digits_cnn.quant.onnx", "--stats", "stats.gqs", "--html", "named.html")
+    pages = [Path(f"{name}.html").read_text("utf-8") for name in ("inspect", "plan", "insert", "stats", "named")]
+    assert len(set(pages)) == len(pages)
+    assert all(page.startswith("<!DOCTYPE html>") and page.endswith("</script></body></html>\n") for page in pages)
+
+
+def test_a_dry_run_draws(cli: Callable[..., Any], here: Path) -> None:
+    """--dry-run writes no model, and the page that was asked for."""
+    cli("insert", "digits_cnn.onnx", "--rules", "fixed_point", "--dry-run", "--html", "dry.html")
+    assert {path.name for path in here.iterdir()} == {"digits_cnn.onnx", "digits_cnn_calib.npz", "dry.html"}
+
+
+def test_random_data_is_reported(cli: Callable[..., Any], here: Path) -> None:
+    """A page whose histograms are of random data says so."""
+    from base64 import b64decode
+    from zlib import decompress
+
+    cli("insert", "digits_cnn.onnx", "--data", "random:1", "--html", "random.html")
+    packed = re.search(r'octet-stream">([^<]*)<', Path("random.html").read_text("utf-8"))[1]
+    assert json.loads(decompress(b64decode(packed)))["notes"] == [
+        "The data is RANDOM: what it shows is for tests only."
+    ]
+
+
+@pytest.mark.parametrize("form", ["svg", "dot", "graphml", "graph-json"])
+def test_pictures_and_data(cli: Callable[..., Any], here: Path, form: str) -> None:
+    """Each form goes to stdout or a file, of all of the model or of what is near an op."""
+    output = cli("inspect", "digits_cnn.onnx", "--format", form).stdout
+    cli("inspect", "digits_cnn.onnx", "--format", form, "-o", "out")
+    assert Path("out").read_text("utf-8") == output
+    near = cli("inspect", "digits_cnn.onnx", "--format", form, "--around", "stem/relu", "--hops", "1").stdout
+    assert len(near) < len(output)
+    for name, times in (("Relu", True), ("Softmax", False)):
+        assert (name in near) == times
+        assert name in output
+
+
+def test_a_neighborhood_printed(cli: Callable[..., Any], here: Path) -> None:
+    """Without a form it is drawn with signs; two hops by default."""
+    output = cli("inspect", "digits_cnn.onnx", "--around", "stem/relu:0", "--hops", "1").stdout
+    assert [line.split()[:3] for line in output.splitlines() if "float:" not in line] == [
+        ["●", "Conv", "stem/conv"],
+        ["◉", "Relu", "stem/relu"],
+        ["●", "Conv", "depthwise/conv"],
+    ]
+    assert len(cli("inspect", "digits_cnn.onnx", "--around", "stem/relu").stdout) > len(output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["inspect", "MODEL", "--html", "there.html"], "there.html exists already."),
+        (["plan", "MODEL", "--html", "there.html"], "there.html exists already."),
+        (["insert", "MODEL", "--rules", "fixed_point", "--html", "there.html"], "there.html exists already."),
+        (["inspect", "MODEL", "--force", "--html", "MODEL"], "MODEL is the model itself."),
+        (["insert", "MODEL", "--report", "a", "--html", "a"], "--html a is another of the outputs."),
+        (["inspect", "MODEL", "--html", "a.html", "-o", "a.html"], "--html a.html is the file of -o."),
+        (["plan", "MODEL", "--html", "a.html", "-o", "a.html"], "--html a.html is the file of -o."),
+        (
+            ["inspect", "MODEL", "--around", "stem/rel"],
+            "Nothing that is drawn is called 'stem/rel'. Did you mean 'stem/relu'",
+        ),
+        (["inspect", "MODEL", "--around", "x", "--format", "json"], "--format json lists the whole model."),
+    ],
+    ids=lambda one: " ".join(one) if isinstance(one, list) else "",
+)
+def test_refused_draw_options(cli: Callable[..., Any], here: Path, arguments: list[str], said: str) -> None:
+    """Before any work is done, with what to do."""
+    Path("there.html").write_text("mine", "utf-8")
+    Path("digits_cnn.onnx").rename("MODEL.onnx")
+    call = ["MODEL.onnx" if argument == "MODEL" else argument for argument in arguments]
+    assert escape_unprintable(said.replace("MODEL", "MODEL.onnx")) in cli(*call, code=2).stderr
+    assert Path("there.html").read_text("utf-8") == "mine"
+    assert not list(here.glob("*quant*"))
+
+
+def test_force_replaces(cli: Callable[..., Any], here: Path) -> None:
+    """With --force the page takes the place of what was there."""
+    Path("there.html").write_text("mine", "utf-8")
+    cli("inspect", "digits_cnn.onnx", "--html", "there.html", "--force")
+    assert Path("there.html").read_text("utf-8").startswith("<!DOCTYPE html>")

@@ -1,0 +1,390 @@
+"""Weights in a file beside the model: when they go there, that they come back the same, and that nothing gets lost."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+from onnx import helper, numpy_helper
+
+import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.errors import ModelError, UsageError
+from graphquant.formats import external_weights
+from graphquant.formats import onnx as format_
+from graphquant.formats.onnx import external_data, file_writer, session
+
+FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.array(True)}
+
+
+def write_model(folder: Path, *, external: bool) -> Path:
+    """A model with a product in the main graph, in both branches of an If, and with a weight in a Constant node."""
+    rng = np.random.default_rng(0)
+    arrays = {name: rng.standard_normal((64, 64)).astype(np.float32) for name in ("w", "k", "a", "b")}
+    arrays["bias"] = rng.standard_normal(512).astype(np.float32)
+    tensors = {name: numpy_helper.from_array(value, name) for name, value in arrays.items()}
+    if external:
+        with folder.joinpath("m.data").open("wb") as file:
+            for tensor in tensors.values():
+                tensor.data_location = onnx.TensorProto.EXTERNAL
+                span = (("location", "m.data"), ("offset", file.tell()), ("length", len(tensor.raw_data)))
+                file.write(tensor.raw_data)
+                tensor.ClearField("raw_data")
+                for key, value in span:
+                    tensor.external_data.add(key=key, value=str(value))
+    branches = {
+        f"{branch}_branch": helper.make_graph(
+            [helper.make_node("MatMul", ["p", name], [f"o{name}"])],
+            branch,
+            [],
+            [helper.make_tensor_value_info(f"o{name}", 1, [1, 64])],
+            [tensors[name]],
+        )
+        for branch, name in (("then", "a"), ("else", "b"))
+    }
+    nodes = [
+        helper.make_node("Constant", [], ["k"], value=tensors["k"]),
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("MatMul", ["m", "k"], ["p"]),
+        helper.make_node("If", ["c"], ["q"], **branches),
+        helper.make_node("Expand", ["q", "size"], ["e"]),
+        helper.make_node("Reshape", ["e", "flat"], ["f"]),
+        helper.make_node("Add", ["f", "bias"], ["y"]),
+    ]
+    shape_tensors = [numpy_helper.from_array(np.array(v), n) for n, v in (("size", [8, 64]), ("flat", [512]))]
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", 1, [1, 64]), helper.make_tensor_value_info("c", 9, [])],
+        [helper.make_tensor_value_info("y", 1, [512])],
+        [tensors["w"], tensors["bias"], *shape_tensors],
+    )
+    message = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8)
+    path = folder / "m.onnx"
+    path.write_bytes(message.SerializeToString())
+    return path
+
+
+def session_outputs(path: Path) -> Any:
+    """What onnxruntime computes with the file."""
+    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, FEED)[0]
+
+
+def weight_files(path: Path) -> list[str]:
+    """The names of files of weights that were written for a model at `path`."""
+    return sorted(file.name for file in path.parent.glob(f"{path.name}.{'[0-9a-f]' * 16}.data"))
+
+
+@pytest.mark.parametrize("external", [False, True])
+@pytest.mark.parametrize("rules", ["weight_only", "weight_only_int4"])
+def test_external_weights_compute_the_same(
+    external: bool, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All bulky tensors, new or kept, in bodies and Constant nodes too, go to one file; the model computes the same."""
+    source = write_model(tmp_path, external=external)
+    result = gq.insert(source, rules=rules)
+    result.save(tmp_path / "inside.onnx")
+    assert not weight_files(tmp_path / "inside.onnx")
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    if not external:
+        monkeypatch.setattr(file_writer, "MAX_MESSAGE_BYTES", 5000)
+    output_folder = tmp_path / "elsewhere"
+    output_folder.mkdir()
+    saved_path = result.save(output_folder / "q.onnx")
+    assert sorted(path.name for path in output_folder.iterdir()) == ["q.onnx", *weight_files(saved_path)]
+    assert len(weight_files(saved_path)) == 1
+    assert saved_path.stat().st_size < 5000
+    onnx.checker.check_model(str(saved_path), full_check=True)
+    np.testing.assert_array_equal(session_outputs(saved_path), session_outputs(tmp_path / "inside.onnx"))
+    assert [str(reading.tensor) for reading in summarize_model(gq.load(saved_path)).quantization_ops] == [
+        str(reading.tensor) for reading in summarize_model(result.model).quantization_ops
+    ]
+    assert len(result.inserted) == 4
+
+
+def test_external_weights_are_deterministic_and_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same input gives the same two files; the bias that stayed float is in the second, at an aligned place."""
+    source = write_model(tmp_path, external=True)
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    saved_files = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        gq.insert(source, rules="weight_only").save(folder / "q.onnx")
+        saved_files.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert saved_files[0] == saved_files[1]
+    (name,) = saved_files[0].keys() - {"q.onnx"}
+    assert name == f"q.onnx.{hashlib.sha256(saved_files[0][name]).hexdigest()[:16]}.data"
+    message = onnx.load(tmp_path / "one/q.onnx", load_external_data=False)
+    locations = {
+        tensor.name: {entry.key: entry.value for entry in tensor.external_data} for tensor in message.graph.initializer
+    }
+    assert locations["bias"]["location"] == name
+    assert int(locations["bias"]["offset"]) % 64 == 0
+    assert locations["size"] == {}  # too small
+    assert 4 * 64 * 64 + 2048 <= len(saved_files[0][name]) < 4 * 64 * 64 + 2048 + 4 * 64 * 4 + 10 * 64
+
+
+def test_replacing_a_model_removes_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the model that is replaced go its weights, and such that nobody reads; files that look alike stay."""
+    source = write_model(tmp_path, external=True)
+    folder, path = tmp_path / "made", tmp_path / "made/q.onnx"
+    folder.mkdir()
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    unrelated_files = [folder / name for name in ("q.onnx.data", "q.onnx.0123.data", "r.onnx.0123456789abcdef.data")]
+    for unrelated_file in unrelated_files:
+        unrelated_file.write_bytes(b"mine")
+    path.with_name("q.onnx.0123456789abcdef.data").write_bytes(b"left by a killed process")
+    eight, four = (gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4"))
+    eight.save(path)
+    (first,) = weight_files(path)
+    four.save(path, force=True)
+    (second,) = weight_files(path)
+    assert first != second
+    assert not path.with_name(first).exists()
+    monkeypatch.undo()
+    eight.save(path, force=True)  # its new weights are inside, what stayed float is linked
+    assert sorted(folder.iterdir()) == sorted([path, folder / "m.data", *unrelated_files])
+    assert [unrelated_file.read_bytes() for unrelated_file in unrelated_files] == [b"mine"] * 3
+
+
+def test_weights_of_copied_models_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who copied a model beside itself still has it after a new one took its place, whatever its name, whole or not."""
+    source = write_model(tmp_path, external=True)
+    path, copies = tmp_path / "q.onnx", [tmp_path / name for name in ("kept.onnx", "q.onnx.bak", "best.pb", "v1")]
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    eight, four = (gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4"))
+    eight.save(path)
+    expected, (first,) = session_outputs(path), weight_files(path)
+    for copy in copies:
+        shutil.copy(path, copy)
+    tmp_path.joinpath("q.onnx.intoto.json").write_text(json.dumps({"location": first}), "utf-8")
+    truncated = tmp_path / "torn.onnx"
+    truncated.write_bytes(path.read_bytes()[:-1])
+    four.save(path, force=True)
+    for copy in copies:
+        np.testing.assert_array_equal(session_outputs(copy), expected)
+        assert tmp_path.joinpath(first).exists()
+        copy.unlink()
+        four.save(path, force=True)
+    assert tmp_path.joinpath(first).exists()
+    monkeypatch.setattr(external_weights, "MAX_SEARCHED_BYTES", 10)
+    truncated.unlink()
+    four.save(path, force=True)
+    assert tmp_path.joinpath(first).exists()
+    monkeypatch.setattr(external_weights, "MAX_SEARCHED_BYTES", 1 << 20)
+    four.save(path, force=True)
+    assert not tmp_path.joinpath(first).exists()
+    assert len(weight_files(path)) == 1
+
+
+def test_external_data_is_copied_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that stays is copied whole or not at all, before there is a model."""
+    result = gq.insert(write_model(tmp_path, external=True), rules="weight_only")
+    path = tmp_path / "made/q.onnx"
+    path.parent.mkdir()
+    listings: list[list[str]] = []
+
+    def refuse_link(_origin: Any, _target: Any) -> None:
+        raise OSError(18, "Invalid cross-device link")
+
+    def fail_halfway(source: Any, target: Any) -> None:
+        target.write(source.read(100))
+        listings.append([file.name for file in path.parent.iterdir()])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file_writer.os, "link", refuse_link)
+    with monkeypatch.context() as patched:
+        patched.setattr(file_writer.shutil, "copyfileobj", fail_halfway)
+        with pytest.raises(UsageError, match="No space left on device"):
+            result.save(path)
+    assert [re.sub(r"\d+\.[0-9a-f]{8}", "N", name) for name in listings[0]] == [".q.onnx.data.N.part"]
+    assert list(path.parent.iterdir()) == []
+    result.save(path)
+    assert path.with_name("m.data").read_bytes() == tmp_path.joinpath("m.data").read_bytes()
+    assert session_outputs(path).shape == (512,)
+
+
+def test_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the disk fills while weights are written, what was there before stays, and no part of the new is left."""
+    source = write_model(tmp_path, external=True)
+    result = gq.insert(source, rules="weight_only")
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    result.save(tmp_path / "q.onnx")
+    names = sorted(path.name for path in tmp_path.iterdir())
+    contents = [tmp_path.joinpath(name).read_bytes() for name in names]
+
+    def fail_on_full_disk(_message: Any, _ops: Any, _folder: Any, file: Any) -> None:
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(file_writer, "write_external_weights", fail_on_full_disk)
+    with pytest.raises(UsageError, match="cannot be written: No space left on device"):
+        result.save(tmp_path / "q.onnx", force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert [tmp_path.joinpath(name).read_bytes() for name in names] == contents
+
+
+REPLACE_SCRIPT = """
+import os, signal, sys, time
+from pathlib import Path
+import graphquant as gq
+from graphquant.formats.onnx import files
+from graphquant.whole import whole
+
+files.MANY, path, mine = 0, Path(sys.argv[2]), Path(sys.argv[2]).parent
+results = [gq.insert(sys.argv[1], rules=rules) for rules in ("weight_only", "weight_only_int4")]
+moments = {"open", "os.rename", "os.remove"}
+
+def child(nth, limit, seen):
+    def hook(event, arguments):
+        nonlocal seen
+        if event in moments and str(mine) in str(arguments[0]):
+            seen += 1
+            if seen == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+    if limit:
+        sys.addaudithook(hook)
+    while True:
+        results[nth % 2].save(path, force=True)
+        nth += 1
+        if limit:
+            os._exit(0)
+
+for line in sys.stdin:  # which result is first, and at which step, or after how many seconds, it is killed
+    nth, step, seconds = line.split()
+    process = os.fork()
+    if not process:
+        child(int(nth), int(step), 0)
+    if float(seconds):
+        time.sleep(float(seconds))
+        os.kill(process, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
+"""
+"""Replaces a model by itself and another in turn, in processes that are killed."""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+def test_kill_while_replacing_leaves_a_complete_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever a process is killed, the old or the new model is there with its weights, and the next one cleans up."""
+    source, path = write_model(tmp_path, external=True), tmp_path / "made/q.onnx"
+    path.parent.mkdir()
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    results = [gq.insert(source, rules=rules) for rules in ("weight_only", "weight_only_int4")]
+    expected = [session_outputs(result.save(path, force=True)) for result in results]
+    kill_points = [(step, 0.0) for step in range(1, 15)] + [(0, 0.02 + 0.0137 * turn) for turn in range(20)]
+    exit_codes, outcomes, now = [], set(), 1
+    command = [sys.executable, "-c", REPLACE_SCRIPT, str(source), str(path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        for step, seconds in kill_points:
+            print(1 - now, step, seconds, file=process.stdin, flush=True)
+            exit_codes.append(int(process.stdout.readline()))
+            actual = session_outputs(path)
+            same = [np.array_equal(actual, candidate) for candidate in expected]
+            assert any(same), (step, seconds)
+            outcomes.add((len(weight_files(path)), same[now]))
+            now = same.index(True)
+            gq.insert(source, rules="weight_only" if now == 0 else "weight_only_int4").save(path, force=True)
+            assert len(weight_files(path)) == 1
+            np.testing.assert_array_equal(session_outputs(path), expected[now])
+        process.stdin.close()
+    assert exit_codes[0] == exit_codes[-1] == -signal.SIGKILL
+    assert 0 in exit_codes  # past the last step nothing is killed
+    assert outcomes >= {
+        (1, True),
+        (2, True),
+        (2, False),
+        (1, False),
+    }  # nothing done, weights, model, and the old ones gone
+
+
+def test_oversized_file_is_rejected(tmp_path: Path) -> None:
+    """A file that no protocol buffer can be is refused before it is read."""
+    path = tmp_path / "huge.onnx"
+    with path.open("wb") as file:
+        file.truncate((1 << 31) + 5)
+    with pytest.raises(ModelError, match=r"huge\.onnx is over 2 GB.*Save the model with external data"):
+        gq.load(path)
+
+
+def test_large_external_weights_are_memory_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From some size on onnxruntime makes no second copy of the weights, and computes the same."""
+    path = write_model(tmp_path, external=True)
+    key, sessions = "session.disable_prepacking", []
+    for threshold in (session.MEMORY_MAPPED_BYTES, 1):
+        monkeypatch.setattr(session, "MEMORY_MAPPED_BYTES", threshold)
+        sessions.append(session.create_session(path.read_bytes(), tmp_path, 70_000))
+    assert sessions[1].get_session_options().get_session_config_entry(key) == "1"
+    with pytest.raises(RuntimeError, match=key):
+        sessions[0].get_session_options().get_session_config_entry(key)
+    np.testing.assert_allclose(sessions[0].run(None, FEED)[0], sessions[1].run(None, FEED)[0], rtol=1e-4, atol=1e-2)
+    monkeypatch.setattr(session, "MEMORY_MAPPED_BYTES", 1)
+    np.testing.assert_allclose(
+        format_.create_runner(gq.load(path)).run(FEED)["y"], sessions[0].run(None, FEED)[0], rtol=1e-4, atol=1e-2
+    )
+
+
+def test_saving_needs_the_memory_of_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen weights of 4 MB are quantized and written in the memory of a few."""
+    size, count = 1 << 10, 16
+    path, nodes, tensors = tmp_path / "m.onnx", [], []
+    with tmp_path.joinpath("m.data").open("wb") as file:
+        for k in range(count):
+            np.random.default_rng(k).standard_normal((size, size), np.float32).tofile(file)
+            tensor = onnx.TensorProto(name=f"w{k}", data_type=1, dims=[size, size], data_location=1)
+            for key, value in (("location", "m.data"), ("offset", k * 4 * size**2), ("length", 4 * size**2)):
+                tensor.external_data.add(key=key, value=str(value))
+            tensors.append(tensor)
+            nodes.append(helper.make_node("MatMul", [f"x{k}", f"w{k}"], [f"x{k + 1}"]))
+    interface = [[helper.make_tensor_value_info(name, 1, [1, size])] for name in ("x0", f"x{count}")]
+    graph = helper.make_graph(nodes, "g", *interface, tensors)
+    path.write_bytes(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8).SerializeToString()
+    )
+    monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
+    gq.insert(path, rules="weight_only")  # modules are imported
+    tracemalloc.start()
+    try:
+        result = gq.insert(path, rules="weight_only")
+        result.save(tmp_path / "q.onnx")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(result.inserted) == count
+    assert tmp_path.joinpath(*weight_files(tmp_path / "q.onnx")).stat().st_size >= count * size**2
+    assert peak < count * size**2  # less than all the integers alone
+
+
+@pytest.mark.parametrize("unknown", [b"", b"\xf2\x3f\x02hi"])
+def test_deferred_weights_are_filled_byte_identically(unknown: bytes, tmp_path: Path) -> None:
+    """A message whose weights were left for later and filled in again is the source's, to the byte, notes and all."""
+    path = write_model(tmp_path, external=False)
+    source = onnx.load(path)
+    source.graph.initializer[0].doc_string, source.doc_string = "of a weight", "of the model"
+    source.metadata_props.add(key="a", value="b")
+    numbers = helper.make_tensor("numbers", 1, [512], np.arange(512, dtype=np.float32))
+    source.graph.initializer.append(numbers)
+    source.MergeFromString(unknown)
+    copy = onnx.ModelProto()
+    deferred = external_data.copy_without_weights(source, copy)
+    assert [tensor.name for tensor in deferred] == ([] if unknown else ["w", "bias", "numbers"])
+    assert copy.ByteSize() < source.ByteSize() - (0 if unknown else 4 * (64 * 64 + 512 + 512)) + 300
+    external_data.fill_deferred_weights(copy, deferred)
+    assert copy.SerializeToString(deterministic=True) == source.SerializeToString(deterministic=True)

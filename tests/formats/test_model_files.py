@@ -1,0 +1,68 @@
+"""Which files a model is in."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from graphquant.errors import ModelError
+from graphquant.formats.model_files import companion_file_names, model_files
+
+SAMPLES = Path(__file__).parents[2] / "sample_models"
+
+
+def _write_external_model(path):
+    weight = numpy_helper.from_array(np.ones((64, 64), np.float32), "w")
+    graph = helper.make_graph(
+        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, [1, 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, [1, 64])],
+        [weight],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    onnx.save(model, path, save_as_external_data=True, location="w.bin", size_threshold=0)
+
+
+def test_model_files_of_a_single_file():
+    """A message without data elsewhere is the file alone."""
+    path = SAMPLES / "digits_cnn.onnx"
+    assert model_files(path) == (path,)
+
+
+def test_model_files_with_external_data(tmp_path):
+    """The file of external data is named behind the message; if it is missing, that is told."""
+    _write_external_model(tmp_path / "net.onnx")
+    assert model_files(tmp_path / "net.onnx") == (tmp_path / "net.onnx", tmp_path / "w.bin")
+    (tmp_path / "w.bin").unlink()
+    with pytest.raises(ModelError, match="holds no such file"):
+        model_files(tmp_path / "net.onnx")
+
+
+def test_model_files_of_a_saved_model():
+    """All files of the folder, `saved_model.pb` first."""
+    folder = SAMPLES / "digits_cnn_saved_model"
+    files = model_files(folder)
+    assert files[0] == folder / "saved_model.pb"
+    assert list(files[1:]) == sorted(path for path in folder.rglob("*") if path.is_file() and path != files[0])
+
+
+def test_model_files_of_a_meta_graph(tmp_path):
+    """The checkpoint beside a MetaGraph, and nothing that is only called like it."""
+    for name in ("net.meta", "net.index", "net.data-00000-of-00001", "net.txt", "network.index"):
+        shutil.copy(SAMPLES / "digits_cnn.pb", tmp_path / name)
+    names = [path.name for path in model_files(tmp_path / "net.meta")]
+    assert names == ["net.meta", "net.data-00000-of-00001", "net.index"]
+    assert list(companion_file_names(tmp_path / "net.meta", ["net.txt", "net.index", "x.index"])) == ["net.index"]
+
+
+def test_companion_file_names(tmp_path):
+    """What a message names is told without looking for it; what has nothing elsewhere names nothing."""
+    _write_external_model(tmp_path / "net.onnx")
+    (tmp_path / "w.bin").unlink()
+    assert companion_file_names(tmp_path / "net.onnx", []) == ("w.bin",)
+    assert companion_file_names(SAMPLES / "digits_cnn.onnx", ["w.bin"]) == ()
+    assert companion_file_names(SAMPLES / "digits_cnn.pb", ["digits_cnn.index"]) == ()

@@ -1,0 +1,91 @@
+"""What a scale and zero point cost, estimated from a sketch, beside the values themselves."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from graphquant.numerics import IntType, QParams, Range, choose_qparams, dequantize, quantize
+from graphquant.observers import estimate_cost, sketch_values
+from graphquant.observers.distribution import distribution_of
+
+RANDOM = np.random.default_rng(7)
+TENSORS = {
+    "normal": RANDOM.normal(size=20_000),
+    "one-sided": np.maximum(RANDOM.normal(size=20_000), 0),
+    "heavy-tailed": RANDOM.standard_t(2, 20_000),
+    "tiny": RANDOM.normal(size=20_000) * 1e-12,
+}
+UINT8, INT4, INT16 = IntType(8, signed=False), IntType(4, signed=True), IntType(16, signed=True)
+
+
+def _params(low: float, high: float, dtype: IntType = UINT8) -> QParams:
+    return choose_qparams(Range(np.array(low), np.array(high)), dtype, symmetric=False)
+
+
+@pytest.mark.parametrize("dtype", [UINT8, INT4], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.1])
+@pytest.mark.parametrize("name", TENSORS)
+def test_estimate_equals_the_error_of_quantizing(name: str, share: float, dtype: IntType) -> None:
+    """The SQNR is that of the values within a tenth of a decibel, the clipped shares within a bin's width of theirs."""
+    values = TENSORS[name].astype(np.float32)
+    params = _params(share * float(values.min()), share * float(values.max()), dtype)
+    cost = estimate_cost(sketch_values(values, bits=7), params)
+    assert cost is not None
+    error = np.square(values.astype(np.float64) - dequantize(quantize(values, params), params)).mean()
+    power = np.square(values.astype(np.float64)).mean()
+    assert cost.sqnr == pytest.approx(10 * math.log10(power / error), abs=0.1)
+    assert cost.power == pytest.approx(power, rel=1e-4)
+    half = float(params.scale) / 2
+    below = np.mean(values < float(params.range.low) - half)
+    above = np.mean(values > float(params.range.high) + half)
+    assert cost.clipped_below == pytest.approx(below, abs=2e-3)
+    assert cost.clipped_above == pytest.approx(above, abs=2e-3)
+    assert cost.clipped == cost.clipped_below + cost.clipped_above
+
+
+def test_nothing_is_clipped_by_min_and_max() -> None:
+    """The range of the smallest and largest value clips exactly nothing, whichever way its zero point is rounded."""
+    for name, values in TENSORS.items():
+        cost = estimate_cost(sketch_values(values, bits=7), _params(float(values.min()), float(values.max())))
+        assert cost is not None
+        assert (cost.clipped_below, cost.clipped_above) == (0, 0), name
+
+
+def test_values_on_the_grid_lose_nothing() -> None:
+    """Where each value is a whole number of steps the SQNR is far beyond float32's own; of zeros it is infinite."""
+    pixels = np.arange(256).repeat(3).astype(np.float32)
+    cost = estimate_cost(sketch_values(pixels, bits=7), _params(0, 255))
+    assert cost is not None
+    assert cost.sqnr > 140
+    zeros = estimate_cost(sketch_values(np.zeros(5, np.float32), bits=7), _params(0, 1))
+    assert zeros is not None
+    assert (zeros.sqnr, zeros.squared_error, zeros.power, zeros.clipped) == (math.inf, 0, 0, 0)
+
+
+def test_sketches_without_an_estimate() -> None:
+    """Without a histogram, with one too coarse for the type, or with a scale for each channel, there is no estimate."""
+    values = TENSORS["normal"].reshape(4, -1)
+    assert estimate_cost(sketch_values(values), _params(-1, 1)) is None
+    assert estimate_cost(sketch_values(values, bits=7), _params(-1, 1, INT16)) is None
+    assert estimate_cost(sketch_values(values, bits=10), _params(-1, 1, INT16)) is not None
+    per_channel = choose_qparams(Range(-np.ones(4), np.ones(4)), UINT8, symmetric=False, axis=0)
+    assert estimate_cost(sketch_values(values, bits=7), per_channel) is None
+    assert estimate_cost(sketch_values(np.full(3, np.nan), bits=7), _params(-1, 1)) is None
+
+
+@pytest.mark.parametrize("dtype", [UINT8, INT4, INT16], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("name", TENSORS)
+def test_clipping_error_is_a_lower_bound(name: str, dtype: IntType) -> None:
+    """What is told at once of candidates is below their errors, and near them where nearly all values are clipped."""
+    values = TENSORS[name].astype(np.float32)
+    shares = np.append(2.0 ** -np.arange(0, 16, 0.25), 1e-9)
+    ends = shares * float(values.min()), shares * float(values.max())
+    params = choose_qparams(Range(*ends), dtype, symmetric=False, axis=0)
+    values_distribution = distribution_of(sketch_values(values, bits=10 if dtype is INT16 else 7))
+    least, error = values_distribution.clipping_error(params), values_distribution.squared_error(params)
+    assert (least <= error).all()
+    assert (least[:1] < error[:1] / 2).all()
+    assert least[-1] == pytest.approx(error[-1], rel=1e-3)

@@ -1,0 +1,323 @@
+"""Observers turn sketches into ranges."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphquant.errors import DataError
+from graphquant.numerics import (
+    FloatType,
+    IntType,
+    QType,
+    QuantizationGrid,
+    Range,
+    choose_qparams,
+    dequantize,
+    qparams_from_scale,
+    quantize,
+)
+from graphquant.observers import EMPTY_SKETCH, OBSERVERS, Sketch, SketchAccumulator, sketch_values
+
+INT8, UINT8 = IntType(8, True), IntType(8, False)
+
+
+def observe(
+    name: str,
+    stats: Sketch,
+    dtype: QType = INT8,
+    *,
+    symmetric: bool = True,
+    narrow: bool = False,
+    power_of_two: bool = False,
+    **arguments: float,
+) -> Range:
+    """The range that an observer picks."""
+    defaults = {key: argument.default for key, argument in OBSERVERS[name].arguments.items()}
+    grid = QuantizationGrid(type=dtype, symmetric=symmetric, narrow=narrow, power_of_two=power_of_two)
+    return OBSERVERS[name].choose_range(stats, grid, defaults | arguments)
+
+
+def tensors() -> dict[str, np.ndarray]:
+    """Values of many shapes, float32 (20000,)."""
+    rng = np.random.default_rng(0)
+    named_tensors = {
+        "normal": rng.normal(size=20000),
+        "laplace": rng.laplace(size=20000),
+        "cauchy": rng.standard_cauchy(20000),
+        "lognormal": rng.lognormal(size=20000),
+        "relu": np.maximum(rng.normal(size=20000), 0),
+        "constant": np.full(20000, 3.3),
+        "tiny range": 5 + rng.uniform(-0.001, 0.001, 20000),
+        "pixels": rng.integers(0, 256, 20000) / 255,
+    }
+    return {name: values.astype(np.float32) for name, values in named_tensors.items()}
+
+
+TENSORS = tensors()
+SCHEMES = [
+    (UINT8, False),
+    (INT8, True),
+    (IntType(4, True), True),
+    (IntType(4, False), False),
+    (IntType(16, True), True),
+]
+
+
+def error(values: np.ndarray, observed: Range, dtype: IntType, *, symmetric: bool) -> float:
+    """The mean squared error on the values themselves, in float64."""
+    params = choose_qparams(observed, dtype, symmetric=symmetric)
+    low, high = (limit - int(params.zero_point) for limit in dtype.limits())
+    wide, scale = values.astype(np.float64), float(params.scale)
+    return float(np.mean((wide - np.clip(np.rint(wide / scale), low, high) * scale) ** 2))
+
+
+def least_error(values: np.ndarray, dtype: IntType, *, symmetric: bool) -> float:
+    """The least mean squared error over a grid of ranges, on the values themselves."""
+    low, high = min(float(values.min()), 0.0), max(float(values.max()), 0.0)
+    shares = np.concatenate([np.geomspace(1, 1 / 64, 40), np.linspace(0.9, 1, 40)])
+    pairs = [(a, a) for a in shares]
+    if not symmetric and low < 0 < high:
+        pairs += [(a, b) for a in shares[:30:2] for b in shares[:30:2]]
+    return min(error(values, Range(low * a, high * b), dtype, symmetric=symmetric) for a, b in pairs)
+
+
+def test_no_finite_value_is_reported() -> None:
+    """A sketch without a finite value has no range."""
+    nothing = sketch_values(np.array([np.nan, np.inf]))
+    for name in ("minmax", "absmax"):
+        with pytest.raises(DataError, match="no finite value was ever seen"):
+            observe(name, nothing)
+
+
+def test_observed_ranges() -> None:
+    """Min-max is what was seen, absmax is symmetric about 0."""
+    stats = sketch_values(np.array([[-3.0, 1.0], [2.0, 0.5]]), 0)
+    assert observe("minmax", stats) == Range(np.array([-3.0, 0.5]), np.array([1.0, 2.0]))
+    assert observe("absmax", stats) == Range(np.array([-3.0, -2.0]), np.array([3.0, 2.0]))
+
+
+def test_ranges_without_values() -> None:
+    """A fixed range and a fixed-point format need nothing to be seen."""
+    assert observe("fixed", EMPTY_SKETCH, low=-1.5, high=6.0) == Range(np.array(-1.5), np.array(6.0))
+    assert observe("fixed-point", EMPTY_SKETCH, exponent=-4) == Range(np.array(-8.0), np.array(127 / 16))
+    assert observe("fixed-point", EMPTY_SKETCH, narrow=True, exponent=-4) == Range(
+        np.array(-127 / 16), np.array(127 / 16)
+    )
+    assert not OBSERVERS["fixed"].needs_values
+    assert not OBSERVERS["fixed-point"].needs_values
+
+
+@given(st.integers(2, 16), st.booleans(), st.booleans(), st.integers(-126, 100))
+def test_fixed_point_has_exactly_that_scale(width: int, signed: bool, narrow: bool, exponent: int) -> None:
+    """The symmetric params of a fixed-point range have the scale 2**exponent, for unsigned types too."""
+    dtype = IntType(width, signed)
+    observed = observe("fixed-point", EMPTY_SKETCH, dtype, narrow=narrow, exponent=exponent)
+    assert choose_qparams(observed, dtype, symmetric=True, narrow=narrow).scale == 2.0**exponent
+
+
+def test_fixed_point_beyond_float32_is_refused() -> None:
+    """An exponent whose values are no float32 any more has no range."""
+    assert observe("fixed-point", EMPTY_SKETCH, narrow=True, exponent=121).high == 127 * 2.0**121
+    for exponent in (122, 126):
+        with pytest.raises(DataError, match=rf"int8 with a scale of 2\*\*{exponent} goes beyond float32"):
+            observe("fixed-point", EMPTY_SKETCH, narrow=True, exponent=exponent)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
+def test_mse_on_the_values_themselves(name: str, dtype: IntType, symmetric: bool) -> None:
+    """The range from the sketch has at most 1.05 times the least error that a search over the raw values finds."""
+    values = TENSORS[name]
+    observed = observe("mse", sketch_values(values, bits=10), dtype, symmetric=symmetric)
+    actual = error(values, observed, dtype, symmetric=symmetric)
+    assert actual <= 1.05 * least_error(values, dtype, symmetric=symmetric) + 1e-14
+
+
+def least_error_of_powers(values: np.ndarray, dtype: IntType, *, symmetric: bool) -> float:
+    """The least mean squared error of all scales that are powers of two, with every zero point that holds 0.0."""
+    qmin, qmax = dtype.limits()
+    top = int(np.ceil(np.log2(max(np.abs(values).max(), 1e-30)))) + 1
+    least = np.inf
+    for exponent in range(top - 22, top + 1):
+        around = round(-values.min() / 2.0**exponent) + qmin
+        near = {min(max(around + off, qmin), qmax) for off in range(-40, 41)} | set(range(qmin, qmax + 1, 16))
+        for zero in sorted({dtype.symmetric_zero_point} if symmetric else near):
+            params = qparams_from_scale(np.array(2.0**exponent), np.array(zero), dtype)
+            dequantized = dequantize(quantize(values, params), params)
+            least = min(least, float(np.mean(np.square(dequantized.astype(np.float64) - values))))
+    return least
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
+def test_mse_among_powers_of_two(name: str, dtype: IntType, symmetric: bool) -> None:
+    """With scales that are powers of two, the range leads to the best of these, or within 1.05 times its error."""
+    values = TENSORS[name]
+    observed = observe("mse", sketch_values(values, bits=10), dtype, symmetric=symmetric, power_of_two=True)
+    params = choose_qparams(observed, dtype, symmetric=symmetric, power_of_two=True)
+    assert np.frexp(params.scale)[0] == 0.5
+    actual = float(np.mean(np.square(dequantize(quantize(values, params), params).astype(np.float64) - values)))
+    assert actual <= 1.05 * least_error_of_powers(values, dtype, symmetric=symmetric) + 1e-14
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_auto_among_powers_of_two(name: str) -> None:
+    """The scale is a power of two, no larger than that of minmax, and clips no more than it may."""
+    values = TENSORS[name]
+    observed = observe("auto", sketch_values(values, bits=10), INT8, power_of_two=True)
+    params = choose_qparams(observed, INT8, symmetric=True, power_of_two=True)
+    widest = choose_qparams(Range(values.min(), values.max()), INT8, symmetric=True, power_of_two=True)
+    assert np.frexp(params.scale)[0] == 0.5
+    assert params.scale <= widest.scale
+    outside = np.count_nonzero((values < params.range.low) | (values > params.range.high + params.scale / 2))
+    assert outside <= values.size / 4**7 + 1
+
+
+def test_a_power_of_two_too_large_is_halved_where_that_pays() -> None:
+    """Values up to 1.1 need a step of 1/64 for minmax; mse takes 1/128 and clips the one beyond 1."""
+    values = np.append(np.random.default_rng(0).uniform(-0.95, 0.95, 20000), 1.1).astype(np.float32)
+    stats = sketch_values(values, bits=7)
+    scales = [
+        float(choose_qparams(observe(name, stats, power_of_two=True), INT8, symmetric=True, power_of_two=True).scale)
+        for name in ("minmax", "mse", "auto")
+    ]
+    assert scales == [1 / 64, 1 / 128, 1 / 128]
+
+
+@pytest.mark.parametrize("name", ["mse", "entropy"])
+def test_searches_need_even_steps(name: str) -> None:
+    """float8 has no step to search for; the reason says what to take, and auto takes all."""
+    stats = sketch_values(np.linspace(-3, 5, 100, dtype=np.float32), bits=7)
+    with pytest.raises(DataError, match=r"float8_e5m2 differ in size.*observe it with minmax"):
+        observe(name, stats, FloatType("float8_e5m2"))
+    assert observe("auto", stats, FloatType("float8_e5m2")) == Range(np.array(-3.0), np.array(5.0))
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "bound"), [(UINT8, 2**-7), (IntType(16, False), 2**-10)])
+@pytest.mark.parametrize("percentile", [99.99, 99.0, 50.0])
+def test_percentiles_of_the_values_themselves(name: str, dtype: IntType, bound: float, percentile: float) -> None:
+    """Each end is within the bound of the value of that rank, relative to it; half is left out at each end."""
+    values = np.sort(TENSORS[name]).astype(np.float64)
+    out = int(values.size * (1 - percentile / 100) / 2 + 1e-6)
+    observed = observe("percentile", sketch_values(values, bits=10), dtype, symmetric=False, percentile=percentile)
+    for end, true in ((observed.low, values[out]), (observed.high, values[-1 - out])):
+        assert abs(end - true) <= bound * abs(true)
+    far = np.sort(np.abs(values))[-1 - int(values.size * (1 - percentile / 100) + 1e-6)]
+    symmetric_range = observe("percentile", sketch_values(values, bits=10), dtype, percentile=percentile)
+    assert symmetric_range.low == -symmetric_range.high
+    assert abs(symmetric_range.high - far) <= bound * far
+
+
+def test_all_values_are_inside_a_percentile_of_100() -> None:
+    """Nothing is left out: min-max, bit for bit where the ends are single values."""
+    values = TENSORS["cauchy"]
+    observed = observe("percentile", sketch_values(values, bits=7), UINT8, symmetric=False, percentile=100)
+    assert observed == Range(np.float64(values.min()), np.float64(values.max()))
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "symmetric"), SCHEMES)
+def test_auto_clips_few(name: str, dtype: IntType, symmetric: bool) -> None:
+    """No more than 1 of 4**(bits - 1) values is beyond the range; with 16 bits it is min-max."""
+    values = TENSORS[name]
+    stats = sketch_values(values, bits=10)
+    observed = observe("auto", stats, dtype, symmetric=symmetric)
+    clipped = np.count_nonzero(
+        (values < min(float(observed.low), 0.0) * (1 + 2**-7)) | (values > observed.high * (1 + 2**-7))
+    )
+    assert clipped <= values.size * 4.0 ** (1 - dtype.bits)
+    if dtype.bits == 16:
+        assert observed == observe("minmax", stats)
+
+
+def test_an_outlier_is_clipped_as_far_as_it_pays() -> None:
+    """Of a million even values in [-1, 1] and one of 10, rounding and clipping weigh the same near 3.8."""
+    values = np.random.default_rng(1).uniform(-1, 1, 1_000_000).astype(np.float32)
+    values[0] = 10.0
+    stats = sketch_values(values, bits=7)
+    rounding, clipping = 1 / (6 * 255**2), 2e-6  # slopes of ((high + 1) / 255)**2 / 12 and of (10 - high)**2 / 10**6
+    best = (10 * clipping - rounding) / (clipping + rounding)
+    for name in ("auto", "mse"):
+        assert float(observe(name, stats, UINT8, symmetric=False).high) == pytest.approx(best, rel=0.02)
+    assert float(observe("percentile", stats, UINT8, symmetric=False).high) == pytest.approx(1, rel=2**-7)
+    for name in ("minmax", "mean-minmax"):
+        assert float(observe(name, stats, UINT8, symmetric=False).high) == 10.0
+
+
+def test_mean_of_blocks_is_exact() -> None:
+    """Sums that no float64 holds give the mean that fractions give."""
+    gathering = SketchAccumulator(bits=7)
+    ends = [(-1e-30, 1e30), (-3.0, 1.0), (-0.1, 7.0)]
+    for low, high in ends:
+        gathering.add(np.array([low, high]))
+        gathering.close_block()
+    observed = observe("mean-minmax", gathering.to_sketch())
+    assert float(observed.low) == float(sum(Fraction(low) for low, _ in ends) / 3)
+    assert float(observed.high) == float(sum(Fraction(high) for _, high in ends) / 3)
+
+
+@pytest.mark.parametrize("name", ["normal", "laplace", "relu"])
+def test_entropy_against_onnxruntime(name: str) -> None:
+    """The threshold is within a factor of 2 of onnxruntime's, whose bins are parts of the largest value."""
+    calibrate = pytest.importorskip("onnxruntime.quantization.calibrate")
+    values = TENSORS[name]
+    collector = calibrate.HistogramCollector("entropy", True, 2047, 128, 99.999, "same")
+    collector.collect({"x": [values]})
+    theirs = float(np.ravel(collector.compute_collection_result()["x"][1])[0])
+    ours = float(observe("entropy", sketch_values(values, bits=7)).high)
+    assert theirs / 2 < ours < theirs * 2
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize(("dtype", "symmetric"), [(UINT8, False), (INT8, True), (IntType(2, False), False)])
+def test_entropy_does_not_depend_on_the_unit(name: str, dtype: IntType, symmetric: bool) -> None:
+    """A tensor in another unit, a power of two, has the same range in that unit, within what was seen."""
+    stats, scaled_stats = (
+        sketch_values(values, bits=7) for values in (TENSORS[name], TENSORS[name] * np.float32(1024))
+    )
+    observed, scaled = (observe("entropy", sketched, dtype, symmetric=symmetric) for sketched in (stats, scaled_stats))
+    assert Range(observed.low * 1024, observed.high * 1024) == scaled
+    assert min(float(stats.low), 0.0) <= observed.low <= 0.0 <= observed.high <= max(float(stats.high), 0.0)
+
+
+def test_entropy_takes_narrow_types_only() -> None:
+    """Above 8 bits nothing is lost that a divergence could see."""
+    with pytest.raises(DataError, match="up to 8 bits, as int16 loses next to no information"):
+        observe("entropy", sketch_values(TENSORS["normal"], bits=10), IntType(16, True))
+
+
+@pytest.mark.parametrize("name", [name for name, one in OBSERVERS.items() if one.needs_histogram])
+def test_statistics_without_a_histogram_are_refused(name: str) -> None:
+    """What is missing is said, and what to do."""
+    values = TENSORS["normal"].reshape(100, 200)
+    with pytest.raises(DataError, match=r"kept per channel, and this observer needs a histogram; observe it with minm"):
+        observe(name, sketch_values(values, 1, bits=7))
+    with pytest.raises(DataError, match=r"only the smallest and the largest value.*calibrate it anew"):
+        observe(name, sketch_values(values))
+    with pytest.raises(DataError, match=r"has 7 mantissa bits, from which errors of int16 cannot be estimated"):
+        observe(name, sketch_values(values, bits=7), IntType(16, True))
+    with pytest.raises(DataError, match="no finite value was ever seen"):
+        observe(name, sketch_values(np.array([np.nan]), bits=7))
+
+
+def test_a_finer_histogram_than_needed_changes_nothing() -> None:
+    """An 8-bit scheme has the same range from statistics that a 16-bit one shares."""
+    for name, values in TENSORS.items():
+        seven, ten = sketch_values(values, bits=7), sketch_values(values, bits=10)
+        assert observe("auto", seven, UINT8, symmetric=False) == observe("auto", ten, UINT8, symmetric=False), name
+
+
+def test_histogram_bits_of_each_observer() -> None:
+    """0, 7 or 10 mantissa bits, by observer and type."""
+    assert [OBSERVERS["minmax"].required_bits(dtype) for dtype in (INT8, IntType(16, True))] == [0, 0]
+    assert [OBSERVERS["auto"].required_bits(dtype) for dtype in (IntType(4, True), INT8, IntType(9, True))] == [
+        7,
+        7,
+        10,
+    ]
+    assert OBSERVERS["fixed"].required_arguments == ("low", "high")
+    assert OBSERVERS["percentile"].required_arguments == ()

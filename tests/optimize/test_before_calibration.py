@@ -1,0 +1,201 @@
+"""What is corrected before calibration: what it gains, when it is left out, and that the source comes back."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import graphquant as gq
+from graphquant.formats import onnx as onnx_format
+from graphquant.optimize import PRE_CALIBRATION_ALGORITHMS, AlgorithmData, algorithm
+from graphquant.optimize import algorithms as balancing
+from graphquant.rules import ALGORITHM_NAMES
+
+HEAD = '<ir_version: 8, opset_import: ["": 17]>\n'
+RULES = """
+[scheme.weight]
+dtype = "int8"
+zero = "symmetric"
+observe = "absmax"
+PER
+
+[[rule]]
+name = "weight"
+producer = { kind = "parameter" }
+consumer = { kind = "conv|depthwise_conv|matmul|gemm", input = "weight" }
+quantize = "weight"
+"""
+ACTIVATIONS = """
+[scheme.activation]
+dtype = "uint8"
+observe = "minmax"
+
+[[rule]]
+name = "input"
+consumer = { kind = "conv|depthwise_conv|matmul|gemm", input = "input" }
+quantize = "activation"
+"""
+PER_TENSOR = RULES.replace("PER", "") + ACTIVATIONS
+PER_CHANNEL = RULES.replace("PER", 'per = "channel"') + ACTIVATIONS
+RNG = np.random.default_rng(4)
+X = RNG.normal(size=(64, 3, 8, 8)).astype(np.float32)
+UNEVEN = np.exp(np.linspace(-3, 3, 8)).astype(np.float32)
+DEPTHWISE = (
+    "a = Conv (x, w, b)\n r = Relu (a)\n d = Conv <group = 8> (r, k, e)\n s = Relu (d)\n y = Conv (s, v)",
+    {
+        "w": RNG.normal(size=(8, 3, 3, 3)) * UNEVEN[:, None, None, None],
+        "b": RNG.normal(size=8) * UNEVEN,
+        "k": RNG.normal(size=(8, 1, 3, 3)),
+        "e": RNG.normal(size=8) * UNEVEN,
+        "v": RNG.normal(size=(4, 8, 1, 1)) / UNEVEN[:, None, None],
+    },
+)
+OUTLIERS = np.where(np.arange(8) == 2, 60, 1).astype(np.float32)
+NORM = "l = LayerNormalization <axis = -1> (x, g, o)\n "
+NORMED = {"g": OUTLIERS, "o": RNG.normal(size=8), "u": RNG.normal(size=(8, 6)), "v": RNG.normal(size=(8, 6))}
+FOLDED = (f"{NORM} a = MatMul (l, u)\n c = MatMul (l, v)\n y = Add (a, c)", NORMED)
+BRANCHED = (
+    f"{NORM} a = MatMul (l, u)\n z = MatMul (a, t)\n y = Add (z, l)",
+    {**NORMED, "t": RNG.normal(size=(6, 8))},
+)
+
+
+def saved(tmp_path, body, values):
+    """The path of a model of one input of images."""
+    message = onnx.parser.parse_model(f"{HEAD} g (float[N,3,8,8] x) => (float y) {{\n {body}\n}}")
+    message.graph.output[0].type.tensor_type.ClearField("shape")
+    for name, value in values.items():
+        if any(name in node.input for node in message.graph.node):
+            message.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(value, np.float32), name))
+    onnx.save(onnx.shape_inference.infer_shapes(message), tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", x=X[:48])
+    return tmp_path / "model.onnx"
+
+
+def run(model):
+    """The output for samples that calibration did not see."""
+    (actual,) = onnx_format.create_runner(model).run({"x": X[48:]}).values()
+    return actual
+
+
+def inserted(tmp_path, path, rules, *correct, **options):
+    """What insert made, and its SQNR."""
+    result = gq.insert(path, rules=[rules], data=str(tmp_path / "data.npz"), algorithms=correct, **options)
+    result.save(tmp_path / "out.onnx", force=True)
+    expected, actual = run(result.source), run(gq.load(tmp_path / "out.onnx"))
+    return result, 10 * math.log10(np.square(expected).sum() / np.square(actual - expected).sum())
+
+
+def applied_targets(result):
+    """The streams that were scaled, or weights that were clipped."""
+    return [entry.target for entry in result.corrected if entry.done]
+
+
+def test_equalization_gains_with_one_scale_per_weight(tmp_path):
+    """Both streams of an uneven depthwise net are scaled, which gains more than 10 dB."""
+    path = saved(tmp_path, *DEPTHWISE)
+    _, before = inserted(tmp_path, path, PER_TENSOR)
+    result, after = inserted(tmp_path, path, PER_TENSOR, "equalization")
+    assert applied_targets(result) == ["r", "s"]
+    assert after > before + 10
+
+
+def test_equalization_leaves_weights_with_a_scale_per_channel(tmp_path):
+    """Scales per channel even out weights by themselves, and the report says so."""
+    result, _ = inserted(tmp_path, saved(tmp_path, *DEPTHWISE), PER_CHANNEL, "equalization")
+    assert applied_targets(result) == []
+    assert {entry.detail for entry in result.corrected if entry.target in "rs"} == {
+        balancing.equalize.HAS_CHANNEL_SCALES
+    }
+
+
+@pytest.mark.parametrize(("net", "ops"), [(FOLDED, 0), (BRANCHED, 1)])
+def test_migration_gains_with_outliers(net, ops, tmp_path):
+    """A norm with one large channel gains more than 6 dB, by its own constants or by a product where others read it."""
+    path = saved(tmp_path, *net)
+    _, before = inserted(tmp_path, path, PER_CHANNEL)
+    result, after = inserted(tmp_path, path, PER_CHANNEL, "migration")
+    assert "l" in applied_targets(result)
+    assert after > before + 6
+    assert sum(op.type == "Mul" for op in result.model.main.ops()) == ops
+    again = gq.insert(path, plan=result.plan, data=str(tmp_path / "data.npz"))
+    again.save(tmp_path / "again.onnx")
+    assert (tmp_path / "again.onnx").read_bytes() == (tmp_path / "out.onnx").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("net", "rules", "name"),
+    [(DEPTHWISE, PER_TENSOR, "equalization"), (FOLDED, PER_CHANNEL, "migration"), (BRANCHED, PER_CHANNEL, "migration")],
+)
+def test_the_float_function_stays(net, rules, name, tmp_path):
+    """The model that was scaled gives the bits of the source, and of float weights the source comes back as it was."""
+    path = saved(tmp_path, *net)
+    source = gq.load(path)
+    feeds = [{"x": X[k : k + 1]} for k in range(16)]
+    samples = AlgorithmData(feeds=feeds[::2], validation_feeds=feeds[1::2], create_runner=onnx_format.create_runner)
+    state = balancing.run_pre_calibration(source, gq.plan(path, rules=[rules]), [name], samples)
+    assert any(entry.applied for entry in state.results)
+    assert np.array_equal(run(state.model), run(source))
+    result, _ = inserted(tmp_path, path, rules, name, float_weights=True)
+    assert applied_targets(result)
+    stripped = gq.strip(tmp_path / "out.onnx")
+    assert stripped.exact
+    assert stripped.model.digest == source.digest
+
+
+def test_scaled_tensors_are_not_compared(tmp_path):
+    """The check has no figures of scaled tensors and weights beside the float model's, which hold other numbers."""
+    path = saved(tmp_path, *DEPTHWISE)
+    result, _ = inserted(tmp_path, path, PER_TENSOR, "equalization")
+    sites = {entry.tensor.partition("/")[0].removesuffix(":0"): entry for entry in result.check.comparison.sites}
+    scaled = {name for name, entry in sites.items() if entry.note == "its channels were scaled before it was quantized"}
+    assert scaled == {"r", "s", "w", "k", "v"}
+    assert sites["r"].accumulated is None
+    assert sites["r"].local > 20
+    assert sites["k"].local is None
+
+
+def test_what_is_left_without_data_that_fits(tmp_path):
+    """With statistics, or made-up data, nothing is scaled; where only weights are quantized, it needs none."""
+    path = saved(tmp_path, *DEPTHWISE)
+    stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[PER_TENSOR])
+    algorithms = ("equalization", "migration")
+    for options, reason in (({"stats": stats}, "statistics"), ({"data": "random:16"}, "made-up")):
+        result = gq.insert(path, rules=[PER_TENSOR], algorithms=algorithms, **options)
+        assert [entry.done for entry in result.corrected] == [False, False]
+        assert all(reason in entry.detail for entry in result.corrected)
+    result = gq.insert(path, rules=[RULES.replace("PER", "")], algorithms=algorithms)
+    assert applied_targets(result) == ["r", "s"]
+    assert [entry.detail for entry in result.corrected if entry.algorithm == "migration"] == ["left out: it needs data"]
+
+
+def test_what_gains_nothing_is_left_out(tmp_path, monkeypatch):
+    """A correction after which no output gains is taken back, and the report says by how much it fell short."""
+    monkeypatch.setattr(algorithm, "MIN_OUTPUT_GAIN_DB", 90.0)
+    path = saved(tmp_path, *FOLDED)
+    result, after = inserted(tmp_path, path, PER_CHANNEL, "migration")
+    assert applied_targets(result) == []
+    assert "no output gains 90 dB" in result.corrected[-1].detail
+    assert after == inserted(tmp_path, path, PER_CHANNEL)[1]
+
+
+def test_weights_are_clipped(tmp_path):
+    """With 4 bits and a few large weights clipping gains; a range that a plan gives stays."""
+    values = {**DEPTHWISE[1], "v": RNG.laplace(size=(4, 8, 1, 1)), "w": RNG.standard_t(3, size=(8, 3, 3, 3))}
+    path = saved(tmp_path, DEPTHWISE[0], values)
+    rules = PER_TENSOR.replace('dtype = "int8"', "bits = 4")
+    _, before = inserted(tmp_path, path, rules)
+    result, after = inserted(tmp_path, path, rules, "weight-clipping")
+    assert sorted(applied_targets(result)) == ["k:0", "v:0", "w:0"]
+    assert after > before + 0.5
+    plan = gq.plan(path, rules=[rules])
+    plan_with_ranges = replace(plan, sites=tuple(replace(site, range=(-1.0, 1.0)) for site in plan.sites))
+    assert balancing.clipping.clip_weights_in_plan(plan_with_ranges) == (plan_with_ranges, [])
+
+
+def test_the_table_is_the_rule_files():
+    """Each is known to rule files, before those that are made once scales are known."""
+    assert tuple(PRE_CALIBRATION_ALGORITHMS) == ALGORITHM_NAMES[: len(PRE_CALIBRATION_ALGORITHMS)]

@@ -1,0 +1,287 @@
+"""Bias correction: means that come back, biases that are added, shared or left, and what it costs nothing."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import graphquant as gq
+from graphquant.formats import onnx as onnx_format
+from graphquant.optimize import POST_CALIBRATION_ALGORITHMS, PRE_CALIBRATION_ALGORITHMS, algorithm
+from graphquant.optimize.algorithm import MIN_TARGETED_GAIN_STANDARD_ERRORS, rejection_reason
+from graphquant.optimize.bias_correction import shrink_mean
+from graphquant.optimize.weighted_ops import dependency_levels, final_ops
+from graphquant.rules import ALGORITHM_NAMES as NAMES
+
+HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
+RULES = """
+correct = ["bias-correction"]
+
+[scheme.weight]
+bits = 4
+zero = "symmetric"
+per = "channel"
+observe = "absmax"
+
+[[rule]]
+name = "weight"
+producer = { kind = "parameter" }
+consumer = { kind = "conv|depthwise_conv|conv_transpose|matmul|gemm", input = "weight" }
+quantize = "weight"
+
+[scheme.activation]
+dtype = "uint8"
+observe = "minmax"
+
+[[rule]]
+name = "input"
+consumer = { kind = "conv|depthwise_conv|conv_transpose|matmul|gemm", input = "input" }
+quantize = "activation"
+"""
+RNG = np.random.default_rng(11)
+IMAGES = (RNG.normal(size=(64, 3, 8, 8)) + 1.5).astype(np.float32)
+FLAT = "h = Relu (c)\n g = GlobalAveragePool (h)\n z = Flatten (g)\n"
+NETS = {
+    "conv": ("c = Conv <pads = [1, 1, 1, 1]> (x, w, b)\n y = Relu (c)", {"w": (4, 3, 3, 3), "b": (4,)}),
+    "no bias": ("c = Conv (x, w)\n y = Relu (c)", {"w": (4, 3, 3, 3)}),
+    "grouped": ("c = Conv <group = 3, strides = [2, 2]> (x, w)\n y = Relu (c)", {"w": (6, 1, 3, 3)}),
+    "transposed": ("c = ConvTranspose (x, w, b)\n y = Relu (c)", {"w": (3, 4, 3, 3), "b": (4,)}),
+    "matmul": (
+        f"c = Conv (x, v)\n {FLAT} m = MatMul (z, w)\n y = Add (m, b)",
+        {"v": (4, 3, 1, 1), "w": (4, 5), "b": (5,)},
+    ),
+    "gemm": (f"c = Conv (x, v)\n {FLAT} y = Gemm <transB = 1> (z, w, b)", {"v": (4, 3, 1, 1), "w": (5, 4), "b": (5,)}),
+}
+
+
+def model(tmp_path, body, shapes, values=None):
+    """A model of one input of images, its initializers drawn from a fixed seed."""
+    rng = np.random.default_rng(3)
+    message = onnx.parser.parse_model(f"{HEAD} g (float[N,3,8,8] x) => (float y) {{\n {body}\n}}")
+    message.graph.output[0].type.tensor_type.ClearField("shape")
+    for name, shape in shapes.items():
+        value = (rng.normal(size=shape) * 0.3 + 0.1).astype(np.float32)
+        message.graph.initializer.append(onnx.numpy_helper.from_array((values or {}).get(name, value), name))
+    onnx.save(message, tmp_path / "model.onnx")
+    np.savez(tmp_path / "data.npz", x=IMAGES)
+    return tmp_path / "model.onnx"
+
+
+def mean(path_or_model, images=IMAGES):
+    """The means of the output's channels."""
+    path = path_or_model.path
+    (actual,) = onnx_format.create_runner(gq.load(path)).run({"x": images}).values()
+    return actual.mean(axis=(0, *range(2, actual.ndim)))
+
+
+def inserted(tmp_path, path, name="out.onnx", **options):
+    """What insert made, written and read back."""
+    result = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), **options)
+    return result, gq.load(result.save(tmp_path / name, force=True))
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_means_come_back(tmp_path, net, monkeypatch):
+    """The means of the last output are nearer to the float model's, and each op was corrected, kept or not."""
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
+    path = model(tmp_path, *NETS[net])
+    result, corrected = inserted(tmp_path, path)
+    assert [entry.detail for entry in result.corrected if not entry.done] == []
+    assert {entry.algorithm for entry in result.corrected} == {"bias-correction"}
+    _, plain = inserted(tmp_path, path, "plain.onnx", correct=["not bias-correction"])
+    expected = mean(gq.load(path))
+    off, before = (np.square(mean(entry) - expected).sum() for entry in (corrected, plain))
+    assert off < before / 4
+
+
+def test_a_bias_that_two_ops_share_gets_a_copy(tmp_path):
+    """Each op has a bias of its own afterwards, the float weights are the same, and the source keeps its bias."""
+    body = "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)"
+    path = model(tmp_path, body, {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)})
+    result, quantized_path = inserted(tmp_path, path, float_weights=True)
+    assert [entry.done for entry in result.corrected] == [True, True]
+    values = {op.name: op.value() for op in quantized_path.main.ops() if op.kind == "constant" and "bias" in op.name}
+    assert sorted(values) == ["c/bias_corrected", "d/bias_corrected"]
+    assert not np.array_equal(*values.values())
+    assert np.array_equal(result.source.main.op("b").value(), gq.load(path).main.op("b").value())
+    stripped = gq.strip(quantized_path)
+    assert stripped.exact
+    assert stripped.model.digest == result.source.digest
+
+
+def test_the_same_bytes_again(tmp_path):
+    """Two runs write the same file."""
+    path = model(tmp_path, *NETS["matmul"])
+    files = [inserted(tmp_path, path, f"{k}.onnx")[1].path.read_bytes() for k in range(2)]
+    assert files[0] == files[1]
+
+
+def test_what_is_left_is_told(tmp_path, monkeypatch):
+    """A product without a bias; statistics alone, made-up and few samples."""
+    body = f"c = Conv (x, v)\n {FLAT} y = MatMul (z, w)"
+    path = model(tmp_path, body, {"v": (4, 3, 1, 1), "w": (4, 5)})
+    with monkeypatch.context() as patch:
+        patch.setattr(algorithm, "rejection_reason", lambda *_: "")
+        result, _ = inserted(tmp_path, path)
+    details = {entry.detail for entry in result.corrected if not entry.done}
+    assert details == {"it has no bias, and no op that adds one follows"}
+    stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[RULES])
+    from_stats = gq.insert(path, rules=[RULES], stats=stats)
+    assert [entry.detail for entry in from_stats.corrected] == ["left out: it needs samples, and statistics keep none"]
+    random = gq.insert(path, rules=[RULES], data="random:8")
+    assert [entry.detail for entry in random.corrected] == ["left out: made-up data says nothing of means"]
+    few = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), samples=4)
+    assert [entry.detail for entry in few.corrected] == [
+        "left out: there are 2 samples to check it with, and 3 are the least"
+    ]
+
+
+def test_it_is_left_out_where_it_does_not_help(tmp_path):
+    """Weights that are steps of their scale lose nothing, so that nothing is changed."""
+    grid = np.random.default_rng(0).integers(-7, 8, (4, 3, 1, 1)).astype(np.float32)
+    grid[:, 0] = 7
+    path = model(tmp_path, "y = Conv (x, w, b)", {"w": (4, 3, 1, 1), "b": (4,)}, {"w": grid})
+    result = gq.insert(
+        path,
+        rules=[
+            RULES,
+        ],
+        data=str(tmp_path / "data.npz"),
+        exclude=["x"],
+    )
+    assert [entry.done for entry in result.corrected] == [False]
+    assert result.model.main.op("b").value() is not None
+
+
+def test_shrunk_keeps_what_chance_does_not_explain():
+    """A mean that is the same in all samples stays whole; one within its standard error is dropped."""
+    rows = np.array([[2.0, 1.0], [2.0, -1.0], [2.0, 0.5], [2.0, -0.4]])
+    assert shrink_mean(rows).tolist() == [2.0, 0.0]
+
+
+@given(st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=12))
+@settings(max_examples=200)
+def test_shrunk_goes_towards_zero(column):
+    """It never turns a mean around, nor makes it larger."""
+    (shrunken,) = shrink_mean(np.array(column)[:, None])
+    mean = float(np.mean(column))
+    assert 0 <= shrunken * np.sign(mean) <= abs(mean) * (1 + 1e-12)
+
+
+def test_kept_only_if_more_than_chance():
+    """Errors of samples: all fall; one falls by a bit more than the others grow; one output falls, the other grows."""
+    before = np.ones((4, 2))
+    assert not rejection_reason(before, np.full((4, 2), 0.5) + np.arange(8).reshape(4, 2) / 100)
+    assert "more than chance" in rejection_reason(before, np.array([[0.2, 1], [1, 1], [1, 1], [0.9, 1]]))
+    assert rejection_reason(before, np.tile([0.1, 2.0], (4, 1))) == "an output is off by 1.41 times as much"
+    assert rejection_reason(before, np.full((4, 2), 0.95)) == "no output gains 0.5 dB (the most is 0.2 dB)"
+
+
+def test_a_few_samples_do_not_decide():
+    """Three of 16 samples that had most of the error lose it: not kept if the others lose, unless most of them gain."""
+    before = np.ones((16, 1))
+    before[:3] = 40
+    after = before * 0.9
+    after[:3] = 1
+    assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == ""
+    after[3:] *= 1.2
+    message = "without the 3 samples that gain most an output is off by 1.04 times as much"
+    assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == message
+    after[4:] = 0.99
+    assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == ""
+    after[4] = 3.2
+    assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == ""
+    after[3:] = 1.08
+    assert (
+        rejection_reason(
+            before[:, [0, 0]], np.concatenate([before * 0.5, after], axis=1), MIN_TARGETED_GAIN_STANDARD_ERRORS
+        )
+        == message
+    )
+
+
+def test_less_is_asked_for_where_a_gain_is_expected():
+    """A fall of two standard errors is enough for what lowers errors that it can see, not for others."""
+    before = np.ones((9, 1))
+    after = np.array([0.2, 0.5, 1.1, 0.9, 1.3, 0.7, 0.4, 1.2, 0.8])[:, None]
+    assert rejection_reason(before, after, MIN_TARGETED_GAIN_STANDARD_ERRORS) == ""
+    assert "more than chance" in rejection_reason(before, after)
+
+
+def test_levels_and_ends(tmp_path):
+    """Two branches: what is before both is level 1, they are level 2, and what reads both is the end."""
+    body = "a = Conv (x, w)\n b = Conv (a, v)\n c = Conv (a, u)\n d = Add (b, c)\n y = Conv (d, t)"
+    graph = gq.load(model(tmp_path, body, dict.fromkeys("wvut", (3, 3, 1, 1)))).main
+    names = [op.name for op in graph.ops() if op.kind == "conv"]
+    assert list(dependency_levels(graph, names).values()) == [1, 2, 2, 3]
+    assert final_ops(graph, names) == names[-1:]
+    assert final_ops(graph, names[:3]) == names[1:3]
+
+
+def test_rule_files_know_every_correction():
+    """The names that rule files may say are those of the table, in its order."""
+    assert (*PRE_CALIBRATION_ALGORITHMS, *POST_CALIBRATION_ALGORITHMS) == NAMES
+
+
+@pytest.mark.slow
+def test_frozen_tensorflow(samples, tmp_path, monkeypatch):
+    """A frozen net's BiasAdds get other constants, and its outputs come nearer to the float model's."""
+    pytest.importorskip("tensorflow")
+    monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
+    figures = []
+    for correct in ("bias-correction", "not bias-correction"):
+        result = gq.insert(samples / "digits_cnn.pb", data=str(samples / "digits_cnn_calib.npz"), algorithms=[correct])
+        quantized_path = result.save(tmp_path / f"{len(figures)}.pb")
+        stored_weights = str(samples / "digits_cnn_eval.npz")
+        figures.append(
+            gq.compare(samples / "digits_cnn.pb", quantized_path, stored_weights, samples=200, sites=False).sqnr
+        )
+        assert [entry.done for entry in result.corrected] == [True] * 9 * (correct[0] == "b")
+    assert figures[0] > figures[1] + 1
+
+
+@pytest.mark.slow
+def test_variables_are_left(samples):
+    """A SavedModel's biases are variables: they stay, and each op says so."""
+    pytest.importorskip("tensorflow")
+    result = gq.insert(samples / "digits_cnn_saved_model", data=str(samples / "digits_cnn_calib.npz"))
+    details = {entry.detail for entry in result.corrected}
+    assert "its bias is a variable, with which training goes on; freeze the model to correct it" in details
+    assert not any(entry.done for entry in result.corrected)
+
+
+@pytest.mark.parametrize("name", ["adaptive-rounding", "error-compensation"])
+def test_rounding_and_bias_together(tmp_path, name):
+    """Weights of 4 bits are rounded for what they make, the bias on top of it, and outputs gain two decibels."""
+    path = model(tmp_path, *NETS["conv"])
+    plain = inserted(tmp_path, path, "plain.onnx", correct=["not bias-correction"])[1]
+    result, quantized_path = inserted(tmp_path, path, correct=[name])
+    assert {entry.algorithm for entry in result.corrected if entry.done} >= {name}
+    expected, *outputs = (
+        next(iter(onnx_format.create_runner(gq.load(entry.path)).run({"x": IMAGES}).values()))
+        for entry in (gq.load(path), plain, quantized_path)
+    )
+    errors = [np.square(entry - expected).sum() for entry in outputs]
+    assert errors[1] < errors[0] * 0.63
+
+
+def test_rounding_of_weights_alone_sees_the_data(samples) -> None:
+    """Where no activation wants a range, data is still for corrections; the check has samples that they did not see."""
+    options = {"rules": "weight_only_int4", "data": str(samples / "digits_cnn_calib.npz")}
+    plain = gq.insert(samples / "digits_cnn.onnx", **options)
+    rounded = gq.insert(samples / "digits_cnn.onnx", **options, algorithms="adaptive-rounding")
+    assert (plain.corrected, plain.check.comparison.samples) == ((), 32)
+    assert all(entry.done for entry in rounded.corrected if entry.target != "model")
+    assert (rounded.check.reuses_samples, rounded.check.comparison.samples) == (False, 20)
+    assert rounded.check.comparison.sqnr > plain.check.comparison.sqnr + 2
+
+
+def test_statistics_of_the_first_samples_tell_which_corrections_may_see(samples) -> None:
+    """Data of which statistics have the first samples alone is known by them, and corrections are made by those."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    stats = gq.calibrate(model, data=data, samples=40)
+    inserted_result = gq.insert(model, stats=stats, data=data)
+    assert all("needs samples" not in entry.detail for entry in inserted_result.corrected)
+    assert (inserted_result.check.reuses_samples, inserted_result.check.elsewhere) == (False, False)

@@ -1,0 +1,263 @@
+"""The fastest plan, by times that are given."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+import graphquant as gq
+from graphquant.api.latency import LatencyTimer
+from graphquant.api.plan import prepare_and_plan
+from graphquant.errors import UsageError
+from graphquant.formats import format_module
+from graphquant.optimize import FusionMap, LatencyProfile, TimeRatio, make_latency_groups, minimize_latency
+from graphquant.optimize.latency import MAX_TIMED_PLANS, LatencyGroup
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+OpKey = tuple[str, str]
+
+
+class Chain:
+    """Ops one behind the other with a site before, between and behind them; an op is float where one of its is left."""
+
+    def __init__(self, quantized: list[float], plain: list[float], conversion: float = 0.0) -> None:
+        """Seconds of each op on integers and in float, and of turning a tensor into integers or back."""
+        self.times = quantized, plain
+        self.conversion = conversion
+        self.compared: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        count = len(plain)
+        ends = [{max(index - 1, 0), min(index, count - 1)} for index in range(count + 1)]
+        self.groups = [
+            LatencyGroup(sites=(i,), ops=frozenset(("", f"op{entry}") for entry in end)) for i, end in enumerate(ends)
+        ]
+
+    def profile(self, float_sites: tuple[int, ...]) -> LatencyProfile:
+        """Where the time goes."""
+        low = [not {index, index + 1} & set(float_sites) for index in range(len(self.times[1]))]
+        ops = {("", f"op{index}"): self.times[0 if entry else 1][index] for index, entry in enumerate(low)}
+        neighbors = [{low[max(index - 1, 0)], low[min(index, len(low) - 1)]} for index in range(len(self.groups))]
+        edges = {index for index, kinds in enumerate(neighbors) if len(kinds) > 1 or index in {0, len(low)}}
+        return LatencyProfile(
+            op_seconds=ops, site_seconds=dict.fromkeys(sorted(edges - set(float_sites)), self.conversion)
+        )
+
+    def compare(self, first_sites: tuple[int, ...], second_sites: tuple[int, ...]) -> TimeRatio:
+        """One plan beside the other."""
+        self.compared.append((first_sites, second_sites))
+        first, second = self.profile(first_sites).total_seconds, self.profile(second_sites).total_seconds
+        time_ratio = first / second
+        return TimeRatio(
+            median=time_ratio,
+            low=time_ratio - 0.001,
+            high=time_ratio + 0.001,
+            first_seconds=first,
+            second_seconds=second,
+        )
+
+    def best_float_sites(self) -> tuple[int, ...]:
+        """What is left in the end."""
+        return minimize_latency(self.groups, self.profile, self.compare).float_sites
+
+
+def test_what_is_slower_is_left() -> None:
+    """What ops that take longer on integers have between them is left; what others need stays."""
+    assert Chain([1, 1, 9, 9, 1, 1], [5, 5, 2, 2, 5, 5]).best_float_sites() == (3,)
+    assert Chain([1, 1, 1], [5, 5, 5]).best_float_sites() == ()
+    assert Chain([5, 5, 5], [1, 1, 1]).best_float_sites() == (0, 1, 2, 3)
+
+
+def test_conversions_count() -> None:
+    """A gain that the conversions around it take away is none."""
+    assert Chain([1, 1, 3, 3, 1, 1], [5, 5, 2, 2, 5, 5], conversion=0.1).best_float_sites() == (3,)
+    assert Chain([1, 1, 3, 3, 1, 1], [5, 5, 2, 2, 5, 5], conversion=1.5).best_float_sites() == ()
+
+
+def test_what_does_not_help_together_is_tried_by_halves() -> None:
+    """A profile that is wrong for an op costs measurements, not the gain that there is elsewhere."""
+    chain = Chain([9, 9, 1, 1, 1, 1], [2, 2, 5, 5, 5, 5])
+
+    def wrong(float_sites: tuple[int, ...]) -> LatencyProfile:
+        profile = chain.profile(float_sites)
+        return LatencyProfile(
+            op_seconds={**profile.op_seconds, ("", "op4"): 5.0 if {4, 5} & set(float_sites) else 11.0}, site_seconds={}
+        )
+
+    assert chain.best_float_sites() == (0, 1)
+    result = minimize_latency(chain.groups, wrong, chain.compare)
+    assert {0, 1} <= set(result.float_sites)
+    assert chain.profile(result.float_sites).total_seconds < chain.profile(()).total_seconds
+    assert ((0, 1), ()) in chain.compared
+    assert result.plans <= MAX_TIMED_PLANS
+
+
+def test_noise_keeps_the_rules_plan() -> None:
+    """Without a sure gain nothing is left, and the search ends."""
+    chain = Chain([5, 5, 5, 5], [1, 1, 1, 1])
+    unsure = TimeRatio(median=0.9, low=0.7, high=1.1, first_seconds=1.0, second_seconds=1.0)
+    result = minimize_latency(chain.groups, chain.profile, lambda _first, _second: unsure)
+    assert result.float_sites == ()
+    assert 1 <= result.plans <= MAX_TIMED_PLANS
+
+
+def test_interrupted() -> None:
+    """Ctrl-C keeps the fastest plan so far."""
+
+    def compare(_one: tuple[int, ...], _other: tuple[int, ...]) -> TimeRatio:
+        raise KeyboardInterrupt
+
+    chain = Chain([5, 5], [1, 1])
+    result = minimize_latency(chain.groups, chain.profile, compare)
+    assert result.interrupted
+    assert result.float_sites == ()
+
+
+def test_parts_of_a_model(samples: Path) -> None:
+    """Sites of one scale are one part, and an op counts with the bias and the limit that it absorbs."""
+    prepared, plan = prepare_and_plan(gq.load(samples / "digits_cnn.onnx"), None, (), (), (), None)
+    scale_groups = make_latency_groups(prepared, plan, range(len(plan.sites)))
+    assert sorted(site for group in scale_groups for site in group.sites) == list(range(len(plan.sites)))
+    by_tensor = {str(plan.sites[site].tensor): group for group in scale_groups for site in group.sites}
+    assert by_tensor["stem/relu:0"].ops == {("", "stem/conv"), ("", "depthwise/conv")}
+    assert by_tensor["pointwise/relu:0"] is by_tensor["max_pool:0"]
+    assert ("", "max_pool") in by_tensor["max_pool:0"].ops
+    assert by_tensor["residual/relu:0"].ops >= {("", "residual/add"), ("", "branch_wide/bias_add")}
+    assert FusionMap(prepared).fusion_target(("", "stem/relu")) == ("", "stem/conv")
+    assert FusionMap(prepared).fusion_target(("", "hidden/relu")) == ("", "hidden/matmul")
+
+
+def test_a_profile_tells_the_ops_of_the_model(samples: Path) -> None:
+    """Ops that onnxruntime fused and renamed are told as those of the model, conversions apart."""
+    source = gq.load(samples / "digits_cnn.onnx")
+    quant = gq.insert(source, data=str(samples / "digits_cnn_calib.npz"), validate=False).model
+    feeds = LatencyTimer.for_data(source, _batches(source, samples), as_tflite=False).feeds
+    assert len(feeds) == 1
+    for model in (source, quant):
+        spent = format_module("onnx").profile_ops(model, feeds)
+        positions = {
+            FusionMap(source).fusion_target(position) for position in spent.seconds if position[1] in source.main
+        }
+        assert positions >= {("", name) for name in ("stem/conv", "pointwise/conv", "residual_1/conv", "hidden/matmul")}
+        assert all(seconds > 0 for seconds in [*spent.seconds.values(), *spent.conversion_seconds.values()])
+        assert bool(spent.conversion_seconds) == (model is quant)
+
+
+def _batches(model: Any, samples: Path) -> Any:
+    from graphquant.calibration.data import open_data
+
+    return open_data(str(samples / "digits_cnn_calib.npz"), format_module("onnx").input_specs(model))
+
+
+def ratios(monkeypatch: pytest.MonkeyPatch, ratio: Callable[[Any, Any], float]) -> None:
+    """Lets times be what `ratio` says of two runs."""
+
+    def judged(first: Any, second: Any, **_: object) -> TimeRatio:
+        measured_ratio = ratio(first(), second())
+        return TimeRatio(
+            median=measured_ratio,
+            low=measured_ratio,
+            high=measured_ratio,
+            first_seconds=measured_ratio,
+            second_seconds=1.0,
+        )
+
+    monkeypatch.setattr("graphquant.optimize.measure_time_ratio", judged)
+
+
+def inserted(runs: Mapping[Any, Any]) -> int:
+    """Quantizations of the model that a run is of."""
+    return sum(op.kind == "quantize" for op in runs["model"].main.ops())
+
+
+@pytest.fixture
+def by_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs that give the model itself, so that ratios can be made up."""
+    monkeypatch.setattr("graphquant.formats.onnx.prepare_timed_run", lambda model, _feeds: lambda: {"model": model})
+
+
+@pytest.mark.usefixtures("by_pairs")
+def test_float_where_it_is_faster(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
+) -> None:
+    """Nothing is quantized where that takes longer, which is said; the plan says why and gives the same bytes again."""
+    ratios(monkeypatch, lambda first_run, second_run: 1 + 0.1 * (inserted(first_run) - inserted(second_run)))
+    model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
+    output = cli(
+        "insert", model, "--data", data, "--optimize", "latency", "-o", tmp_path / "o.onnx", "--report", tmp_path / "r"
+    )
+    assert "Nothing is quantized: on this machine float is faster." in output.stdout
+    report = json.loads((tmp_path / "r").read_text())
+    assert report["sites"] == []
+    assert not report["timing"]["quantized"]
+    assert report["timing"]["rules"]["ratio"] > 1
+    assert {entry["reason"].partition(",")[0] for entry in report["skips"] if entry["rule"] == "latency"}
+    inserted_result = gq.insert(model, data=str(data), optimize="latency")
+    assert inserted_result.model is inserted_result.source
+    assert gq.insert(model, data=str(data), plan=inserted_result.plan).inserted == ()
+
+
+@pytest.mark.usefixtures("by_pairs")
+def test_quantized_where_that_is_faster(samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the rules make stays where nothing is faster; a saved plan gives the same bytes."""
+    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.01 * (inserted(first_run) - inserted(second_run)))
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    inserted_result = gq.insert(model, data=data, optimize="latency")
+    assert len(inserted_result.inserted) == len(gq.insert(model, data=data).inserted)
+    assert inserted_result.timed is not None
+    assert inserted_result.timed.outcome is not None
+    assert inserted_result.timed.outcome.median < 1
+    again = gq.insert(model, data=data, plan=inserted_result.plan)
+    first_path, second_path = inserted_result.save(tmp_path / "one.onnx"), again.save(tmp_path / "other.onnx")
+    assert first_path.read_bytes() == second_path.read_bytes()
+
+
+@pytest.mark.usefixtures("by_pairs")
+def test_with_a_bound(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for a bound leaves what costs least time; if that is no faster than float, all is float."""
+    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.01 * (inserted(first_run) - inserted(second_run)))
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45)
+    assert inserted_result.searched is not None
+    assert inserted_result.timed is not None
+    assert inserted_result.timed.plan is inserted_result.plan
+    assert inserted_result.inserted
+    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0001 * (inserted(first_run) - inserted(second_run)))
+    inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45)
+    assert not inserted_result.inserted
+    assert inserted_result.timed is not None
+    assert inserted_result.timed.floats
+
+
+@pytest.mark.usefixtures("by_pairs")
+@pytest.mark.parametrize("bound", [(), ("--min-sqnr", "30")])
+def test_what_is_hardly_faster(
+    bound: tuple[str, ...], samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
+) -> None:
+    """Where the gain is small nobody is told that float is faster, or of a search or a check without a result."""
+    ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0015 * (inserted(first_run) - inserted(second_run)))
+    model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
+    output = cli("insert", model, "--data", data, "--optimize", "latency", *bound, "-o", tmp_path / "o.onnx").stdout
+    assert "what was made of it 0.98.\nNothing is quantized: on this machine it would hardly be faster, and" in output
+    assert "if this is quantized (rule latency)" in output
+    assert "float is faster" not in output
+    assert "Searched" not in output
+    assert "hecked" not in output
+
+
+def test_nothing_to_time(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """Where nothing is quantized anyway, that is why nothing was timed."""
+    options = ("--data", samples / "digits_cnn_calib.npz", "--optimize", "latency", "--exclude", "*")
+    output = cli("insert", samples / "digits_cnn.onnx", *options, "-o", tmp_path / "o.onnx").stdout
+    assert "Nothing was timed: there is nothing to quantize." in output
+
+
+def test_what_is_asked_for_wrongly(samples: Path) -> None:
+    """Time without a sample to run, and words that mean nothing, are refused at once."""
+    with pytest.raises(UsageError, match="models are run on a sample"):
+        gq.insert(samples / "digits_cnn.onnx", rules="weight_only", optimize="latency")
+    with pytest.raises(UsageError, match="nothing to optimize for"):
+        gq.insert(samples / "digits_cnn.onnx", rules="weight_only", optimize="speed")

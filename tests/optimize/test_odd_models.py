@@ -1,0 +1,139 @@
+"""Searches, timings and budgets of models that others were not made for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import graphquant as gq
+from graphquant import api
+from graphquant.api import latency, search
+from graphquant.errors import ModelError, UsageError
+from graphquant.formats import onnx as onnx_format
+from graphquant.optimize import byte_costs, make_scale_groups
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+HEAD = '<ir_version: 9, opset_import: ["": 17]>\n'
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> tuple[Path, str]:
+    """Two convolutions whose channels differ by orders of magnitude, and data."""
+    rng = np.random.default_rng(0)
+    scale = (10.0 ** rng.uniform(-2, 2, 16)).astype(np.float32)
+    weights = {
+        "w1": rng.normal(size=(16, 3, 3, 3)) * scale[:, None, None, None],
+        "b1": rng.normal(size=16) * scale,
+        "w2": rng.normal(size=(8, 16, 3, 3)) / scale[None, :, None, None],
+    }
+    text = (
+        HEAD + "g (float[1, 3, 8, 8] x) => (float[1, 8, 4, 4] z) { y = Conv (x, w1, b1) r = Relu (y) z = Conv (r, w2) }"
+    )
+    model = onnx.parser.parse_model(text)
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(value.astype(np.float32), name) for name, value in weights.items()
+    )
+    onnx.save(model, tmp_path / "uneven.onnx")
+    np.savez(tmp_path / "uneven.npz", x=rng.normal(size=(80, 3, 8, 8)).astype(np.float32))
+    return tmp_path / "uneven.onnx", str(tmp_path / "uneven.npz")
+
+
+def test_scaled_weights_are_blamed_as_they_are(uneven: tuple[Path, str]) -> None:
+    """Where channels were scaled first, what a weight adds is its rounding, not its scale."""
+    model, data = uneven
+    result = gq.insert(model, data=data, algorithms=("migration",), min_sqnr=41.0)
+    assert "migration" in [entry.algorithm for entry in result.corrected if entry.done]
+    assert result.searched is not None
+    assert result.searched.left
+    assert all(sensitivity is None or sensitivity > 20 for sensitivity in result.searched.left.values())
+
+
+def test_a_budget_that_is_interrupted_decides_nothing(
+    uneven: tuple[Path, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without knowing what all weights add, none gets fewer bits."""
+    model, data = uneven
+    blame = search.measure_sensitivity
+
+    def stopped(*given: Any, **more: Any) -> Any:
+        def progress(_done: int, _total: int) -> None:
+            raise KeyboardInterrupt
+
+        return blame(*given, **{**more, "progress": progress})
+
+    monkeypatch.setattr(search, "measure_sensitivity", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        gq.insert(model, data=data, size_budget="30%")
+
+
+def test_a_runtime_that_tells_no_op_s_time(uneven: tuple[Path, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound is searched for with multiply-adds as the cost then."""
+    model, data = uneven
+    monkeypatch.setattr(onnx_format, "profile_ops", lambda *_: None)
+    monkeypatch.setattr(latency, "TIMING_SECONDS", 0.01)
+    result = gq.insert(model, data=data, optimize="latency", min_sqnr=41.0)
+    assert result.timed is not None
+    assert result.searched is not None
+
+
+def test_no_products_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model without them is timed like any other."""
+    text = (
+        HEAD + "g (float[1, 3, 8, 8] a, float[1, 3, 8, 8] b) => (float[1, 3, 8, 8] z) { y = Add (a, b) z = Relu (y) }"
+    )
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "sum.onnx")
+    values = np.random.default_rng(0).normal(size=(16, 3, 8, 8)).astype(np.float32)
+    np.savez(tmp_path / "sum.npz", a=values, b=values)
+    monkeypatch.setattr(latency, "TIMING_SECONDS", 0.01)
+    result = gq.insert(tmp_path / "sum.onnx", data=str(tmp_path / "sum.npz"), optimize="latency", min_sqnr=30.0)
+    assert result.timed is not None
+
+
+def test_a_bound_that_nothing_can_be_held_to(tmp_path: Path) -> None:
+    """Where no output holds floats, a bound on SQNR is refused; the usual one asks nothing."""
+    text = HEAD + "g (float[1, 3, 8, 8] x) => (int64[1, 1, 6, 6] z) { y = Conv (x, w) z = ArgMax <axis = 1> (y) }"
+    model = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(4, 3, 3, 3)).astype(np.float32)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    onnx.save(model, tmp_path / "top.onnx")
+    np.savez(tmp_path / "top.npz", x=rng.normal(size=(16, 3, 8, 8)).astype(np.float32))
+    options = {"data": str(tmp_path / "top.npz")}
+    usual = gq.insert(tmp_path / "top.onnx", **options).check
+    assert usual is not None
+    assert usual.missed == ()
+    with pytest.raises(UsageError, match="no output holds floats, which alone have a signal to noise"):
+        gq.insert(tmp_path / "top.onnx", **options, min_sqnr=80.0)
+
+
+@pytest.mark.parametrize("place", ["0", "99", "-1", "abc"])
+def test_a_file_cannot_ask_for_another_weight(tmp_path: Path, place: str) -> None:
+    """What a message says while it is being made is nothing that a file can say: to onnxruntime that is a mistake."""
+    text = HEAD + "g (float[1, 3, 8, 8] x) => (float[1, 64, 6, 6] y) { y = Conv (x, w) }"
+    model = onnx.parser.parse_model(text)
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(64, 3, 3, 3)).astype(np.float32)
+    tensor = model.graph.initializer.add(name="w", data_type=1, dims=weight.shape, data_location=1)
+    tensor.external_data.add(key="graphquant.later", value=place)
+    tensor.external_data.add(key="location", value="d.bin")
+    (tmp_path / "d.bin").write_bytes(weight.tobytes())
+    onnx.save(model, tmp_path / "odd.onnx")
+    np.savez(tmp_path / "odd.npz", x=rng.normal(size=(16, 3, 8, 8)).astype(np.float32))
+    with pytest.raises(ModelError, match="onnxruntime cannot take the model"):
+        gq.insert(tmp_path / "odd.onnx", data=str(tmp_path / "odd.npz"))
+
+
+def test_copies_of_functions_that_nothing_calls_cost_nothing(shared: Path) -> None:
+    """A Keras SavedModel has its layers several times; sites of all are one group, whose ops are those that run."""
+    model = api.load(shared / "kws/saved_model")
+    plan = api.plan(model)
+    among = make_scale_groups(model, plan, range(len(plan.sites)), {})
+    idle = {site.tensor.graph for site in plan.sites} - set(model.reachable_graphs())
+    assert idle
+    assert {op for group in among for op in group.ops} <= byte_costs(model).keys()

@@ -1,0 +1,379 @@
+"""The search for the cheapest plan that meets a bound."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.api import search
+from graphquant.optimize import (
+    FLOAT_CANDIDATE,
+    RULE_CANDIDATE,
+    Candidate,
+    PlanQuality,
+    ScaleGroup,
+    SelectionResult,
+    byte_costs,
+    mac_costs,
+    make_scale_groups,
+    search_cheapest_plan,
+)
+from graphquant.optimize.search import (
+    MAX_EXHAUSTIVE_OPS,
+    MAX_MEASUREMENTS,
+    _greedy_high_ops,
+    cheaper_selections,
+    choose_selection,
+    high_precision_ops,
+    selection_cost,
+    settle_selection,
+    total_error,
+)
+from graphquant.visualize.validation_report import search_view
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+def draw_groups(rng: Any, ops: int, number: int) -> tuple[list[ScaleGroup], dict[tuple[str, str], float]]:
+    """Groups that each need up to three of some ops, and what these cost; every second has a better range."""
+    names = [("", f"op{index}") for index in range(ops)]
+    scale_groups = []
+    for index in range(number):
+        some = rng.options(ops, size=rng.integers(0, min(3, ops) + 1), replace=False)
+        error = float(10 ** rng.uniform(-6, -3))
+        candidates = [
+            Candidate(name=RULE_CANDIDATE, error=error),
+            Candidate(name=FLOAT_CANDIDATE, error=0.0, high_precision=True),
+        ]
+        if index % 2:
+            candidates.insert(1, Candidate(name="mse range", error=error * rng.uniform(0.3, 0.9)))
+        scale_groups.append(
+            ScaleGroup(sites=(index,), ops=frozenset(names[entry] for entry in some), candidates=tuple(candidates))
+        )
+    return scale_groups, {name: float(rng.integers(1, 100)) for name in names}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_few_ops_cost_what_the_cheapest_set_does(seed: int) -> None:
+    """Up to twelve ops: the cost is that of the cheapest of all ways of all groups."""
+    rng = np.random.default_rng(seed)
+    some, costs = draw_groups(rng, 4, 7)
+    max_error = total_error(some, [0] * len(some)) * rng.uniform(0.05, 0.8)
+    every = product(*(range(len(group.candidates)) for group in some))
+    best = min(
+        selection_cost(some, candidates, costs) for candidates in every if total_error(some, candidates) <= max_error
+    )
+    chosen = choose_selection(some, costs, max_error)
+    assert total_error(some, chosen) <= max_error * (1 + 1e-9)
+    assert selection_cost(some, chosen, costs) == pytest.approx(best)
+
+
+def test_many_ops_by_the_largest_fall() -> None:
+    """More than twelve ops: the wanted sum is met, nothing could be given back, and on average it costs little more."""
+    ratios = []
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        some, costs = draw_groups(rng, 8, 14)
+        max_error = total_error(some, [0] * len(some)) * rng.uniform(0.05, 0.8)
+        greedy = settle_selection(some, _greedy_high_ops(some, costs, max_error), max_error)
+        assert total_error(some, greedy) <= max_error * (1 + 1e-9)
+        best = selection_cost(some, choose_selection(some, costs, max_error), costs)
+        ratios.append(selection_cost(some, greedy, costs) / best if best else 1.0)
+    assert np.mean(ratios) < 1.2
+    some, costs = draw_groups(np.random.default_rng(0), MAX_EXHAUSTIVE_OPS + 40, 150)
+    max_error = total_error(some, [0] * len(some)) / 3
+    assert total_error(some, choose_selection(some, costs, max_error)) <= max_error * (1 + 1e-9)
+
+
+def test_what_is_as_good_stays_as_the_rules_say() -> None:
+    """Another range is taken before an op runs in float, the largest gain first, and no more of them than it takes."""
+    op = ("", "conv")
+    errors = (1e-3, 4e-4), (8e-4, 1e-4), (1e-4, 9e-5)
+    some = [
+        ScaleGroup(
+            sites=(index,),
+            ops=frozenset({op}),
+            candidates=(
+                Candidate(name=RULE_CANDIDATE, error=rule_error),
+                Candidate(name="mse range", error=float_error),
+                Candidate(name=FLOAT_CANDIDATE, error=0, high_precision=True),
+            ),
+        )
+        for index, (rule_error, float_error) in enumerate(errors)
+    ]
+    assert choose_selection(some, {op: 1.0}, 2e-3) == (0, 0, 0)
+    assert choose_selection(some, {op: 1.0}, 1.3e-3) == (0, 1, 0)
+    assert choose_selection(some, {op: 1.0}, 6.1e-4) == (1, 1, 0)
+    assert choose_selection(some, {op: 1.0}, 1e-4) == (2, 2, 2)
+    assert cheaper_selections(some, {op: 1.0}, frozenset({op}), 0.98) == [(1, 1, 1)]
+    assert high_precision_ops(some, (1, 2, 0)) == {op}
+
+
+def test_groups_are_sites_of_one_scale(samples: Path) -> None:
+    """Sites that are tied are one group, and each group knows the ops that multiply on it or make it."""
+    prepared, plan = _prepared(samples)
+    scale_groups = make_scale_groups(
+        prepared, plan, range(len(plan.sites)), {i: {RULE_CANDIDATE: 1e-4} for i in range(len(plan.sites))}
+    )
+    assert sorted(index for group in scale_groups for index in group.sites) == list(range(len(plan.sites)))
+    by_tensor = {str(plan.sites[index].tensor): group for group in scale_groups for index in group.sites}
+    assert by_tensor["pointwise/relu:0"] is by_tensor["max_pool:0"]
+    assert [candidate.error for candidate in by_tensor["pointwise/relu:0"].candidates] == pytest.approx([2e-4, 0])
+    assert by_tensor["stem/relu:0"].ops == {("", "stem/conv"), ("", "depthwise/conv")}
+    assert by_tensor["max_pool:0"].ops >= {("", "pointwise/conv"), ("", "residual_1/conv")}
+    costs, sizes = mac_costs(prepared, {}), byte_costs(prepared)
+    assert costs["", "stem/conv"] == 4608
+    assert sizes["", "stem/conv"] == 3 * (72 + 8)  # weights and biases
+    assert costs.keys() == sizes.keys()
+
+
+def _prepared(samples: Path) -> Any:
+    from graphquant.api.plan import prepare_and_plan
+
+    return prepare_and_plan(gq.load(samples / "digits_cnn.onnx"), None, (), (), (), None)
+
+
+def test_the_search_ends_with_the_cheapest_that_meets() -> None:
+    """Where errors add up as estimated, the cheapest plan that meets the bound is found, in few measurements."""
+    rng = np.random.default_rng(3)
+    some, costs = draw_groups(rng, 9, 12)
+    measured = []
+
+    def measure(chosen: tuple[int, ...]) -> PlanQuality:
+        measured.append(chosen)
+        error = total_error(some, chosen)
+        sqnr = -10 * np.log10(error) if error else np.inf
+        return PlanQuality(met=sqnr >= 40, sqnr=sqnr)
+
+    result = search_cheapest_plan(some, costs, measure, target_sqnr=40.0)
+    assert result.quality.met
+    assert result.plans == len(measured) <= MAX_MEASUREMENTS
+    best = selection_cost(some, choose_selection(some, costs, 1e-4), costs) / sum(costs.values())
+    assert best <= result.cost <= 1.2 * best
+    assert search_cheapest_plan(some, costs, measure, target_sqnr=None).quality.met
+
+
+def test_a_bound_that_cannot_be_met() -> None:
+    """The best plan is given where none meets the bound."""
+    some, costs = draw_groups(np.random.default_rng(4), 4, 6)
+    result = search_cheapest_plan(
+        some, costs, lambda chosen: PlanQuality(met=False, sqnr=20.0 + sum(chosen)), target_sqnr=90.0
+    )
+    assert not result.quality.met
+    assert [group.candidates[candidate].name for group, candidate in zip(some, result.selection, strict=True)] == [
+        FLOAT_CANDIDATE
+    ] * len(some)
+    assert result.plans <= MAX_MEASUREMENTS
+
+
+def test_interrupted() -> None:
+    """Ctrl-C keeps the best plan so far."""
+    some, costs = draw_groups(np.random.default_rng(5), 6, 10)
+    calls = []
+
+    def measure(chosen: tuple[int, ...]) -> PlanQuality:
+        calls.append(chosen)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return PlanQuality(met=False, sqnr=20.0 + sum(chosen))
+
+    result = search_cheapest_plan(some, costs, measure, target_sqnr=30.0)
+    assert result.interrupted
+    assert result.selection == calls[1]
+
+
+def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """A bound is met on samples that neither calibration nor the search saw; what is left float says why."""
+    model, data, bound = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz", 60
+    plain = gq.insert(model, data=str(data)).check
+    assert plain.comparison.sqnr < bound
+    output = cli(
+        "insert", model, "--data", data, "--min-sqnr", bound, "-o", tmp_path / "out.onnx", "--report", tmp_path / "r"
+    )
+    assert "sites left float, and with them" in output.stdout
+    assert f"the search left it float for {bound} dB" in output.stdout
+    report = json.loads((tmp_path / "r").read_text())
+    assert report["check"]["met"]
+    assert report["check"]["comparison"]["sqnr"] >= bound
+    assert report["check"]["comparison"]["samples"] == 20
+    assert report["data"]["samples"] == 40
+    assert 0 < report["search"]["cost"] < 1
+    assert {entry["tensor"] for entry in report["search"]["left"]} == {
+        f"{entry['tensor']['op']}:{entry['tensor']['port']}" for entry in report["skips"] if entry["rule"] == "search"
+    }
+    gq.insert(model, data=str(data)).save(tmp_path / "plain.onnx")
+    before, after = (
+        gq.compare(model, tmp_path / name, str(samples / "digits_cnn_eval.npz"), sites=False).sqnr
+        for name in ("plain.onnx", "out.onnx")
+    )
+    assert after > before + 2
+
+
+def test_what_meets_its_bound_is_left_as_it_is(samples: Path) -> None:
+    """Where the rules' plan meets the bound there is nothing to search for."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    result = gq.insert(model, data=data, min_sqnr=30, min_agreement=0.9)
+    assert result.searched.left == {}
+    assert result.plan == gq.plan(model)
+
+
+def test_by_size(samples: Path) -> None:
+    """With size as the cost no more bytes of weights are in float than with multiply-adds."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    floats = {}
+    for optimize in ("macs", "size"):
+        result = gq.insert(model, data=data, min_sqnr=60, optimize=optimize)
+        assert result.check.missed == ()
+        stored = {str(pair.site.tensor) for pair in result.inserted if pair.folded}
+        planned = [site for site in gq.plan(model).sites if site.parameter and str(site.tensor) not in stored]
+        floats[optimize] = sum(
+            int(np.prod(result.source.output(site.tensor).shape))
+            for site in planned
+            if site.tensor.op in result.source.main
+        )
+    assert floats["size"] <= floats["macs"]
+
+
+@pytest.mark.slow
+def test_voice_detector(shared: Path) -> None:
+    """The voice detector gets 36 dB with half of its multiply-adds in float, on samples kept for the check."""
+    data = str(shared / "silero_vad.npz")
+    result = gq.insert(shared / "silero_vad_16k_op15.onnx", data=data, min_sqnr=36)
+    assert result.check.missed == ()
+    assert result.check.comparison.sqnr >= 36
+    assert 0 < result.searched.found.cost < 1 / 2
+    assert "/model/stft/Sqrt:0" in {str(tensor) for tensor in result.searched.left}
+
+
+def test_interrupted_while_blaming(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in blame keeps what is known of it, and the plan of the rules, which is the best so far, and says so."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    stages = []
+
+    def progress(stage: str, finished: int, _total: int) -> None:
+        stages.append(stage)
+        if stage == "blaming" and finished == 5:
+            raise KeyboardInterrupt
+
+    result = gq.insert(model, data=data, min_sqnr=60, progress=progress)
+    assert stages.count("blaming") == 5
+    assert "searching" not in stages
+    assert result.searched.found.interrupted
+    assert result.searched.runs > 0
+    assert result.plan == gq.plan(model)
+    assert "the best plan that it had" in "".join(str(line) for line in search_view(result.searched))
+    assert result.check.missed
+
+
+def test_interrupted_while_measuring(samples: Path) -> None:
+    """Ctrl-C while plans are measured keeps the best of them."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    stages = []
+
+    def progress(stage: str, finished: int, _total: int) -> None:
+        if stage == "searching":
+            stages.append(finished)
+            if finished == 3:
+                raise KeyboardInterrupt
+
+    result = gq.insert(model, data=data, min_sqnr=60, progress=progress)
+    assert stages == [1, 2, 3]
+    assert result.searched.found.interrupted
+    assert result.searched.tried.comparison.sqnr > gq.insert(model, data=data).check.comparison.sqnr
+    assert result.plan != gq.plan(model)
+
+
+def test_with_statistics(samples: Path, tmp_path: Path) -> None:
+    """Where ranges come from statistics, the search looks at data that is not in them, but for what the check keeps."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    gq.calibrate(model, data=data, samples=40).save(tmp_path / "stats.gqs")
+    result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=60)
+    assert result.samples == 40
+    assert result.searched.tried.comparison.samples == 40
+    assert result.check.comparison.samples == 20
+    assert result.searched.left
+    assert result.searched.met
+    without = gq.insert(model, data=data, min_sqnr=60)
+    assert result.plan.sites == without.plan.sites
+    assert result.searched.tried.comparison.outputs == without.searched.tried.comparison.outputs
+
+
+def test_statistics_of_all_samples(samples: Path, tmp_path: Path) -> None:
+    """Where there are only samples that gave the ranges, the search looks at them, and is not sure for that."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    gq.calibrate(model, data=data).save(tmp_path / "stats.gqs")
+    result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=20)
+    assert result.searched.tried.comparison.samples == 80
+    assert result.searched.tried.confirmed
+    assert not result.searched.met
+    assert result.searched.tried.caveats == (
+        "these samples were used before, for ranges, corrections or a search, which fit no others as well",
+    )
+    assert "not sure: these samples were used before" in "".join(str(line) for line in search_view(result.searched))
+
+
+def test_what_is_not_shown_is_not_said_to_be_met(
+    samples: Path, tmp_path: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound that the check's samples meet and those of the search do not show is not met in reports.
+
+    Exit code 1 tells it where a better plan would show it, and else under --strict.
+    """
+    model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
+    options = ("insert", model, "--data", data, "-o", tmp_path / "out.onnx", "--report", tmp_path / "r", "--force")
+    cli(*options, "--min-agreement", 0.99)
+    report = json.loads((tmp_path / "r").read_text())
+    assert report["check"]["met"]
+    assert not report["search"]["met"]
+    assert report["search"]["doubts"][0].endswith("; it takes 627 rows to show more, and there are 40")
+    output = cli(*options, "--min-agreement", 0.99, "--strict", code=1)
+    assert "The search does not show that the bounds are met: 84.3" in output.stderr
+
+    def first(groups: list[ScaleGroup], *_: object, **__: object) -> SelectionResult:
+        return SelectionResult(
+            selection=(0,) * len(groups),
+            quality=PlanQuality(met=False, sqnr=0.0),
+            cost=0.0,
+            plans=1,
+            interrupted=True,
+        )
+
+    monkeypatch.setattr(search, "search_cheapest_plan", first)
+    output = cli(*options, "--min-sqnr", 48, code=1)
+    assert (
+        "The search does not show that the bounds are met: output 'probabilities' has 46.58 dB at least"
+        in output.stderr
+    )
+    assert json.loads((tmp_path / "r").read_text())["check"]["met"]
+    assert not json.loads((tmp_path / "r").read_text())["search"]["met"]
+
+
+def test_weights_alone_are_searched_for_too(samples: Path) -> None:
+    """Rules whose ranges need no data are searched for a bound where there is some; 4 bits become 8."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    rules = """
+    [scheme.few]
+    bits = 4
+    narrow = true
+    observe = "mse"
+    [[rule]]
+    name = "few"
+    producer = { kind = "parameter" }
+    consumer = { kind = "conv|depthwise_conv|gemm|matmul", input = "weight" }
+    quantize = "few"
+    """
+    result = gq.insert(model, rules=rules, data=data, min_sqnr=36)
+    assert result.searched.tried.confirmed
+    candidates = result.searched.changed
+    assert set(candidates.values()) <= {"8-bit weights", "weights per channel"}
+    assert "8-bit weights" in candidates.values()
+    assert all("as the rules say" in site.why for site in result.plan.sites if site.rule == "search")
+    again = gq.insert(model, plan=result.plan)
+    assert [str(pair.site) for pair in again.inserted] == [str(pair.site) for pair in result.inserted]

@@ -1,0 +1,186 @@
+"""What each quantization adds alone at the outputs, by switches in one model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+
+import graphquant as gq
+from graphquant.analysis import match_sites
+from graphquant.api.plan import prepare_for_plan
+from graphquant.calibration.data import open_data
+from graphquant.formats import format_module
+from graphquant.optimize import measure_sensitivity
+from graphquant.optimize.sensitivity import _find_switch_points, find_switchable, insert_switches
+from graphquant.quantize.rewrite import rewrite
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+
+def ranks(values: Any) -> Any:
+    """The place of each value."""
+    return np.argsort(np.argsort(values)).astype(float)
+
+
+def correlation(first: Any, second: Any) -> float:
+    """Spearman's, of two lists without ties."""
+    return float(np.corrcoef(ranks(first), ranks(second))[0, 1])
+
+
+def error_share(plain: Mapping[str, Any], actual: Mapping[str, Any]) -> float:
+    """The squared error of the worst output, as a share of its squares."""
+    pairs = [(plain[name].astype(np.float64), actual[name]) for name in plain if plain[name].dtype.kind == "f"]
+    return max(float(((actual - value) ** 2).sum() / (value**2).sum()) for value, actual in pairs)
+
+
+def joined_outputs(runner: Any, feeds: list[Any], more: Any) -> dict[str, Any]:
+    """The outputs of all feeds."""
+    ran = [runner.run({**feed, **more}) for feed in feeds]
+    return {name: np.concatenate([entry[name] for entry in ran]) for name in ran[0]}
+
+
+@pytest.fixture
+def made(samples: Path) -> Callable[[str], gq.Result]:
+    """Quantizes a sample model by the rules of its format."""
+
+    def make(name: str) -> gq.Result:
+        data = samples / f"{name.partition('.')[0]}_calib.npz"
+        return gq.insert(samples / name, data=str(data), samples=40, validate=False)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["digits_cnn.onnx", "digits_rnn.onnx", "digits_nested.onnx", pytest.param("digits_cnn.pb", marks=pytest.mark.slow)],
+)
+def test_switches(made: Callable[[str], gq.Result], samples: Path, name: str) -> None:
+    """All off is the float model, all on is quantized as much as the quantized one, and those left on need no input."""
+    result = made(name)
+    choices = _find_switch_points(result.model, match_sites(result.source, result.model))[1]
+    open_ = find_switchable(result.model, choices)
+    stuck = set(range(len(choices))) - set(open_)
+    assert bool(stuck) == (name == "digits_nested.onnx")  # which has sites in a function
+    format_ = format_module(result.source.format)
+    variant = insert_switches(result.model, choices, by_input=open_, on=stuck)
+    data = np.load(samples / f"{name.partition('.')[0]}_calib.npz")["image"][:4]
+    key = format_.input_specs(result.source)[0].name
+    feeds = [{key: image[None]} for image in data]
+    plain = joined_outputs(format_.create_runner(result.source), feeds, {})
+    runner = format_.create_runner(variant.model)
+    if not stuck:
+        assert error_share(plain, joined_outputs(runner, feeds, variant.feed())) < 1e-10
+    quantized = error_share(plain, joined_outputs(format_.create_runner(result.model), feeds, {}))
+    on = error_share(plain, joined_outputs(runner, feeds, variant.feed(set(open_))))
+    assert quantized / 4 < on < quantized * 4
+    fixed = insert_switches(result.model, choices, by_input=(), on=set(range(len(choices))))
+    assert fixed.inputs == {}
+    assert error_share(plain, joined_outputs(format_.create_runner(fixed.model), feeds, {})) == pytest.approx(
+        quantized, rel=1e-6
+    )
+
+
+def _errors_one_at_a_time(result: gq.Result, feeds: list[Any]) -> dict[tuple[str, str], float]:
+    """For each site the error of a model in which the site alone is quantized, on all samples."""
+    prepared = prepare_for_plan(result.source, result.plan)
+    format_ = format_module(prepared.format)
+    plain = joined_outputs(format_.create_runner(prepared), feeds, {})
+    errors_by_op = {}
+    for pair in result.inserted:
+        index = result.plan.sites.index(pair.site)
+        model, (inserted,) = rewrite(prepared, result.plan, {index: pair.params})
+        error = error_share(plain, joined_outputs(format_.create_runner(model), feeds, {}))
+        errors_by_op.update({(output.graph, output.op): error for output in pair.outputs})
+        assert inserted.folded == pair.folded
+    return errors_by_op
+
+
+@pytest.mark.parametrize("name", ["digits_rnn.onnx", pytest.param("digits_cnn.pb", marks=pytest.mark.slow)])
+def test_ranks_are_those_of_one_at_a_time(made: Callable[[str], gq.Result], samples: Path, name: str) -> None:
+    """The rank correlation with models of one quantized tensor each, on all samples, is at least 0.9."""
+    result = made(name)
+    spec = str(samples / f"{name.partition('.')[0]}_calib.npz")
+    runner = format_module(result.source.format).create_runner(result.source)
+    batches = open_data(spec, runner.inputs)
+    inputs = {entry.name: entry.name for entry in runner.inputs}
+    sites = match_sites(result.source, result.model)
+    sensitivity = measure_sensitivity(
+        result.model, sites, batches, inputs=inputs, batch_independent=runner.batch_independent
+    )
+    assert sensitivity.runs_per_op <= 16
+    honest = _errors_one_at_a_time(result, list(batches))
+    positions = [position for position in sensitivity.errors if position in honest]
+    assert len(positions) >= 20
+    assert (
+        correlation([sensitivity.errors[entry] for entry in positions], [honest[entry] for entry in positions]) >= 0.9
+    )
+
+
+def test_in_functions(made: Callable[[str], gq.Result], samples: Path) -> None:
+    """Tensors in functions, which no input can rule, are measured one by one; the figure is the same kind of figure."""
+    result = made("digits_nested.onnx")
+    comparison = gq.compare(
+        result.source, result.model, str(samples / "digits_nested_calib.npz"), samples=30, sensitivity=True
+    )
+    inside = [entry for entry in comparison.sites if entry.graph == "sample_models:Block"]
+    assert len(inside) >= 4
+    assert all(entry.blame is not None and 30 < entry.blame < 120 for entry in inside)
+    sensitivities = [entry.blame for entry in comparison.sites if entry.blame is not None]
+    assert sensitivities == sorted(sensitivities)
+
+
+def test_the_worst_is_first(tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """A coarse scale that the output hardly feels is behind a finer one that it feels, and both are as computed."""
+    text = """
+    <ir_version: 8, opset_import: ["" : 13]>
+    net (float[N, 4] x) => (float[N, 4] y)
+    { a = Relu(x) b = Mul(a, tiny) c = Neg(x) d = Sub(b, c) e = Tanh(d) y = Mul(e, one) }
+    """
+    model = onnx.parser.parse_model(text)
+    for name, value in (("tiny", 0.001), ("one", 1.0)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.full(4, value, np.float32), name))
+    onnx.save(model, tmp_path / "net.onnx")
+    rules = """
+    [scheme.coarse]
+    bits = 8
+    observe = { name = "fixed-point", exponent = -1 }
+    [scheme.fine]
+    bits = 8
+    observe = { name = "fixed-point", exponent = -4 }
+    [[rule]]
+    name = "coarse"
+    producer = { name = "a" }
+    quantize = "coarse"
+    [[rule]]
+    name = "fine"
+    producer = { name = "c" }
+    quantize = "fine"
+    """
+    (tmp_path / "rules.toml").write_text(rules)
+    x = np.random.default_rng(0).normal(size=(40, 4)).astype(np.float32)
+    np.savez(tmp_path / "data.npz", x=x)
+    gq.insert(tmp_path / "net.onnx", rules=str(tmp_path / "rules.toml")).save(tmp_path / "quant.onnx")
+    call = (tmp_path / "net.onnx", tmp_path / "quant.onnx", "--data", tmp_path / "data.npz")
+    assert "at outputs dB" not in cli("compare", *call).stdout
+    assert "at outputs dB" in cli("compare", *call, "--blame").stdout
+    first, second = gq.compare(
+        tmp_path / "net.onnx", tmp_path / "quant.onnx", str(tmp_path / "data.npz"), sensitivity=True
+    ).sites
+    assert (first.tensor, second.tensor) == ("c:0", "a:0")
+    assert second.local < first.local  # whose own error is smaller
+    rounded = np.round(-x * 16) / 16
+    exact, actual = (np.tanh(0.001 * np.maximum(x, 0) - c) for c in (-x, rounded))
+    expected = 10 * np.log10((exact**2).sum() / ((exact - actual) ** 2).sum())
+    assert first.blame == pytest.approx(expected, abs=0.01)
+
+
+def test_usage(cli: Callable[..., Any], tmp_path: Path) -> None:
+    """Blame is of quantized tensors."""
+    output = cli("compare", "a.onnx", "b.onnx", "--data", "random:1", "--blame", "--outputs-only", code=2).stderr
+    assert output.startswith("Error: --blame is of quantized tensors.")

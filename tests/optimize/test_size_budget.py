@@ -1,0 +1,247 @@
+"""Weights within so many bytes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx
+import pytest
+
+import graphquant as gq
+from graphquant.api import search, size_budget
+from graphquant.api.size_budget import model_constant_bytes
+from graphquant.errors import UsageError
+from graphquant.optimize import FLOAT_CANDIDATE, RULE_CANDIDATE, Candidate, ScaleGroup, allocate_weight_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_lost_is_near_the_least(seed: int) -> None:
+    """The sizes fit, and what is lost is at most what the best choice loses with the largest step's bytes less."""
+    rng = np.random.default_rng(seed)
+    some = []
+    for index in range(6):
+        count, error = int(rng.integers(10, 1000)), float(10 ** rng.uniform(-5, -3))
+        candidates = (
+            Candidate(name=RULE_CANDIDATE, error=error, size=count),
+            Candidate(name="4-bit weights", error=error * rng.uniform(20, 300), size=count / 2),
+            Candidate(name=FLOAT_CANDIDATE, error=0.0, size=count * 4),
+        )
+        some.append(ScaleGroup(sites=(index,), ops=frozenset(), candidates=candidates))
+    sizes = [[candidate.size for candidate in group.ways] for group in some]
+    most = sum(min(entry) for entry in sizes) + rng.uniform(0, 1) * sum(max(entry) - min(entry) for entry in sizes)
+    step = max(max(entry) - min(entry) for entry in sizes)
+
+    def size(chosen: tuple[int, ...]) -> float:
+        return sum(group.ways[candidate].size for group, candidate in zip(some, chosen, strict=True))
+
+    def lost(chosen: tuple[int, ...]) -> float:
+        return sum(group.ways[candidate].error for group, candidate in zip(some, chosen, strict=True))
+
+    chosen = allocate_weight_bits(some, most)
+    assert size(chosen) <= most
+    every = list(product(range(3), repeat=6))
+    assert lost(chosen) <= min((lost(entry) for entry in every if size(entry) <= most - step), default=np.inf)
+    assert size(allocate_weight_bits(some, 0)) == sum(min(entry) for entry in sizes)
+
+
+def weights(path: Path) -> dict[str, int]:
+    """The types of initializers and constants in a file, with the bytes that all of each take."""
+    model = onnx.load(path)
+    stored_weights = [
+        *model.graph.initializer,
+        *(a.t for n in model.graph.node if n.op_type == "Constant" for a in n.attribute),
+    ]
+    sizes: dict[str, int] = {}
+    for entry in stored_weights:
+        name = onnx.TensorProto.DataType.Name(entry.data_type).lower()
+        bits = 4 if name.endswith("int4") else 8 * onnx.helper.tensor_dtype_to_np_dtype(entry.data_type).itemsize
+        sizes[name] = sizes.get(name, 0) + -(-int(np.prod(entry.dims)) * bits // 8)
+    return sizes
+
+
+def test_within_a_budget(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
+    """What the file holds is what is told, and fits; fewer bytes lose more; weights say why they have fewer bits."""
+    model, data = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz"
+    errors_seen = []
+    for budget in ("19%", "24%", "30%"):
+        out, report = tmp_path / f"{budget}.onnx", tmp_path / "report.json"
+        output = cli("insert", model, "--data", data, "--size-budget", budget, "-o", out, "--report", report).stdout
+        size_report = json.loads(report.read_text())["size_budget"]
+        stored_weights = weights(out)
+        assert (
+            sum(stored_weights.values())
+            == size_report["bytes"]
+            <= size_report["budget"]
+            == int(float(budget[:-1]) / 100 * 34656)
+        )
+        assert f"Constants take {size_report['bytes']:,} bytes of {size_report['budget']:,}" in output
+        assert {entry["way"] for entry in size_report["ways"]} == ({"4-bit weights"} if budget != "30%" else set())
+        assert ("int4" in stored_weights) == (budget != "30%")
+        errors_seen.append(json.loads(report.read_text())["check"]["comparison"]["sqnr"])
+    assert errors_seen == sorted(errors_seen)
+    assert "of all weights it loses least with 4 bits for a budget of 24%" in {
+        site.why for site in gq.insert(model, data=str(data), size_budget="24%").plan.sites
+    }
+
+
+def test_without_data(samples: Path) -> None:
+    """Weights alone need no data, may stay float, and an absolute size is one."""
+    result = gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10.3KB")
+    assert result.fitted.most == 10300
+    assert 10000 < result.fitted.size <= 10300
+    assert set(result.fitted.ways.values()) == {FLOAT_CANDIDATE}
+    assert {skip.reason for skip in result.plan.skips if skip.rule == "size-budget"} == {
+        "there is room for it in a budget of 10.3KB"
+    }
+
+
+def test_a_weight_of_which_nothing_is_known(
+    samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Callable[..., Any]
+) -> None:
+    """It is not taken for one that loses nothing: it keeps its bits, which is told."""
+    options = (
+        "insert",
+        samples / "digits_cnn.onnx",
+        "--data",
+        samples / "digits_cnn_calib.npz",
+        "--size-budget",
+        "24%",
+    )
+    report = tmp_path / "report.json"
+    cli(*options, "-o", tmp_path / "known.onnx", "--report", report)
+    size_report = json.loads(report.read_text())["size_budget"]
+    assert size_report["guessed"] == []
+    first = next(entry["tensor"] for entry in size_report["ways"] if entry["way"] == "4-bit weights")
+    blame = search.measure_sensitivity
+
+    def without(*args: Any, **more: Any) -> Any:
+        sensitivity = blame(*args, **more)
+        unknown = first.partition(":")[0].removesuffix("_fused_bn")
+        return replace(
+            sensitivity, errors={key: entry for key, entry in sensitivity.errors.items() if unknown not in key[1]}
+        )
+
+    monkeypatch.setattr(search, "measure_sensitivity", without)
+    output = cli(*options, "-o", tmp_path / "unknown.onnx", "--report", report).stdout
+    size_report = json.loads(report.read_text())["size_budget"]
+    assert size_report["guessed"] == [first]
+    assert first not in {entry["tensor"] for entry in size_report["ways"]}
+    assert size_report["bytes"] <= size_report["budget"]
+    assert f"judged by their bits alone, since nothing tells what they lose: {first}" in output
+
+
+@pytest.mark.parametrize("much", [0.3, 3.0])
+def test_sizes_that_are_not_those_of_the_file(samples: Path, monkeypatch: pytest.MonkeyPatch, much: float) -> None:
+    """What fits is found where a way takes more bytes than it is thought to, and only what does not fit is refused."""
+    size = size_budget._weight_bytes
+    monkeypatch.setattr(size_budget, "_weight_bytes", lambda *given: int(size(*given) * (1 if given[3] else much)))
+    model = samples / "digits_cnn.onnx"
+    result = gq.insert(model, rules="weight_only", size_budget="10.3KB")
+    assert result.fitted.size == model_constant_bytes(result.model) <= 10300
+    with pytest.raises(UsageError, match="with the fewest bits") as raised:
+        gq.insert(model, rules="weight_only", size_budget="10%")
+    least = int(str(raised.value).split("--size-budget ")[1].split()[0])
+    assert gq.insert(model, rules="weight_only", size_budget=str(least)).fitted.size == least
+
+
+def test_weights_that_are_inputs_too(samples: Path) -> None:
+    """Initializers of old ONNX, which are inputs as well, are constants of the float model."""
+    result = gq.insert(samples / "digits_cnn_bn.onnx", rules="weight_only", size_budget="25%")
+    model = onnx.load(samples / "digits_cnn_bn.onnx")
+    assert result.fitted.whole == sum(
+        onnx.numpy_helper.to_array(initializer).nbytes for initializer in model.graph.initializer
+    )
+    assert 0 < result.fitted.size <= result.fitted.whole // 4
+
+
+def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
+    """They are constants of 4 bits only where an opset has these; rules that want them so raise it."""
+    model = samples / "digits_nested.onnx"
+    data = str(samples / "digits_nested_calib.npz")
+    result = gq.insert(model, data=data, samples=10, size_budget="24%")
+    assert result.fitted.size <= result.fitted.most
+    few = {tensor.graph for tensor, candidate in result.fitted.ways.items() if candidate == "4-bit weights"}
+    assert few
+    assert "sample_models:Block" not in few
+    rules = """
+        [scheme.few]
+        dtype = "int4"
+        observe = "absmax"
+        [[rule]]
+        name = "few"
+        consumer = { kind = "conv|matmul|gemm", input = "weight" }
+        quantize = "few"
+    """
+    inserted_result = gq.insert(model, rules=rules, data=data, samples=10)
+    assert "sample_models:Block" in {pair.site.tensor.graph for pair in inserted_result.inserted}
+    assert inserted_result.model.opset == 21
+    assert inserted_result.check.comparison is not None
+
+
+def test_beside_a_bound(samples: Path) -> None:
+    """A search for a bound leaves the weights as the budget made them."""
+    model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
+    result = gq.insert(model, data=data, size_budget="24%", min_sqnr=38)
+    assert {site.tensor: site.scheme.dtype for site in result.plan.sites if site.rule == "size-budget"} == {
+        site.tensor: "int4" for site in result.searched.plan.sites if site.rule == "size-budget"
+    }
+    assert result.fitted.plan.sites != result.plan.sites
+    site_by_use = {site.uses[0]: site for site in result.fitted.plan.sites}
+    assert {site_by_use[use] for use in result.fitted.weights} <= set(result.plan.sites)
+
+
+def test_what_cannot_be(samples: Path) -> None:
+    """A budget that 4 bits exceed tells the least; of families that keep weights float there is none."""
+    with pytest.raises(
+        UsageError, match=r"5,\d+ bytes with the fewest bits.* Give --size-budget 5\d+ or more"
+    ) as raised:
+        gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10%")
+    least = str(raised.value).split("--size-budget ")[1].split()[0]
+    assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).fitted.size == int(least)
+    with pytest.raises(UsageError, match="round weights that stay float in the file"):
+        gq.insert(samples / "digits_cnn.pb", rules="weight_only", size_budget="50%")
+    for budget in ("much", "nan", "%", "-2MB"):
+        with pytest.raises(UsageError, match=f"'{budget}' is no size budget.* 2MB, or as a share .*, 25%"):
+            gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=budget)
+
+
+def test_a_budget_and_latency_are_not_had_together(samples: Path) -> None:
+    """The fastest plan may be float, which is larger than the budget: that is refused, not written."""
+    options = {"data": str(samples / "digits_cnn_calib.npz"), "size_budget": "30%", "optimize": "latency"}
+    with pytest.raises(UsageError, match="A size budget and latency pull apart"):
+        gq.insert(samples / "digits_cnn.onnx", **options)
+
+
+def test_the_fewest_bytes_that_meet_a_bound(samples: Path) -> None:
+    """With a bound, the least size has weights of 4 bits as far as it allows, and what measures says that it is met."""
+    model, options = samples / "digits_cnn.onnx", {"data": str(samples / "digits_cnn_eval.npz"), "optimize": "size"}
+    sizes = {}
+    for bound in (15, 27, 38):
+        inserted_result = gq.insert(model, **options, min_sqnr=bound)
+        sizes[bound] = model_constant_bytes(inserted_result.model)
+        assert inserted_result.check.comparison.sqnr >= bound
+        assert (inserted_result.fitted is None) == (bound == 38)
+        if inserted_result.fitted is not None:
+            assert (inserted_result.fitted.size, inserted_result.fitted.most) == (sizes[bound], None)
+            assert set(inserted_result.fitted.ways.values()) == {"4-bit weights"}
+            assert all(skip.rule != "search" for skip in inserted_result.skips)
+    assert sizes[15] == int(gq.insert(model, size_budget=str(sizes[15]), **{**options, "optimize": "macs"}).fitted.size)
+    with pytest.raises(UsageError, match="with the fewest bits"):
+        gq.insert(model, data=options["data"], size_budget=str(sizes[15] - 1))
+    assert sizes[15] < sizes[27] < sizes[38]
+
+
+@pytest.mark.slow
+def test_a_format_that_keeps_weights_float_gets_no_smaller(samples: Path) -> None:
+    """There the least size is that of the rules, and nothing is refused."""
+    data = str(samples / "digits_cnn_calib.npz")
+    inserted_result = gq.insert(samples / "digits_cnn.pb", data=data, samples=40, min_sqnr=20, optimize="size")
+    assert (inserted_result.fitted, inserted_result.searched.tried.confirmed) == (None, True)

@@ -1,0 +1,162 @@
+"""Identity and Dropout taken out of ONNX models, and those that must stay."""
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+
+import graphquant as gq
+from graphquant.formats import onnx as onnx_format
+from graphquant.quantize import find_skipped_steps, prepare
+
+DROP_STEPS = ("drop-identity", "drop-dropout")
+
+
+def load(folder, text, opset=13):
+    """The model written as text."""
+    onnx.save(onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["": {opset}]> g {text}'), folder / "model.onnx")
+    return gq.load(folder / "model.onnx")
+
+
+def run(message, **feeds):
+    """The outputs in onnxruntime."""
+    onnx.checker.check_model(message)
+    session = onnxruntime.InferenceSession(message.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run(None, feeds)
+
+
+def test_they_are_taken_out(tmp_path):
+    """Chains of them too; who read them reads what they read, and the outputs are the same to the bit."""
+    text = """(float[2,3] x) => (float[2,3] y, float[2,3] z) {
+        a = Identity (x)  b = Dropout (a)  c = Identity (b)
+        d = Relu (c)  e = Identity (d)
+        y = Add (e, a)  z = Neg (e)
+    }"""
+    model = load(tmp_path, text)
+    prepared, steps = prepare(model, DROP_STEPS)
+    assert [(step.step, step.target, step.detail) for step in steps] == [
+        ("drop-identity", "a", "its readers read x:0"),
+        ("drop-identity", "c", "its readers read b:0"),
+        ("drop-identity", "e", "its readers read d:0"),
+        ("drop-dropout", "b", "its readers read x:0"),
+    ]
+    message = onnx_format.emit(prepared)
+    assert [(node.op_type, list(node.input)) for node in message.graph.node] == [
+        ("Relu", ["x"]),
+        ("Add", ["d", "x"]),
+        ("Neg", ["d"]),
+    ]
+    x = np.random.default_rng(0).normal(size=(2, 3)).astype(np.float32)
+    for first, second in zip(run(message, x=x), run(model.source.message, x=x), strict=True):
+        assert first.tobytes() == second.tobytes()
+    assert find_skipped_steps(prepared, DROP_STEPS) == ()
+
+
+def test_bodies_read_on(tmp_path):
+    """A body that read an Identity outside of it reads what that read; its own are taken out but for its outputs'."""
+    text = """(float[3] x, bool b) => (float[3] y) {
+        a = Identity (x)
+        y = If (b) <
+            then_branch = t () => (float[3] p) { c = Identity (a)  d = Relu (c)  p = Identity (d) },
+            else_branch = e () => (float[3] q) { q = Neg (a) }
+        >
+    }"""
+    model = load(tmp_path, text)
+    prepared, steps = prepare(model, DROP_STEPS)
+    assert [step.target for step in steps] == ["a", "y/then_branch/c"]
+    assert steps[0].undo["rewired"] == [
+        {"graph": "y/then_branch", "op": "c", "slot": 0, "read": {"op": "a", "port": 0}},
+        {"graph": "y/else_branch", "op": "q", "slot": 0, "read": {"op": "a", "port": 0}},
+    ]
+    message = onnx_format.emit(prepared)
+    x = np.array([-1, 0, 2], np.float32)
+    for flag in (True, False):
+        assert np.array_equal(run(message, x=x, b=np.array(flag)), run(model.source.message, x=x, b=np.array(flag)))
+    (skipped,) = find_skipped_steps(prepared, DROP_STEPS)
+    assert (str(skipped.tensor), skipped.reason) == (
+        "y/then_branch/p:0",
+        "it makes an output of its graph, whose name it gives",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "opset", "step", "reason"),
+    [
+        ("(float[3] x) => (float[3] y) { y = Identity (x) }", 13, "drop-identity", "it makes an output of its graph"),
+        (
+            "(float[3] x) => (float[3] y, bool[3] z) { a, m = Dropout (x)  y = Neg (a)  z = Not (m) }",
+            13,
+            "drop-dropout",
+            "its mask is read",
+        ),
+        (
+            "(float[3] x, bool t) => (float[3] y) { a = Dropout (x, , t)  y = Neg (a) }",
+            13,
+            "drop-dropout",
+            "it is in training mode, or may be; export the model for inference",
+        ),
+        (
+            "(float[3] x) => (float[3] y) <bool t = {1}> { a = Dropout (x, , t)  y = Neg (a) }",
+            13,
+            "drop-dropout",
+            "it is in training mode, or may be",
+        ),
+        ("(float[3] x) => (float[3] y) { a = Dropout (x)  y = Neg (a) }", 6, "drop-dropout", "it is in training mode"),
+    ],
+)
+def test_what_stays(tmp_path, text, opset, step, reason):
+    """What makes an output, whose mask is read, or what trains is left, and the plan says why."""
+    model = load(tmp_path, text, opset)
+    assert prepare(model, DROP_STEPS) == (model, ())
+    (skipped,) = find_skipped_steps(model, DROP_STEPS)
+    assert (skipped.step, skipped.reason[: len(reason)]) == (step, reason)
+
+
+@pytest.mark.parametrize(
+    ("node", "opset"),
+    [
+        ("Dropout <is_test = 1> (x)", 6),
+        ("Dropout (x)", 7),
+        ("Dropout <ratio = 0.5> (x)", 10),
+        ("Dropout (x, r, f)", 13),
+    ],
+)
+def test_dropouts_that_do_not_train(tmp_path, node, opset):
+    """Of each opset: by an attribute, always, or where a constant says so."""
+    text = f"(float[3] x) => (float[3] y) <float r = {{0.5}}, bool f = {{0}}> {{ a = {node}  y = Neg (a) }}"
+    model = load(tmp_path, text, opset)
+    _, (step,) = prepare(model, DROP_STEPS)
+    assert (step.step, step.target) == ("drop-dropout", "a")
+
+
+def test_a_plan_names_them_and_a_file_before_leaves_them(tmp_path):
+    """The plan counts and names what was dropped; a rule file before the others takes the step out."""
+    text = """(float[2,16] x) => (float[2,8] y) {
+        w = Constant <value = float[16,8] {VALUES}> ()
+        a = Identity (x)  b = Identity (a)  m = MatMul (b, w)  y = Relu (m)
+    }""".replace("VALUES", ", ".join(str(k / 64) for k in range(128)))
+    load(tmp_path, text)
+    rules = ["prepare = ['drop-identity']\n", "weight_only"]
+    steps = gq.plan(tmp_path / "model.onnx", rules=rules).steps
+    assert [(step.step, step.target) for step in steps] == [("drop-identity", "a"), ("drop-identity", "b")]
+    assert steps[0].why == "an op that changes nothing hides from a runtime what it could fuse"
+    assert gq.plan(tmp_path / "model.onnx", rules=["prepare = ['not drop-identity']\n", *rules]).steps == ()
+
+
+def test_statistics_of_the_source_serve_the_prepared_model(tmp_path):
+    """What was observed with Identity and Dropout in place is found again behind where they were."""
+    text = """(float[2,16] x) => (float[2,8] y) <float[16,8] w = {VALUES}> {
+        a = Identity (x)  b = Dropout (a)  r = Relu (b)  c = Identity (r)  m = MatMul (c, w)  y = Relu (m)
+    }""".replace("VALUES", ", ".join(str(k / 64) for k in range(128)))
+    load(tmp_path, text)
+    np.savez(tmp_path / "data.npz", x=np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32))
+    path, data = tmp_path / "model.onnx", str(tmp_path / "data.npz")
+    stats = gq.calibrate(path, data=data, everything=True)
+    rules = ["prepare = ['drop-identity', 'drop-dropout']\n", "onnxruntime"]
+    observed = gq.insert(path, rules=rules, data=data, validate=False)
+    with_stats = gq.insert(path, rules=rules, stats=stats)
+    assert {step.target for step in with_stats.plan.steps} == {"a", "b", "c"}
+    assert [pair.params.scale.tolist() for pair in with_stats.inserted] == [
+        pair.params.scale.tolist() for pair in observed.inserted
+    ]

@@ -1,0 +1,337 @@
+"""Matches to plans: sites, ties, skips, order."""
+
+import time
+
+import onnx
+import onnx.parser
+import pytest
+
+from graphquant.errors import UsageError
+from graphquant.formats.onnx import load
+from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
+from graphquant.quantize import PlanOptions, make_plan
+from graphquant.rules import load_ruleset
+
+SCHEMES = """
+[scheme.q]
+dtype = "uint8"
+zero = "asymmetric"
+[scheme.wide]
+dtype = "int8"
+[scheme.channel]
+dtype = "int8"
+per = "channel"
+observe = "absmax"
+[scheme.bias]
+dtype = "int32"
+observe = "bias"
+"""
+HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
+
+
+def make_rule_plan(tmp_path, text, rules, **choice):
+    """The plan of rules, as TOML, for a model, as text."""
+    path, file = tmp_path / "model.onnx", tmp_path / "rules.toml"
+    onnx.save(onnx.parser.parse_model(HEAD + text), path)
+    file.write_text(SCHEMES + rules)
+    return make_plan(load(path), load_ruleset([str(file)]), PlanOptions(family="onnx-qdq", **choice))
+
+
+def rule(name, quantize="q", producer='{ kind = "*" }', consumer="{}", more=""):
+    """A rule as TOML."""
+    return f'[[rule]]\nname = "{name}"\nproducer = {producer}\nconsumer = {consumer}\nquantize = "{quantize}"\n{more}\n'
+
+
+def skip_reasons(plan):
+    """The sites as text: tensor, scheme, axis, uses, ties."""
+    lines = []
+    for site in plan.sites:
+        axis = "" if site.axis is None else f" axis {site.axis}"
+        tie = f" = {' '.join(map(str, site.tie))}" if site.tie else ""
+        lines.append(f"{site.tensor} {site.scheme.name}{axis} -> {' '.join(map(str, site.uses))}{tie}")
+    return lines
+
+
+def reasons(plan):
+    """Reason of each skip by tensor."""
+    return {f"{skip.tensor} -> {' '.join(map(str, skip.uses))}": skip.reason for skip in plan.skips}
+
+
+FAN = "g (float[2] x) => (float[2] y, float[2] z, float[2] v) { y = Tanh(x)\nz = Relu(x)\nv = Neg(x) }"
+
+
+def test_one_site_with_all_uses(tmp_path):
+    """Uses that want the same share one site, whichever rule claimed them; the first rule's name stands."""
+    rules = rule("tanh", producer="{}", consumer='{ kind = "tanh" }') + rule("x", producer='{ name = "x" }')
+    plan = make_rule_plan(tmp_path, FAN, rules)
+    assert skip_reasons(plan) == ["x:0 q -> y[0] z[0] v[0]"]
+    assert (plan.sites[0].rule, plan.sites[0].parameter, plan.sites[0].graph) == ("tanh", False, "")
+    assert plan.unused == ()
+
+
+def test_several_sites_for_several_schemes(tmp_path):
+    """Uses of one tensor that want different schemes have a site each."""
+    rules = (
+        rule("relu", "wide", "{}", '{ kind = "relu" }')
+        + rule("x", producer='{ name = "x" }')
+        + rule("no", producer='{ kind = "conv" }')
+    )
+    plan = make_rule_plan(tmp_path, FAN, rules)
+    assert skip_reasons(plan) == ["x:0 q -> y[0] v[0]", "x:0 wide -> z[0]"]
+    assert plan.unused == ("no",)
+
+
+CONV = """
+g (float[1,3,8,8] x) => (float[1,4,8,8] y, float[1,4,8,8] z)
+<float[4,3,1,1] w = {1,2,3,4,5,6,7,8,9,1,2,3}, float[4] b = {1,2,3,4}>
+{ y = Conv(x, w, b)
+ z = Conv(x, w, b) }
+"""
+
+
+def test_channels_biases_and_order(tmp_path):
+    """A weight has the axis of its reader, and sites come in the order of the model; copies are the solver's."""
+    rules = (
+        rule("bias", "bias", "{}", '{ input = "bias" }')
+        + rule("weight", "channel", "{}", '{ input = "weight" }')
+        + rule("input", producer="{}", consumer='{ input = "input", kind = "conv" }')
+    )
+    plan = make_rule_plan(tmp_path, CONV, rules)
+    assert skip_reasons(plan) == [
+        "x:0 q -> y[0] z[0]",
+        "w:0 channel axis 0 -> y[1] z[1]",
+        "b:0 bias -> y[2] z[2]",
+    ]
+    assert [site.parameter for site in plan.sites] == [False, True, True]
+
+
+def test_reasons_to_skip(tmp_path):
+    """What a rule wants and cannot have is a skip with its reason."""
+    text = """
+g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
+<float s = {0.5}, uint8 p = {3}>
+{
+    q = QuantizeLinear (x, s, p)
+    d = DequantizeLinear (q, s, p)
+    y = Neg (d)
+    k = Neg (h)
+    u = Unknown.Op (x)
+    e = Neg (u)
+}
+""".replace("Unknown.Op", "com.example.Foo")
+    text = text.replace("g (", "g (", 1)
+    head = '<ir_version: 8, opset_import: ["": 13, "com.example": 1]>\n'
+    path, file = tmp_path / "model.onnx", tmp_path / "rules.toml"
+    onnx.save(onnx.parser.parse_model(head + text), path)
+    file.write_text(
+        SCHEMES
+        + rule("free", "leave", consumer='{ kind = "output" }')
+        + rule("channel", "channel", '{ name = "u" }')
+        + rule("all", producer="{}", consumer='{ kind = "neg|quantize" }')
+    )
+    plan = make_plan(load(path), load_ruleset([str(file)]), PlanOptions(family="onnx-qdq"))
+    assert skip_reasons(plan) == []
+    assert reasons(plan) == {
+        "x:0 -> q[0]": "it is quantized already",
+        "s:0 -> q[1]": "it is quantized already",
+        "d:0 -> y[0]": "it is quantized already",
+        "h:0 -> k[0]": "onnxruntime runs ops between float16 pairs in float; convert the model to float32 first",
+        "u:0 -> e[0]": "scheme 'channel' is per channel, and e[0] has no channel axis",
+        "y:0 -> @y[0]": "rule 'free' leaves it in float",
+        "k:0 -> @k[0]": "rule 'free' leaves it in float",
+        "e:0 -> @e[0]": "rule 'free' leaves it in float",
+    }
+    file.write_text(SCHEMES + rule("u", producer='{ name = "u" }'))
+    plan = make_plan(load(path), load_ruleset([str(file)]), PlanOptions(family="onnx-qdq"))
+    assert reasons(plan) == {"u:0 -> e[0]": "its data type is not known without running the model"}
+    plan = make_plan(load(path), load_ruleset([str(file)]), PlanOptions(family="fake-quant"))
+    assert skip_reasons(plan) == []
+
+
+def test_include_and_exclude(tmp_path):
+    """Both name tensors, their ops or their consumers; one that names nothing is an error."""
+    rules = rule("all")
+    assert skip_reasons(make_rule_plan(tmp_path, FAN, rules, include=("y",))) == ["x:0 q -> y[0]", "y:0 q -> @y[0]"]
+    plan = make_rule_plan(tmp_path, FAN, rules, exclude=("/^[zv]$/",))
+    assert skip_reasons(plan) == ["x:0 q -> y[0]", "y:0 q -> @y[0]"]
+    assert reasons(plan)["x:0 -> z[0] v[0]"] == "--exclude '/^[zv]$/'"
+    assert (
+        reasons(make_rule_plan(tmp_path, FAN, rules, include=("y",)))["z:0 -> @z[0]"]
+        == "--include names neither it nor its consumer"
+    )
+    with pytest.raises(UsageError, match=r"--exclude 'nothing\*' matches no op or tensor"):
+        make_rule_plan(tmp_path, FAN, rules, exclude=("nothing*",))
+
+
+TIED = """
+g (float[1,4] x, float[1,4] y) => (float[1,8] z)
+<int64[2] s = {1, 4}>
+{
+    a = Reshape (x, s)
+    b = Transpose <perm = [0, 1]> (a)
+    c = Concat <axis = 1> (b, y)
+    d = Transpose <perm = [0, 1]> (c)
+    z = Relu (d)
+}
+"""
+PASS = rule("pass", "same-as-input", '{ kind = "reshape|transpose|concat" }')
+
+
+def test_ties_follow_chains(tmp_path):
+    """A tied tensor has the scheme of what feeds its producer, per tensor, however long the chain."""
+    plan = make_rule_plan(tmp_path, TIED, PASS + rule("in", producer='{ name = "x" }'))
+    assert skip_reasons(plan) == [
+        "x:0 q -> a[0]",
+        "a:0 q -> b[0] = a[0]",
+        "b:0 q -> c[0] = b[0]",
+        "c:0 q -> d[0] = c[0] c[1]",
+        "d:0 q -> z[0] = d[0]",
+    ]
+    assert make_rule_plan(tmp_path, TIED, PASS + rule("in", producer='{ name = "/^[xy]$/" }')).sites[-1].tie == (
+        Use("", "d", 0),
+    )
+
+
+def test_arithmetic_of_weights_is_left(tmp_path):
+    """What makes a weight of weights reads them as they are, or the weight would be rounded twice; a name insists."""
+    text = (
+        "g (float[1,2] x) => (float[1,2] y) <float[2,2] w = {1, 2, 3, 4}, float[2] s = {1, 2}>"
+        " { ws = Mul(w, s)\ny = MatMul(x, ws) }"
+    )
+    rules = rule("all", consumer='{ kind = "mul|matmul" }')
+    plan = make_rule_plan(tmp_path, text, rules)
+    assert skip_reasons(plan) == ["x:0 q -> y[0]", "ws:0 q -> y[1]"]
+    why = "its consumer makes a weight of weights alone, and that is quantized where it is used"
+    assert reasons(plan) == {"w:0 -> ws[0]": why, "s:0 -> ws[1]": why}
+    plan = make_rule_plan(tmp_path, text, rule("named", producer='{ name = "w" }') + rules)
+    assert "w:0 q -> ws[0]" in skip_reasons(plan)
+
+
+def test_a_tie_to_nothing_is_skipped(tmp_path):
+    """Where nothing that feeds the chain is quantized, each link says so; so does one without float input."""
+    plan = make_rule_plan(tmp_path, TIED, PASS)
+    assert skip_reasons(plan) == []
+    assert reasons(plan)["c:0 -> d[0]"] == "its input is not quantized, and the rule ties it to that"
+    plan = make_rule_plan(tmp_path, FAN, rule("x", "same-as-input", '{ name = "x" }'))
+    assert list(reasons(plan).values()) == ["the rule ties it to its input, and its producer has none"]
+
+
+def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
+    """Where nothing feeds a tie the next rule that holds has the use, and ties behind that follow it."""
+    plan = make_rule_plan(tmp_path, TIED, PASS + rule("in", consumer='{ kind = "concat" }'))
+    assert skip_reasons(plan) == ["y:0 q -> c[1]", "b:0 q -> c[0]", "c:0 q -> d[0] = c[0] c[1]", "d:0 q -> z[0] = d[0]"]
+    assert [site.rule for site in plan.sites] == ["in", "in", "pass", "pass"]
+    assert reasons(plan) == {"a:0 -> b[0]": "its input is not quantized, and the rule ties it to that"}
+    skipped_plan = make_rule_plan(tmp_path, TIED, PASS + rule("no", "leave", consumer='{ kind = "relu" }'))
+    assert reasons(skipped_plan)["d:0 -> z[0]"] == "rule 'no' leaves it in float"
+    plan = make_rule_plan(tmp_path, TIED, PASS + rule("out", consumer='{ kind = "relu" }'))
+    assert skip_reasons(plan) == ["d:0 q -> z[0]"]
+
+
+def test_what_is_passed_on_gets_nothing(tmp_path):
+    """Behind an op that hands integers on nothing is inserted, and ties reach through to where they come from."""
+    passed = rule("pass", "passed-on", '{ kind = "reshape|transpose" }') + rule("tie", "same-as-input", kind("concat"))
+    text = """
+    g (float[1,4] x, float[4,1] y) => (float[1,8] z)
+    {
+        a = Transpose (x)
+        b = Transpose (a)
+        c = Transpose (y)
+        d = Concat <axis = 1> (b, c)
+        z = Relu (d)
+    }
+    """
+    whole = make_rule_plan(tmp_path, text, passed + rule("in", producer='{ name = "/^[xy]$/" }'))
+    assert skip_reasons(whole) == ["x:0 q -> a[0]", "y:0 q -> c[0]", "d:0 q -> z[0] = a[0] c[0]"]
+    assert whole.skips == ()
+    assert whole.unused == ()
+    half = make_rule_plan(
+        tmp_path, text, passed + rule("in", producer='{ name = "x" }') + rule("c", consumer=kind("concat"))
+    )
+    assert skip_reasons(half) == ["x:0 q -> a[0]", "c:0 q -> d[1]", "d:0 q -> z[0] = a[0] d[1]"]
+
+
+def kind(text):
+    """A selector of ops."""
+    return f'{{ kind = "{text}" }}'
+
+
+def ring(fed):
+    """A TF-like loop: enter -> merge -> identity -> next_iteration -> merge; `fed` if something is before it."""
+    model = Model(format="onnx")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    outputs = (Output("", "float32", (2,)),)
+    graph.add_op(Op(name="x", kind="input", type="Input", roles=(), outputs=outputs))
+    graph.inputs.append("x")
+    for name, kind in (("m", "merge"), ("i", "reshape"), ("n", "reshape")):
+        graph.add_op(Op(name=name, kind=kind, type=kind, outputs=outputs))
+    graph.connect_inputs("m", [TensorRef("", "x") if fed else TensorRef("", "n"), TensorRef("", "n")])
+    graph.connect_inputs("i", [TensorRef("", "m")])
+    graph.connect_inputs("n", [TensorRef("", "i")])
+    return model
+
+
+@pytest.mark.parametrize("fed", [True, False])
+def test_ties_in_a_ring(tmp_path, fed):
+    """A ring of ties takes the scheme that enters it, and is skipped where none does."""
+    file = tmp_path / "rules.toml"
+    file.write_text(
+        SCHEMES
+        + rule("ring", "same-as-input", '{ kind = "merge|reshape" }')
+        + rule("x", producer='{ kind = "input" }', more="optional = true")
+    )
+    plan = make_plan(ring(fed), load_ruleset([str(file)]), PlanOptions(family="onnx-qdq"))
+    ringed = ["m:0 q -> i[0] = m[0] m[1]", "i:0 q -> n[0] = i[0]", "n:0 q -> m[1] = n[0]"]
+    assert skip_reasons(plan) == (["x:0 q -> m[0]", *ringed] if fed else [])
+    assert len(plan.skips) == (0 if fed else 3)
+
+
+BRANCH = """
+g (bool p, float[2] x) => (float[2] y)
+{
+    t = Tanh (x)
+    y = If (p) <
+        then_branch = th () => (float[2] a) { a = Relu (t) },
+        else_branch = el () => (float[2] b) { b = Neg (t) }
+    >
+}
+"""
+
+
+def test_place_of_captured_tensors(tmp_path):
+    """The ops go beside the producer, or into each body with `place = "body"`."""
+    plan = make_rule_plan(tmp_path, BRANCH, rule("t", producer='{ kind = "tanh" }'))
+    assert [(site.graph, len(site.uses)) for site in plan.sites] == [("", 2)]
+    plan = make_rule_plan(tmp_path, BRANCH, rule("t", producer='{ kind = "tanh" }', more='place = "body"'))
+    assert [(site.graph, str(site.uses[0])) for site in plan.sites] == [
+        ("y/then_branch", "y/then_branch/a[0]"),
+        ("y/else_branch", "y/else_branch/b[0]"),
+    ]
+
+
+@pytest.mark.slow
+def test_fifty_thousand_consumers(tmp_path):
+    """A site and a skip with many uses are collected in linear time."""
+    times = []
+    for count in (5_000, 50_000):
+        model = Model(format="onnx")
+        graph = model.graphs[""] = Graph("", model.graphs)
+        outputs = (Output("", "float32", (2,)),)
+        shared = graph.add_op(Op(name="x", kind="input", type="Input", roles=(), outputs=outputs))
+        graph.inputs.append("x")
+        joined = [
+            graph.add_op(Op(name=f"a{k}", kind="neg", type="Neg", outputs=outputs), [shared]) for k in range(count)
+        ]
+        graph.add_op(Op(name="c", kind="concat", type="Concat", outputs=outputs), joined)
+        for k in range(count):
+            graph.add_op(Op(name=f"b{k}", kind="relu", type="Relu", outputs=outputs), [TensorRef("", "c")])
+        file = tmp_path / "rules.toml"
+        file.write_text(
+            SCHEMES + rule("c", "same-as-input", '{ kind = "concat" }') + rule("x", producer='{ kind = "input|neg" }')
+        )
+        start = time.perf_counter()
+        plan = make_plan(model, load_ruleset([str(file)]), PlanOptions(family="onnx-qdq"))
+        times.append(time.perf_counter() - start)
+        assert len(plan.sites) == count + 2
+        assert len(plan.sites[-1].uses) == len(plan.sites[-1].tie) == count
+    assert times[1] < 40 * times[0] + 1

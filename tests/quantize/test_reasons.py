@@ -1,0 +1,242 @@
+"""Why each scale is what it is, and what is told where rules cannot all have what they want."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from click.testing import CliRunner
+
+import graphquant as gq
+from graphquant.cli import main
+from graphquant.formats.onnx import load
+from graphquant.ir import TensorRef
+from graphquant.observers import sketch_values
+from graphquant.quantize import explain_scale, plan_from_json, plan_to_json, solve_scales
+
+TEXT = """<ir_version: 8, opset_import: ["": 13]>
+g (float[1,4] x) => (float[1,8] y, float[1,4] z)
+<float[4,4] w = {1,0,0,0, 0,1,0,0, 0,0,1,0, 0,0,0,1}>
+{
+    s = Softmax (x)
+    y = Concat <axis = 1> (s, x)
+    z = MatMul (x, w)
+}"""
+
+RULES = """
+[scheme.act]
+dtype = "uint8"
+zero = "asymmetric"
+smallest_range = 0.5
+[scheme.unit]
+dtype = "uint8"
+zero = "asymmetric"
+observe = { name = "fixed", low = 0.0, high = 1.0 }
+[scheme.weight]
+dtype = "int8"
+observe = "absmax"
+[scheme.grid]
+dtype = "int8"
+observe = { name = "fixed-point", exponent = -4 }
+[[rule]]
+name = "matrix"
+producer = { kind = "parameter" }
+quantize = "weight"
+[[rule]]
+name = "softmax"
+producer = { kind = "softmax" }
+quantize = "unit"
+[[rule]]
+name = "product"
+producer = { kind = "matmul" }
+quantize = "grid"
+[[rule]]
+name = "join"
+producer = { kind = "concat" }
+quantize = "same-as-input"
+[[rule]]
+name = "input"
+producer = { kind = "input" }
+quantize = "act"
+"""
+
+
+@pytest.fixture
+def net(tmp_path, monkeypatch):
+    """The model and the rules in the working directory, with data."""
+    monkeypatch.chdir(tmp_path)
+    onnx.save(onnx.parser.parse_model(TEXT), "model.onnx")
+    (tmp_path / "rules.toml").write_text(RULES)
+    np.savez("data.npz", x=np.array([[-3.0, 4.0, 1.0, 2.0]], np.float32))
+    return load(tmp_path / "model.onnx")
+
+
+def solve_and_explain(model, plan, **ends):
+    """The solution for a plan, with the sentences on each tensor."""
+    solution = solve_scales(
+        model, plan, {TensorRef("", name): sketch_values(np.array(values)) for name, values in ends.items()}
+    )
+    reasons = {
+        site.tensor.op: explain_scale(model, solution.plan, k, solution) for k, site in enumerate(solution.plan.sites)
+    }
+    return solution, reasons
+
+
+def test_each_scale_is_explained(net):
+    """Where a range comes from, what ties it, what was raised, and the scale that came of it."""
+    plan = gq.plan(net, rules="rules.toml")
+    solution, reasons = solve_and_explain(net, plan, x=(0.1, 0.2), y=(0.0, 0.9))
+    assert reasons == {
+        "w": ("its range [-1, 1] is absmax of its values", "scale 0.00787402, range [-1.00787, 1]"),
+        "s": (
+            "its range is fixed: rule 'softmax' says [0, 1], and Softmax never leaves [0, 1]",
+            "shares scale and zero point with x:0, as rule 'join' ties it to y:0",
+            "scale 0.00392157, range [0, 1]",
+        ),
+        "x": (
+            "its range [0.1, 0.2] is minmax of what the calibration data showed",
+            "shares scale and zero point with s:0, as rule 'join' ties it to y:0",
+            "scale 0.00392157, range [0, 1]",
+        ),
+        "y": (
+            "its range [0, 0.9] is minmax of what the calibration data showed",
+            "shares scale and zero point with x:0, by rule 'join'",
+            "scale 0.00392157, range [0, 1]",
+        ),
+        "z": (
+            "its scale is fixed: rule 'product' says 2**-4",
+            "scale 0.0625, range [-8, 7.9375]",
+        ),
+    }
+    assert solution.conflicts == ()
+
+
+def test_a_smallest_range_is_told(net):
+    """A range that had to be raised says to what."""
+    plan = gq.plan(net, rules="rules.toml")
+    single_site_plan = replace(plan, sites=tuple(site for site in plan.sites if site.tensor.op == "x"))
+    assert solve_and_explain(net, single_site_plan, x=(0.1, 0.2))[1]["x"] == (
+        "its range [0.1, 0.2] is minmax of what the calibration data showed",
+        "its range was raised to 0.5, the least of its scheme",
+        "scale 0.00196078, range [0, 0.5]",
+    )
+
+
+@pytest.mark.parametrize(("low", "kept"), [(-0.001, True), (-3.0, False)])
+def test_a_fixed_range_that_a_tie_breaks(net, low, kept):
+    """Less than half a step beyond it changes nothing; more gives way to what values need, and both rules are named."""
+    plan = gq.plan(net, rules="rules.toml")
+    solution, reasons = solve_and_explain(net, plan, x=(low, 0.5), y=(low, 0.9))
+    scale = solution.params[0].scale
+    assert all(
+        solution.params[k].scale == scale for k, site in enumerate(plan.sites) if site.tensor.op in {"s", "x", "y"}
+    )
+    if kept:
+        assert scale == np.float32(1 / 255)
+        assert solution.conflicts == ()
+        return
+    assert scale == np.float32(4 / 255)
+    [conflict] = solution.conflicts
+    assert conflict.rules == ("softmax", "join")
+    assert conflict.tensors == (TensorRef("", "s"), TensorRef("", "x"))
+    assert str(conflict) == (
+        "rule 'softmax' for s:0 wants the range [0, 1], and rule 'join' for x:0 wants one scale with it and the range"
+        " [-3, 0.5]: all that is tied to them gets [-3, 1]"
+    )
+    assert str(conflict) in reasons["s"]
+
+
+def test_a_tie_of_schemes_that_differ(net):
+    """Both rules and both schemes are named."""
+    plan = gq.plan(net, rules="rules.toml")
+    symmetric = [
+        replace(site, scheme=replace(site.scheme, zero="symmetric")) if site.tensor.op == "y" else site
+        for site in plan.sites
+    ]
+    solution, _ = solve_and_explain(net, replace(plan, sites=tuple(symmetric)), x=(0.0, 0.2), y=(-1.0, 0.9))
+    assert [str(conflict) for conflict in solution.conflicts] == [
+        (
+            "rule 'input' for x:0 wants uint8 asymmetric per tensor, and rule 'join' for y:0 wants uint8 symmetric per"
+            " tensor, and rule 'join' one scale for both: each has its own scale"
+        )
+    ]
+
+
+def test_without_data_the_plan_tells_what_it_can(net):
+    """Fixed ranges and ties are known before any sample was run."""
+    plan = gq.plan(net, rules="rules.toml")
+    reasons = {site.tensor.op: explain_scale(net, plan, k) for k, site in enumerate(plan.sites)}
+    assert reasons["s"] == ("its range is fixed: rule 'softmax' says [0, 1], and Softmax never leaves [0, 1]",)
+    assert reasons["y"] == (
+        "its range will be minmax of what the calibration data shows",
+        "rule 'join' ties it to what y[0], y[1] reads: one scale for both",
+    )
+
+
+def test_given_and_copied(net):
+    """What an edited plan gives, and what is a copy, is said."""
+    plan = gq.plan(net, rules="rules.toml")
+    site = plan.sites[0]
+    cases = [
+        (replace(site, scale=(0.5,)), "its scale is given by the plan"),
+        (replace(site, range=(-1.0, 2.0)), "its range [-1, 2] is given by the plan"),
+        (replace(site, twin=site.uses[0]), f"it has the scale of {site.uses[0]}, of which it is a copy"),
+        (
+            replace(site, scheme=replace(site.scheme, family=None, range="dynamic")),
+            "its range is that of the values of each run",
+        ),
+    ]
+    for changed, sentences in cases:
+        assert explain_scale(net, replace(plan, sites=(changed,)), 0) == (sentences,)
+    solution = solve_scales(net, plan, {})
+    skipped = next(k for k, planned_site in enumerate(plan.sites) if planned_site.tensor.op == "x")
+    assert explain_scale(net, plan, skipped, solution) == ("left float: no sample of the calibration data reached it",)
+
+
+def test_explain_on_the_command_line(net):
+    """Without data the origin, with data or statistics the scale; both at once are refused."""
+    run = CliRunner().invoke
+    plain = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml"])
+    assert "    its range is fixed: rule 'softmax' says [0, 1], and Softmax never leaves [0, 1]\n" in plain.output
+    assert "scale 0" not in plain.output
+    full = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml", "--data", "data.npz"])
+    assert "    shares scale and zero point with x:0, as rule 'join' ties it to y:0\n" in full.output
+    assert "    scale 0.027451, range [-2.99216, 4.00784]\n" in full.output
+    assert run(main, ["calibrate", "model.onnx", "--data", "data.npz", "--all", "-o", "stats.gqs"]).exit_code == 0
+    same = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml", "--stats", "stats.gqs"])
+    assert same.output == full.output
+    failure = run(main, ["explain", "model.onnx", "s", "--data", "data.npz", "--stats", "stats.gqs"])
+    assert failure.exit_code == 2
+    assert "--stats takes the place of --data. Give either." in failure.output
+
+
+def test_the_report_has_choices_and_conflicts(net):
+    """`insert` tells of the conflict, and its report has the sentences and the two rules."""
+    invocation = CliRunner().invoke(
+        main,
+        ["insert", "model.onnx", "--rules", "rules.toml", "--data", "data.npz", "-o", "q.onnx", "--report", "r.json"],
+    )
+    assert invocation.exit_code == 0, invocation.output
+    assert "conflict: rule 'softmax' for s:0 wants the range [0, 1], and rule 'join' for x:0 wants" in invocation.output
+    report = json.loads(Path("r.json").read_text(encoding="utf-8"))
+    assert report["changes"] == []
+    assert [conflict["rules"] for conflict in report["conflicts"]] == [["softmax", "join"]]
+    choices = {site["tensor"]["op"]: site["choices"] for site in report["sites"]}
+    assert choices["w"] == ["its range [-1, 1] is absmax of its values", "scale 0.00787402, range [-1.00787, 1]"]
+
+
+def test_absorbed_is_kept_in_a_plan_file(tmp_path):
+    """A plan that was written and read again still knows what holds only as long as a Relu can be absorbed."""
+    text = """<ir_version: 8, opset_import: ["": 13]>
+    g (float[1,1,4,4] x) => (float[1,1,4,4] y) <float[1,1,1,1] w = {2}> { c = Conv (x, w) y = Relu (c) }"""
+    onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
+    plan = gq.plan(tmp_path / "model.onnx", rules="qnn")
+    assert [(skip.tensor.op, skip.fused) for skip in plan.skips] == [("c", True)]
+    assert plan_to_json(plan)["skips"][0]["absorbed"] is True
+    assert plan_from_json(plan_to_json(plan)) == plan
+    vitis_plan = gq.plan(tmp_path / "model.onnx", rules="vitis_ai")
+    assert [skip.fused for skip in vitis_plan.skips] == [False]
+    assert "absorbed" not in plan_to_json(vitis_plan)["skips"][0]

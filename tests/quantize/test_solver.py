@@ -1,0 +1,424 @@
+"""Ranges, ties and biases to scales and zero points."""
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphquant.errors import ModelError
+from graphquant.formats.onnx import load
+from graphquant.ir import Graph, Model, Op, Output, Parameters, TensorRef, Use
+from graphquant.observers import EMPTY_SKETCH, sketch_values
+from graphquant.quantize import Plan, Site, solve_scales
+from graphquant.rules import ObserverConfig, Scheme
+from graphquant.visualize.json_export import params_json
+
+UINT8 = Scheme(name="act", dtype="uint8", zero="asymmetric", family="onnx-qdq")
+INT8 = Scheme(name="w", dtype="int8", narrow=True, observe=ObserverConfig(name="absmax"), family="onnx-qdq")
+CHANNEL = replace(INT8, per="channel")
+BIAS = Scheme(name="bias", dtype="int32", observe=ObserverConfig(name="bias"), family="onnx-qdq")
+FIXED = ObserverConfig(name="fixed-point", exponent=-4)
+WEIGHT = np.array([[1.0, -2.0, 0.0], [127.0, 0.5, 0.0]], np.float32)
+
+
+def gemm(tmp_path, weight=WEIGHT, bias=(1.0, -0.25), opset=13):
+    """X (1, 3) times the transposed weight (2, 3) plus bias."""
+    bias = np.asarray(bias, np.float32)
+    opsets = f'<ir_version: 8, opset_import: ["": {opset}]>'
+    text = f"{opsets} g (float[1,3] x) => (float[1,2] y) {{ y = Gemm <transB = 1> (x, w, b) }}"
+    message = onnx.parser.parse_model(text)
+    message.graph.initializer.append(onnx.numpy_helper.from_array(weight, "w"))
+    message.graph.initializer.append(onnx.numpy_helper.from_array(bias, "b"))
+    onnx.save(message, tmp_path / "model.onnx")
+    return load(tmp_path / "model.onnx")
+
+
+def site(name, slot=0, *, reader="y", **changes):
+    """A site of a tensor of the main graph for one use."""
+    built = {"tensor": TensorRef("", name), "uses": (Use("", reader, slot),), "graph": "", "scheme": UINT8}
+    return Site(**{**built, **changes})
+
+
+def plan(*sites):
+    """A plan of these sites."""
+    return Plan(format="onnx", model="", prepared="", rules=(), sites=sites)
+
+
+def numbers(params):
+    """Scale and zero point as plain numbers."""
+    return params.scale.tolist(), params.zero_point.tolist()
+
+
+X, W = site("x"), site("w", 1, scheme=CHANNEL, axis=0, parameter=True)
+
+
+def test_denormal_weights_are_taken_as_zeros(tmp_path):
+    """A tensor of denormals gets what zeros get, with a word on it; one with a normal value in it its own scale."""
+    solution = solve_scales(gemm(tmp_path, np.full((2, 3), 1e-42, np.float32)), plan(W), {})
+    assert (numbers(solution.params[0]), solution.skips) == (([1.0, 1.0], [0, 0]), {})
+    message = "w:0: its values, 1e-42 at most, are denormals and taken as zeros, as by kernels"
+    assert list(map(str, solution.changes)) == [message]
+    mixed = solve_scales(gemm(tmp_path, np.array([[1e-42] * 3, [127.0] * 3], np.float32)), plan(W), {})
+    assert numbers(mixed.params[0]) == ([pytest.approx(2.0**-126), 1.0], [0, 0])
+    assert mixed.changes == ()
+
+
+def clipped(tmp_path, *sites, weight=WEIGHT, opset=13):
+    """What is said of the weights of a Gemm with these sites."""
+    return list(map(str, solve_scales(gemm(tmp_path, weight, opset=opset), plan(*sites), {}).changes))
+
+
+def test_weights_outside_a_fixed_range_are_told(tmp_path):
+    """How many values of a weight the range that a rule fixes clips, beyond half a step; none where all fit."""
+    fixed = replace(W, scheme=replace(INT8, observe=FIXED), axis=None, rule="mine")  # up to 127 / 16 = 7.9375
+    message = "w:0: 1 of 6 values lies outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and is clipped"
+    assert clipped(tmp_path, fixed) == [message]
+    edge = np.array([[7.9375, -7.96, 7.96], [-8.0, 8.0, 100.0]], np.float32)
+    message = "w:0: 3 of 6 values lie outside [-7.9375, 7.9375], the range that rule 'mine' fixes, and are clipped"
+    assert clipped(tmp_path, fixed, weight=edge) == [message]
+    assert clipped(tmp_path, fixed, weight=edge.clip(-7.96, 7.96)) == []
+    blocks = replace(fixed, scheme=replace(fixed.scheme, per="block", block_size=2), axis=1)
+    assert clipped(tmp_path, blocks, weight=edge, opset=21) == [message]
+
+
+def test_weights_outside_a_given_range_are_told(tmp_path):
+    """The plan's own range or scales clip too; scales of channels are held against their channels."""
+    tensor = replace(W, scheme=INT8, axis=None, range=(-1.27, 1.27), rule="mine")
+    message = "w:0: 2 of 6 values lie outside [-1.27, 1.27], the range that the plan gives, and are clipped"
+    assert clipped(tmp_path, tensor) == [message]
+    channels = replace(W, scale=(0.01, 1.0))
+    message = (
+        "w:0: 1 of 6 values lies outside [-127, 127], the range that the plan gives (of all channels; each has its"
+        " own), and is clipped"
+    )
+    assert clipped(tmp_path, channels) == [message]
+    assert clipped(tmp_path, W) == []
+
+
+def test_weights_have_the_range_of_their_values(tmp_path):
+    """Per channel and per tensor, the largest magnitude is 127 steps."""
+    model = gemm(tmp_path)
+    assert numbers(solve_scales(model, plan(W), {}).params[0]) == ([pytest.approx(2 / 127), 1.0], [0, 0])
+    solution = solve_scales(model, plan(replace(W, scheme=INT8, axis=None)), {})
+    assert numbers(solution.params[0]) == (1.0, 0)
+    assert (solution.skips, solution.notes) == ({}, {})
+
+
+def test_weights_have_the_range_of_least_error_in_each_channel(tmp_path):
+    """Observers that need a histogram make one of each channel, also of a single channel."""
+    values = np.random.default_rng(0).standard_normal((2, 500)).astype(np.float32)
+    scheme = replace(CHANNEL, observe=ObserverConfig(name="mse"))
+    for rows in (2, 1):
+        message = onnx.parser.parse_model(
+            f'<ir_version: 8, opset_import: ["": 13]> g (float[1,500] x) => (float[1,{rows}] y)'
+            " { y = Gemm <transB = 1> (x, w) }"
+        )
+        message.graph.initializer.append(onnx.numpy_helper.from_array(values[:rows], "w"))
+        onnx.save(message, tmp_path / "model.onnx")
+        solution = solve_scales(load(tmp_path / "model.onnx"), plan(replace(W, scheme=scheme)), {}).params[0]
+        for row, scale in zip(values[:rows], solution.scale, strict=True):
+            shares = np.linspace(0.2, 1, 400)[:, None] * np.abs(row).max() / scheme.type.limits(narrow=scheme.narrow)[1]
+            errors = np.square(row - np.clip(np.rint(row / shares), -127, 127) * shares).sum(1)
+            error = np.square(row - np.clip(np.rint(row / scale), -127, 127) * scale).sum()
+            assert error <= 1.01 * errors.min()
+
+
+def test_activations_have_the_range_of_their_sketch(tmp_path):
+    """Lowest and highest value, widened to hold 0."""
+    solution = solve_scales(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([-1.0, 1.55]))})
+    assert numbers(solution.params[0]) == (pytest.approx(0.01), 100)
+    solution = solve_scales(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([1.0, 2.55]))})
+    assert numbers(solution.params[0]) == (pytest.approx(0.01), 0)
+
+
+def test_what_no_sample_reached_is_skipped(tmp_path):
+    """No sketch, or an empty one, is a skip with its reason; only NaN another."""
+    model, reached = gemm(tmp_path), "no sample of the calibration data reached it"
+    assert solve_scales(model, plan(X), {}).skips[0].reason == reached
+    assert solve_scales(model, plan(X), {TensorRef("", "x"): EMPTY_SKETCH}).skips[0].reason == reached
+    blank = solve_scales(model, plan(X), {TensorRef("", "x"): sketch_values(np.zeros((0, 3)))})
+    assert blank.skips[0].reason == "it was empty whenever a sample of the calibration data reached it"
+    nothing = solve_scales(model, plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan]))})
+    assert nothing.skips[0].reason == "no finite value was ever seen"
+    assert (nothing.params, nothing.notes) == ({}, {})
+
+
+def test_nan_and_infinity_in_activations(tmp_path):
+    """NaN is left out of the range with a word on it; a tensor that takes infinite values stays float."""
+    solution = solve_scales(gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan, 2.55, 0.0]))})
+    assert numbers(solution.params[0]) == (pytest.approx(0.01), 0)
+    assert solution.notes == {0: ("1 NaN values were left out of the range",)}
+    solution = solve_scales(
+        gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan, -np.inf, 2.55]))}
+    )
+    assert solution.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
+    assert (solution.params, solution.notes) == ({}, {})
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_with_nan(tmp_path, value):
+    """A weight that holds NaN, or a bias that is not finite, has no scale: an error that names it."""
+    with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
+        solve_scales(gemm(tmp_path, np.array([[value, 0, 0], [np.nan, 1, 1]], np.float32)), plan(W), {})
+    bias = site("b", 2, scheme=BIAS, parameter=True)
+    with pytest.raises(ModelError, match=r"The weight b:0 holds NaN or infinity"):
+        solve_scales(gemm(tmp_path, bias=(value, 0.0)), plan(replace(X, range=(0.0, 1.0)), W, bias), {})
+
+
+def test_constants_with_infinity_are_left(tmp_path):
+    """A constant that holds infinity, as masks do, is left with that reason, as an activation would be."""
+    solution = solve_scales(gemm(tmp_path, np.full((2, 3), -np.inf, np.float32)), plan(W), {})
+    assert solution.params == {}
+    assert solution.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
+
+
+@pytest.mark.parametrize(
+    "given", [{"range": (-1.0, 1.0)}, {"scale": (0.5, 0.5)}, {"scheme": replace(CHANNEL, observe=FIXED)}]
+)
+def test_given_ranges_hide_no_nan(tmp_path, given):
+    """A range or scale that is given makes no number of a weight's NaN, and leaves one with infinity float."""
+    nan, infinite = (np.array([[value, 0, 0], [1, 1, 1]], np.float32) for value in (np.nan, np.inf))
+    with pytest.raises(ModelError, match=r"The weight w:0 holds NaN or infinity"):
+        solve_scales(gemm(tmp_path, nan), plan(replace(W, **given)), {})
+    solution = solve_scales(gemm(tmp_path, infinite), plan(replace(W, **given)), {})
+    assert (solution.params, solution.skips[0].reason) == (
+        {},
+        "it takes infinite values, as masks do, and integers stand for none",
+    )
+
+
+def test_weights_whose_value_is_no_float(tmp_path, monkeypatch):
+    """A spoilt file may promise floats and hold strings."""
+    model = gemm(tmp_path)
+    monkeypatch.setattr(Parameters, "value", lambda *_: np.array(["a", "b"], object))
+    solution = solve_scales(model, plan(replace(W, axis=None, scheme=INT8)), {})
+    assert solution.skips[0].reason == "its value is of object, not of a float type"
+
+
+def test_empty_weights(tmp_path):
+    """A weight without elements is skipped."""
+    solution = solve_scales(gemm(tmp_path, np.zeros((0, 3), np.float32)), plan(replace(W, scheme=INT8, axis=None)), {})
+    assert solution.skips[0].reason == "it has no elements"
+
+
+def test_what_the_plan_dictates(tmp_path):
+    """A range wins over statistics, a scale over everything; per channel one range stands for all."""
+    model, sketches = gemm(tmp_path), {TensorRef("", "x"): sketch_values(np.array([-9.0, 9.0]))}
+    assert numbers(solve_scales(model, plan(replace(X, range=(0.0, 2.55))), sketches).params[0]) == (
+        pytest.approx(0.01),
+        0,
+    )
+    given_scale = replace(X, scale=(0.5,), zero_point=(7,), range=(0.0, 1.0))
+    assert numbers(solve_scales(model, plan(given_scale), sketches).params[0]) == (0.5, 7)
+    assert numbers(solve_scales(model, plan(replace(W, range=(-127.0, 127.0))), {}).params[0]) == ([1.0, 1.0], [0, 0])
+    assert numbers(solve_scales(model, plan(replace(W, scale=(0.5, 2.0))), {}).params[0]) == ([0.5, 2.0], [0, 0])
+    symmetric = replace(X, scheme=replace(UINT8, zero="symmetric"), scale=(0.5,))
+    assert numbers(solve_scales(model, plan(symmetric), {}).params[0]) == (0.5, 128)
+
+
+def test_fixed_ranges_and_powers_of_two(tmp_path):
+    """A rule's own range needs no data; a power-of-two scale is one."""
+    fixed = replace(X, scheme=replace(UINT8, observe=ObserverConfig(name="fixed", low=0.0, high=2.55)))
+    assert numbers(solve_scales(gemm(tmp_path), plan(fixed), {}).params[0]) == (pytest.approx(0.01), 0)
+    power = replace(fixed, scheme=replace(fixed.scheme, scale="power-of-two"))
+    assert numbers(solve_scales(gemm(tmp_path), plan(power), {}).params[0]) == (2.0**-6, 0)
+    point = replace(W, scheme=replace(CHANNEL, observe=ObserverConfig(name="fixed-point", exponent=-4)))
+    assert numbers(solve_scales(gemm(tmp_path), plan(point), {}).params[0]) == ([0.0625, 0.0625], [0, 0])
+
+
+def test_the_smallest_range():
+    """A range narrower than the scheme's least is widened upward, after 0.0 is in it."""
+    scheme = {"dtype": "uint8", "zero": "asymmetric", "smallest_range": 1e-4}
+    cases = [((0.0, 0.0), 0.0, 1e-4), ((3e-5, 4e-5), 0.0, 1e-4), ((-5e-5, -1e-5), -5e-5, 5e-5), ((0.0, 2.0), 0.0, 2.0)]
+    for (low, high), lower, upper in cases:
+        bias_site = site("t0", reader="t1", range=(low, high), scheme=Scheme(family="onnx-qdq", **scheme))
+        scale, _ = numbers(solve_scales(chain(1), plan(bias_site), {}).params[0])
+        assert scale == np.float32((upper - lower) / 255), (low, high)
+
+
+def test_a_sketch_per_channel_serves_a_site_per_tensor_and_the_other_way_round(tmp_path):
+    """The union of the channels, or the same range for each."""
+    sketches = {TensorRef("", "x"): sketch_values(np.array([[-1.0, 1.55, 0.0]]), 1)}
+    assert numbers(solve_scales(gemm(tmp_path), plan(X), sketches).params[0]) == (pytest.approx(0.01), 100)
+    channels = replace(X, scheme=replace(UINT8, per="channel"), axis=1)
+    sketches = {TensorRef("", "x"): sketch_values(np.array([0.0, 2.55]))}
+    assert solve_scales(gemm(tmp_path), plan(channels), sketches).params[0].scale.tolist() == pytest.approx([0.01] * 3)
+
+
+def test_biases(tmp_path):
+    """The scale is input scale times weight scale, per channel or per tensor, with zero point 0."""
+    x, channel, tensor = (
+        replace(X, scale=(0.5,)),
+        replace(W, scale=(0.25, 2.0)),
+        replace(W, scheme=INT8, axis=None, scale=(0.25,)),
+    )
+    bias_site = site("b", 2, scheme=BIAS, parameter=True)
+    many = replace(bias_site, scheme=replace(BIAS, per="channel"), axis=0)
+    model = gemm(tmp_path)
+    assert numbers(solve_scales(model, plan(many, x, channel), {}).params[0]) == ([0.125, 1.0], [0, 0])
+    assert numbers(solve_scales(model, plan(x, tensor, bias_site), {}).params[2]) == (0.125, 0)
+    assert numbers(solve_scales(model, plan(x, tensor, many), {}).params[2]) == (0.125, 0)
+    assert (
+        solve_scales(model, plan(x, channel, bias_site), {}).skips[2].reason
+        == "a bias of shape (2,) does not go with 2 weight scales"
+    )
+    assert "not both quantized" in solve_scales(model, plan(x, many), {}).skips[1].reason
+    assert solve_scales(model, plan(X, channel, many), {}).skips.keys() == {0, 2}
+
+
+def test_biases_that_do_not_fit(tmp_path):
+    """More than int32 holds, or a scale that is no normal float32, keeps the bias float and says so."""
+    bias_site = site("b", 2, scheme=BIAS, parameter=True)
+    tensor = replace(W, scheme=INT8, axis=None, scale=(1e-5,))
+    solution = solve_scales(gemm(tmp_path, bias=(1e9, 0.0)), plan(replace(X, scale=(1e-5,)), tensor, bias_site), {})
+    assert (
+        solution.skips[2].reason
+        == "its values are up to 1e+19 steps of input scale times weight scale, more than int32 holds"
+    )
+    solution = solve_scales(
+        gemm(tmp_path), plan(replace(X, scale=(1e-30,)), replace(tensor, scale=(1e-30,)), bias_site), {}
+    )
+    assert "no normal float32" in solution.skips[2].reason
+
+
+def chain(count, ring=False):
+    """t0 -> t1 -> ... -> t<count>, float vectors; a ring feeds the last into slot 1 of t1."""
+    model = Model(format="onnx")
+    graph = model.graphs[""] = Graph("", model.graphs)
+    outputs = (Output("", "float32", (2,)),)
+    last = graph.add_op(Op(name="t0", kind="input", type="Input", roles=(), outputs=outputs))
+    for k in range(1, count + 1):
+        last = graph.add_op(Op(name=f"t{k}", kind="merge", type="Merge", outputs=outputs), [last])
+    graph.add_op(Op(name="@y", kind="output", type="Output"), [last])
+    if ring:
+        graph.set_source(Use("", "t1", 1), last)
+    return model
+
+
+def tied(count, ring=False):
+    """A site for each of t0 ... t<count>, each tied to the one before."""
+    sites = [site("t0", reader="t1", scheme=UINT8)]
+    for k in range(1, count + 1):
+        reader = f"t{k + 1}" if k < count else "@y"
+        sites.append(site(f"t{k}", reader=reader, tie=(Use("", f"t{k}", 0),)))
+    if ring:
+        sites[1] = replace(sites[1], tie=(*sites[1].tie, Use("", "t1", 1)))
+        sites[-1] = replace(sites[-1], uses=(*sites[-1].uses, Use("", "t1", 1)))
+    return plan(*sites)
+
+
+def sketches_of(**ranges):
+    """A sketch of (low, high) for each tensor named."""
+    return {TensorRef("", name): sketch_values(np.array(ends)) for name, ends in ranges.items()}
+
+
+def test_ties_share_one_scale():
+    """All members get the union of the ranges, exactly one scale and zero point."""
+    solution = solve_scales(chain(2), tied(2), sketches_of(t0=(0.0, 1.0), t1=(-1.0, 0.5), t2=(0.0, 1.55)))
+    assert [numbers(solution.params[k]) for k in range(3)] == [(pytest.approx(0.01), 100)] * 3
+    assert solution.params[0] is solution.params[1] is solution.params[2]
+    assert [solution.notes[k] for k in range(3)] == [
+        (f"shares scale and zero point with {partner}:0",) for partner in ("t1", "t0", "t0")
+    ]
+
+
+def test_skips_follow_ties():
+    """A chain whose first member was skipped is skipped to its end; a member in the middle ends it there."""
+    reason = "what it is tied to is not quantized"
+    solution = solve_scales(chain(3), tied(3), sketches_of(t1=(0, 1), t2=(0, 1), t3=(0, 1)))
+    assert [solution.skips[k].reason for k in (1, 2, 3)] == [reason] * 3
+    assert not solution.params
+    assert not solution.notes
+    solution = solve_scales(chain(3), tied(3), sketches_of(t0=(0, 1), t1=(0, 1), t3=(0, 1)))
+    assert solution.params.keys() == {0, 1}
+    assert solution.skips[3].reason == reason
+
+
+def test_rings_of_ties():
+    """A ring lives by what enters it, not by itself."""
+    everywhere = sketches_of(t0=(0, 1), t1=(0, 2), t2=(0, 1))
+    assert solve_scales(chain(2, ring=True), tied(2, ring=True), everywhere).params.keys() == {0, 1, 2}
+    del everywhere[TensorRef("", "t0")]
+    assert solve_scales(chain(2, ring=True), tied(2, ring=True), everywhere).params == {}
+
+
+def test_dictated_scales_reach_what_is_tied():
+    """One scale in an edited plan is that of the whole group, without any data; two of them say so."""
+    tied_plan = tied(2)
+    solution = solve_scales(
+        chain(2), plan(replace(tied_plan.sites[0], scale=(0.5,), zero_point=(9,)), *tied_plan.sites[1:]), {}
+    )
+    assert [numbers(solution.params[k]) for k in range(3)] == [(0.5, 9)] * 3
+    assert solution.skips == {}
+    assert solution.notes[1] == ("shares the scale that the plan gives t0:0",)
+    plan_with_scales = plan(
+        replace(tied_plan.sites[0], scale=(0.5,)), replace(tied_plan.sites[1], scale=(0.25,)), tied_plan.sites[2]
+    )
+    solution = solve_scales(chain(2), plan_with_scales, {})
+    assert numbers(solution.params[1]) == (0.25, 0)
+    assert solution.notes[1] == ("is tied to t0:0, for which the plan gives another scale",)
+    [conflict] = solution.conflicts
+    assert str(conflict) == (
+        "the plan for t1:0 wants the scale 0.25, and the plan for t0:0 wants 0.5 for both: each keeps what the plan"
+        " gives it"
+    )
+
+
+def test_ties_between_different_schemes():
+    """A tie overrides no rule: each keeps a scale of its own type, and a note says so."""
+    tied_plan = tied(1)
+    mixed = plan(
+        tied_plan.sites[0], replace(tied_plan.sites[1], scheme=replace(INT8, observe=ObserverConfig(name="minmax")))
+    )
+    solution = solve_scales(chain(1), mixed, sketches_of(t0=(0.0, 2.55), t1=(-1.27, 1.0)))
+    assert [solution.params[k].type.name for k in (0, 1)] == ["uint8", "int8"]
+    assert [numbers(solution.params[k]) for k in (0, 1)] == [(pytest.approx(0.01), 0)] * 2
+    assert solution.notes == {1: ("is tied to t0:0, whose scheme differs, so each has its own scale",)}
+
+
+@given(st.lists(st.none() | st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=8))
+def test_every_site_has_params_or_a_skip(ranges):
+    """Whatever was reached: each site has exactly one of both, and those with params share them."""
+    sketches = {
+        TensorRef("", f"t{k}"): sketch_values(np.array(ends)) for k, ends in enumerate(ranges) if ends is not None
+    }
+    count = len(ranges) - 1
+    tied_plan = tied(count) if count else plan(site("t0", reader="@y"))
+    solution = solve_scales(chain(count), tied_plan, sketches)
+    assert solution.params.keys() | solution.skips.keys() == set(range(len(ranges)))
+    assert not solution.params.keys() & solution.skips.keys()
+    assert len({id(params) for params in solution.params.values()}) <= 1
+    alive = next((k for k, ends in enumerate(ranges) if ends is None), len(ranges))
+    assert solution.params.keys() == set(range(alive))
+
+
+def test_each_weight_is_read_once(tmp_path, monkeypatch):
+    """Solving reads a weight's value once per site, one at a time."""
+    calls = []
+    real = Parameters.value
+    monkeypatch.setattr(Parameters, "value", lambda self, tensor: calls.append(tensor.op) or real(self, tensor))
+    solve_scales(
+        gemm(tmp_path),
+        plan(replace(X, scale=(0.5,)), W, site("b", 2, scheme=replace(BIAS, per="channel"), axis=0, parameter=True)),
+        {},
+    )
+    assert sorted(calls) == ["b", "w"]
+
+
+def test_as_json(tmp_path):
+    """Params as JSON data hold plain numbers."""
+    params = solve_scales(gemm(tmp_path), plan(replace(X, scale=(0.5,), zero_point=(8,))), {}).params[0]
+    assert params_json(params) == {
+        "dtype": "uint8",
+        "scale": 0.5,
+        "zero_point": 8,
+        "axis": None,
+        "block_size": None,
+        "narrow": False,
+        "low": -4.0,
+        "high": 123.5,
+    }

@@ -1,0 +1,198 @@
+"""Scales of a TFLite file for the tensors of another model: which names match, what is taken, what is said."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import graphquant as gq
+from graphquant.errors import UsageError
+from graphquant.ir import Graph, Model, Op, Output, StoredQuantization, TensorRef
+from graphquant.quantize import prepare, read_name_map, transfer_ranges
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def tflite(*tensors: tuple[Any, ...]) -> Model:
+    """A TFLite model of tensors (name, scale, zero point[, kind[, dtype]])."""
+    model = Model(format="tflite")
+    model.graphs[""] = Graph("", model.graphs)
+    for index, (name, scale, zero, *more) in enumerate(tensors):
+        kind, dtype = (more + ["conv", "int8"][len(more) :])[:2]
+        scales, zeros = np.atleast_1d(np.float32(scale)), np.atleast_1d(np.int64(zero))
+        output = Output(name, dtype, None, StoredQuantization(index=index, sizes=(), scale=scales, zero_point=zeros))
+        model.main.add_op(Op(name=f"op{index}", kind=kind, type="X", outputs=(output,)))
+    return model
+
+
+@pytest.fixture
+def planned(samples: Path) -> tuple[Model, gq.Plan]:
+    """The sample CNN, prepared, with its plan for TFLite."""
+    model = gq.load(samples / "digits_cnn.pb")
+    plan = gq.plan(model, rules=["tflite"])
+    return prepare(model, [step.step for step in plan.steps])[0], plan
+
+
+def site(plan: gq.Plan, op: str) -> Any:
+    """The first site of what `op` makes."""
+    return next(planned_site for planned_site in plan.sites if planned_site.tensor.op == op)
+
+
+def test_scales_are_taken_as_they_are(planned):
+    """By plain name, by fused names in any order, and behind a function's prefix."""
+    source = tflite(
+        ("stem/conv;stem/batch_norm;stem/relu", 0.5, -128),
+        ("StatefulPartitionedCall/residual/add;StatefulPartitionedCall/residual/relu", 0.25, -128),
+        ("max_pool", 0.5, -128),
+        ("image/quant;image/quant/min", 0.125, 3),
+    )
+    plan, transfer = transfer_ranges(*planned, source, {})
+    options = {str(transferred.tensor): (transferred.name, transferred.exact) for transferred in transfer.given}
+    assert options == {
+        "stem/relu:0": ("stem/conv;stem/batch_norm;stem/relu", True),
+        "residual/relu:0": ("StatefulPartitionedCall/residual/add;StatefulPartitionedCall/residual/relu", True),
+        "max_pool:0": ("max_pool", True),
+        "image:0": ("image/quant;image/quant/min", True),
+    }
+    assert (site(plan, "stem/relu").scale, site(plan, "stem/relu").zero_point) == ((0.5,), (-128,))
+    assert site(plan, "image").zero_point == (3,)
+    assert transfer.unused == ()
+    assert TensorRef("", "pointwise/relu") in transfer.missing
+    assert TensorRef("", "image") not in transfer.missing
+
+
+def test_what_is_still_without_a_range(samples):
+    """Where the file has not all of the plan's activations, the message counts both and names the way to the rest."""
+    with pytest.raises(gq.GraphQuantError) as error:
+        gq.insert(samples / "digits_cnn.pb", rules="tflite", ranges=tflite(("stem/relu", 0.5, -128)))
+    assert str(error.value).startswith("The TFLite model has ranges for 1 of the plan's tensors and none for 1")
+    assert "the first of which is image:0. Give calibration data for these, or say with --ranges" in str(error.value)
+
+
+def test_another_type_gives_the_range(samples):
+    """Int8 numbers for a uint8 scheme, and 16 bits for 8, become the range that they stand for."""
+    model = gq.load(samples / "digits_cnn.onnx")
+    rule_plan = gq.plan(model, rules=["onnxruntime"])
+    prepared, _ = prepare(model, [step.step for step in rule_plan.steps if step.step != "opset"])
+    source = tflite(("stem/relu", 0.5, -100), ("pointwise/relu", 2.0**-10, 0, "conv", "int16"))
+    plan, transfer = transfer_ranges(prepared, rule_plan, source, {})
+    assert [transferred.exact for transferred in transfer.transferred] == [False, False]
+    assert site(plan, "stem/relu").range == (-14.0, 113.5)
+    assert site(plan, "pointwise/relu").range == (-32.0, 32767 / 1024)
+
+
+def test_constants_and_foreign_parts_are_no_match(planned):
+    """A kernel is called after its op; an op that several tensors are named after belongs to none of them."""
+    source = tflite(
+        ("stem/relu", 0.5, -128, "constant"),
+        ("pointwise/relu;pointwise/batch_norm;pointwise/conv;residual_1/conv", 0.25, -128),
+        ("residual_1/relu;residual_1/batch_norm;residual_1/conv", 0.125, -128),
+    )
+    plan, transfer = transfer_ranges(*planned, source, {})
+    assert [str(transferred.tensor) for transferred in transfer.given] == ["pointwise/relu:0", "residual_1/relu:0"]
+    assert site(plan, "stem/relu").scale is None
+
+
+def test_two_opinions_are_none(planned):
+    """Where two tensors of the file claim one of the model and differ, it gets neither."""
+    double = ("stem/batch_norm;stem/conv;stem/relu", 0.25, -128)
+    source = tflite(("stem/relu:0", 0.5, -128), double, ("max_pool", 1, 0))
+    _, transfer = transfer_ranges(*planned, source, {})
+    assert [str(transferred.tensor) for transferred in transfer.given] == ["max_pool:0"]
+    assert transfer.unused == ("stem/relu:0", double[0])
+
+
+def test_a_part_that_may_come_last_leaves_the_name_open(planned):
+    """`batch_norm;relu` is not what the BatchNorm makes, also where a convolution's name lists the Relu."""
+    source = tflite(("stem/relu;stem/batch_norm", 0.5, 0), ("stem/relu;depthwise/conv", 0.25, 0), ("max_pool", 1, 0))
+    _, transfer = transfer_ranges(*planned, source, {})
+    assert [(str(transferred.tensor), transferred.name) for transferred in transfer.given] == [
+        ("stem/relu:0", "stem/relu;stem/batch_norm"),
+        ("max_pool:0", "max_pool"),
+    ]
+
+
+def test_a_map_says_which_is_which(planned, tmp_path):
+    """Mapped names win; a weight takes its scales only by being mapped."""
+    model, rule_plan = planned
+    weight = next(
+        planned_site for planned_site in rule_plan.sites if planned_site.parameter and planned_site.axis is not None
+    )
+    channels = model.output(weight.tensor).shape[weight.axis]
+    (tmp_path / "map.toml").write_text(f'"stem/relu:0" = "first"\n"{weight.tensor.op}" = "kernel"\n')
+    scales = np.arange(1, channels + 1, dtype=np.float32)
+    source = tflite(("first", 0.5, -128), ("kernel", scales, np.zeros(channels), "constant"), ("stem/relu", 9, 0))
+    plan, transfer = transfer_ranges(model, rule_plan, source, read_name_map(tmp_path / "map.toml"))
+    assert site(plan, "stem/relu").scale == (0.5,)
+    assert next(planned_site for planned_site in plan.sites if planned_site.tensor == weight.tensor).scale == tuple(
+        scales
+    )
+    assert transfer.unused == ("stem/relu",)
+
+
+def test_an_edited_plan_wins(planned):
+    """What a plan gives itself is not overwritten."""
+    model, rule_plan = planned
+    sites = tuple(
+        replace(planned_site, range=(0.0, 1.0)) if planned_site.tensor.op == "stem/relu" else planned_site
+        for planned_site in rule_plan.sites
+    )
+    plan, transfer = transfer_ranges(
+        model, replace(rule_plan, sites=sites), tflite(("stem/relu", 0.5, 0), ("max_pool", 1, 0)), {}
+    )
+    assert site(plan, "stem/relu").range == (0.0, 1.0)
+    assert [str(transferred.tensor) for transferred in transfer.transferred] == ["max_pool:0"]
+
+
+def test_nothing_matched_is_an_error(planned):
+    """The message has names of both sides, and the nearest ones."""
+    with pytest.raises(UsageError, match="No tensor that the plan quantizes is in the TFLite model") as error:
+        transfer_ranges(*planned, tflite(("imag", 0.5, 0), ("b", 0.5, 0)), {})
+    assert "'imag', 'b'" in str(error.value)
+    assert "Did you mean 'imag'?" in str(error.value)
+    assert "--ranges-map" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ({"stem/rel": "a"}, "no tensor 'stem/rel', which is mapped. Did you mean 'stem/relu'"),
+        ({"stem/relu": "aa"}, "has no scale of 'aa'. Did you mean 'aaa'?"),
+    ],
+)
+def test_mapped_names_must_exist(planned, names, said):
+    """On both sides, with what was meant."""
+    with pytest.raises(UsageError) as error:
+        transfer_ranges(*planned, tflite(("aaa", 0.5, 0)), names)
+    assert said in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("a = 1", "'a' is mapped to something that is no name"), ("a =", "is no TOML file")]
+)
+def test_a_map_is_toml_of_names(tmp_path, text, said):
+    """Other things are refused with the form that is wanted."""
+    (tmp_path / "map.toml").write_text(text)
+    with pytest.raises(UsageError) as error:
+        read_name_map(tmp_path / "map.toml")
+    assert said in str(error.value)
+    assert '"block1/Relu:0" = "model/block1/Relu"' in str(error.value)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_name_map(tmp_path / "none.toml")
+
+
+def test_the_reference_file_fits_its_architecture(shared):
+    """All planned activations of the KWS SavedModel are found in the reference file, whose names list foreign parts."""
+    model = gq.load(shared / "kws/saved_model")
+    plan = gq.plan(model, rules=["tflite"])
+    prepared, _ = prepare(model, [step.step for step in plan.steps])
+    _, transfer = transfer_ranges(prepared, plan, gq.load(shared / "kws/kws_int8.tflite"), {})
+    assert (len(transfer.transferred), transfer.missing) == (17, ())
+    assert all(transferred.exact for transferred in transfer.transferred)
+    names = {transferred.tensor.op: transferred.name for transferred in transfer.transferred}
+    assert names["functional_1/activation_7/Relu"].startswith("functional_1/activation_7/Relu;")
+    assert names["functional_1/activation_8/Relu"].startswith("functional_1/activation_8/Relu;")

@@ -1,0 +1,138 @@
+"""Where onnxruntime's rules put quantizations in small nets, and what `check` foretells of the result."""
+
+import pytest
+from nets import HEADS, IMAGE, NORM, ROWS
+
+from graphquant.rules import load_ruleset, shipped_rule_files
+
+SHUFFLE = "s = Reshape({}, shuffle) t = Transpose<perm = [0, 2, 1, 3, 4]>(s) y = Reshape(t, image)"
+"""A shuffle of channels."""
+
+CASES = [
+    # patterns: GELU and LayerNorm as single ops stay float inside, SiLU and attention do not
+    (
+        IMAGE,
+        "c = Conv(x, w) d = Div(c, root) e = Erf(d) f = Add(e, two) g = Mul(c, f) h = Mul(g, half) o = Conv(h, w3)",
+        "c>d+g h>o o>@o w3>o w>c x>c",
+        "c o",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) d = Div(c, root) e = Erf(d) f = Add(e, two) g = Mul(c, half) h = Mul(g, f) o = Conv(h, w3)",
+        "c>d+g h>o o>@o w3>o w>c x>c",
+        "c o",
+    ),
+    (IMAGE, "c = Conv(x, w)" + NORM + " o = Conv(y, w3)", "c>mu+d o>@o w3>o w>c x>c y>o", "c o"),
+    (
+        IMAGE,
+        "c = Conv(x, w)" + NORM + " g = Mul(y, k) z = Add(g, k) o = Conv(z, w3)",
+        "c>mu+d o>@o w3>o w>c x>c z>o",
+        "c o",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) s = Sigmoid(c) y = Mul(c, s) d = Conv(y, w3)",
+        "c>s+y d>@d s>y w3>d w>c x>c y>d",
+        "c s y d",
+    ),
+    (
+        IMAGE,
+        "c = Conv(x, w) o = Transpose<perm = [0, 1, 3, 2]>(c) s = MatMul(c, o) p = Softmax(s) y = MatMul(p, x2)",
+        "c>o+s o>s p>y w>c x2>y x>c",
+        "c o s y",
+    ),
+    # convolutions, and what they absorb
+    (IMAGE, "c = Conv(x, w) s = Sin(c)", "c>s w>c x>c", "c"),
+    (IMAGE, "c = Conv(x, w) r = Relu(c) s = Sin(r)", "r>s w>c x>c", "c r"),
+    (IMAGE, "c = Conv(x, w) r = Clip(c, zero, six) s = Sin(r)", "r>s w>c x>c", "c r"),
+    (IMAGE, "c = Conv(x, w) r = Relu(c) s = Sin(c)", "c>r+s w>c x>c", "c"),
+    (IMAGE, "c = ConvTranspose(x, w)", "", ""),
+    (IMAGE, "c = Conv(x, w) n = BatchNormalization(c, b, b, b, var) r = Relu(n)", "c/weight_folded>c r>@r x>c", "c r"),
+    # the rest of the table
+    (IMAGE, "y = Add(x, x2) z = Mul(y, x2) j = Concat<axis = 1>(z, x)", "j>@j x2>y+z x>y+j y>z z>j", "y z j"),
+    (IMAGE, "c = Conv(x, w) y = Add(c, x) r = Relu(y)", "c>y r>@r w>c x>c+y", "c y r"),
+    (
+        IMAGE,
+        "c = Conv(x, w) p = MaxPool<kernel_shape = [2, 2]>(c) t = Transpose<perm = [0, 1, 3, 2]>(p) f = Flatten(t)",
+        "c>p f>@f p>t t>f w>c x>c",
+        "c p t f",
+    ),
+    (IMAGE, "p = AveragePool<kernel_shape = [2, 2]>(x) g = GlobalAveragePool(p)", "g>@g p>g", "g"),
+    (IMAGE, "y = Sub(x, x2) z = Div(y, x2) q = Max(z, x2) t = Tanh(q)", "", ""),
+    (ROWS, "y = Gemm(t, m, b32)", "b32>y m>y t>y", "y"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32)", "b32>a m>y t>y", "y a"),
+    (ROWS, "y = MatMul(t, m) a = Add(y, b32) r = Relu(a) z = MatMul(r, m2)", "b32>a m2>z m>y r>z t>y", "y a r z"),
+    ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) z = MatMul(a, m2)", "a>z b32>a m2>z m>y t>y", "y a z"),
+    ("float[N,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "b32>a m>y t>y", "y"),
+    ("float[1,5,16] t", "y = MatMul(t, m) a = Add(y, b32) s = Sin(a)", "b32>a m>y t>y", "y a"),
+    (
+        HEADS,
+        "o = Transpose<perm = [0, 2, 1]>(kk) s = MatMul(q, o) p = Softmax(s) y = MatMul(p, u)",
+        "o>s p>y q>s u>y",
+        "o s y",
+    ),
+    (
+        "float[1,2,8,16] q, float[1,2,16,8] kk, float[1,2,8,16] u",
+        "s = MatMul(q, kk) d = Mul(s, half) p = Softmax(d) y = MatMul(p, u)",
+        "d>p half>d kk>s p>y q>s s>d u>y",
+        "s d p y",
+    ),
+    (HEADS, "o = Transpose<perm = [0, 2, 1]>(kk) s = MatMul(q, o) d = Mul(s, half)", "o>s q>s", "o s"),
+    (
+        ROWS,
+        "y = MatMul(t, m) a = Add(y, b32) d = Div(a, root) e = Erf(d) f = Add(e, two) g = Mul(a, f) h = Mul(g, half)",
+        "b32>a m>y t>y",
+        "y a",
+    ),
+    (IMAGE, f"c = Conv(x, w) r = Relu(c) {SHUFFLE.format('r')} z = Conv(y, w3)", "w3>z y>z z>@z", "r s t y z"),
+    (IMAGE, f"c = Conv(x, w) {SHUFFLE.format('c')}", "", ""),
+    # the power of a spectrum: what is squared stays float
+    (IMAGE, "c = Conv(x, w) h = Slice(c, one, eight, one) y = Pow(h, two)", "", ""),
+    (
+        IMAGE,
+        (
+            "c = Conv(x, w) h = Slice(c, one, eight, one) r = Slice(h, one, eight, one) s = Slice(r, one, eight, one)"
+            " f = Cast<to = 1>(s) y = Pow(f, two)"
+        ),
+        "",
+        "",
+    ),
+    (IMAGE, "c = Conv(x, w) h = Slice(c, one, eight, one) y = Sin(h)", "c>h h>y w>c x>c", "c h"),
+    (IMAGE, "c = Conv(x, w) s = Sum(c, x2) z = Conv(s, w3)", "c>s s>z w3>z w>c x>c z>@z", "c z"),
+    # masks of attention: the sum with one stays float, and so do the scores before it
+    (
+        "float[1,2,16,16] q, float[1,2,16,16] kk, float[1,2,16,16] u, float[1,1,16,16] mask",
+        "s = MatMul(q, kk) d = Mul(s, half) a = Add(d, mask) p = Softmax(a) y = MatMul(p, u)",
+        "kk>s p>y q>s u>y",
+        "s y",
+    ),
+    (
+        "float[1,2,16,16] q, float[1,2,16,16] kk, float[1,2,16,16] u, bool[1,1,16,16] mask",
+        "s = MatMul(q, kk) d = Mul(s, half) a = Where(mask, d, tiny) p = Softmax(a) y = MatMul(p, u)",
+        "kk>s p>y q>s u>y",
+        "s y",
+    ),
+    (
+        IMAGE,
+        (
+            "c = Conv(x, w) a = Pow(c, two) d = Mul(a, half) e = Add(c, d) f = Mul(e, half) h = Tanh(f) o = Add(h, two)"
+            " g = Mul(c, o) y = Mul(g, half) z = Conv(y, w3)"
+        ),
+        "c>a+e+g w3>z w>c x>c y>z z>@z",
+        "c z",
+    ),
+]
+"""Inputs, the net, what is quantized for which readers, and which ops then run on integers or in such an op."""
+
+
+@pytest.mark.parametrize(("inputs", "text", "found", "runs"), CASES)
+def test_placement(inputs, text, found, runs, placed):
+    """The rules quantize just these tensors for just these readers, and `check` agrees that the ops run on integers."""
+    placed("onnxruntime", inputs, text, found, runs)
+
+
+def test_every_rule_says_why():
+    """Each rule of a shipped file gives its reason, a sentence for people."""
+    for name in shipped_rule_files():
+        for bound in load_ruleset([name]).rules:
+            assert len(bound.rule.why.split()) > 4, (name, bound.rule.name)

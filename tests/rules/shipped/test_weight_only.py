@@ -1,0 +1,152 @@
+"""What onnxruntime makes of weights in blocks: matrix products that read packed integers."""
+
+import json
+import re
+from collections import Counter
+from io import StringIO
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx.parser
+import onnxruntime
+import pytest
+from rich.console import Console
+
+import graphquant as gq
+from graphquant.analysis.model_summary import summarize_model
+from graphquant.numerics import QParams, dequantize, quantize
+from graphquant.quantize import plan_from_json, plan_to_json
+from graphquant.visualize.text import summary_view
+
+TEXT = """<ir_version: 8, opset_import: ["": {opset}]> g (int64[n] ids, float[n,3,8,8] image) => (float y) {{
+  rows = Gather(table, ids)
+  a = MatMul(rows, w1)
+  b = {act}(a)
+  c = Gemm(b, w2, bias)
+  d = Conv<kernel_shape = [8, 8]>(image, filter)
+  e = Flatten(d)
+  f = MatMul(e, w3)
+  y = {last}(c, f)
+}}"""
+
+WEIGHTS = {"table": (100, 96), "w1": (96, 80), "w2": (80, 7), "bias": (7,), "filter": (40, 3, 8, 8), "w3": (40, 7)}
+
+
+def model(folder: Path, opset: int, act: str = "Tanh", last: str = "Mul") -> tuple[Path, dict[str, np.ndarray]]:
+    """A net of a table, matrix products and a convolution, and a feed."""
+    message = onnx.parser.parse_model(TEXT.format(opset=opset, act=act, last=last))
+    rng = np.random.default_rng(0)
+    message.graph.output[0].type.tensor_type.shape.dim.extend([onnx.TensorShapeProto.Dimension() for _ in range(2)])
+    for name, shape in WEIGHTS.items():
+        value = rng.standard_normal(shape).astype(np.float32)
+        message.graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    onnx.save(message, folder / "model.onnx")
+    return folder / "model.onnx", {
+        "ids": rng.integers(0, 100, 5),
+        "image": rng.standard_normal((5, 3, 8, 8)).astype(np.float32),
+    }
+
+
+def run(path: Path, feeds: dict[str, np.ndarray]) -> tuple[np.ndarray, Counter[str]]:
+    """The output, and how many ops of each type onnxruntime runs."""
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(path.with_suffix(".optimized.onnx"))
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    result = session.run(None, feeds)[0]
+    return result, Counter(node.op_type for node in onnx.load(path.with_suffix(".optimized.onnx")).graph.node)
+
+
+@pytest.mark.parametrize("opset", [13, 21])
+@pytest.mark.parametrize(
+    ("rules", "needed", "closest"),
+    [(["weight_only"], 13, 28.0), (["weight_only_int8"], 21, 30.0), (["weight_only_int4"], 21, 10.0)],
+)
+def test_matrix_products_are_fused(tmp_path: Path, rules: list[str], opset: int, needed: int, closest: float) -> None:
+    """Every matrix product becomes MatMulNBits, the convolution keeps its DequantizeLinear, the output stays close."""
+    path, feeds = model(tmp_path, opset)
+    result = gq.insert(path, rules=rules)
+    saved = result.save(tmp_path / "quant.onnx")
+    onnx.checker.check_model(onnx.load(saved), full_check=True)
+    assert gq.load(saved).opset == max(opset, needed)
+    want, before = run(path, feeds)
+    have, after = run(saved, feeds)
+    assert before["MatMulNBits"] == 0
+    assert (after["MatMulNBits"], after["MatMul"], after["Gemm"]) == (3, 0, 0)
+    assert after["DequantizeLinear"] == 1
+    noise = np.square(have - want).sum()
+    assert 10 * np.log10(np.square(want).sum() / noise) > closest
+
+
+def test_what_onnxruntime_does_not_fuse(tmp_path: Path) -> None:
+    """A Relu behind a product or the sum of two is fused first, and their weights are unpacked in each run."""
+    path, feeds = model(tmp_path, 21, act="Relu", last="Add")
+    saved = gq.insert(path, rules=["weight_only_int4"]).save(tmp_path / "quant.onnx")
+    _, after = run(saved, feeds)
+    assert (after["MatMulNBits"], after["MatMul"], after["Gemm"]) == (1, 1, 1)
+
+
+def test_blocks_lie_along_what_is_summed_over(tmp_path: Path) -> None:
+    """Of a MatMul or Gemm along K, whichever way the weight lies; of a table along its rows."""
+    path, _ = model(tmp_path, 21)
+    message = onnx.load(path)
+    gemm = next(node for node in message.graph.node if node.op_type == "Gemm")
+    gemm.attribute.append(onnx.helper.make_attribute("transB", 1))
+    weight = next(tensor for tensor in message.graph.initializer if tensor.name == "w2")
+    weight.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(weight).T.copy(), "w2"))
+    onnx.save(message, path)
+    result = gq.insert(path, rules=["weight_only_int4", "tables_int4"])
+    shapes = {
+        done.site.tensor.op: (done.site.axis, done.params.block, done.params.scale.shape)
+        for done in result.inserted
+        if isinstance(done.params, QParams)
+    }
+    assert shapes == {
+        "table": (1, 32, (100, 3)),
+        "w1": (0, 32, (3, 80)),
+        "w2": (1, 32, (7, 3)),
+        "filter": (0, None, (40,)),
+        "w3": (0, 32, (2, 7)),
+    }
+
+
+def test_each_block_is_scaled_by_itself(tmp_path: Path) -> None:
+    """The written table is what numpy makes of each 32 values of a row and their own extremes."""
+    path, feeds = model(tmp_path, 21)
+    result = gq.insert(path, rules=["tables_int4"])
+    (done,) = result.inserted
+    table = next(t for t in onnx.load(path).graph.initializer if t.name == "table")
+    value = onnx.numpy_helper.to_array(table)
+    cells = value.reshape(100, 3, 32)
+    step = np.maximum(cells.max(2) / 7, cells.min(2) / -8).astype(np.float32)
+    np.testing.assert_array_equal(done.params.scale, step)
+    saved = onnx.load(result.save(tmp_path / "quant.onnx"))
+    saved.graph.output.append(onnx.helper.make_tensor_value_info("rows", onnx.TensorProto.FLOAT, None))
+    onnx.save(saved, tmp_path / "watched.onnx")
+    session = onnxruntime.InferenceSession(tmp_path / "watched.onnx", providers=["CPUExecutionProvider"])
+    rows = session.run(["rows"], feeds)[0]
+    np.testing.assert_array_equal(rows, dequantize(quantize(value, done.params), done.params)[feeds["ids"]])
+
+
+def test_blocks_in_a_plan_file_and_in_inspect(tmp_path: Path) -> None:
+    """A plan with blocks goes through JSON and gives the same file; inspect shows how many blocks of what size."""
+    path, _ = model(tmp_path, 13)
+    plan = gq.plan(path, rules=["weight_only_int4"])
+    again = plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
+    assert again == plan
+    saved = gq.insert(path, rules=["weight_only_int4"]).save(tmp_path / "one.onnx")
+    assert gq.insert(path, plan=again).save(tmp_path / "two.onnx").read_bytes() == saved.read_bytes()
+    file = StringIO()
+    Console(file=file, width=120).print(summary_view(summarize_model(gq.load(saved))))
+    assert re.search(r"w1/quant/int4:0 +int4\[240\] by 32 ", file.getvalue())
+
+
+def test_other_formats_say_why_not() -> None:
+    """TensorFlow's ops have no blocks; the plan says so and what to take."""
+    plan = gq.plan("sample_models/digits_cnn.pb", rules=["weight_only_int4"])
+    assert {skip.reason for skip in plan.skips} == {
+        'FakeQuant has no blocks, which are for ONNX models; take per = "channel"'
+    }
+    assert len(plan.sites) == 7

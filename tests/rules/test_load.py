@@ -1,0 +1,249 @@
+"""Finding and loading rule files."""
+
+import hashlib
+import os
+from pathlib import Path
+
+import pytest
+
+import graphquant
+from graphquant.errors import RuleError, UsageError
+from graphquant.quantize import PREPARATION_STEPS
+from graphquant.rules import find_rule_file, load_ruleset, shipped_rule_files
+from graphquant.rules.rule import PREPARATION_NAMES
+
+GOOD = """\
+prepare = ["fold-batchnorm"]
+
+[scheme.weight]
+dtype = "int8"
+
+[pattern.silu]
+ops = ["s = sigmoid(x)", "y = mul(x, s)"]
+
+[[rule]]
+name = "weight"
+producer = { kind = "parameter" }
+quantize = "weight"
+
+[[rule]]
+name = "inside"
+consumer = { pattern = "silu.s" }
+quantize = "leave"
+"""
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes rule files into an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(content, name="rules.toml"):
+        Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+        return name
+
+    return write
+
+
+def message(*names):
+    """What loading says."""
+    with pytest.raises(RuleError) as caught:
+        load_ruleset(names)
+    return str(caught.value)
+
+
+def test_shipped_rules_of_a_checkout():
+    """In a checkout the shipped rules are the folder beside the package, by name."""
+    folder = Path(graphquant.__file__).parent.parent / "rules"
+    assert shipped_rule_files() == {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    assert find_rule_file("onnxruntime") == folder / "onnxruntime.toml"
+
+
+@pytest.mark.parametrize("name", sorted(shipped_rule_files()))
+def test_shipped_rules_load(name):
+    """Every shipped rule file is free of mistakes, and its description is one line."""
+    ruleset = load_ruleset([name])
+    assert ruleset.files == (name,)
+    assert ruleset.rules
+    assert {rule.file for rule in ruleset.rules} == {name}
+
+
+def test_load(write):
+    """A rule comes with its file, line, scheme and patterns."""
+    ruleset = load_ruleset([write(GOOD)])
+    weight, inside = ruleset.rules
+    assert ruleset.files == ("rules.toml",)
+    assert ruleset.prepare == ("fold-batchnorm",)
+    assert (weight.rule.name, weight.file, weight.line) == ("weight", "rules.toml", 9)
+    assert weight.scheme is not None
+    assert (weight.scheme.name, weight.scheme.type.name) == ("weight", "int8")
+    assert (inside.rule.name, inside.line, inside.scheme) == ("inside", 14, None)
+    assert inside.patterns is weight.patterns
+    assert inside.patterns["silu"].ops == ("s = sigmoid(x)", "y = mul(x, s)")
+
+
+def test_files_stack_in_order(write):
+    """Rules keep the order of the files, prepare steps are listed once, a scheme is its own file's."""
+    mine = GOOD.replace("fold-batchnorm", 'initializer-inputs", "fold-batchnorm').replace("int8", "int4")
+    ruleset = load_ruleset([write(mine, "mine.toml"), write(GOOD)])
+    assert [(rule.file, rule.scheme and rule.scheme.dtype) for rule in ruleset.rules] == [
+        ("mine.toml", "int4"),
+        ("mine.toml", None),
+        ("rules.toml", "int8"),
+        ("rules.toml", None),
+    ]
+    assert ruleset.prepare == ("initializer-inputs", "fold-batchnorm")
+
+
+def test_the_first_file_that_names_a_step_decides(write):
+    """A file before others takes a step out by "not", one behind them cannot."""
+    without = write('prepare = ["not fold-batchnorm", "drop-identity"]\n', "without.toml")
+    rules = write(GOOD)
+    assert load_ruleset([without, rules]).prepare == ("drop-identity",)
+    assert load_ruleset([rules, without]).prepare == ("fold-batchnorm", "drop-identity")
+
+
+def test_contradictory_steps_are_rejected(write):
+    """One file cannot want both."""
+    with pytest.raises(RuleError, match=r"bad\.toml:1: 'fold-batchnorm' is wanted and not wanted; leave out one"):
+        load_ruleset([write('prepare = ["fold-batchnorm", "not fold-batchnorm"]\n', "bad.toml")])
+
+
+def test_step_names_match_the_implementations():
+    """Rule files know every preparation, by the same name and in the same order."""
+    assert tuple(PREPARATION_STEPS) == PREPARATION_NAMES
+
+
+def test_digest_is_of_the_contents_in_order(write):
+    """The digest changes with a byte of a file and with the order, and with nothing else."""
+    first, second = write(GOOD, "one.toml"), write(GOOD + "\n", "two.toml")
+    digests = [hashlib.sha256(Path(name).read_bytes()).digest() for name in (first, second)]
+    assert load_ruleset([first, second]).digest == hashlib.sha256(b"".join(digests)).hexdigest()
+    assert load_ruleset([second, first]).digest != load_ruleset([first, second]).digest
+    assert load_ruleset([first]).digest == load_ruleset([write(GOOD, "copy.toml")]).digest
+
+
+def test_no_files_and_an_empty_file(write):
+    """Nothing asked for is an empty rule set; so is an empty file."""
+    assert load_ruleset([]).rules == ()
+    assert load_ruleset([write("")]).rules == ()
+
+
+def test_byte_order_mark(write):
+    """A byte order mark, as some editors write it, is no mistake."""
+    assert len(load_ruleset([write(b"\xef\xbb\xbf" + GOOD.encode())]).rules) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("onnxruntme", "There are no rules called 'onnxruntme'. Did you mean 'onnxruntime'? Shipped are "),
+        ("", "There are no rules called ''. Shipped are "),
+        ("..", "There are no rules called '..'. Shipped are "),
+        ("mine", "There are no rules called 'mine'. Did you mean 'mine.toml'? Shipped are "),
+        (
+            "no/onnxruntime.toml",
+            "There is no rule file 'no/onnxruntime.toml'. Did you mean 'onnxruntime'? Shipped are ",
+        ),
+        ("nul\0.toml", "There is no rule file 'nul\\x00.toml'. Shipped are "),
+    ],
+)
+def test_unknown_names(write, name, says):
+    """An unknown name is answered with the shipped ones and the closest of them."""
+    write("", "mine.toml")
+    with pytest.raises(UsageError) as caught:
+        load_ruleset([name])
+    assert str(caught.value).startswith(
+        says + ", ".join(shipped_rule_files()) + "; a file of your own is named by its path"
+    )
+
+
+def test_unreadable_files(write, monkeypatch):
+    """What is no rule file at all is a mistake in line 1, or where it begins."""
+    Path("folder.toml").mkdir()
+    os.mkfifo("pipe.toml")
+    assert message("folder.toml") == "folder.toml:1: this is a folder. Name a rule file in it."
+    assert message("pipe.toml") == "pipe.toml:1: this is no regular file. Save its text to a file first."
+    assert message(write(b"a = 1\n\nb = '\xff'")) == "rules.toml:3: the file is not UTF-8. Save it in that encoding."
+    assert message(write(" " * (1 << 20) + " ")).startswith("rules.toml:1: the file has more than 1048576 bytes.")
+    for deep in (
+        "a = " + "[" * 5000,
+        "a." * 100_000 + "b = 1",
+        "[" + "a." * 100_000 + "b]",
+        "a = " + "[" * 40 + "]" * 40,
+    ):
+        assert message(write(f"\n{deep}")) == (
+            "rules.toml:2: this is nested more than 16 levels deep. No rule file needs half of that."
+        )
+
+    def refuse(*_args, **_keywords):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert message("rules.toml") == "rules.toml:1: the file cannot be read (Permission denied). Check its permissions."
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a = 1\nb = \n", "rules.toml:2: this is not TOML: Invalid value at column 5."),
+        ("a = 1\n\nb = [1,", "rules.toml:3: this is not TOML: Invalid value."),
+        ("a = 1\na = 2\n", "rules.toml:2: this is not TOML: Cannot overwrite a value at column 6."),
+        (
+            "kind = conv",
+            "rules.toml:1: this is not TOML: Invalid value at column 8. Strings are quoted, as in kind = 'conv'.",
+        ),
+        ("[a]\n[a]\n", "rules.toml:2: this is not TOML: Cannot declare ('a',) twice at column 3."),
+        ("a = " + "1" * 5000, "rules.toml:1: this is not TOML: Exceeds the limit"),
+    ],
+)
+def test_syntax_errors(write, text, says):
+    """A syntax error has tomllib's line and words."""
+    assert message(write(text)).startswith(says)
+
+
+def test_mistakes_of_all_files_in_order(write):
+    """Mistakes of all files come together, by file and line; a file named twice is told once."""
+    bad = write("b = 1\n\n[[rule]]\nname = 'x'\n", "b.toml")
+    second = write("\na = ", "a.toml")
+    assert message(bad, write(GOOD), second, bad).splitlines() == [
+        "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, correct, scheme, pattern, rule.",
+        (
+            "b.toml:3: a rule lacks the key 'quantize'."
+            ' It says: A scheme, "same-as-input", "passed-on", "absorbed" or "leave".'
+        ),
+        "a.toml:2: this is not TOML: Invalid value. Strings are quoted, as in kind = 'conv'.",
+    ]
+
+
+def test_texts(write):
+    """A text with more than one line is what a file of it would be; mistakes name its place."""
+    from_text, from_file = load_ruleset([GOOD]), load_ruleset([write(GOOD)])
+    assert (from_text.digest, from_text.prepare, from_text.files) == (from_file.digest, from_file.prepare, (GOOD,))
+    assert [(rule.file, rule.line, rule.rule) for rule in from_text.rules] == [
+        ("rules[0]", rule.line, rule.rule) for rule in from_file.rules
+    ]
+    sentence = message("rules.toml", "\n# a > b\nb = 1")
+    keys = "description, prepare, correct, scheme, pattern, rule"
+    assert sentence == f"rules[1]:3: 'b' is no key of a rule file. Its keys are {keys}."
+    assert message("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes.")
+
+
+def test_many_mistakes_are_cut(write):
+    """A hundred mistakes are told, then how many follow."""
+    lines = message(write("".join(f"key{number} = 1\n" for number in range(1000)))).splitlines()
+    assert len(lines) == 101
+    assert lines[-1] == "rules.toml:101: from here on there are 900 more mistakes. Mend the others first."
+
+
+def test_strange_characters_stay_on_their_line(write):
+    """No value or key can break the one line of its mistake."""
+    sentence = message(
+        write('"a\\nb\\u2028c\\u001b" = 1\n[[rule]]\nname = "a"\nquantize = "b\\nc"\nproducer = { name = "/(?\\n/" }\n')
+    )
+    assert [line.partition(" ")[0] for line in sentence.split("\n")] == [
+        "rules.toml:1:",
+        "rules.toml:4:",
+        "rules.toml:5:",
+    ]
+    assert sentence.replace("\n", "").isprintable()

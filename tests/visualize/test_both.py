@@ -1,0 +1,182 @@
+"""Two models as one drawing: what is on which side, what stands for what, where changes are, figures as heat."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+import onnx.parser
+import pytest
+from onnx import numpy_helper
+
+from graphquant import api
+from graphquant.analysis import diff_models
+from graphquant.ir import QUANTIZATION_KINDS
+from graphquant.ir.op_matching import match_ops
+from graphquant.visualize.annotations import HeatColumn, Heatmap, heatmap_data
+from graphquant.visualize.merged_drawings import FIRST, SECOND, merge_drawings
+from graphquant.visualize.model_drawing import model_drawing
+from graphquant.visualize.side_by_side import viewer_changes
+from graphquant.visualize.viewer_data import viewer_data
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from graphquant.ir import Model
+    from graphquant.visualize.merged_drawings import MergedDrawing
+
+TEXT = """<ir_version: 8, opset_import: ["" : 13]>
+agraph (float[1, 4] x) => (float[1, 4] y)
+  <float s = {0.5}, uint8 z = {3}, float[4, 4] w = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16}>
+{
+  [q] xq = QuantizeLinear (x, s, z)
+  [d] xd = DequantizeLinear (xq, s, z)
+  [m] h = MatMul (xd, w)
+  [r] r = Relu (h)
+  [a] y = Add (r, x)
+}
+"""
+
+
+def _model(path: Path, change: Callable[[onnx.ModelProto], object] = lambda _: None) -> Model:
+    message = onnx.parser.parse_model(TEXT)
+    change(message)
+    onnx.save(message, path)
+    return api.load(path)
+
+
+def _merge(first: Model, second: Model) -> MergedDrawing:
+    return merge_drawings(model_drawing(first), model_drawing(second), match_ops(first, second))
+
+
+def _node(message: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    return next(node for node in message.graph.node if node.name == name)
+
+
+def _set(message: onnx.ModelProto, name: str, value: np.ndarray) -> None:
+    held = next(one for one in message.graph.initializer if one.name == name)
+    held.CopyFrom(numpy_helper.from_array(value, name))
+
+
+def _remove_quantization(message: onnx.ModelProto) -> None:
+    _node(message, "m").input[0] = "x"
+    for name in ("q", "d"):
+        message.graph.node.remove(_node(message, name))
+
+
+def _sides(merged: MergedDrawing) -> dict[str, int]:
+    return {box.op.name: side for box, side in zip(merged.drawing.boxes, merged.box_sides, strict=True)}
+
+
+def test_merging_a_model_with_itself_keeps_each_box_once(tmp_path: Path) -> None:
+    """All boxes and wires are on both sides; each badge has its twin; the layout is that of the model alone."""
+    model = _model(tmp_path / "m.onnx")
+    merged, one_sided = _merge(model, model), model_drawing(model)
+    assert set(merged.box_sides) == set(merged.wire_sides) == {FIRST + SECOND}
+    assert [box.op.name for box in merged.drawing.boxes] == [box.op.name for box in one_sided.boxes]
+    assert merged.counterparts == {1: 0}
+    assert merged.first_boxes == {}
+    data, node = viewer_data(merged.drawing, merged=merged), viewer_data(one_sided)
+    assert (data["ops"]["x"], data["ops"]["layer"]) == (node["ops"]["x"], node["ops"]["layer"])
+    assert data["sides"]["boxes"] == data["sides"]["wires"] == {}
+
+
+def test_boxes_of_one_model_are_on_its_side(tmp_path: Path) -> None:
+    """A removed op stands where it stood, before what followed it; wires to it and past it are of one side."""
+
+    def cut(message: onnx.ModelProto) -> None:
+        _node(message, "a").input[0] = "h"
+        message.graph.node.remove(_node(message, "r"))
+
+    merged = _merge(_model(tmp_path / "a.onnx"), _model(tmp_path / "b.onnx", cut))
+    assert _sides(merged) == {"x": 3, "m": 3, "r": FIRST, "a": 3, "@y": 3}
+    name = [box.op.name for box in merged.drawing.boxes]
+    wires = {
+        (name[wire.source], name[wire.target]): side
+        for wire, side in zip(merged.drawing.wires, merged.wire_sides, strict=True)
+    }
+    assert wires == {
+        ("x", "m"): 3,
+        ("x", "a"): 3,
+        ("m", "r"): FIRST,
+        ("r", "a"): FIRST,
+        ("m", "a"): SECOND,
+        ("a", "@y"): 3,
+    }
+    assert name.index("m") < name.index("r") < name.index("a")
+
+
+def test_annotations_of_one_side(tmp_path: Path) -> None:
+    """A badge that one side has is on that side's wire, which both have; the op looks otherwise on the other."""
+    merged = _merge(_model(tmp_path / "a.onnx", _remove_quantization), _model(tmp_path / "b.onnx"))
+    assert set(merged.wire_sides) == {FIRST + SECOND}
+    assert (merged.split, merged.counterparts) == (0, {})
+    (number,) = merged.first_boxes
+    assert merged.drawing.boxes[number].op.name == "m"
+    assert (merged.first_boxes[number].inputs, merged.drawing.boxes[number].inputs) == ("none", "some")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "op", "badges"),
+    [
+        (lambda m: _set(m, "s", np.array([0.25], np.float32)), "scale", None, [1, 0]),
+        (lambda m: _set(m, "z", np.array([4], np.uint8)), "site-changed", None, [1, 0]),
+        (_remove_quantization, "site-removed", None, [0]),
+        (lambda m: setattr(_node(m, "r"), "name", "other"), "op-renamed", "other", []),
+        (lambda m: setattr(_node(m, "r"), "op_type", "Sigmoid"), "op-added", "r", []),
+        (lambda m: setattr(_node(m, "r"), "op_type", "Sigmoid"), "op-removed", "r", []),
+        (lambda m: _set(m, "w", np.zeros((4, 4), np.float32)), "weight", "m", []),
+        (lambda m: _node(m, "a").input.__setitem__(1, "h"), "wiring", "a", []),
+        (lambda m: _node(m, "a").attribute.append(onnx.helper.make_attribute("k", 1)), "attribute", "a", []),
+    ],
+)
+def test_changes_locate_their_boxes(
+    tmp_path: Path, change: Callable[[onnx.ModelProto], object], kind: str, op: str | None, badges: list[int]
+) -> None:
+    """Each kind of change leads to the box or the badges that it is about, on the side that has them."""
+    first, second = _model(tmp_path / "a.onnx"), _model(tmp_path / "b.onnx", change)
+    merged = _merge(first, second)
+    differences = [
+        entry for entry in viewer_changes(diff_models(first, second), merged, (first, second)) if entry["kind"] == kind
+    ]
+    assert len(differences) == 1
+    assert differences[0]["badges"] == badges
+    assert [merged.drawing.boxes[box].op.name for box in differences[0]["ops"]] == ([op] if op else [])
+    if kind in {"op-added", "op-removed"}:
+        assert [merged.box_sides[box] for box in differences[0]["ops"]] == [SECOND if kind == "op-added" else FIRST]
+
+
+def test_every_change_of_a_quantized_sample_is_located(samples: Path) -> None:
+    """What insert did to a sample model is all on the drawing: a badge for each site that was added."""
+    source = samples / "digits_cnn.onnx"
+    result = api.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=8)
+    before, after, _ = api.align_preparation(api.load(source), result.model)
+    merged = _merge(before, after)
+    differences = viewer_changes(diff_models(before, after), merged, (before, after))
+    assert len(differences) == len(result.inserted)
+    assert {entry["kind"] for entry in differences} == {"site-added"}
+    assert all(entry["badges"] for entry in differences)
+    assert {badge for entry in differences for badge in entry["badges"]} == set(range(len(merged.drawing.annotations)))
+    kinds = [op.kind for graph in before.graphs.values() for op in graph.ops()]
+    assert not QUANTIZATION_KINDS & set(kinds)
+    assert set(merged.box_sides) == {FIRST + SECOND}
+
+
+def test_heatmap_values_are_keyed_by_op(tmp_path: Path) -> None:
+    """Any columns of figures by quantization op are data of the page, with no error and no figure told apart."""
+    drawing = model_drawing(_model(tmp_path / "m.onnx"))
+    columns = tuple(HeatColumn(name=name, description="it", hot=3, cold=0) for name in "abcd")
+    op_key = drawing.annotations[0].op_key
+    assert op_key[1] in {"q", "d"}
+    heat = Heatmap(
+        columns=columns, values={op_key: (1.25, math.inf, None, -math.inf)}, notes={op_key: "why"}, summary=("all",)
+    )
+    data = json.loads(json.dumps(heatmap_data(heat, drawing.annotations), allow_nan=False))
+    assert data["of"] == {"0": [1.25, "equal", None, "none"]}
+    assert data["notes"] == {"0": "why"}
+    assert data["columns"][0] == {"name": "a", "says": "it", "hot": 3, "cold": 0, "unit": "dB"}
+    assert heatmap_data(Heatmap(columns=columns, values={("", "no such"): (1.0,) * 4}), drawing.annotations)["of"] == {}
