@@ -1,4 +1,4 @@
-"""The proof of a converted model: each planned scale and zero point against the runtime's, and what stayed float."""
+"""Compare a converted model with its plan: each planned scale and zero point, and the ops that stayed float."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ if TYPE_CHECKING:
 
 
 SCALE_TOLERANCE = 1e-6
-"""By how much, relatively, a scale that is no power of two may differ: it went through a float32 range."""
+"""Relative tolerance for scales that are not powers of two: the range passed through float32."""
 
 NON_COMPUTE_KINDS = frozenset({"input", "output", "constant", "variable", "quantize", "dequantize"})
-"""Kinds that are no computation of the model's."""
+"""Kinds that compute nothing of the model's own."""
 
 
 RESHAPING_KINDS = frozenset({"reshape", "squeeze", "unsqueeze", "transpose"})
-"""Kinds of which several on one tensor are often the same."""
+"""Data-movement kinds of which several on one tensor are often identical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvertedTensor:
-    """A planned tensor and what became of it.
+    """A planned tensor and its counterpart in the converted model.
 
     Attributes:
         tensor: The tensor in the model.
-        name: Its name in the converted model, "" if it is not there.
-        index: Its position there, None if it is not there.
-        planned: Scale and zero point of the plan, None where the range is found at each run.
-        runtime: Those of the runtime, None if it has none.
-        problem: What is wrong, "" if nothing is.
+        name: Its name in the converted model, "" if it is absent.
+        index: Its index in the converted model, None if it is absent.
+        planned: Scale and zero point of the plan, None if the range is computed at each run.
+        runtime: Scale and zero point of the runtime, None if it has none.
+        problem: The difference, "" if there is none.
     """
 
     tensor: TensorRef
@@ -53,7 +53,7 @@ class ConvertedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatOp:
-    """An op of the converted model that computes in float, with the reason."""
+    """A float op of the converted model, with the reason."""
 
     op: str
     type: str
@@ -62,12 +62,12 @@ class FloatOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionReport:
-    """What `compare_conversion` found.
+    """The result of comparing a converted model with its plan.
 
     Attributes:
-        tensors: One for each planned tensor.
+        tensors: One entry for each planned tensor.
         float_ops: The ops that stayed float.
-        op_count: How many ops compute something.
+        op_count: The number of ops that compute something.
     """
 
     tensors: tuple[ConvertedTensor, ...]
@@ -76,20 +76,20 @@ class ConversionReport:
 
     @property
     def agrees(self) -> bool:
-        """Whether every planned tensor has its scale and zero point."""
+        """True if every planned tensor has its scale and zero point."""
         return not any(line.problem for line in self.tensors)
 
 
 def compare_conversion(
     model: Model, inserted: Sequence[InsertedPair], converted: Model, runtime: Sequence[RuntimeTensor]
 ) -> ConversionReport:
-    """Compares what was planned with what the runtime has.
+    """Compare the plan with the runtime.
 
     Args:
         model: The rewritten model, as it was converted.
-        inserted: What was inserted into it.
+        inserted: The sites inserted into it.
         converted: The converted model.
-        runtime: What the runtime tells of each of its tensors.
+        runtime: The runtime's report of each of its tensors.
     """
     runtime_by_index = {tensor.index: tensor for tensor in runtime}
     names = {tensor.name for tensor in runtime}
@@ -133,7 +133,7 @@ def compare_conversion(
 def _equivalent_tensors(
     model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef
 ) -> Iterator[TensorRef]:
-    """The tensor, those that are handed on to it, and what twins of its op make, which the converter keeps one of."""
+    """Yield the tensor, tensors passed through to it, and outputs of identical ops, which the converter merges."""
     yield from iterate_equivalent_tensors(model, callers, tensor)
     graph, op = model.graphs[tensor.graph], model.op(tensor)
     source_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
@@ -143,7 +143,7 @@ def _equivalent_tensors(
 
 
 def _weight_channel_axis(graph: Graph, tensor: TensorRef) -> int | None:
-    """The channel axis that the first op which reads a constant as its weight has for it."""
+    """Return the channel axis of the first op that reads a constant as its weight."""
     for use in graph.consumers(tensor):
         op = graph.op(use.op)
         if op.role(use.slot) == "weight":
@@ -154,7 +154,7 @@ def _weight_channel_axis(graph: Graph, tensor: TensorRef) -> int | None:
 def _find_weight_constant(
     model: Model, output: TensorRef, constants: Mapping[str, tuple[Output, int | None]]
 ) -> tuple[Output | None, int | None]:
-    """The constant that a quantized weight became, named after the last op that was inserted or the one before."""
+    """Find the constant of a quantized weight, named after the last inserted op or the one before it."""
     graph = model.graphs[output.graph]
     names = [output.op, *(slot.op for slot in graph.slots(output.op) if slot is not None)]
     return next((constants[name] for name in names if name in constants), (None, None))
@@ -165,7 +165,7 @@ def _compare_tensor(
 ) -> ConvertedTensor:
     params, site = insertion.params, insertion.site
     if isinstance(params, DynamicQParams):
-        problem = "its range is found anew at each run, which the converter cannot express"
+        problem = "its range is computed at each run, which the converter cannot express"
         return ConvertedTensor(tensor=site.tensor, name="", index=None, planned=None, runtime=None, problem=problem)
     planned = np.atleast_1d(params.scale), np.atleast_1d(params.zero_point)
     stored = None if output is None else output.quantization
@@ -185,11 +185,11 @@ def _compare_tensor(
 
 
 def _describe_difference(planned: tuple[Array, Array], runtime: RuntimeTensor, axis: int | None) -> str:
-    """What is wrong with the runtime's numbers, "" if nothing is."""
+    """Describe the difference of the runtime's numbers, "" if there is none."""
     count = runtime.scales.size
     if not count:
         return "it has no scale: it stayed float"
-    if count % planned[0].size:  # a depthwise kernel's multiplier repeats each channel's
+    if count % planned[0].size:  # a depthwise multiplier repeats the scale of each channel
         return f"it has {count} scales and not {planned[0].size}"
     scale, zero_point = (np.repeat(values, count // values.size) for values in planned)
     power_of_two = np.frexp(scale)[0] == 0.5  # noqa: PLR2004  # a power of two
@@ -215,7 +215,7 @@ def _find_float_ops(graph: Graph) -> Iterator[FloatOp]:
 
 
 def _missing_ranges(graph: Graph, op: Op) -> Iterator[str]:
-    """For each float operand and result why it is float: it has no range, or "" if it has one; those without first."""
+    """Yield the reason for each float operand and result: no range, or "" if it has one; those without range first."""
     reasons: list[str] = []
     for slot, tensor in enumerate(graph.slots(op.name)):
         if tensor is None or graph.output(tensor).dtype != "float32":

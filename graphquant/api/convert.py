@@ -1,4 +1,4 @@
-"""A quantized TensorFlow model as a TFLite file, with the proof that the runtime has the scales that were planned."""
+"""Convert a quantized TensorFlow model to TFLite and compare the runtime's scales with the plan."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ if TYPE_CHECKING:
 TFLITE_SUFFIX = ".tflite"
 
 CONVERTIBLE_BITS = 8
-"""The converter gives other widths wrong int16 convolutions without a word, or fails."""
+"""The only bit width that the converter supports: others silently become wrong int16 convolutions, or fail."""
 
 
 def freeze(model: Model) -> Model:
-    """`model` as one graph of ops and constants, which is what can be converted.
+    """Return `model` as one graph of ops and constants, the only form that can be converted.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
         ModelError: TensorFlow cannot freeze the model.
-        UsageError: It is no TensorFlow model.
+        UsageError: It is not a TensorFlow model.
     """
     if model.format != "tensorflow":
         raise UsageError(
-            f"{model.path or 'The model'} is in the format {model.format}, and TensorFlow's converter makes TFLite"
-            " files of TensorFlow models alone. Start from the TensorFlow model, or write the model in its own format."
+            f"{model.path or 'The model'} is in the format {model.format}, but TensorFlow's converter makes TFLite"
+            " files from TensorFlow models only. Start from the TensorFlow model, or write the model in its own format."
         )
     from graphquant.formats.tensorflow.tflite_converter import freeze_graph as made
 
@@ -41,26 +41,26 @@ def freeze(model: Model) -> Model:
 
 
 def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = False) -> ConversionReport:
-    """Converts a quantized frozen model, compares it with its plan, and writes it.
+    """Convert a quantized frozen model, compare it with its plan, and write it.
 
     Args:
-        result: What `insert` made of a frozen model.
-        path: The file, which is written whole or not at all; None writes nothing.
-        force: Replace what is at `path`.
+        result: The result of `insert` for a frozen model.
+        path: The file, which is written atomically; None writes nothing.
+        force: Replace an existing file at `path`.
 
     Returns:
-        Each planned tensor's scale and zero point beside the runtime's; the file is written also where they differ.
+        Each planned tensor's scale and zero point with those of the runtime. The file is written even if they differ.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
         ModelError: The converter or the runtime refuses the model.
-        UsageError: The plan has what the converter cannot carry over, or `path` cannot be written.
+        UsageError: The converter cannot preserve the plan, or `path` cannot be written.
     """
     if path is not None:
         check_output(Path(path), result.source.path, force=force)
     if result.model.format != "tensorflow" or len(result.model.graphs) > 1:
         raise UsageError(
-            "Only a frozen TensorFlow graph can be converted. Quantize what graphquant.freeze(model) gives."
+            "Only a frozen TensorFlow graph can be converted. Quantize the result of graphquant.freeze(model)."
         )
     inconvertible = [
         (insertion.site, reason)
@@ -69,8 +69,8 @@ def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = 
     ]
     if inconvertible:
         (site, reason), count = inconvertible[0], len(inconvertible)
-        rest_hint = f" {count - 1} more sites are like that." if count > 1 else ""
-        raise UsageError(f"TFLite's converter cannot carry over {site.tensor}, because {reason}.{rest_hint}")
+        rest_hint = f" {count - 1} more sites have the same problem." if count > 1 else ""
+        raise UsageError(f"TFLite's converter cannot preserve the quantization of {site.tensor}, because {reason}.{rest_hint}")
     from graphquant.formats.tensorflow.tflite_converter import run_tflite_converter as run
     from graphquant.formats.tensorflow.tflite_converter import runtime_tensors
     from graphquant.formats.tflite import parse_tflite
@@ -83,17 +83,17 @@ def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = 
 
 
 def _inconvertible_reason(model: Model, site: Site) -> str:
-    """Why the converter would make something else of a site, "" if it would not."""
+    """Return the reason why the converter would alter a site, "" if it would not."""
     scheme = site.scheme
     if scheme.family != "fake-quant":
-        return f"it understands FakeQuant alone and not {scheme.family}; give --family fake-quant"
+        return f"it supports only FakeQuant and not {scheme.family}; give --family fake-quant"
     if scheme.type.bits != CONVERTIBLE_BITS:
-        return f"FakeQuants of {scheme.type.bits} bits become other numbers or none; use {CONVERTIBLE_BITS} bits"
+        return f"FakeQuants of {scheme.type.bits} bits are converted wrongly or not at all; use {CONVERTIBLE_BITS} bits"
     if scheme.range == "learned":
-        return 'its range is in variables, which TFLite has not; take range = "observed"'
+        return 'its range is stored in variables, which TFLite does not support; use range = "observed"'
     kinds = {model.graphs[use.graph].op(use.op).kind for use in site.uses}
     if site.axis is not None and "matmul" in kinds:
-        return "a MatMul's weight per channel breaks it; quantize that weight per tensor, as the rules tflite do"
+        return "it fails on per-channel weights of MatMul; quantize that weight per tensor, as the rules tflite do"
     return ""
 
 

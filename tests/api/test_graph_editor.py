@@ -1,4 +1,4 @@
-"""TensorFlow 1's graph_editor on both formats: rerouting, selecting, and the fixed-point recipe."""
+"""TensorFlow 1's graph_editor on both formats: rerouting, selection, and the fixed-point recipe."""
 
 import os
 import re
@@ -21,7 +21,7 @@ from graphquant.ir import Use, check_invariants
 
 
 def nodes(text):
-    """Nodes of a test graph by name: the length of a constant vector (`a=2`), or the operands of an Add (`c=a+b`)."""
+    """Return a test graph's nodes: a constant vector's length (`a=2`), or an Add's operands (`c=a+b`)."""
     definitions = dict(node.split("=") for node in text.split())
     return {
         name: int(definition) if definition.isdigit() else tuple(definition.split("+"))
@@ -39,7 +39,7 @@ SCOPES = nodes(
 
 
 def tf_text(graph):
-    """A frozen graph."""
+    """Return a frozen graph in text form."""
     lines = ["versions { producer: 1000 }"]
     for name, definition in graph.items():
         if isinstance(definition, int):
@@ -55,7 +55,7 @@ def tf_text(graph):
 
 
 def onnx_message(graph):
-    """A model whose outputs are what nothing reads."""
+    """Return a model whose outputs are all tensors without readers."""
     sums = {name: definition for name, definition in graph.items() if not isinstance(definition, int)}
     unread = [name for name in sums if not any(name in operands_of_sum for operands_of_sum in sums.values())]
     constants = [
@@ -75,7 +75,7 @@ def onnx_message(graph):
 
 @pytest.fixture(params=["tensorflow", "onnx"])
 def build(request, tmp_path):
-    """A function that makes a model of one format out of nodes."""
+    """A function that makes a model of one format from nodes."""
 
     def make(graph):
         if request.param == "onnx":
@@ -98,12 +98,12 @@ def ops(model, *names):
 
 
 def reads(model, name, graph=""):
-    """What an op reads, as text."""
+    """Return the inputs of an op, as text."""
     return " ".join(str(slot) for slot in model.graphs[graph].slots(name)).replace(":0", "")
 
 
 def wiring(model):
-    """What each slot of a model reads."""
+    """Return the tensor in each slot of a model."""
     return {
         (name, op.name): tuple(map(str, graph.slots(op.name)))
         for name, graph in model.graphs.items()
@@ -115,7 +115,7 @@ def wiring(model):
 
 
 def test_swap(build):
-    """Two pairs change places."""
+    """Two pairs are swapped."""
     model = build(PAIRS)
     assert ge.swap_ts(ts(model, "a0", "b0"), ts(model, "a1", "b1")) == 4
     check_invariants(model, "swap")
@@ -123,7 +123,7 @@ def test_swap(build):
 
 
 def test_a_to_b_and_b_to_a(build):
-    """The readers of the second list read the first; the other way round they read the second again."""
+    """Readers of the second list are rerouted to the first, and back."""
     model = build(PAIRS)
     first, second = ts(model, "a0", "b0"), ts(model, "a1", "b1")
     assert ge.reroute_ts(first, second) == 2
@@ -136,7 +136,7 @@ def test_a_to_b_and_b_to_a(build):
 
 @pytest.mark.parametrize("verb", [ge.reroute_ts, ge.swap_ts])
 def test_incompatible_shapes(build, verb):
-    """Another shape is refused, also where the first pair fits; nothing is changed."""
+    """A different shape is refused even if the first pair fits; nothing is changed."""
     model = build(PAIRS)
     before = wiring(model)
     for first, second in ((["a0", "b0"], ["a2", "b2"]), (["a0", "b0"], ["a1", "b2"])):
@@ -146,7 +146,7 @@ def test_incompatible_shapes(build, verb):
 
 
 def test_cannot_modify(build):
-    """The old test of swapping what two subgraphs give: inside them nothing changes, though `a` is read there too."""
+    """TF1's test of swapping the outputs of two subgraphs: their inner readers of `a` are unchanged."""
     model = build(AMBIGUOUS)
     assert ge.swap_ts(ts(model, "a", "c"), ts(model, "e", "f"), cannot_modify=ops(model, "a", "b", "c", "e", "f")) == 4
     assert (reads(model, "c"), reads(model, "d"), reads(model, "g")) == ("a b", "e f", "a c")
@@ -154,7 +154,7 @@ def test_cannot_modify(build):
 
 
 def test_can_modify(build):
-    """Only what is listed is rerouted; an op, a list and a whole model are taken; an empty list allows nothing."""
+    """Only listed ops are rerouted; an op, a list and a model are accepted; an empty list allows nothing."""
     model = build(AMBIGUOUS)
     (a, e) = ts(model, "a", "e")
     assert ge.reroute_ts(e, a, can_modify=[]) == 0
@@ -178,7 +178,7 @@ def test_each_slot_moves_by_itself(build):
 
 
 def test_repeated_tensors(build):
-    """Readers are those of the start: a tensor in both lists does not send them in circles."""
+    """Readers are those at the start, so a tensor in both lists is not rerouted twice."""
     model = build(PAIRS)
     a0, a1, b0 = ts(model, "a0", "a1", "b0")
     assert ge.reroute_ts([a0, b0], [a1, a0]) == 2
@@ -187,7 +187,7 @@ def test_repeated_tensors(build):
 
 
 def test_lists_of_different_length_and_kind(build, tmp_path):
-    """Lists must pair up, hold tensors, and be of one model."""
+    """Lists must have equal length, hold tensors, and belong to one model."""
     model, second_model = build(PAIRS), build(PAIRS)
     a0, b0 = ts(model, "a0", "b0")
     with pytest.raises(UsageError, match="2 tensors cannot be paired with 1"):
@@ -203,7 +203,7 @@ def test_lists_of_different_length_and_kind(build, tmp_path):
 
 
 def test_the_new_op_keeps_its_input(build):
-    """A quantizer behind a tensor is never rerouted to itself, without `can_modify` too."""
+    """A quantizer is never rerouted to its own output, even without `can_modify`."""
     model = build(CHAIN)
     (x,) = ts(model, "x")
     quantized = ge.make_quant_op(model, x, "y", ge.FixedPoint(8, -4))
@@ -217,7 +217,7 @@ def test_the_new_op_keeps_its_input(build):
 
 
 def test_no_cycles(build):
-    """What the new tensor is computed from stays; a swap along a path is refused, and earlier pairs are taken back."""
+    """Ancestors of the new tensor are not rerouted; a swap along a path is refused and fully undone."""
     model = build(CHAIN | nodes("o=2 p=2 q=o+p"))
     before = wiring(model)
     with pytest.raises(UsageError, match=r"y:0 is computed from x:0 by way of y\[0\]"):
@@ -230,7 +230,7 @@ def test_no_cycles(build):
 
 
 def test_graph_outputs_are_readers(build):
-    """An output follows its tensor, unless it may not."""
+    """An output is rerouted with its tensor, unless it is excluded."""
     model = build(CHAIN)
     y, z = ts(model, "y", "z")
     outputs = ge.select_ops("^@", graph=model)
@@ -248,7 +248,7 @@ def test_graph_outputs_are_readers(build):
     [(("^foo/",), 7), (("^foo/bar/",), 4), (("^foo/bar/", "a"), 5), ((re.compile("^foo/b$"),), 1)],
 )
 def test_select_ops(build, patterns, count):
-    """The counts of the old select_test, on both formats; each op is there once."""
+    """The counts of TF1's select_test, on both formats; each op occurs once."""
     selected = ge.select_ops(*patterns, graph=build(SCOPES))
     assert repr(selected[0]) == f"<Operation {selected[0].name!r}>"
     assert repr(selected[0].outputs) == f"[<Tensor '{selected[0].name}:0'>]"
@@ -262,7 +262,7 @@ def test_select_ts(build, pattern, count):
 
 
 def test_selecting_by_object_and_filter(build):
-    """Ops, tensors, lists and a whole graph are taken; the other kind is ignored; filters see kinds and types."""
+    """Ops, tensors, lists and a graph are accepted; the other type is ignored; filters use kinds and types."""
     model = build(SCOPES)
     c, e = ops(model, "foo/c", "foo/bar/e")
     assert ge.select_ops([c, e.outputs[0]], c) == [c]
@@ -290,7 +290,7 @@ def test_selecting_by_object_and_filter(build):
 
 
 def test_invalid_selections_are_refused(build):
-    """Expressions need a graph and must be ones; names that do not exist or stand for several are refused."""
+    """Expressions need a graph and must be valid; unknown and ambiguous names are refused."""
     model = build(SCOPES)
     with pytest.raises(UsageError, match="needs a graph to look in"):
         ge.select_ops("^foo")
@@ -330,7 +330,7 @@ def branch(tmp_path):
 
 
 def test_captures_are_readers(branch):
-    """What bodies read is rerouted with the rest, by a name of its own in each graph."""
+    """Readers in bodies are rerouted too, with separate names in each graph."""
     t, u = ts(branch, "t", "u")
     assert [str(op) for op in ge.get_consuming_ops(t)] == ["y/then_branch/s", "y/then_branch/a", "y/else_branch/b"]
     assert ge.reroute_ts(u, t, cannot_modify=ge.select_ops("^y/else_branch/", graph=branch)) == 2
@@ -341,7 +341,7 @@ def test_captures_are_readers(branch):
 
 
 def test_a_body_cannot_read_its_sibling(branch):
-    """A reader that cannot see the new tensor is told; nothing has moved, not in other graphs either."""
+    """A reader that cannot access the new tensor is an error; no graph is changed."""
     before = wiring(branch)
     (t,) = ts(branch, "t")
     inside = ge.get_tensor_by_name(branch, "y/then_branch/s:0")
@@ -354,7 +354,7 @@ def test_a_body_cannot_read_its_sibling(branch):
 
 
 def test_no_cycle_through_a_body(branch):
-    """A body that reads a tensor stands in the way of what comes out of it."""
+    """A body that reads a tensor prevents rerouting it to a result of that body."""
     t, y = ts(branch, "t", "y")
     assert ge.reroute_ts(y, t) == 0
     with pytest.raises(UsageError, match="by way of y/then_branch/s"):
@@ -362,7 +362,7 @@ def test_no_cycle_through_a_body(branch):
 
 
 def test_the_recipe_in_bodies(branch):
-    """The op stands beside the producer, and the body's consumer reads it."""
+    """The op is inserted next to the producer, and the body's consumer reads it."""
     assert gq.insert_quant_op(branch, "t", "b", gq.FixedPoint(8, -1)) == 1
     check_invariants(branch, "recipe")
     assert reads(branch, "b", "y/else_branch") == "b/SlimQuant/quant/dequant"
@@ -376,7 +376,7 @@ def test_the_recipe_in_bodies(branch):
 
 @dataclass(frozen=True)
 class Case:
-    """A producer, a part of its consumers' names, and which consumers that picks."""
+    """A producer, a part of its consumers' names, and the consumers that it selects."""
 
     model: str
     producer: str
@@ -399,7 +399,7 @@ CASES = [
 
 
 def path_of(case, samples):
-    """Where the model is; real models are no part of the project."""
+    """Return the model's path; real models are not part of the project."""
     path = samples / case.model
     if not path.exists():
         path = samples.parents[1] / "shared" / "models" / case.model
@@ -411,7 +411,7 @@ def path_of(case, samples):
 @pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8)])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.model}-{case.producer}")
 def test_the_recipe(case, bits, exponent, samples, tmp_path):
-    """Exactly the named consumers are rerouted, and the file read back has a scale of exactly 2**exponent."""
+    """Exactly the named consumers are rerouted, and the saved file has a scale of exactly 2**exponent."""
     path = path_of(case, samples)
     model = gq.load(path)
     before = wiring(model)
@@ -431,7 +431,7 @@ def test_the_recipe(case, bits, exponent, samples, tmp_path):
 
 
 def moved(before, after):
-    """The uses that read another tensor than before, as text."""
+    """Return the rerouted uses, as text."""
     return {
         str(Use(graph, op, slot))
         for (graph, op), slots in before.items()
@@ -441,12 +441,12 @@ def moved(before, after):
 
 
 def new_ops(model, before):
-    """The ops that were not there before."""
+    """Return the new ops."""
     return [op for graph in model.graphs.values() for op in graph.ops() if (graph.name, op.name) not in before]
 
 
 def test_a_layer_with_kernel_and_input(samples):
-    """Both producers of one layer share its scope, and each has a name of its own."""
+    """Both producers of one layer share its scope, with separate names."""
     model = gq.load(samples / "digits_cnn.pb")
     for producer in ("max_pool", "residual_1/conv/ReadVariableOp"):
         assert gq.insert_quant_op(model, producer, BLOCK, gq.FixedPoint(8, -4)) == 1
@@ -459,7 +459,7 @@ def test_a_layer_with_kernel_and_input(samples):
 
 @pytest.mark.parametrize("file", ["digits_cnn.pb", "digits_cnn.onnx", "digits_cnn_saved_model"])
 def test_names_that_match_no_consumer(file, samples):
-    """The error names the producer and who reads it; a second time is an error too; nothing is changed."""
+    """The error names producer and readers; repeating the call is an error too; nothing is changed."""
     model = gq.load(samples / file)
     before = wiring(model)
     with pytest.raises(UsageError, match=r"'residual_7' reads \S*max_pool:0\. It is read by .*'residual_1/conv'"):
@@ -473,14 +473,14 @@ def test_names_that_match_no_consumer(file, samples):
 
 
 def test_outputs_are_no_consumers_of_the_recipe(build):
-    """A graph output whose name has the word in it is left."""
+    """A graph output with the word in its name is not rerouted."""
     model = build(CHAIN)
     with pytest.raises(UsageError, match=r"contains 'z' reads z:0\. No op of a layer reads it"):
         gq.insert_quant_op(model, "z", "z", gq.FixedPoint(8, -4))
 
 
 def test_fixed_point():
-    """Ranges are symmetric and narrow, so that the scale is the power of two; what float32 has not is refused."""
+    """Ranges are symmetric and narrow, so the scale is the power of two; values beyond float32 are refused."""
     for bits, exponent, top in ((8, -4, 7.9375), (16, -8, 127.99609375), (2, 0, 1.0), (16, 112, 32767 * 2.0**112)):
         quantizer = gq.FixedPoint(bits, exponent)
         assert (quantizer.min, quantizer.max, quantizer.scale) == (-top, top, 2.0**exponent)
@@ -494,7 +494,7 @@ def test_fixed_point():
 
 
 def test_unsupported_formats_are_refused(samples, tmp_path, branch):
-    """Another format's family, integers, old opsets, scopes that are none and tensors of other models are refused."""
+    """Another format's family, integers, old opsets, invalid scopes and foreign tensors are refused."""
     model = gq.load(samples / "digits_cnn.pb")
     with pytest.raises(UsageError, match=r"'onnx-qdq' is for onnx models\. For this one there are: .*fake-quant"):
         gq.insert_quant_op(model, "max_pool", BLOCK, gq.FixedPoint(8, -4, family="onnx-qdq"))
@@ -515,7 +515,7 @@ def test_unsupported_formats_are_refused(samples, tmp_path, branch):
 
 
 def test_loops_of_tensorflow_1(samples):
-    """The way back of a loop is no cycle: all readers move to the quantizer, whose constants wait for their frame."""
+    """A loop's back edge is not a cycle: all readers are rerouted, and the constants wait for their frame."""
     model = gq.load(path_of(CASES[-1], samples))
     (tensor,) = ts(model, "pnet/while/PReLU3/Select")
     quantized = ge.make_quant_op(model, tensor, "conv4", gq.FixedPoint(8, -4))
@@ -532,7 +532,7 @@ def test_loops_of_tensorflow_1(samples):
 
 @pytest.mark.parametrize("file", ["digits_cnn.pb", "digits_cnn.onnx"])
 def test_rule_line_equals_the_recipe(file, samples, tmp_path, cli):
-    """The recipe as a rule in one line reroutes the same uses with the same scale; two of them stack."""
+    """The one-line rule reroutes the same uses with the same scale; two of them can be combined."""
     model = gq.load(samples / file)
     before = wiring(model)
     gq.insert_quant_op(model, "max_pool:0", BLOCK, gq.FixedPoint(8, -4))
@@ -559,7 +559,7 @@ def test_rule_line_equals_the_recipe(file, samples, tmp_path, cli):
     ],
 )
 def test_mistakes_in_a_rule_line(line, message, samples, cli):
-    """A line that says nothing, or names what is not there, is told as a rule file's mistake is."""
+    """An empty line or one with unknown names gives the error of a rule file."""
     error_text = cli("plan", samples / "digits_cnn.pb", "--rules", line, code=2).stderr
     assert message in error_text
     assert error_text.startswith(f"Error: {line}:1:")
@@ -570,7 +570,7 @@ def test_mistakes_in_a_rule_line(line, message, samples, cli):
 
 @st.composite
 def cases(draw):
-    """A graph of Adds that may read anything before them, two lists of its tensors, and ops or None."""
+    """A random graph of Adds, two lists of its tensors, and ops or None."""
     graph = {"k0": 2, "k1": 2}
     for index in range(draw(st.integers(1, 8))):
         graph[f"n{index}"] = (draw(st.sampled_from(list(graph))), draw(st.sampled_from(list(graph))))
@@ -583,7 +583,7 @@ def cases(draw):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(cases())
 def test_swapping_twice_restores_the_graph(build, case):
-    """Whatever is swapped, swapping it again gives the graph that was; what is refused changes nothing."""
+    """Swapping twice restores the graph; a refused swap changes nothing."""
     graph, first, second, can = case
     model = build(graph)
     allowed = None if can is None else ops(model, *can)
@@ -603,7 +603,7 @@ def test_swapping_twice_restores_the_graph(build, case):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60, deadline=None)
 @given(cases())
 def test_rerouting_never_makes_a_cycle(build, case):
-    """The graph holds together, only allowed slots that read the one tensor changed, and as many as was said."""
+    """The graph is valid, and only allowed readers changed, as many as reported."""
     graph, first, second, can = case
     model = build(graph)
     before = wiring(model)
@@ -625,7 +625,7 @@ def test_rerouting_never_makes_a_cycle(build, case):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(cases(), st.integers(5, 8), st.integers(-20, 20))
 def test_rerouting_to_a_quantizer_and_back(build, case, bits, exponent):
-    """Every reader but the quantizer moves to it, and back again."""
+    """Every reader but the quantizer is rerouted to it, and back."""
     graph, (name, *_), _, _ = case
     model = build(graph)
     before = wiring(model)
@@ -641,7 +641,7 @@ def test_rerouting_to_a_quantizer_and_back(build, case, bits, exponent):
 
 
 def steps(values, bits, exponent):
-    """Fixed point by hand, in the float32 steps of FakeQuant: counted from the lower end, half a step goes up."""
+    """Compute fixed point by hand, in FakeQuant's float32 steps: counted from the lower end, half a step rounds up."""
     scale = np.float32(2.0**exponent)
     high = np.float32((2 ** (bits - 1) - 1) * scale)
     return np.floor((np.clip(values, -high, high) + high) / scale + np.float32(0.5)) * scale - high
@@ -650,7 +650,7 @@ def steps(values, bits, exponent):
 @pytest.mark.parametrize("opset", [11, 13, 21])
 @pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8), (16, -12), (12, -5), (5, -2), (4, 0)])
 def test_onnxruntime_sees_it(bits, exponent, opset, tmp_path):
-    """The rerouted consumer gets the quantized tensor and the other reader the float one, bit for bit."""
+    """The rerouted consumer reads the quantized tensor, the other reader the float one, bit for bit."""
     import onnxruntime
 
     text = f"""<ir_version: 8, opset_import: ["": {opset}]>
@@ -669,7 +669,7 @@ def test_onnxruntime_sees_it(bits, exponent, opset, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8), (5, -2)])
 def test_tensorflow_equals_a_graph_made_by_hand(bits, exponent, samples, tmp_path):
-    """The edited frozen graph gives what the original gives if the one input is quantized in numpy, bit for bit."""
+    """The edited graph equals the original with the input quantized in numpy, bit for bit."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     v1 = pytest.importorskip("tensorflow").compat.v1
     model = gq.load(samples / "digits_cnn.pb")
@@ -699,12 +699,12 @@ def test_tensorflow_equals_a_graph_made_by_hand(bits, exponent, samples, tmp_pat
 
 
 def graph_def(v1, path):
-    """A frozen graph as TensorFlow reads it."""
+    """Return a frozen graph as TensorFlow reads it."""
     return v1.GraphDef.FromString(path.read_bytes())
 
 
 def run(v1, message, fetches, feeds):
-    """What TensorFlow computes."""
+    """Return TensorFlow's results."""
     graph = v1.Graph()
     with graph.as_default():
         v1.import_graph_def(message, name="")
@@ -715,7 +715,7 @@ def run(v1, message, fetches, feeds):
 @pytest.mark.slow
 @pytest.mark.parametrize(("bits", "exponent"), [(8, -4), (16, -8)])
 def test_a_loop_of_tensorflow_1_equals_one_made_by_hand(bits, exponent, shared, tmp_path):
-    """Inside the loop and the branches of mtcnn, the edited graph gives what one with ops written by hand gives."""
+    """In the loop and branches of mtcnn, the edited graph equals one with hand-written ops."""
     v1 = pytest.importorskip("tensorflow").compat.v1
     quantizer = gq.FixedPoint(bits, exponent)
     model = gq.load(shared / "mtcnn.pb")
@@ -741,7 +741,7 @@ def test_a_loop_of_tensorflow_1_equals_one_made_by_hand(bits, exponent, shared, 
 
 @pytest.mark.slow
 def test_a_saved_model_equals_the_frozen_graph(samples, tmp_path):
-    """The recipe inside a function gives what it gives in the frozen graph of the same network."""
+    """The recipe in a function gives the results of the frozen graph of the same network."""
     tensorflow = pytest.importorskip("tensorflow")
     model, frozen = gq.load(samples / "digits_cnn_saved_model"), gq.load(samples / "digits_cnn.pb")
     for edited_model in (model, frozen):

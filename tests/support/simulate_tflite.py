@@ -1,4 +1,4 @@
-"""TFLite's int8 ops in numpy: each op's inputs, as the runtime has them, to what its output should be."""
+"""TFLite's int8 ops in numpy: the expected output of each op for the runtime's own inputs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAMES = {value: name for name, value in vars(schema.BuiltinOperator).items() if 
 
 
 class Simulation:
-    """A model that the interpreter has run with all tensors kept."""
+    """A model that the interpreter ran with all tensors preserved."""
 
     def __init__(self, data: bytes, interpreter: Any) -> None:
         self.model = schema.Model.GetRootAs(data, 0)
@@ -36,7 +36,7 @@ class Simulation:
         self.interpreter = interpreter
 
     def real(self, index: int) -> Array:
-        """A tensor in real units, float64."""
+        """Return a tensor in real units, float64."""
         detail = self.details[index]
         value = self.interpreter.get_tensor(index)
         params = detail["quantization_parameters"]
@@ -50,7 +50,7 @@ class Simulation:
         return (value.astype(np.float64) - zero) * scale
 
     def steps(self) -> list[tuple[str, str, float]]:
-        """Name, type and largest distance in steps between runtime and simulation, for each op with an int8 result."""
+        """Return name, type and largest distance in steps between runtime and simulation for each int8 op."""
         steps_by_name = []
         for number in range(self.graph.OperatorsLength()):
             op = self.graph.Operators(number)
@@ -70,7 +70,7 @@ class Simulation:
         return steps_by_name
 
     def run(self, name: str, op: Any, inputs: list[Any]) -> Array:
-        """The op in float64, with its fused activation."""
+        """Compute the op in float64, with its fused activation."""
         options = None
         if name in OPTIONS:
             options = getattr(schema, OPTIONS[name])()
@@ -83,7 +83,7 @@ class Simulation:
 
     @staticmethod
     def windows(x: Array, size: tuple[int, int], options: Any, fill: float) -> Array:
-        """Patches (n, h, w, c, kh, kw) under the options' padding and strides."""
+        """Return patches (n, h, w, c, kh, kw) for the options' padding and strides."""
         strides = (options.StrideH(), options.StrideW())
         wide = (getattr(options, "DilationHFactor", lambda: 1)(), getattr(options, "DilationWFactor", lambda: 1)())
         reach = [(k - 1) * d + 1 for k, d in zip(size, wide, strict=True)]
@@ -140,7 +140,7 @@ class Simulation:
 
     @staticmethod
     def mean(_options: Any, x: Array, axes: Array) -> Array:
-        """Mean over axes; whether they are kept shows in the output's shape, which has the same order."""
+        """Mean over axes; the output's shape shows if they are retained, as the order is the same."""
         return x.mean(tuple(int(axis) for axis in np.atleast_1d(axes)))
 
     @staticmethod
@@ -186,5 +186,5 @@ class Simulation:
 
     @staticmethod
     def quantize(_options: Any, x: Array) -> Array:
-        """The same numbers in other steps."""
+        """Requantize the same numbers with another scale."""
         return x

@@ -1,4 +1,4 @@
-"""TensorFlow 1's `contrib.graph_editor` on graphquant's models: its verbs for TensorFlow and ONNX, nested graphs too.
+"""TensorFlow 1's `contrib.graph_editor` for graphquant's models, TensorFlow and ONNX, nested graphs included.
 
 from graphquant import graph_editor as ge
 
@@ -6,7 +6,7 @@ model = gq.load("model.pb")
 ge.insert_quant_op(model, "conv1/Relu:0", "conv2", ge.FixedPoint(bits=8, exponent=-4))
 model.save("model.quant.pb")
 
-docs/from-graph-editor.md leads from TF1 code to this.
+docs/from-graph-editor.md shows how to port TF1 code.
 """
 
 from graphquant.api.graph_editor.recipe import FixedPoint, insert_quant_op, make_quant_op

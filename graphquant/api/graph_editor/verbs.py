@@ -1,8 +1,8 @@
-"""Rerouting: who reads which of two tensors.
+"""Reroute the readers of tensors.
 
-As in TensorFlow 1, whole ends move: for each pair of tensors the readers of one read the other. Three things
-are stricter. An input slot moves by itself, so that swapping the operands of `Add(a, b)` gives `Add(b, a)`. No cycle
-is ever made. Either everything is done or, where an error is raised, nothing.
+As in TensorFlow 1, all readers of a tensor are rerouted to the other tensor of its pair. Three things are stricter.
+Each input slot is rerouted individually, so that swapping the operands of `Add(a, b)` gives `Add(b, a)`. No cycle is
+ever created. If an error is raised, nothing is changed.
 """
 
 from __future__ import annotations
@@ -30,50 +30,50 @@ if TYPE_CHECKING:
 
 
 def reroute_ts(ts0: object, ts1: object, can_modify: object = None, cannot_modify: object = None) -> int:
-    """For each pair of tensors, whatever reads the one of `ts1` reads the one of `ts0` instead.
+    """Reroute the readers of each tensor of `ts1` to the matching tensor of `ts0`.
 
-    Readers from which the tensor of `ts0` is computed stay as they are: a quantizer that was just put behind a tensor
-    goes on reading it. A graph output (`@name`) is a reader like any other. Pairs are done in order, and with the
-    readers that there were at the start, so that a tensor may be in both lists.
+    Readers that are ancestors of the tensor of `ts0` are not rerouted: a quantizer that was just added after a tensor
+    still reads it. A graph output (`@name`) is a reader like any other. Pairs are processed in order, with the readers
+    at the time of the call, so that a tensor may be in both lists.
 
     Args:
         ts0: A tensor or an iterable of tensors.
-        ts1: As many tensors, each of the dtype and a shape that fits.
+        ts1: As many tensors, each of the same dtype and a compatible shape.
         can_modify: Ops, or a graph; only these are rerouted.
-        cannot_modify: Ops, or a graph; these are not.
+        cannot_modify: Ops, or a graph; these are not rerouted.
 
     Returns:
-        How many inputs were rerouted.
+        The number of rerouted inputs.
 
     Raises:
-        UsageError: The lists differ in length, tensors in dtype or shape, or they are of two models; a reader cannot
-            see its new tensor.
+        UsageError: The lists differ in length, tensors differ in dtype or shape or belong to two models, or a reader
+            cannot access its new tensor.
     """
     return _reroute_pairs(_matched_pairs(ts0, ts1), _modification_filter(can_modify, cannot_modify), swap=False)
 
 
 def swap_ts(ts0: object, ts1: object, can_modify: object = None, cannot_modify: object = None) -> int:
-    """For each pair of tensors, their readers change places.
+    """Swap the readers of each pair of tensors.
 
     Args:
         ts0: A tensor or an iterable of tensors.
-        ts1: As many tensors, each of the dtype and a shape that fits.
+        ts1: As many tensors, each of the same dtype and a compatible shape.
         can_modify: Ops, or a graph; only these are rerouted.
-        cannot_modify: Ops, or a graph; these are not.
+        cannot_modify: Ops, or a graph; these are not rerouted.
 
     Returns:
-        How many inputs were rerouted.
+        The number of rerouted inputs.
 
     Raises:
-        UsageError: As for `reroute_ts`; and one of a pair is computed from the other by an op that would be rerouted,
-            which would make a cycle.
+        UsageError: As for `reroute_ts`; or an op to reroute lies between the two tensors of a pair, so that the swap
+            would create a cycle.
     """
     return _reroute_pairs(_matched_pairs(ts0, ts1), _modification_filter(can_modify, cannot_modify), swap=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Readers of `old` that are to read `new`."""
+    """Readers of `old_tensor` to reroute to `new_tensor`."""
 
     old_tensor: Tensor
     new_tensor: Tensor
@@ -81,19 +81,19 @@ class _Move:
 
 
 def _matched_pairs(ts0: object, ts1: object) -> list[tuple[Tensor, Tensor]]:
-    """The pairs of two lists, all of which fit."""
+    """Return the pairs of two lists, after checking that all of them match."""
     new_tensors, old_tensors = as_tensors(ts0), as_tensors(ts1)
     if len(new_tensors) != len(old_tensors):
         raise UsageError(f"{len(new_tensors)} tensors cannot be paired with {len(old_tensors)}. Give as many of each.")
     for new, old in zip(new_tensors, old_tensors, strict=True):
         if new.graph.graphs is not old.graph.graphs:
-            raise UsageError(f"{new} and {old} are of two models. A tensor is rerouted within its own.")
-        new.graph.reroute(old.ref, (), new.ref)  # checks the two, and moves nothing
+            raise UsageError(f"{new} and {old} belong to two models. A tensor can be rerouted only within its own model.")
+        new.graph.reroute(old.ref, (), new.ref)  # validates the pair; an empty list of uses changes nothing
     return list(zip(new_tensors, old_tensors, strict=True))
 
 
 def _modification_filter(can_modify: object, cannot_modify: object) -> Callable[[Operation], bool]:
-    """Whether an op may be rerouted."""
+    """Return a predicate of the ops that may be rerouted."""
     allowed = None if can_modify is None else frozenset(as_operations(can_modify))
     forbidden = frozenset(() if cannot_modify is None else as_operations(cannot_modify))
     return lambda op: (allowed is None or op in allowed) and op not in forbidden
@@ -124,15 +124,15 @@ def _modifiable_uses(tensor: Tensor, may_modify: Callable[[Operation], bool]) ->
 
 
 def _apply_move(move: _Move, *, swap: bool) -> list[tuple[Use, Tensor]]:
-    """Makes the uses that still read `old`, and from which `new` is not computed, read `new`; returns them."""
+    """Reroute the uses that still read `old_tensor`, except ancestors of `new_tensor`; return the rerouted ones."""
     graphs = move.old_tensor.graph.graphs
     current_uses = [use for use in move.uses if graphs[use.graph].source_of(use) == move.old_tensor.ref]
     ancestors = _ancestors(move.new_tensor, move.old_tensor) if current_uses else set()
     cycle_uses = [use for use in current_uses if _enclosing_op(move.new_tensor, use) in ancestors]
     if cycle_uses and swap:
         raise UsageError(
-            f"{move.new_tensor} is computed from {move.old_tensor} by way of {cycle_uses[0]}, so swapping them would make a cycle. Leave"
-            f" {cycle_uses[0].op!r} out with cannot_modify, or use reroute_ts."
+            f"{move.new_tensor} is computed from {move.old_tensor} through {cycle_uses[0]}, so swapping them would create a cycle. Exclude"
+            f" {cycle_uses[0].op!r} with cannot_modify, or use reroute_ts."
         )
     cyclic_uses = set(cycle_uses)
     moved = [use for use in current_uses if use not in cyclic_uses]
@@ -141,9 +141,9 @@ def _apply_move(move: _Move, *, swap: bool) -> list[tuple[Use, Tensor]]:
 
 
 def _ancestors(tensor: Tensor, stop: Tensor) -> set[str]:
-    """Ops of `tensor`'s graph from which it is computed; none of them is searched for beyond the op of `stop`.
+    """Return the ancestors of `tensor` in its graph; the search does not go beyond the op of `stop`.
 
-    No reader of `stop` can be above it in a graph without cycles; the way back of a TensorFlow 1 loop counts as none.
+    In a graph without cycles no reader of `stop` is an ancestor of it. The back edge of a TensorFlow 1 loop is ignored.
     """
     graph, stop_op = tensor.graph, stop.ref.op if stop.graph is tensor.graph else None
     visited, queue = {tensor.ref.op}, [tensor.ref.op]
@@ -156,7 +156,7 @@ def _ancestors(tensor: Tensor, stop: Tensor) -> set[str]:
 
 
 def _enclosing_op(tensor: Tensor, use: Use) -> str | None:
-    """The op of `tensor`'s graph that is the use's own, or that owns the body which holds it."""
+    """Return the op of `tensor`'s graph that the use belongs to, directly or through nested bodies."""
     graph, op = use.graph, use.op
     while graph != tensor.graph.name:
         parent = tensor.graph.graphs[graph].parent
@@ -166,7 +166,7 @@ def _enclosing_op(tensor: Tensor, use: Use) -> str | None:
     return op
 
 
-# Ops and tensors by regular expression, by scope, and by who makes or reads what.
+# Select ops and tensors by regular expression, by scope, and by producer or reader.
 
 T = TypeVar("T", Operation, Tensor)
 
@@ -174,18 +174,18 @@ T = TypeVar("T", Operation, Tensor)
 def select_ops(
     *args: object, graph: Graph | Model | None = None, positive_filter: Callable[[Operation], bool] | None = None
 ) -> list[Operation]:
-    r"""The ops that any of `args` names, each once.
+    r"""Return the ops that any of `args` selects, each once.
 
     Args:
-        args: Regular expressions, found anywhere in an op's name (`"^block1/"` is what stands under that scope), or
-            ops, iterables of ops, a graph. Tensors are ignored. A graph output is found only by an expression with `@`,
+        args: Regular expressions, searched anywhere in an op's name (`"^block1/"` matches that scope), or ops,
+            iterables of ops, a graph. Tensors are ignored. A graph output matches only an expression that contains `@`,
             with which its name starts.
-        graph: Where the expressions look: a graph, or a model with all graphs that run. An op of a nested graph is
-            found by its own name and by `graph/op`.
-        positive_filter: Keeps only the ops for which it is true.
+        graph: The graph to search, or a model with all graphs that run. An op of a nested graph matches by its own name
+            and by `graph/op`.
+        positive_filter: Predicate; only ops for which it is true are returned.
 
     Raises:
-        UsageError: There is an expression and no `graph`, it is no regular expression, or something is no op.
+        UsageError: An expression is given without `graph`, it is not a regular expression, or an argument is not an op.
     """
     selected: dict[Operation, None] = {}
     for arg in args:
@@ -201,17 +201,18 @@ def select_ops(
 def select_ts(
     *args: object, graph: Graph | Model | None = None, positive_filter: Callable[[Tensor], bool] | None = None
 ) -> list[Tensor]:
-    r"""The tensors that any of `args` names, each once.
+    r"""Return the tensors that any of `args` selects, each once.
 
     Args:
-        args: Regular expressions, found anywhere in a tensor's name (`r"^block1/.*:0$"`), or tensors, iterables of
+        args: Regular expressions, searched anywhere in a tensor's name (`r"^block1/.*:0$"`), or tensors, iterables of
             tensors, a graph. Ops are ignored.
-        graph: Where the expressions look: a graph, or a model with all graphs that run. A tensor is found by
-            `op:port`, by `graph/op:port`, and by its name in the file.
-        positive_filter: Keeps only the tensors for which it is true.
+        graph: The graph to search, or a model with all graphs that run. A tensor matches by `op:port`, by
+            `graph/op:port`, and by its name in the file.
+        positive_filter: Predicate; only tensors for which it is true are returned.
 
     Raises:
-        UsageError: There is an expression and no `graph`, it is no regular expression, or something is no tensor.
+        UsageError: An expression is given without `graph`, it is not a regular expression, or an argument is not a
+            tensor.
     """
     selected: dict[Tensor, None] = {}
     for arg in args:
@@ -228,41 +229,41 @@ def select_ts(
 
 
 def get_name_scope_ops(ops: object, scope: str) -> list[Operation]:
-    """Those of `ops` (ops, a graph or a model) that are called `scope` or stand under it."""
+    """Return those of `ops` (ops, a graph or a model) that are named `scope` or are in that scope."""
     prefix = scope.rstrip("/")
     return [op for op in as_operations(ops) if op.name == prefix or op.name.startswith(f"{prefix}/")]
 
 
 def get_generating_ops(ts: object) -> list[Operation]:
-    """The op that makes each tensor of `ts`, in that order."""
+    """Return the producer of each tensor of `ts`, in that order."""
     return [tensor.op for tensor in as_tensors(ts)]
 
 
 def get_consuming_ops(ts: object) -> list[Operation]:
-    """The ops that read a tensor of `ts`, each once; graph outputs (`@name`) are among them."""
+    """Return the ops that read a tensor of `ts`, each once, graph outputs (`@name`) included."""
     return list(dict.fromkeys(op for tensor in as_tensors(ts) for op in tensor.consumers()))
 
 
 def get_tensor_by_name(graph: Graph | Model, name: str) -> Tensor:
-    """The one tensor that is called `name`: its name in the file, `op:port`, `graph/op:port`, or `op` for port 0.
+    """Return the tensor called `name`: its name in the file, `op:port`, `graph/op:port`, or `op` for port 0.
 
     Raises:
-        UsageError: There is none, or there are several.
+        UsageError: There is no such tensor, or there are several.
     """
     matches = find_tensors(graph, name)
     if len(matches) > 1:
         listed = ", ".join(repr(str(tensor)) for tensor in matches[:5])
-        raise UsageError(f"{len(matches)} tensors are called {name!r}. Say which of them: {listed}.")
+        raise UsageError(f"{len(matches)} tensors are called {name!r}. Give the full name of one: {listed}.")
     return matches[0]
 
 
 def find_tensors(graph: Graph | Model, name: str) -> list[Tensor]:
-    """Every tensor called `name`, more than one where copies of a function hold it.
+    """Return every tensor called `name`; function clones hold one each.
 
-    The file's own name goes before `op:port`, and that before the name of an op.
+    A name in the file takes precedence over `op:port`, which takes precedence over the name of an op.
 
     Raises:
-        UsageError: There is none; the closest names are told.
+        UsageError: There is no such tensor; the error lists the closest names.
     """
     by_file, by_port, by_op = list[Tensor](), list[Tensor](), list[Tensor]()
     for searched_graph in searched_graphs(graph):
@@ -297,7 +298,7 @@ def _apply_filter(selected: Iterable[T], positive_filter: Callable[[T], bool] | 
 
 def _require_graph(graph: Graph | Model | None) -> Graph | Model:
     if graph is None:
-        raise UsageError("A regular expression needs a graph to look in. Give graph=model.")
+        raise UsageError("A regular expression needs a graph to search. Give graph=model.")
     return graph
 
 
@@ -305,4 +306,4 @@ def _compile_pattern(expression: str | re.Pattern[str]) -> re.Pattern[str]:
     try:
         return re.compile(expression)
     except re.error as error:
-        raise UsageError(f"{expression!r} is no regular expression: {error}. Escape what stands for itself.") from error
+        raise UsageError(f"{expression!r} is not a regular expression: {error}. Escape literal characters.") from error

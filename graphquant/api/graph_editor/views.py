@@ -1,6 +1,6 @@
-"""Tensors and operations that know their graph, as TensorFlow's do: what the verbs of this package take and give.
+"""Tensors and operations that hold their graph, as in TensorFlow: arguments and results of this package's functions.
 
-They are names, not copies: they stay valid while the graph is edited, and two of the same name are equal.
+They are references, not copies: they stay valid while the graph is edited, and two with the same name are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Operation:
-    """One op of `graph`; a graph input, constant or output is one too, an output's name starts with `@`."""
+    """One op of `graph`. Graph inputs, constants and outputs are ops too; an output's name starts with `@`."""
 
     graph: Graph
     name: str
@@ -31,7 +31,7 @@ class Operation:
 
     @property
     def node(self) -> Op:
-        """What the model knows of it: attributes, roles, value."""
+        """The op in the model, with attributes, roles and value."""
         if self.name not in self.graph:
             raise UsageError(f"There is no op {self} any more. Select it again after removing ops.")
         return self.graph.op(self.name)
@@ -43,19 +43,19 @@ class Operation:
 
     @property
     def kind(self) -> str:
-        """The kind that both frameworks share, "conv"."""
+        """The kind shared by both frameworks, "conv"."""
         return self.node.kind
 
     @property
     def inputs(self) -> list[Tensor]:
-        """What its filled input slots read, in their order."""
-        self.node  # noqa: B018  # tells that the op is gone
+        """The tensors in its connected input slots, in order."""
+        self.node  # noqa: B018  # raises if the op was removed
         filled = [slot for slot in self.graph.slots(self.name) if slot is not None]
         return [Tensor(self.graph.graphs[slot.graph], slot) for slot in filled]
 
     @property
     def outputs(self) -> list[Tensor]:
-        """What it makes."""
+        """Its output tensors."""
         return [
             Tensor(self.graph, TensorRef(self.graph.name, self.name, port)) for port in range(len(self.node.outputs))
         ]
@@ -81,77 +81,77 @@ class Tensor:
 
     @property
     def op(self) -> Operation:
-        """The op that makes it."""
+        """The op that produces it."""
         return Operation(self.graph, self.ref.op)
 
     @property
     def dtype(self) -> str | None:
-        """Numpy-like name, None if it is not known without running the model."""
+        """Numpy-like name, None if it is unknown before a run."""
         return self.op.node.outputs[self.ref.port].dtype
 
     @property
     def shape(self) -> Shape | None:
-        """Static sizes, None for each that is not known, None for all if their number is not."""
+        """Static sizes: None for an unknown size, None instead of all if the rank is unknown."""
         return self.op.node.outputs[self.ref.port].shape
 
     def uses(self) -> list[Use]:
-        """Every input slot that reads it, in bodies of its readers too."""
-        self.op.node  # noqa: B018  # tells that the op is gone
+        """Return every input slot that reads the tensor, also in bodies of its readers."""
+        self.op.node  # noqa: B018  # raises if the op was removed
         return self.graph.consumers(self.ref)
 
     def consumers(self) -> list[Operation]:
-        """The ops that read it, each once."""
+        """Return the ops that read the tensor, each once."""
         return list(dict.fromkeys(Operation(self.graph.graphs[use.graph], use.op) for use in self.uses()))
 
 
 def searched_graphs(graph: Graph | Model) -> list[Graph]:
-    """The graph itself; of a model the main graph and all that it can reach."""
+    """Return the graph itself, or a model's main graph and all graphs reachable from it."""
     if isinstance(graph, Model):
         return [graph.graphs[name] for name in graph.reachable_graphs()]
     if isinstance(graph, Graph):
         return [graph]
     raise UsageError(
-        f"A model or one of its graphs is wanted, and this is a {type(graph).__name__}. Use graphquant.load."
+        f"A model or one of its graphs is required, but this is a {type(graph).__name__}. Use graphquant.load."
     )
 
 
 def all_operations(graph: Graph | Model) -> Iterator[Operation]:
-    """All ops, in the order of the model."""
+    """Yield all ops, in the order of the model."""
     return (Operation(graph_of_op, op.name) for graph_of_op in searched_graphs(graph) for op in graph_of_op.ops())
 
 
 def all_tensors(graph: Graph | Model) -> Iterator[Tensor]:
-    """All outputs of all ops, in the order of the model."""
+    """Yield all outputs of all ops, in the order of the model."""
     return (tensor for op in all_operations(graph) for tensor in op.outputs)
 
 
 def as_operations(selection: object, *, ignore_ts: bool = False) -> list[Operation]:
-    """The ops that one op, an iterable of ops, a graph or a model stands for.
+    """Return the ops of a selection: one op, an iterable of ops, a graph or a model.
 
     Raises:
-        UsageError: There is something else among them; tensors only if they are not to be ignored.
+        UsageError: The selection contains something else. With `ignore_ts`, tensors are allowed.
     """
     if isinstance(selection, Graph | Model):
         return list(all_operations(selection))
     members = list(_as_iterable(selection))
     for member in members:
         if not (isinstance(member, Operation) or (ignore_ts and isinstance(member, Tensor))):
-            raise UsageError(f"{_describe_object(member)} is no op. Select ops with graph_editor.select_ops.")
+            raise UsageError(f"{_describe_object(member)} is not an op. Select ops with graph_editor.select_ops.")
     return [member for member in members if isinstance(member, Operation)]
 
 
 def as_tensors(selection: object, *, ignore_ops: bool = False) -> list[Tensor]:
-    """The tensors that one tensor, an iterable of tensors, a graph or a model stands for.
+    """Return the tensors of a selection: one tensor, an iterable of tensors, a graph or a model.
 
     Raises:
-        UsageError: There is something else among them; ops only if they are not to be ignored.
+        UsageError: The selection contains something else. With `ignore_ops`, ops are allowed.
     """
     if isinstance(selection, Graph | Model):
         return list(all_tensors(selection))
     members = list(_as_iterable(selection))
     for member in members:
         if not (isinstance(member, Tensor) or (ignore_ops and isinstance(member, Operation))):
-            raise UsageError(f"{_describe_object(member)} is no tensor. Select tensors with graph_editor.select_ts.")
+            raise UsageError(f"{_describe_object(member)} is not a tensor. Select tensors with graph_editor.select_ts.")
     return [member for member in members if isinstance(member, Tensor)]
 
 

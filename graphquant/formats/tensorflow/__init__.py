@@ -1,6 +1,6 @@
-"""The TensorFlow door: reads, rewrites and writes GraphDef, MetaGraphDef and SavedModel without importing tensorflow.
+"""The TensorFlow format: reads, rewrites and writes GraphDef, MetaGraphDef and SavedModel without importing tensorflow.
 
-Only running a model imports it, inside the functions of `session`.
+Only functions that run a model import tensorflow.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "DEFAULT_RULES",
     "DEFAULT_FAMILY",
+    "DEFAULT_RULES",
+    "create_runner",
     "emit",
-    "to_tensorflow",
+    "encode_skeleton",
+    "from_tensorflow",
     "input_specs",
     "load",
-    "from_tensorflow",
-    "create_runner",
-    "save",
-    "encode_skeleton",
-    "profile_ops",
     "prepare_timed_run",
     "prepare_timed_tflite_run",
+    "profile_ops",
+    "save",
+    "to_tensorflow",
     "upgrade_opset",
 ]
 
@@ -47,7 +47,7 @@ DEFAULT_FAMILY = "fake-quant"
 
 
 def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
-    """What runs the model once on each of `feeds` on one thread, with TensorFlow's own rewriting for speed.
+    """Prepare a run of the model on each of `feeds`, on one thread and with TensorFlow's graph optimizations.
 
     Raises:
         DataError: The feeds do not fit the model.
@@ -58,7 +58,7 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
 
 
 def prepare_timed_tflite_run(model: Model) -> Callable[[], object]:
-    """What runs the TFLite file of a frozen model once, on one thread.
+    """Prepare a run of a frozen model's TFLite file, on one thread.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
@@ -70,22 +70,22 @@ def prepare_timed_tflite_run(model: Model) -> Callable[[], object]:
 
 
 def profile_ops(model: Model, feeds: Sequence[Feeds]) -> None:  # the protocol's signature
-    """Nothing: what TensorFlow tells of ops is not what they take without telling."""
+    """Return None: TensorFlow's profiler slows the ops down, so its times are not those of a run."""
 
 
 def upgrade_opset(model: Model, opset: int) -> Model:  # noqa: ARG001  # the protocol's signature
-    """The model itself: TensorFlow has no opsets."""
+    """Return the model unchanged: TensorFlow has no opsets."""
     return model
 
 
 def read_metadata(model: Model) -> dict[str, str]:
-    """What the model says of where it came from."""
+    """Return the metadata that graphquant wrote into the model."""
     entries = metadata.node_metadata(model.source, model.source.message)
     return {key: value.decode(errors="replace") for key, value in entries.items() if key != RECORD_KEY}
 
 
 def restore_original(model: Model) -> tuple[Model, bool] | None:
-    """The model that the record in this one gives back; see `FormatModule`.
+    """Restore the original model from the record in this one; see `FormatModule`.
 
     Raises:
         ModelError: The record is damaged, or weights were changed.
@@ -101,7 +101,7 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
 
 
 def encode_skeleton(model: Model) -> str:
-    """The source message without the data of its constants, as text."""
+    """Return the source message as text, without the data of its constants."""
     message = type(model.source.message)()
     message.CopyFrom(model.source.message)
     graph_def = model.source.graph_def(message)

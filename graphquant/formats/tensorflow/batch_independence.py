@@ -1,7 +1,7 @@
-"""Whether samples may be joined along axis 0 of every input of a TensorFlow model.
+"""Decide if samples may be joined along axis 0 of every input of a TensorFlow model.
 
-`graphquant.formats.rows` shows it op by op. For that, functions are put in place of their calls, in a copy without the
-data of weights and variables, of which TensorFlow infers the shapes. Loops and branches are refused.
+`graphquant.formats.rows` proves it op by op, on a copy whose functions are inlined and whose weights and variables have
+no data. TensorFlow infers the shapes of that copy. Models with loops or branches are never joined.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, Shape
 
 
-# Which TensorFlow ops keep the rows of their inputs apart, and under which conditions.
+# Rules for the batch independence of TensorFlow ops: the conditions under which rows stay independent.
 
 
 def _tf_last_axis_keeps_rows(node: RowNode) -> bool:
@@ -61,12 +61,12 @@ def _tf_batchnorm_keeps_rows(node: RowNode) -> bool:
 
 
 def _tf_range_given_keeps_rows(node: RowNode) -> bool:
-    """Without a given range it is taken from all rows."""
+    """Require a given range: without one the op computes it from all rows."""
     return node.only_first_has_rows() and bool(node.op.attrs.get("range_given", node.op.type.endswith("V3")))
 
 
 def _tf_concat_keeps_rows(axis_input: int) -> Callable[[RowNode], bool]:
-    """A rule for ops that join rows along an axis, which is that input."""
+    """Return a rule for ops that concatenate along an axis; `axis_input` is the slot of the axis."""
 
     def concat_rule(node: RowNode) -> bool:
         axis_slot = axis_input % len(node.kinds)
@@ -104,7 +104,7 @@ def _tf_slice_keeps_rows(node: RowNode) -> bool:
 
 
 def _tf_strided_slice_keeps_rows(node: RowNode) -> bool:
-    """Axis 0 is taken whole, as a range without ends or under an ellipsis in front."""
+    """Require all of axis 0: a range without bounds, or a leading ellipsis."""
     masks = {name: int(node.op.numeric_attr(f"{name}_mask", 0)) for name in ("begin", "end", "ellipsis", "new_axis")}
     strides = node.constant_numbers(3, "")
     if not node.only_first_has_rows() or not strides or masks["new_axis"]:
@@ -225,20 +225,20 @@ TF_ROW_RULES: Final = RowRuleTable(
 MIXING_KINDS: Final = frozenset(
     {"enter", "exit", "if", "loop_cond", "merge", "next_iteration", "random", "switch", "while"}
 )
-"""Kinds of which one anywhere makes the answer no, before any work is done."""
+"""Op kinds that rule batching out, wherever they occur. They are checked before any work is done."""
 
 MAX_OPS: Final = 1 << 17
-"""Ops that a model may have with its functions in place of their calls."""
+"""Limit on the ops of a model whose functions are inlined."""
 
 MAX_SHAPE_ELEMENTS: Final = 1 << 10
-"""Elements up to which constants keep their values: they may be shapes or axes."""
+"""Constants up to this many elements keep their values, because they may be shapes or axes."""
 
 
 @paused_gc()
 def is_tf_batch_independent(
     tensorflow: Any, model: Model, inputs: Sequence[InputSpec], outputs: Iterable[TensorRef]
 ) -> bool:
-    """Whether samples may be joined along axis 0 of all `inputs` and each of `outputs` is still that of its sample."""
+    """Return True if samples may be joined along axis 0 of all `inputs` without changing any sample's outputs."""
     if not inputs or any(not spec.shape or spec.shape[0] is not None for spec in inputs):
         return False
     if any(op.kind in MIXING_KINDS for name in model.reachable_graphs() for op in model.graphs[name].ops()):
@@ -256,7 +256,7 @@ def is_tf_batch_independent(
     ]
     try:
         shapes = [infer_static_shapes(tensorflow, inlined.with_row_count(input_names, count)) for count in ROW_COUNTS]
-    except ModelError:  # some number of rows does not fit
+    except ModelError:  # some row count does not fit the model
         return False
     facts = GraphFacts(
         inputs=frozenset(input_names),
@@ -267,15 +267,15 @@ def is_tf_batch_independent(
 
 
 class _NotInlinableError(Exception):
-    """What is said here cannot be put into one graph."""
+    """The model cannot be inlined into one graph."""
 
 
 class _InlinedGraph:
-    """What some tensors of a model are made from, functions and all, as one graph of new names.
+    """The ancestors of some tensors of a model as one graph with new names; functions are inlined.
 
     Attributes:
         graph: The graph.
-        new_tensors: Where the tensors of the main graph are in it.
+        new_tensors: Tensors of this graph, by those of the main graph.
     """
 
     def __init__(self, model: Model) -> None:
@@ -291,12 +291,12 @@ class _InlinedGraph:
         self.new_tensors: dict[TensorRef, TensorRef] = {}
 
     def add_output(self, position: int, tensor: TensorRef) -> None:
-        """Adds an output and what leads to it."""
+        """Add an output and its ancestors."""
         (source,) = self._inline_tensors("", [tensor], self.new_tensors, ())
         self.graph.add_op(Op(name=f"@{position}", kind="output", type="_Retval"), [source])
 
     def with_row_count(self, inputs: Sequence[str], rows: int) -> Any:
-        """The GraphDef in which each of the inputs `inputs` has that many rows."""
+        """Return the GraphDef in which each of the inputs `fed` has `rows` rows."""
         graph_def = proto.GraphDef()
         graph_def.CopyFrom(self._graph_def)
         input_names = set(inputs)
@@ -306,7 +306,7 @@ class _InlinedGraph:
         return graph_def
 
     def constant_value(self, tensor: TensorRef) -> Callable[[], np.ndarray[Any, Any]] | None:
-        """Gives the value of a constant, also behind Identity ops; None for other tensors."""
+        """Return a reader of the value of a constant, also behind Identity ops; None for other tensors."""
         op = self.graph.op(tensor.op)
         while op.kind == "identity":
             (source,) = self.graph.slots(op.name)[:1]
@@ -322,13 +322,13 @@ class _InlinedGraph:
         new_tensors: dict[TensorRef, TensorRef],
         call_stack: tuple[str, ...],
     ) -> list[TensorRef]:
-        """Adds what `tensors` of the graph called `graph_name` are made from; returns where they are.
+        """Add the ancestors of `tensors` of the graph `graph_name`; return the new tensors.
 
         Args:
             graph_name: The main graph or a function.
-            tensors: What is wanted.
-            new_tensors: Where tensors of this call of the function are already.
-            call_stack: The functions on the way to it.
+            tensors: The tensors to add.
+            new_tensors: Tensors of this call of the function that were added before.
+            call_stack: The functions that lead to this call.
         """
         if graph_name in call_stack:
             raise _NotInlinableError
@@ -396,7 +396,7 @@ def _public_attributes(node: Any) -> Mapping[str, Any]:
 
 
 def _make_placeholder(node: Any, dtype: str | None, shape: Shape | None) -> None:
-    """Makes `node` one that stands for a value of which only the shape is known."""
+    """Turn `node` into a placeholder, for a value of which only the shape is needed."""
     node.op = "Placeholder"
     node.attr["dtype"].type = type_number(dtype or "float32")
     if shape is None:

@@ -1,8 +1,8 @@
-"""Variables of learned ranges in models that have variables of their own: handed to functions, owned, saved.
+"""Variables of learned ranges in models with variables of their own: captured by functions, owned by the object graph.
 
-In a function such a variable becomes an argument, which each caller hands on from its own, up to the main graph; the
-object graph binds it where a function is called by whoever loads the model. So `tf.saved_model.load` makes variables of
-them that tapes and optimizers see: `loaded.learned_ranges`.
+Inside a function such a variable becomes an argument. Each caller passes it from an argument of its own, up to the main
+graph. For functions that users call after loading, the object graph binds it. So `tf.saved_model.load` creates
+variables that tapes and optimizers can use: `loaded.learned_ranges`.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ _STATEFUL_TYPES: Final = {
     "StatelessCase": "Case",
     "StatelessWhile": "While",
 }
-"""What an op becomes whose functions read variables."""
+"""The stateful version of each op type, which an op becomes when its functions read variables."""
 
 _TYPE_ATTRS: Final = ("Tin", "T")
 _SHAPE_ATTRS: Final = ("output_shapes", "_output_shapes")
 _OUTPUT_COUNT_ATTR: Final = "_num_original_outputs"
-"""How many outputs of a loop are its own and not those that a gradient was given; gradients are made of these."""
+"""The number of a loop's own outputs, without those added for a gradient. Gradients are made of the own ones."""
 
 
 def capture_in_functions(graph_def: Any, variables: Iterable[LearnedRange]) -> dict[str, list[str]]:
-    """Makes the variables that are in functions arguments of these, with one VarHandleOp for each in the main graph.
+    """Turn variables inside functions into arguments, with one VarHandleOp each in the main graph.
 
     Args:
-        graph_def: The GraphDef, which is changed.
-        variables: The variables of learned ranges, wherever they are.
+        graph_def: The GraphDef, changed in place.
+        variables: The variables of learned ranges in all graphs.
 
     Returns:
-        By function the shared names of the variables that are its last arguments now.
+        The shared names of the variables that are now the last arguments of each function.
 
     Raises:
-        UsageError: A function is called by an operation that cannot be given more arguments.
+        UsageError: An operation that cannot take more arguments calls a function.
     """
     learned = list(variables)
     bodies = {function.signature.name: function for function in graph_def.library.function}
@@ -79,7 +79,7 @@ def capture_in_functions(graph_def: Any, variables: Iterable[LearnedRange]) -> d
             _return_captures(
                 bodies[name], {arguments[name][shared_name]: by_shared[shared_name] for shared_name in shared_names}
             )
-    for name in needed:  # last, as the nodes that are left are copies
+    for name in needed:  # last, because it replaces the remaining nodes by copies
         _replace_by_arguments(
             bodies[name],
             {node: arguments[name][shared_name] for node, shared_name in nodes_by_graph.get(name, {}).items()},
@@ -88,7 +88,7 @@ def capture_in_functions(graph_def: Any, variables: Iterable[LearnedRange]) -> d
 
 
 class _CallSites:
-    """Which nodes call which functions."""
+    """The nodes that call each function."""
 
     def __init__(self, graph_def: Any, bodies: Mapping[str, Any]) -> None:
         self.callers: dict[str, list[tuple[str, Any]]] = {name: [] for name in bodies}
@@ -103,11 +103,11 @@ class _CallSites:
                     self.callers[name].append((caller, node))
 
     def is_first_callee(self, node: Any, function: str) -> bool:
-        """Whether `function` is the first of those that the node calls, so that each node is changed once."""
+        """Return True if `function` is the first one that the node calls. So each node is changed once."""
         return self._callees[id(node)][0] == function
 
     def propagate(self, direct_captures: Mapping[str, set[str]]) -> dict[str, set[str]]:
-        """The variables that each function needs for itself, for those it calls and for those called beside it."""
+        """Return the variables of each function: its own, its callees', and those of functions in the same call."""
         captures = {name: set(shared_names) for name, shared_names in direct_captures.items()}
         pending = deque(name for name, shared_names in captures.items() if shared_names)
         while pending:
@@ -122,7 +122,7 @@ class _CallSites:
 
 
 def _callee_names(node: Any) -> Iterator[str]:
-    """The functions that a node names."""
+    """Yield the names of the functions that a node refers to."""
     yield node.op
     for key in sorted(node.attr):
         value = node.attr[key]
@@ -134,13 +134,13 @@ def _callee_names(node: Any) -> Iterator[str]:
 def _require_capturable(node: Any, function: str) -> None:
     if node.op not in FUNCTION_ATTRS and node.op != function:
         raise UsageError(
-            f"A range in the function {function!r} is to be learned, and {node.name!r} ({node.op}), which calls it,"
+            f"The range in the function {function!r} is to be learned, but {node.name!r} ({node.op}), which calls it,"
             ' cannot be given variables. Leave it out with --exclude, or take range = "observed" there.'
         )
 
 
 def _add_arguments(body: Any, shared_names: list[str], named: Mapping[str, LearnedRange]) -> dict[str, str]:
-    """Adds an argument to a function for each variable; their names by those of the variables."""
+    """Add an argument for each variable to a function; return the argument names by shared name."""
     used_names = {arg.name for arg in body.signature.input_arg} | {node.name for node in body.node_def}
     arguments = {}
     for shared_name in shared_names:
@@ -153,7 +153,7 @@ def _add_arguments(body: Any, shared_names: list[str], named: Mapping[str, Learn
 
 
 def _replace_by_arguments(body: Any, replacements: Mapping[str, str]) -> None:
-    """Takes nodes out of a function; who reads them reads arguments instead."""
+    """Remove nodes from a function and let their readers read arguments instead."""
     if not replacements:
         return
     remaining = [node for node in body.node_def if node.name not in replacements]
@@ -167,7 +167,7 @@ def _replace_by_arguments(body: Any, replacements: Mapping[str, str]) -> None:
 
 
 def _add_main_handles(graph_def: Any, variables: list[LearnedRange], needed: set[str]) -> dict[str, str]:
-    """The nodes of the main graph that make the variables, added where there are none."""
+    """Return the nodes of the main graph that make the variables; missing ones are added."""
     handles = {variable.shared_name: variable.node for variable in variables if variable.is_fetchable}
     used_names = {node.name for node in graph_def.node}
     for shared_name, variable in by_shared_name(variables).items():
@@ -180,7 +180,7 @@ def _add_main_handles(graph_def: Any, variables: list[LearnedRange], needed: set
 
 
 def _add_call_inputs(node: Any, names: list[str]) -> None:
-    """Gives a call more arguments."""
+    """Add inputs to a call."""
     data = [tensor for tensor in node.input if not tensor.startswith("^")]
     control_inputs = [tensor for tensor in node.input if tensor.startswith("^")]
     if "_read_only_resource_inputs" in node.attr:
@@ -200,7 +200,7 @@ def _add_call_inputs(node: Any, names: list[str]) -> None:
 
 
 def _add_resource_arg(args: Any, name: str, variable: LearnedRange) -> None:
-    """Adds an argument that is the handle of a variable."""
+    """Add an argument that is a variable's handle."""
     argument = args.add(name=name, type=type_number("resource"))
     handle_data = argument.handle_data.add(dtype=type_number(variable.value.dtype.name))
     handle_data.shape.SetInParent()
@@ -209,7 +209,7 @@ def _add_resource_arg(args: Any, name: str, variable: LearnedRange) -> None:
 
 
 def _return_captures(body: Any, variables: Mapping[str, LearnedRange]) -> None:
-    """Makes the body of a loop return the variables that it is given, by the names of its arguments."""
+    """Let a loop's body return the variables that it takes as arguments."""
     used_names = {arg.name for arg in body.signature.output_arg}
     for name, variable in variables.items():
         result_name = unique_node_name(used_names, name)
@@ -218,7 +218,7 @@ def _return_captures(body: Any, variables: Mapping[str, LearnedRange]) -> None:
 
 
 def add_to_object_graph(objects: Any, variables: Iterable[LearnedRange], needed: Mapping[str, list[str]]) -> str:
-    """Adds the variables to a SavedObjectGraph as a list of its root, and binds them to functions.
+    """Add the variables to a SavedObjectGraph as a list of its root, and bind them to functions.
 
     Args:
         objects: The SavedObjectGraph, which is changed.

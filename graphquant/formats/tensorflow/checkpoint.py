@@ -1,8 +1,9 @@
-"""Reads the variables of a TensorFlow checkpoint (a tensor bundle) without TensorFlow.
+"""Read the variables of a TensorFlow checkpoint (a tensor bundle) without TensorFlow.
 
-A bundle `variables` is an index, `variables.index`, and data files `variables.data-00000-of-0000N`. The index is a
-table (see `table`) from a variable's name to where its bytes lie; the empty name holds a header. A variable that was
-saved in parts has an entry with slices, and one entry more for each part under a key made of name and slice.
+A bundle `variables` consists of an index, `variables.index`, and data files `variables.data-00000-of-0000N`. The index
+is a table (see `table`) from a variable's name to the position of its bytes; the empty name holds a header. A variable
+that was saved in slices has an entry that lists them, and one more entry for each slice, whose key contains name and
+slice.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _MAX_SHARDS: Final = 100_000  # file names have five digits
 _MAX_RANK: Final = 64  # what numpy can hold
 _MAX_ELEMENTS: Final = 1 << 59  # the same; empty dimensions do not count
 
-# numpy has no quantized types; the values are those of the integers they are stored in.
+# numpy has no quantized types, so their values are read as the integers that store them.
 _STORAGE: Final = {"qint8": "int8", "quint8": "uint8", "qint16": "int16", "quint16": "uint16", "qint32": "int32"}
 _NUMPY: Final = frozenset(
     {
@@ -53,7 +54,7 @@ _NUMPY: Final = frozenset(
 
 
 class Checkpoint:
-    """The variables of one checkpoint; the index is in memory, values are read from the data files when asked for."""
+    """The variables of one checkpoint. The index is in memory; values are read from the data files on request."""
 
     def __init__(self, prefix: Path, index: dict[bytes, bytes]) -> None:
         self._prefix = prefix
@@ -70,14 +71,14 @@ class Checkpoint:
                 f" version {_READER_VERSION} is supported."
             )
         if not 0 < header.num_shards <= _MAX_SHARDS:
-            raise ModelError(f"{self._index_name} names an impossible number of data files, {header.num_shards}.")
+            raise ModelError(f"{self._index_name} has an impossible number of data files, {header.num_shards}.")
         self._shard_count: int = header.num_shards
         self._big_endian = header.endianness == header.BIG
         self._names = self._read_names()
 
     @classmethod
     def open(cls, prefix: Path) -> Self:
-        """Reads the index of the checkpoint with that path prefix, for instance `model/variables/variables`.
+        """Read the index of the checkpoint with that path prefix, for instance `model/variables/variables`.
 
         Raises:
             ModelError: There is no such checkpoint, or its index is damaged.
@@ -90,14 +91,14 @@ class Checkpoint:
         return cls(prefix, read_table(data, source=str(path)))
 
     def names(self) -> list[str]:
-        """The keys of all variables, sorted."""
+        """Return the keys of all variables, sorted."""
         return list(self._names)
 
     def __contains__(self, name: object) -> bool:
         return name in self._names
 
     def dtype_and_shape(self, name: str) -> tuple[str, tuple[int, ...]]:
-        """The numpy-like name of a variable's dtype, for instance "float32" or "string", and its shape.
+        """Return the numpy-like dtype name of a variable, for instance "float32" or "string", and its shape.
 
         Raises:
             ModelError: There is no variable of that name, or its entry in the index is damaged.
@@ -106,13 +107,13 @@ class Checkpoint:
         return self._entry_dtype(name, entry), self._entry_shape(name, entry)
 
     def read(self, name: str) -> NDArray[Any]:
-        """A variable's value as a read-only array of the shape and dtype that `dtype_and_shape` tells.
+        """Return a variable's value as a read-only array, of the shape and dtype of `dtype_and_shape`.
 
-        Quantized types come in the integer type they are stored in, bfloat16 and the small types in those of ml_dtypes.
+        Quantized types are returned as the integers that store them, bfloat16 and smaller types as types of ml_dtypes.
 
         Raises:
             ModelError: There is no variable of that name, it holds strings or handles, its data file is missing or
-                too short, or its bytes do not match their checksum.
+                too short, or its checksum does not match.
         """
         entry = self._entry(name)
         value = self._assemble(name, entry) if entry.slices else self._read_array(name, entry)
@@ -120,10 +121,10 @@ class Checkpoint:
         return value
 
     def object_graph(self) -> Any | None:
-        """The graph of Python objects (`TrackableObjectGraph`) that a TF2 checkpoint carries, None in one of TF1.
+        """Return the graph of Python objects (`TrackableObjectGraph`) of a TF2 checkpoint, None for TF1.
 
         Raises:
-            ModelError: It is there but damaged.
+            ModelError: The graph is damaged.
         """
         if _OBJECT_GRAPH_KEY not in self._names:
             return None
@@ -167,7 +168,7 @@ class Checkpoint:
         expected = math.prod(shape) * dtype.itemsize
         if entry.size != expected:
             raise ModelError(
-                f"{self._index_name}: variable {name!r} takes {entry.size} bytes, its shape and dtype need {expected}."
+                f"{self._index_name}: variable {name!r} has {entry.size} bytes, but its shape and dtype need {expected}."
             )
         data = self._read_bytes(name, entry)
         if google_crc32c.value(data) != unmask_crc(entry.crc32c):
@@ -175,7 +176,7 @@ class Checkpoint:
                 f"{self._entry_shard_path(entry)}: the checksum of variable {name!r} does not match, it is damaged."
             )
         array = np.frombuffer(self._to_native_endian(data, dtype), dtype=dtype)
-        if dtype == np.bool_:  # any byte but 0 is true on disk, numpy wants 1
+        if dtype == np.bool_:  # files may store True as any nonzero byte, numpy requires 1
             array = array.view(np.uint8) != 0
         return array.reshape(shape)
 
@@ -199,10 +200,10 @@ class Checkpoint:
         return self._prefix.with_name(f"{self._prefix.name}.data-{entry.shard_id:05d}-of-{self._shard_count:05d}")
 
     def _read_bytes(self, name: str, entry: Any) -> bytes:
-        """The bytes an entry points at; nothing is allocated before they are known to be inside the file."""
+        """Read the bytes of an entry. Memory is allocated only after the range was checked against the file size."""
         if not 0 <= entry.shard_id < self._shard_count:
             raise ModelError(
-                f"{self._index_name}: variable {name!r} is said to be in data file {entry.shard_id} of {self._shard_count}."
+                f"{self._index_name}: variable {name!r} claims to be in data file {entry.shard_id} of {self._shard_count}."
             )
         path = self._entry_shard_path(entry)
         try:
@@ -219,7 +220,7 @@ class Checkpoint:
         return data
 
     def _read_string(self, entry: Any) -> bytes:
-        """The value of a scalar string: its length, a checksum of the length, and its bytes."""
+        """Read a scalar string: its length, a checksum of the length, and its bytes."""
         name = _OBJECT_GRAPH_KEY
         data = self._read_bytes(name, entry)
         order: Literal["big", "little"] = "big" if self._big_endian else "little"
@@ -231,8 +232,8 @@ class Checkpoint:
             ) from error
         payload = data[position + 4 :]
         if len(payload) != length:
-            raise ModelError(f"{self._entry_shard_path(entry)}: {name} has another length than it claims.")
-        # The checksum takes the length as a number of fixed width, not as the bytes that are stored.
+            raise ModelError(f"{self._entry_shard_path(entry)}: {name} does not have the length that it claims.")
+        # The checksum covers the length as a number of fixed width, not the stored bytes of the varint.
         crc = google_crc32c.value(length.to_bytes(4 if length < 1 << 32 else 8, order))
         stored = data[position : position + 4]
         checksum = google_crc32c.extend(google_crc32c.extend(crc, stored), payload)
@@ -241,7 +242,7 @@ class Checkpoint:
         return payload
 
     def _assemble(self, name: str, entry: Any) -> NDArray[Any]:
-        """Puts a variable that was saved in parts together; the parts have to cover all of it."""
+        """Assemble a variable from its saved slices, which must cover all of it."""
         dtype = self._array_dtype(name, entry)
         shape = self._entry_shape(name, entry)
         if math.prod(shape) * dtype.itemsize > self._data_files_size():
@@ -254,23 +255,23 @@ class Checkpoint:
             slice_value = self._read_slice(name, extents)
             if slice_value.dtype != dtype or slice_value.shape != array[region].shape:
                 raise ModelError(
-                    f"{self._index_name}: a part of variable {name!r} has another shape or dtype than its entry."
+                    f"{self._index_name}: a slice of variable {name!r} does not have the shape and dtype of its entry."
                 )
             if covered[region].any():
-                raise ModelError(f"{self._index_name}: parts of variable {name!r} overlap.")
+                raise ModelError(f"{self._index_name}: slices of variable {name!r} overlap.")
             array[region] = slice_value
             covered[region] = True
         if not covered.all():
-            raise ModelError(f"{self._index_name}: the parts of variable {name!r} do not cover all of it.")
+            raise ModelError(f"{self._index_name}: the slices of variable {name!r} do not cover all of it.")
         return array
 
     def _read_slice(self, name: str, extents: list[tuple[int, int]]) -> NDArray[Any]:
         data = self._index.get(_slice_key(name, extents))
         if data is None:
-            raise ModelError(f"{self._index_name}: a part of variable {name!r} is missing.")
+            raise ModelError(f"{self._index_name}: a slice of variable {name!r} is missing.")
         entry = self._parse_entry(name, data)
         if entry.slices:
-            raise ModelError(f"{self._index_name}: a part of variable {name!r} is itself made of parts.")
+            raise ModelError(f"{self._index_name}: a slice of variable {name!r} has slices itself.")
         return self._read_array(name, entry)
 
     def _slice_region(self, name: str, shape: tuple[int, ...], extents: list[tuple[int, int]]) -> tuple[slice, ...]:
@@ -279,7 +280,7 @@ class Checkpoint:
             for (start, length), size in zip(extents, shape, strict=True)
         )
         if not fits:
-            raise ModelError(f"{self._index_name}: a part of variable {name!r} lies outside of it.")
+            raise ModelError(f"{self._index_name}: a slice of variable {name!r} lies outside of it.")
         return tuple(
             slice(None) if length == _FULL_EXTENT else slice(start, start + length) for start, length in extents
         )
@@ -294,7 +295,7 @@ def _extent_length(extent: Any) -> int:
 
 
 def _slice_key(name: str, extents: list[tuple[int, int]]) -> bytes:
-    """The key of a part of a variable, in an encoding that sorts like its content."""
+    """Return the key of a variable's slice, in an encoding that sorts like its content."""
     text = name.encode().replace(b"\0", b"\0\xff")
     rank = len(extents).to_bytes(1, "big") if extents else b""
     numbers = b"".join(_encode_ordered(number) for extent in extents for number in extent)
@@ -302,29 +303,29 @@ def _slice_key(name: str, extents: list[tuple[int, int]]) -> bytes:
 
 
 def _encode_ordered(value: int) -> bytes:
-    """A signed number in bytes that sort like numbers: as many leading bits are inverted as there are bytes."""
+    """Encode a signed number in bytes that sort like numbers: one inverted leading bit for each byte."""
     magnitude = ~value if value < 0 else value
     size = magnitude.bit_length() // 7 + 1
     inverted = ((1 << size) - 1) << 7 * size
     return ((value & ((1 << 8 * size) - 1)) ^ inverted).to_bytes(size, "big")
 
 
-# Adds values to a TensorFlow checkpoint (a tensor bundle, see `checkpoint`) without TensorFlow.
+# Add values to a TensorFlow checkpoint (a tensor bundle, see `checkpoint`) without TensorFlow.
 #
-# What is there stays as it is: its data files only get other names, as these count all files, and the new values come in
-# one file more. The index is written anew.
+# Existing values are preserved. Their data files are renamed, because the names contain the number of files, and the
+# new values are written to one more file. The index is rewritten.
 
 OBJECT_GRAPH_KEY: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"
 
 
 def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_graph: Any | None) -> None:
-    """Adds to the checkpoint with the path prefix `prefix`, or makes one there.
+    """Extend the checkpoint with the path prefix `prefix`, or create one there.
 
     Args:
-        prefix: For instance `model/variables/variables`. Its files are replaced and not written into, as they may be
-            links to those of another model.
-        values: Numbers by their new keys.
-        object_graph: The graph of objects that is to stand for the one it has, None to leave that.
+        prefix: For instance `model/variables/variables`. Its files are replaced and never written into, because
+            they may be links to those of another model.
+        values: Numeric values by their new keys.
+        objects: The object graph that replaces the present one, None to preserve that.
 
     Raises:
         ModelError: The checkpoint is damaged, or its numbers are big-endian.
@@ -339,7 +340,7 @@ def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_g
         )
     if header.endianness == header.BIG:
         raise ModelError(
-            f"{index_path} holds big-endian numbers, to which nothing is added. Save the model again first."
+            f"{index_path} holds big-endian numbers, and values cannot be added to it. Save the model again first."
         )
     old_shards, header.num_shards = header.num_shards, header.num_shards + 1
     data = bytearray()
@@ -352,7 +353,7 @@ def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_g
         text = proto.to_binary(object_graph)
         length = mask_crc(google_crc32c.value(len(text).to_bytes(4, "little"))).to_bytes(4, "little")
         _append_value(entries, OBJECT_GRAPH_KEY, entry, encode_varint(len(text)) + length + text, data)
-        # The checksum takes the length as a number of fixed width, not as the bytes that are stored.
+        # The checksum covers the length as a number of fixed width, not the stored bytes of the varint.
         checksum = google_crc32c.extend(google_crc32c.value(len(text).to_bytes(4, "little")), length)
         entry.crc32c = mask_crc(google_crc32c.extend(checksum, text))
         entries[OBJECT_GRAPH_KEY.encode()] = proto.to_binary(entry)
@@ -369,7 +370,7 @@ def _make_entry(shard: int, value: NDArray[Any]) -> Any:
 
 
 def _append_value(entries: dict[bytes, bytes], name: str, entry: Any, payload: bytes, data: bytearray) -> None:
-    """Appends the bytes of one value to the new data file, and its entry to the index."""
+    """Append the bytes of one value to the new data file, and its entry to the index."""
     entry.offset, entry.size = len(data), len(payload)
     entry.crc32c = mask_crc(google_crc32c.value(payload))
     data += payload

@@ -1,4 +1,4 @@
-"""A changed `Model` back to a message: the source is copied, its changed nodes are patched, new nodes are added."""
+"""Write a changed `Model` to a message: copy the source, patch its changed nodes, add new nodes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _BOUNDARY_TYPES: Final = frozenset({ARGUMENT_TYPE, RESULT_TYPE})
 
 @paused_gc()
 def emit(model: Model) -> Any:
-    """The source message with the model's changes: equal to the source if there are none.
+    """Return the source message with the model's changes. Without changes it equals the source.
 
     Raises:
-        InternalError: The model holds what a TensorFlow graph cannot say.
+        InternalError: The model contains something that a TensorFlow graph cannot express.
     """
     source: TensorFlowSource = model.source
     message = type(source.message)()
@@ -64,7 +64,7 @@ class _GraphPatch:
         self._ports: dict[str, list[tuple[str, int, str]]] = {}
 
     def apply(self, nodes: Any) -> list[Any]:
-        """Patches `nodes`, a repeated field; returns the nodes that are new."""
+        """Patch `nodes`, a repeated field, and return the new nodes."""
         graph = self._graph
         new_ops = {op.name: op for op in graph.ops() if op.source is None and op.type not in _BOUNDARY_TYPES}
         patched = [
@@ -74,7 +74,7 @@ class _GraphPatch:
             return []
         new_nodes = [self._make_node(op) for op in new_ops.values()]
         for node in new_nodes:
-            # Inputs need the names of the new nodes' outputs, which follow from their attributes.
+            # Inputs refer to the output names of the new nodes, which follow from their attributes.
             if self._in_function:
                 self._ports[node.name] = opdefs.output_ports(node, self._table)
         for node in new_nodes:
@@ -88,7 +88,7 @@ class _GraphPatch:
         return new_nodes
 
     def input_name(self, tensor: TensorRef) -> str:
-        """`tensor` as an input of a node of this graph names it."""
+        """Return the text that names `tensor` as an input of a node of this graph."""
         op = self._graph.op(tensor.op)
         if op.source is not None:
             name = op.outputs[tensor.port].name
@@ -99,7 +99,7 @@ class _GraphPatch:
         return f"{tensor.op}:{tensor.port}" if tensor.port else tensor.op
 
     def _replace_nodes(self, nodes: Any, new_nodes: list[Any], new_ops: Mapping[str, Op]) -> None:
-        """Takes removed and replaced nodes out and puts new ones at the end, replaced ones in their place."""
+        """Remove deleted nodes, replace changed ones in their positions, and append new ones."""
         by_name = {node.name: node for node in new_nodes}
         if any(node.name in new_ops or node.name not in self._graph for node in nodes):
             remaining = [by_name.pop(node.name, node) for node in nodes if node.name in self._graph]
@@ -123,7 +123,7 @@ class _GraphPatch:
         )
 
     def _patch_node(self, node: Any) -> None:
-        """Writes what changed of an op of the source into its node."""
+        """Write the changes of a source op into its node."""
         op = self._graph.op(node.name)
         old_inputs = [tensor for tensor in node.input if not tensor.startswith("^")]
         data = [
@@ -150,11 +150,11 @@ class _GraphPatch:
         slots = self._graph.slots(op.name)
         connected = [slot for slot in slots if slot is not None]
         if len(connected) != len(slots):
-            raise InternalError(f"op {op.name!r} has an empty input slot; TensorFlow has none.")
+            raise InternalError(f"op {op.name!r} has an empty input slot, which TensorFlow does not support.")
         return connected
 
     def _make_node(self, op: Op) -> Any:
-        """The node of a new op, without its inputs."""
+        """Make the node of a new op, without its inputs."""
         node = proto.NodeDef(name=op.name, op=op.type)
         for name, value in op.attrs.items():
             node.attr[name].CopyFrom(encode_attr(value))
@@ -168,14 +168,14 @@ class _GraphPatch:
         return node
 
     def _infer_type_attrs(self, op: Op, node: Any) -> None:
-        """Fills in the type attributes that follow from what the op reads."""
+        """Fill in the type attributes that follow from the op's inputs."""
         spec = self._table.find_spec(op.type)
         if spec is None:
-            raise InternalError(f"op {op.name!r} has the type {op.type!r}, which TensorFlow does not have.")
+            raise InternalError(f"op {op.name!r} has the type {op.type!r}, which is not registered in TensorFlow.")
         for slot, arg in enumerate(spec.inputs):
             slots = self._graph.slots(op.name)
             if arg.number_attr or arg.type_list_attr:
-                return  # what follows has no fixed place
+                return  # slots after a list have no fixed position
             if arg.type_attr and arg.type_attr not in node.attr and slot < len(slots):
                 tensor = slots[slot]
                 dtype = None if tensor is None else self._graph.output(tensor).dtype
@@ -183,7 +183,7 @@ class _GraphPatch:
                     node.attr[arg.type_attr].type = type_number(dtype)
 
     def _source_device(self, op: Op) -> str:
-        """The device of what produces the tensor that the new op, or the first new op to read it, works on."""
+        """Return the device of the op that produces the input of `op` or, past new ops, of its first reader."""
         visited: set[str] = set()
         current = op
         while current.source is None and current.name not in visited:
@@ -215,7 +215,7 @@ def _same_attr(first: Any, second: Any) -> bool:
 
 
 def _patch_signatures(main: Graph, signatures: Any, source_signatures: Any) -> None:
-    """Points the signatures' outputs at the tensors that the model's outputs read now."""
+    """Point the signatures' outputs at the tensors that the model's outputs now read."""
     rerouted = {}
     for label in main.outputs:
         if Use("", label, 0) in main.rerouted_uses:
@@ -232,8 +232,8 @@ def _patch_signatures(main: Graph, signatures: Any, source_signatures: Any) -> N
 
 
 def _patch_results(graph_patch: _GraphPatch, function: Any) -> None:
-    """Points a function's results at the tensors that are read now, and forgets control outputs of removed nodes."""
-    graph = graph_patch._graph  # noqa: SLF001  # the same room
+    """Point a function's results at the tensors now read, and drop control outputs of removed nodes."""
+    graph = graph_patch._graph  # noqa: SLF001  # same module
     for label in graph.outputs:
         if Use(graph.name, label, 0) in graph.rerouted_uses:
             tensor = graph.source_of(Use(graph.name, label, 0))
@@ -249,7 +249,7 @@ def _patch_results(graph_patch: _GraphPatch, function: Any) -> None:
 
 
 def _add_op_defs(op_list: Any, new_nodes: Iterable[Any], table: opdefs.OpTable) -> None:
-    """Adds the definition of each operation that the new nodes use and the list does not hold."""
+    """Add the definition of each operation that the new nodes use and the list lacks."""
     listed = {op_def.name for op_def in op_list.op}
     node_by_type = {node.op: node for node in reversed(list(new_nodes))}
     for name in sorted(node_by_type):
@@ -259,7 +259,7 @@ def _add_op_defs(op_list: Any, new_nodes: Iterable[Any], table: opdefs.OpTable) 
 
 
 def _make_op_def(spec: opdefs.OpSpec, node: Any) -> Any:
-    """The definition of an operation, as far as its arguments and the node's attributes tell it."""
+    """Make the definition of an operation from its arguments and the node's attributes."""
     op_def = proto.OpDef(name=spec.name, is_stateful=spec.is_stateful)
     types: dict[str, str] = {}
     for field, args in ((op_def.input_arg, spec.inputs), (op_def.output_arg, spec.outputs)):

@@ -1,8 +1,8 @@
-"""TensorFlow's own objects to a `Model`: a tf.Graph, a session, a ConcreteFunction, a tf.function, a Keras model.
+"""Read TensorFlow objects: a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model.
 
-Whoever has such an object has imported tensorflow; it is looked up among the modules that are there, never imported. A
-function becomes a graph that calls it with what it captured: variables are VarHandleOps, tensors constants. Its
-functions lose the numbers that tracing gave their names, so that the same code gives the same model.
+A caller that has such an object has imported tensorflow, so it is taken from `sys.modules` and never imported. A
+function becomes a graph that calls it with its captures: variables as VarHandleOps, tensors as constants. Trace numbers
+are removed from function names, so that the same code gives the same model.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CALL_OP: Final = "StatefulPartitionedCall"
 """The op of the main graph that calls the function."""
 
 OUTPUT_PREFIX: Final = "output_"
-"""What the signature calls a function's results, with their position behind it."""
+"""The signature's key of a function's result; its position follows."""
 
 ESSENTIAL_KINDS: Final = frozenset({"constant", "variable", "input", "output", "stateful"})
-"""Kinds that say what an op is, whoever needs it."""
+"""Kinds that an op keeps even if no output depends on it."""
 
 _TRACED_NAME: Final = re.compile(r"(?:__inference_)?(.+?)(?:_\d+)?")
 GRADIENT_ATTR: Final = "_gradient_op_type"
@@ -46,23 +46,23 @@ GRADIENT_ATTR: Final = "_gradient_op_type"
 _UNUSED_ARGUMENT: Final = "___redundant_placeholder"
 _NUMBER_SUFFIX: Final = re.compile(r"_\d+")
 _USER_NAME_ATTR: Final = "_user_specified_name"
-"""The attribute of a function's argument that holds what the caller called it, a number for what was captured."""
+"""The attribute of a function's argument with the caller's name for it; for captures it is a number."""
 
 _CALL_GRADIENT_PREFIX: Final = b"PartitionedCall-"
-"""How the registered gradient of a function that was traced starts: that of the function as it was."""
+"""The prefix of the gradient that was registered when the function was traced. It belongs to the unedited function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveObject:
-    """The object that a model was made of.
+    """The TensorFlow object that a model was read from.
 
     Attributes:
-        instance: What was given: a tf.Graph, a session or a ConcreteFunction.
-        description: What it is, for messages.
-        values: What reads the present value of a variable, by the node that stands for it.
-        value_tensors: What a session is asked for these values.
-        variables: What a function captured, kept alive.
-        foreign_capture: The argument for what a function captured that is neither variable nor value, a table; "" for none.
+        instance: The object: a tf.Graph, a session or a ConcreteFunction.
+        description: Its description in messages.
+        values: Readers of the variables' present values, by the node of the variable.
+        value_tensors: The tensors that a session fetches for these values.
+        variables: The captured variables of a function, referenced so that they stay alive.
+        foreign_capture: The argument of a capture that is neither variable nor value, such as a table; "" for none.
     """
 
     instance: Any = field(repr=False)
@@ -73,7 +73,7 @@ class LiveObject:
     foreign_capture: str = ""
 
     def current_values(self) -> dict[str, Array]:
-        """The present values of all variables that have one.
+        """Return the present values of all initialized variables.
 
         Raises:
             ModelError: The session is closed.
@@ -88,7 +88,7 @@ class LiveObject:
                     strict=True,
                 )
             )
-        except sys.modules["tensorflow"].errors.FailedPreconditionError:  # one of them has none
+        except sys.modules["tensorflow"].errors.FailedPreconditionError:  # a variable has no value
             values: dict[str, Array] = {}
             for name, value in self.values.items():
                 with suppress(ModelError):
@@ -97,15 +97,15 @@ class LiveObject:
 
 
 def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
-    """The model that a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model is.
+    """Read the model of a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model.
 
     Args:
         instance: The object.
-        outputs: What a graph is for, tensors or their names; by default all tensors that nobody reads.
+        outputs: The outputs of a graph, tensors or their names; by default all tensors without readers.
 
     Raises:
-        ModelError: It holds what cannot be taken over.
-        UsageError: It is something else, or does not say for which inputs.
+        ModelError: It contains something that cannot be read.
+        UsageError: It is another kind of object, or does not declare its inputs.
     """
     tensorflow, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
     if tensorflow is not None:
@@ -114,7 +114,7 @@ def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
         if isinstance(instance, tensorflow.Graph):
             return _from_graph(_require_outer_graph(instance), instance, "the tf.Graph", {}, outputs)
         if outputs:
-            raise UsageError("A function says itself what it returns. Name outputs for a tf.Graph or a session.")
+            raise UsageError("A function defines its own outputs. Name outputs only for a tf.Graph or a session.")
         if keras is not None and isinstance(instance, keras.Model):
             from graphquant.formats.tensorflow.keras import trace_keras_model
 
@@ -126,7 +126,7 @@ def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
         if isinstance(instance, tensorflow.types.experimental.GenericFunction):
             return _from_concrete_function(tensorflow, _single_concrete_function(instance), "the tf.function")
     raise UsageError(
-        f"A {type(instance).__name__} is no model. Give a path, a tf.Graph, a session, a ConcreteFunction or a Keras"
+        f"A {type(instance).__name__} is not a model. Give a path, a tf.Graph, a session, a ConcreteFunction or a Keras"
         " model."
     )
 
@@ -149,11 +149,11 @@ def _from_graph(
 
 
 def _set_outputs(main: Graph, names: Sequence[str]) -> None:
-    """Makes the tensors of these names the outputs of the graph, and no others."""
+    """Make the tensors of these names the only outputs of the graph."""
     for label in main.outputs:
         main.remove_op(label)
     main.outputs.clear()
-    main.removed_ops.clear()  # these were no nodes
+    main.removed_ops.clear()  # these outputs were never nodes
     for name in dict.fromkeys(names):
         op, _, port = name.partition(":")
         port_number = int(port or 0) if not port or port.isdecimal() else -1
@@ -163,7 +163,7 @@ def _set_outputs(main: Graph, names: Sequence[str]) -> None:
 
 
 def _ignore_training_ops(main: Graph) -> None:
-    """Takes the kinds from ops that lead to no output: they initialize, train or save, and stay as they are."""
+    """Set the kind of ops that no output depends on to "other": they initialize, train or save."""
     ancestors, pending = set(main.outputs), list(main.outputs)
     while pending:
         for source in main.nx.pred[pending.pop()]:
@@ -176,24 +176,24 @@ def _ignore_training_ops(main: Graph) -> None:
 
 
 def _require_outer_graph(graph: Any) -> Any:
-    """`graph`, unless it is the inside of a function."""
+    """Return `graph`; refuse the graph inside a function."""
     if getattr(graph, "building_function", False):
         raise UsageError(
-            f"The tf.Graph {getattr(graph, 'name', '')!r} is the inside of a function. Give the ConcreteFunction."
+            f"The tf.Graph {getattr(graph, 'name', '')!r} belongs to a function. Give the ConcreteFunction."
         )
     return graph
 
 
 def _single_concrete_function(function: Any) -> Any:
-    """The one ConcreteFunction of a tf.function."""
+    """Return the only ConcreteFunction of a tf.function."""
     name = getattr(function, "__name__", "f")
     if getattr(function, "input_signature", None) is not None:
         return function.get_concrete_function()
-    traces = function._list_all_concrete_functions()  # noqa: SLF001  # there is no public way to ask
+    traces = function._list_all_concrete_functions()  # noqa: SLF001  # TensorFlow has no public function for this
     if len(traces) != 1:
         count = "was never called" if not traces else f"was traced for {len(traces)} kinds of inputs"
         raise UsageError(
-            f"The tf.function {name!r} {count}. Give the one that is meant:"
+            f"The tf.function {name!r} {count}. Give one ConcreteFunction:"
             f" {name}.get_concrete_function(tf.TensorSpec([None, 28, 28, 1], tf.float32))."
         )
     return traces[0]
@@ -203,7 +203,7 @@ def _single_concrete_function(function: Any) -> Any:
 
 
 def _variable_readers(graph: Any) -> dict[str, Any]:
-    """The tensors that are the variables' values, as far as they are there: nothing is added to the graph."""
+    """Return the tensors that read the variables, as far as they exist: nothing is added to the graph."""
     readers_by_name: dict[str, Any] = {}
     for op in graph.get_operations():
         tensor = op.outputs[0] if op.outputs else None
@@ -231,14 +231,14 @@ def _fetch_from_session(session: Any, tensors: list[Any]) -> list[Array]:
     try:
         return [np.asarray(value) for value in session.run(tensors)]
     except RuntimeError as error:
-        raise ModelError("The session is closed, so its variables have no values. Give an open one.") from error
+        raise ModelError("The session is closed, so its variables have no values. Give an open session.") from error
 
 
 # -- functions -------------------------------------------------------------------------------------
 
 
 def _from_concrete_function(tensorflow: Any, concrete: Any, description: str) -> Model:
-    """The model of a function: a main graph that calls it, and its library."""
+    """Return the model of a function: a main graph that calls it, and its library."""
     graph = tensorflow.Graph()
     concrete.add_to_graph(graph)
     data = graph.as_graph_def(add_shapes=True).SerializeToString()
@@ -253,7 +253,7 @@ def _from_concrete_function(tensorflow: Any, concrete: Any, description: str) ->
 
 
 def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) -> LiveObject:
-    """Adds the call of `body`, its arguments and its results to the main graph."""
+    """Add the call of `body`, its arguments and its results to the main graph."""
     nodes, signature = meta.graph_def.node, meta.signature_def["serving_default"]
     captures = list(concrete.captured_inputs)
     argument_count = len(body.signature.input_arg) - len(captures)
@@ -265,7 +265,7 @@ def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) ->
     for index, (arg, tensor) in enumerate(zip(body.signature.input_arg, concrete.inputs, strict=True)):
         captured_tensor = captures[index - argument_count] if index >= argument_count else None
         variable = by_handle.get(id(captured_tensor)) if captured_tensor is not None else None
-        # An argument is called otherwise than in the function, whose tensor a name shall find.
+        # Arguments are renamed, so that a bare name always refers to the tensor inside the function.
         name = unique_name(f"serving_default_{arg.name}" if variable is None else variable.name.partition(":")[0])
         shape = (tensor if variable is None else variable).shape
         node = nodes.add(name=name, op="Placeholder")
@@ -273,7 +273,7 @@ def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) ->
             node.op = "VarHandleOp"
             node.attr["shared_name"].s = name.encode()
             values[name] = partial(_eager_value, variable)
-            # TensorFlow's freezing looks for what reads a variable under the name that TensorFlow gives it.
+            # TensorFlow's freezing expects the read of a variable under the name that TensorFlow itself gives it.
             variable_read = nodes.add(
                 name=unique_name(f"{name}/Read/ReadVariableOp"), op="ReadVariableOp", input=[name]
             )
@@ -308,21 +308,21 @@ def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) ->
 def _captured_variables(concrete: Any) -> tuple[Any, ...]:
     try:
         return tuple(concrete.graph.variables)
-    except AssertionError as error:  # TensorFlow's own: a function does not keep its variables
+    except AssertionError as error:  # raised by TensorFlow: a function holds no reference to its variables
         raise UsageError(
-            f"The variables of the function {concrete.graph.name!r} are gone. Keep the object that owns them."
+            f"The variables of the function {concrete.graph.name!r} were deleted. Keep a reference to the object that owns them."
         ) from error
 
 
 def _eager_value(variable: Any) -> Array:
     from tensorflow.python.eager.context import eager_mode
 
-    with eager_mode():  # whoever asks may be building a graph
+    with eager_mode():  # the caller may be building a graph
         return np.asarray(variable.numpy())
 
 
 class _UniqueNames:
-    """Gives each name once."""
+    """Makes names unique."""
 
     def __init__(self, used_names: Iterable[str]) -> None:
         self._used_names = set(used_names)
@@ -337,7 +337,7 @@ class _UniqueNames:
 
 
 def normalize_function_names(graph_def: Any) -> dict[str, str]:
-    """Takes the numbers of traces out of the functions' names and sorts them; new names by old ones."""
+    """Remove trace numbers from the function names and sort the functions; return new names by old ones."""
     unique_name, names = _UniqueNames([]), {}
     library = graph_def.library
     for name in sorted((function.signature.name for function in library.function), key=_trace_order):
@@ -361,7 +361,7 @@ def normalize_function_names(graph_def: Any) -> dict[str, str]:
 
 
 def _normalize_resource_names(function: Any) -> None:
-    """Takes the numbers of tensors out of the names of the resources that a function takes and gives."""
+    """Remove tensor numbers from the names of a function's resource arguments and results."""
     input_args, output_args = function.signature.input_arg, function.signature.output_arg
     unique_name = _UniqueNames(
         [*(node.name for node in function.node_def), *(arg.name for arg in input_args if not _is_resource(arg))]
@@ -383,12 +383,12 @@ def _normalize_resource_names(function: Any) -> None:
 
 
 def _is_resource(arg: Any) -> bool:
-    """Whether an argument is a resource, or stands where a loop's condition has no use for one of the body."""
+    """Return True for a resource argument, or the unused placeholder of one in a loop's condition."""
     return proto.dtype_name(arg.type) == "resource" or _UNUSED_ARGUMENT in arg.name
 
 
 def drop_traced_gradients(library: Any) -> None:
-    """Takes out what leads from calls to the gradients of the functions as they were traced."""
+    """Remove references to the gradients of the functions as they were traced."""
     for function in library.function:
         for node in function.node_def:
             if GRADIENT_ATTR in node.attr and node.attr[GRADIENT_ATTR].s.startswith(_CALL_GRADIENT_PREFIX):
@@ -396,13 +396,13 @@ def drop_traced_gradients(library: Any) -> None:
 
 
 def _trace_order(name: str) -> tuple[str, int, str]:
-    """Sorts functions by their names, those of one name in the order of tracing."""
+    """Sort key of a function: its name, then the order of tracing."""
     base, _, number = name.rpartition("_")
     return (base, int(number), name) if number.isdecimal() else (name, -1, name)
 
 
 def function_references(node: Any) -> Iterator[Any]:
-    """What a node says of functions that it calls, to be changed in place."""
+    """Yield a node's references to functions, which the caller may change in place."""
     for value in node.attr.values():
         kind = value.WhichOneof("value")
         if kind == "func":
@@ -411,7 +411,7 @@ def function_references(node: Any) -> Iterator[Any]:
             yield from value.list.func
 
 
-# -- both ------------------------------------------------------------------------------------------
+# -- graphs and functions --------------------------------------------------------------------------
 
 
 def _build_live_model(message: Any, live_object: LiveObject) -> Model:

@@ -1,7 +1,7 @@
-"""Keras models: those in memory by tracing, those in `.keras` and `.h5` files by Keras' own export to a SavedModel.
+"""Load Keras models: models in memory by tracing, `.keras` and `.h5` files by Keras' export to a SavedModel.
 
-A Keras file may hold Python code (Lambda layers), names of anybody's classes and links to other files. Nothing of that
-is followed: what a file says is looked through before Keras sees it, and Keras loads in its safe mode.
+A Keras file may contain Python code (Lambda layers), names of arbitrary classes and links to other files. None of these
+are followed: the file's configuration is checked before Keras reads it, and Keras loads it in safe mode.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 MAX_CONFIG_BYTES: Final = 1 << 26
 MAX_EXPANSION: Final = 100
-"""Keras stores its zip members as they are; one that grows more is made to fill memory."""
+"""Keras stores zip members uncompressed. A member that expands further is meant to fill memory."""
 
 _CONFIG_FILE: Final = "config.json"
 _WEIGHTS_FILE: Final = "model.weights.h5"
 _CODE_CLASSES: Final = frozenset({"Lambda", "__lambda__", "TFSMLayer", "TorchModuleWrapper", "JaxLayer", "FlaxLayer"})
-"""Classes whose configuration is code, or leads to files with code."""
+"""Classes whose configuration is code, or refers to files with code."""
 
 _TRUSTED_PACKAGES: Final = frozenset({"keras", "builtins"})
-"""Where classes may come from; "builtins" is what Keras writes for its own functions."""
+"""Trusted origins of classes. Keras writes "builtins" for its own functions."""
 
 _KERAS_ERRORS: Final = (
     ArithmeticError,
@@ -56,14 +56,14 @@ _KERAS_ERRORS: Final = (
     ValueError,
     zipfile.BadZipFile,
 )
-"""What Keras raises for a file that is damaged or not its own."""
+"""The exceptions that Keras raises for damaged or foreign files."""
 
 
 def trace_keras_model(tensorflow: Any, keras: Any, model: Any) -> Any:
-    """The ConcreteFunction of a Keras model in memory, as Keras exports it: in inference, for any batch size.
+    """Return the ConcreteFunction of a Keras model in memory, traced as Keras exports it: inference, any batch size.
 
     Raises:
-        ModelError: Keras refuses.
+        ModelError: Keras cannot trace the model.
         UsageError: Keras does not run on TensorFlow, or the model was never built.
     """
     _require_tensorflow_backend(keras)
@@ -72,7 +72,7 @@ def trace_keras_model(tensorflow: Any, keras: Any, model: Any) -> Any:
     def call_model(*inputs: Any) -> Any:
         return model(*inputs)
 
-    # A tensor's own name counts the tensors of the process; that of its layer is what whoever made the model knows.
+    # A tensor's name contains a counter of the process; its layer has the name that the model's author chose.
     layers = iter([tensor._keras_history.operation.name for tensor in getattr(model, "inputs", None) or ()])  # noqa: SLF001
 
     def named_spec(tensor: Any) -> Any:
@@ -82,7 +82,7 @@ def trace_keras_model(tensorflow: Any, keras: Any, model: Any) -> Any:
         signature = keras.tree.map_structure(named_spec, get_input_signature(model))
     except (ValueError, TypeError) as error:
         raise UsageError(
-            f"The Keras model {model.name!r} does not say what its inputs are. Call it once on a batch first."
+            f"The Keras model {model.name!r} does not declare its inputs. Call it once on a batch first."
         ) from error
     try:
         return tensorflow.function(call_model, input_signature=signature, autograph=False).get_concrete_function()
@@ -91,11 +91,11 @@ def trace_keras_model(tensorflow: Any, keras: Any, model: Any) -> Any:
 
 
 def load_keras(path: Path) -> Model:
-    """The model in a `.keras` or `.h5` file, as the SavedModel that Keras exports; it is written as one.
+    """Load a `.keras` or `.h5` file as the SavedModel that Keras exports. The result is saved as a SavedModel.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
-        ModelError: The file is damaged, or has code in it.
+        ModelError: The file is damaged, or contains code.
         UsageError: Keras does not run on TensorFlow.
     """
     try:
@@ -118,7 +118,7 @@ def load_keras(path: Path) -> Model:
 
 
 class _TempFolder:
-    """A temporary folder that goes when nobody holds this any more."""
+    """A temporary folder that is deleted with the last reference to this object."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -137,12 +137,12 @@ def _export_saved_model(tensorflow: Any, path: Path, folder: Path, config: Any) 
     except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
         raise ModelError(
             f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))} Export it to a SavedModel with"
-            " model.export(folder), where it was made, and give that folder."
+            " model.export(folder) in its own environment, and pass that folder."
         ) from error
 
 
 def _normalize_saved_functions(meta: Any) -> None:
-    """Gives functions the same names whenever the file is read."""
+    """Give functions the same names each time the file is read."""
     names, objects = normalize_function_names(meta.graph_def), meta.object_graph_def
     for old, new in names.items():
         if old != new and old in objects.concrete_functions:
@@ -161,31 +161,31 @@ def _normalize_saved_functions(meta: Any) -> None:
 def _require_tensorflow_backend(keras: Any) -> None:
     backend = keras.config.backend()
     if backend != "tensorflow":
-        raise UsageError(f"Keras runs on {backend} here. Set KERAS_BACKEND=tensorflow before it is imported.")
+        raise UsageError(f"Keras| runs on {backend} in this process. Set KERAS_BACKEND=tensorflow before it is imported.")
 
 
-# -- what a file holds -----------------------------------------------------------------------------
+# -- checks of files -------------------------------------------------------------------------------
 
 
 def _read_safe_config(path: Path) -> Any:
-    """Refuses a file that is none of Keras, has code in it, or leads out of itself; gives its configuration."""
+    """Read a file's configuration. Files with code, links to other files, and files not from Keras are refused."""
     try:
         config = json.loads(_read_zip_config(path) if path.suffix == ".keras" else _read_h5_config(path))
     except (OSError, ValueError, LookupError, RuntimeError, zipfile.BadZipFile) as error:
-        raise ModelError(f"{path} is no Keras model: {first_error_line(str(error))} It may be damaged.") from error
+        raise ModelError(f"{path} is not a Keras model: {first_error_line(str(error))} It may be damaged.") from error
     for entry in _json_objects(config):
         name = entry.get("class_name")
         if name in _CODE_CLASSES:
             raise ModelError(
-                f"{path} has the {str(name).strip('_')} layer{_quoted_layer_name(entry)}, which is code in the model's file or a way"
-                " to it. It is not run. Where you trust it, export the model with model.export(folder) and give that"
+                f"{path} has the {str(name).strip('_')} layer{_quoted_layer_name(entry)}, which contains or refers to code. Code in"
+                " model files is never run. If you trust it, export the model with model.export(folder) and pass that"
                 " folder."
             )
     return config
 
 
 def _require_known_classes(keras: Any, path: Path, config: Any) -> None:
-    """Refuses classes that are neither of Keras nor registered by whoever runs this: nothing is imported for a file."""
+    """Refuse classes that are neither part of Keras nor registered by the caller. Nothing is imported for a file."""
     for entry in _json_objects(config):
         name, module, registered_name = (entry.get(key) for key in ("class_name", "module", "registered_name"))
         is_trusted = isinstance(module, str) and module.partition(".")[0] in _TRUSTED_PACKAGES
@@ -193,8 +193,8 @@ def _require_known_classes(keras: Any, path: Path, config: Any) -> None:
             continue
         if keras.saving.get_registered_object(str(registered_name)) is None:
             raise ModelError(
-                f"{path} needs the class {name!r}, which is not of Keras and is not imported. Export the model to a"
-                " SavedModel with model.export(folder), where it was made, and give that folder."
+                f"{path} needs the class {name!r}, which is not part of Keras and is never imported. Export the"
+                " model to a SavedModel with model.export(folder) in its own environment, and pass that folder."
             )
 
 
@@ -205,7 +205,7 @@ def _quoted_layer_name(entry: dict[str, Any]) -> str:
 
 
 def _json_objects(config: Any) -> Iterator[dict[str, Any]]:
-    """All objects of a JSON value."""
+    """Yield all objects of a JSON value."""
     pending = [config]
     while pending:
         current = pending.pop()
@@ -217,7 +217,7 @@ def _json_objects(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def _read_zip_config(path: Path) -> bytes:
-    """The configuration in a `.keras` file, whose members are looked through."""
+    """Read the configuration of a `.keras` file after its members were checked."""
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if member.file_size > MAX_CONFIG_BYTES and member.file_size > MAX_EXPANSION * member.compress_size:
@@ -237,12 +237,12 @@ def _read_h5_config(path: Path) -> bytes:
     with h5py.DataFile(path, "r") as file:
         config = file.attrs.get("model_config")
     if config is None:
-        raise ValueError("it holds weights alone, without the layers. Save the whole model.")
+        raise ValueError("it contains weights without the layers. Save the whole model.")
     return config.encode() if isinstance(config, str) else bytes(config)
 
 
 def _require_self_contained_h5(file: Any) -> None:
-    """Refuses what leads to other files."""
+    """Refuse links to other files."""
     import h5py
 
     with h5py.DataFile(file, "r") as opened:
@@ -262,6 +262,6 @@ def _require_self_contained_h5(file: Any) -> None:
                         member.write_external_model or member.is_virtual
                     )
                 if is_external:
-                    raise ValueError(f"{key[:60]!r} is kept in another file.")
+                    raise ValueError(f"{key[:60]!r} is stored in another file.")
                 if isinstance(member, h5py.Group):
                     pending.append(member)

@@ -1,6 +1,6 @@
-"""The variables of learned ranges: their first values, in whatever holds a model's values.
+"""Variables of learned ranges and their initial values.
 
-A frozen graph has no checkpoint: it gets operations that assign the values, and one that runs them all.
+A frozen graph has no checkpoint, so it receives operations that assign the values, and one that runs them all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 LEARNED_ATTR: Final = "_graphquant_learned"
-"""The attribute of such a variable: whether gradients reach it."""
+"""The attribute that marks such a variable. Its value is True if gradients reach the variable."""
 
 INITIALIZER_OP: Final = "init_learned_ranges"
-"""The operation of a frozen graph that assigns all first values."""
+"""The operation of a frozen graph that assigns all initial values."""
 
 
 INVALID_NAME_CHARS: Final = re.compile(r"[^A-Za-z0-9_./-]")
@@ -36,12 +36,12 @@ class LearnedRange:
     """One variable of a learned range.
 
     Attributes:
-        graph: The graph that it is in, "" for the main one.
-        node: Its VarHandleOp there.
-        is_fetchable: Whether that runs where a session can fetch it: not in a function, nor in a TF1 frame.
-        shared_name: The name by which sessions know it.
-        value: Its first value.
-        trainable: Whether gradients reach it.
+        graph: The name of its graph, "" for the main graph.
+        node: Its VarHandleOp in that graph.
+        is_fetchable: True if a session can fetch the node: it is neither in a function nor in a TF1 frame.
+        shared_name: Its name in sessions.
+        value: Its initial value.
+        trainable: True if gradients reach it.
     """
 
     graph: str
@@ -53,7 +53,7 @@ class LearnedRange:
 
 
 def learned_ranges(model: Model) -> list[LearnedRange]:
-    """The variables of learned ranges that `model` got since it was read, graph by graph; copies share some."""
+    """Return the variables of learned ranges that were added to `model`. Function clones share variables."""
     return [
         LearnedRange(
             graph=name,
@@ -70,7 +70,7 @@ def learned_ranges(model: Model) -> list[LearnedRange]:
 
 
 def stored_initial_values(graph_def: Any) -> dict[str, ConstValue]:
-    """By shared name what reads the first value of each variable of a learned range that a GraphDef brings."""
+    """Return readers of the initial values of a GraphDef's learned ranges, by shared name."""
     nodes = {node.name: node for node in graph_def.node}
     values = {}
     for node in graph_def.node:
@@ -82,7 +82,7 @@ def stored_initial_values(graph_def: Any) -> dict[str, ConstValue]:
 
 
 def by_shared_name(variables: Iterable[LearnedRange]) -> dict[str, LearnedRange]:
-    """The variables by the name that copies share, each as it was found first."""
+    """Index the variables by shared name. Function clones share a name; the first one counts."""
     by_shared: dict[str, LearnedRange] = {}
     for variable in variables:
         by_shared.setdefault(variable.shared_name, variable)
@@ -92,12 +92,12 @@ def by_shared_name(variables: Iterable[LearnedRange]) -> dict[str, LearnedRange]
 def add_initializers(
     graph_def: Any, variables: Iterable[LearnedRange], handles: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Adds to a GraphDef what assigns the first values, and `init_learned_ranges`, which runs all of that.
+    """Add ops to a GraphDef that assign the initial values, and `init_learned_ranges`, which runs them all.
 
     Args:
-        graph_def: The GraphDef, which is changed.
+        graph_def: The GraphDef, changed in place.
         variables: The variables.
-        handles: Nodes of the main graph that make them, by shared name.
+        handles: Existing nodes of the main graph that make the variables, by shared name.
     """
     used_names = {node.name for node in graph_def.node}
     control_inputs = []
@@ -122,7 +122,7 @@ def add_initializers(
 
 
 def make_handle_node(name: str, variable: LearnedRange) -> Any:
-    """A VarHandleOp for a variable that a function holds."""
+    """Make a VarHandleOp in the main graph for a variable inside a function."""
     node = proto.NodeDef(name=name, op="VarHandleOp")
     attrs = {
         "dtype": DataType(str(variable.value.dtype)),
@@ -136,7 +136,7 @@ def make_handle_node(name: str, variable: LearnedRange) -> Any:
 
 
 def unique_node_name(used_names: set[str], name: str) -> str:
-    """`name`, or with the smallest free number if a node is called so."""
+    """Return `name`, or `name` with the smallest free number if it is in use."""
     candidate, number = name, 0
     while candidate in used_names:
         number += 1

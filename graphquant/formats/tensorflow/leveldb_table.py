@@ -1,9 +1,8 @@
-"""Reads and writes the sorted key-value table (LevelDB's format) that holds the index of a TensorFlow checkpoint.
+"""Read and write the sorted key-value table (LevelDB's format) of a TensorFlow checkpoint's index.
 
-A table file is a row of blocks and a footer. The footer points at an index block, whose values point at the data
-blocks. Inside a block a key is stored as the length it shares with the key before it and the rest of its bytes.
-Everything read here may come from a stranger: lengths are checked before they are used, and what the file may make
-this module allocate is bounded by the file's size.
+A table file is a sequence of blocks and a footer. The footer points at an index block, whose values point at the data
+blocks. Inside a block a key is stored as the length of the prefix it shares with the previous key, and the rest of its
+bytes. Files may be hostile: lengths are checked before they are used, and allocations are bounded by the file's size.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _NO_COMPRESSION: Final = 0
 _SNAPPY: Final = 1
 _MASK_DELTA: Final = 0xA282EAD8
 _MAX_VARINT_BYTES: Final = 10
-# A snappy element of 3 bytes copies at most 64; beyond that a declared length is made up.
+# A Snappy element of 3 bytes copies at most 64 bytes, so a larger declared length is invalid.
 _MAX_SNAPPY_RATIO: Final = 64
-# Keys share prefixes, so they may take more room than the file; real ones stay far below this.
+# Keys share prefixes, so they may be larger than the file; real files are far below this ratio.
 _MAX_KEY_RATIO: Final = 32
 _FREE_KEY_BYTES: Final = 1 << 24
 _BLOCK_SIZE: Final = 1 << 16  # a block is closed at that many bytes
@@ -35,18 +34,18 @@ _RESTART_INTERVAL: Final = 16  # entries between two restarts
 
 
 def unmask_crc(masked: int) -> int:
-    """The CRC-32C behind a stored one; files hold them rotated and shifted, as they may checksum checksums."""
+    """Return the CRC-32C of a masked one. Files mask checksums, as they may be checksummed again."""
     rotated = (masked - _MASK_DELTA) & 0xFFFFFFFF
     return (rotated >> 17 | rotated << 15) & 0xFFFFFFFF
 
 
 def mask_crc(crc: int) -> int:
-    """A CRC-32C as it is stored."""
+    """Return a CRC-32C as it is stored: rotated and shifted."""
     return ((crc >> 15 | crc << 17) + _MASK_DELTA) & 0xFFFFFFFF
 
 
 def encode_varint(value: int) -> bytes:
-    """A number in base 128, the lowest digit first."""
+    """Encode a number in base 128, the lowest digit first."""
     digits = bytearray()
     while value >= 0x80:  # noqa: PLR2004 - the continuation bit
         digits.append(value & 0x7F | 0x80)
@@ -55,7 +54,7 @@ def encode_varint(value: int) -> bytes:
 
 
 def read_varint(data: bytes, position: int) -> tuple[int, int]:
-    """The base-128 number at that position and the position behind it.
+    """Return the base-128 number at `position` and the position after it.
 
     Raises:
         ModelError: The data ends inside the number, or the number does not fit in 64 bits.
@@ -74,14 +73,14 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def read_table(data: bytes, *, source: str) -> dict[bytes, bytes]:
-    """All keys and values of a table, in the order of the keys.
+    """Return all keys and values of a table, in the order of the keys.
 
     Args:
         data: The whole file.
-        source: What the file is called in an error.
+        source: The name of the file in errors.
 
     Raises:
-        ModelError: The data is no such table or is damaged.
+        ModelError: The data is not such a table, or is damaged.
     """
     try:
         return _read_entries(data)
@@ -90,7 +89,7 @@ def read_table(data: bytes, *, source: str) -> dict[bytes, bytes]:
 
 
 def write_table(entries: Mapping[bytes, bytes]) -> bytes:
-    """The file of a table with these keys and values, which `read_table` reads; nothing in it is compressed."""
+    """Return the uncompressed table file of these keys and values."""
     data = bytearray()
     handles: dict[bytes, bytes] = {}
     block: dict[bytes, bytes] = {}
@@ -108,7 +107,7 @@ def write_table(entries: Mapping[bytes, bytes]) -> bytes:
 
 
 def _append_block(data: bytearray, entries: Mapping[bytes, bytes]) -> bytes:
-    """Adds a block with its trailer; returns where it is."""
+    """Append a block with its trailer and return its handle."""
     block = bytearray()
     restarts = []
     for number, (key, value) in enumerate(entries.items()):
@@ -128,7 +127,7 @@ def _read_entries(data: bytes) -> dict[bytes, bytes]:
     if len(data) < _FOOTER_SIZE or not data.endswith(_MAGIC):
         raise ModelError("it does not end like a table file, it may be cut off")
     footer = data[-_FOOTER_SIZE:]
-    _, _, position = _read_handle(footer, 0)  # the block of metadata, which checkpoints leave empty
+    _, _, position = _read_handle(footer, 0)  # the metadata block, which is empty in checkpoints
     offset, size, _ = _read_handle(footer, position)
     key_budget = _FREE_KEY_BYTES + _MAX_KEY_RATIO * len(data)
     entries: dict[bytes, bytes] = {}
@@ -140,21 +139,21 @@ def _read_entries(data: bytes) -> dict[bytes, bytes]:
                 raise ModelError("its keys are out of order")
             key_budget -= len(key)
             if key_budget < 0:
-                raise ModelError("its keys take more room than a file of its size can need")
+                raise ModelError("its keys are larger than a file of its size can need")
             entries[key] = value
             previous_key = key
     return entries
 
 
 def _read_handle(data: bytes, position: int) -> tuple[int, int, int]:
-    """Offset and size of a block, and the position behind the two numbers."""
+    """Return offset and size of a block, and the position after the two numbers."""
     offset, position = read_varint(data, position)
     size, position = read_varint(data, position)
     return offset, size, position
 
 
 def _read_block(data: bytes, offset: int, size: int) -> bytes:
-    """The contents of a block, checked against its trailer and decompressed."""
+    """Return the contents of a block, checked against its trailer and decompressed."""
     end = offset + size
     if end + _TRAILER_SIZE > len(data) - _FOOTER_SIZE:
         raise ModelError("a block lies outside the file")
@@ -170,7 +169,7 @@ def _read_block(data: bytes, offset: int, size: int) -> bytes:
 
 
 def _iter_block_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values of a block; its tail, an array of restart positions, is only needed for random access."""
+    """Yield keys and values of a block. Its tail, the restart positions, only serves random access."""
     if len(block) < 4:  # noqa: PLR2004 - the size of the number of restarts
         raise ModelError("a block is too short")
     end = len(block) - 4 - 4 * int.from_bytes(block[-4:], "little")
@@ -191,7 +190,7 @@ def _iter_block_entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _decompress_snappy(data: bytes) -> bytes:
-    """Decompresses Snappy's raw format: literals and copies of what was decompressed before."""
+    """Decompress Snappy's raw format: literals, and copies of earlier output."""
     size, position = read_varint(data, 0)
     if size > _MAX_SNAPPY_RATIO * len(data):
         raise ModelError("a compressed block claims an impossible size")
@@ -211,7 +210,7 @@ def _decompress_snappy(data: bytes) -> bytes:
         distance = int.from_bytes(data[position : position + width], "little")
         position += width
         length = tag + 1
-        if kind == 1:  # a short copy keeps the upper bits of the distance beside its length
+        if kind == 1:  # a short copy stores the upper bits of the distance next to its length
             distance |= tag >> 3 << 8
             length = (tag & 7) + 4
         if not 0 < distance <= len(output) or position > len(data):

@@ -1,8 +1,8 @@
-"""A TensorFlow model to a `Model`: one graph for the main graph and one for each function of its library.
+"""Load a TensorFlow model: one graph for the main graph and one for each function of its library.
 
-A tensor is called as the file calls it: "op:port" in the main graph, "op:output_arg:index" or an argument's bare name
-in a function. Function arguments are ops of kind "input" and type "_Arg"; what a function returns, a signature names or
-nobody reads is read by ops of kind "output" and type "_Retval", called "@" and what they stand for.
+Tensors have their names in the file: "op:port" in the main graph, "op:output_arg:index" or an argument's bare name in a
+function. Function arguments are ops of kind "input" and type "_Arg". Outputs are ops of kind "output" and type
+"_Retval", named "@" and their label: the results of a function, the outputs of a signature, or tensors without readers.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 ARGUMENT_TYPE: Final = "_Arg"
 RESULT_TYPE: Final = "_Retval"
 NodePorts = list[tuple[str, int, str | None]]
-"""Output argument, index in it and dtype of each port of a node."""
+"""Output argument, index within it and dtype of each port of a node."""
 
 _SHAPE_PRESERVING_KINDS: Final = frozenset({"identity", "enter", "switch", "read_variable", "next_iteration", "exit"})
-_LEGACY_SCALARS: Final = 24  # GraphDef versions below write a placeholder of unknown shape as a scalar
+_LEGACY_SCALARS: Final = 24  # older GraphDef versions write a placeholder of unknown shape as a scalar
 _NON_SINK_KINDS: Final = frozenset(
     {"constant", "variable", "read_variable", "input", "switch", "enter", "next_iteration", "loop_cond", "stateful"}
 )
@@ -41,7 +41,7 @@ _NON_RESULT_DTYPES: Final = frozenset({"string", "resource", "variant"})
 
 
 def load(path: Path) -> Model:
-    """Reads the GraphDef, MetaGraphDef or SavedModel at `path`, whatever its suffix, or the Keras file.
+    """Load the GraphDef, MetaGraphDef, SavedModel or Keras file at `path`, whatever its suffix.
 
     Raises:
         MissingDependencyError: It is a Keras file, and tensorflow is not installed.
@@ -55,7 +55,7 @@ def load(path: Path) -> Model:
 
 
 def build_model(source: TensorFlowSource, path: Path) -> Model:
-    """The model of what was read, or made, for `path`.
+    """Build the model of a source, for `path`.
 
     Raises:
         ModelError: It is damaged, or not supported.
@@ -83,7 +83,7 @@ class _ModelLoader:
         signatures = (function.signature for function in self._functions.values())
         self._op_table = opdefs.extended_op_table(custom_op_defs).with_op_defs(signatures)
         self._builtin = opdefs.builtin_table()
-        # What saves and restores variables is no part of what the model computes.
+        # Saving and restoring variables is not part of the model's computation.
         saver = meta.saver_def if meta is not None else proto.SaverDef()
         self._saver_ops = {name.partition(":")[0] for name in (saver.save_tensor_name, saver.restore_op_name)}
         self._saver_filename = saver.filename_tensor_name.partition(":")[0]
@@ -94,7 +94,7 @@ class _ModelLoader:
         )
 
     def load(self) -> Model:
-        """The model."""
+        """Return the model."""
         main = self._model.graphs[""] = Graph("", self._model.graphs)
         self._fill_graph(main, self._graph_def.node, TensorNames(self._graph_def.node, self._op_table, {}))
         main.inputs = [op.name for op in main.ops() if op.kind == "input" and op.name != self._saver_filename]
@@ -118,12 +118,12 @@ class _ModelLoader:
             graph.add_op(Op(name=arg.name, kind="input", type=ARGUMENT_TYPE, roles=(), outputs=(output,), source=arg))
         graph.inputs = list(arguments)
         names = TensorNames(function.node_def, self._op_table, arguments, function=name)
-        # Results are read before the ops are made: a port of an unknown operation exists if it is named.
+        # Results are resolved before the ops are made: a port of an unknown operation exists if something names it.
         results = []
         for arg in function.signature.output_arg:
             if arg.name not in function.ret:
                 raise ModelError(
-                    f"Function {name!r} does not say what it returns as {arg.name!r}. The model file is damaged."
+                    f"Function {name!r} has no tensor for its result {arg.name!r}. The model file is damaged."
                 )
             results.append((f"@{arg.name}", names.resolve_tensor(function.ret[arg.name], f"the result {arg.name!r}")))
         self._fill_graph(graph, function.node_def, names)
@@ -131,7 +131,7 @@ class _ModelLoader:
             add_output(graph, label, tensor)
 
     def _fill_graph(self, graph: Graph, nodes: Iterable[Any], names: TensorNames) -> None:
-        """Adds an op for each node and wires them; loops need their ops before their edges."""
+        """Add an op for each node, then wire the ops. Loops need all ops before their edges."""
         wiring = []
         for node in nodes:
             data = [tensor_name for tensor_name in node.input if not tensor_name.startswith("^")]
@@ -144,7 +144,7 @@ class _ModelLoader:
             ]
             wiring.append((node, tensors, control_inputs))
         for node, tensors, _ in wiring:
-            # The saver's names are those of the main graph; in a function they are just names.
+            # The saver names nodes of the main graph; the same name in a function means another node.
             graph.add_op(
                 self._make_op(node, len(tensors), names, is_saver=not graph.name and node.name in self._saver_ops)
             )
@@ -192,7 +192,7 @@ class _ModelLoader:
         )
 
     def _function_calls(self, node: Any) -> tuple[Call, ...]:
-        """The functions that a node runs; attributes in alphabetical order."""
+        """Return the calls of a node, its attributes in alphabetical order."""
         offsets = FUNCTION_ATTRS.get(node.op, {})
         calls = []
         if node.op in self._functions and node.op not in self._builtin:
@@ -211,7 +211,7 @@ class _ModelLoader:
         return tuple(calls)
 
     def _add_signatures(self, main: Graph, signatures: Mapping[str, Any]) -> bool:
-        """Adds an output for each tensor that a signature returns; whether there are any."""
+        """Add an output for each tensor that a signature returns; return True if there are any."""
         exposed: set[TensorRef] = set()
         for key in sorted(signatures):
             for label in sorted(signatures[key].outputs):
@@ -223,7 +223,7 @@ class _ModelLoader:
 
 
 class TensorNames:
-    """Tensor names of one graph, as its nodes' inputs spell them."""
+    """Tensor names of one graph, as the inputs of its nodes spell them."""
 
     def __init__(
         self, nodes: Iterable[Any], table: opdefs.OpTable, arguments: Mapping[str, str | None], function: str = ""
@@ -242,16 +242,16 @@ class TensorNames:
             if node.op in table:
                 self._ports[node.name] = list(opdefs.output_ports(node, table))
             else:
-                # A custom operation whose definition the file lacks has the outputs that are read.
+                # A custom operation without a definition in the file has the outputs that are read.
                 self._ports[node.name] = []
                 self._undeclared.add(node.name)
 
     def ports(self, node: str) -> NodePorts:
-        """The output ports of a node."""
+        """Return the output ports of a node."""
         return self._ports[node]
 
     def control_input(self, node_name: str, reader: str) -> str:
-        """The op that a control input names."""
+        """Return the op that a control input names."""
         if node_name not in self._ports and node_name not in self._arguments:
             raise ModelError(
                 f"In {self._graph_label}, {reader} waits for {node_name!r}, which does not exist. The model file is damaged."
@@ -259,14 +259,14 @@ class TensorNames:
         return node_name
 
     def output_name(self, node: str, port: int) -> str:
-        """The name of output `port` of `node`."""
+        """Return the name of output `port` of `node`."""
         if not self._in_function:
             return f"{node}:{port}"
         arg, index, _ = self._ports[node][port]
         return f"{node}:{arg}:{index}"
 
     def resolve_tensor(self, tensor_name: str, reader: str) -> tuple[str, int]:
-        """Op and port of the tensor that `reader` names `tensor_name`."""
+        """Return op and port of the tensor that `reader` calls `tensor_name`."""
         name, _, suffix = tensor_name.partition(":")
         if self._in_function and not suffix and name in self._arguments:
             return name, 0
@@ -282,7 +282,7 @@ class TensorNames:
         return name, port
 
     def _graph_port(self, node: str, suffix: str) -> int | None:
-        if suffix and not (suffix.isascii() and suffix.isdigit() and len(suffix) < 6):  # noqa: PLR2004  # more ports than any op has
+        if suffix and not (suffix.isascii() and suffix.isdigit() and len(suffix) < 6):  # noqa: PLR2004  # more digits than any port number has
             return None
         port = int(suffix or 0)
         ports = self._ports[node]
@@ -304,12 +304,12 @@ class TensorNames:
             positions[key] = len(positions)
             self._ports[node].append((*key, None))
         if not index and (arg, 1) in positions:
-            return None  # the name of a list of tensors, which stands for all of them
+            return None  # without an index the name means the whole list of tensors
         return positions.get(key)
 
 
 def _declared_shapes(node: Any, producer: int) -> list[Shape | None]:
-    """The static shapes of a node's outputs, as far as the node itself tells them."""
+    """Return the static shapes of a node's outputs, as far as the node declares them."""
     attr = node.attr
     if "_output_shapes" in attr and attr["_output_shapes"].list.shape and node.op != "VarHandleOp":
         return [decode_shape(shape) for shape in attr["_output_shapes"].list.shape]
@@ -330,7 +330,7 @@ def _declared_shapes(node: Any, producer: int) -> list[Shape | None]:
 
 
 def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
-    """The static shape of a function's argument, or of the variable whose handle it is."""
+    """Return the static shape of a function's argument, or of the variable whose handle it is."""
     if arg.handle_data:
         return decode_shape(arg.handle_data[0].shape)
     attr = function.arg_attr[index].attr if index in function.arg_attr else {}
@@ -340,7 +340,7 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
 
 
 def _propagate_shapes(graph: Graph) -> None:
-    """Gives ops that hand their input on unchanged its shape; what reads a variable has the variable's shape."""
+    """Copy shapes through passthrough ops. A read of a variable has the variable's shape."""
     visited: set[str] = set()
     for start_name in graph.nx:
         chain: list[Op] = []
@@ -365,7 +365,7 @@ def _propagate_shapes(graph: Graph) -> None:
 
 
 def _signature_tensor(main: Graph, name: str, label: str) -> TensorRef | None:
-    """The tensor that a signature names; None for an op without outputs and for tensors made of several."""
+    """Return the tensor that a signature names; None for ops without outputs and for composite tensors."""
     op, _, port = name.partition(":")
     if not name:
         return None
@@ -391,7 +391,7 @@ def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping
 
 
 def _add_sink_outputs(graph: Graph) -> None:
-    """Makes an output of each computed tensor of an op that nobody reads or waits for."""
+    """Add an output for each computed tensor without readers."""
     for op in list(graph.ops()):
         if op.kind in _NON_SINK_KINDS or graph.nx.adj[op.name]:
             continue

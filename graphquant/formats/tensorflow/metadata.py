@@ -1,4 +1,4 @@
-"""What a TensorFlow model says of where it came from: underscore attributes of the first op that was inserted."""
+"""Metadata in a TensorFlow model: underscore attributes of the first inserted op."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 RULE_ATTR: Final = "_graphquant_rule"
-"""The attribute of a node that graphquant made, which names the rule it came from."""
+"""The attribute of an inserted node that names its rule."""
 
 ANCHOR_ATTR: Final = "_graphquant_anchor"
-"""The attribute that names the tensor that it was made for."""
+"""The attribute of an inserted node that names the tensor it was inserted for."""
 
 _METADATA_PREFIX: Final = "_graphquant_model_"
-"""What the attributes start with that are about the whole model."""
+"""The prefix of attributes with metadata of the whole model."""
 
 
 def write_metadata(message: Any, model: Model) -> None:
-    """Writes into `message`, which `model` was emitted as, what the model is to say of itself."""
+    """Write the metadata of `model` into `message`, its emitted form."""
     if model.provenance is None:
         return
     source: TensorFlowSource = model.source
@@ -39,7 +39,7 @@ def write_metadata(message: Any, model: Model) -> None:
 
 
 def node_metadata(source: TensorFlowSource, message: Any) -> dict[str, bytes]:
-    """What a model says of itself, by key."""
+    """Return the metadata of a model, by key."""
     return {
         key.removeprefix(_METADATA_PREFIX): node.attr[key].s
         for node in _graph_def_nodes(source, message)
@@ -49,7 +49,7 @@ def node_metadata(source: TensorFlowSource, message: Any) -> dict[str, bytes]:
 
 
 def original_record(source: TensorFlowSource) -> tuple[bytes, Any] | None:
-    """The record in a model and the model without what it says of itself; None if there is none."""
+    """Return the original's record in a model, and the model without its metadata; None if there is no record."""
     data = node_metadata(source, source.message).get(RECORD_KEY)
     if data is None:
         return None
@@ -60,7 +60,7 @@ def original_record(source: TensorFlowSource) -> tuple[bytes, Any] | None:
 
 
 def _clear_metadata(source: TensorFlowSource, message: Any) -> None:
-    """Takes out what the model says of itself."""
+    """Remove the metadata of a model."""
     for node in _graph_def_nodes(source, message):
         for key in [key for key in node.attr if key.startswith(_METADATA_PREFIX)]:
             del node.attr[key]

@@ -1,8 +1,8 @@
-"""The functions of a SavedModel's object graph, which no signature needs to call and whoever loads the model may.
+"""The functions of a SavedModel's object graph, which a caller may use although no signature calls them.
 
-`tf.saved_model.load` gives each of them the variables that the object graph binds to its last arguments. Here they are
-called by the ops of a graph of their own, "@saved", which is never written: a variable there is called as in the main
-graph, and an argument that the caller gives is an empty slot.
+`tf.saved_model.load` passes each of them the variables that the object graph binds to its last arguments. In a `Model`
+the ops of an extra graph, "@saved", call them. That graph is never written. A variable has the same name there as in
+the main graph, and an argument from the caller is an empty slot.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 SAVED_GRAPH: Final = "@saved"
-"""The graph that calls the saved functions; the name of a function has no "@"."""
+"""The graph that calls the saved functions. No function's name contains "@"."""
 
 _VARIABLE_VALUE: Final = "VARIABLE_VALUE"
 
 
 def add_saved_functions(model: Model, saved_objects: Any, variables: CheckpointVariables) -> None:
-    """Adds the graph that calls the functions of `saved_objects`, a SavedObjectGraph, if there are any.
+    """Add a graph that calls the functions of `saved_objects`, a SavedObjectGraph, if there are any.
 
     Raises:
         ModelError: A function of the model has the name of that graph.
@@ -39,7 +39,7 @@ def add_saved_functions(model: Model, saved_objects: Any, variables: CheckpointV
         return
     if SAVED_GRAPH in model.graphs:
         raise ModelError(
-            f"A function is called {SAVED_GRAPH!r}, which is no name of a function. The model file is damaged."
+            f"A function is called {SAVED_GRAPH!r}, which no function may be named. The model file is damaged."
         )
     graph = model.graphs[SAVED_GRAPH] = Graph(SAVED_GRAPH, model.graphs)
     model.saved_functions = (SAVED_GRAPH,)
@@ -53,7 +53,7 @@ def add_saved_functions(model: Model, saved_objects: Any, variables: CheckpointV
 
 
 class _BoundInputs:
-    """What the object graph binds to the arguments of functions."""
+    """The variables and constants that the object graph binds to function arguments."""
 
     def __init__(self, model: Model, graph: Graph, saved_objects: Any, variables: CheckpointVariables) -> None:
         self._model = model
@@ -73,7 +73,7 @@ class _BoundInputs:
         self._resolved: dict[int, TensorRef | None] = {}
 
     def resolve(self, node_id: int) -> TensorRef | None:
-        """The variable or constant that is object `node_id`, None for other objects."""
+        """Return the variable or constant of object `node_id`, None for other objects."""
         if node_id not in self._resolved:
             saved_object = self._objects[node_id] if 0 <= node_id < len(self._objects) else None
             kind = None if saved_object is None else saved_object.WhichOneof("kind")
@@ -107,7 +107,7 @@ class _BoundInputs:
 
 
 def _main_graph_bindings(model: Model, saved_objects: Any) -> Iterator[tuple[int, str]]:
-    """Objects and the variables that the main graph passes for them to functions; Keras may have two of each."""
+    """Yield objects with the variables that the main graph passes for them. Keras may save a variable twice."""
     for op in model.main.ops():
         for call in op.calls:
             if call.graph in saved_objects.concrete_functions:
@@ -119,7 +119,7 @@ def _main_graph_bindings(model: Model, saved_objects: Any) -> Iterator[tuple[int
 
 
 def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int, str]:
-    """Keys of the checkpoint by position in the object graph: the same children lead to the same variable."""
+    """Return checkpoint keys by position in the object graph: the same path of children leads to the same variable."""
     saved_graph = variables.checkpoint.object_graph() if variables.checkpoint is not None else None
     keys: dict[int, str] = {}
     if saved_graph is None or not len(nodes) or not len(saved_graph.nodes):
@@ -142,12 +142,12 @@ def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int,
     return keys
 
 
-# Finds out which key of a checkpoint holds which variable of a SavedModel.
+# Find the checkpoint key of each variable of a SavedModel.
 
 _VALUE_ATTRIBUTE: Final = "VARIABLE_VALUE"
 _VARIABLE_OPS: Final = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _ASSIGN_OPS: Final = frozenset({"AssignVariableOp", "Assign"})
-_MAX_HOPS: Final = 16  # a graph may be a ring
+_MAX_HOPS: Final = 16  # a damaged graph may contain a cycle
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class CheckpointVariables:
     """The values of a model's variables.
 
     Attributes:
-        checkpoint: Where they are, None if there is no checkpoint.
+        checkpoint: The checkpoint with the values, None if there is none.
         keys: Keys of the checkpoint by node name or shared name of a variable.
     """
 
@@ -164,38 +164,38 @@ class CheckpointVariables:
 
     @classmethod
     def from_checkpoint(cls, checkpoint_and_keys: tuple[Checkpoint, Mapping[str, str]] | None) -> Self:
-        """The variables of a checkpoint and its keys, if there is one."""
+        """Return the variables of a checkpoint with its keys, or none."""
         return cls(None, {}) if checkpoint_and_keys is None else cls(*checkpoint_and_keys)
 
     def checkpoint_key(self, node: Any) -> str | None:
-        """The key of the variable that `node` makes, None if it has no value."""
+        """Return the key of the variable that `node` makes, None if it has no value."""
         return self.keys.get(node.name) or self.keys.get(_get_shared_name(node))
 
     def node_reader(self, node: Any) -> Callable[[], Any] | None:
-        """What reads the value of the variable that `node` makes, None if it has none."""
+        """Return a reader of the variable that `node` makes, None if it has no value."""
         return self.key_reader(self.checkpoint_key(node))
 
     def key_reader(self, key: str | None) -> Callable[[], Any] | None:
-        """What reads the value under `key`, None if there is none."""
+        """Return a reader of the value under `key`, None if there is none."""
         return None if self.checkpoint is None or key is None else partial(self.checkpoint.read, key)
 
 
 def resolve_variables(saved_model: Any, checkpoint: Checkpoint) -> dict[str, str]:
-    """Maps the variables of a SavedModel to keys of its checkpoint.
+    """Map the variables of a SavedModel to keys of its checkpoint.
 
-    What the model's own restore operations do decides; a variable they leave out is looked up by its name, first in
-    the checkpoint's object graph and then among its keys, as TF1 uses them. Names alone would not do: a TF2 model may
-    hold two variables of one name, of which only the node names differ.
+    The model's restore operations decide. A variable without one is looked up by its name, first in the checkpoint's
+    object graph and then among its keys, as TF1 uses them. Names alone are not enough: a TF2 model may have two
+    variables of the same name, of which only the node names differ.
 
-    A name that could mean two keys is left out, and so are the parts of a partitioned TF1 variable, which are read
-    with the name of the whole.
+    An ambiguous name gets no key. Nor do the slices of a partitioned TF1 variable, which are read under the name of the
+    complete variable.
 
     Args:
         saved_model: A `SavedModel` message.
         checkpoint: The checkpoint in its `variables` folder.
 
     Returns:
-        Keys of the checkpoint by node name of a variable operation, and by its `shared_name` where that is clear and
+        Keys of the checkpoint by node name of a variable operation, and by its `shared_name` if that is unambiguous and
         not the name of another node. Look a variable up by node name first.
 
     Raises:
@@ -222,13 +222,13 @@ def resolve_variables(saved_model: Any, checkpoint: Checkpoint) -> dict[str, str
 
 
 def _get_shared_name(node: Any) -> str:
-    # Looking an absent attribute up would add it to the message.
+    # Reading an absent attribute would add it to the message.
     shared = node.attr["shared_name"].s if "shared_name" in node.attr else b""
     return shared.decode(errors="replace") or str(node.name)
 
 
 def _keys_by_full_name(checkpoint: Checkpoint) -> dict[str, set[str]]:
-    """The keys of every variable name in the object graph; names need not be unique there."""
+    """Return the keys of every variable name in the object graph, where names need not be unique."""
     names: dict[str, set[str]] = {}
     graph = checkpoint.object_graph()
     for node in graph.nodes if graph is not None else ():
@@ -239,7 +239,7 @@ def _keys_by_full_name(checkpoint: Checkpoint) -> dict[str, set[str]]:
 
 
 def _restored_keys(graph: Any) -> dict[str, set[str]]:
-    """The keys that variables are restored from, by node name: in the graph itself (TF1) and in functions (TF2)."""
+    """Return the restored keys by variable node: from restores in the graph (TF1) and in functions (TF2)."""
     keys_by_variable: dict[str, set[str]] = {}
     for name, key in _restored_variables(graph.node):
         keys_by_variable.setdefault(name, set()).add(key)
@@ -256,7 +256,7 @@ def _restored_keys(graph: Any) -> dict[str, set[str]]:
 
 
 def _restored_variables(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
-    """Variable (node or argument) and key of every assignment of a restored value."""
+    """Yield variable (node or argument) and key of every assignment of a restored value."""
     by_name = {node.name: node for node in nodes}
     for node in by_name.values():
         if node.op not in _ASSIGN_OPS or len(node.input) < 2:  # noqa: PLR2004 - variable and value
@@ -272,7 +272,7 @@ def _restored_variables(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
             continue
         index = _output_index(value)
         slice_spec = _string_element(by_name.get(_producer_name(source.input[2])), index)
-        # A part of a partitioned variable maps to no key; "" keeps the variable from being looked up by name.
+        # A slice of a partitioned variable has no key; "" prevents a lookup of the variable by name.
         key = _string_element(by_name.get(_producer_name(source.input[1])), index) if not slice_spec else ""
         if key is not None:
             yield _producer_name(node.input[0]), key
@@ -283,13 +283,13 @@ def _producer_name(tensor: str) -> str:
 
 
 def _output_index(tensor: str) -> int:
-    """The 1 of `node:1` in a graph and of `node:output:1` in a function."""
+    """Return the 1 of `node:1` in a graph and of `node:output:1` in a function."""
     digits = tensor.rpartition(":")[2] if ":" in tensor else "0"
     return int(digits) if digits.isdecimal() and len(digits) < 10 else 0  # noqa: PLR2004 - no op has more outputs
 
 
 def _string_element(node: Any, index: int) -> str | None:
-    """An element of a constant of strings; a constant that is shorter than its shape repeats its last element."""
+    """Return an element of a string constant. Its last element repeats if it is shorter than its shape."""
     if node is None or node.op != "Const" or "value" not in node.attr:
         return None
     values = node.attr["value"].tensor.string_val

@@ -1,8 +1,9 @@
-"""Which inputs and outputs TensorFlow's operations have, without TensorFlow.
+"""Inputs and outputs of TensorFlow's operations, without TensorFlow.
 
-`opdefs.txt` has a line for each operation TensorFlow registers; its head describes the format. A line is only parsed
-when its operation is asked for. A node's ports follow from its operation's arguments and the node's own attributes:
-an argument is one tensor, or as many of one type as an attribute says, or one of each type in a list.
+`opdefs.txt` has a line for each operation that TensorFlow registers; its header describes the format. A line is parsed
+when its operation is first used. A node's ports follow from its operation's arguments and the node's attributes: an
+argument is one tensor, a number of tensors of one type (an attribute holds the number), or one tensor for each type in
+a list.
 """
 
 from __future__ import annotations
@@ -21,22 +22,22 @@ if TYPE_CHECKING:
 
 AttrDefault: TypeAlias = str | int | tuple[str, ...]
 
-# No one builds a node with more ports than this, and expanding a made-up number would exhaust memory.
+# Real nodes have fewer ports, and expanding a hostile number would exhaust memory.
 _MAX_PORTS: Final = 65_536
 _DEFAULT_KINDS: Final = {"i": int, "type": str, "list": tuple}
 
 
 @dataclass(frozen=True, slots=True)
 class ArgSpec:
-    """An input or output argument of an operation; it stands for one port or several.
+    """An input or output argument of an operation, which stands for one port or several.
 
     Attributes:
         name: The argument's name.
-        dtype: The numpy-like name of its type where the operation fixes it.
+        dtype: The numpy-like name of its type if the operation fixes it.
         type_attr: Otherwise the attribute that holds its type.
-        number_attr: The attribute that says how many ports of that type there are; without it there is one.
+        number_attr: The attribute with the number of ports of that type; without it there is one port.
         type_list_attr: The attribute that lists the types of the argument's ports, one each.
-        is_ref: Whether the type is a reference to a TF1 variable's buffer.
+        is_ref: True if the type is a reference to a TF1 variable's buffer.
     """
 
     name: str
@@ -55,7 +56,7 @@ class OpSpec:
         name: Its type, for instance "MatMul".
         inputs: Its input arguments.
         outputs: Its output arguments.
-        is_stateful: Whether a call may depend on more than its inputs, or have an effect besides its outputs.
+        is_stateful: True if a call may depend on more than its inputs, or has side effects.
         defaults: The defaults of the attributes that arguments refer to; a saved model may leave such values out.
     """
 
@@ -67,7 +68,7 @@ class OpSpec:
 
 
 class OpTable:
-    """Operations by name: those that TensorFlow registers, or those and the ones a model brings along."""
+    """Operations by name: those that TensorFlow registers, and those that a model defines."""
 
     def __init__(self, lines: Mapping[str, str], custom_specs: Mapping[str, OpSpec]) -> None:
         self._lines = lines
@@ -77,24 +78,24 @@ class OpTable:
         return op_type in self._specs or op_type in self._lines
 
     def names(self) -> list[str]:
-        """The names of all operations, sorted."""
+        """Return the names of all operations, sorted."""
         return sorted({*self._specs, *self._lines})
 
     def find_spec(self, op_type: str) -> OpSpec | None:
-        """The operation of that name, None if it is not known."""
+        """Return the operation of that name, None if it is unknown."""
         if op_type not in self._specs and op_type in self._lines:
             self._specs[op_type] = _parse_table_line(op_type, self._lines[op_type])
         return self._specs.get(op_type)
 
     def with_op_defs(self, op_defs: Iterable[Any]) -> OpTable:
-        """A table with these operations added; an operation that is known already stays as it is.
+        """Return a table with these operations added. A known operation keeps its definition.
 
         Args:
             op_defs: `OpDef` messages: a model's `stripped_op_list`, or the signatures of its functions, whose names
                 nodes may use as operations.
 
         Raises:
-            ModelError: An argument has a type that is not known.
+            ModelError: An argument has an unknown type.
         """
         custom_specs = {op_def.name: _parse_op_def(op_def) for op_def in op_defs if op_def.name not in self}
         return OpTable(self._lines, {**self._specs, **custom_specs})
@@ -102,61 +103,61 @@ class OpTable:
 
 @cache
 def builtin_table() -> OpTable:
-    """The operations TensorFlow registers, loaded once."""
+    """Return the operations that TensorFlow registers. The table is loaded once."""
     text = files(__package__).joinpath("opdefs.txt").read_text(encoding="utf-8")
     rows = (line.partition(" ") for line in text.splitlines() if line and not line.startswith("#"))
     return OpTable({name: rest for name, _, rest in rows}, {})
 
 
 def op_inputs(op_type: str) -> tuple[ArgSpec, ...] | None:
-    """The input arguments of one of TensorFlow's operations, None if there is no such operation."""
+    """Return the input arguments of one of TensorFlow's operations, None if it does not exist."""
     spec = builtin_table().find_spec(op_type)
     return spec.inputs if spec else None
 
 
 def op_outputs(op_type: str) -> tuple[ArgSpec, ...] | None:
-    """The output arguments of one of TensorFlow's operations, None if there is no such operation."""
+    """Return the output arguments of one of TensorFlow's operations, None if it does not exist."""
     spec = builtin_table().find_spec(op_type)
     return spec.outputs if spec else None
 
 
 def is_stateful_op(op_type: str) -> bool | None:
-    """Whether one of TensorFlow's operations has state or side effects, None if there is no such operation."""
+    """Return True if a TensorFlow operation has state or side effects, None if it does not exist."""
     spec = builtin_table().find_spec(op_type)
     return spec.is_stateful if spec else None
 
 
 def extended_op_table(op_defs: Iterable[Any]) -> OpTable:
-    """TensorFlow's operations and those a model brings along; see `OpTable.with_op_defs`.
+    """Return TensorFlow's operations with those of a model added; see `OpTable.with_op_defs`.
 
     Raises:
-        ModelError: An argument has a type that is not known.
+        ModelError: An argument has an unknown type.
     """
     return builtin_table().with_op_defs(op_defs)
 
 
 def input_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
-    """The data inputs of a `NodeDef` in order; the node's control inputs are not among them.
+    """Return the data inputs of a `NodeDef` in order, without its control inputs.
 
     Returns:
         For each port the argument's name, the port's index within the argument, and its dtype's numpy-like name.
 
     Raises:
-        ModelError: The operation is not known, or an attribute that its ports depend on is missing or absurd.
+        ModelError: The operation is unknown, or an attribute that its ports depend on is missing or impossible.
     """
     spec = _require_spec(node, table)
     return _expand_ports(node, spec, spec.inputs)
 
 
 def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
-    """The outputs of a `NodeDef` in order: `node:1` in a graph is the second of them.
+    """Return the outputs of a `NodeDef` in order: `node:1` in a graph is the second of them.
 
     Returns:
         For each port the argument's name, the port's index within the argument (in a function, a port is called
         `node:argument:index`), and its dtype's numpy-like name; a reference has the dtype of what it refers to.
 
     Raises:
-        ModelError: The operation is not known, or an attribute that its ports depend on is missing or absurd.
+        ModelError: The operation is unknown, or an attribute that its ports depend on is missing or impossible.
     """
     spec = _require_spec(node, table)
     return _expand_ports(node, spec, spec.outputs)
@@ -183,7 +184,7 @@ def _expand_ports(node: Any, spec: OpSpec, args: tuple[ArgSpec, ...]) -> list[tu
 
 
 def _port_dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> tuple[tuple[str, ...], int]:
-    """The types of an argument's ports and how many times they repeat."""
+    """Return the types of an argument's ports and the number of their repetitions."""
     if arg.type_list_attr is not None:
         value = _attr_value(node, spec, arg.type_list_attr, "list")
         return value if isinstance(value, tuple) else _type_names(node, arg.type_list_attr, value.type), 1
@@ -199,14 +200,14 @@ def _port_dtypes(node: Any, spec: OpSpec, arg: ArgSpec) -> tuple[tuple[str, ...]
 
 
 def _attr_value(node: Any, spec: OpSpec, name: str, kind: str) -> Any:
-    """An attribute's value as the message has it, or its default as the table has it."""
+    """Return an attribute's value from the message, or its default from the table."""
     if name in node.attr:
         value = node.attr[name]
         if value.WhichOneof("value") == kind:
             return getattr(value, kind)
     elif isinstance(default := spec.defaults.get(name), _DEFAULT_KINDS[kind]):
         return default
-    raise ModelError(f"Node {node.name!r} ({node.op}) has no usable attribute {name!r}, which its ports depend on.")
+    raise ModelError(f"Node {node.name!r} ({node.op}) lacks a valid attribute {name!r}, which its ports depend on.")
 
 
 def _type_names(node: Any, attribute: str, types: Iterable[int]) -> tuple[str, ...]:
@@ -254,7 +255,7 @@ def _parse_arg_def(op_def: Any, arg: Any) -> ArgSpec:
 
 
 def _parse_attr_default(value: Any) -> AttrDefault:
-    """The default of an attribute: a number, a type or a list of types, as arguments refer to no others."""
+    """Return an attribute's default: a number, a type or a list of types. Arguments refer to no other kinds."""
     kind = value.WhichOneof("value")
     if kind == "list":
         return tuple(dtype_name(number) or "invalid" for number in value.list.type)

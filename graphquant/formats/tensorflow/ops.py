@@ -1,4 +1,4 @@
-"""The table of TensorFlow's operations: neutral kind, input roles, channel axis of the weight, defaults."""
+"""The table of TensorFlow's operations: kind, input roles, channel axis of the weight, attribute defaults."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TensorFlowOpInfo:
-    """What an op type is.
+    """Properties of an op type that the graph representation needs.
 
     Attributes:
-        kind: The neutral kind.
-        roles: The role of each input slot; the last one stands for all that follow.
+        kind: The kind, which all formats share.
+        roles: The role of each input slot; the last one applies to all further slots.
         channel_axis: The output channel axis of the "weight" slot, from the end if negative.
-        defaults: Attributes that a file may leave out.
+        defaults: Values of attributes that a file may omit.
     """
 
     kind: str
@@ -221,15 +221,15 @@ FUNCTION_ATTRS: Final[dict[str, dict[str, tuple[int | None, bool]]]] = {
     **{name: {"f": (0, False)} for name in ("PartitionedCall", "StatefulPartitionedCall", "TPUPartitionedCall")},
     **{name: {"then_branch": (1, False), "else_branch": (1, False)} for name in ("If", "StatelessIf")},
     **{name: {"branches": (1, False)} for name in ("Case", "StatelessCase")},
-    # The condition sees what the body makes of its inputs, so none of its inputs is known beforehand: no offset.
+    # The condition reads the body's results in later iterations, so its inputs match no inputs of the op: no offset.
     **{name: {"cond": (None, True), "body": (0, True)} for name in ("While", "StatelessWhile")},
     "RemoteCall": {"f": (1, False)},
 }
-"""Op type to attribute to (offset, loop) of the `Call`; functions in other attributes have no offset."""
+"""Attributes with functions, by op type: (offset, loop) of the `Call`. Functions in other attributes have no offset."""
 
 
 def describe_tf_op(op_type: str, attr: Mapping[str, Any], input_count: int) -> TensorFlowOpInfo:
-    """What a node is, from its type, its attributes (AttrValue messages by name) and its number of data inputs."""
+    """Return the properties of a node of that type, with these AttrValue messages and number of data inputs."""
     op_info = _OP_INFOS.get(op_type)
     if op_info is None:
         return _describe_unlisted_op(op_type, input_count)

@@ -1,11 +1,11 @@
 """TensorFlow's protocol buffer messages without TensorFlow.
 
-The messages are declared in `schema.txt`, a table of names and field numbers, and built into a descriptor pool of
-graphquant's own. TensorFlow registers the same full names in the default pool; because the pools are separate, both
-live in one process in either order of import. A message of one pool cannot be assigned into a message of the other:
-cross over with bytes.
+The messages are declared in `schema.txt`, a table of names and field numbers, and built into graphquant's own
+descriptor pool. TensorFlow registers the same full names in the default pool. The pools are separate, so both can be
+imported in one process, in either order. A message of one pool cannot be assigned to a message of the other: convert it
+to bytes.
 
-Message classes are values of type `Any`, as their fields are only known at run time.
+Message classes have the type `Any`, because their fields are known only at run time.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _SCALAR_TYPES: Final[dict[str, int]] = {
     )
 }
 
-# DataType values whose name is not already the numpy-like name in upper case.
+# DataType values whose name is not the numpy-like name in upper case.
 _DTYPE_NAMES: Final = {"DT_FLOAT": "float32", "DT_DOUBLE": "float64", "DT_HALF": "float16"}
 _REF_OFFSET: Final = 100
 
 
 class _SchemaBuilder:
-    """Builds file descriptors from the lines of `schema.txt`, whose head describes the format."""
+    """Builds file descriptors from the lines of `schema.txt`, whose header describes the format."""
 
     def __init__(self) -> None:
         self.files: list[Any] = []
@@ -59,7 +59,7 @@ class _SchemaBuilder:
         self._current: Any = None
 
     def read(self, lines: list[str]) -> None:
-        """Takes the table in; enums are collected first, since a field needs to know what its type is."""
+        """Read the table. Enums are collected first, because a field's declaration depends on its type's kind."""
         package = ""
         for kind, name, *_ in _schema_words(lines):
             if kind == "file":
@@ -140,7 +140,7 @@ class _SchemaBuilder:
         field.type_name = full
 
     def _set_map_type(self, field: Any, key: str, value: str) -> None:
-        """A map is a repeated message of key and value, named after the field, inside the field's message."""
+        """Declare a map: a repeated message of key and value, named after the field, inside the field's message."""
         owner = next(scope for scope, message in self._scopes.items() if message is self._current)
         leaf = "".join(word[:1].upper() + word[1:] for word in field.name.split("_")) + "Entry"
         entry = self._current.nested_type.add(name=leaf)
@@ -170,7 +170,7 @@ POOL: Final = _build_pool()
 
 
 def message_class(name: str) -> Any:
-    """The class of the message with that full name, as in `tensorflow.SavedObjectGraph`.
+    """Return the class of the message with that full name, for instance `tensorflow.SavedObjectGraph`.
 
     Raises:
         KeyError: No message of that name is declared.
@@ -216,24 +216,24 @@ _NAMES_BY_NUMBER: Final = {
 
 
 def dtype_name(data_type: int) -> str | None:
-    """The numpy-like name of a `DataType` number, such as "float32", "bfloat16", "qint8", "string" or "resource".
+    """Return the numpy-like name of a `DataType` number, such as "float32", "bfloat16", "qint8" or "resource".
 
-    A reference type has the name of what it refers to; None stands for DT_INVALID and for numbers nobody defined.
+    A reference type has the name of the type that it refers to. DT_INVALID and undefined numbers give None.
     """
     base = data_type - _REF_OFFSET if data_type > _REF_OFFSET else data_type
     return _NAMES_BY_NUMBER.get(base)
 
 
 def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any:
-    """Fills `message` from its binary form and returns it; fields nobody declared are kept.
+    """Fill `message` from its binary form and return it. Undeclared fields are preserved.
 
     Args:
         data: The serialized message.
-        message: An instance of a message class; what it held is dropped.
-        source: What the data is called in an error, for instance the path of its file.
+        message: An instance of a message class; its previous content is discarded.
+        source: The name of the data in errors, for instance the path of its file.
 
     Raises:
-        ModelError: The bytes are not such a message, or nest deeper than protobuf allows (100).
+        ModelError: The bytes are not such a message, or nest deeper than protobuf's limit (100).
     """
     kind = message.DESCRIPTOR.full_name
     try:
@@ -244,12 +244,12 @@ def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any
 
 
 def parse_text(text: str, message: Any, *, source: str = "the input") -> Any:
-    """Fills `message` from protobuf's text format and returns it.
+    """Fill `message` from protobuf's text format and return it.
 
     Args:
         text: The message as text.
-        message: An instance of a message class; what it held is dropped.
-        source: What the text is called in an error, for instance the path of its file.
+        message: An instance of a message class; its previous content is discarded.
+        source: The name of the text in errors, for instance the path of its file.
 
     Raises:
         ModelError: The text is not such a message (the error has line and column), or nests too deeply.
@@ -258,17 +258,17 @@ def parse_text(text: str, message: Any, *, source: str = "the input") -> Any:
     message.Clear()
     try:
         text_format.Parse(text, message, descriptor_pool=POOL)
-    # Besides its own ParseError the text parser lets decoding errors of strings and of expanded Any values through.
+    # The text parser raises ParseError, and passes on errors from decoding strings and expanded Any values.
     except (text_format.ParseError, DecodeError, EncodeError, ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{source} is not a {kind} in text format: {_parse_failure_reason(error)}.") from error
     return message
 
 
 def to_binary(message: Any) -> bytes:
-    """The binary form; equal messages give equal bytes (map entries are sorted by key).
+    """Return the binary form. Equal messages give equal bytes, as map entries are sorted by key.
 
     Raises:
-        ModelError: The message is larger than 2 GiB or nests deeper than protobuf allows (100).
+        ModelError: The message is larger than 2 GiB or nests deeper than protobuf's limit (100).
     """
     try:
         data: bytes = message.SerializeToString(deterministic=True)
@@ -280,10 +280,10 @@ def to_binary(message: Any) -> bytes:
 
 
 def to_text(message: Any) -> str:
-    """The message in protobuf's text format; `parse_text` gives an equal message back.
+    """Return the message in protobuf's text format; `parse_text` restores an equal message.
 
     Raises:
-        ModelError: The message nests too deeply, or an Any inside it does not hold what its type URL says.
+        ModelError: The message nests too deeply, or the content of an Any does not match its type URL.
     """
     try:
         return text_format.MessageToString(message, descriptor_pool=POOL)

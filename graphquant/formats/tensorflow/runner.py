@@ -1,4 +1,4 @@
-"""Runs a model in TensorFlow, and shows its tensors."""
+"""Run a model in TensorFlow and observe its tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SERVING_SIGNATURE: Final = "serving_default"
 
 
 def create_runner(model: Model) -> TensorFlowRunner:
-    """A runner for `model` as it stands, edits included.
+    """Create a runner for `model` with its current edits.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
@@ -40,7 +40,7 @@ def create_runner(model: Model) -> TensorFlowRunner:
 
 
 def input_specs(model: Model) -> Sequence[InputSpec]:
-    """What a run of `model` must be fed: its signature's inputs or, without one, its placeholders."""
+    """Return the inputs that a run must be fed: those of the signature or, without one, the placeholders."""
     return _message_input_specs(model, emit(model))
 
 
@@ -51,10 +51,10 @@ def _message_input_specs(model: Model, message: Any) -> Sequence[InputSpec]:
 
 
 class TensorFlowRunner:
-    """Runs one signature of a model, or what leads to all tensors that nobody reads.
+    """Runs one signature of a model or, without signatures, all tensors without readers.
 
     Attributes:
-        inputs: What must be fed, by the placeholder's name.
+        inputs: The required inputs, by the placeholder's name.
         outputs: The signature's keys, or the names of the tensors.
     """
 
@@ -78,12 +78,12 @@ class TensorFlowRunner:
         return TensorFlowSession.start(self._tf, self._model)
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
-        """The model's outputs by name, for one feed; inputs may go by name or alias.
+        """Return the model's outputs by name, for one feed. Inputs may be given by name or alias.
 
-        An output on a branch that is not taken is left out; one inside a loop is that of the last round.
+        An output on an untaken branch is omitted; an output inside a loop has its value of the last iteration.
 
         Raises:
-            DataError: An input is missing, unknown, or of another shape than the model wants.
+            DataError: An input is missing, unknown, or of a shape that the model does not accept.
             ModelError: TensorFlow cannot run the model.
         """
         feed_dict = self._make_feed_dict(feeds)
@@ -94,16 +94,16 @@ class TensorFlowRunner:
             except ModelError:
                 if not any(tensor.op in self._unfetchable for tensor in tensors.values()):
                     raise
-            # Perhaps an output was not reached, which TensorFlow takes for an error; any other one comes up again.
+            # An output that did not run is an error for TensorFlow. Any other error is raised again by the watch.
             self._output_watch = self._start_watch(list(tensors.values()))
         values = self._output_watch.observe(feed_dict)
         return {key: values[tensor][-1] for key, tensor in tensors.items() if values[tensor]}
 
     def prepare_timed_run(self, feeds: Sequence[Feeds]) -> Callable[[], object]:
-        """What runs the model once on each of `feeds`, on one thread, as fast as TensorFlow can make it.
+        """Prepare a run on each of `feeds`, on one thread, with all of TensorFlow's optimizations.
 
         Raises:
-            DataError: An input is missing, unknown, or of another shape than the model wants.
+            DataError: An input is missing, unknown, or of a shape that the model does not accept.
             ModelError: TensorFlow cannot run the model.
         """
         session, feed_dicts = (
@@ -117,24 +117,24 @@ class TensorFlowRunner:
 
     @property
     def output_tensors(self) -> Mapping[str, TensorRef]:
-        """The tensors that `outputs` are."""
+        """The tensors that `outputs` name."""
         return {key: _main_tensor(name) for key, name in self._fetches.items()}
 
     @staticmethod
     def unobservable(_tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
-        """None: queues carry values out of every function and frame."""
+        """Return no tensors: queues can observe every function and frame."""
         return {}
 
     @cached_property
     def batch_independent(self) -> bool:
-        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
+        """True if samples may be joined along axis 0 of every input without changing their outputs."""
         return is_tf_batch_independent(self._tf, self._model, self.inputs, list(self.output_tensors.values()))
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
-        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached.
+        """Return the element count of each tensor in one run of `feed`, over all iterations; 0 if it does not run.
 
         Raises:
-            DataError: An input is missing, unknown, or of another shape than the model wants.
+            DataError: An input is missing, unknown, or of a shape that the model does not accept.
             ModelError: TensorFlow cannot run the model.
         """
         watch = self._start_watch(tensors, count_elements=True)
@@ -154,19 +154,19 @@ class TensorFlowRunner:
         max_in_flight: int = 1,
         on_result: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
-        """For each feed the values that each tensor took: none if it was not reached, several inside loops.
+        """Yield the values of each tensor, feed by feed: none if it did not run, several inside loops.
 
         Args:
-            tensors: What to observe.
-            feeds: What to run.
-            other_tensors: What other calls observe on the same feeds, for want of memory. TensorFlow fuses ops between which
-                nothing is watched, so sizes are taken of these.
-            max_in_flight: How many feeds' values there may be at once: while those of one are looked at, another is run, on
-                all threads and one after the other, for a model may have a state.
-            on_result: Is shown what each feed gave; what it takes out is not given.
+            tensors: The tensors to observe.
+            feeds: The feeds to run.
+            other_tensors: Tensors that other calls observe on the same feeds, because memory is limited. TensorFlow
+                fuses ops with no observed tensor between them, so the sizes of these are fetched to prevent that.
+            max_in_flight: Limit on the feeds whose values are in memory. While one feed's values are processed, the
+                next one runs on all threads. Runs never overlap, because a model may have state.
+            on_result: Receives each feed's values; values that it removes are not yielded.
 
         Raises:
-            DataError: An input is missing, unknown, or of another shape than the model wants.
+            DataError: An input is missing, unknown, or of a shape that the model does not accept.
             ModelError: TensorFlow cannot run the model.
         """
         watch = self._start_watch(tensors, other_tensors)
@@ -180,7 +180,7 @@ class TensorFlowRunner:
     def _start_watch(
         self, tensors: Sequence[TensorRef], other_tensors: Sequence[TensorRef] = (), *, count_elements: bool = False
     ) -> TensorWatch:
-        """A session that shows `tensors`, or with `count_elements` how many elements each value has; sizes of those `other_tensors`."""
+        """Start a watch of the values of `tensors`, or their element counts, and of counts of `other_tensors`."""
         watched_tensors = dict.fromkeys([*tensors, *other_tensors])
         counted, live_graphs = (
             frozenset(watched_tensors if count_elements else other_tensors),
@@ -203,7 +203,7 @@ class TensorFlowRunner:
             direct_fetches=names
             | session.add_size_tensors({tensor: names[tensor] for tensor in direct if tensor in counted}),
             queued_tensors=dict(zip(queued, session.add_queues(dtypes), strict=True)),
-            # The outputs only have to run: one on the branch of a TF1 cond that is not taken has no value to fetch.
+            # Outputs are run and not fetched: on the untaken branch of a TF1 cond they have no value.
             target_ops=[session.operation(name) for name in output_fetches(instrumented, session.message).values()],
         )
 
@@ -213,12 +213,12 @@ class TensorFlowRunner:
             spec = self._specs_by_key.get(key)
             if spec is None:
                 raise DataError(
-                    f"The data has {key!r}, which is no input of the model. Its inputs are "
+                    f"The data has {key!r}, which is not an input of the model. Its inputs are "
                     f"{', '.join(spec.name for spec in self.inputs)}.{did_you_mean(key, self._specs_by_key)}"
                 )
             if not _shape_matches(spec, value.shape):
                 raise DataError(
-                    f"The data for {spec.name!r} has shape {value.shape}, and the model wants {_format_input_shape(spec)}."
+                    f"The data for {spec.name!r} has shape {value.shape}, but the model needs {_format_input_shape(spec)}."
                     " Reshape the data."
                 )
             feed_dict[f"{spec.name}:0"] = value
@@ -229,7 +229,7 @@ class TensorFlowRunner:
 
 
 def _serving_signature(meta: Any) -> Any:
-    """The signature that serves: `serving_default`, else the first with outputs; None if there is none."""
+    """Return the serving signature: `serving_default`, else the first with outputs; None if there is none."""
     names = [SERVING_SIGNATURE, *sorted(meta.signature_def)]
     signatures = (meta.signature_def[name] for name in names if name in meta.signature_def and name != INIT_SIGNATURE)
     return next(
@@ -255,7 +255,7 @@ def _input_spec(model: Model, name: str, *keys: str) -> InputSpec:
 
 
 def _placeholder_specs(model: Model) -> tuple[InputSpec, ...]:
-    """The placeholders that the outputs depend on."""
+    """Return the placeholders that the outputs depend on."""
     ancestors, pending = set(model.main.outputs), list(model.main.outputs)
     while pending:
         for source in model.main.nx.pred[pending.pop()]:
@@ -267,7 +267,7 @@ def _placeholder_specs(model: Model) -> tuple[InputSpec, ...]:
 
 
 def output_fetches(model: Model, message: Any = None) -> dict[str, str]:
-    """The outputs of a run and the tensors that they are; `message` is what `model` was emitted as."""
+    """Return a run's outputs and their tensors. `message` is the emitted `model`, if the caller has it."""
     meta = model.source.meta_graph(emit(model) if message is None else message)
     signature = _serving_signature(meta) if meta is not None else None
     return _sink_fetches(model) if signature is None else _signature_fetches(signature)
@@ -279,7 +279,7 @@ def _signature_fetches(signature: Any) -> dict[str, str]:
 
 
 def _main_tensor(name: str) -> TensorRef:
-    """The tensor of the main graph called "op:port"."""
+    """Return the tensor of the main graph named "op:port"."""
     op, _, port = name.partition(":")
     return TensorRef("", op, int(port or 0))
 

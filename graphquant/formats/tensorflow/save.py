@@ -1,4 +1,4 @@
-"""Writes a model: a file or a SavedModel's folder, whole or not at all."""
+"""Save a model atomically, as a file or as a SavedModel folder."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 
-# Learned ranges in models with variables of their own: the checkpoint holds their values, and loaders restore them.
+# Save learned ranges with models that have variables: checkpoint values, object graph, collections and saver.
 
 VARIABLE_VALUE: Final = "VARIABLE_VALUE"
 VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
@@ -45,18 +45,18 @@ MAIN_OP_COLLECTION: Final = "saved_model_main_op"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointAdditions:
-    """What a checkpoint is to hold besides.
+    """Values and objects to add to a checkpoint.
 
     Attributes:
-        values: First values by their keys.
-        object_graph: The graph of objects that is to stand for the checkpoint's, None in a model of TF1.
+        values: Initial values by their keys.
+        object_graph: The object graph that replaces that of the checkpoint, None in a model of TF1.
     """
 
     values: Mapping[str, Array]
     object_graph: Any | None
 
     def write_to(self, prefix: Path) -> None:
-        """Adds it to the checkpoint with that path prefix.
+        """Write the additions to the checkpoint with that path prefix.
 
         Raises:
             ModelError: The checkpoint is damaged.
@@ -67,14 +67,14 @@ class CheckpointAdditions:
 def checkpoint_additions(
     source: TensorFlowSource, message: Any, variables: Iterable[LearnedRange]
 ) -> CheckpointAdditions | None:
-    """Makes the variables of learned ranges the model's own, in `message`; None if there are none.
+    """Add the variables of learned ranges to `message` and return their checkpoint additions; None if there are none.
 
-    In a SavedModel of TF2 they are objects, in one of TF1 and in a MetaGraph they are in its collections of variables;
-    in either the saver restores them.
+    In a TF2 SavedModel they become objects. In a TF1 SavedModel or a MetaGraph they become members of the variable
+    collections. In both, the saver restores them.
 
     Raises:
         ModelError: The checkpoint is damaged.
-        UsageError: A function is called by an operation that cannot be given more arguments.
+        UsageError: An operation that cannot take more arguments calls a function.
     """
     learned, meta = list(variables), source.meta_graph(message)
     if not learned:
@@ -104,7 +104,7 @@ def checkpoint_additions(
 def _handle_nodes(
     graph_def: Any, by_shared: Mapping[str, LearnedRange], candidates: Container[str] | None = None
 ) -> dict[str, str]:
-    """The nodes of the main graph that make the variables, by shared name; only those `candidates` others, if given."""
+    """Return the nodes of the main graph that make the variables, by shared name, limited to `candidates` if given."""
     handles: dict[str, str] = {}
     for node in graph_def.node:
         if node.op == "VarHandleOp" and "shared_name" in node.attr:
@@ -115,7 +115,7 @@ def _handle_nodes(
 
 
 def _extend_object_graph(source: TensorFlowSource, label: str, keys: Mapping[str, str]) -> Any:
-    """The checkpoint's graph of objects with the list of the variables."""
+    """Return the checkpoint's object graph, extended by the list of the variables."""
     checkpoint = source.checkpoint()
     object_graph = checkpoint[0].object_graph() if checkpoint is not None else None
     if object_graph is None or not object_graph.nodes:
@@ -130,7 +130,7 @@ def _extend_object_graph(source: TensorFlowSource, label: str, keys: Mapping[str
 
 
 def _register_in_collections(meta: Any, by_shared: Mapping[str, LearnedRange], handles: Mapping[str, str]) -> None:
-    """Tells TF1 of the variables: as parts of its collections, each with what assigns its first value."""
+    """Register the variables in TF1's collections, each with the op that assigns its initial value."""
     nodes = {node.name: node for node in meta.graph_def.node}
     add_initializers(meta.graph_def, [by_shared[shared_name] for shared_name in handles], handles)
     add_to_collections(meta, meta.graph_def, by_shared.values())
@@ -143,11 +143,11 @@ def _register_in_collections(meta: Any, by_shared: Mapping[str, LearnedRange], h
 
 
 def add_to_collections(meta: Any, graph_def: Any, variables: Iterable[LearnedRange]) -> None:
-    """Adds the variables of a GraphDef to the collections of a MetaGraphDef, and to the GraphDef what reads them.
+    """Add the variables of a GraphDef to a MetaGraphDef's collections, and add the ops that read them.
 
     Args:
-        meta: The MetaGraphDef, this package's or TensorFlow's own.
-        graph_def: The GraphDef, which brings what assigns their first values.
+        meta: The MetaGraphDef, a message of this package or of TensorFlow.
+        graph_def: The GraphDef, which contains the ops that assign the initial values.
         variables: The variables.
     """
     by_shared = by_shared_name(variables)
@@ -180,7 +180,7 @@ def add_to_collections(meta: Any, graph_def: Any, variables: Iterable[LearnedRan
 
 
 def _extend_restore_op(meta: Any, variables: Mapping[str, tuple[str, Array]]) -> None:
-    """Makes the saver restore the variables too; and save them, where it does so in the main graph."""
+    """Extend the saver, so that it restores the variables and, if it saves in the main graph, saves them too."""
     graph_def, saver = meta.graph_def, meta.saver_def
     nodes = {node.name: node for node in graph_def.node}
     used_names = set(nodes)
@@ -206,7 +206,7 @@ def _extend_restore_op(meta: Any, variables: Mapping[str, tuple[str, Array]]) ->
 def _extend_save_op(
     graph_def: Any, used_names: set[str], variables: Mapping[str, tuple[str, Array]], types: list[int]
 ) -> None:
-    """Adds the variables to what the first SaveV2 of the main graph writes."""
+    """Add the variables to the first SaveV2 of the main graph."""
     nodes = {node.name: node for node in graph_def.node}
     save_op = next((node for node in graph_def.node if node.op == "SaveV2" and len(node.input) > 2), None)  # noqa: PLR2004  # prefix, names, slices
     if save_op is None or any(
@@ -235,7 +235,7 @@ def _extend_save_op(
 
 
 def _add_string_constant(graph_def: Any, used_names: set[str], suffix: str, values: list[bytes]) -> str:
-    """Adds a constant of strings; returns its name."""
+    """Add a constant of strings and return its name."""
     node = graph_def.node.add(name=unique_node_name(used_names, f"learned_ranges/{suffix}"), op="Const")
     node.attr["dtype"].type = type_number("string")
     node.attr["value"].tensor.CopyFrom(encode_tensor(np.array(values, object)))
@@ -243,16 +243,16 @@ def _add_string_constant(graph_def: Any, used_names: set[str], suffix: str, valu
 
 
 FINGERPRINT_FILE: Final = "fingerprint.pb"
-"""Holds hashes of saved_model.pb; readers do without it, and a stale one would be a lie."""
+"""Holds hashes of saved_model.pb. It is optional for readers, and a stale one would be wrong."""
 
 
 def save(model: Model, path: Path) -> None:
-    """Emits the model and writes it to `path` in the form it was read: file, MetaGraph with its checkpoint, or folder.
+    """Emit the model and write it to `path` in its original form: a file, a MetaGraph with checkpoint, or a folder.
 
-    A file is text if its suffix is `.pbtxt`; `.meta` keeps the source's form.
+    A file is text if its suffix is `.pbtxt`; `.meta` uses the source's form.
 
     Raises:
-        UsageError: `path` cannot be written, or is something else than what would be replaced.
+        UsageError: `path` cannot be written, or is not the kind of file or folder that would be replaced.
         ModelError: The message is too large for its format.
     """
     source: TensorFlowSource = model.source
@@ -266,7 +266,7 @@ def save(model: Model, path: Path) -> None:
             _save_folder(source, message, path, additions)
             return
         if path.is_dir():
-            raise UsageError(f"{path} is a folder, and the model is a single file. Give the path of a file.")
+            raise UsageError(f"{path} is a folder, but the model is a single file. Give the path of a file.")
         data = _serialize_message(
             source, message, text=source.text if path.suffix == ".meta" else path.suffix == ".pbtxt"
         )
@@ -277,12 +277,12 @@ def save(model: Model, path: Path) -> None:
         with atomic_file(path) as file:
             file.write(data)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}. Choose another place.") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}. Choose another path.") from error
 
 
 def _serialize_message(source: TensorFlowSource, message: Any, *, text: bool) -> bytes:
     if text == source.text and message == source.message and source.file.is_file():
-        data = source.file.read_bytes()  # the same message may have several binary forms
+        data = source.file.read_bytes()  # a message may have several binary forms, so an unchanged one is copied
         if hashlib.sha256(data).hexdigest() == source.digest:
             return data
     return proto.to_text(message).encode() if text else proto.to_binary(message)
@@ -296,7 +296,7 @@ def _apply_umask(path: Path, mode: int) -> None:
 
 
 def _copy_checkpoint(source: TensorFlowSource, prefix: Path) -> None:
-    """Puts the checkpoint of a MetaGraph beside the new one, under its name."""
+    """Copy the checkpoint of a MetaGraph next to the new one, under its name."""
     source_prefix = source.checkpoint_prefix()
     if source_prefix is None or source_prefix.resolve() == prefix.resolve():
         return
@@ -309,13 +309,13 @@ def _copy_checkpoint(source: TensorFlowSource, prefix: Path) -> None:
 
 
 def _link_or_copy(source: str | Path, target: str | Path) -> str:
-    """A hard link where the file system allows one, else a copy.
+    """Create a hard link where the file system supports it, else a copy.
 
     Raises:
         ModelError: `source` is a device or a pipe, which may have no end.
     """
     if Path(source).exists() and not Path(source).is_file():
-        raise ModelError(f"{source} is no regular file, so it cannot be copied. Take it out of the model.")
+        raise ModelError(f"{source} is not a regular file, so it cannot be copied. Remove it from the model.")
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
@@ -324,10 +324,10 @@ def _link_or_copy(source: str | Path, target: str | Path) -> str:
 
 
 def _save_folder(source: TensorFlowSource, message: Any, path: Path, additions: CheckpointAdditions | None) -> None:
-    """Writes a SavedModel beside its place and moves it there; files that did not change are linked or copied."""
+    """Write a SavedModel to a temporary folder and move it to `path`. Unchanged files are linked or copied."""
     if path.exists() and not _is_saved_model(path):
         raise UsageError(
-            f"{path} exists and is no SavedModel. A SavedModel is written as a folder; choose another path."
+            f"{path} exists and is not a SavedModel. A SavedModel is written as a folder; choose another path."
         )
     if source.folder is None:
         return
@@ -351,17 +351,17 @@ def _save_folder(source: TensorFlowSource, message: Any, path: Path, additions: 
     except shutil.Error as error:
         name, _, reason = error.args[0][0]
         raise UsageError(
-            f"{path} cannot be written: {name} cannot be copied: {reason}. Choose another place."
+            f"{path} cannot be written: {name} cannot be copied: {reason}. Choose another path."
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
 def _require_inside_model(folder: str, source_root: str, visited: set[str]) -> None:
-    """Refuses a folder that links lead to a second time, or that is out of the model's folder `source_root`."""
+    """Refuse a folder that links reach a second time, or that is outside the model's folder `source_root`."""
     real_path = os.path.realpath(folder)
     if real_path in visited or not Path(real_path).is_relative_to(os.path.realpath(source_root)):
-        raise ModelError(f"{folder} is a link to a folder outside of it, or in a circle. Copy the model without links.")
+        raise ModelError(f"{folder} is a link to a folder outside the model, or part of a cycle of links. Copy the model without links.")
     visited.add(real_path)
 
 

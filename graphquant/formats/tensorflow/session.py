@@ -1,6 +1,6 @@
-"""TensorFlow's sessions: a model imported, its variables restored, and its tensors seen wherever they are.
+"""TensorFlow sessions: import a model, restore its variables, and observe its tensors.
 
-The only module that imports tensorflow, and only when a model is to be run.
+tensorflow is imported here, when a model is run.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
     from graphquant.ir import Shape
 
 
-# A copy of a model that keeps the values of tensors inside functions and TF1 frames in queues.
+# Copy a model so that queues record the values of tensors inside functions and TF1 frames.
 #
-# Such a tensor cannot be fetched: a function's body has no tensors of the main graph, and one in a frame has none or
-# several values. Each gets a queue of its own and an Identity that all its consumers read instead, which waits until the
-# value is in the queue:
+# Such a tensor cannot be fetched: a function's body has no tensors of the main graph, and a tensor in a frame has no
+# value or several. Each one gets a queue and an Identity. All consumers read the Identity, which waits until the value
+# is in the queue:
 #
 #     x -> Identity(^enqueue) -> consumers,    enqueue = QueueEnqueueV2(FIFOQueueV2(^x), x)
 #
-# The queue's op waits for the tensor's producer so that it runs in the producer's frame, in each round of a loop; its
-# `shared_name` makes all of them one queue.
+# The queue's op waits for the tensor's producer, so that it runs in the producer's frame, in each iteration of a loop.
+# Its `shared_name` makes all these runs use one queue.
 
 _QUEUE_PREFIX: Final = "graphquant_observe"
 _FRAME_START_KINDS: Final = frozenset({"enter", "switch"})
 
 
 def queue_name(index: int) -> str:
-    """The `shared_name` of queue `index`."""
+    """Return the `shared_name` of queue `index`."""
     return f"{_QUEUE_PREFIX}_{index}"
 
 
 def unfetchable_ops(graph: Graph) -> set[str]:
-    """The ops of the main graph that may run never or more than once in a run: all that follows an Enter or Switch."""
+    """Return the ops of the main graph that may run never or repeatedly: all descendants of an Enter or Switch."""
     unfetchable = {op.name for op in graph.ops() if op.kind in _FRAME_START_KINDS}
     pending = list(unfetchable)
     while pending:
@@ -62,9 +62,9 @@ def unfetchable_ops(graph: Graph) -> set[str]:
 
 
 def instrument_with_queues(model: Model, tensors: Iterable[TensorRef], size_only: Collection[TensorRef] = ()) -> Model:
-    """A copy of `model` in which the value of the tensor at position i is put in queue i each time it is computed.
+    """Copy `model` so that the tensor at position i puts its value in queue i each time it is computed.
 
-    For those in `size_only` the number of its elements is put there instead, as int64.
+    For tensors in `size_only` the queue receives the number of elements instead, as int64.
     """
     instrumented = model.copy()
     with paused_gc():
@@ -77,7 +77,7 @@ def _add_observation_queue(graph: Graph, index: int, tensor: TensorRef, *, size_
     output = graph.op(tensor.op).outputs[tensor.port]
     kind = graph.op(tensor.op).kind
     source = graph.slots(tensor.op)[0] if kind == "next_iteration" else None
-    # Between NextIteration and Merge nothing may stand; its input has the same value.
+    # TensorFlow allows no op between NextIteration and Merge; the input of NextIteration has the same value.
     tensor = tensor if source is None else source
     uses = graph.consumers(tensor)
     dtype = DataType(output.dtype or "float32")
@@ -117,15 +117,15 @@ INIT_COLLECTIONS: Final = ("saved_model_main_op", "legacy_init_op")
 COMPILE_ATTR: Final = "_XlaMustCompile"
 ERROR_HEADING: Final = "Graph execution error:"
 OP_THREADS: Final = min(4, os.cpu_count() or 1)
-"""Threads within an op; pinned, so that a run does not depend on what else the process set."""
+"""Threads within an op. The number is fixed so that results do not depend on other settings of the process."""
 
 MAX_DEQUEUE: Final = 32
-"""Elements of a queue that one run takes: a power of two, for each half of it makes a run of its own in the session."""
+"""Queue elements that one run dequeues. A power of two, as each half of it builds a run of its own in the session."""
 
 
 @dataclass(slots=True)
 class _ObservationQueue:
-    """A queue of elements of one dtype, its size, and the tensors that take the first elements, one after the other."""
+    """A queue of elements of one dtype, its size, and the tensors that dequeue its first elements in order."""
 
     handle: Any
     dtype: str
@@ -135,7 +135,7 @@ class _ObservationQueue:
 
 @dataclass(slots=True)
 class TensorFlowSession:
-    """A model in a TensorFlow session of its own; `message` is the model as it was emitted for it."""
+    """A model in a TensorFlow session of its own. `message` is the model as it was emitted for the session."""
 
     tf: Any
     graph: Any
@@ -144,12 +144,12 @@ class TensorFlowSession:
 
     @classmethod
     def start(cls, tensorflow: Any, model: Model, *, for_timing: bool = False) -> TensorFlowSession:
-        """Imports the model, restores its variables and initializes it; where it is `for_timing`, as TensorFlow would."""
+        """Import the model, restore and initialize its variables; `for_timing` uses TensorFlow's own settings."""
         source: TensorFlowSource = model.source
         if source.live_object is not None and source.live_object.foreign_capture:
             raise ModelError(
-                f"{source.live_object.description} captured something that is no variable, {source.live_object.foreign_capture!r}, and cannot run"
-                " apart from it. Use ranges that need no data, or save it as a SavedModel and calibrate that."
+                f"{source.live_object.description} captured something that is not a variable, {source.live_object.foreign_capture!r}, and cannot run"
+                " without it. Use ranges that need no data, or save it as a SavedModel and calibrate that."
             )
         message = emit(model)
         v1 = tensorflow.compat.v1
@@ -163,7 +163,7 @@ class TensorFlowSession:
             inter_op_parallelism_threads=1,
             intra_op_parallelism_threads=1 if for_timing else OP_THREADS,
         )
-        # What is rewritten for speed rounds differently, and what is observed must be what runs.
+        # Optimized graphs round differently, and observed values must equal those of the model that runs.
         config.graph_options.rewrite_options.disable_meta_optimizer = not for_timing
         started = cls(tensorflow, graph, v1.TensorFlowSession(graph=graph, config=config), message)
         meta = source.meta_graph(message)
@@ -179,7 +179,7 @@ class TensorFlowSession:
         return started
 
     def add_size_tensors(self, names: Mapping[TensorRef, str]) -> dict[TensorRef, Any]:
-        """Tensors that count the elements of others, by what goes by their `names`."""
+        """Add tensors that count the elements of others, which are given by name."""
         with self.graph.as_default(), translate_tf_errors(self.tf):
             return {
                 tensor: self.tf.raw_ops.Size(input=self.graph.get_tensor_by_name(name), out_type=self.tf.int64)
@@ -187,12 +187,12 @@ class TensorFlowSession:
             }
 
     def run(self, fetches: Any, feed: dict[str, Any]) -> Any:
-        """The values of `fetches`."""
+        """Return the values of `fetches`."""
         with translate_tf_errors(self.tf):
             return self.tf_session.run(fetches, feed)
 
     def add_queues(self, dtypes: Sequence[str]) -> list[_ObservationQueue]:
-        """The queues 0, 1, ... of these dtypes."""
+        """Add the queues 0, 1, ... of these dtypes."""
         raw_ops, queues = self.tf.raw_ops, []
         with self.graph.as_default():
             for index, dtype in enumerate(dtypes):
@@ -201,7 +201,7 @@ class TensorFlowSession:
         return queues
 
     def drain_queues(self, queues: Sequence[_ObservationQueue]) -> list[list[Any]]:
-        """Takes out and returns all that each queue holds, in the order it was put in."""
+        """Dequeue and return all elements of each queue, in order."""
         remaining = [int(size) for size in self.run([queue.size for queue in queues], {})] if queues else []
         elements: list[list[Any]] = [[] for _ in queues]
         step = MAX_DEQUEUE
@@ -217,7 +217,7 @@ class TensorFlowSession:
         return elements
 
     def _dequeue_tensors(self, queue: _ObservationQueue, count: int) -> list[Any]:
-        """Tensors that take the first `count` elements of a queue, in their order."""
+        """Return tensors that dequeue the first `count` elements in order."""
         with self.graph.as_default():
             while len(queue.dequeues) < count:
                 with self.graph.control_dependencies([dequeue.op for dequeue in queue.dequeues[-1:]]):
@@ -226,7 +226,7 @@ class TensorFlowSession:
         return queue.dequeues[:count]
 
     def _initialize(self, source: TensorFlowSource, meta: Any) -> None:
-        """Restores the variables and runs the model's own initialization, as TensorFlow's loader does."""
+        """Restore the variables and run the model's initialization, as TensorFlow's loader does."""
         prefix = source.checkpoint_prefix()
         if prefix is not None and meta.saver_def.restore_op_name:
             self.run(self.operation(meta.saver_def.restore_op_name), {meta.saver_def.filename_tensor_name: str(prefix)})
@@ -242,7 +242,7 @@ class TensorFlowSession:
             self.run(self.operation(name), assets)
 
     def _assign_learned_ranges(self, variables: Sequence[LearnedRange]) -> None:
-        """Gives the variables of learned ranges that the model got since it was read their first values."""
+        """Assign initial values to the learned ranges that were added to the model."""
         raw_ops = self.tf.raw_ops
         with self.graph.as_default(), translate_tf_errors(self.tf):
             assignments = [
@@ -257,7 +257,7 @@ class TensorFlowSession:
         self.run(assignments, {})
 
     def _restore_missing(self, model: Model) -> None:
-        """Gives variables that the saver left out their values: Keras' may have two nodes, of which it knows one."""
+        """Assign values that the saver omits: Keras may save two nodes of a variable but list only one."""
         values = [
             (op.name, op.read_value)
             for op in model.main.ops()
@@ -272,7 +272,7 @@ class TensorFlowSession:
         assign_variables(self.tf, self.tf_session, missing)
 
     def _copy_live_values(self, live_object: LiveObject) -> None:
-        """Gives the variables the values that they have in the object that the model was made of."""
+        """Assign the variable values of the object that the model was read from."""
         kinds = {"VarHandleOp", "VariableV2", "Variable"}
         variables = [
             op for op in self.graph.get_operations() if op.type in kinds and LEARNED_ATTR not in op.node_def.attr
@@ -290,22 +290,22 @@ class TensorFlowSession:
         )
 
     def operation(self, name: str) -> Any:
-        """The operation that makes the tensor `name`."""
+        """Return the operation that makes the tensor `name`."""
         with translate_tf_errors(self.tf):
             return self.graph.get_operation_by_name(name.partition(":")[0])
 
 
 @dataclass(slots=True)
 class TensorWatch:
-    """A session in which tensors are seen.
+    """A session that observes tensors.
 
     Attributes:
         session: The session.
-        owns_session: Whether it is there for this alone.
-        tensors: What is seen, in that order.
-        direct_fetches: What to fetch for tensors that have one value in each run.
-        queued_tensors: The queues of tensors that have none or several.
-        target_ops: The operations that a run is for.
+        owns_session: True if nothing else uses the session.
+        tensors: The observed tensors, in order.
+        direct_fetches: The fetches of tensors that have one value in each run.
+        queued_tensors: The queues of tensors that may have no value or several.
+        target_ops: The operations that a run executes.
     """
 
     session: TensorFlowSession
@@ -316,7 +316,7 @@ class TensorWatch:
     target_ops: list[Any]
 
     def observe(self, feed_dict: dict[str, Any]) -> dict[TensorRef, list[Any]]:
-        """The values that each tensor takes in one run."""
+        """Return the values of each tensor in one run."""
         values = self.session.run([*self.direct_fetches.values(), *self.target_ops], feed_dict)
         observed = {tensor: [value] for tensor, value in zip(self.direct_fetches, values, strict=False)}
         observed.update(
@@ -325,18 +325,18 @@ class TensorWatch:
         return {tensor: observed.get(tensor, []) for tensor in self.tensors}
 
     def close(self) -> None:
-        """Ends the session if it is there for this alone."""
+        """Close the session if nothing else uses it."""
         if self.owns_session:
             self.session.tf_session.close()
 
 
 def assign_variables(tensorflow: Any, session: Any, values: Mapping[str, Any]) -> None:
-    """Gives variables values, all in one run: a graph that grew costs TensorFlow much at the next.
+    """Assign values to variables in a single run: each run after a graph change is expensive in TensorFlow.
 
     Args:
         tensorflow: The package.
-        session: A session, in whose graph operations are added for variables that have none that assigns them.
-        values: Values by the names of the operations that make the variables.
+        session: The session. Its graph gains operations for variables without an assignment.
+        values: Values by the names of the variables' operations.
     """
     setters: list[Any] = []
     feed_dict: dict[str, Any] = {}
@@ -344,7 +344,7 @@ def assign_variables(tensorflow: Any, session: Any, values: Mapping[str, Any]) -
         for name, value in values.items():
             variable = session.graph.get_operation_by_name(name)
             setter = _find_assign_op(variable)
-            if setter is None or setter.inputs[1].name in feed_dict:  # two variables may start with one tensor
+            if setter is None or setter.inputs[1].name in feed_dict:  # two variables may have the same initial tensor
                 setter = _add_assign_op(tensorflow, variable, value)
             setters.append(setter)
             feed_dict[setter.inputs[1].name] = value
@@ -352,7 +352,7 @@ def assign_variables(tensorflow: Any, session: Any, values: Mapping[str, Any]) -
 
 
 def _find_assign_op(variable: Any) -> Any:
-    """The operation of the graph that assigns a variable and waits for nothing else, None if there is none."""
+    """Return an op that assigns a variable and has no control inputs, None if there is none."""
     handle = variable.outputs[0]
     kinds = {"AssignVariableOp", "Assign"}
     assign_ops = (reader for reader in handle.consumers() if reader.type in kinds and reader.inputs[0] is handle)
@@ -369,7 +369,7 @@ def _add_assign_op(tensorflow: Any, variable: Any, value: Any) -> Any:
 
 
 def infer_static_shapes(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | None]:
-    """The static shapes that TensorFlow infers, by op and port.
+    """Return the static shapes that TensorFlow infers, by op and port.
 
     Raises:
         ModelError: It refuses the graph.
@@ -386,7 +386,7 @@ def infer_static_shapes(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int]
 
 
 def _without_xla(graph_def: Any) -> Any:
-    """`graph_def` without the demand to compile functions with XLA, which has no queues and fuses what is observed."""
+    """Return `graph_def` without requests for XLA, which has no queues and fuses observed tensors."""
     for function in graph_def.library.function:
         function.attr.pop(COMPILE_ATTR, None)
     for nodes in (graph_def.node, *(function.node_def for function in graph_def.library.function)):
@@ -397,7 +397,7 @@ def _without_xla(graph_def: Any) -> Any:
 
 @contextmanager
 def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
-    """Turns TensorFlow's own errors into a ModelError with their first line."""
+    """Convert TensorFlow's errors into ModelErrors with their first line."""
     try:
         yield
     except tensorflow.errors.OpError as error:
@@ -412,7 +412,7 @@ def first_error_line(text: str) -> str:
 
 
 def import_tensorflow() -> Any:
-    """The tensorflow package, imported without a word on stderr; one that is imported already stays as it is."""
+    """Import tensorflow without output on stderr. An imported module stays as it is."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     if sys.modules.get("tensorflow") is not None:
         return sys.modules["tensorflow"]
@@ -432,7 +432,7 @@ def import_tensorflow() -> Any:
 
 @contextmanager
 def silence_stderr() -> Iterator[None]:
-    """Sends what libraries write to file descriptor 2 to nowhere."""
+    """Discard output of libraries to file descriptor 2."""
     sys.stderr.flush()
     saved_stderr, null_device = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

@@ -1,4 +1,4 @@
-"""What a path holds: a GraphDef, a MetaGraphDef or a SavedModel, binary or text, told apart by content."""
+"""Read a GraphDef, a MetaGraphDef or a SavedModel, binary or text; the content decides which."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ SAVED_MODEL_FILES: Final = ("saved_model.pb", "saved_model.pbtxt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFlowSource:
-    """A model as its file has it.
+    """The message, file and kind of a loaded model.
 
     Attributes:
         message: A GraphDef, MetaGraphDef or SavedModel.
-        index: Which of a SavedModel's meta graphs is the model; 0 for the others.
-        text: Whether the file is in text format.
-        file: The file that was read.
-        folder: A SavedModel's folder, None for the others.
+        index: The index of the model among a SavedModel's meta graphs; 0 for other messages.
+        text: True if the file is in text format.
+        file: The loaded file.
+        folder: A SavedModel's folder, None for other messages.
         digest: Hex SHA-256 of the file.
-        live_object: The object in memory that stands in the place of the file, None where there is a file.
-        temp_folder: The temporary folder that holds the files, which goes when nobody needs the model any more.
+        live_object: The object in memory that the model was read from, None for a file.
+        temp_folder: The temporary folder of the files, deleted with the last reference to the model.
     """
 
     message: Any
@@ -50,24 +50,24 @@ class TensorFlowSource:
         return str(self.message.DESCRIPTOR.name)
 
     def meta_graph(self, message: Any) -> Any:
-        """The MetaGraphDef in `message`, which is of this source's form; None for a GraphDef."""
+        """Return the MetaGraphDef in `message`, which has this source's type; None for a GraphDef."""
         if self.message_type == "SavedModel":
             return message.meta_graphs[self.index]
         return message if self.message_type == "MetaGraphDef" else None
 
     def graph_def(self, message: Any) -> Any:
-        """The GraphDef in `message`, which is of this source's form."""
+        """Return the GraphDef in `message`, which has this source's type."""
         return message if self.message_type == "GraphDef" else self.meta_graph(message).graph_def
 
     def checkpoint_prefix(self) -> Path | None:
-        """The path prefix of the model's checkpoint, None if there is none."""
+        """Return the path prefix of the model's checkpoint, None if there is none."""
         if self.message_type == "GraphDef" or self.live_object is not None:
             return None
         prefix = self.folder / "variables" / "variables" if self.folder is not None else self.file.with_suffix("")
         return prefix if prefix.with_name(prefix.name + ".index").is_file() else None
 
     def checkpoint(self) -> tuple[Checkpoint, dict[str, str]] | None:
-        """The model's checkpoint and its keys by node or shared name of a variable, None if there is none."""
+        """Return the checkpoint and its keys by node name or shared name, None if there is none."""
         prefix = self.checkpoint_prefix()
         if prefix is None:
             return None
@@ -78,16 +78,16 @@ class TensorFlowSource:
 
 @dataclass(frozen=True, slots=True)
 class _MetaGraphHolder:
-    """Stands for a SavedModel of these meta graphs."""
+    """Presents meta graphs like a SavedModel."""
 
     meta_graphs: tuple[Any, ...]
 
 
 def read_source(path: Path) -> TensorFlowSource:
-    """Reads the model at `path`.
+    """Read the model at `path`.
 
     Raises:
-        ModelError: There is none, or it is damaged.
+        ModelError: There is no model, or it is damaged.
     """
     file = _model_file(path)
     try:
@@ -95,7 +95,7 @@ def read_source(path: Path) -> TensorFlowSource:
     except OSError as error:
         raise ModelError(f"{file} cannot be read: {error.strerror or error}.") from error
     if not data:
-        raise ModelError(f"{file} is empty. It holds no TensorFlow model.")
+        raise ModelError(f"{file} is empty. It is not a TensorFlow model.")
     text = _looks_like_text(data)
     message = _parse_text_model(data, file) if text else _parse_binary_model(data, file)
     folder = file.parent if message.DESCRIPTOR.name == "SavedModel" else None
@@ -115,13 +115,13 @@ def _model_file(path: Path) -> Path:
 
 
 def _serving_index(meta_graphs: Any) -> int:
-    """The meta graph tagged `serve` (with the fewest other tags), else the first."""
+    """Return the index of the meta graph tagged `serve` with the fewest other tags, else 0."""
     tagged = [index for index, meta in enumerate(meta_graphs) if "serve" in meta.meta_info_def.tags]
     return min(tagged, key=lambda index: (len(meta_graphs[index].meta_info_def.tags), index), default=0)
 
 
 def _looks_like_text(data: bytes) -> bool:
-    """Text format has no control characters; a binary message starts with a tag and a length, and holds some soon."""
+    """Return True for text format, which has no control characters. Binary messages soon contain some."""
     return not any(byte < 9 or 13 < byte < 32 for byte in data[:4096])  # noqa: PLR2004  # all but white space
 
 
@@ -142,8 +142,8 @@ def _parse_text_model(data: bytes, file: Path) -> Any:
         if _has_nodes(message):
             return message
     if not errors:
-        raise ModelError(f"{file} holds no graph. It is no TensorFlow model.")
-    # The parser that got furthest knows best what is wrong.
+        raise ModelError(f"{file} contains no graph. It is not a TensorFlow model.")
+    # The parser that got furthest has the most useful error.
     raise max(errors, key=_error_line)
 
 
@@ -153,7 +153,7 @@ def _error_line(error: ModelError) -> int:
 
 
 def _parse_binary_model(data: bytes, file: Path) -> Any:
-    # A field number means another thing in each message, so a file may parse as several: contents decide.
+    # Field numbers mean different fields in each message, so a file may parse as several: the content decides.
     for message_class in (proto.SavedModel, proto.MetaGraphDef, proto.GraphDef):
         message = message_class()
         try:
@@ -163,12 +163,12 @@ def _parse_binary_model(data: bytes, file: Path) -> Any:
         if _has_nodes(message):
             return message
     raise ModelError(
-        f"{file} is no TensorFlow model: neither GraphDef nor MetaGraphDef nor SavedModel. It may be damaged."
+        f"{file} is not a TensorFlow model: neither GraphDef nor MetaGraphDef nor SavedModel. It may be damaged."
     )
 
 
 def _has_nodes(message: Any) -> bool:
-    """Whether `message` holds what its type is for: nodes, each with a name and an operation."""
+    """Return True if `message` has nodes, each with a name and an operation."""
     message_type = message.DESCRIPTOR.name
     meta_graphs = message.meta_graphs if message_type == "SavedModel" else (message,)
     graphs = [message] if message_type == "GraphDef" else [meta.graph_def for meta in meta_graphs]

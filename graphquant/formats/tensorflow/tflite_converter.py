@@ -1,6 +1,6 @@
-"""A quantized GraphDef to TFLite, by TensorFlow's converter, and what its interpreter then says of each tensor.
+"""Convert a quantized GraphDef to TFLite with TensorFlow's converter, and read the runtime's scales.
 
-The FakeQuants carry every range, so that no representative dataset is needed.
+The FakeQuants hold every range, so no representative dataset is needed.
 https://www.tensorflow.org/api_docs/python/tf/lite/TFLiteConverter
 """
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RuntimeTensor:
-    """What the interpreter tells of a tensor of the main graph.
+    """A tensor of the main graph, as the TFLite interpreter reports it.
 
     Attributes:
         index: Its position.
@@ -61,13 +61,13 @@ class RuntimeTensor:
 
 
 _SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")
-"""A line of the program that called the converter, which is no line of the model."""
+"""The converter's reference to a line of the calling program, which says nothing about the model."""
 
-_EXCLUDE_HINT = " Leave that op float with --exclude, or export the model without it."
+_EXCLUDE_HINT = " Exclude that op with --exclude, or export the model without it."
 
 
 def run_tflite_converter(model: Model) -> bytes:
-    """The TFLite file of a frozen model with FakeQuants; its float inputs and outputs that have a range are int8.
+    """Convert a frozen model with FakeQuants to a TFLite file. Float inputs and outputs with a range become int8.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
@@ -81,7 +81,7 @@ def run_tflite_converter(model: Model) -> bytes:
         feeds = [function.graph.as_graph_element(f"{spec.name}:0") for spec in input_specs(model)]
         fetches = [function.graph.as_graph_element(name) for name in output_fetches(model).values()]
         converter = tensorflow.as_tflite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
-        has_ranges = any(op.kind == "qdq" for op in model.main.ops())  # else the converter would take weights alone
+        has_ranges = any(op.kind == "qdq" for op in model.main.ops())  # without ranges the converter would quantize the weights only
         if has_ranges:
             converter.optimizations = [tensorflow.as_tflite.Optimize.DEFAULT]
         if has_ranges and all(_input_is_quantized(model, spec.name) for spec in input_specs(model)):
@@ -95,14 +95,14 @@ def run_tflite_converter(model: Model) -> bytes:
             data: bytes = converter.convert()
     except (ConverterError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}. Leave what it names"
-            " float with --exclude."
+            f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}. Exclude the op"
+            " that it names with --exclude."
         ) from error
     return data
 
 
 def prepare_interpreter(data: bytes) -> Callable[[], object]:
-    """What runs a file once with TFLite's defaults on one thread, on zeros.
+    """Prepare a run of a TFLite file on zeros, with TFLite's defaults and one thread.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
@@ -125,7 +125,7 @@ def prepare_interpreter(data: bytes) -> Callable[[], object]:
 
 
 def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
-    """What the interpreter tells of each tensor, after it has made room for all of them.
+    """Return the interpreter's report of each tensor, after it allocated all of them.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
@@ -156,7 +156,7 @@ def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
 
 
 def _input_is_quantized(model: Model, input_name: str) -> bool:
-    """Whether the input `input_name` is no float, or all that reads it is a range."""
+    """Return True if the input `input_name` is not float or has FakeQuants as its only readers."""
     readers = model.main.consumers(TensorRef("", input_name))
     return model.main.op(input_name).outputs[0].dtype not in FLOAT_TYPES or (
         bool(readers) and all(model.main.op(use.op).kind == "qdq" for use in readers)
@@ -164,7 +164,7 @@ def _input_is_quantized(model: Model, input_name: str) -> bool:
 
 
 def _output_is_quantized(model: Model, name: str) -> bool:
-    """Whether the output is no float, or comes from a range or from an op whose output range is fixed."""
+    """Return True if the output is not float, or comes from a FakeQuant or from an op with a fixed output range."""
     op, _, port = name.partition(":")
     tensor: TensorRef | None = TensorRef("", op, int(port or 0))
     while tensor is not None and model.op(tensor).kind in {"identity", "reshape"}:
@@ -177,29 +177,29 @@ def _output_is_quantized(model: Model, name: str) -> bool:
 
 @contextlib.contextmanager
 def _silence_converter() -> Iterator[None]:
-    """Keeps the converter's and the interpreter's notes to themselves; errors are told."""
+    """Suppress the notes of the converter and the interpreter. Errors still propagate."""
     with silence_stderr(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
-# A model as one graph of ops and constants, made by TensorFlow: what its TFLite converter needs.
+# Freeze a model with TensorFlow into one graph of ops and constants, as the TFLite converter needs it.
 
 _CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
-"""What inlining puts before the names of a function's ops."""
+"""The prefix that inlining puts before the names of a function's ops."""
 
 _INLINER_IDENTITY: Final = re.compile(r"^Func/.*/(?:input|output)/_\d+$")
-"""How it calls the ops that stand for arguments and results."""
+"""The names that inlining gives to Identity ops for arguments and results."""
 
 
 def freeze_graph(model: Model) -> Model:
-    """`model` as a GraphDef: variables are constants, functions are inlined, shapes are what TensorFlow knows.
+    """Return `model` as a GraphDef with constants for variables, inlined functions, and inferred shapes.
 
-    Inputs and outputs go by the names of the signature; ops keep the names that they have in their function.
+    Inputs and outputs have the names of the signature; ops keep their names within the function.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
-        ModelError: TensorFlow cannot do it.
+        ModelError: TensorFlow cannot freeze the model.
     """
     source: TensorFlowSource = model.source
     tensorflow = installed()
@@ -219,14 +219,14 @@ def freeze_graph(model: Model) -> Model:
 
 
 def _needs_freezing(model: Model) -> bool:
-    """Whether there is something to freeze: functions, variables with values, or learned ranges."""
+    """Return True if there is something to freeze: functions, variables with values, or learned ranges."""
     values = model.source.live.values if model.source.live else {}
     ranges = any(op.kind == "variable" and LEARNED_ATTR in op.attrs for op in model.main.ops())
     return len(model.graphs) > 1 or bool(values) or ranges
 
 
 def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:
-    """Writes the static shapes that TensorFlow infers into the nodes, where they are read again."""
+    """Write the static shapes that TensorFlow infers into the nodes, from which the loader reads them."""
     v1 = tensorflow.compat.v1
     graph = tensorflow.Graph()
     with graph.as_default():
@@ -242,7 +242,7 @@ def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:
 
 
 def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[str, tuple[str, int]]]:
-    """The GraphDef of what leads from the signature's inputs to its outputs, in binary form; outputs by their keys."""
+    """Return the binary GraphDef between the signature's inputs and outputs, and the outputs by key."""
     from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
     v1 = tensorflow.compat.v1
@@ -259,7 +259,7 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
         for spec in specs:
             key = next((alias for alias in spec.aliases if ":" not in alias), spec.name)
             placeholders[f"{spec.name}:0"] = v1.placeholder(spec.dtype, spec.shape, name=key)
-        # The inliner leaves a call alone whose results are not themselves what is asked for.
+        # The inliner only inlines a call whose results are fetched directly.
         results = v1.import_graph_def(constant, name="", input_map=placeholders, return_elements=list(fetches.values()))
         return list(placeholders.values()), results
 
@@ -275,7 +275,7 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
 
 
 def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) -> Any:
-    """The graph with the names that ops had inside their functions, where these are free, and with outputs `outputs`."""
+    """Return the graph with the names that ops had inside their functions, where they are free, and with `outputs`."""
     used_names = {node.name for node in graph_def.node}
     for key, (tensor, dtype) in outputs.items():
         name = next(
@@ -300,12 +300,12 @@ def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) ->
 
 
 def _is_inliner_identity(node: Any) -> bool:
-    """Whether the inliner made `node` to hand an argument or a result over."""
+    """Return True if the inliner made `node` for an argument or a result."""
     return bool(node.op == "Identity" and len(node.input) == 1 and _INLINER_IDENTITY.match(node.name))
 
 
 def _rename_input(tensor_name: str, bypassed: Mapping[str, str], new_names: Mapping[str, str]) -> str:
-    """What a node reads, past ops that are left out, by its new name."""
+    """Return a node's input by its new name, past bypassed ops."""
     control, tensor_name = ("^", tensor_name[1:]) if tensor_name.startswith("^") else ("", tensor_name)
     while tensor_name.partition(":")[0] in bypassed:
         tensor_name = bypassed[tensor_name.partition(":")[0]]

@@ -1,4 +1,4 @@
-"""A `Model` back to what it was made of: a tf.Graph, a session, or a callable with the function's own variables."""
+"""Turn a `Model` back into a tf.Graph, a session, or a callable with the variables of its original function."""
 
 from __future__ import annotations
 
@@ -32,30 +32,30 @@ _INPUT_SHAPES: Final = "_input_shapes"
 
 
 def to_tensorflow(model: Model) -> Any:
-    """What `model` is in TensorFlow, edits included; what was given to `load_live` stays as it is.
+    """Return `model` as a TensorFlow object, edits included. The original object is not changed.
 
     Returns:
-        A tf.Graph for a tf.Graph, a GraphDef or a MetaGraphDef, with the collections; for a session a new one, whose
-        variables have the same values; for a function a ConcreteFunction of the same signature that reads the same
-        variables, and has new ones for learned ranges: `learned_ranges`.
+        A tf.Graph with the collections for a tf.Graph, a GraphDef or a MetaGraphDef. For a session, a new session whose
+        variables have the same values. For a function, a ConcreteFunction with the same signature that shares the
+        variables; its `learned_ranges` are new variables.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
         ModelError: TensorFlow refuses the model.
-        UsageError: It is a SavedModel, or something was inserted around a function instead of in it.
+        UsageError: It is a SavedModel, or an op was inserted around a function instead of inside it.
     """
     model_source: TensorFlowSource = model.source
     if model_source.live_object is None and model_source.message_type == "SavedModel":
         raise UsageError(
-            f"{model.path} is a SavedModel, which is more than a graph. Save the result and give its folder to"
-            " tf.saved_model.load."
+            f"{model.path} is a SavedModel, and a tf.Graph cannot hold all of it. Save the result and pass its folder"
+            " to tf.saved_model.load."
         )
     tensorflow = installed()
     from tensorflow.python.eager.context import eager_mode
 
     with translate_tf_errors(tensorflow):
         if model_source.live_object is not None and model_source.message_type == "MetaGraphDef":
-            with eager_mode():  # whoever asks may be building a graph, which is no place for the functions
+            with eager_mode():  # the caller may be building a graph, which must not receive the functions
                 return _to_concrete_function(tensorflow, model, model_source.live_object)
         graph = _to_graph(tensorflow, model, model_source.live_object)
         if model_source.live_object is not None and hasattr(model_source.live_object.instance, "run"):
@@ -67,7 +67,7 @@ def to_tensorflow(model: Model) -> Any:
 
 
 def _to_graph(tensorflow: Any, model: Model, live_object: LiveObject | None) -> Any:
-    """A new tf.Graph with the collections of the given one."""
+    """Return a new tf.Graph with the collections of the original one."""
     v1 = tensorflow.compat.v1
     message = emit(model)
     graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(message)))
@@ -97,7 +97,7 @@ def _to_graph(tensorflow: Any, model: Model, live_object: LiveObject | None) -> 
 
 
 def _call_loaded_functions(graph_def: Any, functions: Mapping[str, Any]) -> None:
-    """Makes the nodes call functions that know their gradients, under their new names, instead of the library's."""
+    """Let nodes call the loaded functions, which have gradients, under their new names."""
     names = {old: function.name.decode() for old, function in functions.items()}
     for node in graph_def.node if names else ():
         node.op = names.get(node.op, node.op)
@@ -108,7 +108,7 @@ def _call_loaded_functions(graph_def: Any, functions: Mapping[str, Any]) -> None
 
 
 def _add_to_control_flow_contexts(meta: Any, model: Model) -> None:
-    """Tells loops and branches of TensorFlow 1 which new ops are theirs: gradients ask for that."""
+    """Add new ops to the loop and branch contexts of TensorFlow 1, which gradients depend on."""
     from tensorflow.core.protobuf.control_flow_pb2 import CondContextDef, WhileContextDef
 
     new_ops = [op.name for op in model.main.ops() if op.source is None]
@@ -128,7 +128,7 @@ def _add_to_control_flow_contexts(meta: Any, model: Model) -> None:
 
 
 def _to_session(tensorflow: Any, graph: Any, live_object: LiveObject, *, ranges: bool) -> Any:
-    """A session for `graph` whose variables have their values of the given one, and learned ranges their first."""
+    """Return a session for `graph` with the variable values of the original session. Learned ranges are initialized."""
     source_session = live_object.instance
     new_session = tensorflow.compat.v1.TensorFlowSession(target=source_session.sess_str, graph=graph)
     assign_variables(tensorflow, new_session, live_object.current_values())
@@ -141,7 +141,7 @@ def _to_session(tensorflow: Any, graph: Any, live_object: LiveObject, *, ranges:
 
 
 def _to_concrete_function(tensorflow: Any, model: Model, live_object: LiveObject) -> Any:
-    """A ConcreteFunction of the edited function, bound to what the given one captured and to learned ranges."""
+    """Return a ConcreteFunction of the edited function, bound to the original captures and to learned ranges."""
     from tensorflow.python.eager.polymorphic_function.concrete_function import ConcreteFunction
 
     source: TensorFlowSource = model.source
@@ -169,19 +169,19 @@ def _to_concrete_function(tensorflow: Any, model: Model, live_object: LiveObject
     graph.structured_input_signature = source_function.structured_input_signature
     graph.structured_outputs = source_function.function_type.pack_output(graph.outputs)
     concrete = ConcreteFunction.from_func_graph(graph, source_function.function_type, attrs)
-    # The flat signature, and captures that are looked up at each call, have no setters.
+    # The flat signature, and captures that are looked up at each call, have no public setters.
     concrete._arg_keywords, concrete._num_positional_args = (
         source_function._arg_keywords,
         source_function._num_positional_args,
-    )  # noqa: SLF001
+    )
     concrete.set_external_captures([*source_function._captured_inputs, *(one.handle for one in ranges)])  # noqa: SLF001
-    concrete._variables_kept = graph.variables  # noqa: SLF001  # a function alone does not keep them alive
+    concrete._variables_kept = graph.variables  # noqa: SLF001  # the function itself holds no reference to them
     concrete.learned_ranges = ranges
     return concrete
 
 
 def _create_range_variables(tensorflow: Any, model: Model, shared_names: Iterable[str]) -> list[Any]:
-    """New variables for learned ranges."""
+    """Create variables for learned ranges."""
     by_shared = by_shared_name(learned_ranges(model))
     with tensorflow.init_scope():
         return [
@@ -193,17 +193,17 @@ def _create_range_variables(tensorflow: Any, model: Model, shared_names: Iterabl
 
 
 def _require_main_unchanged(graph_def: Any, source_graph_def: Any) -> None:
-    """Refuses what cannot be part of the callable."""
+    """Refuse changes outside the function, which a callable cannot hold."""
     if list(graph_def.node) != list(source_graph_def.node):
         unexpected = next((node.name for node in graph_def.node if node not in source_graph_def.node), CALL_OP)
         raise UsageError(
-            f"{unexpected!r} stands between the function and its caller, where nothing can be given back. Quantize what is in"
-            " the function."
+            f"{unexpected!r} is between the function and its caller, and a callable cannot contain it. Quantize ops inside"
+            " the function only."
         )
 
 
 def _load_functions(library: Any) -> dict[str, Any]:
-    """The functions of a library by name, registered under names that nothing has yet, with gradients of their own."""
+    """Load the functions of a library, by name. They get new unique names and gradients of their own."""
     from tensorflow.python.saved_model.function_deserialization import load_function_def_library
 
     drop_traced_gradients(library)

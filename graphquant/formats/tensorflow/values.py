@@ -1,7 +1,7 @@
-"""TensorProto and AttrValue messages to and from Python values.
+"""Convert TensorProto and AttrValue messages to Python values and back.
 
-Attributes: a shape is a tuple, a list is a list, a type is a `DataType`, a function is a `FunctionName`; so every value
-says by itself how it is written back.
+As attribute values, a shape is a tuple, a list is a list, a type is a `DataType` and a function is a `FunctionName`. So
+the Python type of a value determines the AttrValue field to write it to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 MAX_VALUE_BYTES: Final = 1 << 26
-"""Largest constant that may be made from fewer bytes than it takes: a small hostile file must not fill memory."""
+"""Limit on the bytes of a constant that expands its stored bytes: a small hostile file must not fill memory."""
 
 _MAX_RANK: Final = 64
 _STORAGE: Final = {"qint8": "int8", "quint8": "uint8", "qint16": "int16", "quint16": "uint16", "qint32": "int32"}
@@ -46,18 +46,18 @@ _VALUE_FIELDS: Final = {
 _TYPE_NUMBERS: Final = {
     name: number
     for number in sorted(proto.DataType.values(), reverse=True)
-    if (name := proto.dtype_name(number)) is not None and number < 100  # noqa: PLR2004  # above are reference types, which no attribute holds
+    if (name := proto.dtype_name(number)) is not None and number < 100  # noqa: PLR2004  # larger numbers are reference types, which no attribute holds
 }
 
 
 class FunctionName(str):
-    """The name of a function of the library as the value of an op's attribute."""
+    """The name of a library function as the value of an op's attribute."""
 
     __slots__ = ()
 
 
 class NodeAttrs(Mapping[str, Any]):
-    """The attributes of a node, decoded when they are read; one that the file leaves out has its known default."""
+    """The attributes of a node, decoded on access. An absent attribute has its default."""
 
     __slots__ = ("_attr", "_defaults")
 
@@ -66,7 +66,7 @@ class NodeAttrs(Mapping[str, Any]):
         self._defaults = defaults
 
     def __getitem__(self, name: str) -> Any:
-        # Looking an absent attribute up in the message would add it.
+        # Reading an absent attribute of the message would add it.
         return decode_attr(self._attr[name]) if name in self._attr else self._defaults[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -78,24 +78,24 @@ class NodeAttrs(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ConstValue:
-    """The value of a Const node, decoded each time it is asked for."""
+    """The value of a Const node, decoded on each call."""
 
     node: Any
 
     def __call__(self) -> Array:
-        """The value; raises ModelError if it is damaged."""
+        """Return the value; raise ModelError if it is damaged."""
         return decode_tensor(self.node.attr["value"].tensor, f"the constant {self.node.name!r}")
 
 
 def decode_shape(message: Any) -> Shape | None:
-    """A TensorShapeProto as a shape, None if even the rank is unknown."""
+    """Convert a TensorShapeProto to a shape, None if the rank is unknown."""
     if message.unknown_rank or len(message.dim) > _MAX_RANK:
         return None
     return tuple(dim.size if dim.size >= 0 else None for dim in message.dim)
 
 
 def decode_attr(value: Any) -> Any:
-    """What an AttrValue holds; None for one that holds nothing and for a shape of unknown rank."""
+    """Return the value of an AttrValue; None for an empty one and for a shape of unknown rank."""
     kind = value.WhichOneof("value")
     if kind is None:
         return None
@@ -119,7 +119,7 @@ def _decode_bytes(text: bytes) -> str | bytes:
 
 
 def encode_attr(value: Any) -> Any:
-    """The AttrValue that `decode_attr` turns into `value`."""
+    """Return the AttrValue that `decode_attr` converts to `value`."""
     message = proto.AttrValue()
     if isinstance(value, list):
         message.list.SetInParent()
@@ -137,7 +137,7 @@ def encode_attr(value: Any) -> Any:
 
 
 def _encode_item(value: Any) -> tuple[str, Any]:
-    """The field of AttrValue for `value`, and what it holds then."""
+    """Return the AttrValue field for `value` and its content."""
     for types, kind, encoder in _ENCODERS:
         if isinstance(value, types):
             return kind, encoder(value)
@@ -151,17 +151,17 @@ def _encode_shape(shape: Shape | None) -> Any:
 
 
 def type_number(name: str) -> int:
-    """The `DataType` number of a numpy-like dtype name."""
+    """Return the `DataType` number of a numpy-like dtype name."""
     if name not in _TYPE_NUMBERS:
         raise InternalError(f"TensorFlow has no data type {name!r}.")
     return _TYPE_NUMBERS[name]
 
 
 def decode_tensor(message: Any, description: str) -> Array:
-    """The value of a TensorProto, not to be written to; strings as an object array of bytes.
+    """Return the value of a TensorProto, read-only; strings as an object array of bytes.
 
     Raises:
-        ModelError: It is damaged, is made of handles, or is far larger than what the file holds of it.
+        ModelError: It is damaged, consists of handles, or is far larger than its stored values.
     """
     name = proto.dtype_name(message.dtype) or ""
     shape = decode_shape(message.tensor_shape)
@@ -178,7 +178,7 @@ def decode_tensor(message: Any, description: str) -> Array:
             f"{_capitalize(description)} holds {len(values)} values for the shape {sizes}. The model file is damaged."
         )
     if len(values) <= 1 or elements == 0:
-        # One value stands for all: no memory is needed for its repetitions.
+        # A single value repeats, so the array is broadcast and its repetitions need no memory.
         filler = values[0] if len(values) else (b"" if name == "string" else dtype.type(0))
         _require_stored_elements(elements, len(values), dtype, description)
         return np.broadcast_to(np.array(filler, dtype), sizes)
@@ -192,14 +192,14 @@ def decode_tensor(message: Any, description: str) -> Array:
 def _require_stored_elements(elements: int, stored: int, dtype: np.dtype[Any], description: str) -> None:
     if elements > 2 * stored and elements * dtype.itemsize > MAX_VALUE_BYTES:
         raise ModelError(
-            f"{_capitalize(description)} claims {elements} elements and the file does not hold them. The model file is damaged."
+            f"{_capitalize(description)} claims {elements} elements, which the file does not contain. The model file is damaged."
         )
 
 
 def _decode_content(content: bytes, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], description: str) -> Array:
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise ModelError(
-            f"{_capitalize(description)} takes {len(content)} bytes, which {math.prod(shape)} elements of {name} do not fill."
+            f"{_capitalize(description)} has {len(content)} bytes, which {math.prod(shape)} elements of {name} do not fill."
             " The model file is damaged."
         )
     if dtype == np.bool_:
@@ -208,7 +208,7 @@ def _decode_content(content: bytes, name: str, dtype: np.dtype[Any], shape: tupl
 
 
 def _decode_listed_values(message: Any, name: str, dtype: np.dtype[Any]) -> Any:
-    """The listed values of a TensorProto as a flat array of `dtype`, or a list of bytes."""
+    """Return the listed values of a TensorProto as a flat array of `dtype`, or a list of bytes."""
     if name.startswith("float8"):
         return np.frombuffer(message.float8_val, dtype)
     listed = getattr(message, _VALUE_FIELDS.get(name, "int_val"))
@@ -230,7 +230,7 @@ def _numpy_dtype(name: str, description: str) -> np.dtype[Any]:
         return np.dtype(object)
     if storage not in {"resource", "variant", ""}:
         return np.dtype(getattr(ml_dtypes, storage, storage))
-    raise ModelError(f"{_capitalize(description)} is of type {name or 'nothing known'}, which has no value to read.")
+    raise ModelError(f"{_capitalize(description)} is of type {name or 'nothing known'}, which cannot be read as a value.")
 
 
 def _capitalize(description: str) -> str:
@@ -238,7 +238,7 @@ def _capitalize(description: str) -> str:
 
 
 def encode_tensor(value: Array) -> Any:
-    """A TensorProto holding `value`, its numbers as little-endian `tensor_content`."""
+    """Return a TensorProto of `value`, its numbers as little-endian `tensor_content`."""
     array = np.asarray(value)
     message = proto.TensorProto()
     for size in array.shape:
@@ -263,7 +263,7 @@ _DECODERS: Final[dict[str, Callable[[Any], Any]]] = {
     "func": lambda item: FunctionName(item.name),
 }
 
-# The first that fits counts: a DataType is a str, a bool is an int.
+# The first match counts: a DataType is a str, a bool is an int.
 _ENCODERS: Final[tuple[tuple[Any, str, Callable[[Any], Any]], ...]] = (
     (DataType, "type", type_number),
     (FunctionName, "func", lambda name: proto.NameAttrList(name=name)),
@@ -277,16 +277,16 @@ _ENCODERS: Final[tuple[tuple[Any, str, Callable[[Any], Any]], ...]] = (
 )
 
 
-# The few pure operations that make weights out of weights, in numpy.
+# Evaluate in numpy the few pure operations that compute weights from weights.
 
 Arrays = list[Array]
 
 MAX_ELEMENTS: Final = 1 << 26
-"""Largest result: broadcasting may make much out of little, and a hostile model must not fill memory."""
+"""Limit on a result's elements: a small hostile model must not fill memory by broadcasting."""
 
 
 def evaluate_tf_op(op: Op, inputs: Arrays) -> Arrays | None:
-    """The outputs of `op` for `inputs`; None if the operation is not in the table or does not take such inputs."""
+    """Return the outputs of `op` for `inputs`; None if the operation is not in the table or rejects such inputs."""
     function = _EVALUATORS.get(op.type)
     if function is None:
         return None
@@ -294,7 +294,7 @@ def evaluate_tf_op(op: Op, inputs: Arrays) -> Arrays | None:
         with np.errstate(all="ignore"):
             outputs = function(op, inputs)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, np.exceptions.AxisError):
-        return None  # a damaged node; TensorFlow would refuse it too
+        return None  # the node is damaged; TensorFlow would refuse it too
     return None if any(output.size > MAX_ELEMENTS for output in outputs) else outputs
 
 

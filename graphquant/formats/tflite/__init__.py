@@ -1,4 +1,4 @@
-"""TFLite models: read, to look at them and to use their scales. Nothing here needs TensorFlow."""
+"""TFLite models: read only, for their graphs and scales, without TensorFlow."""
 
 from graphquant.formats.tflite.load import load, parse_tflite
 

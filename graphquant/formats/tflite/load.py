@@ -1,4 +1,4 @@
-"""TFLite files to models: each subgraph a graph, each tensor an op's output that keeps its own scale and zero point."""
+"""Load TFLite files: each subgraph becomes a graph, each tensor an op's output with its stored scale and zero point."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 
-# The values of constants, read from the file when they are asked for.
+# Read constants from the file on request.
 
 NON_NUMERIC_DTYPES = frozenset({"string", "resource", "variant"})
-"""Types that are no numbers."""
+"""Types without numeric values."""
 
 _PACKED_DTYPES = {"int4": (4, ml_dtypes.int4), "uint4": (4, ml_dtypes.uint4), "int2": (2, ml_dtypes.int2)}
 
 
 class BufferSpan(NamedTuple):
-    """Where in the file a buffer's bytes are: inside the FlatBuffer, or behind it in files over 2 GB."""
+    """Position of a buffer's bytes in the file: inside the FlatBuffer, or after it in files over 2 GB."""
 
     start: int
     size: int
 
 
 def buffer_span(table: FlatTable) -> BufferSpan:
-    """Where the bytes of a Buffer are; of no size if it is empty.
+    """Return the position of a Buffer's bytes; its size is 0 if the buffer is empty.
 
     Raises:
-        ModelError: They are outside of the file.
+        ModelError: The bytes are outside the file.
     """
     start, size = table.vector_span("data", 1)
     offset = table.number("offset", "Q")
-    if not size and offset > 1:  # 1 stands for bytes that were left out
+    if not size and offset > 1:  # an offset of 1 marks omitted bytes
         start, size = offset, table.number("size", "Q")
         if start + size > len(table.buffer.data):
             raise damaged_file_error(f"a buffer of {size} bytes at {start} is outside of its {len(table.buffer.data)}")
@@ -58,7 +58,7 @@ def buffer_span(table: FlatTable) -> BufferSpan:
 def constant_reader(
     data: memoryview, span: BufferSpan, output: Output, sizes: tuple[int, ...]
 ) -> Callable[[], Array] | None:
-    """Gives the value of a constant when called; None if the file does not hold its numbers."""
+    """Return a reader of a constant's value, None if the file does not hold its numbers."""
     if not span.size or output.dtype in NON_NUMERIC_DTYPES:
         return None
     return partial(_read_constant, data, span, output, sizes)
@@ -88,14 +88,14 @@ def _read_constant(data: memoryview, span: BufferSpan, output: Output, sizes: tu
 
 
 MAX_SUBGRAPHS = 10_000
-"""More than any model has."""
+"""Limit on the subgraphs of a file, above that of any real model."""
 
 
 def load(path: Path) -> Model:
-    """Reads the model at `path`; the data of its constants is mapped, and read when it is asked for.
+    """Load the model at `path`. Its constants are memory-mapped and read on request.
 
     Raises:
-        ModelError: The file is no TFLite model, or what it holds does not fit together.
+        ModelError: The file is not a TFLite model, or is inconsistent.
     """
     try:
         with path.open("rb") as file:
@@ -110,16 +110,16 @@ def load(path: Path) -> Model:
 
 
 def parse_tflite(data: bytes | mmap.mmap, path: Path | None = None) -> Model:
-    """The model in `data`.
+    """Load the model in `data`.
 
     Raises:
-        ModelError: It is no TFLite model, or what it holds does not fit together.
+        ModelError: It is not a TFLite model, or is inconsistent.
     """
     view = memoryview(data)
     if not view:
         raise ModelError("The file is empty. Export or copy the model again.")
     if bytes(view[4:8]) != ops.IDENTIFIER:
-        raise ModelError("This is no TFLite model: it does not say TFL3 in its fifth byte. Export the model again.")
+        raise ModelError("This is not a TFLite model: it lacks the identifier TFL3 at byte 4. Export the model again.")
     model = Model(format="tflite", path=path, source=view, digest=hashlib.sha256(view).hexdigest())
     with paused_gc():
         _ModelReader(model, FlatBuffer(view).root(ops.MODEL)).read_subgraphs()
@@ -128,7 +128,7 @@ def parse_tflite(data: bytes | mmap.mmap, path: Path | None = None) -> Model:
 
 @dataclass(frozen=True, slots=True)
 class _TensorEntry:
-    """A tensor of a subgraph: what is known of it, and its value if the file holds one."""
+    """A tensor of a subgraph, and its value if the file holds one."""
 
     output: Output
     value: Callable[[], Array] | None
@@ -137,7 +137,7 @@ class _TensorEntry:
 
 @dataclass(slots=True)
 class _SubgraphScope:
-    """A subgraph that is being read: its tensors, the names of its ops, and which op makes each tensor."""
+    """A subgraph under construction: its tensors, the names of its ops, and the producer of each tensor."""
 
     graph: Graph
     tensors: list[_TensorEntry]
@@ -145,31 +145,31 @@ class _SubgraphScope:
     tensor_refs: dict[int, TensorRef] = field(default_factory=dict)
 
     def claim_label(self, index: int, prefix: str = "") -> str:
-        """A free name for what makes or takes tensor `index`."""
+        """Return a free op name for tensor `index`."""
         return claim_name(prefix + (self.tensors[index].output.name or f"tensor_{index}"), self.used_names)
 
     def tensor_indices(self, table: FlatTable, name: str) -> list[int]:
-        """The tensors that a field lists, -1 for one that is left out."""
+        """Return the tensor indices in a field, -1 for an omitted one."""
         indices: list[int] = table.array(name, "int32").tolist()
         if indices and not (min(indices) >= -1 and max(indices) < len(self.tensors)):
             raise damaged_file_error(
-                f"the {name} {min(indices)} to {max(indices)} are listed, of {len(self.tensors)} tensors"
+                f"the {name} {min(indices)} to {max(indices)} are listed, but it has {len(self.tensors)} tensors"
             )
         if table.fields is ops.SUBGRAPH and -1 in indices:
-            raise damaged_file_error(f"one of its {name} is no tensor")
+            raise damaged_file_error(f"one of its {name} is not a tensor")
         return indices
 
     def add_op(self, op: Op, indices: Sequence[int]) -> None:
-        """Adds an op that makes the tensors `tensor_indices`."""
+        """Add an op that produces the tensors `indices`."""
         self.graph.add_op(op)
         for port, index in enumerate(indices):
             if index in self.tensor_refs:
-                raise damaged_file_error(f"tensor {index}, {self.tensors[index].output.name!r}, is made twice")
+                raise damaged_file_error(f"tensor {index}, {self.tensors[index].output.name!r}, has two producers")
             if index >= 0:
                 self.tensor_refs[index] = TensorRef(self.graph.name, op.name, port)
 
     def add_constants(self, computed: set[int]) -> None:
-        """Adds what is no input and not `computed` by an op: constants, variables, and tensors without use."""
+        """Add the tensors that are neither inputs nor in `computed`: constants, variables and unused ones."""
         for index, entry in enumerate(self.tensors):
             if index not in self.tensor_refs and index not in computed:
                 kind, op_type = ("variable", "Variable") if entry.is_variable else ("constant", "Constant")
@@ -197,10 +197,10 @@ class _ModelReader:
         self._graph_names: list[str] = []
 
     def read_subgraphs(self) -> None:
-        """Indexes every subgraph: the first is the main graph, and each may be run by itself, as a signature."""
+        """Read every subgraph. The first is the main graph; each one may be run by itself, as a signature."""
         tables = self._root.tables("subgraphs", ops.SUBGRAPH)
         if not tables:
-            raise ModelError("The file holds no graph. Export the model again.")
+            raise ModelError("The file contains no graph. Export the model again.")
         if len(tables) > MAX_SUBGRAPHS:
             raise damaged_file_error(f"it has {len(tables)} graphs")
         used_names = {"": 0}
@@ -235,7 +235,7 @@ class _ModelReader:
     def _read_tensor(self, index: int, table: FlatTable) -> _TensorEntry:
         code = table.number("type", "b")
         if not 0 <= code < len(ops.TYPES):
-            raise ModelError(f"Tensor {index} has the unknown type {code}. This version does not read such files.")
+            raise ModelError(f"Tensor {index} has the unknown type {code}, which this version cannot read.")
         dtype = ops.TYPES[code]
         sizes = tuple(table.array("shape", "int32").tolist())
         if min(sizes, default=0) < 0:
@@ -245,7 +245,7 @@ class _ModelReader:
         output = Output(table.text("name"), dtype, shape, _read_quantization(index, sizes, table))
         buffer = table.number("buffer", "I")
         if buffer >= max(len(self._buffer_spans), 1):
-            raise damaged_file_error(f"tensor {index} has its data in buffer {buffer} of {len(self._buffer_spans)}")
+            raise damaged_file_error(f"tensor {index} stores its data in buffer {buffer} of {len(self._buffer_spans)}")
         is_elsewhere = table.table("sparsity", {}) is not None or table.number("external_buffer", "I")
         buffer_span = self._buffer_spans[buffer] if buffer and not is_elsewhere else BufferSpan(0, 0)
         return _TensorEntry(
@@ -260,7 +260,7 @@ class _ModelReader:
         return op_type
 
     def _add_node(self, scope: _SubgraphScope, node: FlatTable) -> str:
-        """Adds an op, which goes by the name of its first output."""
+        """Add an op, named after its first output; return its name."""
         op_type = self._node_op_type(node)
         op_info = describe_tflite_op(op_type)
         outputs = scope.tensor_indices(node, "outputs")
@@ -292,14 +292,14 @@ class _ModelReader:
 
 
 def _op_type_name(table: FlatTable) -> str:
-    """The name of an op type; the old field holds those under 127, and has that number for all others."""
+    """Return the name of an op type. The old field stores codes below 127 and is 127 for all others."""
     code = max(table.number("builtin_code", "i"), table.number("deprecated_builtin_code", "b"))
     name: str = ops.BUILTINS[code] if 0 <= code < len(ops.BUILTINS) else f"BUILTIN_{code}"
     return (table.text("custom_code") or name) if name == ops.CUSTOM else name
 
 
 def _read_quantization(index: int, sizes: tuple[int, ...], table: FlatTable) -> StoredQuantization:
-    """What the file says of a tensor's scale; most tensors of a float model have none."""
+    """Return the stored scale of a tensor; most tensors of a float model have none."""
     quantization = table.table("quantization", ops.QUANTIZATION)
     if quantization is None:
         return StoredQuantization(index=index, sizes=sizes)
@@ -317,7 +317,7 @@ def _read_quantization(index: int, sizes: tuple[int, ...], table: FlatTable) -> 
 
 
 def claim_name(name: str, used_names: dict[str, int]) -> str:
-    """`name`, or with the smallest free `_k` behind it; `used_names` has for each name the `k` to go on with."""
+    """Return `name`, or `name_k` with the smallest free k; `used_names` remembers the last k of each name."""
     candidate, number = name, used_names.get(name, 0)
     while candidate in used_names:
         number += 1

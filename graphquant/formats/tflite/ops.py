@@ -1,4 +1,4 @@
-"""The table of TFLite's ops: neutral kind, input roles, channel axis of the weight."""
+"""The table of TFLite's ops: kind, input roles, channel axis of the weight."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-# TFLite's schema, as far as it is read: the fields of its tables, its dtypes and its ops.
+# The part of TFLite's schema that is read: fields of its tables, dtypes and ops.
 #
-# https://github.com/tensorflow/tensorflow/blob/master/tensorflow/compiler/mlir/lite/schema/schema.fbs : names and numbers
-# are the format and never change; a test compares them with those in TensorFlow.
+# https://github.com/tensorflow/tensorflow/blob/master/tensorflow/compiler/mlir/lite/schema/schema.fbs : names and
+# numbers define the format and never change; a test compares them with those in TensorFlow.
 
 IDENTIFIER: Final = b"TFL3"
-"""Stands behind the first four bytes of each file."""
+"""Follows the first four bytes of each file."""
 
 
 def _number_fields(names: str) -> Mapping[str, int]:
@@ -44,7 +44,7 @@ TYPES: Final = tuple(_TYPES.split())
 """numpy-like dtype names by TensorType."""
 
 DETAILS: Final = ("", "custom", "blockwise")
-"""Forms of quantization beside one scale per tensor or channel, by QuantizationDetails."""
+"""Forms of quantization other than one scale per tensor or channel, by QuantizationDetails."""
 
 CUSTOM: Final = "CUSTOM"
 """The op whose name is in its operator code."""
@@ -83,11 +83,11 @@ BUILTINS: Final = tuple(_BUILTINS.split())
 
 @dataclass(frozen=True, slots=True)
 class TFLiteOpInfo:
-    """What an op type is.
+    """Properties of an op type that the graph representation needs.
 
     Attributes:
-        kind: The neutral kind.
-        roles: The role of each input slot; the last one stands for all that follow.
+        kind: The kind, which all formats share.
+        roles: The role of each input slot; the last one applies to all further slots.
         channel_axis: The output channel axis of the "weight" slot.
     """
 
@@ -212,9 +212,9 @@ SUBGRAPH_FIELDS: Final[Mapping[str, tuple[Mapping[str, int], Mapping[str, tuple[
     "CALL": (CALL_OPTIONS, {"subgraph": (0, False)}),
     "CALL_ONCE": (CALL_ONCE_OPTIONS, {"init_subgraph_index": (None, False)}),
 }
-"""Op type to its options' fields, and to the fields that name subgraphs with (offset, loop) of the `Call`."""
+"""By op type: the fields of its options, and the fields that name subgraphs with (offset, loop) of the `Call`."""
 
 
 def describe_tflite_op(op_type: str) -> TFLiteOpInfo:
-    """What an op of this type is."""
+    """Return the properties of an op type."""
     return _OP_INFOS.get(op_type, TFLiteOpInfo("other"))

@@ -1,4 +1,4 @@
-"""Writes graphquant/formats/tensorflow/opdefs.txt from the operations of the installed TensorFlow.
+"""Generate graphquant/formats/tensorflow/opdefs.txt from the operations of the installed TensorFlow.
 
 Run it as `python tests/formats/tensorflow/generate_opdefs.py` from the top of the repository.
 """
@@ -21,7 +21,7 @@ HEAD = """\
 
 
 def registered_op_defs():
-    """The OpDef messages of every operation in the installed TensorFlow, sorted by name."""
+    """Return the OpDef messages of every operation in the installed TensorFlow, sorted by name."""
     from tensorflow.python.client import pywrap_tf_session
 
     data = pywrap_tf_session.TF_GetBuffer(pywrap_tf_session.TF_GetAllOpList())
@@ -29,7 +29,7 @@ def registered_op_defs():
 
 
 def kind_text(arg: opdefs.ArgSpec) -> str:
-    """What an argument is besides its name."""
+    """Return an argument's text without its name."""
     if arg.type_list_attr:
         text = f"@{arg.type_list_attr}"
     else:
@@ -40,7 +40,7 @@ def kind_text(arg: opdefs.ArgSpec) -> str:
 
 
 def args_text(args: tuple[opdefs.ArgSpec, ...]) -> list[str]:
-    """The arguments in order, those that differ in nothing but the name joined."""
+    """Return the arguments in order; those that differ only in name are joined."""
     runs = groupby(args, key=kind_text)
     return [",".join(arg.name for arg in run) + kind for kind, run in runs]
 
@@ -51,7 +51,7 @@ def default_text(value: opdefs.AttrDefault) -> str:
 
 
 def line(spec: opdefs.OpSpec) -> str:
-    """The line of the table for an operation."""
+    """Return the table line of an operation."""
     words = [spec.name]
     words += ["!"] if spec.is_stateful else []
     words += [*args_text(spec.inputs), ">", *args_text(spec.outputs)]
@@ -61,7 +61,7 @@ def line(spec: opdefs.OpSpec) -> str:
 
 
 def main() -> None:
-    """Writes the table."""
+    """Write the table."""
     lines = [line(opdefs._parse_op_def(op_def)) for op_def in registered_op_defs()]
     TARGET.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Models whose samples may be joined run to the same results joined; those that mix samples are refused."""
+"""Batch independence: joined samples give equal results, and models that mix samples are not batched."""
 
 from __future__ import annotations
 
@@ -168,14 +168,14 @@ MIXED: dict[str, tuple[list[Any], Callable[[Any, Any], Any]]] = {
 
 @pytest.fixture(scope="module")
 def tf() -> Any:
-    """TensorFlow, imported as the runner imports it."""
+    """TensorFlow, imported like the runner does."""
     pytest.importorskip("tensorflow")
     create_runner(load(SAMPLES / "digits_cnn.pb"))
     return sys.modules["tensorflow"]
 
 
 def model_of(tf: Any, folder: Path, shape: Any, body: Callable[[Any, Any], Any]) -> Model:
-    """A frozen graph of one input."""
+    """Return a frozen graph with one input."""
     with tf.Graph().as_default() as graph:
         tf.identity(body(tf.raw_ops, tf.compat.v1.placeholder(tf.float32, shape, "x")), "y")
     path = folder / "model.pb"
@@ -184,7 +184,7 @@ def model_of(tf: Any, folder: Path, shape: Any, body: Callable[[Any, Any], Any])
 
 
 def agree(model: Model, feeds: list[dict[str, Any]]) -> None:
-    """Assert that joined feeds give, in every tensor, the values of the single feeds one behind the other."""
+    """Assert that joined feeds give, in every tensor, the concatenated values of the single feeds."""
     run = create_runner(model)
     joined = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
     parameters = Parameters(model)
@@ -211,7 +211,7 @@ def agree(model: Model, feeds: list[dict[str, Any]]) -> None:
 
 
 def feeds_of(model: Model, rows: tuple[int, ...]) -> list[dict[str, Any]]:
-    """Seeded feeds with so many rows."""
+    """Return seeded feeds with these row counts."""
     (spec,) = create_runner(model).inputs
     sizes = [2 if size is None else size for size in spec.shape[1:]]
     rng = np.random.default_rng(5)
@@ -220,7 +220,7 @@ def feeds_of(model: Model, rows: tuple[int, ...]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", APART)
 def test_independent_models_are_batched(tf: Any, tmp_path: Path, name: str) -> None:
-    """What is said to keep samples apart gives the same values for them joined, whatever their number of rows."""
+    """Models proved independent give the same values for joined samples, for any number of rows."""
     model = model_of(tf, tmp_path, *APART[name])
     assert create_runner(model).batch_independent is True
     agree(model, feeds_of(model, (1, 3, 2)))
@@ -228,12 +228,12 @@ def test_independent_models_are_batched(tf: Any, tmp_path: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", MIXED)
 def test_dependent_models_are_not_batched(tf: Any, tmp_path: Path, name: str) -> None:
-    """What mixes samples, or cannot be shown not to, is refused."""
+    """Models that mix samples, or cannot be proved independent, are not batched."""
     assert create_runner(model_of(tf, tmp_path, *MIXED[name])).batch_independent is False
 
 
 def test_functions_are_inlined(tf: Any, tmp_path: Path) -> None:
-    """A function that keeps samples apart does so in each of its calls; one that mixes them makes the answer no."""
+    """A function is checked in each of its calls; one that mixes samples rules batching out."""
     signature = [tf.TensorSpec([None, 4], tf.float32)]
     independent = tf.function(lambda x: tf.nn.relu(tf.raw_ops.MatMul(a=x, b=np.eye(4, dtype=np.float32))), signature)
     mixed = tf.function(lambda x: x - tf.reduce_mean(x, 0), signature)
@@ -257,7 +257,7 @@ def test_functions_are_inlined(tf: Any, tmp_path: Path) -> None:
     ],
 )
 def test_sample_models(tf: Any, name: str, said: bool) -> None:
-    """The sample models without loops may be run in blocks; those with loops are refused."""
+    """The sample models without loops are batched; those with loops are not."""
     model = load(SAMPLES / name)
     model_runner = create_runner(model)
     assert model_runner.batch_independent is said
@@ -268,7 +268,7 @@ def test_sample_models(tf: Any, name: str, said: bool) -> None:
 
 @pytest.mark.skipif(not MODELS.exists(), reason="the shared models are not here")
 def test_real_models(tf: Any) -> None:
-    """The keyword net, all of it in functions with variables, may be run in blocks; a detector with loops may not."""
+    """The keyword spotter, with functions and variables, is batched; a detector with loops is not."""
     model = load(MODELS / "kws" / "saved_model")
     assert create_runner(model).batch_independent is True
     agree(model, feeds_of(model, (1, 2)))

@@ -1,4 +1,4 @@
-"""Checkpoints to which values were added: read by graphquant, and by TensorFlow."""
+"""Extended checkpoints, read by graphquant and by TensorFlow."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ VALUES = {
 
 @given(st.dictionaries(st.binary(max_size=40), st.binary(max_size=3000), max_size=80))
 def test_table_round_trip(entries: dict[bytes, bytes]) -> None:
-    """Whatever keys and values, in as many blocks as it takes."""
+    """Tables of any keys and values round-trip, in any number of blocks."""
     restored = read_table(write_table(entries), source="it")
     assert restored == entries
     assert list(restored) == sorted(entries)
@@ -33,13 +33,13 @@ def test_table_round_trip(entries: dict[bytes, bytes]) -> None:
 
 @given(st.integers(0, 2**32 - 1))
 def test_varint_round_trip(number: int) -> None:
-    """Checksums and lengths survive."""
+    """Checksums and lengths round-trip."""
     assert unmask_crc(mask_crc(number)) == number
     assert read_varint(encode_varint(number), 0) == (number, len(encode_varint(number)))
 
 
 def test_a_new_checkpoint(tmp_path) -> None:
-    """Where there is none, one is made; more is added to it, and a key is given another value."""
+    """A checkpoint is created, then extended, and a key gets a new value."""
     prefix = tmp_path / "variables" / "variables"
     extend_checkpoint(prefix, VALUES, None)
     extend_checkpoint(prefix, {"d": np.array([True, False]), "b": np.zeros(2, np.float32)}, None)
@@ -56,7 +56,7 @@ def test_a_new_checkpoint(tmp_path) -> None:
 
 
 def test_linked_files_are_not_changed(tmp_path) -> None:
-    """A model whose files are linked to is not changed."""
+    """Extending a checkpoint of hard links does not change the linked files."""
     prefix, copy = tmp_path / "one" / "variables", tmp_path / "two" / "variables"
     extend_checkpoint(prefix, VALUES, None)
     before = {path.name: path.read_bytes() for path in prefix.parent.iterdir()}
@@ -69,7 +69,7 @@ def test_linked_files_are_not_changed(tmp_path) -> None:
 
 
 def test_object_graph_is_replaced(tmp_path) -> None:
-    """It is replaced whole."""
+    """The object graph is replaced completely."""
     prefix = tmp_path / "variables"
     objects = proto.TrackableObjectGraph()
     for count in (1, 300):
@@ -81,7 +81,7 @@ def test_object_graph_is_replaced(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_tensorflow_reads_it(tmp_path) -> None:
-    """TensorFlow reads what was there and what was added."""
+    """TensorFlow reads old and new values."""
     tf = pytest.importorskip("tensorflow")
     variables = {f"v{number}": tf.Variable(np.full(3, number, np.float32)) for number in range(3)}
     path = tf.train.Checkpoint(**variables).write(str(tmp_path / "variables"))

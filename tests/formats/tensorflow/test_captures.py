@@ -1,4 +1,4 @@
-"""Variables handed to functions: whatever calls whatever, each call gives what its functions take."""
+"""Variables captured by functions: each call passes all arguments that its functions take."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ OFFSETS = {"If": 1, "StatelessIf": 1}
 
 
 def variable(graph: str, shared: str) -> LearnedRange:
-    """A variable of a learned range in a function, or in the main graph."""
+    """Return a variable of a learned range in a function, or in the main graph."""
     value = np.array([1.0, 2.0], np.float32)
     return LearnedRange(
         graph=graph, node=shared, is_fetchable=not graph, shared_name=shared, value=value, trainable=True
@@ -29,7 +29,7 @@ def variable(graph: str, shared: str) -> LearnedRange:
 
 
 def function(library, name: str):
-    """A function with one float argument and one result."""
+    """Add a function with one float argument and one result."""
     new_function = library.function.add()
     new_function.signature.name = name
     new_function.signature.input_arg.add(name="x", type=type_number("float32"))
@@ -40,7 +40,7 @@ def function(library, name: str):
 
 
 def call(nodes, name: str, kind: str, functions: list[str]) -> None:
-    """A node that calls functions with one float."""
+    """Add a node that calls functions with one float."""
     node = nodes.add(name=name, op=kind, input=[*(["p"] * OFFSETS.get(kind, 0)), "x", "^before"])
     for attr, called in zip(BRANCHES[kind], functions, strict=True):
         node.attr[attr].func.name = called
@@ -52,13 +52,13 @@ def call(nodes, name: str, kind: str, functions: list[str]) -> None:
 
 
 def read(body, shared: str) -> None:
-    """What makes a variable in a function, and what reads it."""
+    """Add a variable to a function, and a node that reads it."""
     body.node_def.add(name=shared, op="VarHandleOp")
     body.node_def.add(name=f"{shared}/Read", op="ReadVariableOp", input=[f"{shared}:resource:0"])
 
 
 def check(graph_def) -> None:
-    """Each call has as many inputs and types as its functions have arguments; loops return what they take."""
+    """Assert that calls have as many inputs and types as their functions have arguments; loops return theirs."""
     bodies = {body.signature.name: body for body in graph_def.library.function}
     for nodes in (graph_def.node, *(body.node_def for body in bodies.values())):
         for node in nodes:
@@ -90,7 +90,7 @@ def check(graph_def) -> None:
     st.lists(st.tuples(st.integers(0, 5), st.sampled_from("abc")), max_size=5, unique=True),
 )
 def test_calls_of_any_shape(calls, reads) -> None:
-    """Nested, shared and recursive calls, branches of which one needs a variable, loops: all of them fit."""
+    """Nested, shared and recursive calls, loops, and branches of which one needs a variable."""
     graph_def = proto.GraphDef()
     bodies = [function(graph_def.library, f"f{number}") for number in range(6)]
     loops = set()
@@ -116,7 +116,7 @@ def test_calls_of_any_shape(calls, reads) -> None:
 
 
 def test_capturing_functions_are_stateful() -> None:
-    """Calls and branches that may be left out when nothing changes are replaced by those that may not."""
+    """Stateless calls and branches, which TensorFlow may prune, are replaced by stateful ones."""
     graph_def = proto.GraphDef()
     body = function(graph_def.library, "f")
     function(graph_def.library, "g")
@@ -135,7 +135,7 @@ def test_capturing_functions_are_stateful() -> None:
 
 
 def test_other_callers_are_refused() -> None:
-    """What cannot be given more inputs is named."""
+    """An op that cannot take more inputs is named in the error."""
     graph_def = proto.GraphDef()
     read(function(graph_def.library, "f"), "a")
     graph_def.node.add(name="map", op="MapDataset", input=["x"]).attr["f"].func.name = "f"
@@ -144,7 +144,7 @@ def test_other_callers_are_refused() -> None:
 
 
 def test_objects_of_a_saved_model() -> None:
-    """The variables are a list of the root, under a name that is free, and bound to the functions that take them."""
+    """The variables form a list of the root, with a free name, bound to the functions that take them."""
     objects = proto.SavedObjectGraph()
     objects.nodes.add().children.add(node_id=0, local_name="learned_ranges")
     objects.concrete_functions["f"].bound_inputs.append(0)

@@ -1,4 +1,4 @@
-"""Checkpoints are read exactly, and damaged or hostile ones end in ModelError."""
+"""Checkpoints are read exactly, and damaged or hostile ones raise ModelError."""
 
 import os
 import subprocess
@@ -36,13 +36,13 @@ def varint(value: int) -> bytes:
 
 
 def masked(data: bytes) -> int:
-    """The checksum as files hold it."""
+    """Return the checksum as files store it."""
     crc = google_crc32c.value(data)
     return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def block(entries: list[tuple[bytes, bytes]], *, shared: bool = True) -> bytes:
-    """The contents of a block with one restart."""
+    """Return the contents of a block with one restart."""
     out, last = b"", b""
     for key, value in entries:
         common = (
@@ -55,12 +55,12 @@ def block(entries: list[tuple[bytes, bytes]], *, shared: bool = True) -> bytes:
 
 
 def stored(contents: bytes, kind: int = 0) -> bytes:
-    """A block with its trailer."""
+    """Return a block with its trailer."""
     return contents + bytes([kind]) + masked(contents + bytes([kind])).to_bytes(4, "little")
 
 
 def table_file(blocks: list[tuple[bytes, int]]) -> bytes:
-    """A table of data blocks (contents and compression), with an empty metadata block."""
+    """Return a table of data blocks (contents and compression), with an empty metadata block."""
     out, handles = b"", []
     for contents, kind in [*blocks, (block([]), 0)]:
         handles.append(varint(len(out)) + varint(len(contents)))
@@ -71,7 +71,7 @@ def table_file(blocks: list[tuple[bytes, int]]) -> bytes:
 
 
 def entry(name: str, dims: tuple[int, ...], start: int, data: bytes, /, shard: int = 0, **more: object) -> bytes:
-    """A variable's entry, serialized; `more` overrides fields."""
+    """Return a variable's entry, serialized; keywords override fields."""
     message = proto.BundleEntryProto(dtype=NUMBERS[name], shard_id=shard, offset=start, size=len(data))
     message.crc32c = masked(data)
     for size in dims:
@@ -87,7 +87,7 @@ def header(**fields: object) -> bytes:
 
 
 def write(folder: Path, entries: dict[bytes, bytes], *shards: bytes, **head: object) -> Path:
-    """Writes a checkpoint and returns its prefix."""
+    """Write a checkpoint and return its prefix."""
     prefix = folder / "model"
     contents = block(sorted({b"": header(num_shards=len(shards), **head), **entries}.items()))
     Path(f"{prefix}.index").write_bytes(table_file([(contents, 0)]))
@@ -109,7 +109,7 @@ ARRAYS = [
 
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda array: f"{array.dtype}{list(array.shape)}")
 def test_values_are_read_with_dtype_and_shape(tmp_path, array):
-    """Every kind of number comes back as it was."""
+    """Every numeric type round-trips."""
     data = array.tobytes()
     prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 3, data)}, b"abc" + data)
     opened = Checkpoint.open(prefix)
@@ -123,7 +123,7 @@ def test_values_are_read_with_dtype_and_shape(tmp_path, array):
 
 
 def test_quantized_types_are_read_as_integers(tmp_path):
-    """The values of a quantized variable are integers; its dtype's name tells the rest."""
+    """Quantized variables are read as integers; the dtype name is that of the file."""
     opened = Checkpoint.open(write(tmp_path, {b"q": entry("qint8", (2,), 0, b"\xff\x02")}, b"\xff\x02"))
     assert opened.dtype_and_shape("q") == ("qint8", (2,))
     assert opened.read("q").dtype == np.int8
@@ -132,7 +132,7 @@ def test_quantized_types_are_read_as_integers(tmp_path):
 
 @pytest.mark.parametrize("array", [a for a in ARRAYS if a.dtype.itemsize > 1], ids=lambda array: str(array.dtype))
 def test_big_endian_values_are_byte_swapped(tmp_path, array):
-    """A checkpoint of a big-endian machine reads the same."""
+    """A checkpoint of a big-endian machine gives the same values."""
     width = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
     data = np.frombuffer(array.tobytes(), f"<u{width}").astype(f">u{width}").tobytes()
     prefix = write(tmp_path, {b"v": entry(array.dtype.name, array.shape, 0, data)}, data, endianness=1)
@@ -140,7 +140,7 @@ def test_big_endian_values_are_byte_swapped(tmp_path, array):
 
 
 def test_shards_and_blocks(tmp_path):
-    """Variables may lie in several data files, and the index may have several blocks."""
+    """Variables may be in several data files, and the index may have several blocks."""
     entries = {b"a/%03d" % number: entry("uint8", (1,), 0, bytes([number]), shard=number) for number in range(3)}
     prefix = write(tmp_path, entries, b"\0", b"\1", b"\2")
     index = [block([(b"", header(num_shards=3))]), *(block([table_entry]) for table_entry in entries.items())]
@@ -159,7 +159,7 @@ def literal(data: bytes) -> bytes:
 
 
 def test_snappy_blocks_are_decompressed(tmp_path):
-    """A compressed index reads like a plain one, whichever kinds of element it uses."""
+    """A compressed index equals a plain one, for every kind of element."""
     contents = block([(b"", header()), (b"aaaaaaaaaaaaaaaa", entry("uint8", (1,), 0, b"\7"))], shared=False)
     start = contents.index(b"a" * 16) + 1
     elements = [
@@ -190,7 +190,7 @@ def test_snappy_blocks_are_decompressed(tmp_path):
     ],
 )
 def test_bad_snappy_is_refused(tmp_path, data):
-    """Compressed blocks of strangers cost no memory and no crash."""
+    """Hostile compressed blocks neither exhaust memory nor crash."""
     prefix = write(tmp_path, {}, b"")
     Path(f"{prefix}.index").write_bytes(table_file([(data, 1)]))
     with pytest.raises(ModelError, match="not a readable checkpoint index"):
@@ -200,7 +200,7 @@ def test_bad_snappy_is_refused(tmp_path, data):
 @given(st.binary(max_size=60))
 @settings(max_examples=300)
 def test_random_snappy_is_bounded(data):
-    """Only ModelError escapes from the decoder, and what it makes is no larger than it may be."""
+    """Only ModelError escapes from the decoder, and its output is bounded."""
     try:
         assert len(leveldb_table._decompress_snappy(data)) <= 64 * len(data)
     except ModelError:
@@ -211,7 +211,7 @@ def test_random_snappy_is_bounded(data):
 
 
 def partitioned(folder: Path, slices: list[tuple[int, int]], values: list[np.ndarray], rows: int = 4) -> Path:
-    """A variable of `rows` x 2 that was saved in parts of rows (start, length)."""
+    """Write a variable of `rows` x 2 that was saved in slices of rows (start, length)."""
     full_entry = proto.BundleEntryProto(dtype=1)
     full_entry.shape.dim.add(size=rows)
     full_entry.shape.dim.add(size=2)
@@ -227,7 +227,7 @@ def partitioned(folder: Path, slices: list[tuple[int, int]], values: list[np.nda
 
 
 def test_slices_are_assembled(tmp_path):
-    """A partitioned variable is read as a whole, and its parts are not listed."""
+    """A partitioned variable is assembled, and its slices are not listed."""
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
     opened = Checkpoint.open(partitioned(tmp_path, [(0, 3), (3, 1)], [value[:3], value[3:]]))
     assert opened.names() == ["w"]
@@ -247,7 +247,7 @@ def test_slices_are_assembled(tmp_path):
     ],
 )
 def test_bad_slices_are_refused(tmp_path, parts, rows, match):
-    """Parts have to fill the variable exactly."""
+    """Slices must cover the variable exactly."""
     values = [np.zeros((length, 2), np.float32) for _, length in parts]
     opened = Checkpoint.open(partitioned(tmp_path, parts, values, rows))
     with pytest.raises(ModelError, match=match):
@@ -259,13 +259,13 @@ def test_bad_slices_are_refused(tmp_path, parts, rows, match):
     [(0, "80"), (63, "bf"), (-1, "7f"), (-64, "40"), (64, "c040"), (-65, "3fbf"), (1 << 62, "ffc0" + "40" + 7 * "00")],
 )
 def test_numbers_in_keys_sort(value, expected):
-    """The encoding of slice keys, by hand."""
+    """The encoding of slice keys equals values computed by hand."""
     assert module._encode_ordered(value).hex() == expected
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), min_size=2))
 def test_encoded_numbers_sort_like_numbers(values):
-    """The property the encoding exists for."""
+    """Encoded numbers sort like the numbers."""
     assert sorted(values) == sorted(values, key=module._encode_ordered)
 
 
@@ -290,14 +290,14 @@ def test_flipped_byte_in_the_data_is_noticed(prefix):
 
 
 def test_short_data_is_noticed(prefix):
-    """A data file that was cut off is told from a damaged one."""
+    """A truncated data file and a damaged one give different errors."""
     Path(f"{prefix}.data-00000-of-00001").write_bytes(b"123")
     with pytest.raises(ModelError, match="variable 'v' lies outside the file"):
         Checkpoint.open(prefix).read("v")
 
 
 def test_index_of_every_shorter_length_is_refused(prefix):
-    """A truncated index never reads as a smaller checkpoint."""
+    """A truncated index is never read as a smaller checkpoint."""
     path = Path(f"{prefix}.index")
     data = path.read_bytes()
     for length in range(len(data)):
@@ -307,13 +307,13 @@ def test_index_of_every_shorter_length_is_refused(prefix):
 
 
 def test_missing_index(tmp_path):
-    """The error names the file that is missing."""
+    """The error names the missing file."""
     with pytest.raises(ModelError, match=r"nothing\.index cannot be read"):
         Checkpoint.open(tmp_path / "nothing")
 
 
 def test_unknown_variable(prefix):
-    """A misspelt name is met with the right one."""
+    """The error for a misspelled name suggests the right one."""
     opened = Checkpoint.open(prefix)
     assert "v" in opened
     assert "w" not in opened
@@ -343,7 +343,7 @@ def test_unknown_variable(prefix):
     ],
 )
 def test_hostile_entries_are_refused(tmp_path, dtype, shape, more, match):
-    """Nothing an entry claims is believed before it is checked."""
+    """Every claim of an entry is checked before use."""
     data = bytes(12)
     opened = Checkpoint.open(write(tmp_path, {b"v": entry(dtype, shape, 0, data, **more)}, data))
     with pytest.raises(ModelError, match=match):
@@ -367,14 +367,14 @@ def test_hostile_entries_are_refused(tmp_path, dtype, shape, more, match):
     ],
 )
 def test_hostile_indexes_are_refused(tmp_path, contents, match):
-    """Blocks with good checksums and bad contents."""
+    """Blocks with valid checksums and invalid contents are refused."""
     (tmp_path / "model.index").write_bytes(table_file([(contents, 0)]))
     with pytest.raises(ModelError, match=match):
         Checkpoint.open(tmp_path / "model")
 
 
 def test_keys_cannot_exhaust_memory():
-    """Prefix compression lets a small file claim huge keys; that ends before it hurts."""
+    """Prefix compression lets a small file claim huge keys; a limit stops it early."""
     long = b"a" * (1 << 20)
     entries = b"\0" + varint(len(long)) + b"\0" + long
     entries += b"".join(varint(len(long) + number) + b"\1\0b" for number in range(500))
@@ -384,14 +384,14 @@ def test_keys_cannot_exhaust_memory():
 
 
 def test_unknown_compression_is_refused(tmp_path):
-    """Only what can be decompressed is."""
+    """Only supported compressions are accepted."""
     (tmp_path / "model.index").write_bytes(table_file([(block([]), 4)]))
     with pytest.raises(ModelError, match="compression 4"):
         Checkpoint.open(tmp_path / "model")
 
 
 def read_all(prefix: Path) -> None:
-    """Reads everything there is; only ModelError may come of it."""
+    """Read everything in a checkpoint; only ModelError may be raised."""
     try:
         opened = Checkpoint.open(prefix)
         opened.object_graph()
@@ -408,7 +408,7 @@ def read_all(prefix: Path) -> None:
 
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory):
-    """A checkpoint with a plain and a partitioned variable, and a string where the object graph belongs."""
+    """A checkpoint with a plain and a partitioned variable, and a string in place of the object graph."""
     folder = tmp_path_factory.mktemp("fuzz")
     value = np.arange(8, dtype=np.float32).reshape(4, 2)
     prefix = partitioned(folder, [(0, 3), (3, 1)], [value[:3], value[3:]])
@@ -424,7 +424,7 @@ edits = st.lists(st.tuples(st.integers(0, 1000), st.integers(0, 255)), min_size=
 
 
 def edited(data: bytes, changes: list[tuple[int, int]]) -> bytes:
-    """The data with some bytes replaced."""
+    """Return the data with some bytes replaced."""
     out = bytearray(data)
     for at, byte in changes:
         out[at % len(out)] = byte
@@ -435,7 +435,7 @@ def edited(data: bytes, changes: list[tuple[int, int]]) -> bytes:
 @settings(max_examples=200, deadline=None)
 @example(changes=[(-9, 255)])
 def test_fuzzed_index_file(fuzzed, changes):
-    """Damage anywhere in the index, which checksums mostly catch."""
+    """Damage anywhere in the index is refused, mostly by checksums."""
     prefix, contents = fuzzed
     Path(f"{prefix}.index").write_bytes(edited(table_file([(contents, 0)]), changes))
     read_all(prefix)
@@ -444,7 +444,7 @@ def test_fuzzed_index_file(fuzzed, changes):
 @given(changes=edits)
 @settings(max_examples=500, deadline=None)
 def test_fuzzed_index_with_good_checksums(fuzzed, changes):
-    """Damage behind the checksums: keys, entries, shapes, offsets."""
+    """Damage with valid checksums is refused: keys, entries, shapes, offsets."""
     prefix, contents = fuzzed
     Path(f"{prefix}.index").write_bytes(table_file([(edited(contents, changes), 0)]))
     read_all(prefix)
@@ -453,7 +453,7 @@ def test_fuzzed_index_with_good_checksums(fuzzed, changes):
 @given(data=st.binary(max_size=120))
 @settings(max_examples=200, deadline=None)
 def test_random_index(fuzzed, data):
-    """Bytes that never were an index."""
+    """Random bytes are refused."""
     prefix, _ = fuzzed
     Path(f"{prefix}.index").write_bytes(data)
     read_all(prefix)
@@ -463,7 +463,7 @@ def test_random_index(fuzzed, data):
 
 
 def object_graph(*variables: tuple[str, str]) -> bytes:
-    """An object graph of variables, each a full name and a key."""
+    """Return an object graph of variables, each with a full name and a key."""
     graph = proto.TrackableObjectGraph()
     for full_name, key in variables:
         graph.nodes.add().attributes.add(name="VARIABLE_VALUE", full_name=full_name, checkpoint_key=key)
@@ -479,7 +479,7 @@ def string_entry(text: bytes) -> tuple[bytes, bytes]:
 
 
 def named(folder: Path, *keys: str, graph: bytes = b"") -> Checkpoint:
-    """A checkpoint with these keys and an object graph."""
+    """Return a checkpoint with these keys and an object graph."""
     data, entries = b"", {}
     if graph:
         data, entries[b"_CHECKPOINTABLE_OBJECT_GRAPH"] = string_entry(graph)
@@ -488,14 +488,14 @@ def named(folder: Path, *keys: str, graph: bytes = b"") -> Checkpoint:
 
 
 def handles(graph, *names: str, op: str = "VarHandleOp", **shared: str) -> None:
-    """Adds variables to a graph, or to a function's nodes; `shared` has shared names that are not the node's."""
+    """Add variables to a graph or to a function's nodes; `shared` maps nodes to different shared names."""
     for name in names:
         node = graph.add(name=name, op=op)
         node.attr["shared_name"].s = shared.get(name, name).encode()
 
 
 def restore(nodes, targets: dict[str, str], *, function: bool, slices: str = "") -> None:
-    """Adds what a saver does to restore variables: one RestoreV2, an identity and an assignment for each."""
+    """Add a saver's restore ops: one RestoreV2, and an identity and an assignment for each variable."""
     for name, values in (("names", list(targets.values())), ("slices", [slices])):
         constant = nodes.add(name=name, op="Const")
         constant.attr["value"].tensor.string_val.extend(value.encode() for value in values)
@@ -508,7 +508,7 @@ def restore(nodes, targets: dict[str, str], *, function: bool, slices: str = "")
 
 
 def test_restore_function_decides(tmp_path):
-    """Two variables of one name are told apart by what the restore function does with them."""
+    """The restore function distinguishes two variables of the same name."""
     saved = proto.SavedModel()
     graph = saved.meta_graphs.add().graph_def
     handles(graph.node, "kernel", "kernel_1")
@@ -536,7 +536,7 @@ def test_restore_nodes_decide(tmp_path):
 
 
 def test_slices_of_partitioned_variables_have_no_key(tmp_path):
-    """A part must not pass for the whole, nor be looked up by its name."""
+    """A slice has no key and is not looked up by name."""
     saved = proto.SavedModel()
     graph = saved.meta_graphs.add().graph_def
     handles(graph.node, "w/part_0")
@@ -545,7 +545,7 @@ def test_slices_of_partitioned_variables_have_no_key(tmp_path):
 
 
 def test_names_are_looked_up_in_the_object_graph(tmp_path):
-    """Without a saver the object graph maps names to keys, where a name means one variable."""
+    """Without a saver the object graph maps unambiguous names to keys."""
     saved = proto.SavedModel()
     graph = saved.meta_graphs.add().graph_def
     handles(graph.node, "d/kernel", "twice", "node", node="d/bias")
@@ -556,14 +556,14 @@ def test_names_are_looked_up_in_the_object_graph(tmp_path):
 
 
 def test_names_may_be_keys(tmp_path):
-    """TF1 uses a variable's name as its key; what the checkpoint lacks is left out."""
+    """TF1 uses a variable's name as its key; names missing in the checkpoint are omitted."""
     saved = proto.SavedModel()
     handles(saved.meta_graphs.add().graph_def.node, "v", "absent")
     assert resolve_variables(saved, named(tmp_path, "v")) == {"v": "v"}
 
 
 def test_ambiguous_names_have_no_key(tmp_path):
-    """A name that two graphs of one model restore from different keys is left out."""
+    """A name that two graphs of one model restore from different keys is omitted."""
     saved = proto.SavedModel()
     for key in ("a", "b"):
         graph = saved.meta_graphs.add().graph_def
@@ -573,7 +573,7 @@ def test_ambiguous_names_have_no_key(tmp_path):
 
 
 def test_cyclic_and_incomplete_restores_are_ignored(tmp_path):
-    """Graphs no TensorFlow would accept."""
+    """Graphs that TensorFlow would reject do no harm."""
     saved = proto.SavedModel()
     graph = saved.meta_graphs.add().graph_def
     handles(graph.node, "v")
@@ -589,7 +589,7 @@ def test_cyclic_and_incomplete_restores_are_ignored(tmp_path):
 
 
 def test_damaged_object_graph_is_refused(tmp_path):
-    """A flipped byte in the object graph is noticed."""
+    """A flipped byte in the object graph is detected."""
     opened = named(tmp_path, "k", graph=object_graph(("v", "k")))
     path = tmp_path / "model.data-00000-of-00001"
     data = path.read_bytes()
@@ -601,7 +601,7 @@ def test_damaged_object_graph_is_refused(tmp_path):
 
 @needs_models
 def test_every_variable_of_a_real_model_resolves():
-    """The keyword spotter's 141 variables, whose declared shapes and dtypes the checkpoint confirms."""
+    """The keyword spotter's 141 variables have the shapes and dtypes of the checkpoint."""
     saved = proto.parse_binary((KWS / "saved_model.pb").read_bytes(), proto.SavedModel())
     opened = Checkpoint.open(KWS / "variables" / "variables")
     keys = resolve_variables(saved, opened)
@@ -670,7 +670,7 @@ with tf1.Graph().as_default(), tf1.Session() as session:
 
 
 def run(code: str, *arguments: str) -> str:
-    """Runs Python code in a process of its own and returns the last line it printed."""
+    """Run Python code in a separate process and return the last line of its output."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, env=env, check=False
@@ -684,13 +684,13 @@ def run(code: str, *arguments: str) -> str:
 @pytest.mark.slow
 @needs_models
 def test_real_values_equal_those_of_tensorflow():
-    """The keyword spotter's checkpoint, byte for byte."""
+    """The keyword spotter's checkpoint equals TensorFlow's values, byte for byte."""
     assert run(COMPARE, str(KWS / "variables" / "variables")) == "142"
 
 
 @pytest.mark.slow
 def test_written_values_equal_those_of_tensorflow(tmp_path):
-    """Checkpoints TensorFlow writes now: dtypes, equal names, strings, partitioned variables."""
+    """New checkpoints of TensorFlow: dtypes, equal names, strings, partitioned variables."""
     run(WRITE, str(tmp_path))
     assert run(COMPARE, str(tmp_path / "tf2/variables/variables")) == "8"
     assert run(COMPARE, str(tmp_path / "tf1/variables/variables")) == "2"

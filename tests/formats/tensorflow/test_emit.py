@@ -1,4 +1,4 @@
-"""A model that was not edited is written as it was read; edits change exactly the nodes that they are about."""
+"""Unedited models are written unchanged; an edit changes exactly the nodes that it concerns."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ node { name: "u" op: "Neg" input: "y" attr { key: "T" value { type: DT_FLOAT } }
 
 
 def insert(model: Model, use: Use, name: str = "", *, in_frame: bool = False) -> TensorRef:
-    """Quantizes what `use` reads to 8 bits over [-1, 3] for this use alone; returns the quantized tensor."""
+    """Quantize the input of `use` to 8 bits over [-1, 3] for this use only; return the quantized tensor."""
     graph = model.graphs[use.graph]
     tensor = graph.source_of(use)
     assert tensor is not None
@@ -46,7 +46,7 @@ def insert(model: Model, use: Use, name: str = "", *, in_frame: bool = False) ->
 
 
 def small(tmp_path: Path, text: str = TEXT) -> Model:
-    """A loaded copy of a GraphDef written as text."""
+    """Return a loaded copy of a GraphDef in text form."""
     path = tmp_path / "small.pbtxt"
     path.write_text(text)
     return load(path).copy()
@@ -59,7 +59,7 @@ def node(message: object, name: str) -> object:
 
 @all_models
 def test_empty_plan(path: Path) -> None:
-    """Without edits the source comes out, and it stays as it was."""
+    """Without edits the emitted message equals the source, which is not modified."""
     model = load(path)
     before = model.source.message.SerializeToString(deterministic=True)
     assert emit(model.copy()) == model.source.message
@@ -67,7 +67,7 @@ def test_empty_plan(path: Path) -> None:
 
 
 def test_insert(tmp_path: Path) -> None:
-    """One use of a tensor is rerouted to a FakeQuant with its constants, rule and device; other nodes stay."""
+    """One use of a tensor is rerouted to a FakeQuant with constants, rule and device; other nodes are unchanged."""
     model = small(tmp_path)
     insert(model, Use("", "z", 1))
     check_invariants(model, "edit")
@@ -91,14 +91,14 @@ def test_insert(tmp_path: Path) -> None:
 
 
 def test_in_frame(tmp_path: Path) -> None:
-    """In a frame the new constants wait for the tensor that is quantized."""
+    """In a frame the new constants wait for the quantized tensor."""
     model = small(tmp_path)
     insert(model, Use("", "z", 0), in_frame=True)
     assert list(node(emit(model), "y/quant/min").input) == ["^y"]
 
 
 def test_replace_and_remove(tmp_path: Path) -> None:
-    """A replaced op keeps its place, a removed one takes the control edges from it along."""
+    """A replaced op keeps its position; removing an op also removes its control edges."""
     model = small(tmp_path)
     graph = model.main
     graph.replace_op(replace(graph.op("u"), source=None, type="Identity", kind="identity", attrs={}))
@@ -122,7 +122,7 @@ def test_replace_and_remove(tmp_path: Path) -> None:
 
 
 def test_new_constant_value(tmp_path: Path) -> None:
-    """A constant with another value keeps its node and all its other attributes."""
+    """A constant with a new value keeps its node and all other attributes."""
     text = (
         'node { name: "c" op: "Const" attr { key: "dtype" value { type: DT_INT32 } }'
         ' attr { key: "_class" value { s: "k" } }'
@@ -138,7 +138,7 @@ def test_new_constant_value(tmp_path: Path) -> None:
 
 
 def test_function_results() -> None:
-    """In a function inputs name output arguments; a rerouted result is a changed `ret`."""
+    """In a function, inputs name output arguments; rerouting a result changes `ret`."""
     model = load(SAMPLES / "digits_cnn_saved_model").copy()
     name = next(name for name in model.reachable_graphs() if "stem/batch_norm" in model.graphs[name])
     graph = model.graphs[name]
@@ -159,7 +159,7 @@ def test_function_results() -> None:
 
 
 def test_signature() -> None:
-    """A rerouted signature output changes every entry that named the tensor."""
+    """Rerouting a signature output changes every entry that named the tensor."""
     model = load(SAMPLES / "digits_cnn_saved_model")
     copied_signature = model.source.message.meta_graphs[0].signature_def["twin"]
     copied_signature.CopyFrom(model.source.message.meta_graphs[0].signature_def["serving_default"])
@@ -171,7 +171,7 @@ def test_signature() -> None:
 
 
 def test_unread_result_name(tmp_path: Path) -> None:
-    """A custom operation's outputs in a function keep the names that the file gives them."""
+    """The outputs of a function's custom operation keep their names of the file."""
     text = """
       node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }
       node { name: "call" op: "PartitionedCall" input: "x" attr { key: "f" value { func { name: "f" } } }
@@ -191,7 +191,7 @@ def test_unread_result_name(tmp_path: Path) -> None:
 
 
 def test_skeleton(tmp_path: Path) -> None:
-    """The skeleton has every node and no constant's data."""
+    """The skeleton contains every node and no constant data."""
     model = load(SAMPLES / "digits_cnn.pb")
     text = encode_skeleton(model)
     (tmp_path / "bare.pbtxt").write_text(text)

@@ -1,4 +1,4 @@
-"""The numpy forms of the operations that make weights agree with TensorFlow's."""
+"""The numpy versions of operations on weights agree with TensorFlow."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ CASES: list[tuple[str, dict[str, Any], list[Any]]] = [
 
 
 def make(op_type: str, attrs: dict[str, Any]) -> Op:
-    """An op of that type."""
+    """Return an op of that type."""
     return Op(name="op", kind="other", type=op_type, attrs=attrs)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("op_type", "attrs", "inputs"), CASES)
 def test_as_tensorflow_computes(op_type: str, attrs: dict[str, Any], inputs: list[Any], tmp_path: Path) -> None:
-    """A chain of constants has the value that a session gives."""
+    """A chain of constants has the same value as in a session."""
     tf = pytest.importorskip("tensorflow")
     graph = proto.GraphDef()
     graph.versions.producer = 1200
@@ -107,12 +107,12 @@ def test_as_tensorflow_computes(op_type: str, attrs: dict[str, Any], inputs: lis
     ],
 )
 def test_not_evaluated(op_type: str, attrs: dict[str, Any], inputs: list[Any]) -> None:
-    """Other operations, inputs that do not fit and results of absurd size have no value, and do no harm."""
+    """Other operations, invalid inputs and results of impossible size have no value and do no harm."""
     assert evaluate_tf_op(make(op_type, attrs), [np.asarray(value) for value in inputs]) is None
 
 
 def test_unknown_value_of_a_chain(tmp_path: Path) -> None:
-    """A parameter whose chain holds an operation that is not evaluated has no value."""
+    """A parameter with an unsupported operation in its chain has no value."""
     (tmp_path / "m.pbtxt").write_text(
         'node { name: "c" op: "Const" attr { key: "dtype" value { type: DT_FLOAT } }'
         ' attr { key: "value" value { tensor { dtype: DT_FLOAT tensor_shape { } float_val: 2 } } } }'

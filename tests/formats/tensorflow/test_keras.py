@@ -1,4 +1,4 @@
-"""Keras files go in and SavedModels come out; what is in such a file is never run."""
+"""Keras files become SavedModels; code in such files never runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ IMAGES = rng.normal(size=(8, 8, 8, 1)).astype(np.float32)
 
 
 def network() -> Any:
-    """A small convolutional network."""
+    """Return a small convolutional network."""
     keras.utils.set_random_seed(4)
     image = keras.ModelInput((8, 8, 1), name="image")
     hidden = keras.layers.Conv2D(4, 3, activation="relu", name="conv")(image)
@@ -41,14 +41,14 @@ def network() -> Any:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder, in which the test runs."""
+    """An empty folder, the working folder of the test."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.mark.parametrize("name", ["net.keras", "net.h5"])
 def test_file_becomes_a_saved_model(here: Path, cli: Callable[..., Any], name: str) -> None:
-    """Both kinds of file are quantized into a SavedModel that gives what TensorFlow's own ops, written in, give."""
+    """Both kinds of file give a SavedModel with the results of TensorFlow's own ops."""
     model = network()
     model.save(name)
     output_text = cli("insert", name, "--rules", "fixed_point").stdout
@@ -72,7 +72,7 @@ def test_file_becomes_a_saved_model(here: Path, cli: Callable[..., Any], name: s
 
 
 def test_calibrated_and_applied_later(here: Path, cli: Callable[..., Any]) -> None:
-    """Plans and statistics of one command serve the next: names and digest do not depend on the process."""
+    """Plans and statistics work across processes: names and digest are reproducible."""
     network().save("net.keras")
     np.savez("x.npz", image=IMAGES)
     cli("calibrate", "net.keras", "--data", "x.npz", "-o", "stats.gqs")
@@ -87,7 +87,7 @@ def test_calibrated_and_applied_later(here: Path, cli: Callable[..., Any]) -> No
 
 
 def test_temporary_folder_lives_as_long_as_the_model(here: Path) -> None:
-    """The exported files live as long as the model does, and no longer."""
+    """The exported files exist exactly as long as the model."""
     network().save("net.keras")
     model = gq.load("net.keras")
     result = gq.insert(model, rules=["weight_only"])
@@ -101,7 +101,7 @@ def test_temporary_folder_lives_as_long_as_the_model(here: Path) -> None:
 
 
 def test_output_is_a_folder(here: Path, cli: Callable[..., Any]) -> None:
-    """A Keras file cannot hold ops: the name of one is refused before any work, with the way out."""
+    """A Keras file name as output is refused before any work, because Keras files cannot contain ops."""
     network().save("net.keras")
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", "-o", "quant.keras", code=2).stderr
     assert "quant.keras is named like a Keras file, which holds layers and no ops" in error_text
@@ -112,7 +112,7 @@ def test_output_is_a_folder(here: Path, cli: Callable[..., Any]) -> None:
 
 
 def test_without_tensorflow(here: Path, cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where tensorflow is missing, the message has the line that installs it, and the exit code is 4."""
+    """Without tensorflow the message contains the install command, and the exit code is 4."""
     network().save("net.keras")
     monkeypatch.setitem(sys.modules, "tensorflow", None)
     error_text = cli("insert", "net.keras", "--rules", "fixed_point", code=4).stderr
@@ -123,7 +123,7 @@ def test_without_tensorflow(here: Path, cli: Callable[..., Any], monkeypatch: py
 
 
 def test_other_backend(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Keras that runs on something else is refused."""
+    """Keras with another backend is refused."""
     network().save("net.keras")
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
     with pytest.raises(UsageError, match=r"Keras runs on jax here\. Set KERAS_BACKEND=tensorflow"):
@@ -136,7 +136,7 @@ def test_other_backend(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed(config: Callable[[Any], Any], source: str = "net.keras", target: str = "bad.keras") -> None:
-    """Writes a copy of a `.keras` file with another configuration."""
+    """Write a copy of a `.keras` file with another configuration."""
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for name in old.namelist():
             data = old.read(name)
@@ -144,7 +144,7 @@ def changed(config: Callable[[Any], Any], source: str = "net.keras", target: str
 
 
 def with_lambda() -> Any:
-    """A model with Python code in it, which writes a file when it runs or is read."""
+    """Return a model with Python code that writes a file when it is run or loaded."""
     inputs = keras.ModelInput((4,))
     write = keras.layers.Lambda(lambda x: (open("ran", "w").close(), x)[1], name="evil")  # noqa: PTH123  # one expression
     return keras.Model(inputs, write(inputs))
@@ -152,7 +152,7 @@ def with_lambda() -> Any:
 
 @pytest.mark.parametrize("name", ["evil.keras", "evil.h5"])
 def test_code_is_not_run(here: Path, cli: Callable[..., Any], name: str) -> None:
-    """A Lambda layer is refused by its name, and its code has not run, whatever Keras is allowed to do."""
+    """A Lambda layer is refused by name, and its code does not run even if Keras would allow it."""
     with_lambda().save(name)
     (here / "ran").unlink(missing_ok=True)
     keras.config.enable_unsafe_deserialization()
@@ -173,7 +173,7 @@ class Bomb:
 
 
 def test_pickles_are_not_read(here: Path) -> None:
-    """A pickle in an `.h5` file, and a class that unpickles, are nothing that is read."""
+    """A pickle in an `.h5` file, or a class that unpickles, is never loaded."""
     network().save("net.h5")
     with h5py.DataFile("net.h5", "r+") as file:
         config = json.loads(file.attrs["model_config"])
@@ -188,7 +188,7 @@ def test_pickles_are_not_read(here: Path) -> None:
 
 
 def test_foreign_classes_are_not_imported(here: Path) -> None:
-    """A module that a file names is not imported."""
+    """A module named by a file is not imported."""
     network().save("net.keras")
     Path("surprise.py").write_text("open('ran', 'w')\n")
 
@@ -211,7 +211,7 @@ def test_foreign_classes_are_not_imported(here: Path) -> None:
 
 
 def test_links_are_not_followed(here: Path) -> None:
-    """Weights that are kept in another file are refused, in either kind of file."""
+    """Weights in another file are refused, in both kinds of file."""
     model = network()
     model.save("net.h5")
     model.save("net.keras")
@@ -232,7 +232,7 @@ def test_links_are_not_followed(here: Path) -> None:
 
 
 def test_damaged_files(here: Path) -> None:
-    """Files cut short, empty, with other things in them, or nested without end, are told from models."""
+    """Truncated, empty, foreign and endlessly nested files are refused."""
     model = network()
     model.save("net.keras")
     model.save("net.h5")

@@ -1,4 +1,4 @@
-"""Objects of TensorFlow go in and come back: graphs, sessions, functions and Keras models, beside what trains them."""
+"""TensorFlow objects round-trip: graphs, sessions, functions and Keras models, also during training."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ KERNEL = rng.normal(size=(6, 3)).astype(np.float32)
 
 
 def by_hand(x: Any) -> Any:
-    """What Q8 makes of a tensor, with TensorFlow's own op."""
+    """Quantize a tensor like Q8, with TensorFlow's own op."""
     return tf.quantization.fake_quant_with_min_max_vars(x, Q8.min, Q8.max, num_bits=8, narrow_range=True)
 
 
 def pass_through(x: Any) -> Any:
-    """What Q8 makes of a tensor with QuantizeAndDequantizeV2, whose gradient is that of the identity."""
+    """Quantize a tensor like Q8 with QuantizeAndDequantizeV2, whose gradient is the identity's."""
     return tf.raw_ops.QuantizeAndDequantizeV2(
         input=x, input_min=Q8.min, input_max=Q8.max, range_given=True, narrow_range=True
     )
 
 
 def clipped(x: Any) -> Any:
-    """The same values with V4, whose gradient is 0 out of the range."""
+    """Quantize a tensor like Q8 with V4, whose gradient is 0 outside the range."""
     return tf.quantization.quantize_and_dequantize_v2(
         x, Q8.min, Q8.max, range_given=True, narrow_range=True, round_mode="HALF_TO_EVEN"
     )
 
 
 def dense(*, scale: float = 1.0, resource: bool = True, labels: bool = False) -> Any:
-    """A tf.Graph with a matrix product whose kernel is a variable, and a loss if it has `labels`."""
+    """Return a tf.Graph with a matrix product whose kernel is a variable, and a loss if it has `labels`."""
     graph = tf.Graph()
     with graph.as_default():
         x = v1.placeholder(tf.float32, [None, 6], name="x")
@@ -60,7 +60,7 @@ def dense(*, scale: float = 1.0, resource: bool = True, labels: bool = False) ->
 
 
 def started(graph: Any) -> Any:
-    """A session whose variables have their first values."""
+    """Return a session with initialized variables."""
     session = v1.TensorFlowSession(graph=graph)
     session.run("init")
     return session
@@ -70,7 +70,7 @@ def started(graph: Any) -> Any:
 
 
 def test_graph_comes_back_as_a_graph() -> None:
-    """Nodes, control edges, devices and collections stay, one op is new, and what was given is as it was."""
+    """Nodes, control edges, devices and collections are preserved, and the original is unchanged."""
     graph = tf.Graph()
     with graph.as_default():
         x = v1.placeholder(tf.float32, [None, 6], name="x")
@@ -103,7 +103,7 @@ def test_graph_comes_back_as_a_graph() -> None:
 
 
 def test_default_graph() -> None:
-    """The default graph is a graph as any other."""
+    """The default graph is supported."""
     with tf.Graph().as_default():
         tf.matmul(v1.placeholder(tf.float32, [None, 6], name="x"), KERNEL, name="product")
         model = gq.load(v1.get_default_graph())
@@ -115,7 +115,7 @@ def test_default_graph() -> None:
 
 
 def test_graphs_of_one_name_do_not_mix() -> None:
-    """Two graphs and sessions with the same names, used by turns: each has its own values, ops and ranges."""
+    """Two alternating graphs and sessions with equal names have their own values, ops and ranges."""
     scales = (1.0, 5.0)
     sessions = [started(dense(scale=scale)) for scale in scales]
     models = [gq.load(session) for session in sessions]
@@ -131,7 +131,7 @@ def test_graphs_of_one_name_do_not_mix() -> None:
 
 
 def test_functions_of_a_graph_have_their_new_gradients() -> None:
-    """What a graph calls is quantized inside, in branches too, and gradients are those of the edited function."""
+    """Called functions and branches are quantized; gradients match the edited function."""
     graph = tf.Graph()
     with graph.as_default():
         x = v1.placeholder(tf.float32, [None, 6], name="x")
@@ -160,7 +160,7 @@ def test_functions_of_a_graph_have_their_new_gradients() -> None:
 
 
 def test_loop_of_tensorflow_1_trains() -> None:
-    """An op inserted into the frame of a while loop is part of the loop: its gradient runs in each round."""
+    """An op inserted into a while loop's frame has a gradient in each iteration."""
     graph = tf.Graph()
     v1.disable_control_flow_v2()
     try:
@@ -185,7 +185,7 @@ def test_loop_of_tensorflow_1_trains() -> None:
 
 
 def test_graph_imported_next_to_its_session() -> None:
-    """The quantized graph, imported into the graph it came from, reads the session's own variables and trains them."""
+    """The quantized graph, imported into its original graph, shares and trains the session's variables."""
     graph = dense(labels=True)
     session = started(graph)
     model = gq.load(graph)
@@ -205,7 +205,7 @@ def test_graph_imported_next_to_its_session() -> None:
 
 
 def test_training_graph() -> None:
-    """With its outputs named, a graph needs no labels, and what trains it is left as it is."""
+    """With named outputs, a graph needs no labels, and its training ops are unchanged."""
     graph = dense(labels=True)
     with graph.as_default():
         v1.train.AdamOptimizer(0.1).minimize(graph.get_tensor_by_name("loss:0"))
@@ -228,7 +228,7 @@ def test_training_graph() -> None:
 
 @pytest.mark.parametrize("resource", [True, False])
 def test_session(resource: bool) -> None:
-    """Ranges come from the session's present values, nothing is added to its graph, and a new session trains on."""
+    """Ranges come from the session's values, its graph gains nothing, and a new session can be trained."""
     graph = dense(labels=True, resource=resource)
     session = started(graph)
     with graph.as_default():
@@ -252,7 +252,7 @@ def test_session(resource: bool) -> None:
 
 
 def test_calibrated_session(tmp_path: Any) -> None:
-    """The model runs with the session's values; one without a session is refused where they are needed."""
+    """Calibration uses the session's values; a graph without a session is refused if values are needed."""
     graph = dense()
     np.savez(tmp_path / "x.npz", x=X)
     result = gq.insert(started(graph), rules=["tflite"], data=str(tmp_path / "x.npz"), method="minmax", validate=False)
@@ -265,7 +265,7 @@ def test_calibrated_session(tmp_path: Any) -> None:
 
 
 def test_session_without_values() -> None:
-    """A variable that was not initialized is named; a closed session too is told."""
+    """An uninitialized variable is named in the error; a closed session has its own error."""
     session = v1.TensorFlowSession(graph=dense())
     with pytest.raises(ModelError, match=r"'kernel' has no value in the session\. Run its initializer"):
         gq.insert(session, rules=["weight_only"])
@@ -280,7 +280,7 @@ def test_session_without_values() -> None:
 
 
 class Net(tf.Module):
-    """A model with nested functions, a branch, a loop, a captured constant and a structure of results."""
+    """A model with nested functions, a branch, a loop, a captured constant and structured results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class Net(tf.Module):
 
     @tf.function
     def __call__(self, pair: dict[str, Any], flag: Any, *, gain: float = 2.0) -> Any:
-        """Two logits from `pair`, and how often the loop ran."""
+        """Return two logits for `pair`, and the number of loop iterations."""
         scaled = self.layer(pair["one"])
         branched = tf.cond(flag, lambda: self.layer(pair["two"]) + self.shift, lambda: scaled * gain)
         i, looped = tf.while_loop(
@@ -305,7 +305,7 @@ class Net(tf.Module):
         return {"one": scaled, "more": [branched, (looped, i), None]}
 
     def concrete(self) -> Any:
-        """The function for batches of any size."""
+        """Return the function for batches of any size."""
         spec = tf.TensorSpec([None, 6])
         return self.__call__.get_concrete_function({"one": spec, "two": spec}, tf.TensorSpec([], tf.bool), gain=3.0)
 
@@ -314,7 +314,7 @@ PAIR = {"one": tf.constant(X), "two": tf.constant(X[::-1] * 3)}
 
 
 def quantized(concrete: Any, family: str | None = None) -> Any:
-    """The function with Q8 before each matrix product."""
+    """Return the function with Q8 before each matrix product."""
     model = gq.load(concrete)
     assert gq.insert_quant_op(model, "z:0", "product", gq.FixedPoint(8, -4, family=family)) == 1
     return gq.to_tf(model)
@@ -322,7 +322,7 @@ def quantized(concrete: Any, family: str | None = None) -> Any:
 
 @pytest.mark.parametrize("flag", [True, False])
 def test_function_comes_back_as_a_callable(flag: bool) -> None:
-    """Same signature, same structure, and in every body exactly what the same code with the op written in gives."""
+    """Signature and structure are preserved, and every body equals code with the op added."""
     net, reference = Net(), Net()
     concrete = net.concrete()
     before = concrete(PAIR, tf.constant(flag), gain=3.0)
@@ -346,7 +346,7 @@ def test_function_comes_back_as_a_callable(flag: bool) -> None:
 
 
 def test_variables_are_shared() -> None:
-    """What is assigned to the user's variable is what the callable reads, and it trains the user's own."""
+    """The callable reads and trains the user's variables."""
     net = Net()
     quantized_function = quantized(net.concrete())
     net.bias.assign_variables([10.0, 20.0, 30.0])
@@ -373,7 +373,7 @@ def test_variables_are_shared() -> None:
     ("family", "written"), [("quantize-and-dequantize-v2", pass_through), ("quantize-and-dequantize-v4", clipped)]
 )
 def test_gradients(family: str, written: Any) -> None:
-    """V2 passes gradients on straight, V4 clips them: both as in the same code with the op written in."""
+    """V2 passes gradients through, V4 clips them, like code with the op added."""
     net, reference = Net(), Net()
     quantized_function = quantized(net.concrete(), family)
     reference.quantize = written
@@ -392,7 +392,7 @@ def test_gradients(family: str, written: Any) -> None:
 
 
 def test_custom_gradients() -> None:
-    """A gradient that the user wrote is asked for in the edited function too, in a nested one as well."""
+    """The edited function uses a user's custom gradient, also in a nested function."""
 
     @tf.custom_gradient
     def steep(z: Any) -> Any:
@@ -409,7 +409,7 @@ def test_custom_gradients() -> None:
 
 
 def test_two_traces_of_one_function_do_not_mix() -> None:
-    """Two modules of one class, and one callable made twice: each reads its own variables and has its own ops."""
+    """Two modules of one class, or two results of one callable, have their own variables and ops."""
     nets = [Net(), Net()]
     nets[1].kernel.assign_variables(KERNEL * 2)
     quantized_functions = [quantized(net.concrete()) for net in nets]
@@ -420,7 +420,7 @@ def test_two_traces_of_one_function_do_not_mix() -> None:
 
 
 def test_same_code_gives_the_same_model() -> None:
-    """Names of functions and the digest do not depend on what was traced before."""
+    """Function names and digest do not depend on earlier traces."""
     nets = Net(), Net()
     first, second = (gq.load(net.concrete()) for net in nets)
     assert first.digest == second.digest
@@ -431,7 +431,7 @@ def test_same_code_gives_the_same_model() -> None:
 
 
 def test_calibrated_with_present_values() -> None:
-    """Observing runs the function with the variables as they are, also inside a graph that somebody builds."""
+    """Observing uses the present variable values, also while a graph is being built."""
     net = Net()
     net.kernel.assign_variables(KERNEL * 4)
     concrete = net.concrete()
@@ -448,7 +448,7 @@ def test_calibrated_with_present_values() -> None:
 
 
 def test_tf_function() -> None:
-    """A tf.function with one trace or a signature is taken; otherwise the error says how to name a trace."""
+    """A tf.function with one trace or a signature is accepted; otherwise the error shows how to select a trace."""
 
     @tf.function
     def double(x: Any) -> Any:
@@ -468,7 +468,7 @@ def test_tf_function() -> None:
 
 
 def test_saved_and_loaded_again(tmp_path: Any) -> None:
-    """The callable is saved as any function is, and a loaded signature is quantized like any other."""
+    """The callable can be saved, and a loaded signature can be quantized again."""
     net = Net()
     quantized_function = quantized(net.concrete())
     keeper = tf.Module()
@@ -490,7 +490,7 @@ def test_saved_and_loaded_again(tmp_path: Any) -> None:
 
 
 def test_function_with_a_lookup_table(tmp_path: Any) -> None:
-    """A captured table stays with the callable; a run apart from it, for calibration, is refused with the reason."""
+    """A captured table remains in the callable; calibration without it is refused with the reason."""
     table = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(["a", "b"], [1.0, 2.0]), 0.0)
 
     @tf.function
@@ -520,7 +520,7 @@ quantize = "s"
 
 
 def test_learned_ranges(tmp_path: Any) -> None:
-    """New variables come beside the function's own, one for each end of a range, and train with them."""
+    """The callable has new variables for the ends of each range, which are trained."""
     rules = tmp_path / "learned.toml"
     rules.write_text(LEARNED)
     net = Net()
@@ -558,7 +558,7 @@ def test_learned_ranges(tmp_path: Any) -> None:
 
 
 def keras_model() -> Any:
-    """A small convolutional network with BatchNorm and Dropout."""
+    """Return a small convolutional network with BatchNorm and Dropout."""
     keras = tf.keras
     keras.utils.set_random_seed(3)
     layers = [
@@ -574,7 +574,7 @@ def keras_model() -> Any:
 
 
 def test_keras_model_trains_on() -> None:
-    """Five steps of Keras' own optimizer through the callable lower the loss and change the model's weights."""
+    """Five steps of a Keras optimizer through the callable lower the loss and update the model's weights."""
     model = keras_model()
     before = [variable.numpy() for variable in model.trainable_variables]
     result = gq.insert(model, data="random:8", validate=False)
@@ -597,7 +597,7 @@ def test_keras_model_trains_on() -> None:
 
 
 def test_keras_structures() -> None:
-    """A functional model takes and gives what it took and gave: dictionaries and lists."""
+    """A functional model's dictionaries and lists are preserved."""
     keras = tf.keras
     first, second = keras.ModelInput((6,), name="one"), keras.ModelInput((6,), name="two")
     shared = keras.layers.Dense(3, name="shared")
@@ -613,7 +613,7 @@ def test_keras_structures() -> None:
 
 
 def test_keras_model_frozen() -> None:
-    """A frozen copy has constants, in which BatchNorm is folded; the model itself keeps its variables."""
+    """A frozen copy has constants with folded BatchNorm; the original model has its variables."""
     model = keras_model()
     plan = gq.plan(gq.freeze(gq.load(model)))
     assert not gq.plan(model).steps
@@ -624,7 +624,7 @@ def test_keras_model_frozen() -> None:
 
 
 def test_missing_data_is_told_in_python() -> None:
-    """A model in memory has no command line: what to do is told as calls."""
+    """For a model in memory the error suggests Python calls, not commands."""
     with pytest.raises(NeedsDataError, match="Give calibration data") as raised:
         gq.insert(keras_model())
     lines = str(raised.value).splitlines()[1:]
@@ -634,7 +634,7 @@ def test_missing_data_is_told_in_python() -> None:
 
 
 def test_refusals(tmp_path: Any, samples: Any) -> None:
-    """What is no model, a function's inside, what has no place and what has no file are refused with the way out."""
+    """Objects that are not models, graphs of functions, and models without files are refused with advice."""
     net = Net()
     concrete = net.concrete()
     with pytest.raises(UsageError, match=r"variables of the function '__call__' are gone\. Keep"):
@@ -668,7 +668,7 @@ def test_refusals(tmp_path: Any, samples: Any) -> None:
 
 
 def test_graph_of_a_file(samples: Any) -> None:
-    """A file's graph, quantized, comes as a tf.Graph too."""
+    """A file's quantized graph can be converted to a tf.Graph."""
     model = gq.load(samples / "digits_cnn.pb")
     gq.insert_quant_op(model, "max_pool:0", "residual_1", Q8)
     graph = gq.to_tf(model)

@@ -1,4 +1,4 @@
-"""Quantized models that live on: loaded where the original is, trained, saved again, used as Keras layers.
+"""Quantized models after saving: loaded like the original, trained, saved again, used as Keras layers.
 
 Each answer is compared with a graph that is written by hand, with the ops of `quantized` where the plan has sites.
 """
@@ -29,7 +29,7 @@ KWS = Path(__file__).parents[4] / "shared" / "models" / "kws"
 
 @pytest.fixture(scope="module")
 def tf() -> Any:
-    """TensorFlow, which rewrites no graph for speed: what it fuses, it rounds differently."""
+    """TensorFlow without graph optimizations, because fused ops round differently."""
     tensorflow = pytest.importorskip("tensorflow")
     before = tensorflow.config.optimizer.get_experimental_options()
     tensorflow.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
@@ -38,7 +38,7 @@ def tf() -> Any:
 
 
 class ByHand:
-    """FakeQuant ops with the ranges that a result's sites have."""
+    """FakeQuant ops with the ranges of a result's sites."""
 
     def __init__(self, result: gq.Result) -> None:
         self.by_use = {
@@ -50,7 +50,7 @@ class ByHand:
         self.taken: set[tuple[str, int]] = set()
 
     def quantized(self, tensor: Any, consumer: str, slot: int = 0) -> Any:
-        """`tensor` as the op `consumer` reads it."""
+        """Return `tensor` as the op `consumer` reads it."""
         import tensorflow as tf
 
         params = self.by_use[consumer, slot].params
@@ -69,7 +69,7 @@ class ByHand:
 
 
 def descend(tf: Any, loss: Callable[[], Any], variables: list[Any], rate: float) -> list[float]:
-    """The losses before and after each of five SGD steps."""
+    """Return the losses before and after each of five SGD steps."""
     losses = []
     for _ in range(6):
         with tf.GradientTape() as tape:
@@ -86,7 +86,7 @@ def descend(tf: Any, loss: Callable[[], Any], variables: list[Any], rate: float)
 
 @pytest.fixture(scope="module")
 def kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
-    """The keyword spotter quantized, and where it was saved."""
+    """The quantized keyword spotter, and its folder."""
     if not KWS.is_dir():
         pytest.skip("the shared models are not here")
     result = gq.insert(KWS / "saved_model", data=str(KWS / "calib.npz"), validate=False)
@@ -94,13 +94,13 @@ def kws(tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
 
 
 def spoken() -> tuple[Array, Array]:
-    """64 labelled samples."""
+    """Return 64 labeled samples."""
     data = np.load(KWS / "eval.npz")
     return data["input_1"][:64], data["label"][:64]
 
 
 def kws_by_hand(tf: Any, result: gq.Result, x: Array) -> Any:
-    """The depthwise-separable net, layer by layer, from the values of its checkpoint."""
+    """Compute the depthwise-separable net layer by layer, from the values of its checkpoint."""
     checkpoint, keys = result.source.source.checkpoint()
     hand, f = ByHand(result), "functional_1/"
 
@@ -148,7 +148,7 @@ def kws_by_hand(tf: Any, result: gq.Result, x: Array) -> Any:
 
 
 def test_kws_in_the_tf1_loader(tf: Any, kws: tuple[gq.Result, Path]) -> None:
-    """The signature gives the bits of the net written by hand."""
+    """The signature equals the hand-written net bit for bit."""
     result, path = kws
     x, _ = spoken()
     v1 = tf.compat.v1
@@ -161,7 +161,7 @@ def test_kws_in_the_tf1_loader(tf: Any, kws: tuple[gq.Result, Path]) -> None:
 
 
 def test_kws_trains_and_is_saved_again(tf: Any, kws: tuple[gq.Result, Path], tmp_path: Path) -> None:
-    """Five SGD steps through `signatures["serving_default"]` and through `__call__`; then saved again, and a layer.
+    """Five SGD steps through signature and `__call__`, then saving and use as a layer.
 
     They are loaded by `load_partial`, which does without the optimizer.
     """
@@ -209,7 +209,7 @@ def test_kws_trains_and_is_saved_again(tf: Any, kws: tuple[gq.Result, Path], tmp
 
 @pytest.fixture(scope="module")
 def gate(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, Path]:
-    """A Keras 3 model with a tf.function in it that branches, exported, quantized and saved."""
+    """A Keras 3 model with a branch in a tf.function, exported, quantized and saved."""
     import keras
 
     keras.utils.set_random_seed(1)
@@ -242,12 +242,12 @@ def gate(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, 
 
 
 def pictures(count: int) -> Array:
-    """Inputs [count, 8, 8, 3]."""
+    """Return inputs [count, 8, 8, 3]."""
     return np.random.default_rng(0).normal(0.7, 1, (count, 8, 8, 3)).astype(np.float32)
 
 
 def gate_by_hand(tf: Any, result: gq.Result, loaded: Any, x: Array) -> tuple[Array, str]:
-    """The model's answer and the branch that it takes."""
+    """Compute the model's result and the branch that it runs."""
     hand = ByHand(result)
     variables = {variable.name.partition(":")[0]: variable for variable in loaded.variables}
 
@@ -285,7 +285,7 @@ def gate_by_hand(tf: Any, result: gq.Result, loaded: Any, x: Array) -> tuple[Arr
 
 
 def test_keras_export_answers_as_written_by_hand(tf: Any, gate: tuple[gq.Result, Path]) -> None:
-    """`serve` and the signature give the bits of the model written by hand, in either branch."""
+    """`serve` and the signature equal the hand-written model bit for bit, in both branches."""
     result, path = gate
     loaded = tf.saved_model.load(str(path))
     assert summarize_model(result.model).float_clone_ops == ()
@@ -302,7 +302,7 @@ def test_keras_export_answers_as_written_by_hand(tf: Any, gate: tuple[gq.Result,
 
 
 def test_keras_export_trains_and_is_saved_again(tf: Any, gate: tuple[gq.Result, Path], tmp_path: Path) -> None:
-    """Five SGD steps through `serve` lower its loss in either branch; then saved again, and a Keras layer."""
+    """Five SGD steps through `serve` lower the loss in both branches; then saving and use as a layer."""
     _, path = gate
     loaded = tf.saved_model.load(str(path))
     for x in (pictures(4), 0.05 * pictures(4)):
@@ -327,7 +327,7 @@ def test_keras_export_trains_and_is_saved_again(tf: Any, gate: tuple[gq.Result, 
 
 
 def test_keras_export_frozen(tf: Any, gate: tuple[gq.Result, Path]) -> None:
-    """As one graph of constants it gives the same answers, and ops have the names that they have in their layers."""
+    """The frozen graph gives the same results, and ops have their names in the layers."""
     result, _ = gate
     frozen = gq.freeze(result.source)
     names = {re.sub(r"^net(_\d+)*/", "", op.name) for op in frozen.main.ops()}
@@ -343,7 +343,7 @@ def test_keras_export_frozen(tf: Any, gate: tuple[gq.Result, Path]) -> None:
 
 @pytest.fixture(scope="module")
 def old(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a net of TensorFlow 1, as "saved_model" and as "net.meta" with its checkpoint, and data."""
+    """A folder with a TensorFlow 1 net, as "saved_model" and as "net.meta" with its checkpoint, and data."""
     folder = tmp_path_factory.mktemp("old")
     v1, random = tf.compat.v1, np.random.default_rng(0)
     with v1.TensorFlowSession(graph=tf.Graph()) as session, session.graph.as_default():
@@ -365,7 +365,7 @@ def old(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def old_by_hand(tf: Any, result: gq.Result, values: dict[str, Array], x: Array) -> Array:
-    """The net's answer with these kernels."""
+    """Compute the net's result with these kernels."""
     hand = ByHand(result)
     kernel = hand.quantized(values["conv/kernel"], "conv/Conv2D", 1)
     y = tf.nn.relu(tf.nn.conv2d(hand.quantized(x, "conv/Conv2D"), kernel, 1, "SAME"))
@@ -377,7 +377,7 @@ def old_by_hand(tf: Any, result: gq.Result, values: dict[str, Array], x: Array) 
 
 @pytest.mark.parametrize("form", ["saved_model", "net.meta"])
 def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -> None:
-    """Loaded by TensorFlow 1's loaders, answers as written by hand, five SGD steps, saved, and loaded again.
+    """TensorFlow 1 models: loading, results equal to hand-written ones, five SGD steps, saving, loading again.
 
     The steps go through the graph itself, by `tf.gradients` of the signature's output.
     """
@@ -438,7 +438,7 @@ def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -
 
 @pytest.mark.parametrize("form", ["saved_model", "net.meta"])
 def test_weights_in_variables_have_the_checkpoints_ranges(old: Path, form: str) -> None:
-    """A weight's scale is its largest magnitude in the checkpoint over 127."""
+    """A weight's scale is its largest magnitude in the checkpoint divided by 127."""
     result = gq.insert(old / form, rules=["weight_only"])
     checkpoint, keys = result.source.source.checkpoint()
     by_consumer = {insertion.site.uses[0].op: insertion for insertion in result.inserted}
@@ -476,7 +476,7 @@ quantize = "input"
 
 @pytest.mark.parametrize("family", ["quantize-and-dequantize-v2", "quantize-and-dequantize-v4"])
 def test_gradients_through_the_loaded_model(tf: Any, tmp_path: Path, family: str) -> None:
-    """V2 passes gradients straight through, V4 only where the input is within its range; five steps lower the loss."""
+    """V2 passes gradients through, V4 only within the range; five steps lower the loss."""
 
     class Dense(tf.Module):  # type: ignore[misc]  # TensorFlow has no types
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""TensorFlow models become graphs of ops: names, kinds, shapes, parameters, functions, outputs and refusals."""
+"""Loading TensorFlow models: names, kinds, shapes, parameters, functions, outputs and errors."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ versions { producer: 1200 }
 
 
 def small(tmp_path: Path, text: str = SMALL) -> Model:
-    """Loads a GraphDef written as text."""
+    """Load a GraphDef in text form."""
     path = tmp_path / "small.pb"
     path.write_text(text)
     return load(path)
 
 
 def weighted(model: Model) -> Iterator[tuple[Use, TensorRef]]:
-    """The weight slots of all ops that running the model reaches, and what they read."""
+    """Yield the weight slots of all reachable ops, and their tensors."""
     for name in model.reachable_graphs():
         graph = model.graphs[name]
         for op in graph.ops():
@@ -64,7 +64,7 @@ def weighted(model: Model) -> Iterator[tuple[Use, TensorRef]]:
 
 
 def test_small_graph(tmp_path: Path) -> None:
-    """A GraphDef becomes ops with kinds, roles, names, dtypes, shapes and control edges, in text under a .pb suffix."""
+    """A GraphDef becomes ops with kinds, roles, names, dtypes, shapes and control edges, also from text."""
     model = small(tmp_path)
     check_invariants(model, "load")
     main = model.main
@@ -114,7 +114,7 @@ def test_transposed_weight(tmp_path: Path) -> None:
     ],
 )
 def test_damaged(tmp_path: Path, text: str, message: str) -> None:
-    """A damaged graph is refused with the file and what is wrong."""
+    """A damaged graph is refused with file and reason."""
     with pytest.raises(ModelError) as caught:
         small(tmp_path, text)
     assert message in str(caught.value)
@@ -132,7 +132,7 @@ def test_empty(tmp_path: Path) -> None:
 
 
 def test_hostile_constant(tmp_path: Path) -> None:
-    """A tiny file that claims a constant of terabytes is refused when the value is asked for."""
+    """A tiny file that claims a constant of terabytes is refused when the value is read."""
     claims = SMALL.replace(
         "dim { size: 2 } dim { size: 3 } } float_val", "dim { size: 4000000 } dim { size: 900000 } } float_val"
     )
@@ -141,7 +141,7 @@ def test_hostile_constant(tmp_path: Path) -> None:
 
 
 def test_unknown_operation(tmp_path: Path) -> None:
-    """A custom operation without a definition has as many outputs as are read."""
+    """A custom operation without a definition has the outputs that are read."""
     model = small(tmp_path, SMALL + 'node { name: "own" op: "MyOwn" input: "y" } node { name: "z" op: "Identity" '
                   'input: "own:1" attr { key: "T" value { type: DT_FLOAT } } }')  # fmt: skip
     assert [output.name for output in model.main.op("own").outputs] == ["own:0", "own:1"]
@@ -150,7 +150,7 @@ def test_unknown_operation(tmp_path: Path) -> None:
 
 @sample_models
 def test_samples(path: Path) -> None:
-    """Every sample model loads into sound graphs whose weights all have values of the shape that the op wants."""
+    """Every sample model loads into valid graphs, with weight values of the shapes that the ops need."""
     model = load(path)
     check_invariants(model, "load")
     parameters = Parameters(model)
@@ -178,7 +178,7 @@ def test_same_weights(path: Path) -> None:
 
 
 def test_loop_and_branches() -> None:
-    """While and If call functions; a weight that the loop body passes through is a parameter, its state is not."""
+    """While and If call functions; a weight passed through a loop body is a parameter, its state is not."""
     model = load(SAMPLES / "digits_rnn.pb")
     loop, branch = model.main.op("recurrence"), model.main.op("brightness")
     assert (loop.kind, branch.kind) == ("while", "if")
@@ -199,7 +199,7 @@ def test_loop_and_branches() -> None:
 
 @needs_models
 def test_mtcnn_weights() -> None:
-    """All 19 convolution weights of a frozen TF1 net are its constants, seen through Identity, Enter and Switch."""
+    """All 19 convolution weights of a frozen TF1 net are found through Identity, Enter and Switch."""
     model = load(MTCNN)
     check_invariants(model, "load")
     parameters = Parameters(model)
@@ -220,7 +220,7 @@ def test_mtcnn_weights() -> None:
 
 @needs_models
 def test_kws_weights() -> None:
-    """The convolutions that the serving signature reaches have variables of the checkpoint as weights."""
+    """The convolutions reachable from the serving signature have variables of the checkpoint as weights."""
     model = load(KWS)
     check_invariants(model, "load")
     assert len(model.graphs) - len(model.saved_functions) == 198
@@ -239,7 +239,7 @@ def test_kws_weights() -> None:
 
 
 def test_saver_functions_are_not_live() -> None:
-    """The functions that save and restore variables are in the model, but running it does not reach them."""
+    """Functions that save and restore variables are in the model but are not reachable."""
     model = load(SAMPLES / "digits_rnn_saved_model")
     unreachable = sorted(set(model.graphs) - set(model.reachable_graphs()) - set(model.saved_functions))
     assert [name.rpartition("_")[0] for name in unreachable] == [
@@ -249,7 +249,7 @@ def test_saver_functions_are_not_live() -> None:
 
 
 def test_a_saver_is_an_op_of_the_main_graph(tmp_path: Path) -> None:
-    """An op inside a function may be called as the main graph's saver is, and still is what it is."""
+    """An op inside a function may have the name of the main graph's saver."""
     original = load(SAMPLES / "digits_rnn_saved_model")
     inside = next(
         (name, op.name)
@@ -266,13 +266,13 @@ def test_a_saver_is_an_op_of_the_main_graph(tmp_path: Path) -> None:
 
 
 def test_saved_model_file_or_folder() -> None:
-    """A SavedModel is given by its folder or by the file in it."""
+    """A SavedModel can be given by its folder or by the file in it."""
     folder = SAMPLES / "digits_cnn_saved_model"
     assert load(folder).digest == load(folder / "saved_model.pb").digest
 
 
 def fuzzed(data: bytes, seed: int) -> bytes:
-    """A copy of `data` with some bytes changed, cut or doubled."""
+    """Return `data` with some bytes changed, cut or doubled."""
     chance = random.Random(seed)  # noqa: S311  # not for secrets
     mutable = bytearray(data)
     for _ in range(chance.choice([1, 1, 3, 20])):
@@ -292,7 +292,7 @@ def fuzzed(data: bytes, seed: int) -> bytes:
 
 
 def attempt(action: Callable[[], Any]) -> str:
-    """Runs `action`, which may only fail with a ModelError; returns its message, or nothing."""
+    """Run `action`, which may only raise ModelError; return its message, or None."""
     try:
         action()
     except ModelError as error:
@@ -301,7 +301,7 @@ def attempt(action: Callable[[], Any]) -> str:
 
 
 def read_all(model: Model) -> None:
-    """Reads all that is lazy in a model."""
+    """Read all lazy values of a model."""
     parameters = Parameters(model)
     for graph in model.graphs.values():
         for op in graph.ops():
@@ -313,7 +313,7 @@ def read_all(model: Model) -> None:
 
 @pytest.mark.parametrize("name", ["digits_rnn.pb", "digits_rnn_saved_model/saved_model.pb", "small.pb", "small.pbtxt"])
 def test_fuzzed(tmp_path: Path, name: str) -> None:
-    """Damaged files load, and are written as they are, or are refused with a ModelError; nothing else is raised."""
+    """Damaged files load and are written unchanged, or are refused with a ModelError."""
     if name.startswith("small"):
         data = proto.to_binary(proto.parse_text(SMALL, proto.GraphDef())) if name == "small.pb" else SMALL.encode()
     else:
@@ -355,7 +355,7 @@ versions { producer: 1200 }
 
 
 def test_function_as_operation(tmp_path: Path) -> None:
-    """A node whose type is a function's name calls it; what only unreachable functions pass is no matter."""
+    """A node whose type is a function's name calls it; unreachable functions have no influence."""
     model = small(tmp_path, CALLED)
     check_invariants(model, "load")
     assert model.main.op("call").kind == "call"
@@ -387,7 +387,7 @@ def test_damaged_function(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_missing_function(tmp_path: Path) -> None:
-    """A call of a function that the library lacks is refused."""
+    """A call of a missing function is refused."""
     text = CALLED.replace(
         'op: "layer" input: "x" input: "w"',
         'op: "PartitionedCall" input: "x" attr { key: "f" value { func { name: "gone" } } }'
@@ -399,7 +399,7 @@ def test_missing_function(tmp_path: Path) -> None:
 
 
 def test_endless_recursion(tmp_path: Path) -> None:
-    """Functions that call themselves load; what they pass to themselves is no parameter."""
+    """Recursive functions load; their own arguments are not parameters."""
     text = CALLED.replace(
         'op: "MatMul" input: "a" input: "read:output:0"', 'op: "layer" input: "a" input: "read:output:0"'
     )

@@ -1,4 +1,4 @@
-"""The table of operations equals TensorFlow's registry, and nodes get the ports that TensorFlow gives them."""
+"""The table of operations equals TensorFlow's registry, and nodes have TensorFlow's ports."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ TABLE = opdefs.builtin_table()
 
 
 def node(op: str, **attrs: object):
-    """A node with these attributes: a DataType name, a number, or a list of DataType names each."""
+    """Return a node with these attributes: a DataType name, a number, or a list of DataType names each."""
     message = proto.NodeDef(name="n", op=op)
     for name, value in attrs.items():
         if isinstance(value, int):
@@ -28,14 +28,14 @@ def node(op: str, **attrs: object):
 
 
 def op_def(**fields: object):
-    """An operation of the model's own, called Mine."""
+    """Return a custom operation named Mine."""
     return proto.OpDef(name="Mine", **fields)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_table_equals_the_registry_of_tensorflow():
-    """Every operation that both know is the same in both."""
+    """Every operation in both tables is equal."""
     pytest.importorskip("tensorflow")
     spec = importlib.util.spec_from_file_location("generate_opdefs", HERE / "generate_opdefs.py")
     generator = importlib.util.module_from_spec(spec)
@@ -59,7 +59,7 @@ def test_every_line_parses():
 
 
 def test_arguments_of_operations():
-    """A few operations whose arguments are of every kind."""
+    """Some operations with arguments of every kind."""
     assert opdefs.op_outputs("MatMul") == (ArgSpec("product", type_attr="T"),)
     assert opdefs.op_inputs("ConcatV2") == (
         ArgSpec("values", type_attr="T", number_attr="N"),
@@ -72,7 +72,7 @@ def test_arguments_of_operations():
 
 
 def test_unknown_operation():
-    """An operation nobody registered has no arguments to tell."""
+    """An unregistered operation has no known arguments."""
     assert opdefs.op_outputs("Nope") is None
     assert opdefs.op_inputs("Nope") is None
     assert opdefs.is_stateful_op("Nope") is None
@@ -81,7 +81,7 @@ def test_unknown_operation():
 
 
 def test_state():
-    """State is known."""
+    """Stateful operations are known."""
     assert opdefs.is_stateful_op("VarHandleOp")
     assert opdefs.is_stateful_op("MatMul") is False
 
@@ -105,7 +105,7 @@ def test_state():
     ],
 )
 def test_output_ports(message, expected):
-    """Attributes and their defaults decide how many ports a node has, and of which types."""
+    """Attributes and their defaults determine the number and types of a node's ports."""
     before = proto.to_binary(message)
     assert opdefs.output_ports(message, TABLE) == expected
     assert proto.to_binary(message) == before
@@ -131,13 +131,13 @@ def test_input_ports():
     ],
 )
 def test_absurd_attributes_are_refused(message, match):
-    """What a stranger writes into an attribute costs neither memory nor a crash."""
+    """Hostile attributes neither exhaust memory nor crash."""
     with pytest.raises(ModelError, match=match):
         opdefs.output_ports(message, TABLE)
 
 
 def test_extend_adds_operations_and_changes_nothing():
-    """A model's own operations are known in the new table only; TensorFlow's stay what they are."""
+    """Custom operations are only in the new table; TensorFlow's are unchanged."""
     mine = op_def(is_stateful=True)
     mine.output_arg.add(name="y", type_attr="T", number_attr="N")
     for name, kind in (("T", "type"), ("N", "int")):
@@ -154,7 +154,7 @@ def test_extend_adds_operations_and_changes_nothing():
 
 
 def test_bad_definition_is_refused():
-    """A definition without a type is refused, a default of the wrong kind is none."""
+    """A definition without a type is refused; a default of the wrong kind is ignored."""
     untyped = op_def()
     untyped.output_arg.add(name="y")
     with pytest.raises(ModelError, match="argument 'y' has unknown type 0"):
@@ -168,7 +168,7 @@ def test_bad_definition_is_refused():
 
 @pytest.mark.skipif(not MODELS.exists(), reason="the shared models are not here")
 def test_every_node_of_real_models_has_as_many_inputs_as_its_operation():
-    """The table agrees with what real models connect."""
+    """The table agrees with the inputs of real models."""
     saved = proto.parse_binary((MODELS / "kws/saved_model/saved_model.pb").read_bytes(), proto.SavedModel())
     kws = saved.meta_graphs[0]
     mtcnn = proto.parse_binary((MODELS / "mtcnn.pb").read_bytes(), proto.GraphDef())

@@ -1,4 +1,4 @@
-"""The declared TensorFlow messages equal TensorFlow's own and carry real models through unchanged."""
+"""The declared messages equal TensorFlow's own, and real models round-trip unchanged."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ real_models = pytest.mark.parametrize(
 
 
 def run(code: str) -> str:
-    """Runs Python code in a process of its own and returns what it printed."""
+    """Run Python code in a separate process and return its output."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert process.returncode == 0, process.stderr
@@ -33,7 +33,7 @@ def run(code: str) -> str:
 
 
 def describe_field(field: FieldDescriptor) -> tuple[object, ...]:
-    """What a field is declared as."""
+    """Return the declaration of a field."""
     kind = field.message_type or field.enum_type
     oneof = field.containing_oneof
     return (
@@ -54,12 +54,12 @@ def describe_field(field: FieldDescriptor) -> tuple[object, ...]:
 
 
 def describe_enum(enum: EnumDescriptor) -> dict[str, object]:
-    """An enum's values."""
+    """Return an enum's values."""
     return {"closed": enum.is_closed, "values": [(value.name, value.number) for value in enum.values]}
 
 
 def reserved(message: Descriptor) -> tuple[object, ...]:
-    """The numbers and names that no field of the message may take again."""
+    """Return the reserved numbers and names of a message."""
     declared = proto.descriptor_pb2.DescriptorProto()
     message.CopyToProto(declared)
     return [(reserved_range.start, reserved_range.end) for reserved_range in declared.reserved_range], list(
@@ -68,7 +68,7 @@ def reserved(message: Descriptor) -> tuple[object, ...]:
 
 
 def describe(message: Descriptor, into: dict[str, object]) -> None:
-    """Everything reachable from a message, by full name."""
+    """Return everything reachable from a message, by full name."""
     if message.full_name in into:
         return
     into[message.full_name] = (
@@ -108,7 +108,7 @@ def test_declarations_equal_those_of_tensorflow():
 @needs_models
 @pytest.mark.parametrize("tensorflow_first", [True, False])
 def test_bytes_equal_those_of_tensorflow_in_either_import_order(tensorflow_first):
-    """Both sets of messages live in one process and serialize alike."""
+    """Both sets of messages work in one process and serialize alike."""
     imports = [
         "from graphquant.formats.tensorflow import proto",
         "from tensorflow.core.protobuf.saved_model_pb2 import SavedModel as Theirs",
@@ -128,7 +128,7 @@ def test_bytes_equal_those_of_tensorflow_in_either_import_order(tensorflow_first
 
 
 def test_tensorflow_is_not_imported():
-    """Reading models must not cost the seconds that importing TensorFlow takes."""
+    """Reading models does not import TensorFlow, which takes seconds."""
     code = (
         "import sys; from graphquant.formats.tensorflow import proto, checkpoint, opdefs; opdefs.outputs('Add');"
         "print([name for name in sys.modules if name.split('.')[0] in ('tensorflow', 'keras')])"
@@ -139,7 +139,7 @@ def test_tensorflow_is_not_imported():
 @needs_models
 @real_models
 def test_real_model_round_trips_in_binary(path, message_class):
-    """Nothing of a real model is lost, and writing is deterministic."""
+    """A real model round-trips, and its serialization is deterministic."""
     data = path.read_bytes()
     message = proto.parse_binary(data, message_class())
     written = proto.to_binary(message)
@@ -151,14 +151,14 @@ def test_real_model_round_trips_in_binary(path, message_class):
 @needs_models
 @real_models
 def test_real_model_round_trips_in_text(path, message_class):
-    """The text form carries everything the binary form does."""
+    """The text form is as complete as the binary form."""
     message = proto.parse_binary(path.read_bytes(), message_class())
     read = proto.parse_text(proto.to_text(message), message_class())
     assert proto.to_binary(read) == proto.to_binary(message)
 
 
 def test_unknown_fields_survive():
-    """A model of a newer TensorFlow keeps fields that are not declared here."""
+    """Undeclared fields of a newer TensorFlow are preserved."""
     newer = proto.to_binary(proto.NodeDef(name="n")) + b"\xa0\x06\x2a"  # field 100, varint 42
     assert proto.to_binary(proto.parse_binary(newer, proto.NodeDef())) == newer
 
@@ -174,7 +174,7 @@ def test_any_is_written_out_in_text():
 
 
 def test_any_that_does_not_hold_its_type_is_refused():
-    """A damaged Any is a fault of the model, not a crash."""
+    """A damaged Any raises ModelError."""
     graph = proto.MetaGraphDef()
     graph.meta_info_def.any_info.type_url = "type.googleapis.com/tensorflow.VersionDef"
     graph.meta_info_def.any_info.value = b"\xff"
@@ -196,7 +196,7 @@ def nested(depth: int) -> bytes:
 
 @pytest.mark.parametrize("depth", [200, 20_000])
 def test_deep_nesting_is_refused(depth):
-    """Nesting exhausts neither the stack nor the patience."""
+    """Deep nesting neither overflows the stack nor takes long."""
     with pytest.raises(ModelError, match=r"a\.pb is not a readable tensorflow\.FullTypeDef"):
         proto.parse_binary(nested(depth), proto.FullTypeDef(), source="a.pb")
     with pytest.raises(ModelError, match=r"a\.pbtxt is not a tensorflow\.FullTypeDef"):
@@ -204,7 +204,7 @@ def test_deep_nesting_is_refused(depth):
 
 
 def test_text_error_tells_the_place():
-    """An error in text has line and column."""
+    """The error for text contains line and column."""
     with pytest.raises(ModelError, match=r'a\.pbtxt .* 2:3 : .* no field named "nam"'):
         proto.parse_text("node {\n  nam: 1\n}", proto.GraphDef(), source="a.pbtxt")
 
@@ -213,7 +213,7 @@ def test_text_error_tells_the_place():
     "text", ['node{name: "\\xff"}', "versions{producer: 99999999999}", "node{", "[a.b/c.D]{}", "\0"]
 )
 def test_bad_text_is_refused(text):
-    """Faulty text of any kind is a fault of the model."""
+    """Invalid text of any kind raises ModelError."""
     with pytest.raises(ModelError):
         proto.parse_text(text, proto.GraphDef())
 
@@ -221,7 +221,7 @@ def test_bad_text_is_refused(text):
 @given(st.binary(max_size=200))
 @settings(max_examples=300)
 def test_random_bytes_parse_or_are_refused(data):
-    """Only ModelError escapes from bytes of strangers."""
+    """Random bytes raise nothing but ModelError."""
     try:
         message = proto.parse_binary(data, proto.SavedModel())
         proto.parse_text(proto.to_text(message), proto.SavedModel())
@@ -232,7 +232,7 @@ def test_random_bytes_parse_or_are_refused(data):
 @given(st.text(alphabet="node{}[]:\"'\\1.af<>,;#\n value-attr/", max_size=80))
 @settings(max_examples=300)
 def test_random_text_parses_or_is_refused(text):
-    """Only ModelError escapes from text of strangers."""
+    """Random text raises nothing but ModelError."""
     try:
         proto.parse_text(text, proto.GraphDef())
     except ModelError:
@@ -258,6 +258,6 @@ def test_dtype_names(name, expected):
 
 
 def test_dtype_name_of_an_unknown_number():
-    """Numbers nobody defined have no name."""
+    """Undefined numbers have no name."""
     assert proto.dtype_name(99) is None
     assert proto.dtype_name(-1) is None

@@ -1,4 +1,4 @@
-"""Edited models run in TensorFlow and compute what they should; tensors are observed wherever they live."""
+"""Edited models run in TensorFlow with correct results; tensors are observed in every kind of graph."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ Array = np.ndarray[Any, Any]
 
 @pytest.fixture(scope="module")
 def tf() -> Any:
-    """TensorFlow, imported as the runner imports it."""
+    """TensorFlow, imported like the runner does."""
     pytest.importorskip("tensorflow")
     create_runner(load(SAMPLES / "digits_cnn.pb"))
     return sys.modules["tensorflow"]
 
 
 def images(name: str, count: int = 20) -> Array:
-    """Evaluation images of a sample model."""
+    """Return evaluation images of a sample model."""
     return np.load(SAMPLES / f"{name}_eval.npz")["image"][:count]
 
 
 def faces() -> dict[str, Array]:
-    """Feeds of the face detector on which all three of its stages run."""
+    """Return feeds of the face detector that run all three of its stages."""
     picture = np.load(MODELS / "ultraface" / "images.npz")["rgb"][3].astype(np.float32)[..., ::-1]
     return {
         "input": picture,
@@ -59,7 +59,7 @@ def faces() -> dict[str, Array]:
 
 
 def weights(model: Model) -> list[tuple[Use, TensorRef, Array, int]]:
-    """Weight slots whose value is known, what they read, the value and its channel axis."""
+    """Return weight slots of known value, with tensor, value and channel axis."""
     parameters = Parameters(model)
     weight_tensors = []
     for name in model.reachable_graphs():
@@ -74,7 +74,7 @@ def weights(model: Model) -> list[tuple[Use, TensorRef, Array, int]]:
 
 
 def insert(model: Model, use: Use, lowest: Array, highest: Array, *, axis: int | None = None, shape: Any = None) -> Any:
-    """Quantizes what `use` reads symmetrically to 8 bits; returns the quantized tensor and its params."""
+    """Quantize the input of `use` symmetrically to 8 bits; return the quantized tensor and its params."""
     graph = model.graphs[use.graph]
     tensor = graph.source_of(use)
     params = choose_qparams(Range(lowest, highest), INT8, symmetric=True, axis=axis)
@@ -86,7 +86,7 @@ def insert(model: Model, use: Use, lowest: Array, highest: Array, *, axis: int |
 
 
 def quantized_weights(path: Path) -> tuple[Model, list[tuple[TensorRef, Array, Any]]]:
-    """A copy of the model with all weights quantized per channel, and for each the tensor, its value and its params."""
+    """Return a copy of the model with all weights quantized per channel, and each weight's tensor, value and params."""
     model = load(path).copy()
     weight_params = []
     for use, _, value, axis in weights(model):
@@ -100,7 +100,7 @@ def quantized_weights(path: Path) -> tuple[Model, list[tuple[TensorRef, Array, A
 
 
 def observed(model: Model, tensors: list[TensorRef], feeds: Mapping[str, Array]) -> dict[TensorRef, list[Array]]:
-    """The values of `tensors` in one run; the sizes must be those of the values."""
+    """Return the values of `tensors` in one run, after checking their element counts."""
     model_runner = create_runner(model)
     (observation,) = model_runner.observe(tensors, [feeds])
     assert model_runner.element_counts(tensors, feeds) == {
@@ -112,7 +112,7 @@ def observed(model: Model, tensors: list[TensorRef], feeds: Mapping[str, Array])
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
 @pytest.mark.parametrize("suffix", [".pb", "_saved_model"])
 def test_runs_samples(tf: Any, name: str, suffix: str) -> None:
-    """The sample models reach the accuracy of their README in every form, fed by placeholder, tensor or key."""
+    """The sample models reach their documented accuracy in every form, fed by placeholder, tensor or key."""
     model = load(SAMPLES / f"{name}{suffix}")
     model_runner = create_runner(model)
     assert [(spec.dtype, spec.shape) for spec in model_runner.inputs] == [
@@ -147,7 +147,7 @@ def test_feeds(tf: Any) -> None:
     ids=lambda p: p.name,
 )
 def test_quantized_weights(tf: Any, path: Path) -> None:
-    """Per-channel FakeQuant on every weight, in functions, loops and branches, gives what TensorFlow's op gives."""
+    """Per-channel FakeQuant on every weight, in functions, loops and branches, equals TensorFlow's op."""
     model, weight_params = quantized_weights(path)
     name = path.name.split("_")[1].split(".")[0]
     feeds = {"image": images(f"digits_{name}")}
@@ -166,7 +166,7 @@ def test_quantized_weights(tf: Any, path: Path) -> None:
 
 @needs_models
 def test_mtcnn_frames(tf: Any) -> None:
-    """In TF1's loops and conds inserted per-channel FakeQuants equal constants that were quantized beforehand."""
+    """In TF1 loops and conds, per-channel FakeQuants equal constants that were quantized beforehand."""
     feeds = faces()
     model, weight_params = quantized_weights(MTCNN)
     assert len(weight_params) >= 19
@@ -194,7 +194,7 @@ def test_mtcnn_frames(tf: Any) -> None:
 
 @needs_models
 def test_mtcnn_activations(tf: Any) -> None:
-    """Activations inside TF1's frames are quantized in each round of the loop, and observed before and after."""
+    """Activations in TF1 frames are quantized and observed in each iteration."""
     model = load(MTCNN).copy()
     graph = model.main
     uses = [Use("", op.name, 0) for op in graph.ops() if op.kind == "conv"]
@@ -217,7 +217,7 @@ def test_mtcnn_activations(tf: Any) -> None:
 
 
 def test_observe_loop(tf: Any) -> None:
-    """A loop's body gives one value for each round; the state that goes in is what came out the round before."""
+    """A loop body gives one value for each iteration; its input state is the previous output state."""
     model = load(SAMPLES / "digits_rnn.pb")
     body = next(call.graph for call in model.main.op("recurrence").calls if call.attr == "body")
     graph = model.graphs[body]
@@ -237,7 +237,7 @@ def test_observe_loop(tf: Any) -> None:
 
 
 def test_observe_long_loops(tf: Any, tmp_path: Path) -> None:
-    """Many values of a loop come in their order, whether they fill the steps in which they are taken or not."""
+    """Many values of a loop are returned in order, for any number of values."""
     with tf.Graph().as_default() as graph:
         v1 = tf.compat.v1
         rounds = v1.placeholder(tf.int32, [], "n")
@@ -258,7 +258,7 @@ def test_observe_long_loops(tf: Any, tmp_path: Path) -> None:
 
 
 def test_observe_branches(tf: Any) -> None:
-    """Only the branch that is taken gives values."""
+    """Only the branch that runs gives values."""
     model = load(SAMPLES / "digits_rnn.pb")
     branches = [call.graph for call in model.main.op("brightness").calls]
     tensors = [TensorRef(name, op.name) for name in branches for op in model.graphs[name].ops() if op.kind == "matmul"]
@@ -270,7 +270,7 @@ def test_observe_branches(tf: Any) -> None:
 
 @pytest.mark.parametrize("suffix", [".pb", "_saved_model"])
 def test_values_do_not_depend_on_other_observed_tensors(tf: Any, suffix: str) -> None:
-    """Tensors shared out among calls have the bits of one call, though TensorFlow fuses what is not watched."""
+    """Observing in several calls gives the bits of one call, although TensorFlow fuses unobserved ops."""
     model = load(SAMPLES / f"digits_cnn{suffix}")
     kinds = {"conv", "bias_add", "relu", "matmul"}
     tensors = [
@@ -291,7 +291,7 @@ def test_values_do_not_depend_on_other_observed_tensors(tf: Any, suffix: str) ->
 
 
 def test_observe_with_untaken_branches(tf: Any, tmp_path: Path) -> None:
-    """An op that nothing reads may lie on a branch that is not taken, so that it has no value; the rest is observed."""
+    """An op without readers on an untaken branch has no value; other tensors are observed."""
     v1 = tf.compat.v1
     with tf.Graph().as_default() as graph:
         x = v1.placeholder(tf.float32, [2], name="x")
@@ -310,7 +310,7 @@ def test_observe_with_untaken_branches(tf: Any, tmp_path: Path) -> None:
 
 
 def test_outputs_that_are_not_reached(tf: Any, tmp_path: Path) -> None:
-    """A run gives the outputs that were reached, the others not; an error of the model stays one."""
+    """A run returns the outputs that ran; an error of the model is still raised."""
     v1 = tf.compat.v1
     with tf.Graph().as_default() as graph:
         x = v1.placeholder(tf.float32, [None], name="x")
@@ -338,7 +338,7 @@ def test_outputs_that_are_not_reached(tf: Any, tmp_path: Path) -> None:
 
 
 def test_placeholder_with_default(tf: Any, tmp_path: Path) -> None:
-    """A placeholder with a default need not be fed, and may be."""
+    """Feeding a placeholder with a default is optional."""
     v1 = tf.compat.v1
     with tf.Graph().as_default() as graph:
         x = v1.placeholder(tf.float32, [2], name="x")
@@ -353,7 +353,7 @@ def test_placeholder_with_default(tf: Any, tmp_path: Path) -> None:
 
 
 def test_function_as_operation(tf: Any, tmp_path: Path) -> None:
-    """A function that a node calls by its type is edited and observed like any other."""
+    """A function called by op type is edited and observed like any other."""
     (tmp_path / "m.pbtxt").write_text("""
       node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }
       node { name: "c" op: "twice" input: "x" }
@@ -376,7 +376,7 @@ def test_function_as_operation(tf: Any, tmp_path: Path) -> None:
 
 
 def test_observe_functions(tf: Any) -> None:
-    """Tensors in the functions of a SavedModel equal those of the same names in the frozen graph."""
+    """Tensors in the functions of a SavedModel equal those in the frozen graph."""
     frozen, saved = load(SAMPLES / "digits_cnn.pb"), load(SAMPLES / "digits_cnn_saved_model")
     name = next(name for name in saved.reachable_graphs() if "stem/conv" in saved.graphs[name])
     ops = [op.name for op in frozen.main.ops() if op.kind in {"conv", "depthwise_conv", "relu", "batchnorm", "concat"}]
@@ -391,7 +391,7 @@ def test_observe_functions(tf: Any) -> None:
 
 @needs_models
 def test_kws(tf: Any, tmp_path: Path) -> None:
-    """A SavedModel that tf.saved_model.load cannot read is edited and saved; the TF1 loader makes the same of it."""
+    """A SavedModel that tf.saved_model.load cannot read is edited and saved; the TF1 loader gives the same results."""
     model, weight_params = quantized_weights(KWS / "saved_model")
     assert len(weight_params) == 10
     data = np.load(KWS / "eval.npz")
@@ -409,7 +409,7 @@ def test_kws(tf: Any, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_saved_model_loads(tf: Any, tmp_path: Path) -> None:
-    """A written SavedModel loads with tf.saved_model.load, keeps its signature, and gives what the runner gives."""
+    """A written SavedModel loads with its signature and gives the results of the runner."""
     model, _ = quantized_weights(SAMPLES / "digits_rnn_saved_model")
     save(model, tmp_path / "quant")
     x = images("digits_rnn")
@@ -452,7 +452,7 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
 
 @pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_rnn.pb"])
 def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, tf: Any, name: str) -> None:
-    """Every float tensor has the same bits on 1, 2 and 4 threads, so that machines' statistics can be merged."""
+    """Every float tensor has the same bits on 1, 2 and 4 threads, so statistics of machines can be merged."""
     model = load(SAMPLES / name)
     ops = [op for op in model.main.ops() if op.roles and op.outputs]
     watched = [TensorRef("", op.name) for op in ops if op.outputs[0].dtype == "float32"]
@@ -469,7 +469,7 @@ def test_threads_change_no_bit(monkeypatch: pytest.MonkeyPatch, tf: Any, name: s
 
 @pytest.mark.filterwarnings("ignore")
 def test_observe_compiled(tf: Any, tmp_path: Path) -> None:
-    """Tensors inside a function that asks to be compiled by XLA are observed too."""
+    """Tensors inside a function with XLA compilation are observed."""
 
     class Layer(tf.Module):
         def __init__(self) -> None:
@@ -490,7 +490,7 @@ def test_observe_compiled(tf: Any, tmp_path: Path) -> None:
 
 
 def test_refused_graph(tf: Any, tmp_path: Path) -> None:
-    """What TensorFlow refuses becomes a ModelError with its reason."""
+    """TensorFlow's errors become ModelErrors with their reason."""
     path = tmp_path / "bad.pbtxt"
     path.write_text(
         'node { name: "x" op: "Placeholder" attr { key: "dtype" value { type: DT_FLOAT } } }'
@@ -507,7 +507,7 @@ def test_refused_graph(tf: Any, tmp_path: Path) -> None:
 
 
 def test_missing_tensorflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without tensorflow the message has the line that installs it."""
+    """Without tensorflow the message contains the install command."""
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorflow"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [])
@@ -535,7 +535,7 @@ print(result["probabilities"].shape)
 
 @pytest.mark.parametrize("given", [None, "1"])
 def test_runs_are_deterministic(given: str | None) -> None:
-    """Kernels that round by where memory lies are off, and figures the same to the last digit; who wants has them."""
+    """Kernels whose rounding depends on memory alignment are off, unless the user sets the variable."""
     code = f"""
 import sys
 import graphquant

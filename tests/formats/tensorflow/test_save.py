@@ -1,4 +1,4 @@
-"""Models are written whole or not at all, in the form they had, with what belongs to them."""
+"""Models are saved atomically, in their original form, with all their files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SAMPLES = ROOT / "sample_models"
 
 
 def edited(path: Path):
-    """A loaded model whose function or main graph has lost its last output's Identity."""
+    """Return a loaded model without the Identity of its last output."""
     model = load(path).copy()
     use = Use("", model.main.outputs[0], 0)
     tensor = model.main.source_of(use)
@@ -32,13 +32,13 @@ def edited(path: Path):
 
 @pytest.mark.parametrize("name", ["digits_cnn.pb", "digits_cnn.pbtxt", "digits_rnn.pb"])
 def test_unchanged_bytes(tmp_path: Path, name: str) -> None:
-    """A file that was not edited is written with the same bytes."""
+    """An unedited file is written with the same bytes."""
     save(load(SAMPLES / name), tmp_path / name)
     assert (tmp_path / name).read_bytes() == (SAMPLES / name).read_bytes()
 
 
 def test_text_and_binary(tmp_path: Path) -> None:
-    """The suffix of the output decides between text and binary, and both hold the same message."""
+    """The suffix of the output selects text or binary, with the same message."""
     model = edited(SAMPLES / "digits_cnn.pb")
     save(model, tmp_path / "one.pbtxt")
     save(model, tmp_path / "two.pb")
@@ -50,7 +50,7 @@ def test_text_and_binary(tmp_path: Path) -> None:
 
 
 def test_saved_model(tmp_path: Path) -> None:
-    """A SavedModel's variables come along, its stale fingerprint does not; an unchanged one keeps all its files."""
+    """A SavedModel's variables are copied, its stale fingerprint is not; an unchanged model has all its files."""
     folder = SAMPLES / "digits_cnn_saved_model"
     out = tmp_path / "out"
     save(load(folder), out)
@@ -64,7 +64,7 @@ def test_saved_model(tmp_path: Path) -> None:
 
 
 def test_in_place(tmp_path: Path) -> None:
-    """A SavedModel may be written over itself."""
+    """A SavedModel can be overwritten with itself."""
     out = tmp_path / "model"
     shutil.copytree(SAMPLES / "digits_rnn_saved_model", out)
     save(edited(out), out)
@@ -73,7 +73,7 @@ def test_in_place(tmp_path: Path) -> None:
 
 
 def test_refused_targets(tmp_path: Path) -> None:
-    """A folder that is no SavedModel, a folder for a file and a missing folder are refused and left alone."""
+    """Other folders, a folder in place of a file, and missing folders are refused and unchanged."""
     (tmp_path / "kept").mkdir()
     (tmp_path / "kept" / "note").write_text("mine")
     with pytest.raises(UsageError, match="is no SavedModel"):
@@ -86,7 +86,7 @@ def test_refused_targets(tmp_path: Path) -> None:
 
 
 def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a SavedModel cannot be completed, nothing of it stays."""
+    """If a SavedModel cannot be completed, nothing of it remains."""
 
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -99,7 +99,7 @@ def test_failed_save_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_message_type_is_detected_by_content(tmp_path: Path) -> None:
-    """A SavedModel message in a file of another name is read as one, though its suffix says nothing."""
+    """A SavedModel message in a file of another name is detected by its content."""
     shutil.copy(SAMPLES / "digits_cnn_saved_model" / "saved_model.pb", tmp_path / "frozen.pb")
     model_source = source.read_source(tmp_path / "frozen.pb")
     assert (model_source.message_type, model_source.text, model_source.checkpoint_prefix()) == (
@@ -120,7 +120,7 @@ def test_message_type_is_detected_by_content(tmp_path: Path) -> None:
     ],
 )
 def test_links_in_a_saved_model(tmp_path: Path, links: dict[str, str], said: str) -> None:
-    """Devices, circles and folders elsewhere are refused, not copied without end; nothing is left behind."""
+    """Devices, link cycles and links to outside folders are refused; nothing remains."""
     source_ = tmp_path / "model"
     shutil.copytree(SAMPLES / "digits_cnn_saved_model", source_)
     (source_ / "assets").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""SavedModels edited in every copy of what runs: loaded, called, trained, saved again, and used as a Keras layer."""
+"""SavedModels edited in every function clone: loaded, called, trained, saved again, and used as a Keras layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTED = {"conv", "depthwise_conv", "matmul"}
 
 
 def copies(model: gq.Model) -> list[tuple[str, str]]:
-    """The ops that multiply in graphs that only saved functions reach."""
+    """Return the weighted ops in graphs that only saved functions reach."""
     live = set(model.live())
     reached = [name for name in model.graphs_reachable_from(model.saved) if name not in live]
     return [(name, op.name) for name in reached for op in model.graphs[name].ops() if op.kind in WEIGHTED]
@@ -32,7 +32,7 @@ def copies(model: gq.Model) -> list[tuple[str, str]]:
 
 
 def test_function_clones_of_kws_have_the_same_sites(shared: Path) -> None:
-    """All 18 functions with weights that no signature reaches are planned, with the scale of the same variable."""
+    """All 18 functions with weights outside the signature are planned, with the scales of their variables."""
     model = gq.load(shared / "kws/saved_model")
     plan = gq.plan(model, rules=["weight_only"])
     weights = [site for site in plan.sites if site.parameter]
@@ -47,7 +47,7 @@ def test_function_clones_of_kws_have_the_same_sites(shared: Path) -> None:
 
 
 def test_plan_with_function_clones_round_trip(shared: Path) -> None:
-    """A site's twin survives JSON, and a twin without a site of its own is a mistake."""
+    """A site's `clone_of` survives JSON, and a reference to a missing site is an error."""
     model = gq.load(shared / "kws/saved_model")
     plan = gq.plan(model, rules=["weight_only"])
     data = plan_to_json(plan)
@@ -59,7 +59,7 @@ def test_plan_with_function_clones_round_trip(shared: Path) -> None:
 
 
 def test_function_clones_share_scales(shared: Path, tmp_path: Path) -> None:
-    """Each inserted site in a copy has the very parameters of its twin, and none is left alone."""
+    """Each site in a clone has the identical parameters of its original."""
     result = gq.insert(shared / "kws/saved_model", rules=["weight_only"])
     params_by_use = {
         use: insertion.params
@@ -79,7 +79,7 @@ def test_function_clones_share_scales(shared: Path, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SavedModel whose signature, calls of other shapes and calls for training are functions of their own."""
+    """A SavedModel with separate functions for the signature, other shapes and training."""
     tf = pytest.importorskip("tensorflow")
     random = np.random.default_rng(0)
 
@@ -117,7 +117,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def result(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> gq.Result:
-    """The module quantized, and saved beside it as "quantized"."""
+    """The quantized module, saved next to it as "quantized"."""
     data = tmp_path_factory.mktemp("data") / "data.npz"
     np.savez(data, x=samples(8))
     inserted = gq.insert(folder, data=str(data), validate=False)
@@ -126,12 +126,12 @@ def result(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> gq.Result:
 
 
 def samples(count: int) -> Array:
-    """Inputs [count, 8, 8, 3]."""
+    """Return inputs [count, 8, 8, 3]."""
     return np.random.default_rng(1).normal(0, 1, (count, 8, 8, 3)).astype(np.float32)
 
 
 def by_hand(result: gq.Result, folder: Path, x: Array) -> Array:
-    """The module's answer with FakeQuant ops where the plan has sites, written by hand."""
+    """Compute the module's result with FakeQuant ops at the plan's sites, by hand."""
     import tensorflow as tf
 
     net = tf.saved_model.load(str(folder))
@@ -157,7 +157,7 @@ def by_hand(result: gq.Result, folder: Path, x: Array) -> Array:
 
 @pytest.mark.slow
 def test_calls_and_signatures_give_what_is_written_by_hand(result: gq.Result, folder: Path) -> None:
-    """loaded(x) and loaded.signatures give the bits of a hand-written QDQ graph, which are not the float model's."""
+    """loaded(x) and loaded.signatures equal a hand-written QDQ graph bit for bit."""
     tf = pytest.importorskip("tensorflow")
     x = samples(2)
     loaded = tf.saved_model.load(str(folder.parent / "quantized"))
@@ -170,7 +170,7 @@ def test_calls_and_signatures_give_what_is_written_by_hand(result: gq.Result, fo
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [False, True])
 def test_five_steps_lower_the_loss(result: gq.Result, folder: Path, training: bool) -> None:
-    """Five SGD steps through `loaded(x, training)`, FakeQuant's gradients included, lower the loss of `loaded(x)`."""
+    """Five SGD steps through `loaded(x, training)`, with FakeQuant's gradients, lower the loss."""
     tf = pytest.importorskip("tensorflow")
     assert result.inserted
     loaded = tf.saved_model.load(str(folder.parent / "quantized"))
@@ -192,7 +192,7 @@ def test_five_steps_lower_the_loss(result: gq.Result, folder: Path, training: bo
 
 @pytest.mark.slow
 def test_loaded_model_is_saved_again_and_used_as_a_layer(result: gq.Result, folder: Path, tmp_path: Path) -> None:
-    """Saved again from the loaded object and loaded as a Keras TFSMLayer, it answers with the same bits."""
+    """Saved again and loaded as a Keras TFSMLayer, the model gives the same bits."""
     tf = pytest.importorskip("tensorflow")
     assert result.inserted
     path, x = folder.parent / "quantized", samples(2)
@@ -206,7 +206,7 @@ def test_loaded_model_is_saved_again_and_used_as_a_layer(result: gq.Result, fold
 
 @pytest.mark.slow
 def test_unmatched_ops_get_scales_of_their_own(result: gq.Result, folder: Path) -> None:
-    """A function that convolves other data with the same kernel has the kernel quantized, and nothing else."""
+    """A function that convolves other data with the same kernel has only the kernel quantized."""
     tf = pytest.importorskip("tensorflow")
     sites = [sites.site for sites in result.inserted if "elsewhere" in sites.site.uses[0].graph]
     assert [(site.parameter, use.op, use.slot) for site in sites for use in site.uses] == [(True, "Conv2D", 1)]
@@ -222,7 +222,7 @@ def test_unmatched_ops_get_scales_of_their_own(result: gq.Result, folder: Path) 
 
 @pytest.mark.slow
 def test_a_function_that_is_no_clone_stays_float(result: gq.Result) -> None:
-    """A saved function with weights of its own is not touched, and inspect lists it."""
+    """A saved function with its own weights is not edited, and inspect lists it."""
     unmatched = summarize_model(result.model).float_clone_ops
     elsewhere = unmatched[0].graph
     assert [(clone.op, clone.kind, clone.reason) for clone in unmatched] == [
@@ -237,7 +237,7 @@ def test_a_function_that_is_no_clone_stays_float(result: gq.Result) -> None:
 
 @pytest.mark.slow
 def test_gradients_aliases_and_debug_info_are_kept(tmp_path: Path) -> None:
-    """Custom gradients are those of the original, aliases name the same functions, debug info is beside them.
+    """Custom gradients, aliases and debug info are preserved.
 
     One inner function is called with one variable by the signature and with another by `both`, so its weight has no
     one scale and is left.
@@ -302,7 +302,7 @@ def test_gradients_aliases_and_debug_info_are_kept(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_without_a_signature_is_refused(tmp_path: Path) -> None:
-    """Nothing runs in it that rules could look at; the message says how to save it."""
+    """Rules have no graph to apply to; the message explains how to save a signature."""
     tf = pytest.importorskip("tensorflow")
     module = tf.Module()
     module.w = tf.Variable(np.ones((5, 3), np.float32))

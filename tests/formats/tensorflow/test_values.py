@@ -1,4 +1,4 @@
-"""TensorProto and AttrValue carry arrays and attributes there and back, as TensorFlow itself reads and writes them."""
+"""TensorProto and AttrValue round-trip arrays and attributes, as TensorFlow reads and writes them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ attributes = st.one_of(
 
 @given(st.sampled_from(DTYPES).flatmap(lambda name: npst.arrays(name, npst.array_shapes(min_dims=0, min_side=0))))
 def test_tensor_round_trip(value: np.ndarray[Any, Any]) -> None:
-    """An array of any dtype and shape comes back bit for bit."""
+    """An array of any dtype and shape round-trips bit for bit."""
     decoded = decode_tensor(encode_tensor(value), "it")
     assert (decoded.dtype, decoded.shape) == (value.dtype, value.shape)
     assert decoded.tobytes() == value.tobytes()
@@ -85,7 +85,7 @@ def test_other_layouts() -> None:
 
 @pytest.mark.parametrize(("dtype", "values", "expected"), LISTED)
 def test_listed_values(dtype: str, values: str, expected: list[Any]) -> None:
-    """Values may be listed in a field of their own; the last one repeats, none means zeros."""
+    """Values may be listed in a field; the last one repeats, and an empty list means zeros."""
     text = f"dtype: {dtype} tensor_shape {{ dim {{ size: 3 }} }} {values}"
     got = decode_tensor(proto.parse_text(text, proto.TensorProto()), "it")
     assert got.tolist() == expected
@@ -116,21 +116,21 @@ def test_as_tensorflow_reads(dtype: str, values: str, expected: list[Any]) -> No
     ],
 )
 def test_damaged_tensor(text: str, message: str) -> None:
-    """What a TensorProto cannot mean is refused, without making the array it claims."""
+    """An invalid TensorProto is refused without allocating the claimed array."""
     with pytest.raises(ModelError, match=message):
         decode_tensor(proto.parse_text(text, proto.TensorProto()), "the constant 'c'")
 
 
 @given(attributes | st.lists(st.integers(0, 9), min_size=1) | st.lists(st.text(), min_size=1))
 def test_attribute_round_trip(value: Any) -> None:
-    """An attribute of any kind comes back with its value and type."""
+    """An attribute of any kind round-trips with value and type."""
     decoded = decode_attr(encode_attr(value))
     assert decoded == value
     assert type(decoded) is type(value)
 
 
 def test_attrs() -> None:
-    """A node's attributes read like a mapping, with defaults, and reading adds nothing to the node."""
+    """A node's attributes behave like a mapping with defaults, and reading does not change the node."""
     node = proto.parse_text('attr { key: "b" value { s: "\\377" } } attr { key: "a" value { i: 2 } }', proto.NodeDef())
     attrs = NodeAttrs(node.attr, {"a": 1, "c": 3})
     assert dict(attrs) == {"a": 2, "b": b"\xff", "c": 3}

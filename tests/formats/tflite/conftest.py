@@ -1,4 +1,4 @@
-"""A writer of FlatBuffers, enough to make TFLite files by hand."""
+"""A writer of FlatBuffers for TFLite files made by hand."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FORMS = {"b": "b", "i": "i", "I": "I", "Q": "Q", "B": "B"}
 
 
 class Writer:
-    """Tables are dicts of field names; numbers are (form, value), the rest by its Python type."""
+    """Writes tables, given as dicts of field names; numbers are (format, value), others by their Python type."""
 
     def __init__(self) -> None:
         self.out = bytearray(b"\0\0\0\0" + ops.IDENTIFIER)
 
     def build(self, model: dict[str, Any]) -> bytes:
-        """The file whose root is `model`."""
+        """Return the file whose root is `model`."""
         struct.pack_into("<I", self.out, 0, self.table(model, ops.MODEL))
         return bytes(self.out)
 
     def table(self, table: dict[str, Any], fields: Any) -> int:
-        """Writes a table and returns where it is."""
+        """Write a table and return its position."""
         size = max((fields[name] for name in table), default=-1) + 1
         layout = len(self.out)
         at = layout + 4 + 2 * size
@@ -42,7 +42,7 @@ class Writer:
         return at
 
     def put(self, at: int, name: str, value: Any) -> None:
-        """Writes what a field holds, behind all that is there, or in place if it is a number."""
+        """Write a field's content at the end, or in place if it is a number."""
         if isinstance(value, tuple):
             struct.pack_into(f"<{FORMS[value[0]]}", self.out, at, value[1])
             return
@@ -62,7 +62,7 @@ class Writer:
         struct.pack_into("<I", self.out, at, target - at)
 
     def vector(self, count: int, data: bytes) -> int:
-        """Writes a vector and returns where it is."""
+        """Write a vector and return its position."""
         at = len(self.out)
         self.out += struct.pack("<I", count) + data
         return at
@@ -98,7 +98,7 @@ def code(name: str, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def sample() -> dict[str, Any]:
-    """A model with all that is read: int8 per channel and int4 constants, a loop, a custom op, a variable."""
+    """A model with every supported feature: int8 per channel and int4 constants, a loop, a custom op, a variable."""
     scales = np.array([0.5, 0.25], np.float32)
     main = {
         "tensors": [

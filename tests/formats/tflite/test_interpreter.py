@@ -1,4 +1,4 @@
-"""What is read of a TFLite file, against TensorFlow's own reader and schema."""
+"""TFLite files, compared with TensorFlow's own reader and schema."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ TABLES = {
 
 
 def numbers(cls: type) -> list[str]:
-    """The names of an enum of generated code, in the order of their values."""
+    """Return the names of an enum of generated code, in the order of their values."""
     names_by_number = {value: name for name, value in vars(cls).items() if isinstance(value, int)}
     assert sorted(names_by_number) == list(range(len(names_by_number)))
     return [names_by_number[value] for value in range(len(names_by_number))]
 
 
 def test_schema_equals_that_of_tensorflow():
-    """Every table's fields, the dtypes and the ops are those of TensorFlow's generated code."""
+    """Every table's fields, the dtypes and the ops equal TensorFlow's generated code."""
     generated = pytest.importorskip("tensorflow.lite.python.schema_py_generated")
     for name, fields in TABLES.items():
         cls = getattr(generated, name)
@@ -56,7 +56,7 @@ def test_schema_equals_that_of_tensorflow():
 
 
 def compare(data: bytes) -> dict[str, int]:
-    """Compares all that the interpreter tells of each tensor of each subgraph; returns how many there were."""
+    """Compare each tensor of each subgraph with the interpreter's report; return the counts."""
     import tensorflow as tf
 
     resolver = tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
@@ -89,7 +89,7 @@ def compare(data: bytes) -> dict[str, int]:
 
 
 def constants(interpreter: Any, model: Any, number: int, graph: str) -> int:
-    """Compares the values of a graph's constants."""
+    """Compare the values of a graph's constants."""
     count = 0
     for op in model.graphs[graph].ops():
         if op.kind == "constant" and op.value is not None and op.outputs[0].dtype != "int4":
@@ -101,7 +101,7 @@ def constants(interpreter: Any, model: Any, number: int, graph: str) -> int:
 
 @pytest.mark.parametrize("name", ["kws_int8", "kws_float"])
 def test_reference_files(shared, name):
-    """The files at hand, with their reference int8 model."""
+    """The available files, with their reference int8 model."""
     pytest.importorskip("tensorflow")
     counts = compare((shared / f"kws/{name}.tflite").read_bytes())
     assert counts["tensors"] == (35 if name == "kws_int8" else counts["tensors"])
@@ -116,7 +116,7 @@ def images() -> Any:
 
 
 def network() -> Any:
-    """A small net with a convolution, a depthwise one, a sum and a dense layer, and what the converter takes."""
+    """A small net with a convolution, a depthwise one, a sum and a dense layer, and its converter settings."""
     import tensorflow as tf
 
     x = y = tf.keras.Input((8, 8, 3), batch_size=None)
@@ -130,7 +130,7 @@ def network() -> Any:
 
 
 def sequence() -> Any:
-    """An LSTM over words, which holds a loop or a fused op with variables."""
+    """An LSTM over words, which contains a loop or a fused op with variables."""
     import tensorflow as tf
 
     x = tf.keras.Input((12,), batch_size=1, dtype="int32")
@@ -140,7 +140,7 @@ def sequence() -> Any:
 
 
 def branches() -> Any:
-    """A model that has two subgraphs and a loop beside its main graph."""
+    """A model that has two subgraphs and a loop besides its main graph."""
     import tensorflow as tf
 
     @tf.function(input_signature=[tf.TensorSpec((None, 4), tf.float32)])
@@ -178,7 +178,7 @@ def wide(made: Any) -> None:
 
 
 def half(made: Any) -> None:
-    """float16 weights behind DEQUANTIZE."""
+    """float16 weights with DEQUANTIZE."""
     import tensorflow as tf
 
     made.target_spec.supported_types = [tf.float16]

@@ -1,4 +1,4 @@
-"""TFLite files as models, read without TensorFlow; damaged ones are refused in a sentence."""
+"""TFLite files load without TensorFlow; damaged ones are refused with a plain message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from graphquant.ir import TensorRef, Use, check_invariants
 
 
 def places_far_data(data: bytes) -> bytes:
-    """`data` with the last buffer's bytes behind the FlatBuffer, where the offset that stands for them says."""
+    """Return `data` with the last buffer's bytes after the FlatBuffer, at the offset that refers to them."""
     at = data.index(struct.pack("<Q", 1 << 40))
     return data[:at] + struct.pack("<Q", len(data)) + data[at + 8 :] + np.array([1.5, -2], np.float32).tobytes()
 
 
 def test_all_parts_of_a_model_are_read(build, sample):
-    """Ops go by their first output; constants, variables, custom ops and other graphs are there."""
+    """Ops are named after their first output; constants, variables, custom ops and other graphs are loaded."""
     model = parse_tflite(places_far_data(build(sample)))
     check_invariants(model, "the test")
     main = model.main
@@ -52,7 +52,7 @@ def test_all_parts_of_a_model_are_read(build, sample):
 
 
 def test_constants_are_read_lazily(build, sample):
-    """Int8, packed int4, and data that lies behind the FlatBuffer as in files over 2 GB."""
+    """Int8, packed int4, and data after the FlatBuffer as in files over 2 GB."""
     main = parse_tflite(places_far_data(build(sample))).main
     values = {op.name: op.read_value for op in main.ops() if op.kind == "constant"}
     np.testing.assert_array_equal(values["w"](), np.array([[1, 2], [3, -4]], np.int8))
@@ -62,7 +62,7 @@ def test_constants_are_read_lazily(build, sample):
 
 
 def test_scales_belong_to_tensors(build, sample):
-    """The survey lists every tensor with its scale and zero point, in the order of the file."""
+    """The summary lists every tensor with its scale and zero point, in the order of the file."""
     summary = summarize_model(parse_tflite(places_far_data(build(sample))))
     assert [tensor.stored.index for tensor in summary.tensors] == [0, 1, 2, 3, 4, 5, 6, 0]
     x, w = summary.tensors[:2]
@@ -82,7 +82,7 @@ def test_scales_belong_to_tensors(build, sample):
 
 
 def test_inspect_shows_the_tensors(build, sample, tmp_path, cli):
-    """Text, JSON and DOT hold scales and zero points; JSON speaks the interpreter's words."""
+    """Text, JSON and DOT contain scales and zero points; JSON uses the interpreter's terms."""
     path = tmp_path / "model.tflite"
     path.write_bytes(places_far_data(build(sample)))
     text = cli("inspect", path).stdout
@@ -110,7 +110,7 @@ def test_inspect_shows_the_tensors(build, sample, tmp_path, cli):
 
 
 def test_a_file_is_not_rewritten(build, sample, tmp_path, cli):
-    """Insert and plan say that TFLite files are read only, and what to do."""
+    """Insert and plan explain that TFLite files are read only, with an alternative."""
     path = tmp_path / "model.tflite"
     path.write_bytes(places_far_data(build(sample)))
     for command in (["insert", path, "-o", tmp_path / "out.tflite"], ["plan", path]):
@@ -137,7 +137,7 @@ def test_a_file_is_not_rewritten(build, sample, tmp_path, cli):
     ],
 )
 def test_inconsistent_files_are_refused(build, sample, change, said):
-    """Each mistake has its sentence."""
+    """Each inconsistency has its message."""
     change(sample)
     with pytest.raises(ModelError, match=r"Export|does not read") as error:
         parse_tflite(build(sample) if "1099511627776" in said else places_far_data(build(sample)))
@@ -145,7 +145,7 @@ def test_inconsistent_files_are_refused(build, sample, change, said):
 
 
 def test_a_constant_of_the_wrong_size_is_refused_when_read(build, sample):
-    """The sizes in a file do not decide how much is read."""
+    """Sizes in a file do not determine how much is read."""
     sample["subgraphs"][0]["tensors"][1]["shape"] = np.array([1 << 30, 1 << 30], np.int32)
     model = parse_tflite(places_far_data(build(sample)))
     with pytest.raises(ModelError, match="has 4 bytes, not"):
@@ -153,7 +153,7 @@ def test_a_constant_of_the_wrong_size_is_refused_when_read(build, sample):
 
 
 def test_no_tflite_model(tmp_path):
-    """An empty file, another kind of file and a folder's name."""
+    """An empty file, another kind of file and the name of a folder are refused."""
     for data, message in ((b"", "The file is empty"), (b"PK\3\4" * 99, "no TFLite model"), (b"ab", "no TFLite model")):
         (tmp_path / "x.tflite").write_bytes(data)
         with pytest.raises(ModelError, match=message):
@@ -161,7 +161,7 @@ def test_no_tflite_model(tmp_path):
 
 
 def test_endlessly_shared_tables_are_refused(build, sample):
-    """A small file whose thousands of graphs are all the same large one is refused, not read for hours."""
+    """A small file whose thousands of graphs share one large graph is refused quickly."""
     body = sample["subgraphs"][1]
     body["tensors"] = [{"name": f"tensor {number}"} for number in range(500)]
     sample["subgraphs"] = [sample["subgraphs"][0], *[body] * 5000]
@@ -173,13 +173,13 @@ def test_endlessly_shared_tables_are_refused(build, sample):
 
 
 def use(data: bytes) -> None:
-    """Does with a file what inspect does, and reads its constants; a ModelError is an answer too."""
+    """Inspect a file and read its constants; a ModelError is a valid result."""
     with suppress(ModelError):
         look(parse_tflite(data))
 
 
 def look(model: gq.Model) -> None:
-    """What `use` does with a model."""
+    """Inspect a model like `use`."""
     check_invariants(model, "the test")
     summarize_model(model)
     for graph in model.graphs.values():
@@ -190,7 +190,7 @@ def look(model: gq.Model) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_files_never_end_in_a_traceback(build, sample, seed):
-    """Truncated, with flipped bits, with numbers overwritten: a model or a ModelError."""
+    """Truncated files, flipped bits and overwritten numbers give a model or a ModelError."""
     intact_bytes = places_far_data(build(sample))
     dice = random.Random(seed)  # noqa: S311  # it only breaks files
     for _ in range(800):
@@ -207,7 +207,7 @@ def test_damaged_files_never_end_in_a_traceback(build, sample, seed):
 
 
 def test_a_real_file_cut_or_flipped(shared):
-    """The same for a real model."""
+    """A real model gives a model or a ModelError too."""
     intact_bytes = (shared / "kws/kws_int8.tflite").read_bytes()
     dice = random.Random(7)  # noqa: S311  # it only breaks files
     for _ in range(150):
