@@ -70,7 +70,9 @@ def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = 
     if inconvertible:
         (site, reason), count = inconvertible[0], len(inconvertible)
         rest_hint = f" {count - 1} more sites have the same problem." if count > 1 else ""
-        raise UsageError(f"TFLite's converter cannot preserve the quantization of {site.tensor}, because {reason}.{rest_hint}")
+        raise UsageError(
+            f"TFLite's converter cannot preserve the quantization of {site.tensor}, because {reason}.{rest_hint}"
+        )
     from graphquant.formats.tensorflow.tflite_converter import run_tflite_converter as run
     from graphquant.formats.tensorflow.tflite_converter import runtime_tensors
     from graphquant.formats.tflite import parse_tflite

@@ -1,4 +1,4 @@
-"""Models converted to TFLite: every planned scale in the runtime, every op within a step of numpy, and the answers."""
+"""TFLite conversion: scales of the runtime, every op within a step of numpy, and accuracy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ CLASSES = 10
 
 def simulation() -> Any:
     """The module of the numpy ops, which imports tensorflow."""
-    spec = importlib.util.spec_from_file_location("simulate_tflite", Path(__file__).parents[1] / "support/simulate_tflite.py")
+    spec = importlib.util.spec_from_file_location(
+        "simulate_tflite", Path(__file__).parents[1] / "support/simulate_tflite.py"
+    )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -37,12 +39,12 @@ def simulation() -> Any:
 
 
 def report(text: str) -> None:
-    """Shows a measurement with `pytest -rP`."""
+    """Print a measurement, visible with `pytest -rP`."""
     sys.stdout.write(f"{text}\n")
 
 
 def interpreter(data: bytes) -> Any:
-    """TFLite's interpreter with its own kernels, which keeps all tensors."""
+    """Return TFLite's interpreter with its own kernels, which preserves all tensors."""
     import tensorflow as tf
 
     plain = tf.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
@@ -52,7 +54,7 @@ def interpreter(data: bytes) -> Any:
 
 
 def answers(made: Any, samples: Array) -> Array:
-    """The real outputs of a TFLite model for each sample."""
+    """Return the real outputs of a TFLite model for each sample."""
     made.allocate_tensors()
     (source,), (target,) = made.get_input_details(), made.get_output_details()
     outputs = []
@@ -70,12 +72,12 @@ def answers(made: Any, samples: Array) -> Array:
 
 
 def sqnr(before: Array, after: Array) -> float:
-    """Signal to quantization noise in dB."""
+    """Signal-to-quantization-noise ratio in dB."""
     return float(10 * np.log10(np.square(before).sum() / np.square(after - before).sum()))
 
 
 def float_answers(model: gq.Model, samples: Array) -> Array:
-    """The outputs of the float model for each sample."""
+    """Return the outputs of the float model for each sample."""
     runner = formats.format_module(model.format).create_runner(model)
     runs = [runner.run({runner.inputs[0].name: sample[None]}) for sample in samples]
     return np.concatenate([next(iter(run.values())) for run in runs]).astype(np.float64)
@@ -96,7 +98,7 @@ def kws(_samples: Path, _tmp: Path, shared: Path) -> tuple[Path, str, Array]:
 def trained(
     inputs: Any, outputs: Any, draw: Callable[[int], tuple[Array, Array]], tmp: Path
 ) -> tuple[Path, str, Array]:
-    """A Keras model fitted to what `draw` gives, as a frozen graph, with calibration data and samples."""
+    """Return a Keras model fitted to `draw`, as a frozen graph, with calibration data and samples."""
     import tensorflow as tf
     from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
@@ -112,7 +114,7 @@ def trained(
 
 
 def inverted_residuals(_samples: Path, tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
-    """MobileNet's blocks: expansion, depthwise with and without stride, linear projection, sums of skipped branches."""
+    """MobileNet's blocks: expansion, depthwise with and without stride, linear projection, residual sums."""
     import tensorflow as tf
 
     tf.keras.utils.set_random_seed(5)
@@ -172,7 +174,7 @@ def text(_samples: Path, tmp: Path, _shared: Path) -> tuple[Path, str, Array]:
 
 @pytest.mark.parametrize("make", [digits, kws, inverted_residuals, text])
 def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, shared: Path, tmp_path: Path) -> None:
-    """Every planned scale and zero point, every op within one step of numpy, and 98% of the answers."""
+    """Every planned scale and zero point, every op within one step of numpy, and 98% agreement."""
     pytest.importorskip("tensorflow")
     path, data, values = make(samples, tmp_path, shared)
     result = gq.insert(freeze(gq.load(path)), rules=["tflite"], data=data, validate=False)
@@ -199,7 +201,7 @@ def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, 
 
 
 def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
-    """The .tflite is within half a point of the float SavedModel on the labelled samples."""
+    """The .tflite file is within half a point of the float SavedModel on the labeled samples."""
     pytest.importorskip("tensorflow")
     path, data, values = kws(tmp_path, tmp_path, shared)
     labels = np.load(shared / "kws/eval.npz")["label"]
@@ -213,7 +215,7 @@ def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
 
 
 def test_command_line_writes_file_and_conversion_report(cli: Callable[..., Any], samples: Path, tmp_path: Path) -> None:
-    """`insert -o x.tflite` of a SavedModel; its scales then serve the frozen graph without data."""
+    """`insert -o x.tflite` of a SavedModel; its scales then quantize the frozen graph without data."""
     pytest.importorskip("tensorflow")
     data, output_path, report_path = samples / "digits_cnn_calib.npz", tmp_path / "x.tflite", tmp_path / "report.json"
     text = cli(
@@ -235,7 +237,7 @@ def test_command_line_writes_file_and_conversion_report(cli: Callable[..., Any],
 
 
 def test_powers_of_two_are_exact(samples: Path, tmp_path: Path) -> None:
-    """Scales of exactly 2**exponent come out as they went in."""
+    """Scales of exactly 2**exponent are preserved exactly."""
     pytest.importorskip("tensorflow")
     result = gq.insert(gq.freeze(gq.load(samples / "digits_cnn.pb")), rules=["fixed_point"])
     receipt = gq.convert_to_tflite(result, None)
@@ -247,7 +249,7 @@ def test_powers_of_two_are_exact(samples: Path, tmp_path: Path) -> None:
 
 
 def test_unconvertible_sites_are_refused(samples: Path, tmp_path: Path) -> None:
-    """16 bits become wrong convolutions without a word; functions must be frozen first; nothing is written."""
+    """16 bits (silently wrong convolutions) and unfrozen functions are refused; nothing is written."""
     pytest.importorskip("tensorflow")
     (tmp_path / "wide.toml").write_text(
         '[scheme.s]\nbits = 16\nobserve = { name = "fixed-point", exponent = -8 }\n[[rule]]\nname = "r"\n'
@@ -263,7 +265,7 @@ def test_unconvertible_sites_are_refused(samples: Path, tmp_path: Path) -> None:
 
 
 def test_ops_that_stay_float_are_named(samples: Path, tmp_path: Path) -> None:
-    """An excluded tensor leaves its ops float, and the receipt says which operand has no range."""
+    """Ops of an excluded tensor stay float, and the report names the operand without a range."""
     pytest.importorskip("tensorflow")
     model = gq.freeze(gq.load(samples / "digits_cnn.pb"))
     data = str(samples / "digits_cnn_calib.npz")
@@ -276,7 +278,7 @@ def test_ops_that_stay_float_are_named(samples: Path, tmp_path: Path) -> None:
 def test_a_difference_ends_with_1(
     cli: Callable[..., Any], samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the runtime has another scale than planned, the table names it and the exit code is 1."""
+    """If the runtime's scale differs from the plan, the table names it and the exit code is 1."""
     pytest.importorskip("tensorflow")
     from dataclasses import replace
 

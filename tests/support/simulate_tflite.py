@@ -56,7 +56,7 @@ class Simulation:
             op = self.graph.Operators(number)
             code = self.model.OperatorCodes(op.OpcodeIndex())
             name = NAMES[max(code.BuiltinCode(), code.DeprecatedBuiltinCode())]
-            output = int(op.SampleOutputs(0))
+            output = int(op.Outputs(0))
             inputs = [self.real(int(i)) if i >= 0 else None for i in op.InputsAsNumpy()]
             params = self.details[output]["quantization_parameters"]
             if not params["scales"].size:
@@ -136,7 +136,7 @@ class Simulation:
     @staticmethod
     def concatenation(options: Any, *parts: Array) -> Array:
         """Joined."""
-        return np.concatenate(parts, options.HistogramAxis())
+        return np.concatenate(parts, options.Axis())
 
     @staticmethod
     def mean(_options: Any, x: Array, axes: Array) -> Array:

@@ -68,7 +68,9 @@ class FixedPoint:
             suggestion = did_you_mean(self.family, FAMILIES) or f" Known are {', '.join(FAMILIES)}."
             raise UsageError(f"There is no family {self.family!r}.{suggestion}")
         if self.round not in {None, *ROUNDING_MODES}:
-            raise UsageError(f"FixedPoint does not support the rounding {self.round!r}. Give 'half-even' or 'half-up', or omit it.")
+            raise UsageError(
+                f"FixedPoint does not support the rounding {self.round!r}. Give 'half-even' or 'half-up', or omit it."
+            )
 
     @property
     def scale(self) -> float:
@@ -160,7 +162,9 @@ def _is_model_op(op: Operation) -> bool:
 def _require_quantizable(model: Model, tensor: Tensor, name: str, quantizer: FixedPoint) -> QDQFamily:
     """Return the family for the tensor. An impossible request is refused before anything is changed."""
     if not isinstance(model, Model):
-        raise UsageError(f"A quantizer needs the model, but this is a {type(model).__name__}. Pass the result of gq.load.")
+        raise UsageError(
+            f"A quantizer needs the model, but this is a {type(model).__name__}. Pass the result of gq.load."
+        )
     if tensor.graph.graphs is not model.graphs:
         raise UsageError(f"{tensor} belongs to another model. Select it in the edited model.")
     scope = name.strip("/")
@@ -169,9 +173,7 @@ def _require_quantizable(model: Model, tensor: Tensor, name: str, quantizer: Fix
     family = FAMILIES[quantizer.family or formats.format_module(model.format).DEFAULT_FAMILY]
     if family.format != model.format:
         families = ", ".join(candidate.name for candidate in FAMILIES.values() if candidate.format == model.format)
-        raise UsageError(
-            f"The family {family.name!r} is for {family.format} models. This model supports: {families}."
-        )
+        raise UsageError(f"The family {family.name!r} is for {family.format} models. This model supports: {families}.")
     if tensor.dtype is None:
         raise UsageError(f"The data type of {tensor} is unknown before a run. Quantize its input instead.")
     kind = IntType(quantizer.bits, signed=True)
@@ -183,8 +185,8 @@ def _require_quantizable(model: Model, tensor: Tensor, name: str, quantizer: Fix
         )
     if model.opset and model.opset < family.minimum_opset(request):
         raise UsageError(
-            f"The model has opset {model.opset}, and {family.name} needs {family.minimum_opset(request)} for this. Use rules"
-            " with `graphquant insert`, which converts the model first."
+            f"The model has opset {model.opset}, but {family.name} needs {family.minimum_opset(request)} for this. Use"
+            " rules with `graphquant insert`, which converts the model first."
         )
     return family
 
@@ -203,4 +205,5 @@ def _no_consumer_message(producers: list[Tensor], name: str) -> str:
     )
     ellipsis = ", ..." if len(readers) > MAX_LISTED_CONSUMERS else ""
     inserted_hint = f", and {inserted!r} was inserted earlier" if inserted else ""
-    return f"No op whose name contains {name!r} reads {producers[0]}.{reader_list}{ellipsis}{inserted_hint}.{did_you_mean(name, readers)}"
+    hints = f"{reader_list}{ellipsis}{inserted_hint}.{did_you_mean(name, readers)}"
+    return f"No op whose name contains {name!r} reads {producers[0]}.{hints}"

@@ -87,7 +87,7 @@ def _matched_pairs(ts0: object, ts1: object) -> list[tuple[Tensor, Tensor]]:
         raise UsageError(f"{len(new_tensors)} tensors cannot be paired with {len(old_tensors)}. Give as many of each.")
     for new, old in zip(new_tensors, old_tensors, strict=True):
         if new.graph.graphs is not old.graph.graphs:
-            raise UsageError(f"{new} and {old} belong to two models. A tensor can be rerouted only within its own model.")
+            raise UsageError(f"{new} and {old} belong to two models. Tensors are rerouted only within one model.")
         new.graph.reroute(old.ref, (), new.ref)  # validates the pair; an empty list of uses changes nothing
     return list(zip(new_tensors, old_tensors, strict=True))
 
@@ -131,8 +131,8 @@ def _apply_move(move: _Move, *, swap: bool) -> list[tuple[Use, Tensor]]:
     cycle_uses = [use for use in current_uses if _enclosing_op(move.new_tensor, use) in ancestors]
     if cycle_uses and swap:
         raise UsageError(
-            f"{move.new_tensor} is computed from {move.old_tensor} through {cycle_uses[0]}, so swapping them would create a cycle. Exclude"
-            f" {cycle_uses[0].op!r} with cannot_modify, or use reroute_ts."
+            f"{move.new_tensor} is computed from {move.old_tensor} through {cycle_uses[0]}, so swapping them would"
+            f" create a cycle. Exclude {cycle_uses[0].op!r} with cannot_modify, or use reroute_ts."
         )
     cyclic_uses = set(cycle_uses)
     moved = [use for use in current_uses if use not in cyclic_uses]

@@ -9,7 +9,7 @@ slice.
 from __future__ import annotations
 
 import math
-from pathlib import Path
+from pathlib import Path  # noqa: TC003  # part of the public signatures, needed by tools that resolve annotations
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import google_crc32c
@@ -168,7 +168,8 @@ class Checkpoint:
         expected = math.prod(shape) * dtype.itemsize
         if entry.size != expected:
             raise ModelError(
-                f"{self._index_name}: variable {name!r} has {entry.size} bytes, but its shape and dtype need {expected}."
+                f"{self._index_name}: variable {name!r} has {entry.size} bytes, but its shape and dtype need"
+                f" {expected}."
             )
         data = self._read_bytes(name, entry)
         if google_crc32c.value(data) != unmask_crc(entry.crc32c):
@@ -203,7 +204,8 @@ class Checkpoint:
         """Read the bytes of an entry. Memory is allocated only after the range was checked against the file size."""
         if not 0 <= entry.shard_id < self._shard_count:
             raise ModelError(
-                f"{self._index_name}: variable {name!r} claims to be in data file {entry.shard_id} of {self._shard_count}."
+                f"{self._index_name}: variable {name!r} claims to be in data file {entry.shard_id} of"
+                f" {self._shard_count}."
             )
         path = self._entry_shard_path(entry)
         try:

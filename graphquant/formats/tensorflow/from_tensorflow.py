@@ -310,7 +310,8 @@ def _captured_variables(concrete: Any) -> tuple[Any, ...]:
         return tuple(concrete.graph.variables)
     except AssertionError as error:  # raised by TensorFlow: a function holds no reference to its variables
         raise UsageError(
-            f"The variables of the function {concrete.graph.name!r} were deleted. Keep a reference to the object that owns them."
+            f"The variables of the function {concrete.graph.name!r} were deleted. Keep a reference to the object that"
+            " owns them."
         ) from error
 
 

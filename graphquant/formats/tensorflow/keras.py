@@ -136,8 +136,8 @@ def _export_saved_model(tensorflow: Any, path: Path, folder: Path, config: Any) 
         model.export(folder, format="tf_saved_model", verbose=False)
     except (*_KERAS_ERRORS, tensorflow.errors.OpError) as error:
         raise ModelError(
-            f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))} Export it to a SavedModel with"
-            " model.export(folder) in its own environment, and pass that folder."
+            f"Keras {keras.__version__} cannot read {path}: {first_error_line(str(error))} Export it to a SavedModel"
+            " with model.export(folder) in its own environment, and pass that folder."
         ) from error
 
 
@@ -161,7 +161,7 @@ def _normalize_saved_functions(meta: Any) -> None:
 def _require_tensorflow_backend(keras: Any) -> None:
     backend = keras.config.backend()
     if backend != "tensorflow":
-        raise UsageError(f"Keras| runs on {backend} in this process. Set KERAS_BACKEND=tensorflow before it is imported.")
+        raise UsageError(f"Keras runs on {backend} in this process. Set KERAS_BACKEND=tensorflow before importing it.")
 
 
 # -- checks of files -------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ def _read_safe_config(path: Path) -> Any:
         name = entry.get("class_name")
         if name in _CODE_CLASSES:
             raise ModelError(
-                f"{path} has the {str(name).strip('_')} layer{_quoted_layer_name(entry)}, which contains or refers to code. Code in"
-                " model files is never run. If you trust it, export the model with model.export(folder) and pass that"
-                " folder."
+                f"{path} has the {str(name).strip('_')} layer{_quoted_layer_name(entry)}, which contains or refers to"
+                " code. Code in model files is never run. If you trust it, export the model with"
+                " model.export(folder) and pass that folder."
             )
     return config
 
@@ -234,7 +234,7 @@ def _read_h5_config(path: Path) -> bytes:
     import h5py
 
     _require_self_contained_h5(path)
-    with h5py.DataFile(path, "r") as file:
+    with h5py.File(path, "r") as file:
         config = file.attrs.get("model_config")
     if config is None:
         raise ValueError("it contains weights without the layers. Save the whole model.")
@@ -245,7 +245,7 @@ def _require_self_contained_h5(file: Any) -> None:
     """Refuse links to other files."""
     import h5py
 
-    with h5py.DataFile(file, "r") as opened:
+    with h5py.File(file, "r") as opened:
         pending: list[Any] = [opened]
         visited = set()
         while pending:
@@ -258,9 +258,7 @@ def _require_self_contained_h5(file: Any) -> None:
                 is_external = isinstance(link, h5py.ExternalLink)
                 if not is_external:
                     member = group.get(key)
-                    is_external = isinstance(member, h5py.Dataset) and bool(
-                        member.write_external_model or member.is_virtual
-                    )
+                    is_external = isinstance(member, h5py.Dataset) and bool(member.external or member.is_virtual)
                 if is_external:
                     raise ValueError(f"{key[:60]!r} is stored in another file.")
                 if isinstance(member, h5py.Group):

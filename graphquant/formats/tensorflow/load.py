@@ -254,7 +254,8 @@ class TensorNames:
         """Return the op that a control input names."""
         if node_name not in self._ports and node_name not in self._arguments:
             raise ModelError(
-                f"In {self._graph_label}, {reader} waits for {node_name!r}, which does not exist. The model file is damaged."
+                f"In {self._graph_label}, {reader} waits for {node_name!r}, which does not exist. The model file is"
+                " damaged."
             )
         return node_name
 
@@ -272,12 +273,14 @@ class TensorNames:
             return name, 0
         if name not in self._ports:
             raise ModelError(
-                f"In {self._graph_label}, {reader} reads {tensor_name!r}, which does not exist. The model file is damaged."
+                f"In {self._graph_label}, {reader} reads {tensor_name!r}, which does not exist. The model file is"
+                " damaged."
             )
         port = self._function_port(name, suffix) if self._in_function else self._graph_port(name, suffix)
         if port is None:
             raise ModelError(
-                f"In {self._graph_label}, {reader} reads {tensor_name!r}, which {name!r} does not have. The model file is damaged."
+                f"In {self._graph_label}, {reader} reads {tensor_name!r}, which {name!r} does not have. The model file"
+                " is damaged."
             )
         return name, port
 

@@ -218,8 +218,8 @@ class TensorFlowRunner:
                 )
             if not _shape_matches(spec, value.shape):
                 raise DataError(
-                    f"The data for {spec.name!r} has shape {value.shape}, but the model needs {_format_input_shape(spec)}."
-                    " Reshape the data."
+                    f"The data for {spec.name!r} has shape {value.shape}, but the model needs"
+                    f" {_format_input_shape(spec)}. Reshape the data."
                 )
             feed_dict[f"{spec.name}:0"] = value
         missing = [spec.name for spec in self.inputs if f"{spec.name}:0" not in feed_dict]

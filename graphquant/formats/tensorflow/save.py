@@ -361,7 +361,10 @@ def _require_inside_model(folder: str, source_root: str, visited: set[str]) -> N
     """Refuse a folder that links reach a second time, or that is outside the model's folder `source_root`."""
     real_path = os.path.realpath(folder)
     if real_path in visited or not Path(real_path).is_relative_to(os.path.realpath(source_root)):
-        raise ModelError(f"{folder} is a link to a folder outside the model, or part of a cycle of links. Copy the model without links.")
+        raise ModelError(
+            f"{folder} is a link to a folder outside the model, or part of a cycle of links. Copy the model without"
+            " links."
+        )
     visited.add(real_path)
 
 

@@ -148,8 +148,9 @@ class TensorFlowSession:
         source: TensorFlowSource = model.source
         if source.live_object is not None and source.live_object.foreign_capture:
             raise ModelError(
-                f"{source.live_object.description} captured something that is not a variable, {source.live_object.foreign_capture!r}, and cannot run"
-                " without it. Use ranges that need no data, or save it as a SavedModel and calibrate that."
+                f"{source.live_object.description} captured something that is not a variable,"
+                f" {source.live_object.foreign_capture!r}, and cannot run without it. Use ranges that need no data, or"
+                " save it as a SavedModel and calibrate that."
             )
         message = emit(model)
         v1 = tensorflow.compat.v1
@@ -279,8 +280,8 @@ class TensorFlowSession:
         ]
         if variables and not live_object.values:
             raise ModelError(
-                f"The variables of {live_object.description}, {variables[0].name!r} first, have values only in a session."
-                " Give gq.load the session."
+                f"The variables of {live_object.description}, for example {variables[0].name!r}, have values only in a"
+                " session. Pass the session to gq.load."
             )
         names = {op.name for op in variables}
         assign_variables(

@@ -80,10 +80,11 @@ def run_tflite_converter(model: Model) -> bytes:
         function = v1.wrap_function(lambda: v1.import_graph_def(graph_def, name=""), [])
         feeds = [function.graph.as_graph_element(f"{spec.name}:0") for spec in input_specs(model)]
         fetches = [function.graph.as_graph_element(name) for name in output_fetches(model).values()]
-        converter = tensorflow.as_tflite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
-        has_ranges = any(op.kind == "qdq" for op in model.main.ops())  # without ranges the converter would quantize the weights only
+        converter = tensorflow.lite.TFLiteConverter.from_concrete_functions([function.prune(feeds, fetches)])
+        # Without ranges the optimization would quantize the weights only.
+        has_ranges = any(op.kind == "qdq" for op in model.main.ops())
         if has_ranges:
-            converter.optimizations = [tensorflow.as_tflite.Optimize.DEFAULT]
+            converter.optimizations = [tensorflow.lite.Optimize.DEFAULT]
         if has_ranges and all(_input_is_quantized(model, spec.name) for spec in input_specs(model)):
             converter.inference_input_type = tensorflow.int8
         if has_ranges and all(_output_is_quantized(model, name) for name in output_fetches(model).values()):
@@ -95,8 +96,8 @@ def run_tflite_converter(model: Model) -> bytes:
             data: bytes = converter.convert()
     except (ConverterError, ValueError, RuntimeError) as error:
         raise ModelError(
-            f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}. Exclude the op"
-            " that it names with --exclude."
+            f"TensorFlow's converter refuses the model: {_SOURCE_LOCATION.sub('', first_error_line(str(error)))}."
+            " Exclude the op that it names with --exclude."
         ) from error
     return data
 
@@ -111,7 +112,7 @@ def prepare_interpreter(data: bytes) -> Callable[[], object]:
     tensorflow = installed()
     try:
         with _silence_converter():
-            interpreter = tensorflow.as_tflite.Interpreter(model_content=data, num_threads=1)
+            interpreter = tensorflow.lite.Interpreter(model_content=data, num_threads=1)
             interpreter.allocate_tensors()
             for tensor in interpreter.get_input_details():
                 interpreter.set_tensor(tensor["index"], np.zeros(tensor["shape"], tensor["dtype"]))
@@ -132,10 +133,10 @@ def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
         ModelError: The runtime refuses the file.
     """
     tensorflow = installed()
-    resolver = tensorflow.as_tflite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
+    resolver = tensorflow.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
     try:
         with _silence_converter():
-            interpreter = tensorflow.as_tflite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
+            interpreter = tensorflow.lite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
             interpreter.allocate_tensors()
             details = interpreter.get_tensor_details()
     except (ValueError, RuntimeError) as error:

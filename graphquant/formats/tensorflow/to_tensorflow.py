@@ -170,11 +170,10 @@ def _to_concrete_function(tensorflow: Any, model: Model, live_object: LiveObject
     graph.structured_outputs = source_function.function_type.pack_output(graph.outputs)
     concrete = ConcreteFunction.from_func_graph(graph, source_function.function_type, attrs)
     # The flat signature, and captures that are looked up at each call, have no public setters.
-    concrete._arg_keywords, concrete._num_positional_args = (
-        source_function._arg_keywords,
-        source_function._num_positional_args,
-    )
-    concrete.set_external_captures([*source_function._captured_inputs, *(one.handle for one in ranges)])  # noqa: SLF001
+    concrete._arg_keywords = source_function._arg_keywords  # noqa: SLF001
+    concrete._num_positional_args = source_function._num_positional_args  # noqa: SLF001
+    captured_inputs = source_function._captured_inputs  # noqa: SLF001
+    concrete.set_external_captures([*captured_inputs, *(variable.handle for variable in ranges)])
     concrete._variables_kept = graph.variables  # noqa: SLF001  # the function itself holds no reference to them
     concrete.learned_ranges = ranges
     return concrete
@@ -197,8 +196,8 @@ def _require_main_unchanged(graph_def: Any, source_graph_def: Any) -> None:
     if list(graph_def.node) != list(source_graph_def.node):
         unexpected = next((node.name for node in graph_def.node if node not in source_graph_def.node), CALL_OP)
         raise UsageError(
-            f"{unexpected!r} is between the function and its caller, and a callable cannot contain it. Quantize ops inside"
-            " the function only."
+            f"{unexpected!r} is between the function and its caller, and a callable cannot contain it. Quantize ops"
+            " inside the function only."
         )
 
 

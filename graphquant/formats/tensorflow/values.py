@@ -192,15 +192,16 @@ def decode_tensor(message: Any, description: str) -> Array:
 def _require_stored_elements(elements: int, stored: int, dtype: np.dtype[Any], description: str) -> None:
     if elements > 2 * stored and elements * dtype.itemsize > MAX_VALUE_BYTES:
         raise ModelError(
-            f"{_capitalize(description)} claims {elements} elements, which the file does not contain. The model file is damaged."
+            f"{_capitalize(description)} claims {elements} elements, which the file does not contain. The model file is"
+            " damaged."
         )
 
 
 def _decode_content(content: bytes, name: str, dtype: np.dtype[Any], shape: tuple[int, ...], description: str) -> Array:
     if len(content) != math.prod(shape) * dtype.itemsize:
         raise ModelError(
-            f"{_capitalize(description)} has {len(content)} bytes, which {math.prod(shape)} elements of {name} do not fill."
-            " The model file is damaged."
+            f"{_capitalize(description)} has {len(content)} bytes, which {math.prod(shape)} elements of {name} do not"
+            " fill. The model file is damaged."
         )
     if dtype == np.bool_:
         return np.asarray(np.frombuffer(content, np.uint8) != 0).reshape(shape)
@@ -230,7 +231,7 @@ def _numpy_dtype(name: str, description: str) -> np.dtype[Any]:
         return np.dtype(object)
     if storage not in {"resource", "variant", ""}:
         return np.dtype(getattr(ml_dtypes, storage, storage))
-    raise ModelError(f"{_capitalize(description)} is of type {name or 'nothing known'}, which cannot be read as a value.")
+    raise ModelError(f"{_capitalize(description)} has {name or 'an unknown type'}, which cannot be read as a value.")
 
 
 def _capitalize(description: str) -> str:

@@ -49,7 +49,7 @@ APART: dict[str, tuple[list[Any], Callable[[Any, Any], Any]]] = {
             ksize=[1, 2, 2, 1], strides=[1, 2, 2, 1], padding="VALID",
         ),
     ),
-    "any height and width": ([None, None, None, 2], lambda raw, x: raw.ChannelMean(input=raw.Relu(features=x), axis=[1, 2])),
+    "any height and width": ([None, None, None, 2], lambda raw, x: raw.Mean(input=raw.Relu(features=x), axis=[1, 2])),
     "reshape": ([None, 4, 2], lambda raw, x: raw.Exp(x=raw.Reshape(tensor=x, shape=[-1, 8]))),
     "reshape by shape": (
         [None, 4, 2],
@@ -123,7 +123,7 @@ MIXED: dict[str, tuple[list[Any], Callable[[Any, Any], Any]]] = {
     "unknown rank": (None, lambda raw, x: raw.Relu(features=x)),
     "softmax of vectors": ([None], lambda raw, x: raw.Softmax(logits=x)),
     "reduce": ([None, 4], lambda raw, x: raw.Sub(x=x, y=raw.Max(input=x, axis=[0], keep_dims=True))),
-    "reduce all": ([None, 4], lambda raw, x: raw.Sub(x=x, y=raw.ChannelMean(input=x, axis=[0, 1]))),
+    "reduce all": ([None, 4], lambda raw, x: raw.Sub(x=x, y=raw.Mean(input=x, axis=[0, 1]))),
     "reduce from the end": ([None, 4], lambda raw, x: raw.Sub(x=x, y=raw.Max(input=x, axis=[-2], keep_dims=True))),
     "cumsum": ([None, 4], lambda raw, x: raw.Cumsum(x=x, axis=0)),
     "first": ([None, 4], lambda raw, x: raw.Slice(input=x, begin=[0, 0], size=[1, 4])),

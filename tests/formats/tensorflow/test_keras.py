@@ -32,7 +32,7 @@ IMAGES = rng.normal(size=(8, 8, 8, 1)).astype(np.float32)
 def network() -> Any:
     """Return a small convolutional network."""
     keras.utils.set_random_seed(4)
-    image = keras.ModelInput((8, 8, 1), name="image")
+    image = keras.Input((8, 8, 1), name="image")
     hidden = keras.layers.Conv2D(4, 3, activation="relu", name="conv")(image)
     hidden = keras.layers.BatchNormalization(name="norm")(hidden)
     hidden = keras.layers.Flatten(name="flat")(hidden)
@@ -145,7 +145,7 @@ def changed(config: Callable[[Any], Any], source: str = "net.keras", target: str
 
 def with_lambda() -> Any:
     """Return a model with Python code that writes a file when it is run or loaded."""
-    inputs = keras.ModelInput((4,))
+    inputs = keras.Input((4,))
     write = keras.layers.Lambda(lambda x: (open("ran", "w").close(), x)[1], name="evil")  # noqa: PTH123  # one expression
     return keras.Model(inputs, write(inputs))
 
@@ -175,7 +175,7 @@ class Bomb:
 def test_pickles_are_not_read(here: Path) -> None:
     """A pickle in an `.h5` file, or a class that unpickles, is never loaded."""
     network().save("net.h5")
-    with h5py.DataFile("net.h5", "r+") as file:
+    with h5py.File("net.h5", "r+") as file:
         config = json.loads(file.attrs["model_config"])
         config["config"]["layers"][1]["config"]["activation"] = {
             "class_name": "__lambda__",
@@ -216,13 +216,13 @@ def test_links_are_not_followed(here: Path) -> None:
     model.save("net.h5")
     model.save("net.keras")
     shutil.copy("net.h5", "linked.h5")
-    with h5py.DataFile("linked.h5", "r+") as file:
+    with h5py.File("linked.h5", "r+") as file:
         del file["model_weights"]
         file["model_weights"] = h5py.ExternalLink("net.h5", "model_weights")
     with pytest.raises(ModelError, match="'model_weights' is kept in another file"):
         gq.load(here / "linked.h5")
     Path("secret").write_bytes(bytes(64))
-    with h5py.DataFile("model.weights.h5", "w") as file:
+    with h5py.File("model.weights.h5", "w") as file:
         file.create_dataset("layers/conv/vars/0", (16,), "f4", external=[("secret", 0, 64)])
     with zipfile.ZipFile("net.keras") as old, zipfile.ZipFile("bad.keras", "w") as new:
         new.writestr("config.json", old.read("config.json"))

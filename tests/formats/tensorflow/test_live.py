@@ -562,7 +562,7 @@ def keras_model() -> Any:
     keras = tf.keras
     keras.utils.set_random_seed(3)
     layers = [
-        keras.ModelInput((8, 8, 1), name="image"),
+        keras.Input((8, 8, 1), name="image"),
         keras.layers.Conv2D(4, 3, use_bias=False, name="conv"),
         keras.layers.BatchNormalization(name="norm"),
         keras.layers.ReLU(),
@@ -599,7 +599,7 @@ def test_keras_model_trains_on() -> None:
 def test_keras_structures() -> None:
     """A functional model's dictionaries and lists are preserved."""
     keras = tf.keras
-    first, second = keras.ModelInput((6,), name="one"), keras.ModelInput((6,), name="two")
+    first, second = keras.Input((6,), name="one"), keras.Input((6,), name="two")
     shared = keras.layers.Dense(3, name="shared")
     model = keras.Model(
         {"one": first, "two": second}, {"sum": shared(first) + shared(second), "both": [shared(first), shared(second)]}

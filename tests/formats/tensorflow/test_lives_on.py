@@ -227,7 +227,7 @@ def gate(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[gq.Result, 
         def call(self, x: Any) -> Any:
             return self.inner(x)
 
-    x = keras.ModelInput((8, 8, 3))
+    x = keras.Input((8, 8, 3))
     y = keras.layers.Conv2D(4, 3, padding="same", activation="relu", name="c")(x)
     y = Gate(name="gate")(keras.layers.GlobalAveragePooling2D(name="mean")(y))
     model = keras.Model(x, keras.layers.Dense(2, name="d")(y), name="net")

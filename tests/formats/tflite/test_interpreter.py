@@ -204,7 +204,7 @@ def test_converted_files(make: Callable[[], Any], how: Any, quantized: int, per_
     tf = pytest.importorskip("tensorflow")
     converted = make()
     if how is not None:
-        converted.optimizations = [tf.as_tflite.Optimize.DEFAULT]
+        converted.optimizations = [tf.lite.Optimize.DEFAULT]
         how(converted)
     counts = compare(converted.convert())
     print(make.__name__, how and how.__name__, counts)  # noqa: T201  # shown by pytest -rP
