@@ -74,7 +74,7 @@ async (zoom) => {
 
 
 def wide(ops: int) -> onnx.ModelProto:
-    """25 towers of Conv and Relu side by side that are summed with their neighbour now and then."""
+    """25 towers of Conv and Relu side by side that are summed with their neighbor now and then."""
     rng = np.random.default_rng(0)
     weight = numpy_helper.from_array(rng.normal(0, 0.3, (4, 4, 1, 1)).astype(np.float32), "w")
     nodes, here, made = [], ["x"] * TOWERS, 0

@@ -24,7 +24,7 @@ INSIDE = """
 
 PICTURES = (
     (
-        "badge",
+        "annotation",
         "digits_cnn",
         "light",
         "#op=residual%2Fadd",
@@ -36,22 +36,22 @@ PICTURES = (
         "digits_cnn",
         "light",
         "",
-        "viewer.query.value = viewer.asked.text = 'residual'; search(viewer); pick(viewer, 5)",
+        "viewer.query.value = viewer.filters.text = 'residual'; search(viewer); goToMatch(viewer, 5)",
     ),
 )
-"""Name, model, colour scheme, link, and what is done there."""
+"""Name, model, color scheme, link, and what is done there."""
 
-WORST = "listed(viewer, 0)"
+WORST = "goToEntry(viewer, 0)"
 
-SCALE = "listed(viewer, viewer.entries.findIndex((entry) => entry.small.includes('scale')))"
+SCALE = "goToEntry(viewer, viewer.entries.findIndex((entry) => entry.suffix.includes('scale')))"
 
 SIDES = (
     ("compare_light", "compare", "light", WORST),
-    ("compare_dark", "compare", "dark", "colourBy(viewer, '1'); " + WORST),
+    ("compare_dark", "compare", "dark", "colorBy(viewer, '1'); " + WORST),
     ("diff_light", "diff", "light", SCALE),
-    ("diff_dark", "diff", "dark", "listed(viewer, 0)"),
+    ("diff_dark", "diff", "dark", "goToEntry(viewer, 0)"),
 )
-"""Name, page, colour scheme, and what is done there."""
+"""Name, page, color scheme, and what is done there."""
 
 
 def page(name: str, folder: Path) -> Path:
@@ -108,12 +108,12 @@ def taken(browser: Browser, html: Path, scheme: str, link: str, act: str) -> Ima
 
 
 def saved(picture: Image.Image, name: str) -> None:
-    """Writes a picture with few enough colours to be small."""
+    """Writes a picture with few enough colors to be small."""
     picture.convert("RGB").quantize(128).save(HERE / "images" / f"viewer_{name}.png", optimize=True)
 
 
 def main() -> None:
-    """Takes all pictures, with few enough colours to be small."""
+    """Takes all pictures, with few enough colors to be small."""
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
     with sync_playwright() as playwright, tempfile.TemporaryDirectory() as scratch:
         browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])

@@ -1,1 +1,1 @@
-"""Many models: a manifest of them, workers, a cache, and reports."""
+"""Quantization of many models: manifest, cache, workers, cluster and reports."""

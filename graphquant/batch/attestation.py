@@ -1,7 +1,8 @@
-"""What an output was made of, as an in-toto statement beside it: the same output has the same statement.
+"""Attestations of outputs, and their verification by rebuilding.
 
-The statement is https://in-toto.io/Statement/v1 with SLSA's predicate for provenance. Nothing in it tells when or where
-the output was made, and it is not signed: `cosign attest-blob` and the like do that.
+An attestation is an in-toto statement v1 (https://in-toto.io/Statement/v1) with SLSA's provenance predicate, in a file
+next to the output. It contains no times or machines, so equal outputs have equal attestations. It is not signed; tools
+such as `cosign attest-blob` do that.
 """
 
 from __future__ import annotations
@@ -29,27 +30,27 @@ if TYPE_CHECKING:
 STATEMENT_TYPE = "https://in-toto.io/Statement/v1"
 PREDICATE_TYPE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:graphquant:insert:1"
-"""What was done, and so what the parameters mean: those of an entry of a manifest."""
+"""Build type, which defines the parameters: those of a manifest's entry."""
 
 BUILDER_ID = "urn:graphquant:batch"
 
 DIGEST_NAME = "graphquantSha256"
-"""The name of digests that are not of one file."""
+"""Name of digests over several files."""
 
 ATTESTATION_SUFFIX = ".intoto.json"
 
 MAX_ATTESTATION_BYTES = 64 << 20
-"""Of a statement's file."""
+"""Maximum size of an attestation."""
 
 _OMITTED_FIELDS = frozenset({"name", "model", "output", "gates"})
-"""Fields of an entry that do not go into the output."""
+"""Entry fields that do not influence the output."""
 
 
 def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
-    """The statement of an output that is there.
+    """Return the attestation of an existing output.
 
-    A model that is one file has its SHA-256. Over several files, and over rules and data with how they are read,
-    graphquant has a digest of its own, which goes by another name, as in-toto asks.
+    A model in one file has its SHA-256. Digests over several files, and over rules and data with their options, are
+    graphquant's own and have another name, as in-toto requires.
     """
     digests = outcome.digests
     parameters = {name: value for name, value in asdict(entry).items() if name not in _OMITTED_FIELDS}
@@ -88,13 +89,13 @@ def _is_single_file(model: str) -> bool:
 
 
 def attestation_path(output: str) -> Path:
-    """Where an output's statement is: beside it, with `.intoto.json` behind its name."""
+    """Return the path of an output's attestation: its name with `.intoto.json` appended."""
     path = Path(output)
     return path.with_name(f"{path.name}{ATTESTATION_SUFFIX}")
 
 
 def write_attestation(entry: Entry, outcome: Outcome) -> None:
-    """Writes the statement of an output beside it, whole or not at all; it takes the place of an earlier one.
+    """Write the attestation of an output next to it, atomically.
 
     Raises:
         UsageError: It cannot be written.
@@ -105,21 +106,21 @@ def write_attestation(entry: Entry, outcome: Outcome) -> None:
         with atomic_file(path) as file:
             file.write(text.encode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Make room, or leave --attest out.") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Free space, or remove --attest.") from error
 
 
 def attested_digests(path: Path) -> dict[str, str]:
-    """The files that a statement is about, with their hex SHA-256.
+    """Return the hex SHA-256 of the files in an attestation.
 
     Raises:
-        UsageError: It cannot be read, or is no statement.
+        UsageError: It cannot be read, or is no attestation.
     """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_ATTESTATION_BYTES + 1)
         data = json.loads(text) if len(text) <= MAX_ATTESTATION_BYTES else None
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}. Make it again with --attest.") from error
+        raise UsageError(f"{path} cannot be read: {error.strerror}. Create it again with --attest.") from error
     except (ValueError, RecursionError):
         data = None
     subjects = data.get("subject") if isinstance(data, dict) and data.get("_type") == STATEMENT_TYPE else None
@@ -128,25 +129,21 @@ def attested_digests(path: Path) -> dict[str, str]:
     except (KeyError, TypeError):
         digests = {}
     if not digests or not all(isinstance(text_, str) for entry in digests.items() for text_ in entry):
-        raise UsageError(f"{path} is no in-toto statement on files. Make it again with --attest.")
+        raise UsageError(f"{path} is not an in-toto statement on files. Create it again with --attest.")
     return digests
-
-
-# Outputs built again, elsewhere and without the cache, and held against what there is.
 
 
 def verify_outputs(
     entries: Sequence[Entry], build: Callable[[Sequence[Entry], Path], BatchReport], previous: BatchReport | None = None
 ) -> BatchReport:
-    """The report of building every entry again in a temporary folder; what differs from what there is fails it.
+    """Rebuild every entry in a temporary folder, and return a report that fails on differences.
 
-    What there is: the output's files, its statement where it has one, and the report of an earlier batch where one is
-    given.
+    The rebuilt files are compared with the output, its attestation if there is one, and an earlier report if given.
 
     Args:
-        entries: The models, with their outputs where they should be.
-        build: Makes the report of a batch, given its entries and a folder for all that it wants to keep.
-        previous: The report.
+        entries: Entries with their existing outputs.
+        build: Runs a batch, given entries and a folder for its files.
+        previous: Earlier report.
     """
     with tempfile.TemporaryDirectory(prefix="graphquant-") as temp_folder:
         rebuilt_entries = [
@@ -170,18 +167,18 @@ def verify_outputs(
 
 
 def _search_gates(entry: Entry) -> Gates:
-    """What an output is searched for by; whether it has that is not asked again."""
+    """Return the gates that steer the search; the others are not checked again."""
     return replace(entry.gates, max_size=None, check=None)
 
 
 def _rebuild_differences(entry: Entry, built: Outcome, previous: Outcome | None) -> Iterator[str]:
-    """What does not agree with the output that was built again, a sentence for each."""
+    """Yield a message for each difference from the rebuilt output."""
     if is_remote(entry.output):
-        yield "the output is elsewhere, where its files cannot be digested"
+        yield "the output is remote and cannot be verified"
         return
     difference = _differing_files(built.products, _current_digests(Path(entry.output), built))
     if difference:
-        yield f"the output is not what is built now: {difference}"
+        yield f"the output differs from the rebuilt one: {difference}"
     path = attestation_path(entry.output)
     if path.exists():
         try:
@@ -189,36 +186,36 @@ def _rebuild_differences(entry: Entry, built: Outcome, previous: Outcome | None)
         except GraphQuantError as error:
             difference = str(error).rstrip(".")
         if difference:
-            yield f"the statement is not of what is built now: {difference}"
+            yield f"the attestation differs from the rebuilt output: {difference}"
     if previous is not None and previous.products:
         difference = _differing_files(built.products, previous.products)
         if difference:
-            yield f"the report is not of what is built now: {difference}{_possible_causes(previous, built)}"
+            yield f"the report differs from the rebuilt output: {difference}{_possible_causes(previous, built)}"
 
 
 def _current_digests(output: Path, built: Outcome) -> dict[str, str | None]:
-    """The digests of the output's files, more or fewer than were built; None for one that is missing."""
+    """Return the digests of the output's files and of rebuilt ones; None if missing."""
     try:
         names = {file.relative_to(output.parent).as_posix() for file in model_files(output)}
-    except (GraphQuantError, OSError):  # no model any more, which the files' digests tell
+    except (GraphQuantError, OSError):  # no longer a model; the digests of its files show that
         names = set()
     return {name: _digest_or_none(output.parent / name) for name in {*names, *built.products}}
 
 
 def _differing_files(built: Mapping[str, str], current: Mapping[str, str | None]) -> str:
-    """Which files are not the same, "" if all are."""
+    """Return the names of differing files, "" if all are equal."""
     names = [name for name in sorted({*built, *current}) if built.get(name) != current.get(name)]
     return join_names([f"{name}{_difference_suffix(name, built, current)}" for name in names])
 
 
 def _difference_suffix(name: str, built: Mapping[str, str], current: Mapping[str, str | None]) -> str:
     if name not in built:
-        return " is no part of it"
+        return " is not part of it"
     return "" if current.get(name) else " is missing"
 
 
 def _possible_causes(previous: Outcome, built: Outcome) -> str:
-    """What else differs, which may be why."""
+    """Return other differences, which may be the cause."""
     inputs = ("model", "rules", "data")
     causes = [
         f"the {input_name}"

@@ -1,4 +1,7 @@
-"""Outputs by what they were made of, so that nothing is made twice; and the folder where they and all else are kept."""
+"""Cache of outputs by cache key, and the journal of finished outcomes.
+
+The journal has one line per outcome, synced to the disk before the batch continues.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +29,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-# What of a batch is finished, a line each, written to the disk before anything else is done.
-
-
 def journal_path(folder: Path, entries: Sequence[Entry]) -> Path:
-    """The journal of the batch that writes these outputs, from wherever it is started."""
+    """Return the journal of a batch with these outputs, independent of the current folder."""
     outputs = sorted(canonical_output(entry.output) for entry in entries)
     encoded = json.dumps(outputs).encode(errors="surrogatepass")
     return folder / "batches" / f"{hashlib.sha256(encoded).hexdigest()[:32]}.jsonl"
 
 
 def remove_journals(folder: Path, age: float) -> None:
-    """Removes the journals that nothing was written to for so many seconds, and that no batch holds."""
+    """Remove journals older than `age` seconds that no running batch has locked."""
     for path in (folder / "batches").glob("*.jsonl"):
         with suppress(OSError), path.open("ab") as file:
             if path.stat().st_mtime < time.time() - age and _lock_journal(file):
@@ -45,10 +45,10 @@ def remove_journals(folder: Path, age: float) -> None:
 
 
 def _lock_journal(file: IO[bytes]) -> bool:
-    """Takes the lock of a journal, which goes when it is closed; False if another process has it."""
+    """Lock a journal until it is closed; return False if another process has the lock."""
     try:
         import fcntl
-    except ImportError:  # Windows has none; there two runs of one batch do the work twice
+    except ImportError:  # Windows has no fcntl; there, two runs of a batch both do the work
         return True
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -58,17 +58,17 @@ def _lock_journal(file: IO[bytes]) -> bool:
 
 
 class Journal:
-    """The journal of a batch that runs, held by a lock that ends with the process.
+    """Journal of a running batch, with a lock that ends with the process.
 
     Args:
-        path: Its file, made if it is not there.
-        resume: Whether what is in it counts; else it starts anew.
+        path: The file, created if missing.
+        resume: True to read finished outcomes, False to start anew.
 
     Attributes:
-        finished: The outcomes in it, by the entry's name.
+        finished: Outcomes in the journal by entry name.
 
     Raises:
-        UsageError: The batch is being run already, or the file cannot be written.
+        UsageError: The batch runs already, or the file cannot be written.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -76,15 +76,15 @@ class Journal:
         self.finished: dict[str, Outcome] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+b", buffering=0)  # what is not written does not wait for the end
+            self._file = path.open("a+b", buffering=0)  # unbuffered, so that nothing is written after an error
         except OSError as error:
             raise UsageError(
-                f"{path}, where a batch keeps what is finished, cannot be written: {error.strerror}. Give another"
+                f"{path}, the journal of finished outputs, cannot be written: {error.strerror}. Give another"
                 " folder with --cache-dir."
             ) from error
         if not _lock_journal(self._file):
             self._file.close()
-            raise UsageError("This batch is being run already. Wait for the other run to end, or stop it.")
+            raise UsageError("This batch is already running. Wait for the other run, or stop it.")
         if resume:
             self._read_finished()
         else:
@@ -99,20 +99,20 @@ class Journal:
         self._file.close()
 
     def add(self, outcome: Outcome) -> None:
-        """Appends an outcome; when this returns, it is on the disk, but for one that the cache has too.
+        """Append an outcome and write it to the disk, except one that the cache also has.
 
         Raises:
             OSError: The disk is full.
         """
         line, end = json.dumps(outcome_json(outcome)).encode() + b"\n", self._file.seek(0, os.SEEK_END)
-        if self._file.write(line) != len(line):  # as a raw file may, where the disk is full
+        if self._file.write(line) != len(line):  # a raw file writes partially if the disk is full
             self._file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if outcome.status != "unchanged":
             os.fsync(self._file.fileno())
 
     def _read_finished(self) -> None:
-        """Takes in what is finished; a line that was cut off, and what follows it, is not."""
+        """Read finished outcomes up to the first truncated or invalid line."""
         self._file.seek(0)
         valid_bytes = 0
         for line in self._file:
@@ -135,35 +135,35 @@ _SHA256_PATTERN = re.compile("[0-9a-f]{64}")
 
 
 def default_cache_folder() -> Path:
-    """The user's folder for caches, as the system has it."""
+    """Return the user's cache folder by the convention of the system."""
     configured = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(configured) if Path(configured).is_absolute() else Path.home() / ".cache") / "graphquant"
 
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCache:
-    """A folder of outcomes by their key, and of the files of outputs by their digest.
+    """Folder of outcomes by cache key, and of output files by digest.
 
     Attributes:
-        folder: The folder, made when something is put there.
+        folder: The folder, created on the first write.
     """
 
     folder: Path
 
     def load_outcome(self, key: str) -> Outcome | None:
-        """The outcome that was kept under `key`, None if there is none that can be read."""
+        """Return the outcome of a key, None if missing or unreadable."""
         path = self._outcome_path(key)
         outcome = _read_cached_outcome(path)
         if outcome is not None:
             with suppress(OSError):
-                os.utime(path)  # pruning goes by the last use
+                os.utime(path)  # pruning uses the time of the last use
         return outcome
 
     def store(self, outcome: Outcome) -> None:
-        """Keeps an output, whose files are where the outcome says, and the outcome under its key; no files elsewhere.
+        """Store an outcome under its key, and its output files if they are local.
 
         Raises:
-            OSError: The folder is full, or cannot be written.
+            OSError: The folder is full or read-only.
         """
         folder = Path(outcome.output).parent
         for name, digest in outcome.products.items():
@@ -177,12 +177,12 @@ class OutcomeCache:
             file.write(json.dumps(outcome_json(outcome)).encode())
 
     def remove(self, key: str) -> None:
-        """Removes the outcome under `key`, if there is one."""
+        """Remove the outcome of a key, if present."""
         with suppress(OSError):
             self._outcome_path(key).unlink()
 
     def restore(self, outcome: Outcome, output: Path) -> bool:
-        """Writes a kept output, whole or not at all; False if it is not there in full any more.
+        """Write a stored output atomically. Return False if it is incomplete.
 
         Raises:
             OSError: It cannot be written.
@@ -194,14 +194,14 @@ class OutcomeCache:
         if any(
             (folder / name).exists() and file_digest(folder / name) != digest for name, digest in companions.items()
         ):
-            return False  # another model's data; who makes the output anew finds words for that
+            return False  # weights of another model; rebuilding reports the conflict
         folder.mkdir(parents=True, exist_ok=True)
         staging = make_staging_folder(output)
         try:
             for name, digest in digests.items():
                 (staging / name).parent.mkdir(parents=True, exist_ok=True)
                 if not _copy_verified(self._file_path(digest), staging / name, digest):
-                    self._file_path(digest).unlink(missing_ok=True)  # it is damaged
+                    self._file_path(digest).unlink(missing_ok=True)  # damaged
                     return False
             with replacing_model(output, external_weights=bool(companions)):
                 for name in companions:
@@ -213,15 +213,15 @@ class OutcomeCache:
         return True
 
     def prune(self, limit: str) -> tuple[int, int]:
-        """Removes what was not used for an age, "30d", or what was not used longest, down to a size, "2GB".
+        """Remove entries older than an age ("30d"), or the least recently used ones above a size ("2GB").
 
-        Journals of that age go too; a month old where a size is given.
+        Journals of that age are removed too; with a size, journals older than a month.
 
         Returns:
-            How many outputs went, and how many bytes.
+            Number of removed outputs, and of freed bytes.
 
         Raises:
-            UsageError: `limit` is neither.
+            UsageError: `limit` is neither an age nor a size.
         """
         age, size = parse_prune_limit(limit)
         stored = sorted(self._outcome_files(), key=lambda path: (-path.stat().st_mtime_ns, path.name))
@@ -241,7 +241,7 @@ class OutcomeCache:
         return len(stored) - len(retained), freed_bytes
 
     def _within_size(self, stored: list[Path], size: int) -> list[Path]:
-        """The first of `stored` whose files come to no more than `size` bytes together."""
+        """Return the first outcomes whose files take at most `size` bytes together."""
         retained, counted_digests = [], set[str]()
         for path in stored:
             for digest in self._output_digests(path):
@@ -255,7 +255,7 @@ class OutcomeCache:
         return retained
 
     def _output_digests(self, path: Path) -> list[str]:
-        """The digests of an outcome's files."""
+        """Return the digests of an outcome's files."""
         outcome = _read_cached_outcome(path)
         return [] if outcome is None else list(outcome.products.values())
 
@@ -273,7 +273,7 @@ class OutcomeCache:
 
 
 def parse_prune_limit(limit: str) -> tuple[int, int | None]:
-    """The seconds that "30d" stands for, and None; or those of a month, and the bytes that "2GB" stands for.
+    """Parse a limit: seconds and None for an age, or seconds of a month and bytes for a size.
 
     Raises:
         UsageError: `limit` is neither.
@@ -285,7 +285,7 @@ def parse_prune_limit(limit: str) -> tuple[int, int | None]:
 
 
 def _copy_verified(source: Path, target: Path, digest: str) -> bool:
-    """Copies a file, whole or not at all; whether it is the one with that digest."""
+    """Copy a file atomically. Return False, without a copy, if its digest differs."""
     hasher = hashlib.sha256()
     with source.open("rb") as reader, atomic_file(target) as file:
         while chunk := reader.read(_CHUNK_SIZE):
@@ -298,7 +298,7 @@ def _copy_verified(source: Path, target: Path, digest: str) -> bool:
 
 
 def _read_cached_outcome(path: Path) -> Outcome | None:
-    """The outcome in a file, None if it holds none: who fills a cache that several share is not known."""
+    """Return the outcome in a file, None if invalid. A shared cache may be filled by anyone."""
     try:
         outcome = parse_outcome(json.loads(path.read_bytes()), str(path))
     except (OSError, ValueError, RecursionError, UsageError):
@@ -307,7 +307,7 @@ def _read_cached_outcome(path: Path) -> Outcome | None:
 
 
 def _valid_products(products: Mapping[str, str]) -> bool:
-    """Whether there are files, with digests that are such and names under the output's folder, as they become paths."""
+    """Return True if digests are SHA-256 and names stay in the output's folder, since they become paths."""
     return bool(products) and all(
         _SHA256_PATTERN.fullmatch(digest)
         and PurePosixPath(name).parts

@@ -1,4 +1,7 @@
-"""All that an output depends on, and the key made of it: the same key, the same output."""
+"""Cache keys: digests of everything that an output depends on, and a database of file digests.
+
+Equal keys mean equal outputs. A file is hashed again only if its metadata changed.
+"""
 
 from __future__ import annotations
 
@@ -38,26 +41,26 @@ VERSIONED_PACKAGES = (
     *("onnxruntime", "onnxruntime-gpu", "onnxruntime-openvino", "onnxruntime-directml"),
     *("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tensorflow-macos", "tf-nightly", "tf-nightly-cpu"),
 )
-"""What may change an output by being of another version, under each name that it is installed by."""
+"""Packages whose version may change an output, under each of their distribution names."""
 
 KEY_FIELDS = ("samples", "method", "family", "include", "exclude", "float_weights")
-"""Fields of an entry that go into the key as they are; the others are paths, whose content does, and gates."""
+"""Entry fields in the cache key. Other fields are gates, or paths, whose content is in the key."""
 
 KEY_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "check")
-"""Gates that go into it: what is left float is searched for by the bounds, and a check's findings are kept."""
+"""Gates in the cache key: bounds steer the search, and findings of the check are stored."""
 
 CODE_SUFFIXES = {".py", ".c", ".so", ".pyd", ".txt", ".toml"}
-"""Suffixes of the files that this program is."""
+"""Suffixes of the program's files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheInputs:
-    """What an entry's output is made of.
+    """Everything that an entry's output depends on.
 
     Attributes:
-        digests: Of it, and the key; the output's is not known yet.
+        digests: Digests of the inputs, and the key; without the output's digest.
         model_size: Bytes of the model.
-        deterministic: Whether the key tells all; what a data function gives is known only when it is run.
+        deterministic: True if the key determines the output; False for data functions.
     """
 
     digests: Digests
@@ -67,7 +70,7 @@ class CacheInputs:
 
 @cache
 def package_versions() -> dict[str, str]:
-    """Of graphquant and what it runs on, by package; those that are installed."""
+    """Return the versions of graphquant and of the installed packages that it runs on."""
     versions = {"graphquant": graphquant.__version__}
     for package in VERSIONED_PACKAGES:
         try:
@@ -78,11 +81,17 @@ def package_versions() -> dict[str, str]:
 
 
 def program_digest(file_hashes: FileHashes) -> str:
-    """A digest of this program: its files, which in a checkout change without their version, and what runs it how."""
+    """Return a digest of the program's files, package versions, platform and TensorFlow settings.
+
+    A checkout may change without a new version, so the files count too.
+    """
     package = Path(graphquant.__file__).parent
     rules = package / "rules" if (package / "rules").is_dir() else package.parent / "rules"
     files = {
-        file for home in (package, rules) for file in home.rglob("*") if file.suffix in CODE_SUFFIXES and file.is_file()
+        file
+        for folder in (package, rules)
+        for file in folder.rglob("*")
+        if file.suffix in CODE_SUFFIXES and file.is_file()
     }
     digests = sorted((f"{file.parent.name}/{file.name}", file_hashes.digest(file)) for file in files)
     return _json_sha256(digests, package_versions(), platform.machine(), platform.system(), onednn_setting())
@@ -91,16 +100,16 @@ def program_digest(file_hashes: FileHashes) -> str:
 def cache_inputs(
     entry: Entry, file_hashes: FileHashes, program: str, digest_data: Callable[[str], tuple[str, bool]]
 ) -> CacheInputs:
-    """What the output of `entry` is made of.
+    """Return everything that the output of `entry` depends on.
 
     Args:
         entry: The entry.
-        file_hashes: Knows digests of files.
-        program: What the function of that name gives.
-        digest_data: `data_digest` of a spec; many entries have one and the same.
+        file_hashes: Digests of files.
+        program: Digest of the program, from `program_digest`.
+        digest_data: Function `data_digest` for a spec, cached because many entries share one.
 
     Raises:
-        GraphQuantError: A file is not there, or nothing that is known.
+        GraphQuantError: A file is missing or unknown.
         OSError: A file cannot be read.
     """
     model, size = _model_digest(entry.model, file_hashes)
@@ -122,11 +131,11 @@ def cache_inputs(
 
 
 def data_digest(spec: str, file_hashes: FileHashes) -> tuple[str, bool]:
-    """The digest of what a spec names and how it is read, and whether that tells what it gives.
+    """Return the digest of a data spec, and whether it determines the samples.
 
     Raises:
-        DataError: There is nothing that is known.
-        MissingDependencyError: fsspec is needed, and not installed.
+        DataError: The spec is invalid.
+        MissingDependencyError: fsspec is needed and not installed.
         OSError: A file cannot be read.
     """
     source = parse_data_spec(spec)
@@ -137,7 +146,7 @@ def data_digest(spec: str, file_hashes: FileHashes) -> tuple[str, bool]:
 
 
 def file_digest(path: Path) -> str:
-    """Hex SHA-256 of a file.
+    """Return the hex SHA-256 of a file.
 
     Raises:
         OSError: It cannot be read.
@@ -147,13 +156,13 @@ def file_digest(path: Path) -> str:
 
 
 def combined_digest(files: Iterable[tuple[str, str]]) -> str:
-    """One digest for the files of a model, given their names and digests: its own for one that is a single file."""
+    """Return one digest of a model's files, given names and digests; a single file keeps its own."""
     digests = list(files)
     return digests[0][1] if len(digests) == 1 else _json_sha256(digests)
 
 
 def _model_digest(path: str, file_hashes: FileHashes) -> tuple[str, int]:
-    """The digest of a model, its other files included, and its bytes."""
+    """Return digest and bytes of a model with its companion files."""
     if is_remote(path):
         return _remote_model_digest(path, file_hashes)
     files = model_files(Path(path))
@@ -163,7 +172,10 @@ def _model_digest(path: str, file_hashes: FileHashes) -> tuple[str, int]:
 
 
 def _remote_model_digest(path: str, file_hashes: FileHashes) -> tuple[str, int]:
-    """The same of a model that is not here; what else is in its folder and no model may be its data, and counts too."""
+    """Return digest and bytes of a remote model.
+
+    Files of its folder that are not models may be its weights, and count too.
+    """
     files, is_folder = list_data_files(path)
     folder = PurePosixPath(files[0].name).parent
     siblings = (
@@ -175,12 +187,12 @@ def _remote_model_digest(path: str, file_hashes: FileHashes) -> tuple[str, int]:
 
 
 def _rule_digest(name: str, file_hashes: FileHashes) -> str:
-    """What stands in a rule file, or the rule that is one itself."""
+    """Return the content of a rule file, or an inline rule itself."""
     return name if INLINE_ARROW in name or "\n" in name else file_hashes.digest(find_rule_file(name))
 
 
 def _content_digest(path: str, file_hashes: FileHashes) -> str:
-    """The digest of a file, or of what is at an address."""
+    """Return the digest of a file or of an address."""
     return (
         _json_sha256(_named_digests(list_data_files(path)[0], file_hashes))
         if is_remote(path)
@@ -189,7 +201,7 @@ def _content_digest(path: str, file_hashes: FileHashes) -> str:
 
 
 def _named_digests(files: Sequence[Any], file_hashes: FileHashes) -> list[tuple[str, str]]:
-    """The files' last names, and their digests; for files elsewhere what their service says of them instead."""
+    """Return base names and digests of files; for remote files the version key of the service."""
     return [
         (
             PurePosixPath(file.name).name,
@@ -203,13 +215,11 @@ def _json_sha256(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode(errors="surrogatepass")).hexdigest()
 
 
-# What is known of files from earlier runs: their digests, as long as they look the same, and which are ours.
-
 TIMESTAMP_GRAIN = 2_000_000_000
-"""Nanoseconds for which a file may change and look the same: the grain of the times that file systems keep."""
+"""Nanoseconds within which a file may change without a new timestamp: the resolution of file systems."""
 
 LOCK_TIMEOUT = 60
-"""Seconds to wait for another run that writes to the memo."""
+"""Seconds to wait for the database lock of another run."""
 
 _CREATE_TABLES = """
 create table if not exists looks (
@@ -222,13 +232,13 @@ _SELECT_DIGEST = "select time, changed, size, inode, device, sha256 from looks w
 
 
 class FileHashes:
-    """A small database beside the cache; it survives whatever ends the process, and several may use it at once.
+    """Database of file digests and claimed outputs, safe for concurrent use and crashes.
 
     Args:
-        path: Its file, made if it is not there.
+        path: The database, created if missing.
 
     Raises:
-        UsageError: The file cannot be written, or is something else.
+        UsageError: The file cannot be written, or is not a database.
     """
 
     def __init__(self, path: Path) -> None:
@@ -254,12 +264,12 @@ class FileHashes:
             yield
         except (sqlite3.Error, OSError) as error:
             raise UsageError(
-                f"{self._path}, where digests of files are kept, cannot be used: {error}. Remove it, or give another"
+                f"{self._path}, the database of file digests, cannot be used: {error}. Remove it, or give another"
                 " folder with --cache-dir."
             ) from error
 
     def digest(self, path: Path) -> str:
-        """Hex SHA-256 of a file; it is read only if it does not look as it did when it was read last.
+        """Return the hex SHA-256 of a file. The file is read only if its fingerprint changed.
 
         Raises:
             OSError: It cannot be read.
@@ -273,12 +283,15 @@ class FileHashes:
         digest = file_digest(path)
         if (
             max(fingerprint[:2]) + TIMESTAMP_GRAIN < now and _stat_fingerprint(path) == fingerprint
-        ):  # else it may change again and look the same
+        ):  # a very recent file may change again within the timestamp's resolution
             self._write("replace into looks values (?, ?, ?, ?, ?, ?, ?)", (name, *fingerprint, digest))
         return digest
 
     def output_digest(self, output: str | Path) -> str | None:
-        """The digest of what a batch wrote to `output` last, "" if it was about to write, None if none did."""
+        """Return the digest of a batch's last output at a path.
+
+        It is "" if a batch was about to write there, and None if none did.
+        """
         with self._database_errors():
             row = self._database.execute(
                 "select sha256 from outputs where path = ?", (canonical_output(output),)
@@ -286,35 +299,38 @@ class FileHashes:
         return None if row is None else str(row[0])
 
     def claim_output(self, output: str | Path, digest: str | None = "") -> None:
-        """Remembers what at `output` is a batch's: what has this digest, whatever is written now, or nothing."""
+        """Record the digest of a batch's output at a path: "" before writing, None to release it."""
         if digest is None:
             self._write("delete from outputs where path = ?", (canonical_output(output),))
         else:
             self._write("replace into outputs values (?, ?)", (canonical_output(output), digest))
 
     def _write(self, statement: str, values: tuple[str | int, ...]) -> None:
-        """Writes what can be found out again, or asked with --force; a full disk is not to end a batch."""
+        """Execute a statement, and ignore errors.
+
+        A full disk must not end a batch: digests can be recomputed, and outputs replaced with --force.
+        """
         with suppress(sqlite3.OperationalError):
             self._database.execute(statement, values)
 
     def remove_missing(self) -> None:
-        """Forgets what is not there any more."""
+        """Remove rows of files that no longer exist."""
         with self._database_errors():
             for table in ("looks", "outputs"):
-                rows = self._database.execute(f"select path from {table}").fetchall()  # noqa: S608  # of our own two names
+                rows = self._database.execute(f"select path from {table}").fetchall()  # noqa: S608  # the table names are constants
                 missing = [row for row in rows if not is_remote(row[0]) and not os.path.lexists(row[0])]
                 self._database.executemany(f"delete from {table} where path = ?", missing)  # noqa: S608  # the same
 
 
 def _stat_fingerprint(path: Path) -> tuple[int, int, int, int, int]:
-    """What tells a changed file without reading it: two times first, of which nobody can set the second back."""
+    """Return file metadata that reveals changes without reading: the change time cannot be reset by users."""
     status = path.stat()
     return (status.st_mtime_ns, status.st_ctime_ns, status.st_size, status.st_ino, status.st_dev)
 
 
 def canonical_output(output: str | Path) -> str:
-    """The path itself, whether or not something is there, or the address."""
+    """Return the canonical path of an output, existing or not, or the address."""
     if is_remote(str(output)):
         return str(output)
     path = Path(output)
-    return os.path.join(os.path.realpath(path.parent), path.name)  # noqa: PTH118  # a string, for the database
+    return os.path.join(os.path.realpath(path.parent), path.name)  # noqa: PTH118  # the database stores a string

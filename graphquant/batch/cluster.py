@@ -1,8 +1,8 @@
-"""A batch on a dask.distributed cluster: models, and the calibration of few models on many samples.
+"""A batch on a dask.distributed cluster, by model, and by calibration shards for few models.
 
-dask hands out the work and hands it out again where a worker is lost. On each of its workers a model is done as on this
-machine: by a process of its own, under the same limits. Workers must see the same files under the same paths, or the
-entries name addresses for fsspec.
+dask assigns the work, and assigns it again if a worker is lost. Each worker runs a model as the local machine does: in
+a process of its own under the same limits. Workers must see the same files under the same paths, unless the entries use
+fsspec addresses.
 """
 
 from __future__ import annotations
@@ -49,31 +49,31 @@ except ImportError as _missing:
 
 
 SCHEDULER_TIMEOUT = "10s"
-"""How long a scheduler may take to answer."""
+"""Timeout for the answer of the scheduler."""
 
 SHUTDOWN_SECONDS, POLL_SECONDS = 10.0, 0.02
-"""Seconds in which the processes of a worker have to end, and between two looks whether they have."""
+"""Seconds for worker processes to end, and between two polls."""
 
 STATS_FILE_NAME = "stats.gqs"
-"""Name of a file of statistics in a temporary folder."""
+"""Name of a statistics file in a temporary folder."""
 
 
 def run_on_cluster(
     address: str, entries: Sequence[Entry], worker: WorkFunction, limits: WorkerLimits
 ) -> Iterator[Outcome]:
-    """Gives the outcome of each entry as soon as it is there, like `processes.run`; leaving early ends the work.
+    """Yield the outcome of each entry as it arrives, like `run_workers`. Closing the generator stops the work.
 
-    How many are done at once is for the cluster to say: one for each thread of its workers. If there are fewer entries
-    than threads, the samples of each are dealt out too; their statistics merge exactly.
+    The cluster decides on parallelism: one entry per worker thread. With fewer entries than threads, calibration of
+    each entry is sharded; merged statistics are exact.
 
     Args:
-        address: The scheduler's, "tcp://host:8786".
-        entries: What is to be done.
-        worker: Does one; something that can be pickled.
-        limits: What each may take.
+        address: Address of the scheduler, "tcp://host:8786".
+        entries: The entries.
+        worker: Function for one entry; must be picklable.
+        limits: Limits of each worker process.
 
     Raises:
-        UsageError: There is no scheduler at the address, it has no workers, or it goes away.
+        UsageError: The scheduler is missing or lost, or has no workers.
     """
     if not entries:
         return
@@ -88,7 +88,7 @@ def run_on_cluster(
                 client, list(entries), worker, limits, plugin_name, max(threads // len(entries), 1)
             )
         finally:
-            with suppress(OSError):  # the scheduler is gone
+            with suppress(OSError):  # the scheduler may be gone
                 client.unregister_worker_plugin(plugin_name)
 
 
@@ -129,7 +129,9 @@ def _cluster_outcomes(
             try:
                 outcome = _future_outcome(future, pending[future])
             except (CancelledError, OSError) as error:
-                message = "The cluster's scheduler is gone. Start it again, and the batch with --resume."
+                message = (
+                    "The connection to the cluster's scheduler is lost. Restart it, and resume the batch with --resume."
+                )
                 raise UsageError(message) from error
             yield outcome
     finally:
@@ -138,20 +140,23 @@ def _cluster_outcomes(
 
 
 def _future_outcome(future: Future[Outcome], entry: Entry) -> Outcome:
-    """What became of an entry; that of one at which workers died again and again is their end."""
+    """Return the outcome of an entry. A failed future means that workers died repeatedly."""
     error = future.exception()
     if error is None:
         return future.result()
     reason = str(error).strip().split("\n")[0]
     return failed_outcome(
-        entry, "Crash", f"The cluster gave it up: {reason} Try the model alone with -j 1.", status="crashed"
+        entry, "Crash", f"The cluster gave up on the model: {reason} Try the model locally with -j 1.", status="crashed"
     )
 
 
 def _submit_calibration(
     client: Client, entry: Entry, limits: WorkerLimits, plugin_name: str, folder: str, shard_count: int
 ) -> Future[Stats | None] | None:
-    """The statistics of an entry, made in as many parts; None where it needs none, has some, or has bounds."""
+    """Submit sharded calibration of an entry.
+
+    The result is None if the entry needs no calibration, has statistics, or has bounds.
+    """
     if entry.data is None or entry.stats is not None or entry.gates.needs_data or is_remote(entry.model):
         return None
     shards = [
@@ -163,7 +168,7 @@ def _submit_calibration(
     return client.submit(_merge_shard_stats, shards, pure=False)
 
 
-# -- on a worker ---------------------------------------------------------------------------------
+# -- functions that run on a worker --------------------------------------------------------------
 
 
 def _shard_stats(
@@ -174,7 +179,7 @@ def _shard_stats(
     folder: str,
     required_versions: dict[str, str],
 ) -> Stats | None:
-    """Statistics of a part of the samples; None where something is wrong, which whoever does the model will tell."""
+    """Return the statistics of a shard of the samples; None on failure, which the quantization then reports."""
     from graphquant.calibration import load_stats
 
     if required_versions != package_versions():
@@ -191,9 +196,9 @@ def _shard_stats(
 def _write_shard_stats(
     entry: Entry, *, shard: tuple[int, int], max_memory: int | None = None, progress: Progress | None = None
 ) -> Outcome:
-    """Writes the statistics of a part of the samples to the entry's output."""
+    """Write the statistics of a shard of the samples to the entry's output."""
     from graphquant import api, formats
-    from graphquant.api.validation import split_holdout
+    from graphquant.calibration.holdout import split_holdout
     from graphquant.calibration import save_stats, with_observer
     from graphquant.calibration.data import open_data
 
@@ -209,7 +214,9 @@ def _write_shard_stats(
             samples=entry.samples,
             check_in_background=True,
         )
-        calibration_batches, _ = split_holdout(data, entry.samples, batches)  # `insert` keeps the rest for its check
+        calibration_batches, _ = split_holdout(
+            data, entry.samples, batches
+        )  # the remaining samples are the hold-out of `insert`
         made = with_observer(quantization_plan, entry.method)
         stats = api.calibrate(
             model, made, calibration_batches, full=False, shard=shard, max_memory=max_memory, progress=progress
@@ -236,7 +243,7 @@ def _entry_on_worker(
     folder: str,
     required_versions: dict[str, str],
 ) -> Outcome:
-    """The outcome of an entry, done by a process of its own that stays for the next one."""
+    """Quantize an entry in a worker process that is reused for the next one."""
     installed = package_versions()
     differing = [
         name
@@ -246,7 +253,10 @@ def _entry_on_worker(
     if differing:
         installed_text = ", ".join(f"{name} {installed.get(name, 'is missing')}" for name in differing)
         required_text = ", ".join(f"{name} {required_versions.get(name, 'is missing')}" for name in differing)
-        message = f"A worker of the cluster has {installed_text}, and whoever started the batch {required_text}. Install the same."
+        message = (
+            f"A worker of the cluster has {installed_text}, and the client has {required_text}. Install"
+            " the same versions."
+        )
         return failed_outcome(entry, UsageError.__name__, message, UsageError.exit_code)
     plugin = _worker_pools(plugin_name)
     pool = plugin.idle.popleft() if plugin.idle else []
@@ -268,25 +278,27 @@ def _save_temp_stats(stats: Stats, folder: Path) -> str:
 
 
 def _run_in_folder(worker: Callable[..., Outcome], folder: str, entry: Entry, **options: Any) -> Outcome:
-    """Has the entry done in the folder in which the batch was started, as its paths may be relative."""
+    """Run an entry in the folder of the batch, since its paths may be relative."""
     try:
         os.chdir(folder)
     except OSError as error:
-        message = f"A worker of the cluster cannot use {folder}: {error.strerror}. Give all the same file system, or addresses."
+        message = (
+            f"A worker of the cluster cannot use {folder}: {error.strerror}. Use a shared file system, or addresses."
+        )
         return failed_outcome(entry, UsageError.__name__, message, UsageError.exit_code)
     return worker(entry, **options)
 
 
 def _worker_pools(plugin_name: str) -> _WorkerPools:
-    """Those of the dask worker that this is called on."""
+    """Return the plugin of the current dask worker."""
     return cast("_WorkerPools", get_worker().plugins[plugin_name])
 
 
 class _WorkerPools(WorkerPlugin):
-    """Keeps, on each of dask's workers, the processes that do models, from one to the next.
+    """Plugin that keeps worker processes alive between models on each dask worker.
 
     Attributes:
-        idle: Those at no model.
+        idle: Processes without a model.
     """
 
     def __init__(self) -> None:
@@ -294,23 +306,25 @@ class _WorkerPools(WorkerPlugin):
         self._busy: deque[Entry] = deque()
 
     def setup(self, worker: DaskWorker) -> None:
-        """Lets the process of a worker start others; dask's nanny ends it with all of them."""
+        """Allow the worker to start child processes; dask's nanny ends it with all of them."""
         del worker
         multiprocessing.current_process().daemon = False
         self._halt_reader, self._halt_writer = multiprocessing.Pipe(duplex=False)
 
     def run_entry(self, entry: Entry, worker: WorkFunction, limits: WorkerLimits, pool: list[Any] | None) -> Outcome:
-        """Has an entry done by a process: that of a crew, or one for this alone."""
+        """Run an entry in a process of a pool, or in a new one."""
         self._busy.append(entry)
         try:
             for outcome in list(run_workers([entry], worker, limits, pool=pool, halt=self._halt_reader)):
                 return outcome
         finally:
             self._busy.pop()
-        return failed_outcome(entry, "Skipped", "The batch was stopped before this model was done.", 130, "skipped")
+        return failed_outcome(
+            entry, "Skipped", "The batch was stopped before this model was processed.", 130, "skipped"
+        )
 
     async def teardown(self, worker: DaskWorker) -> None:
-        """Ends them, those at a model too."""
+        """End all processes, busy ones too."""
         del worker
         self._halt_writer.close()
         deadline = time.monotonic() + SHUTDOWN_SECONDS

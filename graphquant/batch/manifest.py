@@ -1,4 +1,4 @@
-"""From a manifest, or paths and globs, to the entries of a batch: all mistakes at once, each with file and line."""
+"""Entries of a batch from a manifest, paths or globs. All mistakes are reported at once, with file and line."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SelectedModel:
-    """A model of the batch: its name, and which table is for it."""
+    """A model of the batch and its table."""
 
     name: str
     index: int
     is_folder: bool
 
     def placeholder_value(self, key: str, variant: str | None) -> str:
-        """What `{key}` stands for."""
+        """Return the value of the placeholder `{key}`."""
         parent, _, file_name = self.name.rpartition("/")
         suffix = "" if self.is_folder or suffix_of(file_name) not in SUFFIXES else suffix_of(file_name)
         stem = file_name.removesuffix(suffix)
         return {
             "stem": stem,
-            "suffix": "" if suffix in KERAS_SUFFIXES else suffix,  # a Keras model is written as a SavedModel
+            "suffix": "" if suffix in KERAS_SUFFIXES else suffix,  # Keras models are written as SavedModels
             "name": file_name,
             "parent": parent or ".",
             "variant": variant or "",
@@ -51,25 +51,25 @@ class _SelectedModel:
 
 
 PLACEHOLDERS = ("stem", "suffix", "name", "parent", "variant")
-"""What may stand in braces."""
+"""Placeholders that may stand in braces."""
 
 TEMPLATE_KEYS = ("data", "stats", "output")
-"""Keys in which braces may stand."""
+"""Keys that may contain placeholders."""
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
 
 def load_entries(patterns: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> list[Entry]:
-    """The entries of a batch, in the order of the manifest, those of a glob by path.
+    """Load the entries of a batch, in the order of the manifest; those of a glob sorted by path.
 
     Args:
-        patterns: Paths and globs, or the path of one manifest; none for that of the current folder.
-        overrides: What the command line says, by key of `Settings`; it wins over what a manifest says.
+        patterns: Paths and globs, or the path of one manifest; empty for the manifest of the current folder.
+        overrides: Settings of the command line, by key of `EntrySettings`; they override the manifest.
 
     Raises:
-        ManifestError: There are mistakes; the message has all of them, a line each.
-        MissingDependencyError: fsspec, or what it needs, is not installed.
-        UsageError: There is no manifest, or an option's value is none.
+        ManifestError: The manifest has mistakes; the message lists all of them.
+        MissingDependencyError: fsspec, or its package for a service, is not installed.
+        UsageError: There is no manifest, or an option's value is invalid.
     """
     options, mistakes = rules.validate_document(dict(overrides or {}), EntrySettings, MANIFEST_FORM)
     if options is None:
@@ -99,11 +99,14 @@ def _request_entries(request: BatchRequest) -> list[Entry]:
     return [entry for _, entry in entries]
 
 
-# -- which models --------------------------------------------------------------------------------
+# -- selection of models -------------------------------------------------------------------------
 
 
 def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_SelectedModel]:
-    """Each model with its table: of one variant a path wins over a glob, and an earlier glob over a later."""
+    """Select each model with its table.
+
+    For one variant, a path has priority over a glob, and an earlier glob over a later one.
+    """
     table_by_model: dict[tuple[str | None, str], tuple[int, bool]] = {}
     for index, table in request.tables.items():
         if not isinstance(table, ModelTable):
@@ -131,7 +134,7 @@ def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_Sele
                     mistakes.append(
                         (
                             ("model", index, "path"),
-                            f"{name!r} has an entry of its own above. Give one of them a 'variant', or take it out.",
+                            f"{name!r} has its own entry above. Give one of them a 'variant', or remove it.",
                         )
                     )
     order = sorted(table_by_model, key=lambda key: (table_by_model[key][0], key[1]))
@@ -146,7 +149,7 @@ def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_Sele
 def _matching_models(
     request: BatchRequest, index: int, key: str, pattern: str, mistakes: list[Mistake]
 ) -> tuple[Sequence[str], bool]:
-    """The models that a pattern names, none with a mistake where it names nothing."""
+    """Return the models that match a pattern; none, and a mistake, if nothing matches."""
     try:
         return find_models(pattern, request.folder)
     except UsageError as error:
@@ -154,18 +157,18 @@ def _matching_models(
         return (), False
 
 
-# -- what is done with each ----------------------------------------------------------------------
+# -- settings of each entry ----------------------------------------------------------------------
 
 
 class _FileChecks:
-    """Rule files, data and statistics that were looked at, each once, and what is wrong with rule files themselves."""
+    """Cached checks of rule files, data and statistics, and the errors in rule files."""
 
     def __init__(self) -> None:
         self.failures: dict[str, None] = {}
         self.rules, self.data = cache(self._check_rules), cache(self._check_data)
 
     def _check_rules(self, name: str) -> str:
-        """What is wrong with how rules are named, "" if nothing is."""
+        """Return the mistake in a rule name, "" if valid."""
         try:
             load_ruleset([name])
         except RuleError as error:
@@ -176,7 +179,7 @@ class _FileChecks:
 
     @staticmethod
     def _check_data(spec: str) -> str:
-        """What is wrong with a data spec, "" if nothing is."""
+        """Return the mistake in a data spec, "" if valid."""
         try:
             check_data_spec(spec)
         except DataError as error:
@@ -185,24 +188,24 @@ class _FileChecks:
 
     @staticmethod
     def check_stats(path: str) -> str:
-        """What is wrong with the path of a statistics file, "" if nothing is."""
+        """Return the mistake in a statistics path, "" if valid."""
         if Path(path).is_file():
             return ""
-        return f"There is no statistics file {path}. Make it with `graphquant calibrate`."
+        return f"There is no statistics file {path}. Create it with `graphquant calibrate`."
 
 
 def _entry_settings(request: BatchRequest, index: int) -> dict[str, Any]:
-    """All that is said of an entry's models."""
+    """Return all settings of an entry, with defaults and overrides."""
     return _merge_settings(request.defaults, set_keys(request.tables[index]), request.overrides)
 
 
 def _base_folder(request: BatchRequest, key: str) -> str:
-    """Where a relative path that `key` says begins."""
+    """Return the base folder of a relative path in `key`."""
     return "" if key in request.overrides else request.folder
 
 
 def _entry_mistakes(request: BatchRequest, index: int, checks: _FileChecks) -> Iterator[Mistake]:
-    """What is wrong with an entry, whatever its models are."""
+    """Yield the mistakes of an entry that do not depend on its models."""
     entry_settings, table = _entry_settings(request, index), request.tables[index]
     for name in rebase_rule_paths(entry_settings.get("rules", ()), _base_folder(request, "rules")):
         yield request.key_path(index, "rules"), checks.rules(name)
@@ -222,12 +225,12 @@ def _entry_mistakes(request: BatchRequest, index: int, checks: _FileChecks) -> I
         and isinstance(table, ModelTable)
     ):
         key = next(key for key in ("min_sqnr", "min_agreement", "max_accuracy_drop") if key in entry_settings)
-        message = f"{key!r} is measured on data, and none is named for {', '.join(table.path)}. Give it 'data'."
+        message = f"{key!r} needs data, and there is none for {', '.join(table.path)}. Add 'data'."
         yield request.key_path(index, key), message
 
 
 def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChecks, mistakes: list[Mistake]) -> Entry:
-    """The entry of a model; what is wrong with files that are named after it goes to `mistakes`."""
+    """Build the entry of a model, and append mistakes of files named after it to `mistakes`."""
     table, entry_settings = request.tables[model.index], _entry_settings(request, model.index)
     variant = table.variant if isinstance(table, ModelTable) else None
     expanded = {
@@ -258,7 +261,7 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
 
 
 def _merge_settings(*layers: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of all layers, the last one's winning; data takes the place of statistics that an earlier one has."""
+    """Merge layers, the last one first in priority; data replaces statistics of an earlier layer."""
     merged: dict[str, Any] = {}
     for layer in layers:
         if "data" in layer:
@@ -279,14 +282,14 @@ def _build_gates(entry_settings: Mapping[str, Any]) -> Gates:
 
 
 def _expand_placeholders(text: str, model: _SelectedModel, variant: str | None) -> str:
-    """`text` with what its braces stand for; nothing for those that stand for nothing."""
+    """Replace placeholders; unknown ones by nothing."""
     return _PLACEHOLDER.sub(
         lambda match: model.placeholder_value(match[1], variant) if match[1] in PLACEHOLDERS else "", text
     )
 
 
 def _placeholder_mistakes(text: str) -> Iterator[str]:
-    """What is wrong with the braces of a text."""
+    """Yield the mistakes in placeholders of a text."""
     for match in _PLACEHOLDER.finditer(text):
         if match[1] not in PLACEHOLDERS:
             hint = (
@@ -297,16 +300,16 @@ def _placeholder_mistakes(text: str) -> Iterator[str]:
 
 
 def _join_path(folder: str, path: str) -> str:
-    """`path` as it is named from the current folder."""
+    """Return a path relative to the current folder."""
     path = path.removeprefix(LOCAL_SCHEME)
     return path if is_remote(path) else posixpath.normpath(posixpath.join(folder, path))
 
 
-# -- what they write -----------------------------------------------------------------------------
+# -- outputs -------------------------------------------------------------------------------------
 
 
 def _output_clashes(request: BatchRequest, entries: Sequence[tuple[_SelectedModel, Entry]]) -> Iterator[Mistake]:
-    """Outputs that would take the place of one another, or of a model."""
+    """Yield outputs that would overwrite each other or a model."""
     models = {_real_path(entry.model): entry.model for _, entry in entries}
     outputs: dict[str, Entry] = {}
     for selected, entry in entries:
@@ -327,8 +330,9 @@ def _output_clashes(request: BatchRequest, entries: Sequence[tuple[_SelectedMode
             yield (
                 key_path,
                 (
-                    f"the output of {entry.name} would be written {relation} {overwritten}, which is a model. Give another"
-                    " 'output', or leave that model out."
+                    f"the output of {entry.name} would be written {relation} {overwritten}, which is"
+                    " a model. Give another"
+                    " 'output', or exclude that model."
                 ),
             )
 
@@ -338,7 +342,7 @@ def _real_path(path: str) -> str:
 
 
 def _path_and_parents(path: str) -> Iterator[str]:
-    """`path` and the folders around it."""
+    """Yield a path and its parent folders."""
     while path:
         yield path
         parent = path.rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""What a manifest says, as data; pydantic checks each value and gives the JSON Schema that editors complete from."""
+"""Tables of a manifest. pydantic validates the values, and generates the JSON Schema for editors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STRICT_CONFIG = ConfigDict(extra="forbid")
 
 def _reject_nul(value: str) -> str:
     if "\0" in value:
-        raise ValueError("a name cannot hold the character NUL")
+        raise ValueError("a name cannot contain the character NUL")
     return value
 
 
@@ -32,7 +32,7 @@ _TextList = Annotated[tuple[_TextValue, ...], Field(min_length=1, max_length=100
 _Percent = Annotated[StrictFloat, Field(ge=0, le=100)]
 
 DEFAULT_OUTPUT = "{parent}/{stem}.quant{suffix}"
-"""Where an output goes by default."""
+"""Default path of an output."""
 
 LIST_KEYS = ("rules", "include", "exclude", "path", "leave")
 """Keys that take one string or several."""
@@ -40,27 +40,26 @@ LIST_KEYS = ("rules", "include", "exclude", "path", "leave")
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT_CONFIG)
 class EntrySettings:
-    """What is to be done with a model; what is left out comes from `[defaults]`.
+    """Settings for a model; missing ones come from `[defaults]`.
 
     Attributes:
-        rules: Rule files, by name or path, in the order in which they are tried; by default the format's own.
-        data: Calibration data, as in docs/data.md; `{stem}` and the like stand for parts of the model's path.
-        stats: A statistics file that ranges come from; likewise. The data is then for the bounds below, and for
-            corrections if the statistics are of it.
-        samples: Use only that many samples.
-        method: The observer of all activations whose range comes from data, instead of what the rules say.
-        family: The QDQ family for schemes that name none.
-        include: Globs or /regexes/; only what they name is quantized.
-        exclude: Globs or /regexes/; what they name is left.
-        float_weights: Keep weights float, with a whole QDQ pair.
-        output: Where the output goes, by default "{parent}/{stem}.quant{suffix}": `{stem}` and `{suffix}` are the
-            model's name in two parts, `{parent}` its folder, `{variant}` what the entry says of itself.
-        min_sqnr: Least signal to noise of the worst output, dB.
-        min_agreement: Least agreement of the worst output, percent.
-        max_accuracy_drop: Most that accuracy may lose, percent points; the data must have labels.
-        max_size: Largest output, in bytes or as "5MB".
-        check: The backend whose check must find nothing; true for the check that is of no backend, false for
-            none.
+        rules: Rule files by name or path, in order of priority; by default those of the format.
+        data: Calibration data, as in docs/data.md. `{stem}` and other placeholders stand for parts of the model's path.
+        stats: Statistics file for ranges, with placeholders too. `data` is then used for the bounds below, and for
+            optimization algorithms if the statistics come from it.
+        samples: Maximum number of samples.
+        method: Observer of all calibrated activations, instead of those of the rules.
+        family: QDQ family for schemes without one.
+        include: Globs or /regexes/; only matching ops are quantized.
+        exclude: Globs or /regexes/; matching ops stay float.
+        float_weights: Keep weights float, with a complete QDQ pair.
+        output: Path of the output, by default "{parent}/{stem}.quant{suffix}". `{stem}` and `{suffix}` are the parts of
+            the model's name, `{parent}` is its folder, and `{variant}` the entry's variant.
+        min_sqnr: Minimum signal-to-noise ratio of the worst output, dB.
+        min_agreement: Minimum agreement of the worst output, percent.
+        max_accuracy_drop: Maximum loss of accuracy, percentage points; the data must have labels.
+        max_size: Maximum size of the output, in bytes or as "5MB".
+        check: Backend whose check must have no findings; true for the check without a backend, false for none.
     """
 
     rules: _TextList | None = None
@@ -83,7 +82,7 @@ class EntrySettings:
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:
         if not isinstance(value, str | list | tuple | None):
-            raise ValueError("a string or an array of strings is wanted here")  # noqa: TRY004  # told by pydantic
+            raise ValueError("expected a string or an array of strings")  # noqa: TRY004  # pydantic reports it
         return (value,) if isinstance(value, str) else value
 
     @field_validator("method")
@@ -100,14 +99,14 @@ class EntrySettings:
     @classmethod
     def _validate_check(cls, value: Any) -> Any:
         if not isinstance(value, str | bool | None):
-            raise ValueError("'check' is the name of a backend, true or false")  # noqa: TRY004  # told by pydantic
+            raise ValueError("'check' is the name of a backend, true or false")  # noqa: TRY004  # pydantic reports it
         return _require_known("backend", value, BACKENDS) if isinstance(value, str) else value
 
     @field_validator("max_size", mode="before")
     @classmethod
     def _validate_size(cls, value: Any) -> Any:
         if not isinstance(value, str | int) or isinstance(value, bool):
-            raise ValueError("'max_size' is a number of bytes, or a string like \"5MB\"")  # noqa: TRY004  # told by pydantic
+            raise ValueError("'max_size' is a number of bytes, or a string like \"5MB\"")  # noqa: TRY004  # pydantic reports it
         try:
             return parse_size(str(value))
         except UsageError as error:
@@ -116,12 +115,12 @@ class EntrySettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT_CONFIG)
 class ModelTable(EntrySettings):
-    """A model, or all that a glob names, and what is to be done differently from `[defaults]`.
+    """A model, or all models of a glob, with settings that differ from `[defaults]`.
 
     Attributes:
-        path: Path or glob, one or several, relative to the manifest; or an address for fsspec.
-        exclude_models: Globs of models that the globs of `path` name and that are left out.
-        variant: A name for this entry where another one makes another output of the same model.
+        path: One or several paths or globs, relative to the manifest; or an address for fsspec.
+        exclude_models: Globs of models that `path` matches and that are skipped.
+        variant: Name of the entry if another entry makes another output of the same model.
     """
 
     path: _TextList
@@ -131,10 +130,10 @@ class ModelTable(EntrySettings):
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT_CONFIG)
 class Manifest:
-    """Which models to quantize, and how.
+    """Models to quantize and their settings.
 
     Attributes:
-        defaults: What is done with every model, but for what its own entry says.
+        defaults: Settings of all models, unless their own entry differs.
         model: The models.
     """
 
@@ -153,11 +152,11 @@ MANIFEST_FORM = DocumentKind(
         "defaults": " What holds for all models is headed [defaults].",
     },
 )
-"""What messages and the schema say of manifests."""
+"""Names for messages and for the schema of manifests."""
 
 
 def set_keys(table: EntrySettings) -> dict[str, Any]:
-    """The keys that a table has, with their values."""
+    """Return the keys that a table sets, with their values."""
     values = {name: getattr(table, name) for name in _SETTING_NAMES}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -166,7 +165,7 @@ _SETTING_NAMES = tuple(setting_field.name for setting_field in dataclasses.field
 
 
 def manifest_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of manifests."""
+    """Return the JSON Schema (draft 2020-12) of manifests."""
     json_schema = TypeAdapter(Manifest).json_schema()
     describe_table_schema(json_schema, Manifest)
     for table in (EntrySettings, ModelTable):
@@ -189,7 +188,7 @@ def manifest_schema() -> dict[str, Any]:
 
 
 def _require_known(noun: str, word: str | None, choices: Iterable[str]) -> str | None:
-    """`word`, which is one of `choices`; else a ValueError that names the nearest."""
+    """Return `word` if it is a known choice; otherwise raise a ValueError that suggests the nearest one."""
     if word is not None and word not in choices:
         hint = did_you_mean(word, choices) or f" Known are {', '.join(sorted(choices))}."
         raise ValueError(f"there is no {noun} {word!r}.{hint}")

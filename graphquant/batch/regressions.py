@@ -1,4 +1,4 @@
-"""What changed since an earlier report, and what of that is a regression."""
+"""Changes since an earlier report, and regressions among them."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ if TYPE_CHECKING:
 
 
 SQNR_STEP = 0.5
-"""dB that an output may lose without that being a regression."""
+"""Loss of SQNR in dB that is no regression."""
 
 SHARE_STEP = 0.01
-"""Share of samples by which agreement or accuracy may fall; with few samples, it is one of them."""
+"""Decrease of agreement or accuracy that is a regression; with few samples, it is one sample."""
 
 SIZE_STEP = 0.01
-"""Share that an output may grow by, since versions of graphquant and others are written into it."""
+"""Relative growth that is no regression, since outputs contain version strings."""
 
 SLOWDOWN_FACTOR = 1.5
-"""How many times as long is told, from a second on; machines differ, so it is no regression."""
+"""Slowdown that is reported, from one second on. It is no regression, because machines differ."""
 
 
 def compare_reports(
     report: BatchReport, last: BatchReport, *, sqnr_step: float = SQNR_STEP, fail: bool = False
 ) -> BatchReport:
-    """`report` with what changed since `last`; regressions fail it only if `fail`.
+    """Return `report` with the changes since `last`; regressions fail it only if `fail`.
 
-    A regression is an output that fails and did not, that lost more than `sqnr_step` dB, that agrees with the float
-    model, or is right, on fewer samples by a hundredth, that cannot be measured any more, that is more than a hundredth
-    larger, that runs a smaller share of its ops in low precision, or that is not there any more.
+    Regressions are: a new failure, a loss of more than `sqnr_step` dB, agreement or accuracy lower by 1%, a metric that
+    is no longer measured, an output more than 1% larger, a smaller int8 share, and a missing output.
     """
     before = {outcome.name: outcome for outcome in last.outcomes if outcome.status != "skipped"}
     current = [outcome for outcome in report.outcomes if outcome.status != "skipped"]
@@ -49,7 +48,7 @@ def compare_reports(
     changes += [
         _outcome_change(outcome, "gone", "warning", "the last report has it, and this batch does not")
         for outcome in before.values()
-        if outcome.name not in names and report.shard[1] == 1  # else it may be another shard's
+        if outcome.name not in names and report.shard[1] == 1  # in a shard's report, another shard may have it
     ]
     if fail:
         changes = [replace(change_, level="error") if change_.level == "warning" else change_ for change_ in changes]
@@ -57,7 +56,7 @@ def compare_reports(
 
 
 def has_regressions(report: BatchReport) -> bool:
-    """Whether a regression fails the report."""
+    """Return True if a regression fails the report."""
     return any(change.level == "error" for change in report.changes)
 
 
@@ -89,26 +88,29 @@ def _outcome_changes(old: Outcome, new: Outcome, sqnr_step: float) -> Iterator[O
 
 
 def _metric_regressions(old: Outcome, new: Outcome, sqnr_step: float) -> Iterator[tuple[ChangeKind, str]]:
-    """What is worse in the figures: one that fell, or that cannot be had any more."""
+    """Yield the metrics that decreased or disappeared."""
     metrics_before, metrics_after = old.metrics, new.metrics
     if metrics_before is None or new.size_after is None:
         return
     if metrics_after is None:
-        yield "measured", "how far the output is from the float model was not measured, and was"
+        yield "measured", "the difference from the float model was measured before and is not now"
         return
     if metrics_after.problem and not metrics_before.problem:
-        yield "measured", f"the output cannot be compared, and could: {metrics_after.problem}"
+        yield "measured", f"the output cannot be compared any more: {metrics_after.problem}"
         return
     if _sqnr_loss(metrics_before, metrics_after) > sqnr_step:
         yield "sqnr", f"SQNR is {metrics_sqnr_text(metrics_after)}, and was {metrics_sqnr_text(metrics_before)}"
     tolerance = (
         max(SHARE_STEP, 1.0 / max(metrics_after.samples, 1)) + 1e-9
-    )  # shares are rounded; one sample may turn elsewhere
+    )  # shares are rounded, and one sample may differ between machines
     agreement_before = 1.0 if metrics_before.exact and metrics_after.agreement is not None else metrics_before.agreement
     if _share_drop(agreement_before, 1.0 if metrics_after.exact else metrics_after.agreement) > tolerance:
         yield (
             "agreement",
-            f"agreement is {_percent_with_decimal(metrics_after.agreement)}, and was {_percent_with_decimal(agreement_before)}",
+            (
+                f"agreement is {_percent_with_decimal(metrics_after.agreement)}, and was"
+                f" {_percent_with_decimal(agreement_before)}"
+            ),
         )
     accuracy_before, accuracy_after = (
         None if metrics.accuracy is None else metrics.accuracy[1] for metrics in (metrics_before, metrics_after)
@@ -121,21 +123,21 @@ def _metric_regressions(old: Outcome, new: Outcome, sqnr_step: float) -> Iterato
 
 
 def _sqnr_loss(before: OutcomeMetrics, after: OutcomeMetrics) -> float:
-    """dB, infinitely many where nothing differed before and something does now."""
-    if after.sqnr is None:  # what differs holds no floats, which agreement tells
+    """Return the loss in dB; infinite if the outputs were equal before and differ now."""
+    if after.sqnr is None:  # differing outputs have no floats; agreement covers them
         return 0.0
     return float("inf") if before.exact else (before.sqnr - after.sqnr if before.sqnr is not None else 0.0)
 
 
 def _share_drop(before: float | None, after: float | None) -> float:
-    """By how much a share is smaller; infinitely where there is none any more."""
+    """Return the decrease of a share; infinite if it is missing now."""
     if before is None:
         return 0.0
     return float("inf") if after is None else before - after
 
 
 def _percent_with_decimal(share: float | None) -> str:
-    """A share as percents with a digit behind the point: here small differences are told."""
+    """Format a share with one decimal, since small differences matter here."""
     return "not known" if share is None else f"{100 * share:.1f} %"
 
 

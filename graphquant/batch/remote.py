@@ -1,4 +1,7 @@
-"""Models and outputs elsewhere, read and written by fsspec: brought here, worked on as files, and sent back whole."""
+"""Models and outputs at fsspec addresses, and the search for models by path, glob or address.
+
+Remote models are downloaded and processed as local files; outputs are uploaded when they are complete.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,19 @@ if TYPE_CHECKING:
 
 
 MAX_REFERENCE_BYTES = 1 << 30
-"""Bytes of files beside an output that are fetched to see whether they still name its old weights."""
+"""Maximum bytes of models next to an output that are downloaded to look for references to its old weights."""
 
 
 def is_remote_entry(entry: Entry) -> bool:
-    """Whether the model, its statistics or the output are not on this machine; data is read where it is."""
+    """Return True if the model, statistics or output is remote. Remote data is read in place."""
     return any(is_remote(path) for path in (entry.model, entry.stats or "", entry.output))
 
 
 def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome:
-    """The outcome of an entry some of whose files are elsewhere, by `process`, which is given one that is all here.
+    """Run `process` on a local copy of an entry with remote files, and upload its output.
 
     Raises:
-        MissingDependencyError: fsspec, or what it needs for a service, is not installed.
+        MissingDependencyError: fsspec, or its package for a service, is not installed.
         ModelError: A file cannot be read.
         UsageError: The output cannot be written.
     """
@@ -69,20 +72,20 @@ def process_remote(entry: Entry, process: Callable[[Entry], Outcome]) -> Outcome
 
 
 def remote_exists(address: str) -> bool:
-    """Whether there is something at an address.
+    """Return True if an address exists.
 
     Raises:
-        UsageError: Nobody can tell.
+        UsageError: The service does not answer.
     """
     with _remote_file_system(address, UsageError, "looked at") as (system, path):
         return bool(system.exists(path))
 
 
 def remote_fingerprint(address: str, products: Collection[str]) -> str:
-    """What tells one state of an output from another without reading it, "" if a file of it is missing.
+    """Return a hash of file versions of a remote output, without reading it; "" if a file is missing.
 
     Raises:
-        UsageError: Nobody can tell.
+        UsageError: The service does not answer.
     """
     hasher = hashlib.sha256()
     with _remote_file_system(address, UsageError, "looked at") as (system, path):
@@ -95,7 +98,7 @@ def remote_fingerprint(address: str, products: Collection[str]) -> str:
 
 
 def _fetch_model(address: str, folder: Path) -> str:
-    """The path of what is at an address, with all files of a model, copied into `folder`; a path as it is."""
+    """Copy all files of a remote model into `folder`, and return its path; return a local path unchanged."""
     if not is_remote(address):
         return address
     with _remote_file_system(address, ModelError, "read") as (system, path):
@@ -108,22 +111,22 @@ def _fetch_model(address: str, folder: Path) -> str:
             _fetch_file(system, parent, name, folder)
             names = [posixpath.basename(file) for file in system.ls(parent, detail=False)]
             for companion in companion_file_names(folder / name, names):
-                if system.isfile(f"{parent}/{companion}"):  # what is not there is told by whoever loads the model
+                if system.isfile(f"{parent}/{companion}"):  # loading the model reports missing files
                     _fetch_file(system, parent, companion, folder)
     return str(folder / name)
 
 
 def _fetch_file(system: Any, parent: str, name: str, folder: Path) -> None:
     if ".." in PurePosixPath(name).parts:
-        raise ModelError(f"{parent}/{name} leads out of the model's folder. Take it out.")
+        raise ModelError(f"{parent}/{name} is outside of the model's folder. Remove it.")
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     system.get_file(f"{parent}/{name}", str(folder / name))
 
 
 def _upload(folder: Path, names: Collection[str], address: str) -> None:
-    """Writes the files of an output beside an address, all together where the service can; old ones of it go.
+    """Upload the files of an output, in one transaction if the service has them, and remove old ones.
 
-    A file that others read, as a model its weights, comes last.
+    The model itself comes last, after the weights that it reads.
     """
     with _remote_file_system(address, UsageError, "written") as (system, path):
         parent, output_name = posixpath.split(path)
@@ -142,9 +145,9 @@ def _upload(folder: Path, names: Collection[str], address: str) -> None:
 
 
 def _remove_old_weights(system: Any, path: str, names: Collection[str], folder: Path) -> None:
-    """Removes weights that were written for a model at `path` before, and that no file there names, each one fetched.
+    """Remove weights of an earlier model at `path` that no model in its folder references.
 
-    Where files there are large, or one cannot be fetched, old weights stay.
+    Old weights stay if the other models are large or one of them cannot be downloaded.
     """
     parent, output_name = posixpath.split(path)
     system.invalidate_cache(parent)
@@ -169,7 +172,7 @@ def _remove_old_weights(system: Any, path: str, names: Collection[str], folder: 
 
 @contextmanager
 def _remote_file_system(address: str, error_class: type[GraphQuantError], action: str) -> Iterator[tuple[Any, str]]:
-    """The file system and the path in it that an address means; what its service refuses is an error of this kind."""
+    """Yield the file system of an address and the path in it; raise errors of the service as `error_class`."""
     try:
         import fsspec
 
@@ -180,69 +183,67 @@ def _remote_file_system(address: str, error_class: type[GraphQuantError], action
         raise MissingDependencyError(
             f"{address} needs fsspec, or what it needs for that service ({error}). Install it: {DATA_EXTRA_INSTALL}"
         ) from error
-    except Exception as error:  # each service raises its own kinds, which have no common base
+    except Exception as error:  # services raise unrelated exception classes
         reason = str(error).strip().rstrip(".") or type(error).__name__
         raise error_class(
-            f"{address} cannot be {action}: {reason}. See that it exists and that you may use it."
+            f"{address} cannot be {action}: {reason}. Check that it exists and that you have access."
         ) from error
 
 
-# Which models a path, a glob or an address for fsspec names.
-
 MAX_MODELS = 100_000
-"""Models of one batch."""
+"""Maximum number of models in a batch."""
 
 MODEL_SUFFIXES = (".onnx", ".onnxtxt", ".pb", ".pbtxt", ".keras")
-"""Suffixes of files that a glob takes for models; of the other formats' only where the glob itself ends with it."""
+"""Suffixes that a glob matches as models. Suffixes of other formats match only if the glob ends with them."""
 
 _QUANTIZED_NAME = re.compile(r"\.quant(\.|$)")
-"""In the name of an output of an earlier run."""
+"""Pattern of output names of earlier runs."""
 
 _TEST_DATA = re.compile(r"(in|out)put_\d+\.pb")
-"""Names of tensors that ONNX test sets have beside a model."""
+"""Pattern of tensor files of ONNX test sets."""
 
 LOCAL_SCHEME = "file://"
-"""What begins an address that is a path of this machine."""
+"""Scheme of local addresses."""
 
 _SAVED_MODEL_FILES = ("saved_model.pb", "saved_model.pbtxt")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
-    """Where relative paths begin: a folder of this machine, or one that fsspec opens.
+    """Base folder of relative paths, local or on fsspec.
 
     Attributes:
         path: The folder.
-        system: The fsspec file system that has it; None for this machine.
+        system: fsspec file system, None for a local folder.
     """
 
     path: str
     system: Any = None
 
     def path_of(self, name: str) -> str:
-        """The path of `name` in it."""
+        """Return the path of `name` in the folder."""
         return posixpath.normpath(posixpath.join(self.path, name)) if self.system is None else name
 
     def is_file(self, name: str) -> bool:
-        """Whether there is a file `name`."""
+        """Return True if `name` is a file."""
         return Path(self.path_of(name)).is_file() if self.system is None else bool(self.system.isfile(name))
 
     def is_folder(self, name: str) -> bool:
-        """Whether there is a folder `name`."""
+        """Return True if `name` is a folder."""
         return Path(self.path_of(name)).is_dir() if self.system is None else bool(self.system.isdir(name))
 
     def is_saved_model(self, name: str) -> bool:
-        """Whether `name` is a SavedModel's folder."""
+        """Return True if `name` is the folder of a SavedModel."""
         return any(self.is_file(f"{name}/{inside}") for inside in _SAVED_MODEL_FILES)
 
     def glob(self, pattern: str) -> list[str]:
-        """The names that a glob fits, hidden ones left out."""
+        """Return the names that match a glob, without hidden ones."""
         if self.system is None:
-            return glob.glob(pattern, root_dir=self.path or None, recursive=True)  # noqa: PTH207  # Path's takes hidden ones
+            return glob.glob(pattern, root_dir=self.path or None, recursive=True)  # noqa: PTH207  # Path.glob matches hidden files
         return [self.system.unstrip_protocol(name) for name in self.system.glob(pattern)]
 
     def names(self, folder: str) -> list[str]:
-        """What is in a folder."""
+        """Return the names in a folder."""
         if not self.is_folder(folder):
             return []
         if self.system is None:
@@ -251,11 +252,11 @@ class ModelFolder:
 
 
 def open_folder(path: str, base: str) -> ModelFolder:
-    """Where `path` is looked for: from the folder `base` on, or by fsspec.
+    """Return the folder in which `path` is resolved: `base`, or an fsspec file system.
 
     Raises:
-        MissingDependencyError: fsspec, or what it needs for that service, is not installed.
-        UsageError: There is no such service.
+        MissingDependencyError: fsspec, or its package for the service, is not installed.
+        UsageError: The service is unknown.
     """
     if not is_remote(path):
         return ModelFolder(base)
@@ -272,33 +273,33 @@ def open_folder(path: str, base: str) -> ModelFolder:
 
 
 def find_models(pattern: str, base: str) -> tuple[list[str], bool]:
-    """The models that `pattern` names, sorted, and whether it is the path of one and no glob.
+    """Return the models that `pattern` matches, sorted, and True if it is a path instead of a glob.
 
-    A glob takes no outputs of earlier runs (`*.quant.*`) unless it has `.quant` itself; of a SavedModel it takes the
-    folder and nothing in it.
+    A glob skips outputs of earlier runs (`*.quant.*`) unless it contains `.quant`. Of a SavedModel it matches only the
+    folder.
 
     Raises:
-        MissingDependencyError: fsspec, or what it needs, is not installed.
-        UsageError: There is none.
+        MissingDependencyError: fsspec, or its package for the service, is not installed.
+        UsageError: Nothing matches.
     """
     pattern = pattern.removeprefix(LOCAL_SCHEME)
     folder = open_folder(pattern, base)
     try:
         return _match_pattern(folder, pattern)
     except OSError as error:
-        raise UsageError(f"{pattern} cannot be looked for: {error.strerror or error}. Give another path.") from error
+        raise UsageError(f"{pattern} cannot be searched: {error.strerror or error}. Give another path.") from error
 
 
 def suffix_of(name: str) -> str:
-    """The suffix of a path's last part, "" if it has none."""
+    """Return the suffix of a path, "" without one."""
     return posixpath.splitext(posixpath.basename(name))[1]
 
 
 def _match_pattern(folder: ModelFolder, pattern: str) -> tuple[list[str], bool]:
-    """The models that `pattern` names in `folder`, and whether it is a path."""
+    """Return the models that match in `folder`, and True if the pattern is a path."""
     if folder.is_file(pattern):
         if suffix_of(pattern) not in SUFFIXES:
-            raise UsageError(f"{pattern} is no model. Give a file with one of {', '.join(SUFFIXES)}.")
+            raise UsageError(f"{pattern} is not a model. Give a file with one of {', '.join(SUFFIXES)}.")
         return [_normalize_path(pattern)], True
     if folder.is_folder(pattern):
         if not folder.is_saved_model(pattern):
@@ -311,23 +312,21 @@ def _match_pattern(folder: ModelFolder, pattern: str) -> tuple[list[str], bool]:
     matches = list(dict.fromkeys(_normalize_path(name) for name in folder.glob(pattern)))
     models = sorted(_filter_models(folder, pattern, matches))
     if not models:
-        matched_text = (
-            f"{len(matches)} files and folders, none of which is a model to quantize" if matches else "nothing"
-        )
+        matched_text = f"{len(matches)} files and folders, but no model to quantize" if matches else "nothing"
         raise UsageError(f"{pattern!r} names {matched_text}.{_suggest_model(folder, pattern)}")
     if len(models) > MAX_MODELS:
-        raise UsageError(f"{pattern!r} names {len(models)} models. Take at most {MAX_MODELS} at once.")
+        raise UsageError(f"{pattern!r} names {len(models)} models. The maximum is {MAX_MODELS} at once.")
     return models, False
 
 
 def _filter_models(folder: ModelFolder, pattern: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that are models to quantize."""
+    """Return the names that are models to quantize."""
     last = pattern.rstrip("/").rpartition("/")[2]
     suffixes = {*MODEL_SUFFIXES, suffix_of(pattern)} & SUFFIXES.keys()
     is_saved: dict[str, bool] = {"": False}
 
     def in_saved_model(path: str) -> bool:
-        """Whether the folder `path` is a SavedModel's or in one."""
+        """Return True if `path` is a SavedModel or inside one."""
         if path not in is_saved:
             parent = path.rpartition("/")[0]
             is_saved[path] = (parent != path and in_saved_model(parent)) or folder.is_saved_model(path)
@@ -348,7 +347,7 @@ def _filter_models(folder: ModelFolder, pattern: str, names: Iterable[str]) -> l
 
 
 def _suggest_model(folder: ModelFolder, pattern: str) -> str:
-    """What was probably meant: the nearest name in the deepest folder of the pattern that there is."""
+    """Suggest the nearest name in the deepest existing folder of a pattern."""
     parent, _, last = pattern.rstrip("/").rpartition("/")
     while parent and not folder.is_folder(parent) and "/" in parent:
         parent, _, last = parent.rpartition("/")
@@ -361,5 +360,5 @@ def _suggest_model(folder: ModelFolder, pattern: str) -> str:
 
 
 def _normalize_path(name: str) -> str:
-    """The shortest spelling of a path."""
+    """Return the shortest spelling of a path."""
     return name.rstrip("/") if is_remote(name) else posixpath.normpath(name)

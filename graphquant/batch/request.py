@@ -1,4 +1,4 @@
-"""What a manifest, or the command line, asks for; what is right in a manifest is known beside what is wrong."""
+"""Reading of manifests. The valid part of a manifest is kept along with its mistakes."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ MANIFEST_NAME = "graphquant.toml"
 PROJECT_FILE = "pyproject.toml"
 
 _TOOL_TABLE: KeyPath = ("tool", "graphquant")
-"""Where a manifest stands in a pyproject.toml."""
+"""Table of a manifest in pyproject.toml."""
 
 _FILE_KEYS = ("path", "leave", "variant", "output", "data", "stats")
-"""Keys that say which files an entry is about."""
+"""Keys that select the files of an entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRequest:
-    """What a manifest, or the command line, asks for.
+    """Entries of a manifest or command line, before they are resolved to models.
 
     Attributes:
-        tables: The entries, by their number; one without a sound `path` is `Settings` alone.
-        defaults: What holds for all of them.
-        overrides: What the command line says, which wins.
-        folder: Where relative paths of the tables begin, "" for the current folder.
+        tables: Entries by index; one without a valid `path` is only `EntrySettings`.
+        defaults: Settings of all entries.
+        overrides: Settings of the command line, which have priority.
+        folder: Base folder of relative paths in the tables, "" for the current folder.
         path: The manifest, None without one.
-        key_lines: The lines of its keys.
-        table_path: The table that holds it, in a file of more.
-        mistakes: What is wrong with its keys and their values; such keys are left out of the tables.
-        ambiguous: The entries of which, for these mistakes, nobody knows which files they are about.
+        key_lines: Lines of its keys.
+        table_path: Table that contains the manifest, in a larger file.
+        mistakes: Invalid keys and values. The tables do not contain them.
+        ambiguous: Entries whose files are unknown because of these mistakes.
     """
 
     tables: Mapping[int, EntrySettings]
@@ -54,12 +54,12 @@ class BatchRequest:
     ambiguous: frozenset[int] = frozenset()
 
     def key_path(self, index: int, key: str) -> KeyPath:
-        """Where `key` of an entry is said."""
+        """Return the location of `key` for an entry: in the entry itself or in the defaults."""
         is_set = getattr(self.tables[index], key) is not None
         return ("model", index, key) if is_set or key not in self.defaults else ("defaults", key)
 
     def manifest_error(self, mistakes: Iterable[Mistake], rule_errors: Iterable[str]) -> ManifestError:
-        """All mistakes, and those of the rule files."""
+        """Return an error with all mistakes, and those of the rule files."""
         if self.path is None:
             messages = list(dict.fromkeys(sentence for _, sentence in mistakes))
         else:
@@ -72,7 +72,7 @@ class BatchRequest:
 
 
 def find_manifest() -> Path:
-    """The manifest of the current folder.
+    """Return the manifest of the current folder.
 
     Raises:
         UsageError: There is none.
@@ -85,12 +85,13 @@ def find_manifest() -> Path:
         if _tool_table(data) is not None:
             return project
     raise UsageError(
-        f"There is no {MANIFEST_NAME} here, nor a {PROJECT_FILE} with [tool.graphquant]. Name a manifest, or models and globs."
+        f"There is no {MANIFEST_NAME} or {PROJECT_FILE} with [tool.graphquant] here. Give a manifest,"
+        " or models and globs."
     )
 
 
 def has_manifest() -> bool:
-    """Whether the current folder has a manifest, with or without mistakes."""
+    """Return True if the current folder has a manifest, valid or not."""
     try:
         return find_manifest().is_file()
     except ManifestError:
@@ -100,30 +101,30 @@ def has_manifest() -> bool:
 
 
 def _tool_table(data: dict[str, Any]) -> Any:
-    """What a pyproject.toml has as [tool.graphquant], None if it has nothing."""
+    """Return [tool.graphquant] of a pyproject.toml, None without it."""
     tool = data.get("tool")
     return tool.get("graphquant") if isinstance(tool, dict) else None
 
 
 def read_manifest(path: Path, overrides: dict[str, Any]) -> BatchRequest:
-    """What the manifest at `path` says, with the mistakes of its keys and values.
+    """Read a manifest, with the mistakes in its keys and values.
 
     Args:
         path: The manifest.
-        overrides: What the command line says.
+        overrides: Settings of the command line.
 
     Raises:
-        ManifestError: It is no TOML, or has no entries.
-        UsageError: There is none.
+        ManifestError: It is not TOML, or has no entries.
+        UsageError: It does not exist.
     """
     if not path.exists():
-        raise UsageError(f"There is no manifest {path}. Name one, or models and globs.")
+        raise UsageError(f"There is no manifest {path}. Give one, or models and globs.")
     data, lines = rules.parse_document(path, rules.read_document(path, MANIFEST_FORM), MANIFEST_FORM)
     table_path: KeyPath = ()
     if path.name == PROJECT_FILE:
         table_path, data = _TOOL_TABLE, _tool_table(data)
         if not isinstance(data, dict):
-            raise UsageError(f"{path} has no table [tool.graphquant]. Put the manifest there, or into {MANIFEST_NAME}.")
+            raise UsageError(f"{path} has no table [tool.graphquant]. Put the manifest there or into {MANIFEST_NAME}.")
     _, mistakes = rules.validate_document(data, Manifest, MANIFEST_FORM)
     invalid_keys = {key[:3] if key[:1] == ("model",) else key[:2] for key, _ in mistakes}
     defaults = _valid_table(data.get("defaults", {}), ("defaults",), invalid_keys, EntrySettings)
@@ -146,13 +147,13 @@ def read_manifest(path: Path, overrides: dict[str, Any]) -> BatchRequest:
     )
     if not mistakes and not tables:
         raise request.manifest_error(
-            [((), "the manifest has no models. Give some: [[model]] and path = 'models/*.onnx'.")], []
+            [((), "the manifest has no models. Add some: [[model]] and path = 'models/*.onnx'.")], []
         )
     return request
 
 
 def _read_model_table(data: Any, index: int, invalid_keys: set[KeyPath]) -> EntrySettings | None:
-    """What is right in an entry, None if it is no table."""
+    """Return the valid part of an entry, None if it is not a table."""
     location: KeyPath = ("model", index)
     table = _valid_table(data, location, invalid_keys, ModelTable)
     if table is not None or not isinstance(data, dict):
@@ -168,7 +169,7 @@ def _read_model_table(data: Any, index: int, invalid_keys: set[KeyPath]) -> Entr
 def _valid_table(
     data: Any, location: KeyPath, invalid_keys: set[KeyPath], table: type[EntrySettings]
 ) -> EntrySettings | None:
-    """The table at `location` without the keys that are wrong, None if it is none."""
+    """Return the table at `location` without invalid keys, None if it is not a table."""
     if location in invalid_keys or not isinstance(data, dict):
         return None
     checked, _ = rules.validate_document(
@@ -178,7 +179,7 @@ def _valid_table(
 
 
 def _ambiguous_entries(tables: Iterable[int], invalid_keys: set[KeyPath]) -> frozenset[int]:
-    """The entries with a mistake in a key that says which files they are about, or that may have been meant to."""
+    """Return the entries with a mistake in a key that selects files, or in one that may be meant to."""
     file_keys = [key for key in invalid_keys if _may_name_files(str(key[-1]))]
     affects_all = any(key[0] != "model" for key in file_keys)
     return frozenset(index for index in tables if affects_all or any(key[:2] == ("model", index) for key in file_keys))

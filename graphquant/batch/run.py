@@ -1,4 +1,4 @@
-"""The story of a batch: what is known already, what has to be done, and the report of both."""
+"""Run of a batch: reuse of finished and cached outputs, processing of the remaining entries, and the report."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
 
 
 OUTPUT_STATUSES = ("done", "gate")
-"""Statuses of entries that were worked on and have an output."""
+"""Statuses of processed entries that have an output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """How a batch is run.
+    """Options of a batch run.
 
     Attributes:
-        folder: Where the cache, the journals and the digests of files are kept.
-        cache: Whether outputs are taken from the cache, and put there.
-        resume: Whether outputs that an earlier run of the same batch finished count; failures never do.
-        force: Whether outputs are replaced that no batch wrote.
-        shard: Which part of the manifest the entries are of, of how many; the report tells it.
-        deal_digest: By what the parts were made; likewise.
+        folder: Folder of the cache, the journals and the file digests.
+        cache: Use the cache.
+        resume: Use outputs that an earlier run of the same batch finished; never failures.
+        force: Replace outputs that no batch wrote.
+        shard: Number of the shard and number of shards, for the report.
+        deal_digest: Digest by which the shards were dealt, likewise.
     """
 
     folder: Path
@@ -64,17 +64,17 @@ def run_batch(
     on_outcome: Callable[[Outcome], None] | None = None,
     on_warning: Callable[[str], None] | None = None,
 ) -> BatchReport:
-    """Does what is not done yet. Ctrl-C ends it with what is finished, and the rest skipped.
+    """Process the entries that are not finished. Ctrl-C ends the batch; remaining entries are skipped.
 
     Args:
-        entries: The models; no two have one name or one output.
-        options: How to.
-        execute: Gives the outcomes of entries as they come, in any order; what does the work.
-        on_outcome: Is told each outcome as soon as it is on the disk.
-        on_warning: Is told what went wrong beside the models.
+        entries: Models with unique names and outputs.
+        options: Options of the run.
+        execute: Processes entries and yields their outcomes in any order.
+        on_outcome: Called with each outcome once it is on the disk.
+        on_warning: Called with problems that do not belong to a model.
 
     Raises:
-        UsageError: The batch is being run already, or the folder for the cache cannot be used.
+        UsageError: The batch runs already, or the cache folder cannot be used.
     """
     started, start = time.time(), time.monotonic()
     with FileHashes(options.folder / "files.sqlite") as memo:
@@ -102,15 +102,15 @@ def run_batch(
 
 def _skipped_outcome(entry: Entry) -> Outcome:
     return failed_outcome(
-        entry, "Skipped", "The batch was stopped before this model was done. Run it with --resume.", 130, "skipped"
+        entry, "Skipped", "The batch was stopped before this model was processed. Run it with --resume.", 130, "skipped"
     )
 
 
 class _BatchRun:
-    """A run of a batch.
+    """One run of a batch.
 
     Attributes:
-        outcome_by_name: What became of entries so far, by their name.
+        outcome_by_name: Outcomes so far by entry name.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class _BatchRun:
         self.outcome_by_name: dict[str, Outcome] = {}
 
     def outcomes(self, execute: Execute) -> Generator[Outcome, None, None]:
-        """Each outcome once it is in the journal: first what is known, then what comes of the work."""
+        """Yield each outcome once it is in the journal: known ones first, then processed ones."""
         pending = []
         for entry in self._entries:
             inputs = self._inputs[entry.name] = self._read_inputs(entry)
@@ -155,7 +155,7 @@ class _BatchRun:
             yield from self._run_pending(pending, execute)
 
     def _run_pending(self, pending: Sequence[Entry], execute: Execute) -> Generator[Outcome, None, None]:
-        """The outcomes of what has to be done; the largest models are begun first, so that none is left for the end."""
+        """Process pending entries, largest first, so that no large model remains for the end."""
         by_name = {entry.name: entry for entry in pending}
         digest_before = {entry.name: self._file_hashes.output_digest(entry.output) for entry in pending}
         for entry in pending:
@@ -166,7 +166,7 @@ class _BatchRun:
                 yield self._record(self._complete_outcome(by_name[outcome.name], outcome))
         finally:
             if isinstance(running, Generator):
-                running.close()  # nobody writes any more
+                running.close()  # after this, no worker writes any more
             for entry in pending:
                 if (
                     entry.name not in self.outcome_by_name
@@ -176,7 +176,7 @@ class _BatchRun:
             self._drop_changed_data(pending)
 
     def _drop_changed_data(self, entries: Sequence[Entry]) -> None:
-        """Takes out of the cache what was made with data that changed meanwhile: nobody knows with which."""
+        """Remove cached outcomes whose data changed during the run, since the version that was read is unknown."""
         changed = set()
         for spec in dict.fromkeys(entry.data for entry in entries if entry.data is not None):
             with suppress(GraphQuantError, OSError):
@@ -189,7 +189,7 @@ class _BatchRun:
                 self._cache.remove(inputs.digests.key)
 
     def _release_output(self, entry: Entry, digest_before: str | None) -> None:
-        """What was not written is no more ours than it was: somebody else may put something there."""
+        """Restore the earlier claim on an output that was not written."""
         if not _output_exists(entry.output):
             self._file_hashes.claim_output(entry.output, None)
         elif (
@@ -198,19 +198,20 @@ class _BatchRun:
             self._file_hashes.claim_output(entry.output, digest_before)
 
     def _record(self, outcome: Outcome) -> Outcome:
-        """Puts an outcome into the journal."""
+        """Add an outcome to the journal."""
         try:
             self._journal.add(outcome)
         except OSError as error:
             self._on_warning(
-                f"What is finished cannot be kept in {self._options.folder}: {error.strerror}. --resume will not know"
-                " of it."
+                f"Finished outcomes cannot be stored in {self._options.folder}: {error.strerror}."
+                " --resume will not skip"
+                " them."
             )
         self.outcome_by_name[outcome.name] = outcome
         return outcome
 
     def _complete_outcome(self, entry: Entry, outcome: Outcome) -> Outcome:
-        """An outcome of the work, with the digests of what it was made of; its output goes to the cache."""
+        """Complete a processed outcome with the digests of its inputs, and store its output in the cache."""
         inputs = self._inputs[entry.name]
         if inputs is None:
             return outcome
@@ -223,20 +224,21 @@ class _BatchRun:
         self._file_hashes.claim_output(entry.output, _output_state(entry, outcome))
         if (
             self._cache is not None and inputs.deterministic and self._read_inputs(entry) == inputs
-        ):  # nothing changed meanwhile
+        ):  # the inputs did not change during the run
             try:
                 self._cache.store(outcome)
-            except FileNotFoundError:  # the output went again meanwhile, which says nothing of the others
+            except FileNotFoundError:  # this output was removed; others can still be cached
                 self._cache.remove(inputs.digests.key)
             except OSError as error:
                 self._on_warning(
-                    f"The cache in {self._options.folder} takes no more: {error.strerror}. Prune it, or make room."
+                    f"The cache in {self._options.folder} is full or read-only: {error.strerror}."
+                    " Prune it, or free space."
                 )
                 self._cache = None
         return outcome
 
     def _read_inputs(self, entry: Entry) -> CacheInputs | None:
-        """What the output is made of; None where something cannot be read, which whoever does the work tells best."""
+        """Return the inputs of an output; None if a file cannot be read, which the quantization then reports."""
         try:
             return cache_inputs(entry, self._file_hashes, self._program_digest, self._data_digest)
         except (GraphQuantError, OSError):
@@ -247,7 +249,7 @@ class _BatchRun:
         return 0 if inputs is None else inputs.model_size
 
     def _finished_outcome(self, entry: Entry, inputs: CacheInputs | None) -> Outcome | None:
-        """What an earlier run of this batch made of the entry, if nothing has changed since; no failure of it."""
+        """Return the outcome of an earlier run of this batch if nothing changed; never a failure."""
         outcome = self._journal.finished.get(entry.name)
         if outcome is None or not outcome.products or inputs is None or outcome.digests.key != inputs.digests.key:
             return None
@@ -256,7 +258,7 @@ class _BatchRun:
         return apply_gates(entry, outcome, "unchanged" if outcome.status == "unchanged" else "done")
 
     def _cached_outcome(self, entry: Entry, inputs: CacheInputs | None) -> Outcome | None:
-        """What any earlier run made of the same, with its output where it belongs."""
+        """Return the outcome of any earlier run with the same inputs, and restore its output."""
         if self._cache is None or inputs is None or not inputs.deterministic:
             return None
         outcome, output = self._cache.load_outcome(inputs.digests.key), Path(entry.output)
@@ -269,13 +271,13 @@ class _BatchRun:
             try:
                 if not self._cache.restore(outcome, output):
                     return None
-            except OSError:  # whoever does the work tells it
+            except OSError:  # the quantization reports the error
                 return None
         self._file_hashes.claim_output(entry.output, _output_state(entry, outcome))
         return replace(apply_gates(entry, outcome, "unchanged"), seconds=0.0)
 
     def _is_intact(self, entry: Entry, outcome: Outcome) -> bool:
-        """Whether the output is there as it was made; elsewhere, whether it looks as it did then."""
+        """Return True if the output is unchanged; for a remote output, by its fingerprint."""
         if is_remote(entry.output):
             return self._file_hashes.output_digest(entry.output) == (_output_state(entry, outcome) or None)
         folder = Path(entry.output).parent
@@ -285,7 +287,7 @@ class _BatchRun:
             return False
 
     def _blocked_outcome(self, entry: Entry) -> Outcome | None:
-        """What is said where something stands at the output that no batch wrote, and --force is not given."""
+        """Return a failure if the output exists, no batch wrote it, and --force is missing."""
         output = Path(entry.output)
         if self._options.force or not _output_exists(entry.output):
             return None
@@ -294,11 +296,14 @@ class _BatchRun:
             return None
         if claimed is None and _recorded_source(entry.output) in {_recorded_digest(entry.model)} - {None}:
             return None
-        message = f"{entry.output} {_refusal_reason(entry, was_claimed=claimed is not None)} Give another output, or --force to replace it."
+        message = (
+            f"{entry.output} {_refusal_reason(entry, was_claimed=claimed is not None)} Give another"
+            " output, or --force to replace it."
+        )
         return failed_outcome(entry, UsageError.__name__, message, UsageError.exit_code)
 
     def _current_digest(self, output: Path) -> str | None:
-        """The digest of what is at an output, None if it is no model."""
+        """Return the digest of the model at an output path, None if it is no model."""
         try:
             files = model_files(output)
             return combined_digest(
@@ -309,7 +314,7 @@ class _BatchRun:
 
 
 def _output_exists(output: str) -> bool:
-    """Whether something is at an output; if nobody can tell, whoever writes it will."""
+    """Return True if an output exists. If the service does not answer, writing will report it."""
     if is_remote(output):
         try:
             return remote_exists(output)
@@ -319,7 +324,7 @@ def _output_exists(output: str) -> bool:
 
 
 def _recorded_source(output: str) -> str | None:
-    """The digest of the model that graphquant made an output of, as the output tells; None if it does not."""
+    """Return the source digest recorded in an output, None without one."""
     from graphquant import api, formats
 
     if is_remote(output):
@@ -332,7 +337,7 @@ def _recorded_source(output: str) -> str | None:
 
 
 def _recorded_digest(model: str) -> str | None:
-    """The digest by which an output names this model, None if it cannot be had."""
+    """Return the digest by which outputs identify this model, None if it cannot be read."""
     from graphquant import api
 
     if is_remote(model):
@@ -344,19 +349,20 @@ def _recorded_digest(model: str) -> str | None:
 
 
 def _refusal_reason(entry: Entry, *, was_claimed: bool) -> str:
-    """What is at an output that may not be replaced; `was_claimed` if a batch wrote to it before."""
+    """Explain why an existing file may not be replaced; `was_claimed` if a batch wrote there before."""
     if was_claimed:
-        return "was changed since a batch wrote it."
+        return "was changed after a batch wrote it."
     if _recorded_source(entry.output) is None:
-        return "exists already, and nothing tells that a batch made it."
+        return "exists already, and was not created by a batch."
     return (
-        f"exists already. graphquant made it, but not of {entry.model} as it is now: of another model, or of this one"
-        " before it changed, which the cache folder does not know any more."
+        f"exists already. graphquant made it, but not of {entry.model} in its current state, but from"
+        " another model, or from this one"
+        " before it changed. The cache folder has no record of it."
     )
 
 
 def _output_state(entry: Entry, outcome: Outcome) -> str:
-    """What tells that an output is as it was made: its digest, or how it looks where it is elsewhere."""
+    """Return the digest of an output, or the fingerprint of a remote one."""
     if not is_remote(entry.output):
         return outcome.digests.output
     try:

@@ -1,4 +1,4 @@
-"""Which models of a batch are whose, where several machines do it without speaking to each other."""
+"""Sharding of a batch over machines that do not communicate, and the merge of their reports."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ if TYPE_CHECKING:
 
 
 def select_shard(entries: Sequence[Entry], shard: tuple[int, int]) -> list[Entry]:
-    """The entries of one shard, in their order: all shards together have each entry once.
+    """Return the entries of one shard, in order. All shards together have each entry once.
 
-    The largest models are dealt out first, each to the shard with the fewest bytes so far. Every machine that sees the
-    same models deals the same way.
+    The largest models are dealt first, each to the shard with the fewest bytes so far. Machines with the same models
+    deal the same way.
 
     Args:
-        entries: All of the batch.
-        shard: Which part of how many, counted from 1.
+        entries: All entries of the batch.
+        shard: Number of the shard, from 1, and number of shards.
 
     Raises:
-        UsageError: There is no such part.
+        UsageError: There is no such shard.
     """
     number, total = shard
     if not 1 <= number <= total:
-        raise UsageError(f"There is no shard {number} of {total}. They are counted from 1, as in --shard 1/{total}.")
+        raise UsageError(f"There is no shard {number} of {total}. Shards are numbered from 1, as in --shard 1/{total}.")
     sizes = {entry.name: model_size(entry.model) for entry in entries}
     heap = [(0, shard_number) for shard_number in range(1, total + 1)]
     selected = set()
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         bytes_assigned, shard_number = heapq.heappop(heap)
-        heapq.heappush(heap, (bytes_assigned + sizes[name] + 1, shard_number))  # even empty files are work
+        heapq.heappush(heap, (bytes_assigned + sizes[name] + 1, shard_number))  # an empty file still counts as work
         if shard_number == number:
             selected.add(name)
     return [entry for entry in entries if entry.name in selected]
 
 
 def deal_digest(entries: Sequence[Entry]) -> str:
-    """A digest of what a batch is dealt out by: machines that see other models, or other sizes, deal otherwise."""
+    """Return a digest of names and sizes: machines with other models or sizes deal differently."""
     encoded = json.dumps(sorted((entry.name, model_size(entry.model)) for entry in entries))
     return hashlib.sha256(encoded.encode(errors="surrogatepass")).hexdigest()
 
 
 def model_size(model: str) -> int:
-    """Bytes of a model with all its files; 0 for one that cannot be read, which whoever works on it will tell."""
+    """Return the bytes of a model with all its files; 0 if unreadable, which the quantization then reports."""
     try:
         if is_remote(model):
             return sum(file.filesystem.size(file.name) or 0 for file in list_data_files(model)[0])
@@ -64,14 +64,11 @@ def model_size(model: str) -> int:
         return 0
 
 
-# Reports of the shards of one batch, as one report.
-
-
 def merge_reports(reports: Mapping[Path, BatchReport]) -> BatchReport:
-    """One report of all entries that the reports at these paths are of, as one machine would have made it.
+    """Merge the reports of all shards into the report that one machine would have made.
 
     Raises:
-        UsageError: They are of different batches or versions, one is there twice, or a shard is missing.
+        UsageError: They belong to different batches or versions, or a shard is duplicate or missing.
     """
     _check_shards(reports)
     ordered = sorted(reports.values(), key=lambda report: report.shard)
@@ -97,7 +94,8 @@ def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
     if len(versions) > 1:
         (first_version, first), (second_version, second) = list(versions.items())[:2]
         raise UsageError(
-            f"{first} is of graphquant {first_version} and {second} of {second_version}. Run all shards with one version."
+            f"{first} is of graphquant {first_version} and {second} of {second_version}. Run all"
+            " shards with one version."
         )
     totals = {report.shard[1]: path for path, report in reports.items()}
     if len(totals) > 1:
@@ -109,7 +107,7 @@ def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
     if len(deal_digests) > 1:
         first, second = list(deal_digests.values())[:2]
         raise UsageError(
-            f"{first} and {second} are of machines that saw other models, or other sizes of them, so one may be in"
+            f"{first} and {second} were dealt from different models or sizes, so a model may be in"
             " neither. Give all shards the same files."
         )
     path_by_number: dict[int, Path] = {}
@@ -117,20 +115,21 @@ def _check_shards(reports: Mapping[Path, BatchReport]) -> None:
         number = report.shard[0]
         if number in path_by_number:
             raise UsageError(
-                f"{path} and {path_by_number[number]} are both of shard {number}. Give each shard's report once."
+                f"{path} and {path_by_number[number]} both belong to shard {number}. Give each shard's report once."
             )
         path_by_number[number] = path
     (total,) = totals
     missing = [f"{number}/{total}" for number in range(1, total + 1) if number not in path_by_number]
     if missing:
         raise UsageError(
-            f"No report is of shard {join_names(missing)}. Give the reports of all shards: what one of them would say is"
+            f"There is no report of shard {join_names(missing)}. Give the reports of all shards;"
+            " otherwise the result is"
             " unknown."
         )
 
 
 def _merged_order(names_by_shard: Sequence[Sequence[str]]) -> Iterable[str]:
-    """The names of all shards: in the manifest's order, where each report has it, else in their own."""
+    """Return the names of all shards, in manifest order if every report has all of them, else sorted."""
     all_names = {name for names in names_by_shard for name in names}
     return (
         dict.fromkeys(names_by_shard[0])
@@ -140,7 +139,7 @@ def _merged_order(names_by_shard: Sequence[Sequence[str]]) -> Iterable[str]:
 
 
 def _merge_outcomes(name: str, outcomes: Sequence[Outcome]) -> Outcome:
-    """What became of an entry in that shard which did it."""
+    """Return the outcome of an entry from the shard that processed it."""
     finished = [outcome for outcome in outcomes if outcome.status != "skipped"] or outcomes[:1]
     if any(_without_times(outcome) != _without_times(finished[0]) for outcome in finished):
         raise UsageError(f"Two shards have different outcomes of {name}. Give the reports of one batch.")
@@ -148,5 +147,5 @@ def _merge_outcomes(name: str, outcomes: Sequence[Outcome]) -> Outcome:
 
 
 def _without_times(outcome: Outcome) -> dict[str, object]:
-    """An outcome without what differs from run to run."""
+    """Return an outcome without the keys that differ between runs."""
     return {key: value for key, value in outcome_json(outcome).items() if key not in {*TIME_KEYS, "status"}}

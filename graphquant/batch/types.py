@@ -1,4 +1,4 @@
-"""What a batch is made of: entries, their gates, the outcome of each, and the report of all; JSON both ways."""
+"""Types of a batch: entries, gates, outcomes and reports, with JSON in both directions."""
 
 from __future__ import annotations
 
@@ -16,37 +16,41 @@ if TYPE_CHECKING:
 
 
 REPORT_SCHEMA_VERSION = 1
-"""Of reports."""
+"""Schema version of reports."""
 
 MAX_REPORT_BYTES = 1 << 30
-"""Of a report's file."""
+"""Maximum size of a report file."""
 
 Level = Literal["error", "warning", "note"]
-"""How much a finding or a change matters. As in `graphquant.backends`, which takes long to import."""
+"""Severity of a finding or change. It repeats `graphquant.backends`, whose import is slow."""
 
 Status = Literal["done", "unchanged", "failed", "gate", "timeout", "crashed", "memory", "skipped"]
-"""Made now; was there already; refused with an error; made, and a gate does not hold; took too long; its process died;
-took too much memory; not begun, for the batch was stopped or the model is another shard's."""
+"""Status of an outcome.
+
+done: created now. unchanged: present already. failed: ended with an error. gate: created, and a gate is missed.
+timeout, crashed, memory: ended by the time limit, by its death, by the memory limit. skipped: not started, because the
+batch was stopped or the model belongs to another shard.
+"""
 
 PASSED_STATUSES = ("done", "unchanged")
-"""The statuses that are no failures."""
+"""Statuses of success."""
 
 TIME_KEYS = ("seconds", "attempts", "started")
-"""Keys of a report that differ from run to run."""
+"""Keys of a report that differ between runs."""
 
 _FORBID_EXTRA = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gates:
-    """Bounds that an output must keep.
+    """Bounds for an output.
 
     Attributes:
         min_sqnr: Of the worst output, dB.
         min_agreement: Of the worst output, percent.
-        max_accuracy_drop: Percent points below the float model's; the data must have labels.
+        max_accuracy_drop: Percentage points below the float model; the data must have labels.
         max_size: Bytes of the output.
-        check: The backend whose check must find nothing, "" for the check that is of no backend, None for no check.
+        check: Backend whose check must have no findings, "" for the check without a backend, None for no check.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -59,29 +63,29 @@ class Gates:
 
     @property
     def needs_data(self) -> bool:
-        """Whether the float model and the output have to be run beside each other."""
+        """True if the float model and the output must be run for comparison."""
         return not (self.min_sqnr is self.min_agreement is self.max_accuracy_drop is None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A model of the batch, with all that is to be done with it; nothing is left to a default of somebody else's.
+    """A model of the batch with all settings, independent of later defaults.
 
     Attributes:
-        name: What reports call it; no two of a batch are alike.
+        name: Unique name in reports.
         model: Path, or address for fsspec.
-        output: Likewise, of what is written.
-        rules: Names or paths of rule files; none for the format's own.
-        data: A calibration data spec, None for none.
-        stats: Path of a statistics file that ranges come from, None for none; data is then for the check, and
-            for corrections if they are of it.
-        samples: How many samples to use, None for all.
-        method: The observer of all activations, None for what the rules say.
-        family: The QDQ family, None for the format's own.
+        output: Path or address of the output.
+        rules: Names or paths of rule files; empty for those of the format.
+        data: Calibration data spec, None without data.
+        stats: Statistics file for ranges, None without one. Data is then used for validation, and for optimization
+            algorithms if the statistics come from it.
+        samples: Maximum number of samples, None for all.
+        method: Observer of all activations, None for those of the rules.
+        family: QDQ family, None for that of the format.
         include: Globs or /regexes/.
-        exclude: Likewise.
+        exclude: Globs or /regexes/.
         float_weights: Keep weights float.
-        gates: What must hold of the output.
+        gates: Bounds for the output.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -103,12 +107,12 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Why there is no output.
+    """Reason for a missing output.
 
     Attributes:
-        kind: Name of the error's class, "ModelError"; "Timeout", "Crash" or "Memory" where a worker ended.
-        message: What the command line would say, without "Error: ".
-        exit_code: What it would end with.
+        kind: Class name of the error, as "ModelError"; "Timeout", "Crash" or "Memory" if a worker ended.
+        message: Message of the command line, without "Error: ".
+        exit_code: Exit code of the command line.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -120,11 +124,11 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateMiss:
-    """A gate that does not hold.
+    """A missed gate.
 
     Attributes:
-        gate: Name of the field of `Gates`.
-        message: What was found, and what was wanted.
+        gate: Name of a field of `Gates`.
+        message: Measured and required value.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -135,7 +139,7 @@ class GateMiss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFinding:
-    """A finding of `check`: its code and level, graph and op, what is the matter and how to mend it."""
+    """A finding of `check`: code, level, graph, op, message and remedy."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
@@ -148,23 +152,23 @@ class BatchFinding:
 
     @property
     def site(self) -> str:
-        """Graph and name."""
+        """Graph and name of the op."""
         return qualified_op_name(self.graph, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeMetrics:
-    """How far the output is from the float model.
+    """Difference between the output and the float model.
 
     Attributes:
-        sqnr: Of the worst output, dB; None where nothing differs, or no output holds floats.
-        exact: Whether nothing differs.
-        agreement: Of the worst output, a share; None where no output has one.
-        accuracy: Shares of the float model and of the quantized one, of the output that loses most; None without
+        sqnr: SQNR of the worst output in dB; None if nothing differs or no output has floats.
+        exact: True if nothing differs.
+        agreement: Agreement of the worst output, a share; None if no output has one.
+        accuracy: Accuracy of the float and the quantized model, for the output with the largest loss; None without
             labels.
-        samples: How many were run.
-        random: Whether they were made up.
-        problem: Why an output could not be compared, "" if all could.
+        samples: Number of samples.
+        random: True if the samples are random.
+        problem: Reason why an output cannot be compared, else "".
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -180,14 +184,14 @@ class OutcomeMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Digests:
-    """Hex SHA-256 of what the output was made of, and of the output; "" for what there is not.
+    """Hex SHA-256 of the inputs and of the output; "" if missing.
 
     Attributes:
-        model: The model's file; over its files, where it has several.
-        rules: The rule files' text, as resolved.
-        data: The data's files and how they are read, or the statistics file.
-        output: The output, like `model`.
-        key: All that the output depends on, options and versions included: the same key, the same output.
+        model: Digest of the model's file, or over its files.
+        rules: Digest of the resolved text of the rule files.
+        data: Digest of the data files and their options, or of the statistics file.
+        output: Digest of the output, like `model`.
+        key: Cache key over everything that the output depends on, options and versions included.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -201,28 +205,28 @@ class Digests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What became of an entry.
+    """Result of an entry.
 
     Attributes:
-        name: The entry's.
-        model: Its path, as the entry has it.
-        output: The output's, as the entry has it; it is there if `status` is "done", "unchanged" or "gate".
-        status: In a word.
-        problem: Why there is no output, None if there is.
-        misses: Gates that do not hold.
-        findings: What `check` found, where a gate asks for it.
-        digests: Of what went in and came out.
-        products: Files of the output, relative to the output's folder, with their hex SHA-256.
-        size_before: Bytes of the model, None if it could not be read.
-        size_after: Bytes of the output, None if there is none.
-        sites: How many places are quantized.
-        skips: What was left, and why, with a count for each reason.
-        int8_ops: How many of the ops that compute run in low precision, of how many, as `check` counts for the gate's
-            backend, or onnxruntime; None where that is not foretold.
-        metrics: How far the output is from the float model, None where that was not measured.
-        versions: Of graphquant and what it ran on, by package.
-        seconds: How long it took; 0 where it was there already, or in the cache.
-        attempts: How many times it was tried.
+        name: Name of the entry.
+        model: Path of the model, as in the entry.
+        output: Path of the output, as in the entry; it exists if `status` is "done", "unchanged" or "gate".
+        status: Status.
+        problem: Reason for a missing output, else None.
+        misses: Missed gates.
+        findings: Findings of `check`, if a gate requires it.
+        digests: Digests of inputs and output.
+        products: Files of the output relative to its folder, with their hex SHA-256.
+        size_before: Bytes of the model, None if unreadable.
+        size_after: Bytes of the output, None without one.
+        sites: Number of quantized sites.
+        skips: Reasons for skips, with their counts.
+        int8_ops: Number of int8 ops, and of all ops that compute, predicted by `check` for the gate's backend or
+            onnxruntime; None without a prediction.
+        metrics: Difference from the float model, None if not measured.
+        versions: Versions of graphquant and of the packages that it ran on.
+        seconds: Duration; 0 if the output was present or cached.
+        attempts: Number of attempts.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -248,25 +252,24 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the output is there and keeps its gates."""
+        """True if the output exists and meets its gates."""
         return self.status in PASSED_STATUSES
 
     @property
     def int8_share(self) -> float | None:
-        """Share of the ops that run in low precision; None where that is not foretold, or nothing computes."""
+        """Share of int8 ops; None without a prediction or without ops that compute."""
         return self.int8_ops[0] / self.int8_ops[1] if self.int8_ops is not None and self.int8_ops[1] else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutcomeChange:
-    """How an outcome differs from an earlier report's.
+    """Difference from an earlier report.
 
     Attributes:
-        name: The entry's.
-        kind: What differs; "digest" where an output that was built again is not what there is.
-        level: "error" for a regression that fails the batch, "warning" for one that does not, "note" for what is only
-            told.
-        message: What it was, and what it is.
+        name: Name of the entry.
+        kind: Kind of difference; "digest" if a rebuilt output differs.
+        level: "error" for a regression that fails the batch, "warning" for one that does not, "note" for information.
+        message: Earlier and current value.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -279,17 +282,17 @@ class OutcomeChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchReport:
-    """What became of all entries.
+    """Outcomes of all entries.
 
     Attributes:
-        schema: Version of this form.
-        version: Of graphquant.
-        outcomes: In the order of the manifest.
-        shard: Which part of the manifest it is of, of how many, counted from 1.
-        deal_digest: Of a part, a digest of what all models were dealt out by, which all parts of one batch have in common.
-        started: When, seconds since 1970.
-        seconds: How long it took.
-        changes: Against an earlier report, where one was given.
+        schema: Version of this format.
+        version: Version of graphquant.
+        outcomes: Outcomes in the order of the manifest.
+        shard: Number of the shard, from 1, and number of shards.
+        deal_digest: For a shard, digest by which the models were dealt; equal for all shards of a batch.
+        started: Start time in seconds since 1970.
+        seconds: Duration.
+        changes: Changes since an earlier report, if one was given.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
@@ -305,7 +308,7 @@ class BatchReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every output is there and keeps its gates."""
+        """True if every output exists and meets its gates."""
         return all(outcome.passed for outcome in self.outcomes)
 
 
@@ -315,23 +318,23 @@ def _batch_adapter(kind: type) -> TypeAdapter[Any]:
 
 
 def outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """An outcome as JSON data; `parse_outcome` gives it back."""
+    """Return an outcome as JSON data, which `parse_outcome` reads."""
     data: dict[str, Any] = _batch_adapter(Outcome).dump_python(outcome, mode="json")
     return data
 
 
 def parse_outcome(data: Any, source: str) -> Outcome:
-    """The outcome that `outcome_json` made `data` of.
+    """Parse the JSON data of `outcome_json`.
 
     Raises:
-        UsageError: It is none.
+        UsageError: The data is invalid.
     """
     outcome: Outcome = _validate_json(Outcome, data, source)
     return outcome
 
 
 def batch_report_json(report: BatchReport, *, times: bool = True) -> dict[str, Any]:
-    """A report as JSON data; without times it is the same for any number of workers and on any day."""
+    """Return a report as JSON data. Without times it does not depend on workers or dates."""
     data: dict[str, Any] = _batch_adapter(BatchReport).dump_python(report, mode="json")
     if not times:
         data = {key: value for key, value in data.items() if key not in TIME_KEYS}
@@ -343,20 +346,20 @@ def batch_report_json(report: BatchReport, *, times: bool = True) -> dict[str, A
 
 
 def parse_report(data: Any, source: str) -> BatchReport:
-    """The report that `batch_report_json` made `data` of.
+    """Parse the JSON data of `batch_report_json`.
 
     Raises:
-        UsageError: It is none, or of another version.
+        UsageError: The data is invalid, or of another schema version.
     """
     report: BatchReport = _validate_json(BatchReport, data, source)
     return report
 
 
 def read_report(path: Path) -> BatchReport:
-    """The report in the JSON file at `path`.
+    """Read a report from a JSON file.
 
     Raises:
-        UsageError: It cannot be read, or is none.
+        UsageError: It cannot be read, or is invalid.
     """
     import json
 
@@ -364,19 +367,20 @@ def read_report(path: Path) -> BatchReport:
         with path.open("rb") as file:
             text = file.read(MAX_REPORT_BYTES + 1)
         if len(text) > MAX_REPORT_BYTES:
-            raise UsageError(f"{path} is larger than any report. Give one that `graphquant batch` wrote.")
+            raise UsageError(f"{path} is too large for a report. Give a report of `graphquant batch`.")
         data = json.loads(text)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give a report of `graphquant batch`.") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no JSON text. Give a report that `graphquant batch` wrote.") from error
+        raise UsageError(f"{path} is not JSON. Give a report of `graphquant batch`.") from error
     return parse_report(data, str(path))
 
 
 def _validate_json(kind: type, data: Any, source: str) -> Any:
     if isinstance(data, dict) and kind is BatchReport and data.get("schema") != REPORT_SCHEMA_VERSION:
         raise UsageError(
-            f"{source} has schema {data.get('schema')!r}, and this graphquant reads {REPORT_SCHEMA_VERSION}. Make it again."
+            f"{source} has schema {data.get('schema')!r}, and this graphquant reads"
+            f" {REPORT_SCHEMA_VERSION}. Create it again."
         )
     try:
         return _batch_adapter(kind).validate_python(data)
@@ -384,5 +388,5 @@ def _validate_json(kind: type, data: Any, source: str) -> Any:
         first = error.errors()[0]
         location = ".".join(map(str, first["loc"]))
         raise UsageError(
-            f"{source} is not as graphquant wrote it: {location}: {first['msg']}. Make it again."
+            f"{source} is not a valid report of graphquant: {location}: {first['msg']}. Create it again."
         ) from error

@@ -1,4 +1,4 @@
-"""One model of a batch, from its path to its outcome; whatever goes wrong that a user can meet is the outcome."""
+"""Quantization of one entry of a batch, and its gates. Every error that users can cause becomes an outcome."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 
-# How far an output is from its float model, and which gates do not hold.
-
 SQNR_DECIMALS = 2
-"""Decimals of dB that are kept: TensorFlow's kernels of oneDNN round as their memory happens to lie."""
+"""Decimals of the stored SQNR. Rounding of TensorFlow's oneDNN kernels depends on memory alignment."""
 
 
 def outcome_metrics(result: Result) -> OutcomeMetrics | None:
-    """What the check at the end of `insert` found, as a batch keeps it; None where there was no data for it."""
+    """Return the validation of `insert` for a batch report; None if there was no data."""
     if not result.inserted:
         return OutcomeMetrics(exact=True)
     if result.validation is None:
@@ -38,7 +36,7 @@ def outcome_metrics(result: Result) -> OutcomeMetrics | None:
     if comparison is None:
         return OutcomeMetrics(problem=result.validation.problem)
     problem = next((f"output {output.name!r}: {output.problem}" for output in comparison.outputs if output.problem), "")
-    problem = "every output was empty for all samples" if comparison.all_empty else problem
+    problem = "every output is empty for all samples" if comparison.all_empty else problem
     accuracies = [output.accuracy for output in comparison.outputs if output.accuracy is not None]
     return OutcomeMetrics(
         sqnr=round(comparison.sqnr, SQNR_DECIMALS)
@@ -56,13 +54,13 @@ def outcome_metrics(result: Result) -> OutcomeMetrics | None:
 def gate_misses(
     gates: Gates, metrics: OutcomeMetrics | None, size: int, findings: Sequence[BatchFinding]
 ) -> tuple[GateMiss, ...]:
-    """The gates that do not hold, or that nothing can be held against.
+    """Return the gates that are missed or cannot be checked.
 
     Args:
         gates: The bounds.
-        metrics: What was measured, None if there was no data.
+        metrics: Measured metrics, None without data.
         size: Bytes of the output.
-        findings: What the check found.
+        findings: Findings of the backend check.
     """
     messages = {
         "min_sqnr": _sqnr_miss(gates.min_sqnr, metrics),
@@ -71,15 +69,15 @@ def gate_misses(
     }
     if metrics is None:
         messages = {
-            name: "there is no data to measure it on" if getattr(gates, name) is not None else "" for name in messages
+            name: "there is no data to measure it" if getattr(gates, name) is not None else "" for name in messages
         }
     elif metrics.problem:
         messages = {name: metrics.problem if getattr(gates, name) is not None else "" for name in messages}
     if gates.max_size is not None and size > gates.max_size:
-        messages["max_size"] = f"the output has {size} bytes and may have {gates.max_size}"
+        messages["max_size"] = f"the output has {size} bytes, and the limit is {gates.max_size}"
     if gates.check is not None and findings:
         codes = ", ".join(dict.fromkeys(finding.code for finding in findings))
-        messages["check"] = f"the check found {codes}"
+        messages["check"] = f"the check reports {codes}"
     return tuple(GateMiss(gate=name, message=message) for name, message in messages.items() if message)
 
 
@@ -87,42 +85,42 @@ def _sqnr_miss(minimum: float | None, metrics: OutcomeMetrics | None) -> str:
     if minimum is None or metrics is None or metrics.exact:
         return ""
     if metrics.sqnr is None:
-        return "no output that differs holds floats"
-    return "" if metrics.sqnr >= minimum else f"the worst output has {metrics.sqnr:.2f} dB and needs {minimum:g}"
+        return "no differing output has floats"
+    return "" if metrics.sqnr >= minimum else f"the worst output has {metrics.sqnr:.2f} dB; the bound is {minimum:g}"
 
 
 def _agreement_miss(minimum: float | None, metrics: OutcomeMetrics | None) -> str:
     if minimum is None or metrics is None or metrics.exact:
         return ""
     if metrics.agreement is None:
-        return "no output holds class scores or integers"
+        return "no output has class scores or integers"
     percent = 100 * metrics.agreement
-    return "" if percent >= minimum else f"{percent:.2f}% agree and {minimum:g}% must"
+    return "" if percent >= minimum else f"{percent:.2f}% agree; the bound is {minimum:g}%"
 
 
 def _accuracy_miss(maximum: float | None, metrics: OutcomeMetrics | None) -> str:
     if maximum is None or metrics is None or metrics.exact:
         return ""
     if metrics.accuracy is None:
-        return "the data has no labels that an output can be held against"
+        return "the data has no labels for an output"
     before, after = (100 * share for share in metrics.accuracy)
-    passed = before - after <= maximum + 1e-9  # the shares are rounded
+    passed = before - after <= maximum + 1e-9  # tolerance for rounded shares
     return "" if passed else f"accuracy fell from {before:.2f}% to {after:.2f}%, by more than {maximum:g}"
 
 
 DEFAULT_BACKEND = "onnxruntime"
-"""Whose low-precision ops are counted where no gate names a backend."""
+"""Backend that predicts int8 ops if no gate names one."""
 
 
 def quantize_entry(entry: Entry, *, max_memory: int | None = None, progress: Progress | None = None) -> Outcome:
-    """Quantizes a model, writes it, and holds it against its gates.
+    """Quantize a model, write it, and check its gates.
 
-    What is at the output already is replaced: whether it may be was asked before.
+    An existing output is replaced; the caller has checked that this is allowed.
 
     Args:
-        entry: What is to be done.
-        max_memory: Bytes that calibration may take; by default half of what is free.
-        progress: Is told how far the work is.
+        entry: The entry.
+        max_memory: Bytes for calibration; by default half of the free memory.
+        progress: Progress callback.
     """
     start = time.monotonic()
 
@@ -134,7 +132,7 @@ def quantize_entry(entry: Entry, *, max_memory: int | None = None, progress: Pro
 
 
 def _run_safely(entry: Entry, process: Callable[[], Outcome]) -> Outcome:
-    """The outcome that `process` gives, or that tells why it gives none."""
+    """Return the outcome of `process`, or a failure outcome for its error."""
     try:
         return process()
     except GraphQuantError as error:
@@ -142,12 +140,12 @@ def _run_safely(entry: Entry, process: Callable[[], Outcome]) -> Outcome:
     except OSError as error:
         return failed_outcome(entry, type(error).__name__, _os_error_message(error), UsageError.exit_code)
     except MemoryError:
-        message = "There is not enough memory for this model. Give more with --max-memory, or fewer jobs with -j."
+        message = "There is not enough memory for this model. Allow more with --max-memory, or run fewer jobs with -j."
         return failed_outcome(entry, "Memory", message, InternalError.exit_code, "memory")
 
 
 def failed_outcome(entry: Entry, kind: str, message: str, exit_code: int = 1, status: Status = "failed") -> Outcome:
-    """The outcome of an entry that has no output."""
+    """Return the outcome of an entry without an output."""
     return Outcome(
         name=entry.name,
         model=entry.model,
@@ -159,7 +157,7 @@ def failed_outcome(entry: Entry, kind: str, message: str, exit_code: int = 1, st
 
 
 def apply_gates(entry: Entry, outcome: Outcome, status: Status) -> Outcome:
-    """An outcome whose output is there, held against the entry's gates."""
+    """Return an outcome with the entry's gates checked."""
     missed_gates = gate_misses(entry.gates, outcome.metrics, outcome.size_after or 0, outcome.findings)
     renamed = replace(outcome, name=entry.name, model=entry.model, output=entry.output)
     return replace(renamed, status="gate" if missed_gates else status, misses=missed_gates, problem=None)
@@ -167,7 +165,7 @@ def apply_gates(entry: Entry, outcome: Outcome, status: Status) -> Outcome:
 
 def _os_error_message(error: OSError) -> str:
     name = f"{error.filename} cannot be used" if error.filename else "A file cannot be used"
-    return f"{name}: {error.strerror or error}. Give another path, or make room."
+    return f"{name}: {error.strerror or error}. Give another path, or free space."
 
 
 def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -> Outcome:
@@ -201,7 +199,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     result.save(output, force=True)
     before = sum(file.stat().st_size for file in model_files(model))
     files = model_files(output)
-    flush_to_disk(files)  # before the journal says that they are
+    flush_to_disk(files)  # the journal may list them only once they are on the disk
     digests = [(file.relative_to(output.parent).as_posix(), file_digest(file)) for file in files]
     written = api.load(output)
     findings, low = _lint_output(written, entry.gates.check)
@@ -228,7 +226,7 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
 
 
 def _lint_output(model: Model, backend: str | None) -> tuple[tuple[BatchFinding, ...], tuple[int, int] | None]:
-    """What the check finds, where one is asked for, and how many ops run in low precision, of how many."""
+    """Return the findings of the check if one is required, and the number of int8 ops and of all ops."""
     from graphquant.backends import LINT_CODES, check_quantized_model
 
     counted_backend = backend or (DEFAULT_BACKEND if model.format == "onnx" else None)

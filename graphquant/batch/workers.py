@@ -1,7 +1,7 @@
-"""Worker processes: each does one model after the other, and what ends one of them ends nothing else.
+"""Worker processes, and the removal of files that killed ones left behind.
 
-A worker that hangs or takes too much memory is killed, and one that dies is replaced; that is the outcome of the model
-which it was at, and of no other.
+A worker processes one model after the other. One that hangs or takes too much memory is killed, and one that dies is
+replaced. Only the model that it was processing fails.
 """
 
 from __future__ import annotations
@@ -36,22 +36,20 @@ if TYPE_CHECKING:
     ProgressCallback = Callable[[Entry, str, int, int], None]
 
 
-# What a process that was killed left beside the output that it was about to write.
-
 _PARTIAL_FILE = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.[0-9a-f]{8}\.part")
-"""As `graphquant.whole` calls a file that it has not finished."""
+"""Name of an unfinished file of `atomic_files`."""
 
 _STAGING_FOLDER = re.compile(r"\.(?P<name>.+)\.(?P<process>\d+)\.[a-z0-9_]{8}")
-"""As it calls the folder in which a SavedModel is made ready."""
+"""Name of a folder in which a SavedModel is prepared."""
 
 
 def remove_stale_files(outputs: Iterable[str]) -> None:
-    """Removes unfinished files of processes that are gone; a folder that was just being replaced is put back."""
+    """Remove unfinished files of dead processes; restore a folder whose replacement was interrupted."""
     names_by_folder: dict[Path, set[str]] = {}
     for output in outputs:
         names_by_folder.setdefault(Path(output).parent, set()).add(Path(output).name)
     for folder, names in names_by_folder.items():
-        with suppress(OSError):  # there is no such folder, or nothing may be removed from it
+        with suppress(OSError):  # the folder is missing or read-only
             for path in list(folder.iterdir()):
                 _remove_if_stale(path, names)
 
@@ -71,55 +69,54 @@ def _remove_if_stale(path: Path, names: set[str]) -> None:
 
 
 def _process_exists(process: int) -> bool:
-    """Whether there is such a process."""
+    """Return True if a process exists."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        return True  # it is somebody else's
+        return True  # the process belongs to another user
     return True
 
 
 BYTES_PER_WORKER = 2 << 30
-"""Bytes of free memory for each worker, where nobody says how many there are to be."""
+"""Free memory per worker for the default number of workers."""
 
 MEMORY_POLL_SECONDS = 0.05
-"""Seconds between two looks at how much memory workers take: what one can take meanwhile comes on top."""
+"""Seconds between two polls of memory. A worker may exceed its limit for that long."""
 
 WORKER_POLL_SECONDS = 1.0
-"""Seconds between two looks whether workers are there; of most that end their pipes tell."""
+"""Seconds between two polls for dead workers; most of them also close their pipes."""
 
 STARTUP_SECONDS = 120.0
-"""Seconds that a worker may take to start, beside the time for the model."""
+"""Seconds for the start of a worker, not counted as time for the model."""
 
 MAX_IDLE_BYTES = 1 << 30
-"""Bytes that a worker may hold between two models; one that holds more is replaced."""
+"""Bytes that a worker may keep between two models; above that, it is replaced."""
 
 PROGRESS_SECONDS = 0.1
-"""Seconds between two words on how far a worker is."""
+"""Seconds between two progress messages."""
 
 MAX_LOG_CHARS = 300
-"""Characters of what a worker said last, told where it died."""
+"""Maximum number of characters of a dead worker's last output line."""
 
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of Linux's prctl
+_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl on Linux
 _STARTED = "begun"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """What workers may take.
+    """Limits of workers.
 
     Attributes:
-        jobs: How many there are at once.
-        timeout: Seconds for one model, None for any time.
-        memory: Bytes that a worker may have to itself, None for any number. Address space would not do as a measure:
-            frameworks reserve much of it, and mapped weights count.
-        retries: How often a model is tried again whose worker died or took too much memory, or whose files are
-            elsewhere and could not be read.
+        jobs: Number of concurrent workers.
+        timeout: Seconds per model, None without a limit.
+        memory: Private memory per worker in bytes, None without a limit. Address space would be no measure: frameworks
+            reserve much of it, and memory-mapped weights count.
+        retries: Number of further attempts after a crash, excessive memory, or a failure with remote files.
 
     Raises:
-        UsageError: Memory is limited, and the system does not say how much of it a process has.
+        UsageError: Memory is limited, and the system does not report it.
     """
 
     jobs: int = 1
@@ -129,11 +126,11 @@ class WorkerLimits:
 
     def __post_init__(self) -> None:
         if self.memory is not None and not process_memory(os.getpid()):
-            raise UsageError("What workers take cannot be watched on this system. Leave --max-memory out.")
+            raise UsageError("This system does not report the memory of processes. Remove --max-memory.")
 
 
 def default_jobs() -> int:
-    """As many workers as there are cores, if there is memory for them."""
+    """Return the number of cores, limited by free memory."""
     from graphquant.calibration.memory import available_memory
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -149,15 +146,15 @@ def run_workers(
     pool: list[_WorkerProcess] | None = None,
     halt: Connection | None = None,
 ) -> Iterator[Outcome]:
-    """Gives the outcome of each entry as soon as it is there; leaving early ends all workers.
+    """Yield the outcome of each entry as it arrives. Closing the generator ends all workers.
 
     Args:
-        entries: What is to be done.
-        worker: Does one: takes an entry, and `progress` to tell how far it is; something that can be pickled.
-        limits: How many workers, and what each may take.
-        on_progress: Is told which entry is at what, how much of it is done and how much there is; "" when one begins.
-        pool: Workers of an earlier call with the same `worker`; those that are free at the end stay in it.
-        halt: Ends all workers, as leaving early does, once its other end is closed, which another thread may do.
+        entries: The entries.
+        worker: Picklable function of an entry and of `progress`.
+        limits: Limits of the workers.
+        on_progress: Called with the entry, the stage, and completed and total steps; the stage is "" at the start.
+        pool: Workers of an earlier call with the same `worker`; idle ones remain in it afterwards.
+        halt: Pipe that ends all workers when its other end is closed, which another thread may do.
     """
     pending = deque(_Attempt(entry, 1) for entry in entries)
     workers: list[_WorkerProcess] = [] if pool is None else pool
@@ -181,14 +178,14 @@ def run_workers(
 
 
 def stop_workers(pool: Sequence[_WorkerProcess]) -> None:
-    """Ends workers."""
+    """End workers."""
     for process in pool:
         process.kill()
 
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """An entry, and which time it is tried."""
+    """An entry and the number of the attempt."""
 
     entry: Entry
     number: int
@@ -197,7 +194,7 @@ class _Attempt:
 def _assign_entries(
     pending: deque[_Attempt], workers: list[_WorkerProcess], worker: WorkFunction, limits: WorkerLimits
 ) -> None:
-    """Gives each free worker an entry, and starts workers while there is more to do."""
+    """Assign entries to idle workers, and start workers while entries remain."""
     for process in workers:
         if pending and process.attempt is None:
             process.assign(pending.popleft())
@@ -209,7 +206,7 @@ def _assign_entries(
 def _ready_workers(
     workers: list[_WorkerProcess], limits: WorkerLimits, halt: Connection | None
 ) -> list[_WorkerProcess]:
-    """The workers that have something to say, or are over a limit; waits a while for one, or until all is to end."""
+    """Wait for workers that sent a message, exited or exceed a limit."""
     busy = [process for process in workers if process.attempt is not None]
     now = time.monotonic()
     patience = min([max(process.deadline(limits) - now, 0.0) for process in busy], default=0.0)
@@ -219,22 +216,22 @@ def _ready_workers(
 
 
 def _should_retry(entry: Entry, outcome: Outcome) -> bool:
-    """Whether it may go well another time."""
+    """Return True if another attempt may succeed."""
     is_remote = any("://" in path for path in (entry.model, entry.output, entry.data or "", entry.stats or ""))
     return outcome.status in {"crashed", "memory"} or (outcome.status == "failed" and is_remote)
 
 
 class _WorkerProcess:
-    """A process that works, seen from outside.
+    """A worker process, seen from its parent.
 
     Attributes:
-        pipe: What it says comes through here.
-        attempt: What it is at, None if it is free.
-        alive: Whether it can be given more.
+        pipe: Receives its messages.
+        attempt: Its current attempt, None if idle.
+        alive: True if it accepts entries.
     """
 
     def __init__(self, worker: WorkFunction) -> None:
-        context = multiprocessing.get_context("spawn")  # frameworks have threads, which a fork would lose
+        context = multiprocessing.get_context("spawn")  # a fork would lose the threads of frameworks
         descriptor, name = tempfile.mkstemp(prefix="graphquant-worker-")
         self._log = os.fdopen(descriptor, errors="replace")
         self.pipe, child_pipe = context.Pipe()
@@ -247,31 +244,31 @@ class _WorkerProcess:
         self._assigned_at = self._started_at = 0.0
 
     def assign(self, attempt: _Attempt) -> None:
-        """Has it do an entry."""
+        """Send an entry to the worker."""
         self.attempt, self._assigned_at, self._started_at = attempt, time.monotonic(), 0.0
-        with suppress(OSError):  # it is dead already, which the pipe tells next
+        with suppress(OSError):  # the process is dead; the next read of the pipe reports that
             self.pipe.send(attempt.entry)
 
     def deadline(self, limits: WorkerLimits) -> float:
-        """When it must be done, on the monotonic clock."""
+        """Return the deadline of the attempt on the monotonic clock."""
         start = self._started_at or self._assigned_at + STARTUP_SECONDS
         return start + (limits.timeout if limits.timeout is not None else float("inf"))
 
     @property
     def exited(self) -> bool:
-        """Whether it has ended; its pipe does not tell while a process that it forked has that open."""
+        """True if the process ended. Its pipe stays open while a child process has it."""
         return self._process.exitcode is not None
 
     def exceeds_limits(self, limits: WorkerLimits) -> bool:
-        """Whether it takes more time or memory than it may."""
+        """Return True if time or memory is above the limit."""
         return time.monotonic() >= self.deadline(limits) or self._exceeds_memory(limits)
 
     def poll_outcome(self, limits: WorkerLimits, on_progress: ProgressCallback | None) -> Outcome | None:
-        """What became of its entry; None while it is still at it."""
+        """Return the outcome of the entry, None while it runs."""
         attempt = self.attempt
         if attempt is None:
             return None
-        exited = self.exited  # before what it said last is read
+        exited = self.exited  # checked before the last messages are read, so that none is lost
         try:
             while self.pipe.poll():
                 message = self.pipe.recv()
@@ -288,23 +285,27 @@ class _WorkerProcess:
         if self._exceeds_memory(limits):
             limit_mib = (limits.memory or 0) / (1 << 20)
             message = (
-                f"It took more than {limit_mib:.0f} MiB of memory, which is what --max-memory allows, and was stopped. Give"
+                f"The worker used more than {limit_mib:.0f} MiB of memory, the limit of --max-memory,"
+                " and was stopped. Allow"
                 " more, or use fewer samples."
             )
             return self._kill_with_outcome(attempt.entry, "memory", "Memory", message)
         if time.monotonic() >= self.deadline(limits):
-            message = f"It was not done after {limits.timeout:g} s, which is what --timeout allows, and was stopped."
+            message = (
+                f"The model was not finished after {limits.timeout:g} s, the limit of --timeout, and the"
+                " worker was stopped."
+            )
             return self._kill_with_outcome(
                 attempt.entry, "timeout", "Timeout", f"{message} Give more time, or use fewer samples."
             )
         return None
 
     def kill(self) -> None:
-        """Ends it and what it started, at once."""
+        """End the process and its children at once."""
         self.alive = False
         entry = self.attempt.entry if self.attempt is not None else None
         self.attempt = None
-        with suppress(OSError):  # it has no group of its own yet, or is gone
+        with suppress(OSError):  # the process has no group yet, or has ended
             if self._process_id:
                 os.killpg(self._process_id, signal.SIGKILL)
         self._process.kill()
@@ -315,7 +316,7 @@ class _WorkerProcess:
             remove_stale_files([entry.output])
 
     def _finish(self, outcome: Outcome, limits: WorkerLimits) -> Outcome:
-        """Its entry is done; it stays for the next unless it holds on to much memory."""
+        """Mark the worker idle, and end it if it keeps much memory."""
         self.attempt = None
         if process_memory(self._process_id) > min(MAX_IDLE_BYTES, (limits.memory or 2 * MAX_IDLE_BYTES) // 2):
             self.kill()
@@ -331,20 +332,20 @@ class _WorkerProcess:
         return replace(outcome, seconds=round(seconds, 3))
 
     def _exit_description(self) -> str:
-        """How the process ended."""
+        """Describe the end of the process."""
         self._process.join(STARTUP_SECONDS)
         code = self._process.exitcode
         ending = f"ended with exit code {code}"
         if code is not None and code < 0:
             ending = f"was ended by {signal.Signals(-code).name if -code in set(signal.Signals) else f'signal {-code}'}"
-            ending += ", as the system does when no memory is left" if -code == signal.SIGKILL else ""
+            ending += ", as the system does when memory runs out" if -code == signal.SIGKILL else ""
         lines = self._log.read().strip().splitlines()
-        last_line = f" The last it said: {escape_unprintable(lines[-1])[:MAX_LOG_CHARS]}" if lines else ""
-        return f"The process that worked on it {ending}.{last_line} Try the model alone with `graphquant insert`."
+        last_line = f" Its last output: {escape_unprintable(lines[-1])[:MAX_LOG_CHARS]}" if lines else ""
+        return f"The worker process {ending}.{last_line} Try the model alone with `graphquant insert`."
 
 
 def process_memory(process: int) -> int:
-    """Bytes that a process has to itself, 0 where the system does not say."""
+    """Return the private memory of a process in bytes, 0 if the system does not report it."""
     try:
         status = Path(f"/proc/{process}/status").read_text("ascii", errors="replace")
     except OSError:
@@ -355,9 +356,9 @@ def process_memory(process: int) -> int:
 
 
 def _worker_main(pipe: Connection, worker: WorkFunction, log: str) -> None:
-    """What a worker does: takes entries, tells how far it is, gives outcomes, until nobody is there any more."""
+    """Process entries of the pipe until it is closed."""
     _detach_process(log)
-    disable_onednn()  # else it would depend on what the data function of an earlier entry imported
+    disable_onednn()  # otherwise imports by an earlier entry's data function would change results
     report_progress = _ProgressSender(pipe)
     while True:
         try:
@@ -369,7 +370,7 @@ def _worker_main(pipe: Connection, worker: WorkFunction, log: str) -> None:
 
 
 def _detach_process(log: str) -> None:
-    """Makes this process go when its parent goes, and keeps Ctrl-C and the terminal from it."""
+    """End this process with its parent, and protect it from Ctrl-C and from writing to the terminal."""
     os.setpgrp()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -377,16 +378,16 @@ def _detach_process(log: str) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
-        with suppress(OSError):  # where memory runs out, a worker is to go, and not whoever watches it
+        with suppress(OSError):  # if memory runs out, Linux should end a worker, not its parent
             Path("/proc/self/oom_score_adj").write_text("1000", "ascii")
     log_descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    Path(log).unlink()  # whoever started this has it open
+    Path(log).unlink()  # the parent has the file open
     os.dup2(log_descriptor, 1)
     os.dup2(log_descriptor, 2)
 
 
 class _ProgressSender:
-    """Passes on how far the work is, not too often."""
+    """Sends progress at a limited rate."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe

@@ -1,1 +1,1 @@
-"""Drawings of models, plans and results: tables for the terminal, JSON and DOT for other tools."""
+"""Presentation of models, plans and results: terminal text, JSON, pages, pictures and notebooks."""

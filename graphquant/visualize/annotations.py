@@ -1,4 +1,8 @@
-"""What quantization is drawn on a graph: that of a quantized model, of a plan, or of what `insert` made."""
+"""Quantization annotations of a drawing, their labels, and heatmaps over them.
+
+Annotations come from a quantized model, from a plan, or from a result of `insert`. A heatmap adds metrics to each of
+them: a page knows only its columns, so a new metric of a site is one more column.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +38,11 @@ class DrawnParams:
 
     Attributes:
         scale: float32, one or several, real units per step.
-        zero_point: Integers, steps; as many.
-        axis: The channel axis, or that of the blocks, where there are several.
-        block_size: How many elements along `axis` have one scale; None where there are no blocks.
-        low: The smallest value that is represented, real units; one or several, none where it is not known.
-        high: The largest one.
+        zero_point: Integers in steps, as many as scales.
+        axis: Channel or block axis, if there are several scales.
+        block_size: Number of elements along `axis` that share a scale; None without blocks.
+        low: Smallest representable value in real units, one or several; empty if unknown.
+        high: Largest representable value, likewise.
     """
 
     scale: Array
@@ -51,20 +55,20 @@ class DrawnParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Annotation:
-    """How one tensor is quantized for those that read it, or will be.
+    """Quantization of one tensor for its readers, present in the model or planned.
 
     Attributes:
         tensor: The float tensor, or the constant that is stored as integers.
-        name: What else it is called: the file's own name where scales are in tensors.
-        dtype: The type of the quantized values, "" where that is not known.
-        params: Scale and zero point; None where they are not known, not known yet, or computed in each run.
-        dynamic: Whether they are computed in each run.
-        rule: The rule, "" where none is known.
-        why: That rule's reason.
-        scheme: The scheme in words, "" where it is not known.
-        note: A word on it: with what it shares its scale, that its range is learned, how it rounds.
-        tensor_range: What calibration saw of the tensor and what the range costs.
-        op_key: The quantization op, as graph and name; two empty texts where none is in the model.
+        name: The file's own name of the tensor, if scales are stored in tensors.
+        dtype: Type of the quantized values, "" if unknown.
+        params: Scale and zero point; None if unknown, not calibrated yet, or computed in each run.
+        dynamic: True if scale and zero point are computed in each run.
+        rule: Name of the rule, "" if unknown.
+        why: Reason that the rule states.
+        scheme: Text of the scheme, "" if unknown.
+        note: Remark, for example a shared scale, a learned range or a rounding mode.
+        tensor_range: Calibration statistics and the cost of the range.
+        op_key: Graph and name of the quantization op; two empty strings if the model has none.
     """
 
     tensor: TensorRef
@@ -82,15 +86,15 @@ class Annotation:
 
 @dataclass(slots=True, kw_only=True)
 class AnnotationSet:
-    """Badges and where they belong.
+    """Annotations and their positions in a model.
 
     Attributes:
-        annotations: The badges.
-        by_op: For quantization ops that are in the model, (graph, op), the badge.
-        by_use: For uses that are not rerouted yet the badge.
-        by_tensor: For tensors that keep their scale themselves the badge.
-        skip_reasons: For uses that a rule asked for and that stay float the reason.
-        float_reasons: For ops that multiply, (graph, op), why they stay float, "" where they do not; empty for a plan.
+        annotations: The annotations. The dictionaries below hold indexes into this list.
+        by_op: Index by (graph, op) of quantization ops in the model.
+        by_use: Index by use that is not rerouted yet.
+        by_tensor: Index by tensor that stores its own scale.
+        skip_reasons: Reason by use that a rule matched and that stays float.
+        float_reasons: Reason by (graph, op) of weighted ops that stay float, "" if quantized; empty for a plan.
     """
 
     annotations: list[Annotation] = field(default_factory=list)
@@ -104,12 +108,12 @@ class AnnotationSet:
 def annotate_model(
     summary: ModelSummary, rule_reasons: Mapping[str, str], range_report: RangeReport | None = None
 ) -> AnnotationSet:
-    """The quantization that is in a model.
+    """Annotate the quantization in a model.
 
     Args:
-        summary: What was found in it.
-        rule_reasons: The reasons of rules by their names.
-        range_report: Statistics of tensors that are called the same.
+        summary: Summary of the model.
+        rule_reasons: Reasons of rules by rule name.
+        range_report: Statistics, matched to tensors by name.
     """
     annotation_set = AnnotationSet()
     ranges_by_tensor = _ranges_by_tensor(range_report)
@@ -140,7 +144,7 @@ def annotate_model(
 
 
 def annotate_plan(plan: Plan, range_report: RangeReport | None = None) -> AnnotationSet:
-    """What a plan will insert."""
+    """Annotate the quantization that a plan inserts."""
     annotation_set = AnnotationSet()
     ranges_by_tensor = _ranges_by_tensor(range_report)
     for site in plan.sites:
@@ -162,7 +166,12 @@ def annotate_plan(plan: Plan, range_report: RangeReport | None = None) -> Annota
 
 
 def annotate_result(result: Result, summary: ModelSummary) -> AnnotationSet:
-    """What `insert` made of a model; `summary` is the survey of the rewritten one."""
+    """Annotate the result of `insert`.
+
+    Args:
+        result: The result.
+        summary: Summary of the rewritten model.
+    """
     plan = result.plan
     annotation_set = annotate_model(summary, {site.rule: site.why for site in plan.sites})
     sketches = result.stats.sketches if result.stats is not None else {}
@@ -218,13 +227,13 @@ def _drawn_params(params: QParams | DynamicQParams | None) -> DrawnParams | None
 
 
 def _stored_annotation(stored_tensor: StoredScaleTensor) -> Annotation:
-    """The badge of a tensor that keeps its scale itself."""
+    """Return the annotation of a tensor that stores its own scale."""
     stored, dtype = stored_tensor.stored, stored_tensor.output.dtype or ""
     drawn = None
     if stored.scale.size and stored.scale.size == stored.zero_point.size:
         axis = stored.axis if stored.scale.size > 1 else None
         drawn = DrawnParams(scale=stored.scale, zero_point=stored.zero_point, axis=axis)
-        with suppress(ValueError):  # an int64 bias: what it represents is of no interest
+        with suppress(ValueError):  # an int64 bias: its range is of no interest
             limits = IntType.parse(dtype).limits()
             scale, zero_point = stored.scale.astype(np.float64), stored.zero_point.astype(np.float64)
             drawn = replace(drawn, low=(limits[0] - zero_point) * scale, high=(limits[1] - zero_point) * scale)
@@ -233,11 +242,11 @@ def _stored_annotation(stored_tensor: StoredScaleTensor) -> Annotation:
     )
 
 
-# A badge in a few words: on a drawing, in a line of text.
-
-
 def annotation_text(annotation: Annotation) -> str:
-    """`uint8 0.0235 z128`, `int8[64]` per channel, `int8 dynamic`; the type alone where no scale is known."""
+    """Return the label of an annotation.
+
+    Examples are `uint8 0.0235 z128`, `int8[64]` (per channel) and `int8 dynamic`. Without a known scale it is the type.
+    """
     dtype = annotation.dtype or "?"
     if annotation.dynamic:
         return f"{dtype} dynamic"
@@ -249,21 +258,16 @@ def annotation_text(annotation: Annotation) -> str:
     return f"{dtype} {scale.item():.3g}" + (f" z{int(zero_point.item())}" if zero_point.any() else "")
 
 
-# Figures of quantized tensors, to be drawn as heat: columns of numbers by quantization op.
-#
-# A page knows no more than this. Whoever has another figure of each site adds a column.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeatColumn:
-    """One figure that each quantized tensor has.
+    """A metric of each quantized tensor.
 
     Attributes:
-        name: What it is called, in a few words.
-        description: What it is.
-        hot: The figure from which on it is as bad as can be.
-        cold: The one from which on it does not matter; above `hot` where more is better, else below.
-        unit: Its unit.
+        name: Short name.
+        description: Meaning of the metric.
+        hot: Value from which on it is as bad as possible.
+        cold: Value from which on it is harmless; above `hot` if higher values are better.
+        unit: Unit.
     """
 
     name: str
@@ -286,14 +290,13 @@ SENSITIVITY = HeatColumn(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heatmap:
-    """Figures of the quantized tensors of a model.
+    """Metrics of the quantized tensors of a model.
 
     Attributes:
-        columns: What the figures are; the first one is shown first.
-        values: For quantization ops, by graph and name, a figure for each column: infinite where there is no error at all,
-            None where it is not known.
-        notes: Why a figure is not known.
-        summary: Lines on the whole of it, at the top of the page.
+        columns: The metrics; the first one is shown first.
+        values: One value per column, by (graph, op) of the quantization op: infinite if exact, None if unknown.
+        notes: Reason for an unknown value.
+        summary: Lines for the top of the page.
     """
 
     columns: tuple[HeatColumn, ...]
@@ -303,7 +306,7 @@ class Heatmap:
 
 
 def comparison_heatmap(comparison: Comparison) -> Heatmap:
-    """What `compare` found of each quantized tensor."""
+    """Return the heatmap of a comparison."""
     has_sensitivity = any(site.sensitivity is not None for site in comparison.sites)
     return Heatmap(
         columns=(SENSITIVITY, LOCAL_ERROR, ACCUMULATED_ERROR) if has_sensitivity else (LOCAL_ERROR, ACCUMULATED_ERROR),
@@ -317,7 +320,7 @@ def comparison_heatmap(comparison: Comparison) -> Heatmap:
 
 
 def heatmap_data(heatmap: Heatmap, annotations: Sequence[Annotation]) -> dict[str, Any]:
-    """The figures as data of the page: those that are not known as null, no error at all as "equal"."""
+    """Return a heatmap as viewer data: null for unknown values, "equal" for exact ones."""
     values = {
         number: heatmap.values[annotation.op_key]
         for number, annotation in enumerate(annotations)
@@ -327,20 +330,20 @@ def heatmap_data(heatmap: Heatmap, annotations: Sequence[Annotation]) -> dict[st
         "columns": [
             {
                 "name": column.name,
-                "says": column.description,
+                "description": column.description,
                 "hot": column.hot,
                 "cold": column.cold,
                 "unit": column.unit,
             }
             for column in heatmap.columns
         ],
-        "of": {number: [_viewer_figure(figure) for figure in figures] for number, figures in values.items()},
+        "values": {number: [_viewer_figure(figure) for figure in figures] for number, figures in values.items()},
         "notes": {
             number: heatmap.notes[annotation.op_key]
             for number, annotation in enumerate(annotations)
             if annotation.op_key in heatmap.notes
         },
-        "says": list(heatmap.summary),
+        "summary": list(heatmap.summary),
     }
 
 
@@ -351,7 +354,7 @@ def _viewer_figure(value: float | None) -> float | str | None:
 
 
 def _output_summary(output: OutputFigures) -> str:
-    """An output's figures in a line."""
+    """Return the metrics of an output as a line."""
     if output.problem:
         return f"{output.name}: {output.problem}"
     phrases = [f"{output.sqnr:.2f} dB" if output.sqnr is not None and math.isfinite(output.sqnr) else ""]

@@ -1,4 +1,4 @@
-"""A small drawing as text: an op a line, with the tensors that pass as rails at the left."""
+"""Small drawings as text: one op per line, with tensors as rails at the left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 RailTensor = tuple[int, int]
-"""A box and its port."""
+"""Box number and output port."""
 
 ASCII_GLYPHS = str.maketrans("│─┼├┤╯╰╮●◉", "|-+++'`.*@")
 
@@ -29,12 +29,12 @@ STATE_STYLES = {"all": "green", "some": "yellow", "none": ""}
 
 
 def ascii_graph(drawing: Drawing, highlighted: Sequence[int]) -> RenderableType:
-    """The ops from top to bottom, `highlighted` ones marked, each with its quantized inputs below it."""
+    """Draw the ops from top to bottom, with `highlighted` ones marked and quantized inputs below each op."""
     return _AsciiGraph(drawing, highlighted)
 
 
 class _AsciiGraph:
-    """What rich prints; it knows only then whether the terminal has more than ASCII."""
+    """Renderable drawing. rich tells only at rendering time whether the terminal supports Unicode."""
 
     def __init__(self, drawing: Drawing, highlighted: Sequence[int]) -> None:
         self.drawing = drawing
@@ -55,7 +55,7 @@ class _AsciiGraph:
         wires: list[list[Wire]] = [[] for _ in drawing.boxes]
         for wire in drawing.wires:
             wires[wire.target].append(wire)
-            if positions[wire.source] < positions[wire.target]:  # others close a cycle
+            if positions[wire.source] < positions[wire.target]:  # other wires close a cycle
                 unread[wire.source, wire.port] = unread.get((wire.source, wire.port), 0) + 1
                 inputs[wire.target].append((wire.source, wire.port))
         outgoing: dict[int, list[RailTensor]] = {}
@@ -80,7 +80,7 @@ class _AsciiGraph:
                 yield Text(f"{passing}    {detail}", style="dim")
 
     def _op_details(self, box: Box, wires: Sequence[Wire]) -> Iterator[str]:
-        """The op's quantized inputs, and why it is float."""
+        """Yield the quantized inputs of an op, and the reason why it is float."""
         annotations = self.drawing.annotations
         annotated_inputs = [(wire.slot, box.op.role(wire.slot), wire.annotations) for wire in wires]
         annotated_inputs += [(constant.slot, constant.role, constant.annotations) for constant in box.constants]
@@ -102,8 +102,11 @@ def _box_label(box: Box) -> str:
 def _op_line(
     rails: list[RailTensor | None], inputs: Sequence[RailTensor], unread: dict[RailTensor, int], glyph: str
 ) -> tuple[int, str]:
-    """Puts an op on a rail: that of an input which nobody reads after it, or a new one. Its column and line."""
-    continues_by_column: dict[int, bool] = {}  # columns that it reads, and whether others still read them
+    """Place an op on a rail, and return its column and line.
+
+    The op takes the rail of an input without later readers, or a new one.
+    """
+    continues_by_column: dict[int, bool] = {}  # columns that it reads; True if later ops read them too
     for tensor in inputs:
         unread[tensor] -= 1
     for tensor in dict.fromkeys(inputs):
@@ -138,7 +141,7 @@ def _op_line(
 
 
 def _fork_line(rails: list[RailTensor | None], column: int, outputs: Sequence[RailTensor]) -> str:
-    """Gives further outputs of the op at `column` rails of their own, right of all; the line that shows it."""
+    """Add rails for further outputs of the op at `column`, and return the line that shows them."""
     first = len(rails)
     rails += outputs
     cells = []

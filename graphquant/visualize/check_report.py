@@ -1,4 +1,4 @@
-"""What `check` tells, as a table, as JSON data, as SARIF 2.1.0 and as GitHub's workflow commands."""
+"""Reports of `check` and of data checks: tables, JSON, SARIF and GitHub workflow commands."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
 
 
 CHECK_NAMES_SHOWN = 6
-"""Ops named in a line; the rest are counted."""
+"""Number of op names in a line; the remaining ops are counted."""
 
-NAME_ONLY_RULES = {"not-quantized": "float all around:", "no-kernel": "no integer"}
-"""Rules whose ops are only named, and what is said before their type."""
+NAME_ONLY_RULES = {"not-quantized": "no quantized neighbors:", "no-kernel": "no integer"}
+"""Backend rules whose ops are listed by name only, with the text before the op type."""
 
-_COLOURS = {"error": "bold red", "warning": "yellow", "note": "dim"}
+_LEVEL_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 
 
 def check_view(report: CheckReport) -> RenderableType:
-    """How the ops of one model will run, why some stay float, and the findings."""
+    """Render predicted execution of the ops, reasons for float ops, and findings."""
     sections: list[RenderableType] = [Text(escape_unprintable(_check_heading(report)), style="bold")]
     if report.backend and not report.quantization_ops and not report.counts["low"]:
-        message = "It has no quantization ops, so every op runs in float. `graphquant insert` puts them in."
+        message = "The model has no quantization ops, so every op runs in float. `graphquant insert` inserts them."
         sections.append(Text(message))
     elif report.backend:
         sections += _verdict_sections(report)
@@ -50,15 +50,18 @@ def _check_heading(report: CheckReport) -> str:
     if not report.backend:
         return f"{path}: {report.quantization_ops} quantization ops, {finding_count}."
     counts, all_ops = report.counts, len(report.verdicts)
-    fused_text = f", {counts['absorbed']} more are absorbed" if counts["absorbed"] else ""
-    return f"{path} for {report.backend}: {counts['low']} of {all_ops} ops run in low precision{fused_text}; {finding_count}."
+    fused_text = f", {counts['absorbed']} more are fused" if counts["absorbed"] else ""
+    return (
+        f"{path} for {report.backend}: {counts['low']} of {all_ops} ops run in low precision{fused_text};"
+        f" {finding_count}."
+    )
 
 
 def _verdict_sections(report: CheckReport) -> list[RenderableType]:
     sections: list[RenderableType] = []
     if report.runs_as:
         sections.append(Text("  " + ", ".join(f"{count} {kind}" for kind, count in report.runs_as.items())))
-    table = NameTable("stays float", "type", "because", "to change that")
+    table = NameTable("float op", "type", "reason", "remedy")
     for verdict in report.verdicts:
         if verdict.broken_rule is not None and verdict.broken_rule.rule not in NAME_ONLY_RULES:
             table.add_row(verdict.location, verdict.type, verdict.broken_rule.message, verdict.broken_rule.fix)
@@ -79,18 +82,18 @@ def _names_by_type(verdicts: Iterable[Verdict]) -> list[str]:
 
 def _finding_lines(finding: LintFinding) -> list[RenderableType]:
     level = LINT_CODES[finding.code].level
-    line = Text(f"{finding.code} ", style=_COLOURS[level])
+    line = Text(f"{finding.code} ", style=_LEVEL_STYLES[level])
     line.append(escape_unprintable(f"{finding.location}: {finding.message}"), style="default")
     return [line, Text(escape_unprintable(f"      {finding.fix}"), style="dim")]
 
 
 def check_json(report: CheckReport) -> dict[str, Any]:
-    """One report as JSON data."""
+    """Return a check report as JSON data."""
     return {
         "schema": JSON_SCHEMA_VERSION,
         "path": report.path,
         "backend": report.backend,
-        "pairs": report.quantization_ops,
+        "quantization_ops": report.quantization_ops,
         "counts": report.counts,
         "runs_as": report.runs_as,
         "ops": [_verdict_json(verdict) for verdict in report.verdicts],
@@ -100,7 +103,7 @@ def check_json(report: CheckReport) -> dict[str, Any]:
                 "level": LINT_CODES[finding.code].level,
                 "graph": finding.graph,
                 "op": finding.op,
-                "says": finding.message,
+                "message": finding.message,
                 "fix": finding.fix,
             }
             for finding in report.findings
@@ -111,12 +114,12 @@ def check_json(report: CheckReport) -> dict[str, Any]:
 def _verdict_json(verdict: Verdict) -> dict[str, Any]:
     fields = {"graph": verdict.graph, "op": verdict.op, "type": verdict.type, "status": verdict.status}
     broken = verdict.broken_rule
-    reason = None if broken is None else {"rule": broken.rule, "says": broken.message, "fix": broken.fix}
-    return {**fields, "runs_as": verdict.runs_as, "broken": reason}
+    reason = None if broken is None else {"rule": broken.rule, "message": broken.message, "fix": broken.fix}
+    return {**fields, "runs_as": verdict.runs_as, "broken_rule": reason}
 
 
 def check_notices(report: CheckReport) -> list[Notice]:
-    """The findings of one model, to be told as SARIF or to GitHub."""
+    """Return the findings as notices for SARIF and GitHub."""
     return [
         Notice(
             finding.code,
@@ -124,31 +127,29 @@ def check_notices(report: CheckReport) -> list[Notice]:
             report.path,
             finding.location,
             finding.op,
-            f"{finding.message}. To mend it: {finding.fix}.",
+            f"{finding.message}. Remedy: {finding.fix}.",
         )
         for finding in report.findings
     ]
 
 
 def check_sarif(reports: Sequence[CheckReport]) -> dict[str, Any]:
-    """The findings of all models as one SARIF 2.1.0 log, for code scanning."""
+    """Return the findings of all models as one SARIF 2.1.0 log for code scanning."""
     return as_sarif((notice for report in reports for notice in check_notices(report)), LINT_CODES)
 
 
 def check_annotations(report: CheckReport) -> str:
-    """The findings as commands that a GitHub workflow shows beside the file."""
+    """Return the findings as GitHub workflow commands."""
     return as_github(check_notices(report))
 
 
-# Calibration data beside the inputs it feeds, as a table and as JSON data.
-
-DATA_CHECK_COLUMNS = ("input", "dtype", "in the model", "the data gives", "low", "high", "mean", "NaN, inf")
+DATA_CHECK_COLUMNS = ("input", "dtype", "in the model", "in the data", "low", "high", "mean", "NaN, inf")
 
 IGNORED_SHOWN = 8
 
 
 def data_check_view(report: DataReport) -> RenderableType:
-    """The table of inputs, what no input takes, and the findings."""
+    """Render the table of inputs, ignored names, and findings."""
     table = NameTable(*DATA_CHECK_COLUMNS)
     for input_summary in report.inputs:
         table.add_row(*_input_cells(input_summary))
@@ -156,15 +157,15 @@ def data_check_view(report: DataReport) -> RenderableType:
     if report.ignored:
         omitted_count = len(report.ignored) - IGNORED_SHOWN
         names = ", ".join(report.ignored[:IGNORED_SHOWN]) + (f" and {omitted_count} more" if omitted_count > 0 else "")
-        sections.append(plain_line(f"No input takes: {names}", "dim"))
+        sections.append(plain_line(f"No input uses: {names}", "dim"))
     sections += [plain_line(finding.message, "yellow") for finding in report.findings]
-    finding_text = pluralize(len(report.findings), "finding") if report.findings else "nothing found"
+    finding_text = pluralize(len(report.findings), "finding") if report.findings else "no findings"
     sections.append(plain_line(f"{pluralize(report.samples, 'sample')}, {finding_text}.", "bold"))
     return Group(*sections)
 
 
 def data_check_json(report: DataReport) -> dict[str, Any]:
-    """The same as JSON data."""
+    """Return a data check as JSON data."""
     return {
         "schema": JSON_SCHEMA_VERSION,
         "samples": report.samples,
@@ -174,7 +175,7 @@ def data_check_json(report: DataReport) -> dict[str, Any]:
                 "name": input_summary.name,
                 "dtype": input_summary.dtype,
                 "shape": None if input_summary.shape is None else list(input_summary.shape),
-                "given": None if input_summary.fed_shape is None else list(input_summary.fed_shape),
+                "data_shape": None if input_summary.fed_shape is None else list(input_summary.fed_shape),
                 "low": input_summary.low,
                 "high": input_summary.high,
                 "mean": input_summary.mean,
@@ -185,7 +186,7 @@ def data_check_json(report: DataReport) -> dict[str, Any]:
         ],
         "ignored": list(report.ignored),
         "findings": [
-            {"kind": finding.kind, "input": finding.input, "says": finding.message} for finding in report.findings
+            {"kind": finding.kind, "input": finding.input, "message": finding.message} for finding in report.findings
         ],
     }
 

@@ -1,4 +1,4 @@
-"""What a command found, a notice each, as SARIF 2.1.0 and as the commands of a GitHub workflow."""
+"""Findings as SARIF 2.1.0 and as GitHub workflow commands."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 _LONE_SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
-"""Surrogates that stand for no byte of a name."""
+"""Surrogates that represent no byte of a file name."""
 
 _GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
 
 
 class Notice(NamedTuple):
-    """Something that was found.
+    """A finding in a report.
 
     Attributes:
-        code: What kind it is, a key of the codes that it is told with.
-        level: How bad it is.
-        path: The model's file.
-        site: The op, with its graph; "" for the whole model.
-        op: The op's name alone.
-        message: What is the matter, and what to do.
+        code: Kind of finding, a key of the code table.
+        level: Severity.
+        path: Path of the model.
+        site: Name of the op with its graph; "" for the whole model.
+        op: Name of the op.
+        message: The problem and its remedy.
     """
 
     code: str
@@ -44,12 +44,12 @@ class Notice(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is said, with where."""
+        """Message with the site before it."""
         return f"{self.site}: {self.message}" if self.site else self.message
 
 
 def sarif_log(notices: Iterable[Notice], codes: Mapping[str, LintCode]) -> dict[str, Any]:
-    """All notices as one SARIF 2.1.0 log, for code scanning."""
+    """Return notices as one SARIF 2.1.0 log for code scanning."""
     rules = [
         {
             "id": code,
@@ -83,7 +83,7 @@ def _sarif_location(notice: Notice) -> dict[str, Any]:
 
 
 def _artifact_uri(path: str) -> str:
-    """A path, or an address as it is, as a URI; names may be of bytes that are no text."""
+    """Return a path as a URI, an address unchanged; names may contain bytes that are not text."""
     from urllib.parse import quote
 
     scheme, separator, remainder = path.partition("://")
@@ -93,15 +93,16 @@ def _artifact_uri(path: str) -> str:
 
 
 def github_annotations(notices: Iterable[Notice]) -> str:
-    """The notices as commands that a GitHub workflow shows beside the file."""
-    return "".join(
-        f"::{_GITHUB_LEVELS[notice.level]} file={escape_annotation(notice.path, property_=True)},title={notice.code}::{escape_annotation(notice.text)}\n"
-        for notice in notices
-    )
+    """Return notices as GitHub workflow commands."""
+    lines = []
+    for notice in notices:
+        path, text = escape_annotation(notice.path, property_=True), escape_annotation(notice.text)
+        lines.append(f"::{_GITHUB_LEVELS[notice.level]} file={path},title={notice.code}::{text}\n")
+    return "".join(lines)
 
 
 def escape_annotation(text: str, *, property_: bool = False) -> str:
-    """`text` as a workflow command takes it, and without what a terminal would act on."""
+    """Escape text for a workflow command, and remove terminal control characters."""
     text = "".join(char if char in "\r\n" else escape_unprintable(char) for char in text)
     for char, replacement in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         text = text.replace(char, replacement)

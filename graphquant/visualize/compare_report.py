@@ -1,4 +1,4 @@
-"""How far two models are apart, as tables and as JSON data."""
+"""Comparisons of two models as tables and JSON."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
-    """The outputs, the `top` quantized tensors with the largest errors of their own, and the worst output's figures."""
+    """Render the output metrics and the `top` quantized tensors with the largest errors of their own."""
     sections: list[RenderableType] = [_output_table(comparison)]
     sections += [
         plain_line(f"{output.name}: {output.problem}", "bold red") for output in comparison.outputs if output.problem
@@ -28,10 +28,12 @@ def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
         sections += ["", _site_table(comparison.sites[:top])]
         omitted_count = len(comparison.sites) - top
         sections += (
-            [Text(f"{omitted_count} more with less; --top 0 shows all.", style="dim")] if omitted_count > 0 else []
+            [Text(f"{omitted_count} more with smaller errors; --top 0 shows all.", style="dim")]
+            if omitted_count > 0
+            else []
         )
     if comparison.random:
-        sections.append(Text("The data is RANDOM: the figures say little of real data.", style="bold red"))
+        sections.append(Text("The data is RANDOM: the metrics do not apply to real data.", style="bold red"))
     worst = (
         "the worst output has no SQNR"
         if comparison.sqnr == -math.inf
@@ -45,7 +47,7 @@ def comparison_view(comparison: Comparison, *, top: int) -> RenderableType:
 
 
 def comparison_json(comparison: Comparison) -> dict[str, Any]:
-    """The same as JSON data; decibels are null where there is no error at all, or no figure."""
+    """Return a comparison as JSON data; decibels are null if exact or not measured."""
     return {
         "schema": JSON_SCHEMA_VERSION,
         "samples": comparison.samples,
@@ -83,7 +85,7 @@ def _site_figures_json(site: SiteFigures) -> dict[str, Any]:
         "parameter": site.parameter,
         "local": _rounded_or_none(site.local),
         "accumulated": _rounded_or_none(site.accumulated),
-        "blame": _rounded_or_none(site.sensitivity),
+        "sensitivity_db": _rounded_or_none(site.sensitivity),
         "exact": site.local == math.inf,
         "note": site.note or None,
     }
@@ -131,5 +133,5 @@ def _percent_text(value: float | None) -> str:
 
 
 def _rounded_or_none(value: float | None) -> float | None:
-    """A figure to six digits: TensorFlow's runs differ from each other in the ninth."""
+    """Round a metric to six digits, because TensorFlow runs differ in the ninth."""
     return float(f"{value:.6g}") if value is not None and math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What differs between two models, as text and as JSON data."""
+"""Differences between models, and the outcome of `strip`, as text and JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 CHANGE_SIGNS = {"op-added": "+", "site-added": "+", "op-removed": "-", "site-removed": "-"}
-"""What stands before a line; the others are changes."""
+"""Sign before a line; `~` for changes."""
 
 CHANGE_STYLES = {"+": "green", "-": "red", "~": "yellow"}
 
@@ -31,27 +31,27 @@ CHANGE_LABELS = {
     "op-renamed": ("op renamed", "ops renamed"),
     "op-changed": ("op of another type", "ops of another type"),
     "attribute": ("attribute changed", "attributes changed"),
-    "wiring": ("input read from elsewhere", "inputs read from elsewhere"),
+    "wiring": ("input rewired", "inputs rewired"),
     "weight": ("weight changed", "weights changed"),
     "site-added": ("site added", "sites added"),
     "site-removed": ("site removed", "sites removed"),
-    "site-changed": ("site quantized otherwise", "sites quantized otherwise"),
+    "site-changed": ("site changed", "sites changed"),
     "plan": ("change of the whole plan", "changes of the whole plan"),
 }
-"""How each kind is counted."""
+"""Singular and plural label of each kind of change."""
 
 NOTABLE_SCALE_CHANGE = 0.01
-"""Relative change of a scale from which it is counted as one."""
+"""Relative change above which a scale counts as changed."""
 
 
 def diff_view(differences: Differences, *, summary_only: bool) -> RenderableType:
-    """A line for each difference, and one that counts them; with `summary_only` that one alone."""
+    """Render a line for each difference and a summary line, or only the summary."""
     lines = [] if summary_only else [_change_line(change) for change in differences.changes]
     return Group(*lines, plain_line(diff_summary(differences), "bold"))
 
 
 def diff_summary(differences: Differences) -> str:
-    """The differences counted."""
+    """Summarize differences by count."""
     if not differences:
         return "No difference."
     phrases = [
@@ -72,7 +72,7 @@ def diff_summary(differences: Differences) -> str:
 
 
 def diff_json(differences: Differences) -> dict[str, Any]:
-    """The same as JSON data."""
+    """Return differences as JSON data."""
     return {
         "schema": JSON_SCHEMA_VERSION,
         "counts": differences.counts,
@@ -80,8 +80,8 @@ def diff_json(differences: Differences) -> dict[str, Any]:
         "changes": [
             {
                 "kind": change.kind,
-                "where": change.location,
-                "says": change.message,
+                "location": change.location,
+                "message": change.message,
                 "size": change.size if math.isfinite(change.size) else None,
             }
             for change in differences.changes
@@ -96,36 +96,35 @@ def _change_line(change: ModelChange) -> Text:
     return line
 
 
-# What strip gave back, and whether it is what it should be.
-
-
 def strip_view(stripped: StripResult, written: Path | None) -> RenderableType:
-    """What was taken out, what is rounded, and what is left."""
+    """Render removed ops, rounded weights, and tensors that stay quantized."""
     lines = [plain_line(note, "yellow") for note in stripped.notes]
     lines += [plain_line(f"left: {tensor}: {reason}", "yellow") for tensor, reason in stripped.remaining]
-    message = f"{pluralize(len(stripped.ops), 'op')} taken out"
+    message = f"{pluralize(len(stripped.ops), 'op')} removed"
     if stripped.exact:
         message = "The source model, bit for bit"
     elif stripped.weights:
         names = ", ".join(str(tensor.op) for tensor, _ in stripped.weights[:3])
         more_text = f" and {len(stripped.weights) - 3} more" if len(stripped.weights) > 3 else ""  # noqa: PLR2004  # a line
-        message += f"; {pluralize(len(stripped.weights), 'weight')} dequantized, with the rounding they had: {names}{more_text}"
+        message += f"; {pluralize(len(stripped.weights), 'weight')} dequantized, still rounded: {names}{more_text}"
     lines.append(plain_line(f"{message}." + (f" Written to {written}" if written else ""), "bold"))
     return Group(*lines)
 
 
 def strip_proof_view(proof: Proof, original: str) -> RenderableType:
-    """Whether it is the original, or that but for what."""
+    """Render the proof that stripping restored the original."""
     if proof.equal:
-        return plain_line(f"Checked: it is {original}, message for message.", "bold")
+        return plain_line(f"Verified: it is {original}, identical in every message.", "bold")
     sections: list[RenderableType] = (
         [diff_view(proof.other_differences, summary_only=False)] if proof.other_differences else []
     )
     if proof.holds:
-        message = f"Checked: it is {original}"
-        message += f" as it was prepared ({proof.steps})" if proof.steps else ""
+        message = f"Verified: it is {original}"
+        message += f" as prepared ({proof.steps})" if proof.steps else ""
         message += (
-            f", but for the rounding of {pluralize(proof.rounded_weights, 'weight')}." if proof.rounded_weights else "."
+            f", except for the rounding of {pluralize(proof.rounded_weights, 'weight')}."
+            if proof.rounded_weights
+            else "."
         )
         sections.append(plain_line(message, "bold"))
     return Group(*sections)

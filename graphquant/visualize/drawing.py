@@ -1,6 +1,6 @@
-"""What is drawn of a model: its ops as boxes in groups, tensors as wires, constants and QDQ pairs folded into badges.
+"""Drawings of models: ops as boxes in groups, tensors as wires, constants and Q/DQ pairs folded into annotations.
 
-Layouts, pages and files for other tools are made of a `Drawing`; none of them looks at the model again.
+Layouts, pages and exports use only a `Drawing`, never the model itself.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ COMPUTE_ROLES = frozenset({"input", "weight", "recurrent_weight"})
 """Roles of the inputs that decide whether an op computes in float."""
 
 MAX_DEPTH = 8
-"""Name scopes that become groups of their own, counted from the outermost one."""
+"""Number of outermost name scopes that become groups."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrawnConstant:
-    """An input of an op whose value is known before the model runs; drawn on the op.
+    """An op input whose value is known before the model runs. It is drawn on the op.
 
     Attributes:
-        slot: The input slot.
-        role: What it is to the op.
-        name: The constant's name; where it is computed, that of the op that does it.
-        dtype: The dtype of the stored values.
-        shape: Their shape.
+        slot: Input slot.
+        role: Role for the op.
+        name: Name of the constant, or of the op that computes it.
+        dtype: dtype of the stored values.
+        shape: Shape of the stored values.
         annotations: Its quantization.
-        reason: Why it is not quantized, where a rule asked for it.
+        reason: Reason why it is float although a rule matched.
     """
 
     slot: int
@@ -49,17 +49,17 @@ class DrawnConstant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
-    """One op that is drawn.
+    """A drawn op.
 
     Attributes:
         op: The op.
-        graph: The name of its graph.
-        group: Its innermost group, -1 if it is in none.
-        constants: Its inputs that are constants.
-        annotations: Quantization that is its own work, or that of its outputs where tensors keep their scales themselves.
-        inputs: How much of what it computes on is quantized: "" where it computes on no float, "all", "some", "none".
-        reason: Why it multiplies in float, "" where it does not.
-        calls: The graphs that it runs, as numbers of groups.
+        graph: Name of its graph.
+        group: Number of its innermost group, -1 without one.
+        constants: Constant inputs.
+        annotations: Quantization by the op itself, or of its outputs if tensors store their own scales.
+        inputs: Share of the float inputs that is quantized: "all", "some", "none", or "" without float inputs.
+        reason: Reason why a weighted op is float, else "".
+        calls: Groups of the graphs that it runs.
     """
 
     op: Op
@@ -77,12 +77,12 @@ class Wire:
     """A tensor on its way to one reader.
 
     Attributes:
-        source: The box that makes it.
-        port: Which of that op's outputs it is.
-        target: The box that reads it.
-        slot: The input slot, -1 where it only goes into or out of the graph that an op runs.
-        annotations: The quantization on the way.
-        reason: Why there is none, where a rule asked for it.
+        source: Box that produces it.
+        port: Output port of that box.
+        target: Box that reads it.
+        slot: Input slot, -1 for a wire into or out of a called graph.
+        annotations: Quantization on the way.
+        reason: Reason why there is none although a rule matched.
     """
 
     source: int
@@ -95,12 +95,12 @@ class Wire:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxGroup:
-    """Ops that can be drawn as one: a name scope, or a graph that an op runs.
+    """Boxes that can be collapsed into one: a name scope or a called graph.
 
     Attributes:
-        label: Its name, without that of what it is in.
-        parent: The group that it is in, -1 for none.
-        graph: The graph's name, "" for a name scope.
+        label: Name relative to the parent.
+        parent: Number of the enclosing group, -1 without one.
+        graph: Name of the graph, "" for a name scope.
     """
 
     label: str
@@ -110,18 +110,18 @@ class BoxGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawing:
-    """All that is drawn.
+    """Complete content of a drawing.
 
     Attributes:
-        title: What the model is called.
-        format: The model's format, with its opset.
+        title: Name of the model.
+        format: Format of the model, with its opset.
         boxes: The ops.
-        wires: The tensors between them, ordered by source and port.
-        annotations: Quantization, which boxes, wires and constants name by number.
-        folded_ops: For each badge the types and names of the ops that it stands for.
-        groups: Name scopes and nested graphs, each behind what it is in.
-        controls: Boxes that run one before the other though the second reads nothing of the first.
-        planned: Whether badges are what would be inserted, not what is there.
+        wires: Tensors between boxes, ordered by source and port.
+        annotations: Quantization; boxes, wires and constants refer to it by number.
+        folded_ops: Type and name of the ops that each annotation stands for.
+        groups: Name scopes and nested graphs; a parent precedes its children.
+        controls: Control edges: pairs of boxes that run in order without data flow.
+        planned: True if the annotations are a plan.
     """
 
     title: str
@@ -135,14 +135,14 @@ class Drawing:
     planned: bool = False
 
     def group_paths(self) -> list[tuple[int, ...]]:
-        """For each box the groups that it is in, the outermost first."""
+        """Return the groups of each box, outermost first."""
         paths: list[tuple[int, ...]] = []
         for number, group in enumerate(self.groups):
             paths.append((*paths[group.parent], number) if group.parent >= 0 else (number,))
         return [paths[box.group] if box.group >= 0 else () for box in self.boxes]
 
     def tensors(self) -> list[tuple[int, int, list[int]]]:
-        """Each tensor that is drawn: the box that makes it, the port, and the numbers of its wires."""
+        """Return each drawn tensor as source box, port, and wire numbers."""
         wires_by_tensor: dict[tuple[int, int], list[int]] = {}
         for number, wire in enumerate(self.wires):
             wires_by_tensor.setdefault((wire.source, wire.port), []).append(number)
@@ -151,12 +151,12 @@ class Drawing:
 
 @paused_gc()
 def build_drawing(model: Model, annotations: AnnotationSet) -> Drawing:
-    """What is drawn of the graphs of `model` that a run can reach."""
+    """Build the drawing of all reachable graphs of a model."""
     return _DrawingBuilder(model, annotations).build()
 
 
 class _DrawingBuilder:
-    """Makes one drawing."""
+    """Builder of one drawing."""
 
     def __init__(self, model: Model, annotations: AnnotationSet) -> None:
         self.model = model
@@ -195,10 +195,10 @@ class _DrawingBuilder:
             planned=not self.annotations.float_reasons and bool(self.annotations.by_use),
         )
 
-    # -- what is folded --------------------------------------------------------------------------
+    # -- folded ops ------------------------------------------------------------------------------
 
     def _is_folded(self, graph: Graph, op: Op) -> bool:
-        """Whether the op is part of a badge or of a constant, so that it has no box."""
+        """Return True if the op is part of an annotation or a constant and gets no box."""
         if op.kind in {"constant", "variable"}:
             return True
         if op.kind in QUANTIZATION_KINDS:
@@ -207,7 +207,7 @@ class _DrawingBuilder:
         return op.kind not in {"input", "output"} and bool(outputs) and all(map(self.parameters.is_parameter, outputs))
 
     def _passes_through(self, graph: Graph, op: Op) -> bool:
-        """Whether the quantization op does nothing but hand on its first input, and somebody reads that."""
+        """Return True if a quantization op only passes its first input through and has readers."""
         slots = graph.slots(op.name)
         if not slots or slots[0] is None or any(output.quantization is not None for output in op.outputs):
             return False
@@ -217,7 +217,7 @@ class _DrawingBuilder:
         )
 
     def _trace_source(self, tensor: TensorRef) -> tuple[TensorRef, tuple[int, ...]]:
-        """Where `tensor` comes from, and the badges of the quantization ops on the way."""
+        """Return the origin of a tensor and the annotations of the quantization ops before it."""
         passed_through: dict[TensorRef, None] = {}
         current = tensor
         while current not in self.sources:
@@ -241,14 +241,14 @@ class _DrawingBuilder:
         return self.sources[tensor]
 
     def _stored_annotations(self, tensor: TensorRef) -> tuple[int, ...]:
-        """The badge of a tensor that keeps its scale itself."""
+        """Return the annotation of a tensor that stores its own scale."""
         annotation = self.annotations.by_tensor.get(tensor)
         return () if annotation is None else (annotation,)
 
     # -- boxes and wires -------------------------------------------------------------------------
 
     def _split_inputs(self, graph: Graph, op: Op) -> tuple[list[DrawnConstant], list[Wire]]:
-        """The inputs of `op`, those that are constants and those that come from other boxes."""
+        """Split the inputs of an op into constants and wires."""
         constants, wires = [], []
         target = self.numbers[graph.name, op.name]
         for slot, tensor in enumerate(graph.slots(op.name)):
@@ -309,7 +309,7 @@ class _DrawingBuilder:
         )
 
     def _quantized_share(self, graph: Graph, op: Op, constants: list[DrawnConstant], input_wires: list[Wire]) -> str:
-        """How much of what `op` computes on is quantized."""
+        """Return the quantized share of the inputs that the op computes on."""
         if (graph.name, op.name) in self.annotations.float_reasons and not self.annotations.float_reasons[
             graph.name, op.name
         ]:
@@ -327,7 +327,7 @@ class _DrawingBuilder:
         return "all" if all(is_annotated) else "some" if any(is_annotated) else "none"
 
     def _control_edges(self, drawn: list[tuple[Graph, Op]]) -> Iterator[tuple[int, int]]:
-        """The control edges between ops that are drawn."""
+        """Yield the control edges between drawn ops."""
         for target, (graph, op) in enumerate(drawn):
             for name in graph.control_inputs(op.name):
                 source = self.numbers.get((graph.name, name))
@@ -335,7 +335,7 @@ class _DrawingBuilder:
                     yield source, target
 
     def _body_wires(self) -> Iterator[Wire]:
-        """What goes into and comes out of each graph that a single op runs."""
+        """Yield the wires into and out of each graph that exactly one op runs."""
         reached = set(self.live)
         for name, calls in self.model.callers().items():
             reachable_calls = [(use, call) for use, call in calls if use.graph in reached]
@@ -357,7 +357,7 @@ class _DrawingBuilder:
     # -- groups ----------------------------------------------------------------------------------
 
     def _assign_groups(self, drawn: list[tuple[Graph, Op]]) -> list[int]:
-        """The innermost group of each op; makes the groups."""
+        """Create the groups, and return the innermost group of each op."""
         by_graph: dict[str, list[tuple[str, ...]]] = {name: [] for name in self.live}
         for graph, op in drawn:
             by_graph[graph.name].append(_name_scopes(op.name))
@@ -379,7 +379,7 @@ class _DrawingBuilder:
         callers: dict[str, list[tuple[Use, object]]],
         group_by_scope: dict[tuple[str, tuple[str, ...]], int],
     ) -> int:
-        """The group of the only op that runs graph `name`, if it has one already."""
+        """Return the group of the only caller of a graph, -1 without one."""
         owners = dict.fromkeys(use[:2] for use, _ in callers.get(name, ()))
         if len(owners) != 1:
             return -1
@@ -389,13 +389,16 @@ class _DrawingBuilder:
     def _add_scope_groups(
         self, name: str, paths: list[tuple[str, ...]], group_by_scope: dict[tuple[str, tuple[str, ...]], int]
     ) -> None:
-        """Groups for the scopes of one graph that hold several ops, but not all that the scope around them holds."""
+        """Create groups for the scopes of one graph.
+
+        A scope becomes a group if it holds several ops, but not all ops of the scope around it.
+        """
         counts: dict[tuple[str, ...], int] = {}
         for path in paths:
             for depth in range(len(path) + 1):
                 counts[path[:depth]] = counts.get(path[:depth], 0) + 1
         group_by_scope[name, ()] = self.graph_groups[name]
-        labels: dict[tuple[str, ...], int] = {}  # how much of a path its innermost group names
+        labels: dict[tuple[str, ...], int] = {}  # number of path components in the label of its innermost group
         for path in paths:
             for depth in range(1, len(path) + 1):
                 scope, outer_scope = path[:depth], path[: depth - 1]
@@ -415,12 +418,12 @@ def _all_inputs(input_wires: list[Wire], constants: list[DrawnConstant]) -> list
 
 
 def _name_scopes(name: str) -> tuple[str, ...]:
-    """The name scopes of an op; a leading slash starts none."""
+    """Return the name scopes of an op; a leading slash starts none."""
     return tuple(name.lstrip("/").split("/")[:-1][:MAX_DEPTH])
 
 
 def drawn_shape(output: Output) -> str:
-    """`1x3x224x224`, `?` for a size that is not known before the model runs; "" where nothing is known."""
+    """Return a shape like `1x3x224x224`; `?` for an unknown size, "" for an unknown shape."""
     if output.shape is None:
         return ""
     return "x".join("?" if size is None else str(size) for size in output.shape) or "scalar"

@@ -1,4 +1,4 @@
-"""Why tensors and ops are quantized as they are, as text and as JSON data."""
+"""Explanations of tensors and ops as text and JSON."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 NEAR_MISS_THRESHOLD = 2
-"""How near a rule must have come to be told: all that it asks of the producer or of the consumer holds."""
+"""Closeness from which a rule is listed: all its conditions on the producer or on the consumer hold."""
 
 NEAR_MISSES_SHOWN = 5
-"""How many of these are told of a use."""
+"""Maximum number of near misses for a use."""
 
 
 def explain_view(explanations: ExplanationReport, *, all_rules: bool = False) -> RenderableType:
-    """What becomes of each op that was asked for, then each use with the rules that came close, or with all."""
+    """Render each requested op, then each use with its rule and near misses."""
     sections: list[RenderableType] = []
     for op_key in dict.fromkeys(explanation.requested_op for explanation in explanations.uses):
         sections += _op_section(explanations, op_key)
@@ -41,7 +41,7 @@ def explain_view(explanations: ExplanationReport, *, all_rules: bool = False) ->
 
 
 def _op_section(explanations: ExplanationReport, op_key: tuple[str, str]) -> list[RenderableType]:
-    """What becomes of one op."""
+    """Render the outcome of one op."""
     name = "/".join(filter(None, op_key))
     input_uses = [
         explanation for explanation in explanations.uses if (explanation.use.graph, explanation.use.op) == op_key
@@ -58,24 +58,24 @@ def _op_section(explanations: ExplanationReport, op_key: tuple[str, str]) -> lis
 
 
 def _inputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
-    """How many of the tensors that an op reads are quantized, unless it is within another."""
+    """Count the quantized inputs of an op, or name the op that it is fused with."""
     if verdict is not None and verdict.status == "absorbed":
-        return next((f"one op with {use.tensor.op}" for use in uses if use.fused), "one op with what it reads")
+        return next((f"fused with {use.tensor.op}" for use in uses if use.fused), "fused with its producer")
     return f"reads {sum(use.quantized for use in uses)} of {pluralize(len(uses), 'float input')} quantized"
 
 
 def _outputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
-    """Of how many uses what an op makes is quantized."""
+    """Count the uses of an op's output that are quantized."""
     if verdict is not None and verdict.status == "low" and all(use.fused for use in uses):
-        return f"one op with {uses[0].use.op} behind it"
+        return f"fused with {uses[0].use.op}"
     quantized_count = sum(use.quantized for use in uses)
     if quantized_count in {0, len(uses)}:
-        return f"what it makes is {'quantized' if quantized_count else 'not quantized'}"
-    return f"what it makes is quantized for {quantized_count} of {pluralize(len(uses), 'use')}"
+        return f"its output is {'quantized' if quantized_count else 'not quantized'}"
+    return f"its output is quantized for {quantized_count} of {pluralize(len(uses), 'use')}"
 
 
 def _backend_line(verdict: Verdict, explanations: ExplanationReport) -> str:
-    """What the backend does with an op."""
+    """Describe how the backend runs an op."""
     subject = f"{explanations.backend} {'runs' if explanations.already_quantized else 'will run'}"
     if verdict.status == "absorbed":
         return f"{subject} it as part of {verdict.runs_as}."
@@ -83,29 +83,29 @@ def _backend_line(verdict: Verdict, explanations: ExplanationReport) -> str:
         return f"{subject} it on integers, as {verdict.runs_as}."
     if verdict.broken_rule is None:
         return f"{subject} it in float{f': {verdict.note}' if verdict.note else ''}."
-    return f"{subject} it in float: {verdict.broken_rule.message}. To change that: {verdict.broken_rule.fix}."
+    return f"{subject} it in float: {verdict.broken_rule.message}. Remedy: {verdict.broken_rule.fix}."
 
 
 def _all_misses(explanation: Explanation) -> list[RenderableType]:
-    """Each other rule."""
+    """Render every other rule."""
     return [
         _indented(f"{miss.rule.rule.name}: {_miss_reason(explanation, miss)}", 4, "dim") for miss in explanation.misses
     ]
 
 
 def _closest_misses(explanation: Explanation) -> list[RenderableType]:
-    """The rules that came closest, and how many others there are."""
+    """Render the nearest rules, and count the remaining ones."""
     near_misses = sorted(
         (miss for miss in explanation.misses if miss.closeness >= NEAR_MISS_THRESHOLD or not miss.reason),
         key=_miss_rank,
     )[:NEAR_MISSES_SHOWN]
-    lines: list[RenderableType] = [plain_line("  came close:", style="dim")] if near_misses else []
+    lines: list[RenderableType] = [plain_line("  near misses:", style="dim")] if near_misses else []
     lines += [_indented(f"{miss.rule.rule.name}: {_miss_reason(explanation, miss)}", 4, "dim") for miss in near_misses]
     remaining = [miss for miss in explanation.misses if miss not in near_misses]
     if remaining:
         producer_count = sum(miss.reason.startswith("producer") for miss in remaining)
         phrases = [
-            f"{producer_count} want another producer" if producer_count else "",
+            f"{producer_count} require another producer" if producer_count else "",
             f"{len(remaining) - producer_count} another consumer",
         ]
         reasons = " and ".join(filter(None, phrases[: 1 if producer_count == len(remaining) else 2]))
@@ -114,29 +114,29 @@ def _closest_misses(explanation: Explanation) -> list[RenderableType]:
 
 
 def _miss_rank(miss: RuleMiss) -> tuple[bool, int]:
-    """Those that match too come first, then the nearest."""
+    """Sort key: matching rules first, then by closeness."""
     return bool(miss.reason), -miss.closeness
 
 
 def _miss_reason(explanation: Explanation, miss: RuleMiss) -> str:
     return miss.reason or (
-        f"matches too, but {explanation.winner} came first" if explanation.winner else "matches, and inserts nothing"
+        f"also matches, but {explanation.winner} has priority" if explanation.winner else "matches and inserts nothing"
     )
 
 
 def _indented(text: str, indent: int, style: str = "") -> RenderableType:
-    """A line that is indented where it is folded too."""
+    """Return a line whose continuation lines are indented too."""
     return Padding(plain_line(text, style), (0, 0, 0, indent), expand=False)
 
 
 def explain_json(explanations: ExplanationReport) -> dict[str, Any]:
-    """The same as JSON data, with all rules."""
+    """Return an explanation as JSON data, with all rules."""
     return {
         "schema": JSON_SCHEMA_VERSION,
         "written": explanations.already_quantized,
         "backend": explanations.backend or None,
         "assumed_ranges": explanations.placeholder_ranges,
-        "untold": explanations.omitted_reason or None,
+        "omitted_reason": explanations.omitted_reason or None,
         "ops": [
             {
                 "graph": verdict.graph,
@@ -157,8 +157,12 @@ def explain_json(explanations: ExplanationReport) -> dict[str, Any]:
                 "rule": explanation.winner or None,
                 "outcome": explanation.outcome,
                 "choices": list(explanation.scale_reasons),
-                "others": [
-                    {"rule": miss.rule.rule.name, "reason": _miss_reason(explanation, miss), "near": miss.closeness}
+                "other_rules": [
+                    {
+                        "rule": miss.rule.rule.name,
+                        "reason": _miss_reason(explanation, miss),
+                        "closeness": miss.closeness,
+                    }
                     for miss in explanation.misses
                 ],
             }

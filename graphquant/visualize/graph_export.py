@@ -1,4 +1,7 @@
-"""A drawing for other tools: as JSON data and as GraphML."""
+"""Drawings for other tools: JSON, GraphML and Graphviz DOT.
+
+DOT omits constants, and shows quantization ops as colored nodes with their scales.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def graph_json(drawing: Drawing) -> dict[str, Any]:
-    """Nodes and edges by number, with their quantization, and where they are drawn."""
+    """Return nodes and edges by number, with quantization and layout positions."""
     layout = drawing_layout(drawing)
     return {
         "schema": JSON_SCHEMA_VERSION,
@@ -107,7 +110,7 @@ def _annotation_json(annotation: Annotation, ops: Sequence[tuple[str, str]]) -> 
 
 
 def graph_graphml(drawing: Drawing) -> str:
-    """GraphML, which yEd, Gephi and networkx read; what XML cannot hold is spelled as Python does."""
+    """Return GraphML for yEd, Gephi and networkx. Characters that XML cannot hold are escaped as in Python."""
     import networkx as nx
 
     graph: nx.MultiDiGraph[int] = nx.MultiDiGraph()
@@ -139,8 +142,6 @@ def graph_graphml(drawing: Drawing) -> str:
     return "\n".join(nx.generate_graphml(graph)) + "\n"
 
 
-# A model as a Graphviz drawing: constants left out, quantization ops coloured, with their scales.
-
 FILL_COLOURS = {
     "quantize": "#fde68a",
     "dequantize": "#bbf7d0",
@@ -151,12 +152,17 @@ FILL_COLOURS = {
 
 
 def graphviz_dot(model: Model, subdrawing: Drawing | None = None) -> str:
-    """DOT text with one cluster per live graph; of the ops in `subdrawing` alone, quantization ops between them too."""
+    """Return DOT text with one cluster per reachable graph.
+
+    Args:
+        model: The model.
+        subdrawing: Limits the ops to those in it, including folded quantization ops.
+    """
     return "\n".join(_dot_lines(model, None if subdrawing is None else _shown_ops(subdrawing))) + "\n"
 
 
 def _shown_ops(subdrawing: Drawing) -> set[tuple[str, str]]:
-    """The ops that a drawing shows or folds."""
+    """Return the ops that a drawing shows or folds."""
     boxed = {(box.graph, box.op.name) for box in subdrawing.boxes}
     annotated = [
         (subdrawing.boxes[wire.target].graph, annotation)
@@ -213,7 +219,10 @@ def _dot_label(graph: Graph, op: Op, parameters: Parameters) -> str:
         text += f"\n{params.type.name} scale {_scale_range_text(params.scale)} zp {params.zero_point.flat[0]}"
     for output in op.outputs:
         if output.quantization is not None and output.quantization.scale.size and output.quantization.zero_point.size:
-            text += f"\n{output.dtype} scale {_scale_range_text(output.quantization.scale)} zp {output.quantization.zero_point[0]}"
+            text += (
+                f"\n{output.dtype} scale {_scale_range_text(output.quantization.scale)} zp"
+                f" {output.quantization.zero_point[0]}"
+            )
     return _dot_quoted(text)
 
 

@@ -1,4 +1,4 @@
-"""Histograms made ready for drawing: an axis on which heavy tails fit, what lies under each bar, a line of text."""
+"""Histograms prepared for drawing: an axis that fits heavy tails, bar counts, and a text line."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 AXIS_BEND = 0.5 / math.log(10)
-"""How soon the axis bends: far beyond the knee each power of ten takes half the length from zero to the knee."""
+"""Rate of the axis' bend. Far beyond the knee, each power of ten takes half the length from zero to the knee."""
 
 LINEAR_SHARE = 0.999
-"""Share of the magnitudes that is drawn on the linear part where no range says how far that goes."""
+"""Share of the magnitudes on the linear part of the axis if there is no range."""
 
 BAR_GLYPHS = " ▁▂▃▄▅▆▇█"
 ASCII_BAR_GLYPHS = " .:-=+*#@"
@@ -27,12 +27,12 @@ ASCII_BAR_GLYPHS = " .:-=+*#@"
 
 @dataclass(frozen=True, slots=True)
 class HistogramAxis:
-    """Where real numbers are drawn: evenly up to `knee` on both sides of zero, soon by their logarithm beyond it.
+    """Axis that is linear up to `knee` on both sides of zero and logarithmic beyond.
 
     Attributes:
-        low: What stands at the left end.
-        high: What stands at the right end; above `low`.
-        knee: Where the linear part ends; positive.
+        low: Value at the left end.
+        high: Value at the right end; above `low`.
+        knee: End of the linear part; positive.
     """
 
     low: float
@@ -40,12 +40,12 @@ class HistogramAxis:
     knee: float
 
     def positions(self, x: Array | float) -> Array:
-        """The place of each of `x`: 0 at the left end, 1 at the right one."""
+        """Return the positions of `x`: 0 at the left end, 1 at the right end."""
         start, end = _bend(np.array([self.low, self.high]), self.knee)
         return np.asarray((_bend(np.asarray(x, np.float64), self.knee) - start) / (end - start))
 
     def values_at(self, positions: Array) -> Array:
-        """What stands at each place."""
+        """Return the values at positions."""
         start, end = _bend(np.array([self.low, self.high]), self.knee)
         bent = start + positions * (end - start)
         with np.errstate(over="ignore"):
@@ -54,7 +54,10 @@ class HistogramAxis:
         return np.asarray(np.clip(values, self.low, self.high))
 
     def ticks(self, spacing: float = 0.08) -> list[float]:
-        """Round values to label, `spacing` or more: zero, some of the linear part, powers of ten beyond it."""
+        """Return round values to label, at least `spacing` apart.
+
+        They are zero, some values of the linear part, and powers of ten beyond it.
+        """
         step = _round_step(self.knee / 4)
         candidates = [0.0] + [sign * step * number for number in range(1, 6) for sign in (1, -1)]
         candidates = [value for value in candidates if abs(value) <= self.knee * 1.0001]
@@ -71,7 +74,10 @@ class HistogramAxis:
 
 
 def histogram_axis(sketch: Sketch, params: QParams | None) -> HistogramAxis:
-    """The axis for a tensor with a histogram: all of its values and the range of `params`, whose end is the knee."""
+    """Return the axis of a tensor with a histogram.
+
+    It covers all values and the range of `params`. The knee is the end of that range.
+    """
     low, high = float(sketch.low), float(sketch.high)
     if params is None:
         magnitudes = distribution_of(sketch).magnitudes()
@@ -87,7 +93,7 @@ def histogram_axis(sketch: Sketch, params: QParams | None) -> HistogramAxis:
 
 
 def bar_counts(distribution_: Distribution, axis: HistogramAxis, bar_count: int) -> Array:
-    """How many values lie under each of `bar_count` bars of one width, float64 (number,)."""
+    """Return the number of values under each of `bar_count` bars of equal width, float64 (bar_count,)."""
     edges = axis.values_at(np.linspace(0, 1, bar_count + 1))
     below = distribution_.count_below(edges)
     below[0], below[-1] = 0.0, distribution_.count
@@ -95,13 +101,13 @@ def bar_counts(distribution_: Distribution, axis: HistogramAxis, bar_count: int)
 
 
 def bar_heights(counts: Array) -> Array:
-    """The heights of bars, 0 to 1, on a logarithmic scale, so that one value of a million is still seen."""
-    visible = np.where(counts >= 0.5, counts, 0.0)  # noqa: PLR2004  # half a value, from values spread over a bin
+    """Return bar heights from 0 to 1 on a log scale, so that one value in a million stays visible."""
+    visible = np.where(counts >= 0.5, counts, 0.0)  # noqa: PLR2004  # half a value: values are spread over bins
     return np.asarray(np.log1p(visible) / math.log1p(max(float(counts.max(initial=0.0)), 1.0)))
 
 
 def range_marks(axis: HistogramAxis, params: QParams, bar_count: int) -> tuple[int, int]:
-    """The first of `bar_count` bars that is inside the range of `params`, and the first behind it."""
+    """Return the first of `bar_count` bars inside the range of `params`, and the first bar after it."""
     ends = axis.positions(np.array([float(params.range.low), float(params.range.high)]))
     first, last = (int(mark) for mark in np.clip(np.rint(ends * bar_count), 0, bar_count))
     return min(first, bar_count - 1), max(last, min(first, bar_count - 1) + 1)
@@ -110,9 +116,9 @@ def range_marks(axis: HistogramAxis, params: QParams, bar_count: int) -> tuple[i
 def histogram_line(
     sketch: Sketch, params: QParams | None, width: int, *, ascii_only: bool = False
 ) -> tuple[str, str, str]:
-    """A histogram as text of `width` columns: left of the range, from its "[" to its "]", and right of it.
+    """Return a histogram as text of `width` columns: before, inside and after the range.
 
-    Without a range, or with one for each channel, all of it is the middle part.
+    The middle text is enclosed in brackets. Without a range, or with one per channel, it is the whole histogram.
     """
     if not sketch.bits or not sketch.counts.size:
         return "", "", ""
@@ -130,13 +136,13 @@ def histogram_line(
 
 
 def _bend(x: Array, knee: float) -> Array:
-    """`x` in units of `knee`, and beyond that ever nearer to its logarithm, without a kink."""
+    """Map `x / knee` to the axis: linear up to 1, logarithmic beyond, without a kink."""
     magnitude = np.abs(x) / knee
     bent = 1 + AXIS_BEND * np.log1p(np.maximum(magnitude - 1, 0) / AXIS_BEND)
     return np.asarray(np.where(magnitude <= 1, x / knee, np.sign(x) * bent))
 
 
 def _round_step(step: float) -> float:
-    """The next of 1, 2 and 5 times a power of ten."""
+    """Return the next of 1, 2 and 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(step))
     return next((factor * power for factor in (1, 2, 5) if factor * power >= step * 0.9999), 10 * power)

@@ -1,7 +1,7 @@
-"""A drawing as one page that works from disk: its data packed, one plain script, one style sheet, nothing fetched.
+"""The viewer page: packed data, one script and one style sheet, without network access.
 
-Names come out of models and may be anything. They are in the packed data alone, and the script writes them as text
-nodes and onto the canvas; the page's policy runs this very script and no other.
+Names come from models and may contain anything. They occur only in the packed data. The script writes them as text
+nodes and onto the canvas, and the Content-Security-Policy allows only this script.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ VIEWER_SCRIPTS = (
     "data",
     "scene",
     "frames",
-    "figures",
+    "heatmap",
     "drawing",
-    "map",
-    "pointed",
+    "minimap",
+    "hit_test",
     "panel",
     "search",
     "input",
     "start",
 )
-"""The files of the script, in their order; they share one scope."""
+"""Files of the script, in order; they share one scope."""
 
 
 def viewer_page(data: Mapping[str, Any]) -> str:
-    """The whole page; the same data gives the same bytes."""
+    """Return the viewer page; deterministic."""
     return "\n".join(_viewer_lines(data)) + "\n"
 
 
@@ -49,13 +49,13 @@ def _viewer_lines(data: Mapping[str, Any]) -> Iterator[str]:
     yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
     yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
     yield f"<style>{style}</style></head>"
-    yield "<body><noscript>This page draws a model with JavaScript, which is switched off.</noscript>"
+    yield "<body><noscript>This page draws a model with JavaScript, which is disabled.</noscript>"
     yield f'<script id="data" type="application/octet-stream">{_pack_data(data)}</script>'
     yield f"<script>{script}</script></body></html>"
 
 
 def _viewer_script() -> str:
-    """All of the script: its files one behind the other."""
+    """Return the concatenated script."""
     return '"use strict";\n' + "\n".join(_viewer_file(f"{name}.js") for name in VIEWER_SCRIPTS)
 
 
@@ -64,11 +64,11 @@ def _viewer_file(name: str) -> str:
 
 
 def csp_digest(text: str) -> str:
-    """What a page's policy calls a script or style that it lets in."""
+    """Return the hash by which a Content-Security-Policy allows a script or style."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
 
 def _pack_data(data: Mapping[str, Any]) -> str:
-    """The data as JSON, deflated, in base64, whose letters mean nothing in HTML."""
+    """Return the data as deflated JSON in base64, whose letters have no meaning in HTML."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode(), 9)).decode()

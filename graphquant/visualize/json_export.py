@@ -1,4 +1,4 @@
-"""Results as JSON data, versioned: what `--format json` and `--report` write."""
+"""Results as versioned JSON data for `--format json` and `--report`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from graphquant.quantize import Conflict, RangeTransfer, Skip
 
 
-JSON_SCHEMA_VERSION = 1
+JSON_SCHEMA_VERSION = 2
 
 
 def params_json(params: QParams | DynamicQParams | None) -> dict[str, Any]:
-    """Scale, zero point and range; "dynamic" where they are computed at run time."""
+    """Return scale, zero point and range; "dynamic" if computed at run time."""
     if params is None:
         return {"dynamic": True}
     if isinstance(params, DynamicQParams):
@@ -37,26 +37,26 @@ def params_json(params: QParams | DynamicQParams | None) -> dict[str, Any]:
 
 
 def tensor_json(tensor: TensorRef) -> dict[str, Any]:
-    """A tensor as JSON data."""
+    """Return a tensor as JSON data."""
     return {"graph": tensor.graph, "op": tensor.op, "port": tensor.port}
 
 
 def use_json(use: Use) -> dict[str, Any]:
-    """A use as JSON data."""
+    """Return a use as JSON data."""
     return {"graph": use.graph, "op": use.op, "slot": use.slot}
 
 
 def skip_json(skip: Skip) -> dict[str, Any]:
-    """A skip as JSON data."""
+    """Return a skip as JSON data."""
     uses = [use_json(use) for use in skip.uses]
     return {"tensor": tensor_json(skip.tensor), "uses": uses, "rule": skip.rule, "reason": skip.reason}
 
 
 def ranges_json(ranges: RangeTransfer) -> dict[str, Any]:
-    """What a TFLite file's scales were used for."""
+    """Return the ranges taken from a TFLite file as JSON data."""
     return {
         "path": str(ranges.path) if ranges.path else None,
-        "given": [
+        "applied": [
             {"tensor": tensor_json(applied.tensor), "name": applied.name, "exact": applied.exact}
             for applied in ranges.transferred
         ],
@@ -66,7 +66,7 @@ def ranges_json(ranges: RangeTransfer) -> dict[str, Any]:
 
 
 def conversion_json(conversion: ConversionReport) -> dict[str, Any]:
-    """Each planned tensor beside what TFLite's runtime has."""
+    """Return planned and actual parameters of a TFLite conversion as JSON data."""
 
     def scale_json(params: tuple[Array, Array] | None) -> dict[str, Any] | None:
         return None if params is None else {"scale": params[0].astype(float).tolist(), "zero_point": params[1].tolist()}
@@ -84,15 +84,15 @@ def conversion_json(conversion: ConversionReport) -> dict[str, Any]:
             }
             for line in conversion.tensors
         ],
-        "ops": conversion.op_count,
-        "float": [
+        "op_count": conversion.op_count,
+        "float_ops": [
             {"op": float_op.op, "type": float_op.type, "reason": float_op.reason} for float_op in conversion.float_ops
         ],
     }
 
 
 def result_json(result: Result, output: str | None, conversion: ConversionReport | None = None) -> dict[str, Any]:
-    """The report of `insert`, with the receipt of a conversion to TFLite."""
+    """Return the report of `insert`, with the conversion report for TFLite."""
     from graphquant.visualize.validation_report import search_json, size_budget_json, timing_json, validation_json
 
     return {
@@ -123,44 +123,44 @@ def result_json(result: Result, output: str | None, conversion: ConversionReport
             }
             for insertion, choices in zip(result.inserted, result.scale_reasons, strict=True)
         ],
-        "corrections": [
+        "algorithms": [
             {
-                "correction": algorithm_result.algorithm,
+                "algorithm": algorithm_result.algorithm,
                 "target": algorithm_result.target,
                 "detail": algorithm_result.detail,
-                "done": algorithm_result.applied,
+                "applied": algorithm_result.applied,
             }
             for algorithm_result in result.algorithm_results
         ],
-        "changes": [{"tensor": tensor_json(change.tensor), "says": change.message} for change in result.changes],
+        "changes": [{"tensor": tensor_json(change.tensor), "message": change.message} for change in result.changes],
         "conflicts": [conflict_json(conflict) for conflict in result.conflicts],
-        "losses": [
+        "activation_sqnr": [
             {"tensor": tensor_json(loss.tensor), "sqnr": round(loss.sqnr, 2), "clipped": loss.clipped}
             for loss in result.activation_sqnr
         ],
         "size_budget": size_budget_json(result.size_budget),
         "search": search_json(result.search),
         "timing": timing_json(result.latency),
-        "check": validation_json(result.validation),
+        "validation": validation_json(result.validation),
         "skips": [skip_json(skip) for skip in result.skips],
         "unused": list(result.plan.unused),
         "ranges": None if result.tflite_ranges is None else ranges_json(result.tflite_ranges),
-        "receipt": None if conversion is None else conversion_json(conversion),
+        "conversion": None if conversion is None else conversion_json(conversion),
     }
 
 
 def conflict_json(conflict: Conflict) -> dict[str, Any]:
-    """Two rules that could not both have what they want."""
+    """Return a conflict between two rules as JSON data."""
     return {
         "rules": list(conflict.rules),
         "tensors": [tensor_json(tensor) for tensor in conflict.tensors],
-        "wants": list(conflict.wants),
-        "done": conflict.resolution,
+        "requested": list(conflict.wants),
+        "resolution": conflict.resolution,
     }
 
 
 def _calibration_json(result: Result) -> dict[str, Any]:
-    """What the ranges of activations come from."""
+    """Return the origin of the activation ranges."""
     stats = result.stats
     return {
         "samples": result.calibration_samples,
@@ -173,7 +173,7 @@ def _calibration_json(result: Result) -> dict[str, Any]:
 
 
 def summary_json(summary: ModelSummary) -> dict[str, Any]:
-    """What `inspect` found."""
+    """Return the model summary of `inspect` as JSON data."""
     model = summary.model
     return {
         "schema": JSON_SCHEMA_VERSION,
@@ -182,8 +182,8 @@ def summary_json(summary: ModelSummary) -> dict[str, Any]:
         "opset": model.opset or None,
         "digest": model.digest,
         "graphs": {name: len(graph) for name, graph in model.graphs.items() if name not in model.saved_functions},
-        "idle": list(summary.unreachable_functions),
-        "copies": [
+        "unreachable_functions": list(summary.unreachable_functions),
+        "function_clones": [
             {"graph": clone.graph, "op": clone.op, "kind": clone.kind, "reason": clone.reason}
             for clone in summary.float_clone_ops
         ],
@@ -219,7 +219,7 @@ def summary_json(summary: ModelSummary) -> dict[str, Any]:
 
 
 def stored_tensor_json(stored_tensor: StoredScaleTensor) -> dict[str, Any]:
-    """A tensor that keeps its scale itself, in the words of TFLite's interpreter."""
+    """Return a tensor that stores its own scale, with the keys of TFLite's interpreter."""
     stored = stored_tensor.stored
     scales, zero_points = stored.scale.astype(float).tolist(), stored.zero_point.tolist()
     shape_signature = stored.sizes if stored_tensor.output.shape is None else stored_tensor.output.shape

@@ -1,10 +1,10 @@
-"""Where ops are drawn: in layers, producers above their readers, with few crossings, in linear time.
+"""Layered graph layout in linear time, with few crossings.
 
-The steps are Sugiyama's: edges that close a cycle are turned round, ops get layers (the longest path from the top, then
-as near to their readers as they can be), tensors that pass layers get a place in each (one trunk for all readers of a
-tensor), each layer is ordered by barycentres in a few sweeps, and x is what is nearest to the neighbours' without
-overlaps. Ops of one group stay side by side in a layer. The same graph gives the same places, and a small change a
-small one: all begins with the order of the ops.
+The steps are Sugiyama's. Back edges of cycles are reversed. Ops get layers: the longest path from the top, then as
+close to their readers as possible. A tensor that passes layers gets an item in each of them, one trunk for all of its
+readers. A few barycenter sweeps order each layer. The x positions are as close to the neighbors as possible without
+overlap. Ops of one group stay adjacent in a layer. The layout is deterministic, and starts from the order of the ops,
+so small changes of a graph move little.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ if TYPE_CHECKING:
 
 
 OP_GAP = 24
-"""Room between two ops of a layer, in units of the drawing."""
+"""Room between two ops of a layer, in drawing units."""
 
 FRAME_GAP = 7
-"""Room more for each frame that begins or ends between two ops of a layer."""
+"""Extra room for each frame that begins or ends between two ops of a layer."""
 
 TRUNK_WIDTH = 10
-"""Room that a passing tensor takes."""
+"""Room of a tensor that passes a layer."""
 
 LANE_WIDTH = 14
-"""Room between two tensors that are led past everything, at the right."""
+"""Room between two lanes at the right."""
 
 MAX_LANES = 12
 
 MAX_SWEEPS = 4
-"""How often the layers are ordered anew, at most."""
+"""Maximum number of ordering sweeps."""
 
 MAX_GROUP_DEPTH = 12
-"""Outermost groups that are kept together."""
+"""Number of outermost group levels that are kept adjacent."""
 
 MAX_TRUNK_ITEMS = 2
-"""Places of passing tensors, at most, for each op and tensor of the graph: longer ones are led past everything."""
+"""Maximum number of trunk items per op and tensor of the graph; longer tensors get a lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """Where ops and tensors are drawn.
+    """Positions of ops and tensors.
 
     Attributes:
-        layer: The layer of each op, 0 at the top.
-        x: The middle of each op, in units of the drawing, from 0.
-        trunks: For each tensor the x at which it passes each layer below its producer, as far as a reader needs it.
-        lanes: For a tensor that is led past everything the x at which; -1 for the others.
-        width: The right end of all.
+        layer: Layer of each op, 0 at the top.
+        x: Center of each op in drawing units, from 0.
+        trunks: For each tensor its x in each layer below the producer, down to its last reader.
+        lanes: x of a tensor's lane, -1 without one.
+        width: Right end of the drawing.
     """
 
     layer: list[int]
@@ -65,12 +65,12 @@ class Placement:
 def layered_layout(
     widths: Sequence[int], tensors: Sequence[tuple[int, Sequence[int]]], groups: Sequence[tuple[int, ...]]
 ) -> Placement:
-    """Places for ops 0 to n - 1.
+    """Place ops 0 to n - 1.
 
     Args:
-        widths: The width of each op.
-        tensors: For each tensor the op that makes it and those that read it.
-        groups: For each op the groups that it is in, the outermost first.
+        widths: Width of each op.
+        tensors: Producer and readers of each tensor.
+        groups: Groups of each op, outermost first.
     """
     readers: list[list[int]] = [[] for _ in widths]
     for source, targets in tensors:
@@ -95,7 +95,7 @@ def layered_layout(
 
 
 def _acyclic_order(readers: list[list[int]]) -> tuple[Iterable[int], set[tuple[int, int]]]:
-    """Every op after those it reads, but for the edges that close a cycle, which come second."""
+    """Return a topological order, and the back edges that were ignored for it."""
     if all(target > source for source, targets in enumerate(readers) for target in targets):
         return range(len(readers)), set()
     visited, on_stack = bytearray(len(readers)), bytearray(len(readers))
@@ -124,7 +124,10 @@ def _acyclic_order(readers: list[list[int]]) -> tuple[Iterable[int], set[tuple[i
 
 
 def _assign_layers(readers: list[list[int]], order: Iterable[int], back_edges: set[tuple[int, int]]) -> list[int]:
-    """The longest path from the top; then, from the bottom up, ops that read little move down to what reads them."""
+    """Return the layer of each op.
+
+    A layer is the length of the longest path from the top. Ops with few inputs then move down to their readers.
+    """
     layer, reads = [0] * len(readers), [0] * len(readers)
     ordered = list(order)
     for source in ordered:
@@ -147,7 +150,7 @@ def _assign_layers(readers: list[list[int]], order: Iterable[int], back_edges: s
 
 
 class _LayoutItems:
-    """What takes room in a layer: the ops, then a place for each layer that a tensor passes."""
+    """Items of the layers: ops, and one item for each layer that a tensor passes."""
 
     def __init__(
         self,
@@ -177,7 +180,7 @@ class _LayoutItems:
     def _choose_lanes(
         self, spans: list[int], tensors: Sequence[tuple[int, Sequence[int]]]
     ) -> dict[int, tuple[int, int]]:
-        """The tensors that get no trunk, the longest ones, with the layers between which they run."""
+        """Return the longest tensors, which get lanes instead of trunks, with their first and last layer."""
         budget = MAX_TRUNK_ITEMS * (self.ops + len(tensors))
         chosen: dict[int, tuple[int, int]] = {}
         passing = [number for number, span in enumerate(spans) if span > 0]
@@ -191,7 +194,7 @@ class _LayoutItems:
         return chosen
 
     def _add_trunk(self, trunk: list[int], span: int, source: int, targets: Sequence[int]) -> None:
-        """Makes the trunk of one tensor and links it with its ends."""
+        """Add the trunk of one tensor, and link it with its ends."""
         top, above = self.layer[source], source
         groups = self.groups[source]
         for step in range(span):
@@ -212,7 +215,7 @@ class _LayoutItems:
                 self.above[target].append(end)
 
     def gaps(self, row: list[int]) -> list[int]:
-        """The room before each item of a row: more where frames of groups end and begin between two ops."""
+        """Return the room before each item of a row; more if frames of groups begin or end there."""
         gaps = [OP_GAP] * len(row)
         gaps[0] = 0
         if not self.group_heights:
@@ -230,7 +233,7 @@ class _LayoutItems:
         return gaps
 
     def rows(self) -> list[list[int]]:
-        """The items of each layer, in the order of the ops; what passes stands where its tensor's producer does."""
+        """Return the items of each layer, in the order of the ops."""
         rows: list[list[int]] = [[] for _ in range(max(self.layer, default=-1) + 1)]
         for item, layer in enumerate(self.layer):
             rows[layer].append(item)
@@ -238,7 +241,7 @@ class _LayoutItems:
 
 
 def _order_rows(rows: list[list[int]], items: _LayoutItems) -> None:
-    """Orders each layer by the mean place of its neighbours above, then below, until nothing changes."""
+    """Order each layer by the mean position of its neighbors above, then below, until nothing changes."""
     positions = [0] * len(items.widths)
     for row in rows:
         for number, item in enumerate(row):
@@ -252,7 +255,7 @@ def _order_rows(rows: list[list[int]], items: _LayoutItems) -> None:
             row = rows[number]
             key = {item: _mean_position(neighbors[item], positions, positions[item]) for item in row}
             ordered = sorted(row, key=key.__getitem__)
-            if len(row) > 2:  # noqa: PLR2004  # two are side by side anyway
+            if len(row) > 2:  # noqa: PLR2004  # two items are adjacent anyway
                 ordered = _group_adjacent(ordered, key, items.groups, 0)
             if ordered != row:
                 changed = True
@@ -272,7 +275,7 @@ def _mean_position(neighbors: list[int], positions: Sequence[float], default: fl
 def _group_adjacent(
     ordered: list[int], key: dict[int, float], groups: Sequence[tuple[int, ...]], depth: int
 ) -> list[int]:
-    """The same items, those of one group side by side, where the mean of the group is."""
+    """Reorder items so that a group's items are adjacent, at the mean position of the group."""
     clusters: dict[int, list[int]] = {}
     for item in ordered:
         path = groups[item]
@@ -288,7 +291,7 @@ def _group_adjacent(
 
 
 def _x_positions(rows: list[list[int]], items: _LayoutItems) -> list[float]:
-    """The middle of each item: as near as may be to its neighbours above, then below, then above again."""
+    """Return the center of each item, as near as possible to its neighbors."""
     x = [0.0] * len(items.widths)
     gaps = [items.gaps(row) for row in rows]
     for row, row_gaps in zip(rows, gaps, strict=True):
@@ -308,10 +311,13 @@ def _x_positions(rows: list[list[int]], items: _LayoutItems) -> list[float]:
 
 
 def _place_row(row: list[int], gaps: list[int], targets: list[float], items: _LayoutItems, x: list[float]) -> None:
-    """The places nearest to the `targets` ones, in squares, that keep order and `gaps` (pool adjacent violators)."""
+    """Move the items of a row to the positions nearest to `targets`.
+
+    The squared distances are minimal under the order and the `gaps` (pool adjacent violators).
+    """
     widths = items.widths
     offset = before = 0.0
-    sums: list[float] = []  # of each block of items that touch
+    sums: list[float] = []  # sums of the blocks of adjacent items
     counts: list[int] = []
     offsets = []
     for item, gap, target in zip(row, gaps, targets, strict=True):
@@ -334,7 +340,7 @@ def _place_row(row: list[int], gaps: list[int], targets: list[float], items: _La
 
 
 def _assign_lanes(unrouted: dict[int, tuple[int, int]], tensors: int, width: int) -> tuple[list[int], int]:
-    """Lanes at the right for the tensors that have no trunk, taken in turn, and the width with them."""
+    """Assign lanes at the right in turn, and return them with the total width."""
     lanes = [-1] * tensors
     for number, tensor in enumerate(sorted(unrouted, key=unrouted.__getitem__)):
         lanes[tensor] = width + LANE_WIDTH * (1 + number % MAX_LANES)

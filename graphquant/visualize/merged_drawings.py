@@ -1,4 +1,7 @@
-"""Two drawings as one: what both have is there once, the rest beside it, so that one layout is that of both."""
+"""Merge of two drawings into one, so that one layout serves both.
+
+Matched parts occur once, and each other part is marked with its side.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,22 @@ if TYPE_CHECKING:
 
 
 FIRST, SECOND = 1, 2
-"""The sides; what is on both is their sum."""
+"""Bits of the sides; a part on both sides has their sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedDrawing:
-    """Two drawings as one.
+    """Two drawings in one.
 
     Attributes:
-        drawing: All boxes, wires and badges of both; the first's badges come first.
-        titles: What each side is called.
-        box_sides: The sides that each box is on.
-        wire_sides: Likewise of wires.
-        constant_sides: Likewise of the constants of all boxes, in their order.
-        split: How many badges are the first's.
-        first_boxes: For boxes of both that look otherwise on the first side how they look there.
-        counterparts: For badges of the second the first's badge in the same place.
+        drawing: Boxes, wires and annotations of both drawings; annotations of the first come first.
+        titles: Titles of the sides.
+        box_sides: Sides of each box.
+        wire_sides: Sides of each wire.
+        constant_sides: Sides of the constants of all boxes, in box order.
+        split: Number of annotations of the first drawing.
+        first_boxes: Box of the first drawing, by box number, where both have the box and it looks different.
+        counterparts: Annotation of the first drawing by annotation of the second at the same position.
     """
 
     drawing: Drawing
@@ -46,19 +49,19 @@ class MergedDrawing:
 def merge_drawings(
     first: Drawing, second: Drawing, matches: OpMatching, titles: tuple[str, str] | None = None
 ) -> MergedDrawing:
-    """Two drawings as one, in time in proportion to both.
+    """Merge two drawings into one, in linear time.
 
     Args:
-        first: The first.
-        second: The second.
-        matches: Which op of the first is which of the second.
-        titles: What each side is called; by default as the drawings are.
+        first: First drawing.
+        second: Second drawing.
+        matches: Matched ops of the two models.
+        titles: Titles of the sides; by default those of the drawings.
     """
     return _DrawingMerger(first, second, matches).merge(titles or (first.title, second.title))
 
 
 class _DrawingMerger:
-    """Makes one drawing of two."""
+    """Builder of one merged drawing."""
 
     def __init__(self, first: Drawing, second: Drawing, matches: OpMatching) -> None:
         self.first_drawing, self.second_drawing = first, second
@@ -68,7 +71,10 @@ class _DrawingMerger:
         self.groups, self.first_groups = _merge_groups(first.groups, second.groups)
 
     def _renumber_boxes(self, matches: OpMatching) -> tuple[list[int], list[int]]:
-        """The new number of each box of either; what the first alone has stands before what follows it there."""
+        """Return the new number of each box of both drawings.
+
+        A box that only the first drawing has comes directly before its successor there.
+        """
         number_by_op = {(box.graph, box.op.name): number for number, box in enumerate(self.second_drawing.boxes)}
         matched = [
             number_by_op.get(matches.forward.get((box.graph, box.op.name), ("", "")), -1)
@@ -132,14 +138,14 @@ class _DrawingMerger:
         )
 
     def _merge_annotations(self, first: Sequence[int], second: Sequence[int]) -> tuple[int, ...]:
-        """The badges of one place on both sides; those that stand for each other are noted."""
+        """Return the annotations of one position on both sides, and note which ones correspond."""
         renumbered = tuple(self.split + annotation for annotation in second)
         for first_annotation, second_annotation in zip(first, renumbered, strict=False):
             self.counterparts.setdefault(second_annotation, first_annotation)
         return (*first, *renumbered)
 
     def _merge_box(self, box: Box, first: Box | None, second: Box | None) -> tuple[Box, list[int]]:
-        """The box of an op, which is `first` in the first and `second` in the second, and the sides of its constants."""
+        """Merge the boxes of one op, and return the sides of its constants."""
         first_constants, second_constants = (
             {constant.slot: constant for constant in side.constants} if side is not None else {}
             for side in (first, second)
@@ -161,7 +167,7 @@ class _DrawingMerger:
         return replace(box, group=group, constants=tuple(constants), annotations=box_annotations, calls=calls), sides
 
     def _merge_wires(self) -> tuple[list[Wire], list[int]]:
-        """The wires of both, and their sides."""
+        """Return the wires of both drawings, and their sides."""
         first_wires = _wires_by_ends(self.first_drawing.wires, self.first_numbers)
         second_wires = _wires_by_ends(self.second_drawing.wires, self.second_numbers)
         wires = []
@@ -178,7 +184,7 @@ class _DrawingMerger:
         return [wire for wire, _ in wires], [side for _, side in wires]
 
     def _merge_controls(self) -> list[tuple[int, int]]:
-        """The control edges of both."""
+        """Return the control edges of both drawings."""
         first_controls = [
             (self.first_numbers[source], self.first_numbers[target]) for source, target in self.first_drawing.controls
         ]
@@ -194,7 +200,11 @@ def _wires_by_ends(wires: Sequence[Wire], numbers: Sequence[int]) -> Mapping[tup
 
 
 def _merge_groups(first: Sequence[BoxGroup], second: Sequence[BoxGroup]) -> tuple[list[BoxGroup], list[int]]:
-    """The groups of both, the second's first, and what each of the first is among them: those of one path are one."""
+    """Merge groups by path. The second drawing's come first.
+
+    Returns:
+        All groups, and the new number of each group of the first drawing.
+    """
     groups = list(second)
     numbers = {(group.parent, group.label, group.graph): number for number, group in enumerate(groups)}
     merged_numbers: list[int] = []
@@ -209,5 +219,5 @@ def _merge_groups(first: Sequence[BoxGroup], second: Sequence[BoxGroup]) -> tupl
 
 
 def _box_appearance(box: Box) -> tuple[object, ...]:
-    """What of a box is seen on the drawing."""
+    """Return the visible properties of a box."""
     return box.graph, box.op.name, box.op.type, box.inputs, box.reason, tuple(map(drawn_shape, box.op.outputs[:1]))

@@ -1,4 +1,4 @@
-"""Drawings of what there is to look at: a model, a plan, what `insert` made."""
+"""Drawings of models, plans and results, and the neighborhood of an op."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
 
 
 def model_drawing(model: Model, range_report: RangeReport | None = None) -> Drawing:
-    """A model with the quantization that is in it, and statistics of the tensors that are called the same."""
+    """Draw a model with its quantization, and with statistics of tensors of the same name."""
     summary = summarize_model(model)
     names = {reading.rule for reading in summary.quantization_ops if reading.rule}
     return build_drawing(model, annotate_model(summary, _rule_reasons(model, names), range_report))
 
 
 def plan_drawing(prepared: Model, plan: Plan, range_report: RangeReport | None = None) -> Drawing:
-    """The model that a plan names, with what the plan will put there."""
+    """Draw the prepared model of a plan with the planned quantization."""
     return build_drawing(prepared, annotate_plan(plan, range_report))
 
 
 def result_drawing(result: Result) -> Drawing:
-    """What `insert` made, with the histograms that the ranges were picked from."""
+    """Draw the result of `insert`, with the histograms behind its ranges."""
     return build_drawing(result.model, annotate_result(result, summarize_model(result.model)))
 
 
 def _rule_reasons(model: Model, names: set[str]) -> dict[str, str]:
-    """The reasons of rules that a model's ops name, from the rule files that come with graphquant."""
+    """Return the reasons of the named rules, from the shipped rule files."""
     reasons: dict[str, str] = {}
     if not names or model.format == "tflite":
         return reasons
@@ -52,17 +52,14 @@ def _rule_reasons(model: Model, names: set[str]) -> dict[str, str]:
     return reasons
 
 
-# The neighbourhood of an op, cut out of a drawing.
-
-
 def neighborhood(drawing: Drawing, name: str, hops: int) -> tuple[Drawing, list[int]]:
-    """The part of a drawing that is at most `hops` wires away from an op, a tensor, or one of the ops of a badge.
+    """Cut out the boxes within `hops` wires of an op, a tensor, or an op that an annotation stands for.
 
     Returns:
-        The part, and which of its boxes `name` names.
+        The cut drawing, and the numbers of the boxes that `name` matches.
 
     Raises:
-        UsageError: Nothing that is drawn is called `name`.
+        UsageError: Nothing in the drawing has this name.
     """
     matches = _boxes_by_name(drawing, name)
     neighbors: list[list[int]] = [[] for _ in drawing.boxes]
@@ -97,7 +94,7 @@ def neighborhood(drawing: Drawing, name: str, hops: int) -> tuple[Drawing, list[
 
 
 def _boxes_by_name(drawing: Drawing, name: str) -> list[int]:
-    """The boxes that `name` names."""
+    """Return the numbers of the boxes that a name matches."""
     names: dict[str, list[int]] = {}
     for box_number, box in enumerate(drawing.boxes):
         full_name = qualified_op_name(box.graph, box.op.name)
@@ -113,5 +110,5 @@ def _boxes_by_name(drawing: Drawing, name: str) -> list[int]:
                 names.setdefault(folded_name, []).append(wire.target)
     if name not in names:
         hint = did_you_mean(name, names) or " `graphquant inspect --format graph-json` lists the names."
-        raise UsageError(f"Nothing that is drawn is called {name!r}.{hint}")
+        raise UsageError(f"The drawing has nothing named {name!r}.{hint}")
     return list(dict.fromkeys(names[name]))

@@ -1,4 +1,4 @@
-"""Models, plans and what is made of them as HTML for a cell of a notebook: text, and the viewer in a frame."""
+"""HTML for notebook cells: text, and the viewer in a frame."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ CELL_WIDTH = 100
 """Columns of text in a cell."""
 
 CELL_LINES = 40
-"""Lines of it that a cell shows; the rest is said to be there."""
+"""Lines of text in a cell; the remaining ones are counted."""
 
 SUMMARY_LINES = 4
-"""Lines that tell what a model is: its format, inputs, outputs and ops."""
+"""Lines of the model summary: format, inputs, outputs and ops."""
 
 MAX_DRAWN_OPS = 5_000
-"""Ops that a cell draws: the page is kept in the notebook's file, and 5,000 ops take half a megabyte."""
+"""Maximum number of ops to draw in a cell. The page is stored in the notebook; 5,000 ops take half a megabyte."""
 
 SITES_LISTED = 10
-"""Quantized tensors of a comparison that are listed."""
+"""Number of quantized tensors to list for a comparison."""
 
 
 def notebook_html(value: object) -> str:
-    """A model, a plan, what `insert` made or what `compare` found, as HTML that works without a network.
+    """Return HTML of a model, plan, result or comparison, which works without a network.
 
     Raises:
-        TypeError: It is something else.
+        TypeError: The value has another type.
     """
     match value:
         case Model():
@@ -60,17 +60,17 @@ def notebook_html(value: object) -> str:
             return _preformatted(plan_view(value))
         case Comparison():
             return _preformatted(comparison_view(value, top=SITES_LISTED))
-    raise TypeError(f"{type(value).__name__} has no drawing")
+    raise TypeError(f"{type(value).__name__} has no HTML view")
 
 
 def _result_view(result: Result) -> RenderableType:
-    """What `insert` did, in a line or two."""
+    """Render a result in one or two lines."""
     uses = sum(len(insertion.site.uses) for insertion in result.inserted)
     message = f"{pluralize(len(result.inserted), 'site')} inserted, {pluralize(uses, 'use')} rerouted"
     message += (
         f", calibrated on {pluralize(result.calibration_samples, 'sample')}" if result.calibration_samples else ""
     )
-    lines = [plain_line(f"{message}. .save(PATH) writes the model, .plan is what was to be done.")]
+    lines = [plain_line(f"{message}. .save(PATH) writes the model, .plan is the plan.")]
     lines += (
         [plain_line("The ranges come from RANDOM data: use the model for tests only.")]
         if result.has_random_data
@@ -80,7 +80,7 @@ def _result_view(result: Result) -> RenderableType:
 
 
 def _viewer_or_hint(model: Model, drawing: Callable[[], Drawing]) -> str:
-    """The viewer in a frame, or what to do where that would make the notebook's file large."""
+    """Return the viewer in a frame, or a command to run if the model is too large for a cell."""
     ops = sum(len(model.graphs[name]) for name in model.reachable_graphs())
     if ops > MAX_DRAWN_OPS:
         path = model.path or "MODEL"
@@ -91,7 +91,7 @@ def _viewer_or_hint(model: Model, drawing: Callable[[], Drawing]) -> str:
 
 
 def _preformatted(view: RenderableType, lines: int = CELL_LINES) -> str:
-    """The start of what a terminal would show."""
+    """Return the first lines of terminal output as HTML."""
     file = StringIO()
     Console(file=file, width=CELL_WIDTH, color_system=None, highlight=False, markup=False, emoji=False).print(view)
     rows = [line.rstrip() for line in file.getvalue().rstrip().split("\n")]
@@ -102,7 +102,7 @@ def _preformatted(view: RenderableType, lines: int = CELL_LINES) -> str:
 
 
 def _viewer_frame(drawing: Drawing) -> str:
-    """The viewer, apart from the notebook: it cannot reach what is around it."""
+    """Return the viewer in a sandboxed frame, which cannot reach the notebook."""
     document = escape(viewer_page(viewer_data(drawing, [])))
     style = "width:100%;height:520px;border:1px solid #8886"
     return f'<iframe sandbox="allow-scripts" style="{style}" title="the model" srcdoc="{document}"></iframe>'

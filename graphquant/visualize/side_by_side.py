@@ -1,4 +1,4 @@
-"""Pages of two models, or two plans, side by side: a comparison as heat, a difference in colours."""
+"""Pages of two models or plans side by side: errors as a heatmap, differences in colors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphquant.api import align_preparation, prepare_for_plan
 from graphquant.ir import qualified_op_name
 from graphquant.ir.op_matching import match_ops, unclipped_source
 from graphquant.visualize.annotations import comparison_heatmap
-from graphquant.visualize.diff_report import diff_summary
+from graphquant.visualize.diff_report import CHANGE_SIGNS, diff_summary
 from graphquant.visualize.html import viewer_page
 from graphquant.visualize.merged_drawings import FIRST, SECOND, merge_drawings
 from graphquant.visualize.model_drawing import model_drawing, plan_drawing
@@ -25,40 +25,35 @@ if TYPE_CHECKING:
     from graphquant.visualize.merged_drawings import MergedDrawing
 
 
-# Where on the drawing of two models each of their differences is.
-
-VIEWER_CHANGE_SIGNS = {"op-added": "+", "site-added": "+", "op-removed": "-", "site-removed": "-"}
-"""What a change is marked with; the others are `~`."""
-
 SITE_CHANGES = frozenset({"site-added", "site-removed", "site-changed", "scale"})
 
 
 def viewer_changes(
     differences: Differences, merged: MergedDrawing, models: tuple[Model, Model] | None = None
 ) -> list[dict[str, Any]]:
-    """The differences as data of the page: each with the boxes and badges that it is about.
+    """Return differences as viewer data, each with its boxes and annotations.
 
     Args:
-        differences: The differences.
-        merged: The drawing of both sides.
-        models: Both models, None for plans.
+        differences: Differences of two models or plans.
+        merged: Drawing of both.
+        models: Both models; None for plans.
     """
     index = _ChangeIndex(merged, models)
     return [
         {
             "kind": change.kind,
-            "sign": VIEWER_CHANGE_SIGNS.get(change.kind, "~"),
-            "where": change.location,
-            "says": change.message,
+            "sign": CHANGE_SIGNS.get(change.kind, "~"),
+            "location": change.location,
+            "message": change.message,
             "ops": [] if change.kind in SITE_CHANGES else index.box_numbers(change),
-            "badges": index.annotation_numbers(change) if change.kind in SITE_CHANGES else [],
+            "annotations": index.annotation_numbers(change) if change.kind in SITE_CHANGES else [],
         }
         for change in differences.changes
     ]
 
 
 class _ChangeIndex:
-    """What ops and quantized tensors are called on either side."""
+    """Box and annotation numbers by name, for each side."""
 
     def __init__(self, merged: MergedDrawing, models: tuple[Model, Model] | None) -> None:
         self._merged = merged
@@ -85,7 +80,7 @@ class _ChangeIndex:
                 self._annotations[side, name].append(number)
 
     def box_numbers(self, change: ModelChange) -> list[int]:
-        """The boxes that a change of the structure is about: the op, or those that read the constant."""
+        """Return the boxes of a structural change: the op, or the readers of the constant."""
         name = change.location
         if change.kind == "wiring":
             name = name.rpartition("[")[0]
@@ -97,7 +92,7 @@ class _ChangeIndex:
         return []
 
     def annotation_numbers(self, change: ModelChange) -> list[int]:
-        """The badges that a change of the quantization is about."""
+        """Return the annotations of a change of the quantization."""
         added = self._annotations.get((SECOND, change.location), [])
         removed = self._annotations.get((FIRST, change.location), [])
         if change.kind == "site-added":
@@ -115,18 +110,18 @@ def _iter_sides(sides: int) -> Iterator[int]:
     return (side for side in (FIRST, SECOND) if sides & side)
 
 
-RANDOM_DATA_NOTE = "The data is RANDOM: the figures say little of real data."
+RANDOM_DATA_NOTE = "The data is RANDOM: the metrics do not apply to real data."
 
 FORMATS_DIFFER_NOTE = (
-    "The models are of two formats, between which nothing inside is matched. So only the quantized one is drawn."
+    "The models have different formats, whose inner tensors cannot be matched. Only the quantized model is drawn."
 )
 
 
 def comparison_page(float_model: Model, quantized: Model, comparison: Comparison) -> str:
-    """The float and the quantized model under one layout, with the error of each quantized tensor as heat.
+    """Draw a float and a quantized model in one layout, with tensor errors as a heatmap.
 
     Raises:
-        ModelError: The float model cannot be prepared as the quantized one was.
+        ModelError: The float model cannot be prepared like the quantized one.
     """
     notes = [RANDOM_DATA_NOTE] if comparison.random else []
     drawing, heatmap = model_drawing(quantized), comparison_heatmap(comparison)
@@ -140,10 +135,10 @@ def comparison_page(float_model: Model, quantized: Model, comparison: Comparison
 
 
 def diff_page(first: Model, second: Model, differences: Differences) -> str:
-    """Two models under one layout, with what is new, gone and changed in colours.
+    """Draw two models in one layout, with added, removed and changed parts in colors.
 
     Raises:
-        ModelError: The first model cannot be prepared as the other one was.
+        ModelError: The first model cannot be prepared like the second one.
     """
     before, after, _ = align_preparation(first, second)
     merged = merge_drawings(
@@ -160,10 +155,10 @@ def diff_page(first: Model, second: Model, differences: Differences) -> str:
 
 
 def plan_diff_page(model: Model, first: Plan, second: Plan, differences: Differences) -> str:
-    """Likewise of two plans of `model`.
+    """Draw two plans of `model` in one layout.
 
     Raises:
-        UsageError: A plan is of another model.
+        UsageError: A plan belongs to another model.
     """
     before, after = prepare_for_plan(model, first), prepare_for_plan(model, second)
     sides = plan_drawing(before, first), plan_drawing(after, second)
@@ -176,7 +171,7 @@ def plan_diff_page(model: Model, first: Plan, second: Plan, differences: Differe
 
 
 def _side_titles(first: Model, second: Model) -> tuple[str, str]:
-    """What the files are called, with their folders where that is the same."""
+    """Return the file names; with folders if the names are equal."""
     paths = [model.path for model in (first, second)]
     names = [path.name if path is not None else "model" for path in paths]
     if names[0] == names[1]:

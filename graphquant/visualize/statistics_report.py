@@ -1,4 +1,7 @@
-"""Statistics in the terminal: a line for each tensor with its histogram, the range that was picked, and the cost."""
+"""Range reports: histograms, chosen ranges and their cost, as terminal text, JSON and an HTML page.
+
+The page works from disk without scripts. With a model, the viewer shows the statistics on its drawing instead.
+"""
 
 from __future__ import annotations
 
@@ -30,35 +33,33 @@ if TYPE_CHECKING:
 
 
 STATS_NAME_WIDTH, MIN_HISTOGRAM_WIDTH = 20, 16
-"""The least columns for a tensor's name, if it has as many, and for its histogram."""
+"""Minimum widths of the name and histogram columns."""
 
 MAX_HISTOGRAM_WIDTH = 44
-"""The most columns for a histogram."""
+"""Maximum width of a histogram."""
 
 STATS_COLUMN_GAP = 2
 
 MAX_NOTES = 12
-"""Notes that are printed; all of them are in the JSON data."""
+"""Maximum number of notes to print; the JSON data has all of them."""
 
-MATCHED_BY_NAME = "The model has its ranges in it; which tensor is which is told by names alone."
+MATCHED_BY_NAME = "The model contains its ranges; tensors are matched by name only."
 
 EXACT_SQNR = 140.0
-"""Decibels beyond which nothing is lost that a float32 has."""
+"""Decibels from which on the result counts as exact: the precision of float32."""
 
 
 def range_report_view(report: RangeReport) -> RenderableType:
-    """The table of tensors, the worst first where a model tells what is lost, and what is to be said of some."""
+    """Render the table of tensors, worst first if a model gives costs, and notes on them."""
     stats = report.stats
     sections: list[RenderableType] = [plain_line(stats_heading(report), style="bold")]
     if stats.random:
-        sections.append(plain_line("The data is RANDOM: what it shows is for tests only.", style="bold red"))
+        sections.append(plain_line("The data is RANDOM: use the statistics for tests only.", style="bold red"))
     sections += incomplete_stats(stats)
     if report.matched_by_name:
         sections.append(plain_line(MATCHED_BY_NAME, style="dim"))
     if not report.tensor_ranges:
-        sections.append(
-            plain_line("None of them has a range that insert would give it." if report.model else "It is empty.")
-        )
+        sections.append(plain_line("No tensor gets a range from insert." if report.model else "It is empty."))
         return Group(*sections)
     sections.append(_RangeTable(report.tensor_ranges, has_ranges=bool(report.model)))
     names_by_note: dict[str, list[str]] = {}
@@ -68,50 +69,50 @@ def range_report_view(report: RangeReport) -> RenderableType:
     note_lines = [f"{join_names(names)}: {note}" for note, names in names_by_note.items()]
     sections += [plain_line(note, style="yellow") for note in note_lines[:MAX_NOTES]]
     if len(note_lines) > MAX_NOTES:
-        sections.append(plain_line(f"{len(note_lines) - MAX_NOTES} more such notes are in --format json.", style="dim"))
+        sections.append(plain_line(f"{len(note_lines) - MAX_NOTES} more notes are in --format json.", style="dim"))
     sections.append(plain_line(_histogram_legend(report), style="dim"))
     return Group(*sections)
 
 
 def sqnr_text(cost: QuantizationCost | None) -> str:
-    """The estimated SQNR in dB, to a tenth; "exact" where nothing is lost."""
+    """Return the estimated SQNR in dB to one decimal; "exact" if nothing is lost."""
     if cost is None:
         return ""
     return "exact" if cost.sqnr > EXACT_SQNR else f"{cost.sqnr:.1f}"
 
 
 def share_text(fraction: float) -> str:
-    """A share, 0 to 1, in percent."""
+    """Format a share from 0 to 1 as a percentage."""
     if not fraction:
         return "0"
     if fraction < 1e-5:  # noqa: PLR2004  # a thousandth of a percent
         return "<0.001%"
-    return f"{100 * fraction:.{2 if fraction < 0.1 else 3}g}%"  # noqa: PLR2004  # from there on two digits are whole percents
+    return f"{100 * fraction:.{2 if fraction < 0.1 else 3}g}%"  # noqa: PLR2004  # from here on, two digits are whole percentages
 
 
 def clipped_text(cost: QuantizationCost | None) -> str:
-    """The shares that are cut off at the lower and at the upper end."""
+    """Return the clipped shares at the lower and upper end."""
     return "" if cost is None else f"{share_text(cost.clipped_below)}, {share_text(cost.clipped_above)}"
 
 
 def value_range_text(tensor_range: TensorRange) -> str:
-    """The smallest and the largest value seen."""
+    """Return the smallest and the largest observed value."""
     sketch = tensor_range.sketch
     return "" if sketch is None or sketch.empty else f"[{sketch.low.min():.4g}, {sketch.high.max():.4g}]"
 
 
 def range_text(params: QParams | None) -> str:
-    """What scale and zero point can represent."""
+    """Return the representable range of scale and zero point."""
     return "" if params is None else f"[{params.range.low.min():.4g}, {params.range.high.max():.4g}]"
 
 
 def method_text(tensor_range: TensorRange) -> str:
-    """The method, and for auto what it came to."""
+    """Return the observer, and the method that `auto` chose."""
     return f"{tensor_range.method}: {tensor_range.auto_method}" if tensor_range.auto_method else tensor_range.method
 
 
 def stats_heading(report: RangeReport) -> str:
-    """How many tensors there are, and on how many samples."""
+    """Return the number of tensors and samples."""
     stats = report.stats
     coverage = f"on {pluralize(stats.samples, 'sample')} in {pluralize(stats.blocks, 'block')}"
     path = escape_unprintable(str(report.path or "statistics"))
@@ -124,14 +125,14 @@ def _histogram_legend(report: RangeReport) -> str:
     if not report.model:
         return "Histograms: heights are logarithmic; the axis is linear for 99.9% of magnitudes, logarithmic beyond."
     return (
-        "Histograms: heights are logarithmic; [ ] is the range, outside of which values are clipped; the axis is"
+        "Histograms: heights are logarithmic; [ ] is the range, values outside of it are clipped; the axis is"
         " logarithmic beyond its larger end. SQNR is estimated, for each tensor by itself."
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _RangeTable:
-    """The table, which leaves out columns from the right, and says so, until names and histograms have room."""
+    """Table that drops columns from the right until names and histograms fit."""
 
     ranges: Sequence[TensorRange]
     has_ranges: bool
@@ -164,7 +165,7 @@ class _RangeTable:
             )
 
     def _columns(self) -> list[tuple[str, list[str]]]:
-        """The columns behind tensor and histogram, those that matter most first."""
+        """Return the columns after tensor and histogram, the most important first."""
         if not self.has_ranges:
             sketches = [tensor_range.sketch for tensor_range in self.ranges]
             return [
@@ -191,14 +192,12 @@ def _histogram_text(tensor_range: TensorRange, width: int, *, ascii_only: bool) 
     return Text.assemble((below, "red"), inside, (above, "red"))
 
 
-# Statistics as JSON data: what `inspect --stats --format json` writes.
-
 JSON_BARS = 64
-"""Bars of a histogram. Their edges are those of the drawing, so they are closer where the range is."""
+"""Bars of a histogram. Their edges follow the drawn axis, so they are denser within the range."""
 
 
 def range_report_json(report: RangeReport) -> dict[str, Any]:
-    """The statistics and the ranges that were picked from them."""
+    """Return statistics and chosen ranges as JSON data."""
     stats = report.stats
     return {
         "schema": JSON_SCHEMA_VERSION,
@@ -219,13 +218,13 @@ def _tensor_range_json(tensor_range: TensorRange) -> dict[str, Any]:
     return {
         "tensor": tensor_json(tensor_range.tensor),
         "note": tensor_range.note,
-        "seen": None if tensor_range.sketch is None else _sketch_json(tensor_range.sketch, tensor_range.params),
+        "statistics": None if tensor_range.sketch is None else _sketch_json(tensor_range.sketch, tensor_range.params),
         "rule": tensor_range.rule,
         "method": tensor_range.method,
-        "like": tensor_range.auto_method,
+        "chosen_method": tensor_range.auto_method,
         "params": None if tensor_range.params is None else params_json(tensor_range.params),
         "cost": _cost_json(tensor_range.cost),
-        "others": [
+        "alternatives": [
             {
                 "method": alternative.method,
                 "params": params_json(alternative.params),
@@ -254,13 +253,13 @@ def _sketch_json(sketch: Sketch, params: QParams | None) -> dict[str, Any]:
 
 
 def _finite_ends(ends: Any) -> Any:
-    """The ends of a tensor or of its channels; null where no finite value was seen."""
+    """Return the ends of a tensor or of its channels; null without finite values."""
     values = [value if math.isfinite(value) else None for value in ends.reshape(-1).tolist()]
     return values if ends.ndim else values[0]
 
 
 def _cost_json(cost: QuantizationCost | None) -> dict[str, Any] | None:
-    """`sqnr` is null where there is no error at all, or no signal."""
+    """Return the cost of a range; `sqnr` is null if exact or without a signal."""
     if cost is None:
         return None
     return {
@@ -270,10 +269,6 @@ def _cost_json(cost: QuantizationCost | None) -> dict[str, Any] | None:
         "sqnr": cost.sqnr if math.isfinite(cost.sqnr) else None,
     }
 
-
-# Statistics by themselves as one page that works from disk: no script, nothing fetched, light or dark, printable.
-#
-# Beside a model they are drawn on it; see `graphquant.view.graph`.
 
 STATS_STYLE = """
 :root{color-scheme:light dark;--ink:#1b1f24;--soft:#5b6470;--line:#dfe3e8;--back:#fff;--bar:#3667b0;
@@ -299,7 +294,7 @@ svg.small{width:120px;height:20px;vertical-align:middle}
 """
 
 STATS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
-"""What the page may load: nothing."""
+"""Content-Security-Policy of the page, which loads nothing."""
 
 STATS_LEGEND = (
     "Heights are values per bar on a log scale. The axis is linear for 99.9% of magnitudes and logarithmic beyond."
@@ -313,11 +308,11 @@ STATS_COLUMNS = (
     ("NaN", "right"),
     ("inf", "right"),
 )
-"""Titles, and the classes of their cells."""
+"""Titles, and CSS classes of the cells."""
 
 
 def stats_page(report: RangeReport) -> str:
-    """The whole page; the same statistics give the same bytes."""
+    """Return the page of statistics; deterministic."""
     return "\n".join(_stats_lines(report)) + "\n"
 
 
@@ -341,7 +336,7 @@ def _stats_lines(report: RangeReport) -> Iterator[str]:
 def _stats_warnings(report: RangeReport) -> Iterator[str]:
     stats = report.stats
     if stats.random:
-        yield '<p class="warn">The data is RANDOM: what it shows is for tests only.</p>'
+        yield '<p class="warn">The data is RANDOM: use the statistics for tests only.</p>'
     if not stats.complete:
         total = sum(run.samples for run in stats.runs)
         yield f'<p class="warn">The statistics are of {stats.samples} of {total} samples of the data.</p>'
@@ -381,7 +376,7 @@ def _stats_section(number: int, tensor_range: TensorRange) -> Iterator[str]:
     elif tensor_range.sketch is not None and tensor_range.sketch.counts.size:
         yield svg.histogram_svg(tensor_range.sketch)
     elif tensor_range.sketch is not None:
-        yield '<p class="soft">No histogram was kept.</p>'
+        yield '<p class="soft">No histogram was stored.</p>'
     yield "</section>"
 
 

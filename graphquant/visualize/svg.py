@@ -1,4 +1,7 @@
-"""A drawing as SVG, for documents: boxes in their groups' frames, wires with the badges on them."""
+"""SVG pictures for documents: drawings of models, and histograms.
+
+Histograms take their colors from CSS variables of the page around them.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ if TYPE_CHECKING:
 
 
 BOX_HEIGHT, ROW_GAP, MARGIN = 52, 58, 24
-"""Height of a box, room above it, room around all; as in the viewer."""
+"""Box height, room above a box, and outer margin; the viewer uses the same numbers."""
 
 LETTER_WIDTH = 6.4
-"""Width of a letter of a box's text."""
+"""Width of a letter in a box."""
 
 GRAPH_STYLE = """
 text{font:10px system-ui,sans-serif;fill:#5b6470;text-anchor:middle}
@@ -42,7 +45,7 @@ text{font:10px system-ui,sans-serif;fill:#5b6470;text-anchor:middle}
 
 
 def graph_svg(drawing: Drawing) -> str:
-    """The whole picture; the same drawing gives the same bytes."""
+    """Return the drawing as SVG text; deterministic."""
     return "\n".join(_svg_lines(drawing)) + "\n"
 
 
@@ -69,7 +72,7 @@ def _box_top(layout: Placement, number: int) -> int:
 
 
 def _group_frames(drawing: Drawing, layout: Placement) -> Iterator[str]:
-    """A frame for each group, the outer ones first and larger."""
+    """Yield a frame for each group, outer ones first and larger."""
     ends: dict[int, list[int]] = {}
     depths: dict[int, int] = {}
     for number, groups in enumerate(drawing.group_paths()):
@@ -96,7 +99,10 @@ def _group_frames(drawing: Drawing, layout: Placement) -> Iterator[str]:
 def _wire_path(
     drawing: Drawing, layout: Placement, wire: Wire, trunk: Sequence[int], lane: int, pills: list[str]
 ) -> str:
-    """One wire along its tensor's trunk or lane; its badges are added to `pills`, to be drawn over all."""
+    """Return the path of one wire along its tensor's trunk or lane.
+
+    The labels of its annotations are appended to `pills`, which are drawn last.
+    """
     x, y = layout.x[wire.source], _box_top(layout, wire.source) + BOX_HEIGHT
     path = [f"M{x} {y}"]
     layers_passed = layout.layer[wire.target] - layout.layer[wire.source] - 1
@@ -161,7 +167,7 @@ def _dtype_class(dtype: str) -> str:
 
 
 def _fit_text(text: str, room: float) -> str:
-    """As much of `text` as has room."""
+    """Truncate text to the available width."""
     text_, max_letters = escape_unprintable(text), max(2, int(room / LETTER_WIDTH))
     return escape(text_ if len(text_) <= max_letters else f"{text_[: max_letters - 1]}…")
 
@@ -170,8 +176,6 @@ def _svg_text(text: str) -> str:
     return escape(escape_unprintable(text))
 
 
-# Histograms as SVG, coloured by the classes of the page around them.
-
 PLOT_WIDTH = 900
 LEFT_MARGIN, RIGHT_MARGIN, TOP_MARGIN = 100, 200, 26
 PLOT_HEIGHT = 150
@@ -179,16 +183,16 @@ SVG_BARS = 200
 """Bars of a large histogram, 3 units wide each."""
 
 THUMBNAIL_SIZE = (120, 20, 60)
-"""Width, height and bars of a small one."""
+"""Width, height and bars of a thumbnail."""
 
 HISTOGRAM_STYLE = """
 svg text{font:11px system-ui,sans-serif;fill:var(--soft)}.in{fill:var(--bar)}.grid{stroke:var(--line);stroke-width:1}
 """
-"""Colours are variables: --soft of text, --line, --bar."""
+"""CSS with variables for colors: --soft for text, --line, --bar."""
 
 
 def histogram_svg(sketch: Sketch) -> str:
-    """A tensor's histogram with an axis. The tensor has a histogram."""
+    """Return a histogram with axes. The sketch must have a histogram."""
     axis = histogram_axis(sketch, None)
     counts = bar_counts(distribution_of(sketch), axis, SVG_BARS)
     bottom = TOP_MARGIN + PLOT_HEIGHT
@@ -209,7 +213,7 @@ def histogram_svg(sketch: Sketch) -> str:
 
 
 def histogram_thumbnail(sketch: Sketch) -> str:
-    """The same without words, for a line of a table."""
+    """Return a small histogram without text, for a table row."""
     width, height, bar_count = THUMBNAIL_SIZE
     if not sketch.counts.size:
         return ""
@@ -219,7 +223,7 @@ def histogram_thumbnail(sketch: Sketch) -> str:
 
 
 def channel_ranges_svg(sketch: Sketch) -> str:
-    """From the smallest to the largest value of each channel, one bar each."""
+    """Return one bar from the smallest to the largest value for each channel."""
     low, high = sketch.low.reshape(-1), sketch.high.reshape(-1)
     limits = [low, high]
     lowest = min(0.0, *(float(values[abs(values) < float("inf")].min(initial=0.0)) for values in limits))
@@ -231,7 +235,10 @@ def channel_ranges_svg(sketch: Sketch) -> str:
         return TOP_MARGIN + PLOT_HEIGHT * (highest - value) / (highest - lowest)
 
     elements = [
-        f'<svg viewBox="0 0 {PLOT_WIDTH} {TOP_MARGIN + PLOT_HEIGHT + 34}" role="img" aria-label="range of each channel">'
+        (
+            f'<svg viewBox="0 0 {PLOT_WIDTH} {TOP_MARGIN + PLOT_HEIGHT + 34}" role="img"'
+            ' aria-label="range of each channel">'
+        )
     ]
     for value in (lowest, 0.0, highest):
         elements.append(f'<path class="grid" d="M{LEFT_MARGIN} {y_position(value):.1f}H{PLOT_WIDTH - RIGHT_MARGIN}"/>')
@@ -243,10 +250,12 @@ def channel_ranges_svg(sketch: Sketch) -> str:
         if low[channel] <= high[channel]:
             y, bar_height = y_position(high[channel]), y_position(low[channel]) - y_position(high[channel])
             elements.append(
-                f'<path class="in" d="M{x - bar_width / 4:.2f} {y:.1f}h{bar_width / 2:.2f}v{bar_height:.1f}h{-bar_width / 2:.2f}z"/>'
+                f'<path class="in" d="M{x - bar_width / 4:.2f}'
+                f' {y:.1f}h{bar_width / 2:.2f}v{bar_height:.1f}h{-bar_width / 2:.2f}z"/>'
             )
     elements.append(
-        f'<text x="{LEFT_MARGIN}" y="{TOP_MARGIN + PLOT_HEIGHT + 18}">channels 0 to {low.size - 1}, values in the tensor\'s unit</text>'
+        f'<text x="{LEFT_MARGIN}" y="{TOP_MARGIN + PLOT_HEIGHT + 18}">channels 0 to {low.size - 1},'
+        " values in the tensor's unit</text>"
     )
     return "".join([*elements, "</svg>"])
 
@@ -256,13 +265,13 @@ def _x_position(axis: HistogramAxis, value: float) -> float:
 
 
 def _bars_path(heights_: Array, x: float, step: float, bottom: float, scale: float) -> str:
-    """Bars as one outline."""
+    """Return the bars as one outline."""
     steps = "".join(f"V{bottom - height * scale:.1f}h{step:.2f}" for height in heights_)
     return f'<path class="in" d="M{x:.1f} {bottom}{steps}V{bottom}z"/>'
 
 
 def _count_axis(counts: Array) -> Iterator[str]:
-    """The scale on the left, values per bar: powers of ten, on which heights are logarithmic."""
+    """Yield the left axis: powers of ten of values per bar, on a log scale."""
     largest = max(float(counts.max()), 1.0)
     powers = [10.0**exponent for exponent in range(19) if 10.0**exponent <= largest]
     for power in powers[:: 1 + len(powers) // 5]:

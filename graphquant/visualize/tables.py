@@ -1,4 +1,4 @@
-"""Tables whose first column is a name: one that is too long for its column stands on a line of its own."""
+"""Tables whose first column is a name. A name that is too long gets a line of its own."""
 
 from __future__ import annotations
 
@@ -19,36 +19,36 @@ COLUMN_GAP = 2
 """Spaces between columns."""
 
 MIN_NAME_WIDTH = 16
-"""Columns below which a name's column is too small to have any."""
+"""Minimum width of a column of names; below it, names get lines of their own."""
 
 CELL_INDENT = 4
-"""Spaces before what is told of a name, where that has lines of its own."""
+"""Indentation of cells on a line of their own."""
 
 
 class NameTable:
-    """Rows of a name and what is told of it.
+    """Table of names and their cells.
 
-    Where all of a row fits in a line it is a table. Names are never folded, so that they can be copied and found.
+    A row that fits is one line. Names are never folded, so that they can be copied and searched.
     """
 
     def __init__(self, *columns: str, right: Collection[str] = ()) -> None:
-        """`columns` are the titles, that of the name first; those in `right` are of numbers, which end alike."""
+        """Create a table. `columns` are the titles, the name's first; columns in `right` are right-aligned."""
         self._columns = columns
         self._right = [title in right for title in columns[1:]]
         self._rows: list[tuple[str, list[Text], str, str]] = []
 
     def add_row(self, name: str, *cells: str | Text, style: str = "", note: str = "") -> None:
-        """Adds a name and what is told of it; a note stands on a line below."""
+        """Add a name and its cells; a note is printed on a line below."""
         texts = [Text(escape_unprintable(cell)) if isinstance(cell, str) else cell for cell in cells]
         self._rows.append((escape_unprintable(name), texts, style, escape_unprintable(note)))
 
     @property
     def row_count(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self._rows)
 
     def __rich_console__(self, _console: Console, options: ConsoleOptions) -> RenderResult:
-        """The lines for a console of that width."""
+        """Yield the lines for the width of the console."""
         heads = [Text(title) for title in self._columns[1:]]
         rows = [(self._columns[0], heads, "bold", ""), *self._rows]
         longest = max(Text(name).cell_len for name, *_ in rows)
@@ -77,11 +77,11 @@ class NameTable:
             yield from [Padding(Text(note, "dim"), (0, 0, 0, COLUMN_GAP))] if note else []
 
     def _padded(self, cell: Text, column_number: int, width: int) -> Text:
-        """A cell with spaces up to the width, and a gap in front."""
+        """Return a cell padded to the width, with a gap before it."""
         gap, spaces = Text(" " * COLUMN_GAP), Text(" " * (width - cell.cell_len))
         return Text.assemble(gap, spaces, cell) if self._right[column_number] else Text.assemble(gap, cell, spaces)
 
 
 def _unfolded_name(name: str, style: str) -> Text:
-    """A name that may be longer than the line."""
+    """Return a name that may be longer than the line."""
     return Text(name, style, no_wrap=True, overflow="ignore")

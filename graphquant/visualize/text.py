@@ -1,4 +1,7 @@
-"""Tables for the terminal. They read at 80 columns, without colour, and never cut a name without saying so."""
+"""Terminal text of plans, results, statistics and models.
+
+Tables are readable at 80 columns without color, and mark every omission.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +38,20 @@ if TYPE_CHECKING:
 
 
 NAMES_SHOWN = 3
-"""Consumers named in a cell; the rest are counted."""
+"""Names in a cell; the remaining ones are counted."""
 
 CHANGES_SHOWN = 20
-"""How many changes and conflicts are told."""
+"""Maximum number of changes and conflicts to print."""
 
 PARAM_COLUMNS = ("dtype", "scale", "zero", "range")
-"""The columns that `_param_cells` fills."""
+"""Columns that `_param_cells` fills."""
 
 UNFOLDED_WIDTH = 10_000
-"""Columns of an output that is no terminal: a line per site, for grep and diff."""
+"""Width for output that is not a terminal: one line per site, for grep and diff."""
 
 
 def plan_view(plan: Plan) -> RenderableType:
-    """The plan: preparations, a table of sites for each rule, skips, unused rules."""
+    """Render a plan: preparation steps, a table of sites for each rule, skips, unused rules."""
     rows = [(site, (join_names([str(use) for use in site.uses]), scheme_text(site))) for site in plan.sites]
     sections: list[RenderableType] = [
         *_preparation_lines(plan),
@@ -56,14 +59,15 @@ def plan_view(plan: Plan) -> RenderableType:
         *_skip_lines(plan.skips),
     ]
     if plan.algorithms:
-        sections.append(plain_line(f"Corrected, where data shows a gain: {', '.join(plan.algorithms)}"))
+        sections.append(
+            plain_line(f"Optimization algorithms, applied where data shows a gain: {', '.join(plan.algorithms)}")
+        )
 
     sections += unused_rules_view(plan, shipped=True)
     uses = sum(len(site.uses) for site in plan.sites)
     sections.append(
         plain_line(
-            f"{pluralize(len(plan.sites), 'site')}, {pluralize(uses, 'use')} rerouted,"
-            f" {len(plan.skips)} left with a reason.",
+            f"{pluralize(len(plan.sites), 'site')}, {pluralize(uses, 'use')} rerouted, {len(plan.skips)} skipped.",
             style="bold",
         )
     )
@@ -71,7 +75,7 @@ def plan_view(plan: Plan) -> RenderableType:
 
 
 def result_view(result: Result, output: Path | None) -> RenderableType:
-    """What `insert` did: for each rule a table, with scale, zero point and range of each site."""
+    """Render a result: a table with scale, zero point and range of each site for each rule."""
     rows = [(insertion.site, _param_cells(insertion.params)) for insertion in result.inserted]
     sections: list[RenderableType] = [
         *_preparation_lines(result.plan),
@@ -88,9 +92,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
         sections += incomplete_stats(result.stats)
     sections += _worst_activation(result)
     if not result.inserted and any(skip.reason == ALREADY_QUANTIZED for skip in result.skips):
-        message = (
-            "The model is quantized already and stays as it is. --requantize takes its pairs out and places others."
-        )
+        message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
 
     sections += unused_rules_view(result.plan, shipped=False)
@@ -106,7 +108,7 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     uses = sum(len(insertion.site.uses) for insertion in result.inserted)
     stored = sum(insertion.folded for insertion in result.inserted)
     message = f"{pluralize(len(result.inserted), 'site')} inserted" + (
-        f", {stored} of them stored as integers" if stored else ""
+        f", {stored} stored as integers" if stored else ""
     )
     message += f", {pluralize(uses, 'use')} rerouted"
     message += (
@@ -120,27 +122,27 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
 
 
 def _worst_activation(result: Result) -> list[RenderableType]:
-    """A line on the tensor that loses most, where that is much."""
+    """Return a warning on the activation with the lowest SQNR if it is low."""
     worst = next(iter(result.activation_sqnr), None)
     if worst is None or worst.sqnr >= LOW_SQNR:
         return []
     message = (
-        f"limits: {worst.tensor} loses most of the quantized activations; by estimate its signal to noise is"
-        f" {worst.sqnr:.1f} dB. To leave its op float: --exclude {shlex.quote(worst.tensor.op)}"
+        f"warning: {worst.tensor} has the lowest SQNR of the quantized activations, an estimated"
+        f" {worst.sqnr:.1f} dB. To keep its op float: --exclude {shlex.quote(worst.tensor.op)}"
     )
     return [plain_line(message, style="yellow")]
 
 
 def _limited_lines(label: str, entries: Sequence[object]) -> list[RenderableType]:
-    """What the solver did or could not do, a line each."""
+    """Return a line for each change or conflict of the solver, up to a limit."""
     lines: list[RenderableType] = [plain_line(f"{label}: {entry}", style="yellow") for entry in entries[:CHANGES_SHOWN]]
     if len(entries) > CHANGES_SHOWN:
-        lines.append(plain_line(f"{label}: {len(entries) - CHANGES_SHOWN} more, which --report has", style="yellow"))
+        lines.append(plain_line(f"{label}: {len(entries) - CHANGES_SHOWN} more; --report lists them", style="yellow"))
     return lines
 
 
 def stats_view(stats: Stats, output: Path) -> RenderableType:
-    """What `calibrate` gathered."""
+    """Render the statistics that `calibrate` collected."""
     lines: list[RenderableType] = []
     reasons: dict[str, list[str]] = {}
     for tensor in stats.targets:
@@ -162,19 +164,22 @@ def stats_view(stats: Stats, output: Path) -> RenderableType:
 
 
 def incomplete_stats(stats: Stats) -> list[RenderableType]:
-    """A line where not all samples were run."""
+    """Return a warning if calibration has not run all samples."""
     unfinished = [run for run in stats.runs if not run.complete]
     if len(unfinished) == 1 and not stats.samples:
         blocks = f"{pluralize(unfinished[0].blocks, 'block')} of {pluralize(unfinished[0].block_size, 'sample')}"
         message = f"The data has {blocks}; this part has none of them. calibrate --merge adds other parts."
         return [plain_line(message, style="yellow")]
     samples_done, samples_total = sum(run.samples_done for run in unfinished), sum(run.samples for run in unfinished)
-    message = f"The statistics are of {samples_done} of {samples_total} samples of the data. calibrate --merge adds other parts."
+    message = (
+        f"The statistics are of {samples_done} of {samples_total} samples of the data. calibrate --merge"
+        " adds other parts."
+    )
     return [plain_line(message, style="yellow")] if unfinished else []
 
 
 def conversion_view(conversion: ConversionReport) -> RenderableType:
-    """Each planned tensor beside what TFLite's runtime has, and the ops that stayed float."""
+    """Render planned and actual parameters of each tensor in TFLite, and float ops."""
     table = NameTable("tensor", "index", "scale", "zero", "runtime", "verdict")
     for line in conversion.tensors:
         planned, runtime = (
@@ -186,12 +191,18 @@ def conversion_view(conversion: ConversionReport) -> RenderableType:
         index = "" if line.index is None else str(line.index)
         table.add_row(str(line.tensor), index, planned, zeros, runtime, line.problem or "equal")
     problem_count = sum(bool(line.problem) for line in conversion.tensors)
-    sections: list[RenderableType] = [plain_line("Receipt: the plan beside TFLite's runtime", style="bold"), table]
+    sections: list[RenderableType] = [
+        plain_line("Conversion: planned parameters and those of TFLite", style="bold"),
+        table,
+    ]
     sections += [
         plain_line(f"float: {float_op.op} ({float_op.type}): {float_op.reason}", style="yellow")
         for float_op in conversion.float_ops
     ]
-    message = f"{len(conversion.tensors) - problem_count} of {pluralize(len(conversion.tensors), 'planned tensor')} are as planned"
+    message = (
+        f"{len(conversion.tensors) - problem_count} of"
+        f" {pluralize(len(conversion.tensors), 'planned tensor')} match the plan"
+    )
     sections.append(
         plain_line(
             f"{message}, {len(conversion.float_ops)} of {pluralize(conversion.op_count, 'op')} stayed float.",
@@ -202,12 +213,12 @@ def conversion_view(conversion: ConversionReport) -> RenderableType:
 
 
 def _tflite_ranges(ranges: RangeTransfer) -> list[RenderableType]:
-    """What a TFLite file's scales were used for."""
+    """Render the ranges taken from a TFLite file."""
     exact = sum(applied.exact for applied in ranges.transferred)
     heading = f"{pluralize(len(ranges.transferred), 'tensor')} got their range from {ranges.path or 'the TFLite model'}"
-    lines = [plain_line(f"{heading}, {exact} of them its very scale and zero point.")]
+    lines = [plain_line(f"{heading}, {exact} with its exact scale and zero point.")]
     if ranges.unused:
-        lines.append(plain_line(f"in that file alone: {join_names(ranges.unused)}", style="yellow"))
+        lines.append(plain_line(f"only in that file: {join_names(ranges.unused)}", style="yellow"))
     if ranges.missing:
         lines.append(
             plain_line(f"not in that file: {join_names([str(tensor) for tensor in ranges.missing])}", style="yellow")
@@ -216,7 +227,7 @@ def _tflite_ranges(ranges: RangeTransfer) -> list[RenderableType]:
 
 
 def summary_view(summary: ModelSummary) -> RenderableType:
-    """What is in a model, with each quantization op's scale."""
+    """Render the summary of a model, with the scale of each quantization op."""
     model = summary.model
     heading = f"{model.path or 'model'}: {model.format}" + (f", opset {model.opset}" if model.opset else "")
     ops = sum(summary.op_types.values())
@@ -232,7 +243,8 @@ def summary_view(summary: ModelSummary) -> RenderableType:
     if summary.unreachable_functions:
         lines.append(
             plain_line(
-                f"  {pluralize(len(summary.unreachable_functions), 'function')} not listed: nothing in the main graph reaches them.",
+                f"  {pluralize(len(summary.unreachable_functions), 'function')} not listed: the main"
+                " graph does not reach them.",
                 style="dim",
             )
         )
@@ -240,7 +252,7 @@ def summary_view(summary: ModelSummary) -> RenderableType:
         clone_graphs = list(dict.fromkeys(clone.graph for clone in summary.float_clone_ops))
         lines.append(
             plain_line(
-                f"  {pluralize(len(clone_graphs), 'saved function')} left alone: {join_names(clone_graphs)}",
+                f"  {pluralize(len(clone_graphs), 'saved function')} skipped: {join_names(clone_graphs)}",
                 style="yellow",
             )
         )
@@ -262,7 +274,7 @@ def summary_view(summary: ModelSummary) -> RenderableType:
 
 
 def _stored_tables(summary: ModelSummary) -> list[RenderableType]:
-    """A table for each graph's tensors, which keep their scales themselves."""
+    """Render a table for each graph of tensors that store their own scales."""
     tables: dict[str, NameTable] = {}
     for stored_tensor in summary.tensors:
         table = tables.setdefault(stored_tensor.tensor.graph, NameTable("tensor", "index", *PARAM_COLUMNS, "shape"))
@@ -285,9 +297,9 @@ def _stored_tables(summary: ModelSummary) -> list[RenderableType]:
 
 
 def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
-    """A console that folds at a terminal's width, or at that in COLUMNS, and else nowhere.
+    """Create a console that folds at the width of a terminal or of COLUMNS, and otherwise never.
 
-    Names like [red] and :x: are shown as they are.
+    Markup and emoji codes such as [red] and :x: in names are printed unchanged.
     """
     build = partial(Console, stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
     default = build()
@@ -297,7 +309,7 @@ def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Consol
 
 
 def render_text(view: RenderableType, *, folded: bool = False) -> str:
-    """A view as plain text, without the spaces that fill a table's lines; `folded` as `make_console` says."""
+    """Render a view as plain text without trailing spaces; `folded` uses the width of `make_console`."""
     lines = StringIO()
     width = make_console().width if folded else UNFOLDED_WIDTH
     writer = Console(file=lines, width=width, color_system=None, highlight=False, markup=False, emoji=False)
@@ -306,12 +318,12 @@ def render_text(view: RenderableType, *, folded: bool = False) -> str:
 
 
 def plain_line(text: str, style: str = "") -> Text:
-    """A line; names out of a model or a rule file cannot act on the terminal."""
+    """Return a line in which control characters of names are escaped."""
     return Text(escape_unprintable(text), style=style)
 
 
 def _rule_tables(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[RenderableType]:
-    """A table for each rule, under its name and reason, in the order in which the rules first appear."""
+    """Return a table for each rule under its name and reason, in order of first use."""
     tables: dict[str, NameTable] = {}
     reasons: dict[str, str] = {}
     for site, cells in rows:
@@ -340,7 +352,7 @@ def _preparation_lines(plan: Plan) -> list[RenderableType]:
 
 
 def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]:
-    """A line for each correction that was made, and one for each reason why ops were left."""
+    """Return a line for each applied optimization algorithm, and for each reason to skip one."""
     applied: dict[str, list[str]] = {}
     skipped: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -353,14 +365,14 @@ def _algorithm_lines(results: Sequence[AlgorithmResult]) -> list[RenderableType]
         for name, ops in applied.items()
     ]
     lines += [
-        plain_line(f"not corrected: {name}{'' if ops == ['model'] else ', ' + join_names(ops)}: {reason}")
+        plain_line(f"skipped: {name}{'' if ops == ['model'] else ', ' + join_names(ops)}: {reason}")
         for (name, reason), ops in skipped.items()
     ]
     return lines
 
 
 def _skip_lines(skips: Sequence[Skip]) -> list[RenderableType]:
-    """Skips gathered by reason, so that many alike are one line."""
+    """Group skips by reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for skip in skips:
         reasons.setdefault((skip.rule, skip.reason), []).append(str(skip.tensor))
@@ -376,7 +388,7 @@ def _coverage_lines(summary: ModelSummary) -> list[RenderableType]:
     quantized_count = sum(covered.quantized for covered in summary.coverage)
     lines: list[RenderableType] = [
         plain_line(
-            f"{quantized_count} of {len(summary.coverage)} ops that multiply read quantized tensors only.", style="bold"
+            f"{quantized_count} of {len(summary.coverage)} weighted ops read only quantized tensors.", style="bold"
         )
     ]
     if quantized_count:
@@ -392,7 +404,7 @@ def _coverage_lines(summary: ModelSummary) -> list[RenderableType]:
 
 
 def scheme_text(site: Site) -> str:
-    """How a site is quantized: type, granularity and where its range comes from."""
+    """Return type, granularity and range method of a site."""
     scheme = site.scheme
     granularity = f", axis {site.axis}" if site.axis is not None else ""
     granularity += f" in blocks of {scheme.block_size}" if scheme.block_size is not None else ""
@@ -411,13 +423,15 @@ def _param_cells(params: QParams | DynamicQParams) -> tuple[str, str, str, str]:
     dtype += f" by {params.block}" if params.block is not None else ""
     zero_point = _format_value_range(params.zero_point, "d")
     low, high = float(params.range.low.min()), float(params.range.high.max())
-    symmetric = low < 0 and not params.zero_point.any()  # no file says if the lowest integer, as -128, is left out
+    symmetric = (
+        low < 0 and not params.zero_point.any()
+    )  # files do not record whether the lowest integer, such as -128, is excluded
     range_text = f"±{high:.4g}" if symmetric else f"[{low:.4g}, {high:.4g}]"
     return dtype, _format_value_range(params.scale, ".6g", ".4g"), zero_point, range_text
 
 
 def _format_value_range(values: Array, single_format: str, span_format: str = "") -> str:
-    """The value, in the form `single_format`, or the lowest and highest, in the form `span_format` where that is shorter."""
+    """Format a single value with `single_format`, or the lowest and highest with `span_format`."""
     low, high = np.min(values).item(), np.max(values).item()
     return (
         format(low, single_format)
@@ -427,12 +441,12 @@ def _format_value_range(values: Array, single_format: str, span_format: str = ""
 
 
 def pluralize(number: int, noun: str) -> str:
-    """`2 ops`, `1 op`."""
+    """Return `2 ops` or `1 op`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def join_names(names: Sequence[str], limit: int = NAMES_SHOWN) -> str:
-    """The first names; the rest are counted."""
+    """Join the first names; count the remaining ones."""
     more_text = f", {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more_text
 
@@ -451,13 +465,10 @@ def _shape_brackets(shape: Sequence[int | None]) -> str:
     return f"[{', '.join('?' if side is None else str(side) for side in shape)}]"
 
 
-# Which rules of a plan matched nothing, as far as that is worth a line.
-
-
 def unused_rules_view(plan: Plan, *, shipped: bool) -> list[RenderableType]:
-    """The user's own rules that matched nothing by name, and where asked how many of the shipped ones.
+    """List the user's rules without a match, and optionally count shipped ones.
 
-    Shipped rules are for many models, so that of each model most of them find nothing, which is no mistake.
+    Shipped rules cover many models, so most of them match nothing in any one model. That is not a mistake.
     """
     if not plan.unused:
         return []
@@ -469,9 +480,9 @@ def unused_rules_view(plan: Plan, *, shipped: bool) -> list[RenderableType]:
     shipped_count = len(plan.unused) - len(user_rules)
     lines: list[RenderableType] = []
     if user_rules:
-        lines.append(plain_line(f"Your rules that matched nothing: {', '.join(user_rules)}", "yellow"))
+        lines.append(plain_line(f"Your rules without a match: {', '.join(user_rules)}", "yellow"))
     if shipped_count and shipped:
         lines.append(
-            plain_line(f"{pluralize(shipped_count, 'shipped rule')} matched nothing; --format json names them.", "dim")
+            plain_line(f"{pluralize(shipped_count, 'shipped rule')} without a match; --format json lists them.", "dim")
         )
     return lines

@@ -1,6 +1,6 @@
-"""A drawing and its layout as the data of the viewer: columns of numbers, and texts that are kept once.
+"""Data of the viewer page: a drawing and its layout as columns of numbers, with each text stored once.
 
-`viewer/data.js` reads exactly this; whoever changes one changes the other. Texts are numbers of the list `texts`.
+`viewer/data.js` reads exactly this format, so both change together. Texts are indexes into the list `texts`.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
     from graphquant.visualize.merged_drawings import MergedDrawing
 
 
-VIEWER_DATA_VERSION = 1
+VIEWER_DATA_VERSION = 2
 
 MIN_BOX_WIDTH, MAX_BOX_WIDTH = 84, 240
-"""Widths of a box, in units of the drawing."""
+"""Minimum and maximum width of a box, in drawing units."""
 
 VIEWER_BARS = 80
 """Bars of a histogram."""
 
 MAX_SCALES = 2048
-"""Scales of one tensor that are kept, at most; a weight in blocks has very many."""
+"""Maximum number of scales of one tensor; a weight quantized in blocks has very many."""
 
 MAX_SHOWN = 12
-"""Attributes of an op, and numbers of a list, that are shown."""
+"""Maximum number of attributes of an op, and of numbers in a list."""
 
 MAX_ATTR_LENGTH = 60
-"""Characters of an attribute that are shown."""
+"""Maximum number of characters of an attribute."""
 
 INPUT_STATES = ("", "none", "some", "all")
 
 
 def short_name(name: str) -> str:
-    """The last part of a scoped name."""
+    """Return the last component of a scoped name."""
     return name.rstrip("/").rpartition("/")[2] or name
 
 
 def box_width(box: Box) -> int:
-    """How wide a box is: its type, name, output shape or constants have room, if they are not too long."""
+    """Return the width of a box that fits its type, name, output shape and constants, within limits."""
     capitals = sum(not letter.islower() for letter in box.op.type)
     texts = [len(box.op.type) * 7.4 + capitals * 1.5, len(short_name(box.op.name)) * 6.2]
     texts.append(sum(34 for constant in box.constants if constant.annotations))
@@ -65,13 +65,13 @@ def box_width(box: Box) -> int:
 
 
 def drawing_layout(drawing: Drawing, widths: Sequence[int] = ()) -> Placement:
-    """The layout of a drawing, whose boxes have these widths."""
+    """Return the layout of a drawing with boxes of the given widths."""
     tensors = [(source, [drawing.wires[wire].target for wire in wires]) for source, _, wires in drawing.tensors()]
     return layered_layout(widths or [box_width(box) for box in drawing.boxes], tensors, drawing.group_paths())
 
 
 class _TextTable:
-    """Texts by number."""
+    """Table that numbers texts."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -89,14 +89,14 @@ def viewer_data(
     heatmap: Heatmap | None = None,
     changes: Sequence[Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The data of one page.
+    """Return the data of a viewer page.
 
     Args:
-        drawing: What is drawn.
-        notes: Warnings that stand at the top of the page.
-        merged: What of the drawing is on which of two sides, where it is of two models.
-        heatmap: Figures of the quantized tensors.
-        changes: What differs between the two sides, as `changes_data` gives it.
+        drawing: The drawing.
+        notes: Warnings for the top of the page.
+        merged: Sides of a drawing of two models.
+        heatmap: Metrics of the quantized tensors.
+        changes: Differences between the sides, from `viewer_changes`.
     """
     text_number, widths = _TextTable(), [box_width(box) for box in drawing.boxes]
     for number, first_box in merged.first_boxes.items() if merged is not None else ():
@@ -113,7 +113,7 @@ def viewer_data(
         "ops": {**_op_columns(drawing, layout, text_number), "width": widths},
         "constants": _constant_columns(drawing, text_number),
         "wires": _wire_columns(drawing, layout, text_number),
-        "badges": [
+        "annotations": [
             _annotation_data(annotation, folded_ops)
             for annotation, folded_ops in zip(drawing.annotations, drawing.folded_ops, strict=True)
         ],
@@ -144,23 +144,23 @@ def _op_columns(drawing: Drawing, layout: Placement, text_number: _TextTable) ->
         "layer": _differences_of(layout.layer),
         "x": _differences_of(layout.x),
         "inputs": [INPUT_STATES.index(box.inputs) for box in boxes],
-        "multiplies": [int(box.op.kind in MULTIPLYING_KINDS) for box in boxes],
+        "weighted": [int(box.op.kind in MULTIPLYING_KINDS) for box in boxes],
         "reason": [text_number(box.reason) for box in boxes],
         "attrs": [text_number(attributes_text(box.op)) for box in boxes],
         "outputs": [[text_number(output_text) for output_text in _output_texts(box.op)] for box in boxes],
         "rule": [text_number(box.op.rule) for box in boxes],
-        "badges": {number: box.annotations for number, box in enumerate(boxes) if box.annotations},
+        "annotations": {number: box.annotations for number, box in enumerate(boxes) if box.annotations},
         "calls": {number: box.calls for number, box in enumerate(boxes) if box.calls},
     }
 
 
 def _differences_of(values: Sequence[int]) -> list[int]:
-    """Each value less the one before it: what repeats packs better."""
+    """Return the differences between consecutive values, which compress better."""
     return [value - previous for previous, value in zip([0, *values], values, strict=False)]
 
 
 def _output_texts(op: Op) -> list[str]:
-    """Name, dtype and shape of each output, three texts each."""
+    """Return name, dtype and shape of each output."""
     return [text for output in op.outputs for text in (output.name, output.dtype or "", drawn_shape(output))]
 
 
@@ -174,7 +174,7 @@ def _constant_columns(drawing: Drawing, text_number: _TextTable) -> dict[str, An
         "dtype": [text_number(constant.dtype) for _, constant in numbered],
         "shape": [text_number(constant.shape) for _, constant in numbered],
         "reason": [text_number(constant.reason) for _, constant in numbered],
-        "badges": {
+        "annotations": {
             number: constant.annotations for number, (_, constant) in enumerate(numbered) if constant.annotations
         },
     }
@@ -188,14 +188,14 @@ def _wire_columns(drawing: Drawing, layout: Placement, text_number: _TextTable) 
         "target": [wire.target - wire.source for wire in wires],
         "slot": [wire.slot for wire in wires],
         "reason": [text_number(wire.reason) for wire in wires],
-        "badges": {number: wire.annotations for number, wire in enumerate(wires) if wire.annotations},
+        "annotations": {number: wire.annotations for number, wire in enumerate(wires) if wire.annotations},
         "trunks": {number: _differences_of(trunk) for number, trunk in enumerate(layout.trunks) if trunk},
         "lanes": {number: lane for number, lane in enumerate(layout.lanes) if lane >= 0},
     }
 
 
 def _side_columns(merged: MergedDrawing, text_number: _TextTable) -> dict[str, Any]:
-    """What is on one side only, and what looks otherwise on the first."""
+    """Return the parts on one side only, and boxes that look different on the first side."""
 
     def one_sided(sides: Sequence[int]) -> dict[int, int]:
         return {number: side for number, side in enumerate(sides) if side != FIRST + SECOND}
@@ -206,8 +206,8 @@ def _side_columns(merged: MergedDrawing, text_number: _TextTable) -> dict[str, A
         "boxes": one_sided(merged.box_sides),
         "wires": one_sided(merged.wire_sides),
         "constants": one_sided(merged.constant_sides),
-        "twins": merged.counterparts,
-        "was": {
+        "counterparts": merged.counterparts,
+        "first_boxes": {
             number: [
                 text_number(box.graph),
                 text_number(box.op.name),
@@ -222,12 +222,12 @@ def _side_columns(merged: MergedDrawing, text_number: _TextTable) -> dict[str, A
 
 
 def attributes_text(op: Op) -> str:
-    """The op's attributes that are numbers, words or short lists of them, a line each."""
+    """Return numbers, strings and short lists of an op's attributes, one per line."""
     lines = []
     for name in list(op.attrs)[:MAX_SHOWN]:
         try:
             value = op.attrs[name]
-        except ModelError:  # a tensor that cannot be read; inspect draws, it does not judge
+        except ModelError:  # an unreadable tensor: drawing must not fail on it
             continue
         value_text = _attribute_text(value)
         if value_text:
@@ -249,7 +249,7 @@ def _attribute_text(value: Any) -> str:
 
 
 def _annotation_data(annotation: Annotation, folded_ops: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    """All that is told of one tensor's quantization; what is not known is left out."""
+    """Return an annotation as viewer data, without empty fields."""
     fields: dict[str, Any] = {
         "tensor": str(annotation.tensor),
         "name": annotation.name,
@@ -267,7 +267,7 @@ def _annotation_data(annotation: Annotation, folded_ops: Sequence[tuple[str, str
 
 
 def _param_data(params: DrawnParams | None) -> dict[str, Any]:
-    """Scales as the shortest decimals that are the same float32, of very many some; zero points from least to most."""
+    """Return scales as the shortest equal float32 decimals, sampled if very many, and the zero point's range."""
     if params is None or not params.scale.size:
         return {}
     scales, zero_points = params.scale.reshape(-1), params.zero_point
@@ -288,12 +288,12 @@ def _param_data(params: DrawnParams | None) -> dict[str, Any]:
 
 
 def _range_data(tensor_range: TensorRange | None) -> dict[str, Any]:
-    """What calibration saw, as a histogram where there is one, and what the range costs."""
+    """Return calibration statistics, the histogram if there is one, and the cost of the range."""
     if tensor_range is None:
         return {}
     fields: dict[str, Any] = {
         "method": tensor_range.method + (f" ({tensor_range.auto_method})" if tensor_range.auto_method else ""),
-        "picked": tensor_range.note,
+        "range_note": tensor_range.note,
     }
     if tensor_range.cost is not None:
         fields |= {
@@ -304,7 +304,7 @@ def _range_data(tensor_range: TensorRange | None) -> dict[str, Any]:
     sketch = tensor_range.sketch
     if sketch is None:
         return fields
-    fields["seen"] = {
+    fields["statistics"] = {
         "count": sketch.count,
         "nan": sketch.nan,
         "inf": sketch.inf,
@@ -319,7 +319,7 @@ def _range_data(tensor_range: TensorRange | None) -> dict[str, Any]:
         fields["bars"] = [round(100 * float(height)) for height in heights_]
         fields["range"] = [first, last]
         fields["ticks"] = [[round(float(axis.positions(value)), 4), f"{value:g}"] for value in axis.ticks(0.16)]
-    fields["others"] = [
+    fields["alternatives"] = [
         [alternative.method, _finite_or_none(alternative.cost.sqnr), alternative.cost.clipped]
         for alternative in tensor_range.alternatives
         if alternative.cost is not None
@@ -328,7 +328,7 @@ def _range_data(tensor_range: TensorRange | None) -> dict[str, Any]:
 
 
 def _shortest_decimal(value: Any) -> float | None:
-    """The shortest decimal that is the same float32."""
+    """Return the shortest decimal that is equal as float32."""
     return _finite_or_none(float(str(value)))
 
 

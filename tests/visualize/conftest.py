@@ -29,7 +29,7 @@ def until() -> Callable[[Any, str], None]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Callable[..., Any]]:
-    """A function that opens a page of the viewer, at a link and in a colour scheme; at the end nothing may be amiss.
+    """A function that opens a page of the viewer, at a link and in a color scheme; at the end nothing may be amiss.
 
     Amiss is a message on the console, an error, a dialog, and anything that is fetched but the file itself.
     """

@@ -73,7 +73,7 @@ def _sides(merged: MergedDrawing) -> dict[str, int]:
 
 
 def test_merging_a_model_with_itself_keeps_each_box_once(tmp_path: Path) -> None:
-    """All boxes and wires are on both sides; each badge has its twin; the layout is that of the model alone."""
+    """All boxes and wires are on both sides; each annotation has its twin; the layout is that of the model alone."""
     model = _model(tmp_path / "m.onnx")
     merged, one_sided = _merge(model, model), model_drawing(model)
     assert set(merged.box_sides) == set(merged.wire_sides) == {FIRST + SECOND}
@@ -111,7 +111,7 @@ def test_boxes_of_one_model_are_on_its_side(tmp_path: Path) -> None:
 
 
 def test_annotations_of_one_side(tmp_path: Path) -> None:
-    """A badge that one side has is on that side's wire, which both have; the op looks otherwise on the other."""
+    """An annotation that one side has is on that side's wire, which both have; the op looks otherwise on the other."""
     merged = _merge(_model(tmp_path / "a.onnx", _remove_quantization), _model(tmp_path / "b.onnx"))
     assert set(merged.wire_sides) == {FIRST + SECOND}
     assert (merged.split, merged.counterparts) == (0, {})
@@ -121,7 +121,7 @@ def test_annotations_of_one_side(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "kind", "op", "badges"),
+    ("change", "kind", "op", "annotations"),
     [
         (lambda m: _set(m, "s", np.array([0.25], np.float32)), "scale", None, [1, 0]),
         (lambda m: _set(m, "z", np.array([4], np.uint8)), "site-changed", None, [1, 0]),
@@ -135,23 +135,23 @@ def test_annotations_of_one_side(tmp_path: Path) -> None:
     ],
 )
 def test_changes_locate_their_boxes(
-    tmp_path: Path, change: Callable[[onnx.ModelProto], object], kind: str, op: str | None, badges: list[int]
+    tmp_path: Path, change: Callable[[onnx.ModelProto], object], kind: str, op: str | None, annotations: list[int]
 ) -> None:
-    """Each kind of change leads to the box or the badges that it is about, on the side that has them."""
+    """Each kind of change leads to the box or the annotations that it is about, on the side that has them."""
     first, second = _model(tmp_path / "a.onnx"), _model(tmp_path / "b.onnx", change)
     merged = _merge(first, second)
     differences = [
         entry for entry in viewer_changes(diff_models(first, second), merged, (first, second)) if entry["kind"] == kind
     ]
     assert len(differences) == 1
-    assert differences[0]["badges"] == badges
+    assert differences[0]["annotations"] == annotations
     assert [merged.drawing.boxes[box].op.name for box in differences[0]["ops"]] == ([op] if op else [])
     if kind in {"op-added", "op-removed"}:
         assert [merged.box_sides[box] for box in differences[0]["ops"]] == [SECOND if kind == "op-added" else FIRST]
 
 
 def test_every_change_of_a_quantized_sample_is_located(samples: Path) -> None:
-    """What insert did to a sample model is all on the drawing: a badge for each site that was added."""
+    """What insert did to a sample model is all on the drawing: an annotation for each site that was added."""
     source = samples / "digits_cnn.onnx"
     result = api.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=8)
     before, after, _ = api.align_preparation(api.load(source), result.model)
@@ -159,8 +159,8 @@ def test_every_change_of_a_quantized_sample_is_located(samples: Path) -> None:
     differences = viewer_changes(diff_models(before, after), merged, (before, after))
     assert len(differences) == len(result.inserted)
     assert {entry["kind"] for entry in differences} == {"site-added"}
-    assert all(entry["badges"] for entry in differences)
-    assert {badge for entry in differences for badge in entry["badges"]} == set(range(len(merged.drawing.annotations)))
+    assert all(entry["annotations"] for entry in differences)
+    assert {annotation for entry in differences for annotation in entry["annotations"]} == set(range(len(merged.drawing.annotations)))
     kinds = [op.kind for graph in before.graphs.values() for op in graph.ops()]
     assert not QUANTIZATION_KINDS & set(kinds)
     assert set(merged.box_sides) == {FIRST + SECOND}

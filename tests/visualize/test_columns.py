@@ -89,7 +89,7 @@ def names_of_verbs() -> set[str]:
 
 @pytest.mark.parametrize("command", [line for line in COMMANDS.splitlines() if line])
 def test_lines_are_short(command: str, narrow: None, out: Path, cli: Callable[..., Any]) -> None:
-    """No line is longer than 80 columns, none ends with spaces, and none has a colour."""
+    """No line is longer than 80 columns, none ends with spaces, and none has a color."""
     arguments = shlex.split(command.replace("OUT", str(out)), posix=False)
     shown = main_output(cli, arguments).replace(str(out), "OUT")
     assert shown.strip()

@@ -1,4 +1,4 @@
-"""What is drawn of a model: boxes, wires, constants, badges and groups."""
+"""What is drawn of a model: boxes, wires, constants, annotations and groups."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def _wires(drawing: Drawing) -> list[tuple[str, str, int, tuple[int, ...]]]:
 
 
 def _annotation_texts(drawing: Drawing) -> set[int]:
-    """The badges that something shows."""
-    texts = [badge for wire in drawing.wires for badge in wire.annotations]
+    """The annotations that something shows."""
+    texts = [annotation for wire in drawing.wires for annotation in wire.annotations]
     for box in drawing.boxes:
-        texts += [*box.annotations, *(badge for one in box.constants for badge in one.annotations)]
+        texts += [*box.annotations, *(annotation for one in box.constants for annotation in one.annotations)]
     return set(texts)
 
 
 def test_a_qdq_pair_is_an_annotation_on_the_wire(tmp_path: Path) -> None:
-    """The pair has no box; its wire goes from producer to reader, and its numbers are the badge's."""
+    """The pair has no box; its wire goes from producer to reader, and its numbers are the annotation's."""
     drawing = _draw_text(PAIR, tmp_path)
     assert [box.op.name for box in drawing.boxes] == ["x", "enc/m", "enc/r", "dec/a", "@y"]
     assert _wires(drawing) == [
@@ -66,8 +66,8 @@ def test_a_qdq_pair_is_an_annotation_on_the_wire(tmp_path: Path) -> None:
         ("enc/r", "dec/a", 0, ()),
         ("dec/a", "@y", 0, ()),
     ]
-    (badge,) = drawing.annotations
-    assert (badge.tensor, badge.dtype, annotation_text(badge)) == (TensorRef("", "x"), "uint8", "uint8 0.5 z3")
+    (annotation,) = drawing.annotations
+    assert (annotation.tensor, annotation.dtype, annotation_text(annotation)) == (TensorRef("", "x"), "uint8", "uint8 0.5 z3")
     assert drawing.folded_ops == [(("QuantizeLinear", "q"), ("DequantizeLinear", "d"))]
 
 
@@ -118,16 +118,16 @@ def test_insert_annotates_rule_reason_and_histogram(samples: Path) -> None:
         samples / "digits_cnn.onnx", data=f"{samples / 'digits_cnn_calib.npz'}", samples=16, validate=False
     )
     drawing = result_drawing(result)
-    by_tensor = {badge.tensor: badge for badge in drawing.annotations}
+    by_tensor = {annotation.tensor: annotation for annotation in drawing.annotations}
     for insertion in result.inserted:
-        badge = by_tensor.get(insertion.site.tensor)
-        if badge is not None:
-            assert (badge.rule, badge.why) == (insertion.site.rule, insertion.site.why)
-            assert badge.params is not None
-            assert np.array_equal(badge.params.scale, insertion.params.scale)
-            if badge.tensor_range is not None:
-                assert badge.tensor_range.cost is not None
-                assert badge.tensor_range.sketch is result.stats.sketches[insertion.site.tensor]
+        annotation = by_tensor.get(insertion.site.tensor)
+        if annotation is not None:
+            assert (annotation.rule, annotation.why) == (insertion.site.rule, insertion.site.why)
+            assert annotation.params is not None
+            assert np.array_equal(annotation.params.scale, insertion.params.scale)
+            if annotation.tensor_range is not None:
+                assert annotation.tensor_range.cost is not None
+                assert annotation.tensor_range.sketch is result.stats.sketches[insertion.site.tensor]
     reasons = {(box.op.name, one.slot): one.reason for box, one in _uses(drawing) if one.reason}
     assert result.skips
     for skip in result.skips:
@@ -141,16 +141,16 @@ def _uses(drawing: Drawing) -> list[tuple]:
 
 
 def test_a_plan_is_drawn_on_the_prepared_model(samples: Path) -> None:
-    """Each use of each site carries its badge, with the scheme and no scale yet."""
+    """Each use of each site carries its annotation, with the scheme and no scale yet."""
     model = api.load(samples / "digits_cnn.onnx")
     plan = api.plan(model)
     drawing = plan_drawing(api.prepare_for_plan(model, plan), plan)
     assert drawing.planned
-    shown = {(box.op.name, one.slot): one.badges for box, one in _uses(drawing)}
+    shown = {(box.op.name, one.slot): one.annotations for box, one in _uses(drawing)}
     for number, site in enumerate(plan.sites):
         assert [shown[use.op, use.slot] for use in site.uses] == [(number,)] * len(site.uses)
-    assert {badge.dtype for badge in drawing.annotations} == {site.scheme.type.name for site in plan.sites}
-    assert all(badge.scheme and badge.params is None for badge in drawing.annotations)
+    assert {annotation.dtype for annotation in drawing.annotations} == {site.scheme.type.name for site in plan.sites}
+    assert all(annotation.scheme and annotation.params is None for annotation in drawing.annotations)
 
 
 def _with_if(path: Path) -> None:
@@ -191,7 +191,7 @@ def test_nested_graphs_are_groups_wired_to_their_owner(tmp_path: Path) -> None:
 
 
 def test_tflite_annotations_are_on_wires_and_constants(shared: Path) -> None:
-    """Tensors that keep their scales are badges; each that the file has is shown."""
+    """Tensors that keep their scales are annotations; each that the file has is shown."""
     drawing = model_drawing(api.load(shared / "kws/kws_int8.tflite"))
     assert _annotation_texts(drawing) == set(range(len(drawing.annotations)))
     assert {box.inputs for box in drawing.boxes if box.op.kind in {"conv", "depthwise_conv"}} == {"all"}

@@ -95,7 +95,7 @@ def test_the_policy_allows_only_this_script(quantized: Drawing) -> None:
 
 
 def test_columns_are_consistent(quantized: Drawing) -> None:
-    """Every column has an entry for each op, wire or constant; numbers of texts, badges and groups exist."""
+    """Every column has an entry for each op, wire or constant; numbers of texts, annotations and groups exist."""
     data = unpacked(viewer_page(viewer_data(quantized, ["a note"])))
     assert (data["version"], data["notes"], data["planned"]) == (1, ["a note"], False)
     for column, count in (("ops", len(quantized.boxes)), ("wires", len(quantized.wires))):
@@ -103,10 +103,10 @@ def test_columns_are_consistent(quantized: Drawing) -> None:
         assert {len(column) for column in columns} == {count}
     names = [data["texts"][number] for number in data["ops"]["name"]]
     assert names == [box.op.name for box in quantized.boxes]
-    marked = [badge for data in data["wires"]["badges"].values() for badge in data]
-    assert max(marked) < len(data["badges"])
-    scale = next(badge for badge in quantized.annotations if badge.params is not None and badge.params.scale.size > 1)
-    annotations = data["badges"][quantized.annotations.index(scale)]
+    marked = [annotation for data in data["wires"]["annotations"].values() for annotation in data]
+    assert max(marked) < len(data["annotations"])
+    scale = next(annotation for annotation in quantized.annotations if annotation.params is not None and annotation.params.scale.size > 1)
+    annotations = data["annotations"][quantized.annotations.index(scale)]
     assert np.array_equal(np.float32(annotations["scale"]), scale.params.scale)
 
 
@@ -119,25 +119,25 @@ def test_the_same_drawing_gives_the_same_bytes(samples: Path) -> None:
 
 def test_non_finite_numbers_are_omitted(quantized: Drawing) -> None:
     """NaN and infinite scales, as a hostile TFLite file may have, become null."""
-    odd = next(badge for badge in quantized.annotations if badge.params is not None and badge.params.scale.size > 1)
+    odd = next(annotation for annotation in quantized.annotations if annotation.params is not None and annotation.params.scale.size > 1)
     odd.params.scale[:2] = np.nan, np.inf
-    told = unpacked(viewer_page(viewer_data(quantized)))["badges"][quantized.annotations.index(odd)]
+    told = unpacked(viewer_page(viewer_data(quantized)))["annotations"][quantized.annotations.index(odd)]
     assert told["scale"][:2] == [None, None]
     assert None in told["ends"]
 
 
 @pytest.mark.parametrize("which", ["hostile", "quantized"])
 def test_svg_is_well_formed(which: str, request: pytest.FixtureRequest) -> None:
-    """It parses as XML, has a box for each op and a curve for each wire, and the badges that the wires have."""
+    """It parses as XML, has a box for each op and a curve for each wire, and the annotations that the wires have."""
     drawing = request.getfixturevalue(which)
     root = ET.fromstring(graph_svg(drawing))  # noqa: S314  # our own output
     name = "{http://www.w3.org/2000/svg}"
     classes = [one.get("class", "").split()[0] for one in root.iter() if one.get("class")]
     assert classes.count("box") == len(drawing.boxes)
     assert classes.count("wire") == len(drawing.wires)
-    pills = sum(len(wire.badges) for wire in drawing.wires)
-    pills += sum(bool(one.badges) for box in drawing.boxes for one in box.constants)
-    assert classes.count("badge") == pills
+    pills = sum(len(wire.annotations) for wire in drawing.wires)
+    pills += sum(bool(one.annotations) for box in drawing.boxes for one in box.constants)
+    assert classes.count("annotation") == pills
     assert not list(root.iter(f"{name}script"))
 
 
@@ -149,7 +149,7 @@ def test_graphml_is_read_by_networkx(which: str, request: pytest.FixtureRequest)
     assert [data["type"] for _, data in graph.nodes(data=True)] == [box.op.type for box in drawing.boxes]
     assert graph.number_of_edges() == len(drawing.wires)
     marked = sorted(data["quantization"] for *_, data in graph.edges(data=True) if data["quantization"])
-    assert len(marked) == sum(bool(wire.badges) for wire in drawing.wires)
+    assert len(marked) == sum(bool(wire.annotations) for wire in drawing.wires)
 
 
 def test_json_has_the_numbers(quantized: Drawing) -> None:
@@ -162,8 +162,8 @@ def test_json_has_the_numbers(quantized: Drawing) -> None:
             wire.target,
             list(wire.annotations),
         )
-    for told, badge in zip(data["quantization"], quantized.annotations, strict=True):
-        assert np.array_equal(np.float32(told["scale"]), badge.params.scale)
+    for told, annotation in zip(data["quantization"], quantized.annotations, strict=True):
+        assert np.array_equal(np.float32(told["scale"]), annotation.params.scale)
 
 
 def _printed(drawing: Drawing, chosen: list[int], encoding: str = "utf-8") -> str:
@@ -221,10 +221,10 @@ def test_many_outputs_fork(tmp_path: Path, cli: Callable[..., Any]) -> None:
 
 def test_many_scales_are_sampled(quantized: Drawing) -> None:
     """A weight in blocks may have a million scales: the page has two thousand, their number, and the ends."""
-    place, badge = next((at, one) for at, one in enumerate(quantized.annotations) if one.params is not None)
+    place, annotation = next((at, one) for at, one in enumerate(quantized.annotations) if one.params is not None)
     scale = np.linspace(1, 2, 100_000, dtype=np.float32)
     zero = np.arange(100_000) % 7
-    quantized.annotations[place] = replace(badge, params=replace(badge.params, scale=scale, zero_point=zero, axis=0))
-    told = unpacked(viewer_page(viewer_data(quantized)))["badges"][place]
+    quantized.annotations[place] = replace(annotation, params=replace(annotation.params, scale=scale, zero_point=zero, axis=0))
+    told = unpacked(viewer_page(viewer_data(quantized)))["annotations"][place]
     assert 1000 < len(told["scale"]) <= 2048
     assert (told["count"], told["ends"], told["zero"]) == (100_000, [1.0, 2.0], [0, 6])

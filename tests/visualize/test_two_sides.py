@@ -1,4 +1,4 @@
-"""Pages of two models in a browser: compare's heat, diff's colours, one layout, view and selection for both sides."""
+"""Pages of two models in a browser: compare's heat, diff's colors, one layout, view and selection for both sides."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def _names(page: Any, side: int) -> list[str]:
     """What is drawn on a side, as it is called there."""
     return page.evaluate(
         f"Array.from(viewer.m.side.op).flatMap((mask, op) => (mask & {side} ?"
-        f" [{side} === 1 && viewer.m.was[op] ? viewer.m.was[op].name : viewer.m.name(op)] : []))"
+        f" [{side} === 1 && viewer.m.firstBoxes[op] ? viewer.m.firstBoxes[op].name : viewer.m.name(op)] : []))"
     )
 
 
-def _colour(page: Any, canvas: str, op: str) -> tuple[int, ...]:
-    """The colour on the screen of an op's box, near its lower left corner inside of the bar."""
+def _color(page: Any, canvas: str, op: str) -> tuple[int, ...]:
+    """The color on the screen of an op's box, near its lower left corner inside of the bar."""
     x, y = page.evaluate(
         f"""(() => {{
           const op = viewer.m.ops.name.findIndex((_, one) => viewer.m.full(one) === {json.dumps(op)});
@@ -104,27 +104,27 @@ def test_the_worst_is_first_and_hot(compared: Path, opened: Callable[..., Any]) 
         f"{told[0]['accumulated']:.2f} dB",
     ]
     page.wait_for_timeout(100)
-    hot = page.evaluate("viewer.colour.h4")
-    assert _colour(page, "graph", "max_pool") == tuple(bytes.fromhex(hot[1:]))
-    assert _colour(page, "other", "max_pool") == tuple(bytes.fromhex(hot[1:]))
-    assert "Colours: its own error" in (page.keyboard.press("?"), page.locator("#panel").inner_text())[1]
+    hot = page.evaluate("viewer.color.h4")
+    assert _color(page, "graph", "max_pool") == tuple(bytes.fromhex(hot[1:]))
+    assert _color(page, "other", "max_pool") == tuple(bytes.fromhex(hot[1:]))
+    assert "Colors: its own error" in (page.keyboard.press("?"), page.locator("#panel").inner_text())[1]
 
 
-def test_other_colours(compared: Path, opened: Callable[..., Any]) -> None:
+def test_other_colors(compared: Path, opened: Callable[..., Any]) -> None:
     """The switch and the key h go from the error of its own to that so far, to plain quantization; the list follows."""
     page = opened(compared)
     told = json.loads(compared.with_suffix(".json").read_text("utf-8"))["sites"]
-    page.locator("#by-colour").select_option(label="error so far")
+    page.locator("#by-color").select_option(label="error so far")
     known = [one for one in told if one["accumulated"] is not None]
     lowest = min(one["accumulated"] for one in known)
     assert page.locator("#list li button > small").first.inner_text() == f"{lowest:.1f} dB"
     assert "error so far" in page.locator("#list h2").inner_text()
     page.locator("#graph").focus()
     page.keyboard.press("h")
-    assert page.locator("#by-colour").input_value() == "quant"
+    assert page.locator("#by-color").input_value() == "quant"
     assert "computes on quantized tensors" in page.locator("#panel").inner_text()
     page.keyboard.press("h")
-    assert page.locator("#by-colour").input_value() == "0"
+    assert page.locator("#by-color").input_value() == "0"
 
 
 def test_filter_by_figure(compared: Path, opened: Callable[..., Any]) -> None:
@@ -132,10 +132,10 @@ def test_filter_by_figure(compared: Path, opened: Callable[..., Any]) -> None:
     page = opened(compared)
     told = json.loads(compared.with_suffix(".json").read_text("utf-8"))["sites"]
     figures = (
-        "viewer.found.filter((one) => one.kind === 'badge').map((one) => viewer.m.heat.of[one.badge][viewer.column])"
+        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) => viewer.m.heat.values[one.annotation][viewer.column])"
     )
     for column, name in enumerate(("local", "accumulated")):
-        page.locator("#by-colour").select_option(str(column))
+        page.locator("#by-color").select_option(str(column))
         page.locator("#by-sqnr").fill("42")
         found = page.evaluate(figures)
         assert found == sorted(found)
@@ -170,14 +170,14 @@ def test_a_model_compared_with_itself(compared: Path, opened: Callable[..., Any]
 
 
 def test_showing_one_side(compared: Path, opened: Callable[..., Any]) -> None:
-    """The key v shows the first side, then the second, then both; badges are on the quantized side alone."""
+    """The key v shows the first side, then the second, then both; annotations are on the quantized side alone."""
     page = opened(compared)
     for visible in ((True, False), (False, True), (True, True)):
         page.locator(f"#{'graph' if page.locator('#graph').is_visible() else 'other'}").focus()
         page.keyboard.press("v")
         assert (page.locator("#graph").is_visible(), page.locator("#other").is_visible()) == visible
     page.wait_for_timeout(100)
-    assert page.evaluate("viewer.panes.map((pane) => pane.hits.some((hit) => hit.badge !== undefined))") == [
+    assert page.evaluate("viewer.panes.map((pane) => pane.hits.some((hit) => hit.annotation !== undefined))") == [
         False,
         True,
     ]
@@ -202,19 +202,19 @@ def test_the_list_of_changes_jumps(differing: Path, opened: Callable[..., Any]) 
     assert "5 changes" in page.locator("#list h2").inner_text()
 
 
-def test_colours_of_changes(differing: Path, opened: Callable[..., Any], until: Callable[..., None]) -> None:
+def test_colors_of_changes(differing: Path, opened: Callable[..., Any], until: Callable[..., None]) -> None:
     """Removed ops are red and on the first side alone, added ones green and on the second; what is the same is grey."""
     page = opened(differing)
     assert "depthwise/relu6" in _names(page, 1)
     assert "depthwise/renamed" in _names(page, 2)
-    rgb = {name: tuple(bytes.fromhex(page.evaluate(f"viewer.colour.{name}")[1:])) for name in ("changedbox", "box")}
+    rgb = {name: tuple(bytes.fromhex(page.evaluate(f"viewer.color.{name}")[1:])) for name in ("changedbox", "box")}
     page.evaluate("location.hash = '#op=depthwise%2Frenamed'")
     until(page, "document.querySelector('#panel h2').textContent === 'depthwise/renamed'")
     page.wait_for_timeout(100)
     assert (
-        _colour(page, "graph", "depthwise/renamed") == _colour(page, "other", "depthwise/renamed") == rgb["changedbox"]
+        _color(page, "graph", "depthwise/renamed") == _color(page, "other", "depthwise/renamed") == rgb["changedbox"]
     )
-    assert _colour(page, "other", "pointwise/conv") == rgb["box"]
+    assert _color(page, "other", "pointwise/conv") == rgb["box"]
     assert "depthwise/relu6" in page.locator("#panel").inner_text()
     status = page.evaluate(
         "Array.from(viewer.m.side.op).flatMap((side, op) =>"
@@ -224,23 +224,23 @@ def test_colours_of_changes(differing: Path, opened: Callable[..., Any], until: 
 
 
 def test_scales_old_to_new(differing: Path, opened: Callable[..., Any]) -> None:
-    """The badge of a scale that changed shows both numbers on the second side, and so does the panel."""
+    """The annotation of a scale that changed shows both numbers on the second side, and so does the panel."""
     page = opened(differing, PLANTED)
     (number,) = page.evaluate(
-        f"viewer.m.badges.flatMap((one, i) => (i >= viewer.m.sides.split && one.tensor === '{PLANTED}' ? [i] : []))"
+        f"viewer.m.annotations.flatMap((one, i) => (i >= viewer.m.sides.split && one.tensor === '{PLANTED}' ? [i] : []))"
     )
     old, new = page.evaluate(
-        f"[viewer.m.twins[{number}], {number}].map((one) => Math.fround(viewer.m.badges[one].scale[0]))"
+        f"[viewer.m.counterparts[{number}], {number}].map((one) => Math.fround(viewer.m.annotations[one].scale[0]))"
     )
     assert new == pytest.approx(old / 10)
-    assert page.evaluate(f"badgeSays(viewer, {number})") == f"u8 {old:.3g} → {new:.3g}"
+    assert page.evaluate(f"annotationLabel(viewer, {number})") == f"u8 {old:.3g} → {new:.3g}"
     page.locator("#list li button", has_text="scale").click()
     row = page.locator("#panel tr", has_text="→").inner_text().split()
     assert (float(row[1]), float(row[3])) == (old, new)
 
 
 def test_two_plans(tmp_path: Path, samples: Path, opened: Callable[..., Any], cli: Callable[..., Any]) -> None:
-    """Plans are drawn on their model; a site that one alone has is coloured; without a model they are refused."""
+    """Plans are drawn on their model; a site that one alone has is colored; without a model they are refused."""
     model = samples / "digits_cnn.onnx"
     cli("plan", model, "--format", "json", "-o", tmp_path / "a.json")
     cli("plan", model, "--exclude", "stem/conv", "--format", "json", "-o", tmp_path / "b.json")
@@ -255,7 +255,7 @@ def test_two_plans(tmp_path: Path, samples: Path, opened: Callable[..., Any], cl
     assert lost
     assert lost <= set(_listed(page))
     assert page.evaluate(
-        "viewer.m.badges.flatMap((one, i) => (statusOf(viewer, 'badge', i) === 'removed' ? [one.tensor] : []))"
+        "viewer.m.annotations.flatMap((one, i) => (statusOf(viewer, 'annotation', i) === 'removed' ? [one.tensor] : []))"
     ) == [name for name in gone if name in lost]
 
 
@@ -279,4 +279,4 @@ def test_two_formats_show_the_quantized_side(
     page = opened(html, scheme="dark")
     assert "two formats" in page.locator("#panel").inner_text()
     assert page.evaluate("viewer.panes.length") == 1
-    assert len(_listed(page)) == page.evaluate("viewer.m.badges.length")
+    assert len(_listed(page)) == page.evaluate("viewer.m.annotations.length")

@@ -1,4 +1,4 @@
-"""The viewer in a browser: search, numbers, folding, filters, links, keys, colours."""
+"""The viewer in a browser: search, numbers, folding, filters, links, keys, colors."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ FIND = """
   for (const button of document.querySelectorAll("#results button")) {
     if (button.querySelector("span").textContent !== tensor) continue;
     button.click();
-    const badge = viewer.selected.kind === "badge" ? viewer.m.badges[viewer.selected.badge] : null;
-    if (!badge) continue;
+    const annotation = viewer.selected.kind === "annotation" ? viewer.m.annotations[viewer.selected.annotation] : null;
+    if (!annotation) continue;
     const rows = {};
     for (const row of document.querySelectorAll("#panel table:first-of-type tr")) {
       rows[row.querySelector("th").textContent] = row.querySelector("td").textContent;
     }
-    found.push([badge.dtype, (badge.scale || []).map(Math.fround), badge.zero || [], rows]);
+    found.push([annotation.dtype, (annotation.scale || []).map(Math.fround), annotation.zero || [], rows]);
   }
   return found;
 })
@@ -59,7 +59,7 @@ def digits(tmp_path: Path, samples: Path, cli: Callable[..., Any]) -> Path:
 
 
 def _hit(kind: str) -> str:
-    """Finds what was drawn last of a kind, "badge" or "frame", and the middle of it on the screen."""
+    """Finds what was drawn last of a kind, "annotation" or "frame", and the middle of it on the screen."""
     return f"""
       const a = viewer, box = a.canvas.getBoundingClientRect(), hit = a.hits.find((one) => one.{kind} !== undefined);
       const middle = [box.left + a.view.x + (hit.x + hit.right) / 2 * a.view.k,
@@ -178,10 +178,10 @@ def test_the_panel_of_an_annotation(digits: Path, opened: Callable[..., Any]) ->
     """Rule, reason, scheme, histogram with range, clipped share, SQNR, and the ops that it stands for."""
     page = opened(digits, "stem/relu:0")
     panel = page.locator("#panel").inner_text()
-    badge = page.evaluate("viewer.m.badges[viewer.selected.badge]")
-    assert badge["rule"]
-    assert badge["why"]
-    for said in ("uint8 asymmetric, auto", badge["rule"], badge["why"], "clipped", "dB", "QuantizeLinear"):
+    annotation = page.evaluate("viewer.m.annotations[viewer.selected.annotation]")
+    assert annotation["rule"]
+    assert annotation["why"]
+    for said in ("uint8 asymmetric, auto", annotation["rule"], annotation["why"], "clipped", "dB", "QuantizeLinear"):
         assert said in panel
     assert page.locator("#panel svg.plot path.in").count() == 1
     assert page.locator("#panel svg.plot rect.band").count() == 1
@@ -281,46 +281,46 @@ def test_filters(digits: Path, opened: Callable[..., Any]) -> None:
     """By state, rule, kind and SQNR; what does not pass is not listed and drawn faintly."""
     page = opened(digits)
     page.locator("#by-kind").select_option("conv")
-    convs = page.evaluate("viewer.found.filter((one) => one.kind === 'op').map((one) => viewer.m.type(one.op))")
+    convs = page.evaluate("viewer.matches.filter((one) => one.kind === 'op').map((one) => viewer.m.type(one.op))")
     assert set(convs) == {"Conv"}
     assert len(convs) == 6
     assert page.evaluate("viewer.matched.reduce((sum, one) => sum + one, 0)") == 6
     page.locator("#by-state").select_option("unquantized")
     assert _results(page) == []
     page.locator("#by-state").select_option("quantized")
-    assert len(convs) == page.evaluate("viewer.found.filter((one) => one.kind === 'op').length")
+    assert len(convs) == page.evaluate("viewer.matches.filter((one) => one.kind === 'op').length")
     page.keyboard.press("Escape")
-    rule = page.evaluate("viewer.m.badges.find((badge) => badge.rule).rule")
+    rule = page.evaluate("viewer.m.annotations.find((annotation) => annotation.rule).rule")
     page.locator("#by-rule").select_option(rule)
-    badges = page.evaluate(
-        "viewer.found.filter((one) => one.kind === 'badge').map((one) => viewer.m.badges[one.badge].rule)"
+    annotations = page.evaluate(
+        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) => viewer.m.annotations[one.annotation].rule)"
     )
-    assert set(badges) == {rule}
+    assert set(annotations) == {rule}
     page.keyboard.press("Escape")
     page.locator("#by-sqnr").fill("45")
     sqnr = page.evaluate(
-        "viewer.found.filter((one) => one.kind === 'badge').map((one) => viewer.m.badges[one.badge].sqnr)"
+        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) => viewer.m.annotations[one.annotation].sqnr)"
     )
     assert sqnr == sorted(sqnr)
     assert sqnr
     assert max(sqnr) < 45
-    known = page.evaluate("viewer.m.badges.map((badge) => badge.sqnr)")
+    known = page.evaluate("viewer.m.annotations.map((annotation) => annotation.sqnr)")
     assert len(sqnr) == sum(one is not None and one < 45 for one in known)
 
 
 def test_annotations_unfold_and_fold(digits: Path, opened: Callable[..., Any], until: Callable[..., None]) -> None:
-    """One badge makes room above its reader for its two ops; the key u folds it again, and unfolds all."""
+    """One annotation makes room above its reader for its two ops; the key u folds it again, and unfolds all."""
     page = opened(digits, "stem/conv__6:0")
     height = page.evaluate("viewer.s.height")
     page.get_by_role("button", name="Unfold", exact=True).click()
     assert page.evaluate("viewer.s.height") == height + 64
-    until(page, "viewer.hits.filter((hit) => hit.badge === viewer.selected.badge).length === 2")
+    until(page, "viewer.hits.filter((hit) => hit.annotation === viewer.selected.annotation).length === 2")
     page.locator("#graph").focus()
     page.keyboard.press("u")
     assert page.evaluate("viewer.s.height") == height
     page.keyboard.press("Escape")
     page.keyboard.press("u")
-    assert page.evaluate("viewer.unfolded.size === viewer.m.badges.length")
+    assert page.evaluate("viewer.unfolded.size === viewer.m.annotations.length")
     assert page.evaluate("viewer.s.height") > height + 64
     page.keyboard.press("u")
     assert page.evaluate("viewer.s.height") == height
@@ -335,7 +335,7 @@ def test_groups_collapse_and_expand(digits: Path, opened: Callable[..., Any], un
         "[...viewer.s.boxes.values()].map((box) => viewer.m.text(viewer.m.group.label[box.group]))"
     ) == ["stem"]
     assert page.evaluate("viewer.s.height") < height
-    assert page.evaluate("viewer.s.far.length") == 2
+    assert page.evaluate("viewer.s.longWires.length") == 2
     assert "3 ops" in page.locator("#panel").inner_text()
     page.evaluate("location.hash = '#op=stem%2Frelu'")
     until(page, "viewer.s.boxes.size === 0")
@@ -353,19 +353,19 @@ def test_nested_graphs_collapse(
     cli("inspect", shared / "qlstm_tract.onnx", "--html", tmp_path / "page.html")
     page = opened(tmp_path / "page.html")
     (group,) = page.evaluate("viewer.m.group.graph.flatMap((graph, group) => (graph ? [group] : []))")
-    inside = page.evaluate(f"viewer.m.groupOps[{group}].ops")
+    inside = page.evaluate(f"viewer.m.groupExtents[{group}].ops")
     page.get_by_role("button", name="Collapse all groups").click()
     shown = page.evaluate(
-        "Array.from({ length: viewer.m.count }, (_, op) => viewer.s.behind(op)).filter((one) => one < 0).length"
+        "Array.from({ length: viewer.m.count }, (_, op) => viewer.s.hiddenBy(op)).filter((one) => one < 0).length"
     )
     assert shown == page.evaluate("viewer.m.count") - inside
-    assert page.evaluate("viewer.s.far.length") >= 1
+    assert page.evaluate("viewer.s.longWires.length") >= 1
 
 
 STRANGERS = """
 () => {
   const { m } = viewer, found = [];
-  m.parts.forEach((parts, group) => {
+  m.frameParts.forEach((parts, group) => {
     for (const { top, bottom, left, right } of parts.flatMap((part) => part.blocks)) {
       for (let row = top; row <= bottom; row++) {
         for (const op of m.inRow.of(row)) {
@@ -391,12 +391,12 @@ def test_frames_hold_only_their_ops(
     model = samples / name if (samples / name).exists() else shared / name
     cli("inspect", model, "--html", tmp_path / "page.html")
     page = opened(tmp_path / "page.html", scheme="dark")
-    assert page.evaluate("viewer.m.parts.filter((parts) => parts.length).length") > 10
+    assert page.evaluate("viewer.m.frameParts.filter((parts) => parts.length).length") > 10
     assert page.evaluate(STRANGERS) == []
 
 
 def test_annotations_and_frame_labels_do_not_overlap(digits: Path, opened: Callable[..., Any]) -> None:
-    """Wherever the drawing is looked at, no badge covers the name of a frame."""
+    """Wherever the drawing is looked at, no annotation covers the name of a frame."""
     page = opened(digits, "residual/add")
     for _ in range(6):
         page.mouse.wheel(0, -300)
@@ -406,18 +406,18 @@ def test_annotations_and_frame_labels_do_not_overlap(digits: Path, opened: Calla
             hit for hit in hits if "frame" in hit and hit["y"] > -page.evaluate("viewer.view.y / viewer.view.k") + 40
         ]
         for label in labels:
-            for badge in (hit for hit in hits if "badge" in hit):
-                apart = badge["x"] > label["right"] or badge["right"] < label["x"]
-                assert apart or badge["y"] >= label["bottom"] or badge["bottom"] <= label["y"]
+            for annotation in (hit for hit in hits if "annotation" in hit):
+                apart = annotation["x"] > label["right"] or annotation["right"] < label["x"]
+                assert apart or annotation["y"] >= label["bottom"] or annotation["bottom"] <= label["y"]
 
 
 def test_clicks_on_the_drawing(digits: Path, opened: Callable[..., Any]) -> None:
-    """A click on a box, a badge, a wire and beside all of them selects that; two on a frame's name collapse it."""
+    """A click on a box, an annotation, a wire and beside all of them selects that; two on a frame's name collapse it."""
     page = opened(digits, "stem/conv")
     page.mouse.click(*_at(page, _op("stem/relu")))
     assert _selected(page) == "stem/relu"
     page.wait_for_timeout(50)
-    hit, tensor = page.evaluate(f"(() => {{ {_hit('badge')} return [middle, viewer.m.badges[hit.badge].tensor]; }})()")
+    hit, tensor = page.evaluate(f"(() => {{ {_hit('annotation')} return [middle, viewer.m.annotations[hit.annotation].tensor]; }})()")
     page.mouse.click(*hit)
     assert _selected(page) == tensor
     x, y = _at(page, _op("stem/conv"))
@@ -464,7 +464,7 @@ def test_moving_and_zooming(digits: Path, opened: Callable[..., Any], until: Cal
 
 
 def _pixel(page: Any) -> tuple[int, ...]:
-    """The colour of the drawing's corner, as it is on the screen."""
+    """The color of the drawing's corner, as it is on the screen."""
     box = page.locator("#graph").bounding_box()
     shown = page.screenshot(clip={"x": box["x"] + 3, "y": box["y"] + 3, "width": 1, "height": 1})
     return Image.open(io.BytesIO(shown)).convert("RGB").getpixel((0, 0))
@@ -530,15 +530,15 @@ def test_a_neighborhood_page_has_no_errors(
 
 
 def test_annotation_texts_match_python(tmp_path: Path, samples: Path, opened: Callable[..., Any]) -> None:
-    """The words on a badge differ in nothing but the type's short name."""
+    """The words on an annotation differ in nothing but the type's short name."""
     made = api.insert(
         samples / "digits_rnn.onnx", data=str(samples / "digits_rnn_calib.npz"), samples=8, validate=False
     )
     drawing = result_drawing(made)
     (tmp_path / "page.html").write_text(made_page(viewer_data(drawing)), "utf-8")
     page = opened(tmp_path / "page.html")
-    shown = page.evaluate("viewer.m.badges.map(badgeText)")
-    words = [annotation_text(badge).replace("uint", "u").replace("int", "i") for badge in drawing.annotations]
+    shown = page.evaluate("viewer.m.annotations.map(annotationText)")
+    words = [annotation_text(annotation).replace("uint", "u").replace("int", "i") for annotation in drawing.annotations]
     pairs = [(one, other) for one, other in zip(shown, words, strict=True) if "e-" not in one + other]
     assert [one for one, _ in pairs] == [other for _, other in pairs]
     assert len(pairs) > len(words) / 2
@@ -574,7 +574,7 @@ def test_truncation_is_always_marked(tmp_path: Path, opened: Callable[..., Any],
     onnx.save(helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:]), ir_version=9), tmp_path / "m.onnx")
     cli("inspect", tmp_path / "m.onnx", "--html", tmp_path / "m.html")
     page = opened(tmp_path / "m.html", long)
-    assert page.evaluate("[...viewer.fitted.values()].some((said) => said.startsWith('very') && said.endsWith('…'))")
+    assert page.evaluate("[...viewer.fittedTexts.values()].some((said) => said.startsWith('very') && said.endsWith('…'))")
     page.mouse.move_bias(*_at(page, _op(long)))
     assert page.locator("#graph").get_attribute("title") == f"Relu {long}"
     panel = page.locator("#panel").inner_text()

@@ -1,4 +1,4 @@
-"""A batch's report in the forms that people and CI systems read."""
+"""Formats of a batch report for people and CI systems."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ __all__ = ["REPORTS", "as_annotations", "check_report_path", "write_report"]
 
 
 def as_json(report: BatchReport) -> str:
-    """JSON, as report.schema.json beside this file describes it; `--compare` and `--merge` read it."""
+    """Return JSON as specified by report.schema.json; `--compare` and `--merge` read it."""
     return json.dumps(batch_report_json(report), indent=2, allow_nan=False) + "\n"
 
 
 def as_junit(report: BatchReport) -> str:
-    """JUnit XML."""
+    """Return JUnit XML."""
     from graphquant.batch.reports.junit import junit_xml
 
     return junit_xml(report)
 
 
 def as_sarif(report: BatchReport) -> str:
-    """SARIF 2.1.0, for code scanning."""
+    """Return SARIF 2.1.0 for code scanning."""
     from graphquant.batch.reports.text import ALL_CODES, report_notices
     from graphquant.visualize.ci_annotations import sarif_log
 
@@ -41,21 +41,21 @@ def as_sarif(report: BatchReport) -> str:
 
 
 def as_markdown(report: BatchReport) -> str:
-    """Markdown, for a step summary."""
+    """Return Markdown for a step summary."""
     from graphquant.batch.reports.text import report_markdown
 
     return report_markdown(report)
 
 
 def as_html(report: BatchReport) -> str:
-    """One page, without links to graphs; `write_report` draws them."""
+    """Return a page without links to graphs; `write_report` draws the graphs."""
     from graphquant.batch.reports.html import report_page
 
     return report_page(report)
 
 
 def as_annotations(report: BatchReport) -> str:
-    """Commands that a GitHub workflow shows beside the files."""
+    """Return GitHub workflow commands."""
     from graphquant.batch.reports.text import report_notices
     from graphquant.visualize.ci_annotations import github_annotations
 
@@ -69,27 +69,27 @@ REPORTS: Mapping[str, Callable[[BatchReport], str]] = {
     ".md": as_markdown,
     ".html": as_html,
 }
-"""What writes a report, by the suffix of its file."""
+"""Report writers by file suffix."""
 
 
 def check_report_path(path: Path) -> None:
-    """Refuses a report of no known kind, before any work is done.
+    """Reject an invalid report path before any work is done.
 
     Raises:
-        UsageError: The suffix is of none, or the folder is missing or cannot be written.
+        UsageError: The suffix is unknown, or the folder is missing or read-only.
     """
     from graphquant.api import models
 
     if path.suffix not in REPORTS:
         raise UsageError(
-            f"{path} has the suffix {path.suffix!r}, which is of no kind of report. Give it one of"
+            f"{path} has the suffix {path.suffix!r}, which is no report format. Use one of"
             f" {', '.join(REPORTS)}.{did_you_mean(path.suffix, REPORTS)}"
         )
     models.check_output(path, force=True)
 
 
 def write_report(path: Path, report: BatchReport, progress: Progress | None = None) -> None:
-    """Writes a report of the kind that the path's suffix names, whole or not at all; a page with its models' graphs.
+    """Write a report in the format of the path's suffix, atomically; an HTML page with the graphs of its models.
 
     Raises:
         UsageError: It cannot be written.

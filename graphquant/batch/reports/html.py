@@ -1,7 +1,7 @@
-"""A report as one page that works from disk: a table of models to sort and to filter, with links to their graphs.
+"""Batch report as one page that works from disk: a sortable, filterable table with links to drawn graphs.
 
-Names come out of manifests and models and may be anything; they are escaped, and the page's policy runs its own script
-and no other.
+Names come from manifests and models and may contain anything. They are escaped, and the Content-Security-Policy allows
+only the page's own script.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ if TYPE_CHECKING:
 
 
 REPORT_COLUMNS = ("model", "status", "before", "after", "", "sites", "int8", "SQNR", "time", "graph")
-"""Heads of the table; what has one is sorted by."""
+"""Titles of the columns; columns with a title are sortable."""
 
 _NUMBER_COLUMNS = frozenset({"before", "after", "", "sites", "int8", "SQNR", "time"})
 
 
 def report_page(report: BatchReport, graphs: Mapping[str, str] | None = None) -> str:
-    """The whole page; the same report gives the same bytes.
+    """Return the page; deterministic.
 
     Args:
         report: The report.
-        graphs: For models that have a page of their own its address, relative to this one, by their names.
+        graphs: Relative addresses of the models' graph pages, by name.
     """
     return "\n".join(_report_lines(report, graphs or {})) + "\n"
 
@@ -135,7 +135,7 @@ def _number_cell(value: float | None, text: str) -> str:
 
 
 def _int8_bar(outcome: Outcome) -> str:
-    """The share as a bar with its number."""
+    """Return the share as a number with a bar."""
     if outcome.int8_ops is None or outcome.int8_share is None:
         return ""
     int8_ops, all_ops = outcome.int8_ops
@@ -146,12 +146,11 @@ def _int8_bar(outcome: Outcome) -> str:
 
 
 def _name_cell(outcome: Outcome, changes: list[OutcomeChange]) -> str:
-    """The name, why it is not fine, and the rest to unfold."""
+    """Return the name, failure reasons, and foldable details."""
     rows = {"model": outcome.model, "output": outcome.output, **_digest_rows(outcome)}
     rows |= {f"left: {skip_reason}": str(count) for skip_reason, count in outcome.skips.items()}
     rows |= {
-        f"{finding.code} {finding.site}": f"{finding.message}. To mend it: {finding.fix}."
-        for finding in outcome.findings
+        f"{finding.code} {finding.site}": f"{finding.message}. Remedy: {finding.fix}." for finding in outcome.findings
     }
     table = "".join(
         f"<tr><th>{_html_text(label)}</th><td>{_html_text(detail)}</td></tr>"
@@ -182,22 +181,20 @@ def _report_file(name: str) -> str:
     return files("graphquant.batch.reports").joinpath(name).read_text("utf-8")
 
 
-# Each output drawn as a page beside the report, so that the report can lead there.
-
 MAX_NAME_LENGTH = 80
-"""Characters of a model's name that are in its page's name."""
+"""Maximum number of characters of a model's name in its page's name."""
 
 
 def draw_graphs(report: BatchReport, report_path: Path, progress: Progress | None = None) -> dict[str, str]:
-    """Draws every output that is a file here into a folder beside the report, where it is not drawn already.
+    """Draw each local output into a folder next to the report, unless it is drawn already.
 
     Args:
         report: The report.
-        report_path: Where the report will be.
-        progress: Is told how many are drawn.
+        report_path: Path of the report.
+        progress: Called with the number of drawn models.
 
     Returns:
-        The address of each page, relative to the report, by the model's name.
+        Address of each page relative to the report, by model name.
 
     Raises:
         UsageError: The folder cannot be written.
@@ -219,14 +216,14 @@ def _is_local_output(outcome: Outcome) -> bool:
 
 
 def _page_name(outcome: Outcome) -> str:
-    """A name that changes with what is drawn and with who draws it."""
+    """Return a name that changes with the output and the version of graphquant."""
     made_of = f"{outcome.name}\0{outcome.digests.output}\0{__version__}"
     mark = hashlib.sha256(made_of.encode("utf-8", "surrogateescape")).hexdigest()[:12]
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '_', outcome.name)[:MAX_NAME_LENGTH].strip('._')}-{mark}.html"
 
 
 def _draw_output(outcome: Outcome, page: Path) -> bool:
-    """Draws an output; tells whether that was possible, for it may have been changed since."""
+    """Draw an output; return False if it is unreadable, for example because it changed."""
     from graphquant import api
     from graphquant.visualize.html import viewer_page as made_page
     from graphquant.visualize.model_drawing import model_drawing
@@ -241,5 +238,5 @@ def _draw_output(outcome: Outcome, page: Path) -> bool:
         with atomic_file(page) as file:
             file.write(made_page(viewer_data(drawing, [])).encode())
     except OSError as error:
-        raise UsageError(f"{page} cannot be written: {error.strerror}. Put the report elsewhere.") from error
+        raise UsageError(f"{page} cannot be written: {error.strerror}. Write the report to another folder.") from error
     return True

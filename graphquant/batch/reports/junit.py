@@ -1,4 +1,4 @@
-"""A report as JUnit XML: a test case for each model, as Jenkins, GitLab and Ant's readers take it."""
+"""Batch report as JUnit XML for Jenkins, GitLab and Ant: one test case per model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def junit_xml(report: BatchReport) -> str:
-    """The XML; a model that failed or misses a gate is a failure, one whose process ended an error."""
+    """Return the XML. A failed model or missed gate is a failure, a dead worker an error."""
     suites = ET.Element("testsuites")
     suite = ET.SubElement(suites, "testsuite", _suite_attributes(report))
     properties = ET.SubElement(suite, "properties")
@@ -32,7 +32,7 @@ def junit_xml(report: BatchReport) -> str:
             failing.setdefault(change.name, []).append(change)
     for outcome in report.outcomes:
         suite.append(_test_case(outcome, failing.pop(outcome.name, [])))
-    for name, changes in failing.items():  # entries that are there no more
+    for name, changes in failing.items():  # entries that are missing now
         case = ET.SubElement(suite, "testcase", name=escape_unprintable(name), classname="graphquant.batch", time="0")
         _add_problem(case, "failure", "regression", [change_.message for change_ in changes])
     ET.SubElement(suite, "system-out").text = _xml_text([report_summary(report)])
@@ -102,7 +102,7 @@ def _add_problem(case: ET.Element, kind: str, type_: str, messages: list[str]) -
 
 
 def _metrics_lines(outcome: Outcome) -> list[str]:
-    """What there is to know of an output that is there."""
+    """Return the metrics of an existing output."""
     if outcome.size_after is None:
         return []
     metrics = {"int8 share": percent_text(outcome.int8_share), "SQNR": metrics_sqnr_text(outcome.metrics)}
@@ -113,5 +113,5 @@ def _metrics_lines(outcome: Outcome) -> list[str]:
 
 
 def _xml_text(texts: list[str]) -> str:
-    """Lines without the characters that XML has no place for."""
+    """Join texts without the characters that XML cannot hold."""
     return "\n".join(escape_unprintable(line) for text in texts for line in text.split("\n"))

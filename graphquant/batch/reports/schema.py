@@ -1,4 +1,4 @@
-"""The JSON Schema of a report, as report.schema.json beside this file has it."""
+"""JSON Schema of a batch report, as in report.schema.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from graphquant.rules import field_descriptions
 
 
 def report_schema() -> dict[str, Any]:
-    """The schema, with the words of the docstrings."""
+    """Return the schema with the descriptions of the docstrings."""
     from pydantic import TypeAdapter
 
     json_schema = TypeAdapter(types.BatchReport).json_schema(mode="serialization")

@@ -1,4 +1,7 @@
-"""An outcome in words: what cells of tables and lines of reports say, the same in each of them."""
+"""Batch reports as terminal text, Markdown and notices, with the wording that all formats share.
+
+docs/ci.md explains the codes of the notices.
+"""
 
 from __future__ import annotations
 
@@ -27,47 +30,47 @@ STATUS_LABELS = {
     "timeout": "timed out",
     "crashed": "crashed",
     "memory": "out of memory",
-    "skipped": "not begun",
+    "skipped": "not started",
 }
-"""Each status in words."""
+"""Label of each status."""
 
 
 def status_text(outcome: Outcome) -> str:
-    """What became of it."""
+    """Return the label of an outcome's status."""
     return STATUS_LABELS[outcome.status]
 
 
 def bytes_text(count: int | None) -> str:
-    """Bytes in the unit that reads best: `512 B`, `52.1 KB`, `1.31 GB`."""
+    """Format bytes in the unit that reads best: `512 B`, `52.1 KB`, `1.31 GB`."""
     if count is None:
         return ""
     value, units = float(count), iter(("B", "KB", "MB", "GB"))
     unit = next(units)
     for larger in units:
-        if value < 999.5:  # noqa: PLR2004  # what three figures can show
+        if value < 999.5:  # noqa: PLR2004  # limit of three digits
             break
         value, unit = value / 1000, larger
     return f"{value:.3g} {unit}"
 
 
 def size_ratio(outcome: Outcome) -> float | None:
-    """The output's size as a share of the model's."""
+    """Return the output's size as a share of the model's."""
     before, after = outcome.size_before, outcome.size_after
     return after / before if after is not None and before else None
 
 
 def percent_text(share: float | None) -> str:
-    """A share as whole percents, 100 % only where nothing is missing; many times the whole as such."""
+    """Format a share as a whole percentage, 100 % only if complete, and large ratios as a factor."""
     if share is None:
         return ""
-    if share >= 10:  # noqa: PLR2004  # from where on percents have four figures
+    if share >= 10:  # noqa: PLR2004  # from here on, percentages have four digits
         return f"{share:.0f} x"
     percents = round(share * 100)
     return f"{min(percents, 99) if share < 1 else percents} %"
 
 
 def metrics_sqnr_text(metrics: OutcomeMetrics | None) -> str:
-    """The SQNR, or that nothing differs."""
+    """Return the SQNR, or "exact" if nothing differs."""
     if metrics is None:
         return ""
     if metrics.sqnr is None:
@@ -76,12 +79,12 @@ def metrics_sqnr_text(metrics: OutcomeMetrics | None) -> str:
 
 
 def outcome_duration(outcome: Outcome) -> str:
-    """How long it took; nothing where nothing was done."""
+    """Return the duration, "" if nothing was done."""
     return duration_text(outcome.seconds) if outcome.seconds else ""
 
 
 def duration_text(count: float) -> str:
-    """A duration: `0.8 s`, `3 min 20 s`."""
+    """Format a duration: `0.8 s`, `3 min 20 s`."""
     if count < 60:  # noqa: PLR2004  # seconds of a minute
         return f"{count:.1f} s"
     minutes, remaining_seconds = divmod(round(count), 60)
@@ -89,13 +92,13 @@ def duration_text(count: float) -> str:
 
 
 INT8_NOTE = (
-    "int8: how many of the ops that compute run on integers, as `graphquant check` foretells; see docs/check.md."
+    "int8: share of the computing ops that run on integers, as predicted by `graphquant check`; see docs/check.md."
 )
-"""What the column of that name says."""
+"""Explanation of the column int8."""
 
 
 def failure_reasons(outcome: Outcome) -> list[str]:
-    """Why it is not fine: the error, or each gate that does not hold; and why its figures cannot be had."""
+    """Return the error, each missed gate, and the reason for missing metrics."""
     messages = [outcome.problem.message] if outcome.problem is not None else []
     messages += [miss.message for miss in outcome.misses]
     problem = "" if outcome.metrics is None else outcome.metrics.problem
@@ -107,13 +110,13 @@ def failure_reasons(outcome: Outcome) -> list[str]:
 
 
 def prefix_model_name(outcome: Outcome, reason: str) -> str:
-    """A reason with the model's name before it, which many begin with already."""
+    """Put the model's name before a reason, unless it begins with it."""
     prefix = next((name for name in (outcome.name, outcome.model) if reason.startswith(name)), None)
     return f"{outcome.name}: {reason}" if prefix is None else outcome.name + reason.removeprefix(prefix)
 
 
 def report_summary(report: BatchReport) -> str:
-    """The report in a line: how many models, how many of each status, how long."""
+    """Return the number of models by status, and the duration."""
     counts: dict[str, int] = {}
     for outcome in report.outcomes:
         counts[status_text(outcome)] = counts.get(status_text(outcome), 0) + 1
@@ -126,14 +129,12 @@ def report_summary(report: BatchReport) -> str:
     return f"{pluralize(len(report.outcomes), 'model')}{shard}: {', '.join(phrases)}; {duration_text(report.seconds)}."
 
 
-# A report for the terminal: a table of models, then why some of them are not fine.
-
 TEXT_NUMBER_COLUMNS = ("size", "", "sites", "int8", "SQNR", "time")
-"""Heads of columns of numbers."""
+"""Titles of the columns with numbers."""
 
 
 def batch_report_view(report: BatchReport) -> RenderableType:
-    """The table, reasons and changes, and a line on all."""
+    """Render the table, reasons, changes, and a summary."""
     table = NameTable("model", "status", *TEXT_NUMBER_COLUMNS, right=TEXT_NUMBER_COLUMNS)
     for outcome in report.outcomes:
         table.add_row(*_outcome_cells(outcome), style="" if outcome.passed or outcome.status == "skipped" else "red")
@@ -171,23 +172,21 @@ def _outcome_cells(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-# What went wrong in a batch, a notice each, for code scanning and for annotations; docs/ci.md explains the codes.
-
 BATCH_CODES = {
-    "GQ201": LintCode("error", "a model cannot be quantized as asked"),
-    "GQ202": LintCode("error", "a model took longer than it may"),
-    "GQ203": LintCode("error", "the process that quantized a model ended"),
-    "GQ204": LintCode("error", "a model took more memory than it may"),
-    "GQ205": LintCode("error", "an output does not keep a gate"),
-    "GQ206": LintCode("warning", "a model was not begun, for the batch was stopped"),
+    "GQ201": LintCode("error", "a model cannot be quantized as requested"),
+    "GQ202": LintCode("error", "a model exceeded the time limit"),
+    "GQ203": LintCode("error", "the process that quantized a model died"),
+    "GQ204": LintCode("error", "a model exceeded the memory limit"),
+    "GQ205": LintCode("error", "an output misses a gate"),
+    "GQ206": LintCode("warning", "a model was not started because the batch was stopped"),
     "GQ207": LintCode("warning", "an output is worse than in an earlier report"),
-    "GQ208": LintCode("error", "an output is not what is built of its model now"),
+    "GQ208": LintCode("error", "an output differs from a rebuild"),
     "GQ209": LintCode("warning", "an output cannot be compared with its float model"),
 }
-"""What a batch adds to the codes of `check`."""
+"""Codes of a batch, in addition to those of `check`."""
 
 ALL_CODES = {**LINT_CODES, **BATCH_CODES}
-"""Every code that a batch's report can have."""
+"""All codes of a batch report."""
 
 _BY_STATUS = {
     "failed": "GQ201",
@@ -200,9 +199,9 @@ _BY_STATUS = {
 
 
 def report_notices(report: BatchReport) -> Iterator[Notice]:
-    """Everything that is wrong, model by model; then what changed."""
+    """Yield all problems by model, then the changes."""
     for outcome in report.outcomes:
-        if outcome.status != "skipped" or report.shard[1] == 1:  # another shard's is none of this report's business
+        if outcome.status != "skipped" or report.shard[1] == 1:  # models of other shards are skipped by design
             yield from _outcome_notices(outcome)
     paths = {outcome.name: outcome.model for outcome in report.outcomes}
     for change in report.changes:
@@ -222,23 +221,21 @@ def _outcome_notices(outcome: Outcome) -> Iterator[Notice]:
         for reason in failure_reasons(outcome):
             yield Notice("GQ209", BATCH_CODES["GQ209"].level, outcome.model, "", "", prefix_model_name(outcome, reason))
     for finding in outcome.findings:
-        message = f"{finding.message}. To mend it: {finding.fix}."
+        message = f"{finding.message}. Remedy: {finding.fix}."
         yield Notice(finding.code, finding.level, outcome.output, finding.site, finding.op, message)
 
 
-# A report as Markdown, for a step summary or a comment: what went wrong first, then a table of all models.
-
 MAX_MARKDOWN_BYTES = 900_000
-"""Bytes; GitHub takes a summary of 1 MiB."""
+"""Maximum size in bytes; GitHub accepts a summary of 1 MiB."""
 
 MAX_REASON_LENGTH = 600
-"""Characters of a reason."""
+"""Maximum number of characters of a reason."""
 
 _MARKDOWN_COLUMNS = ("model", "status", "size", "sites", "int8", "SQNR", "time")
 
 
 def report_markdown(report: BatchReport) -> str:
-    """The Markdown; where a step summary has no room for all, the rest is counted. Those that failed come first."""
+    """Return the Markdown, failures first. Rows above the size limit of a step summary are counted."""
     heading = [f"### {_status_mark(report)} graphquant batch", "", _escape_markdown(report_summary(report)), ""]
     table = [f"| {' | '.join(_MARKDOWN_COLUMNS)} |", f"| --- | --- |{' ---: |' * (len(_MARKDOWN_COLUMNS) - 2)}"]
     problems = _truncate_lines([*_problem_items(report)], MAX_MARKDOWN_BYTES // 2)
@@ -247,7 +244,7 @@ def report_markdown(report: BatchReport) -> str:
 
 
 def _status_mark(report: BatchReport) -> str:
-    """A mark that is seen at once."""
+    """Return a mark for success or failure."""
     return "✅" if report.passed and all(change.level != "error" for change in report.changes) else "❌"
 
 
@@ -282,14 +279,14 @@ def _markdown_row(outcome: Outcome) -> str:
 
 
 def _escape_markdown(text: str) -> str:
-    """Words as they are: nothing in them is markup, a mention or the end of a cell."""
+    """Escape text so that it has no markup, mention or end of a cell."""
     visible = escape_unprintable(text.replace("\n", " "))
     visible = visible if len(visible) <= MAX_REASON_LENGTH else f"{visible[:MAX_REASON_LENGTH]}..."
     return "".join(f"&#{ord(char)};" if char in "&<>|*_`[]\\~#@!:$" else char for char in visible)
 
 
 def _truncate_lines(lines: list[str], room: int) -> list[str]:
-    """As many lines as there is room for, and how many more there are."""
+    """Return the lines that fit, and the number of the remaining ones."""
     for number, line in enumerate(lines):
         room -= len(line.encode()) + 1
         if room < 0:

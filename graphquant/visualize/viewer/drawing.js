@@ -1,79 +1,79 @@
-// Drawing.
+// Drawing of the canvas.
 
-const FONTS = { type: "600 12px system-ui,sans-serif", name: "10px system-ui,sans-serif", badge: "10px ui-monospace,monospace" };
+const FONTS = { type: "600 12px system-ui,sans-serif", name: "10px system-ui,sans-serif", annotation: "10px ui-monospace,monospace" };
 
 function palette() {
-  const names = ["ink", "soft", "line", "back", "box", "io", "quant", "part", "float", "frame", "accent", "wire", "onbadge", "b4", "b8", "b16", "b32", "f8", "added", "removed", "changed", "addedbox", "removedbox", "changedbox", "h0", "h1", "h2", "h3", "h4", "l0", "l1", "l2", "l3", "l4"];
+  const names = ["ink", "soft", "line", "back", "box", "io", "quant", "part", "float", "frame", "accent", "wire", "onannotation", "b4", "b8", "b16", "b32", "f8", "added", "removed", "changed", "addedbox", "removedbox", "changedbox", "h0", "h1", "h2", "h3", "h4", "l0", "l1", "l2", "l3", "l4"];
   return Object.fromEntries(names.map((name) => [name, css(`--${name}`)]));
 }
 
-function badgeColour(app, dtype) {
+function badgeColor(app, dtype) {
   const bits = /^u?int(\d+)$/.exec(dtype || "");
-  if (!bits) return app.colour[dtype && dtype.startsWith("float8") ? "f8" : "b32"];
-  return app.colour[+bits[1] <= 4 ? "b4" : +bits[1] <= 8 ? "b8" : +bits[1] <= 16 ? "b16" : "b32"];
+  if (!bits) return app.color[dtype && dtype.startsWith("float8") ? "f8" : "b32"];
+  return app.color[+bits[1] <= 4 ? "b4" : +bits[1] <= 8 ? "b8" : +bits[1] <= 16 ? "b16" : "b32"];
 }
 
-const brief = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4) ? +value.toPrecision(3) : value.toExponential(1)).toString();
+const shortNumber = (value) => (value === 0 || (Math.abs(value) >= 1e-3 && Math.abs(value) < 1e4) ? +value.toPrecision(3) : value.toExponential(1)).toString();
 const shortType = (dtype) => (dtype || "?").replace("uint", "u").replace("int", "i").replace("float8_", "f8 ");
 
-/** A scale in words, with the old one before it where the other side has another. */
+/** Returns a changed scale as "old → new", else "". */
 function scaleText(app, number) {
-  const badge = app.m.badges[number], before = app.m.badges[app.m.twins[number]];
-  const one = (which) => (which.scale && !which.count ? brief(Math.fround(which.scale[0])) : "");
-  return before && one(before) && one(badge) && one(before) !== one(badge) ? `${one(before)} → ${one(badge)}` : "";
+  const annotation = app.m.annotations[number], before = app.m.annotations[app.m.counterparts[number]];
+  const scaleOf = (side) => (side.scale && !side.count ? shortNumber(Math.fround(side.scale[0])) : "");
+  return before && scaleOf(before) && scaleOf(annotation) && scaleOf(before) !== scaleOf(annotation) ? `${scaleOf(before)} → ${scaleOf(annotation)}` : "";
 }
 
-/** What a badge says: its figure where heat is shown, type, scale and zero point else. */
-function badgeSays(app, number) {
-  const badge = app.m.badges[number], figure = heated(app) ? figureOf(app, number) : undefined;
-  if (figure !== undefined) return `${shortType(badge.dtype)} ${figureText(app, figure)}`;
+/** Returns the label of an annotation: its figure in a heatmap, else type, scale and zero point. */
+function annotationLabel(app, number) {
+  const annotation = app.m.annotations[number], figure = showsHeatmap(app) ? figureOf(app, number) : undefined;
+  if (figure !== undefined) return `${shortType(annotation.dtype)} ${figureText(app, figure)}`;
   const scales = app.by === "changes" ? scaleText(app, number) : "";
-  return scales ? `${shortType(badge.dtype)} ${scales}` : badgeText(badge);
+  return scales ? `${shortType(annotation.dtype)} ${scales}` : annotationText(annotation);
 }
 
-/** What a badge says on the drawing. */
-function badgeText(badge) {
-  if (badge.dynamic) return `${shortType(badge.dtype)} dynamic`;
-  if (!badge.scale) return shortType(badge.dtype);
-  if (badge.count > 1) return `${shortType(badge.dtype)}[${badge.count}]`;
-  const scale = brief(Math.fround(badge.scale[0]));
-  const zero = badge.zero[0] ? ` z${badge.zero[0]}` : "";
-  return `${shortType(badge.dtype)} ${scale}${zero}`;
+/** Returns type, scale and zero point of an annotation. */
+function annotationText(annotation) {
+  if (annotation.dynamic) return `${shortType(annotation.dtype)} dynamic`;
+  if (!annotation.scale) return shortType(annotation.dtype);
+  if (annotation.count > 1) return `${shortType(annotation.dtype)}[${annotation.count}]`;
+  const scale = shortNumber(Math.fround(annotation.scale[0]));
+  const zero = annotation.zero[0] ? ` z${annotation.zero[0]}` : "";
+  return `${shortType(annotation.dtype)} ${scale}${zero}`;
 }
 
-/** The colour of a badge and of its wire: that of its type, of its figure, or of what changed. */
-function dyeOf(app, number, as = "h") {
-  if (heated(app)) return heatColour(app, figureOf(app, number), as) || app.colour.b32;
-  if (app.by === "changes") return app.colour[statusOf(app, "badge", number)] || app.colour.b32;
-  return badgeColour(app, app.m.badges[number].dtype);
+/** Returns the color of an annotation and its wire: by type, figure or change. */
+function annotationColor(app, number, as = "h") {
+  if (showsHeatmap(app)) return heatColor(app, figureOf(app, number), as) || app.color.b32;
+  if (app.by === "changes") return app.color[changeStatus(app, "annotation", number)] || app.color.b32;
+  return badgeColor(app, app.m.annotations[number].dtype);
 }
 
-const looks = (app, op) => (app.side === FIRST && app.m.was[op]) || null; // how an op looked on the first side
-const inputsOf = (app, op) => { const was = looks(app, op); return was ? was.inputs : app.m.ops.inputs[op]; };
+const firstSideBox = (app, op) => (app.side === FIRST && app.m.firstBoxes[op]) || null; // the op's box on the first side, if different
+const inputState = (app, op) => { const old = firstSideBox(app, op); return old ? old.inputs : app.m.ops.inputs[op]; };
 
-/** The fill of an op: how much of what it computes on is quantized, what changed, or the worst figure around it. */
-function fillOf(app, op) {
-  const { m, colour } = app, inputs = inputsOf(app, op), kind = m.kind(op);
-  if (heated(app)) return heatColour(app, worstOf(app, op)) || colour.box;
-  if (app.by === "changes") return colour[`${statusOf(app, "op", op)}box`] || colour.box;
-  if (kind === "input" || kind === "output") return colour.io;
-  if (inputs === 3) return colour.quant;
-  if (m.ops.multiplies[op]) return colour.float;
-  return inputs === 2 ? colour.part : colour.box;
+/** Returns the fill of a box: by quantized inputs, change, or worst figure. */
+function boxFill(app, op) {
+  const { m, color } = app, inputs = inputState(app, op), kind = m.kind(op);
+  if (showsHeatmap(app)) return heatColor(app, worstFigure(app, op)) || color.box;
+  if (app.by === "changes") return color[`${changeStatus(app, "op", op)}box`] || color.box;
+  if (kind === "input" || kind === "output") return color.io;
+  if (inputs === 3) return color.quant;
+  if (m.ops.weighted[op]) return color.float;
+  return inputs === 2 ? color.part : color.box;
 }
 
-/** Sets the font, if it is not set already: asking the canvas for it takes long. */
-function font(app, name) {
+/** Sets the font if it differs; the getter of the canvas is slow. */
+function setFont(app, name) {
   if (app.font !== name) app.ctx.font = FONTS[name];
   app.font = name;
 }
 
-/** `text` cut so that it is at most `room` wide in the font that is set. */
-function fitted(app, ctx, text, room) {
+/** Truncates text to a width in the current font. */
+function fitText(app, ctx, text, room) {
   const key = `${app.font}|${Math.round(room)}|${text}`;
-  let found = app.fitted.get(key);
-  if (found === undefined) {
-    found = text;
+  let result = app.fittedTexts.get(key);
+  if (result === undefined) {
+    result = text;
     if (ctx.measureText(text).width > room) {
       let low = 0, high = Math.min(text.length, 400);
       while (low < high) {
@@ -81,15 +81,15 @@ function fitted(app, ctx, text, room) {
         if (ctx.measureText(text.slice(0, middle) + "…").width <= room) low = middle;
         else high = middle - 1;
       }
-      found = text.slice(0, low) + "…";
+      result = text.slice(0, low) + "…";
     }
-    if (app.fitted.size > 20000) app.fitted.clear();
-    app.fitted.set(key, found);
+    if (app.fittedTexts.size > 20000) app.fittedTexts.clear();
+    app.fittedTexts.set(key, result);
   }
-  return found;
+  return result;
 }
 
-/** Draws all sides that are shown, and the frame of the view on the small map. */
+/** Draws all visible sides, and the viewport on the minimap. */
 function draw(app) {
   for (const pane of app.panes) {
     if (pane.canvas.hidden) continue;
@@ -99,7 +99,7 @@ function draw(app) {
   }
 }
 
-/** Draws what is in view. Rows outside of it are not looked at; far away, rows that share a pixel are drawn once. */
+/** Draws the viewport. Rows outside are skipped; at low zoom, rows on the same pixel are drawn once. */
 function drawPane(app, canvas) {
   const { ctx, s, m, view } = app;
   const ratio = window.devicePixelRatio || 1, width = canvas.clientWidth, height = canvas.clientHeight;
@@ -108,7 +108,7 @@ function drawPane(app, canvas) {
     canvas.height = Math.round(height * ratio);
   }
   ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
-  ctx.fillStyle = app.colour.back;
+  ctx.fillStyle = app.color.back;
   ctx.fillRect(0, 0, width, height);
   ctx.translate(view.x, view.y);
   ctx.scale(view.k, view.k);
@@ -121,12 +121,12 @@ function drawPane(app, canvas) {
   drawWires(app, area);
   if (app.controls) drawControls(app, area);
   drawBoxes(app, area);
-  if (view.k >= MIDDLE) drawBadges(app, area);
-  if (view.k >= NEAR * 0.6) drawLabels(app, area, frames);
+  if (view.k >= CURVE_ZOOM) drawAnnotations(app, area);
+  if (view.k >= TEXT_ZOOM * 0.6) drawLabels(app, area, frames);
   drawMap(app, area);
 }
 
-/** The row that `y` is in. */
+/** Returns the row at `y`. */
 function rowAt(top, y, rows) {
   let low = 0, high = rows;
   while (low < high) {
@@ -137,7 +137,7 @@ function rowAt(top, y, rows) {
   return Math.min(low, Math.max(rows - 1, 0));
 }
 
-/** The middle of a piece is a curve that leaves and arrives upright. */
+/** Adds a curve that starts and ends vertically. */
 function curve(ctx, x0, y0, x1, y1) {
   const middle = (y0 + y1) / 2;
   ctx.moveTo(x0, y0);
@@ -147,34 +147,34 @@ function curve(ctx, x0, y0, x1, y1) {
 
 const NONE = [];
 
-/** Those of some badges that are on the side that is drawn. */
-function shown(app, badges) {
-  if (!badges) return NONE;
-  return app.m.two ? badges.filter((badge) => app.m.side.badge[badge] & app.side) : badges;
+/** Returns the annotations on the current side. */
+function onSide(app, annotations) {
+  if (!annotations) return NONE;
+  return app.m.twoSides ? annotations.filter((annotation) => app.m.side.annotation[annotation] & app.side) : annotations;
 }
 
 function drawWires(app, area) {
-  const { ctx, m, s, view, colour } = app;
-  const bright = new Set(app.selected ? wiresOf(app, app.selected) : []);
+  const { ctx, m, s, view, color } = app;
+  const bright = new Set(app.selected ? connectedWires(app, app.selected) : []);
   const paths = { plain: new Path2D(), dashed: new Path2D(), bright: new Path2D(), dim: new Path2D() };
-  const marked = new Map();
-  const stride = Math.max(1, Math.floor(4 / (view.k * (BOX + GAP)))); // from afar, some say as much as all
+  const colored = new Map();
+  const stride = Math.max(1, Math.floor(4 / (view.k * (BOX_HEIGHT + ROW_GAP)))); // at low zoom, a sample of the wires looks like all of them
   const { x0, x1, wire, last, side } = s.pieces;
   for (let row = area.first - (area.first % stride); row <= Math.min(area.last + 1, m.rows - 1); row += stride) {
     const above = s.top[row], below = s.entry(row), end = Math.max(s.boxTop(row), above);
     for (const i of s.intoRow.of(row)) {
       if (!(side[i] & app.side)) continue;
       if (Math.max(x0[i], x1[i]) < area.left || Math.min(x0[i], x1[i]) > area.right) continue;
-      const badges = last[i] ? shown(app, m.wire.badges[wire[i]]) : NONE;
-      const dye = badges.length ? dyeOf(app, badges[badges.length - 1], "l") : app.by === "changes" && side[i] !== FIRST + SECOND ? colour[statusOf(app, "wire", wire[i])] : "";
+      const annotations = last[i] ? onSide(app, m.wire.annotations[wire[i]]) : NONE;
+      const lineColor = annotations.length ? annotationColor(app, annotations[annotations.length - 1], "l") : app.by === "changes" && side[i] !== FIRST + SECOND ? color[changeStatus(app, "wire", wire[i])] : "";
       let path = last[i] === 2 ? paths.dashed : paths.plain;
       if (app.matched && !app.matched[m.wire.target[wire[i]]]) path = paths.dim;
-      else if (dye) {
-        if (!marked.has(dye)) marked.set(dye, new Path2D());
-        path = marked.get(dye);
+      else if (lineColor) {
+        if (!colored.has(lineColor)) colored.set(lineColor, new Path2D());
+        path = colored.get(lineColor);
       }
       if (bright.has(wire[i])) path = paths.bright;
-      if (view.k < MIDDLE) {
+      if (view.k < CURVE_ZOOM) {
         path.moveTo(x0[i], above);
         path.lineTo(x1[i], end);
       } else {
@@ -184,8 +184,8 @@ function drawWires(app, area) {
       if (!last[i]) path.lineTo(x1[i], s.top[row + 1]);
     }
   }
-  drawFar(app, area, paths, bright);
-  const wide = Math.max(1.2, 0.7 / view.k);
+  drawLongWires(app, area, paths, bright);
+  const lineWidth = Math.max(1.2, 0.7 / view.k);
   const stroke = (path, style, width, dash = []) => {
     ctx.strokeStyle = style;
     ctx.lineWidth = width;
@@ -193,51 +193,51 @@ function drawWires(app, area) {
     ctx.stroke(path);
   };
   ctx.globalAlpha = 0.2;
-  stroke(paths.dim, colour.wire, wide);
+  stroke(paths.dim, color.wire, lineWidth);
   ctx.globalAlpha = 1;
-  stroke(paths.plain, colour.wire, wide);
-  stroke(paths.dashed, colour.wire, wide, [5, 4]);
-  for (const [dye, path] of marked) stroke(path, dye, wide * 1.5);
-  stroke(paths.bright, colour.accent, wide * 2);
+  stroke(paths.plain, color.wire, lineWidth);
+  stroke(paths.dashed, color.wire, lineWidth, [5, 4]);
+  for (const [lineColor, path] of colored) stroke(path, lineColor, lineWidth * 1.5);
+  stroke(paths.bright, color.accent, lineWidth * 2);
   ctx.setLineDash([]);
 }
 
-/** Wires that run past rows: to and from collapsed groups, along lanes, and back up. */
-function drawFar(app, area, paths, bright) {
+/** Draws wires that cross rows: to and from collapsed groups, along lanes, and back edges. */
+function drawLongWires(app, area, paths, bright) {
   const { m, s } = app;
-  for (const one of s.far) {
-    if (!(m.side.wire[one.wire] & app.side)) continue;
-    const y0 = s.top[one.from.row + 1], y1 = s.boxTop(one.to.row);
+  for (const line of s.longWires) {
+    if (!(m.side.wire[line.wire] & app.side)) continue;
+    const y0 = s.top[line.from.row + 1], y1 = s.boxTop(line.to.row);
     if (Math.max(y0, y1) < area.top || Math.min(y0, y1) > area.bottom) continue;
-    let path = m.wire.slot[one.wire] < 0 ? paths.dashed : paths.plain;
-    if (app.matched && !app.matched[m.wire.target[one.wire]]) path = paths.dim;
-    if (bright.has(one.wire)) path = paths.bright;
-    const x1 = one.to.node < 0 ? one.to.x : m.portX[one.wire] + s.x[one.to.node] - m.x[one.to.node];
-    if (one.lane !== undefined && y1 > y0) {
-      curve(path, one.from.x, y0, one.lane, y0 + GAP);
-      path.lineTo(one.lane, y1 - GAP);
-      curve(path, one.lane, y1 - GAP, x1, y1);
-    } else if (y1 > y0) curve(path, one.from.x, y0, x1, y1);
+    let path = m.wire.slot[line.wire] < 0 ? paths.dashed : paths.plain;
+    if (app.matched && !app.matched[m.wire.target[line.wire]]) path = paths.dim;
+    if (bright.has(line.wire)) path = paths.bright;
+    const x1 = line.to.node < 0 ? line.to.x : m.portX[line.wire] + s.x[line.to.node] - m.x[line.to.node];
+    if (line.lane !== undefined && y1 > y0) {
+      curve(path, line.from.x, y0, line.lane, y0 + ROW_GAP);
+      path.lineTo(line.lane, y1 - ROW_GAP);
+      curve(path, line.lane, y1 - ROW_GAP, x1, y1);
+    } else if (y1 > y0) curve(path, line.from.x, y0, x1, y1);
     else {
-      path.moveTo(one.from.x, y0);
-      const side = Math.max(one.from.x, x1) + 90;
-      path.bezierCurveTo(one.from.x, y0 + 50, side, y0 + 50, side, (y0 + y1) / 2);
+      path.moveTo(line.from.x, y0);
+      const side = Math.max(line.from.x, x1) + 90;
+      path.bezierCurveTo(line.from.x, y0 + 50, side, y0 + 50, side, (y0 + y1) / 2);
       path.bezierCurveTo(side, y1 - 50, x1, y1 - 50, x1, y1);
     }
   }
 }
 
-/** Control edges: what runs before what without being read by it. */
+/** Draws control edges: execution order without data flow. */
 function drawControls(app, area) {
-  const { ctx, m, s, view, colour } = app, { source, target } = m.control, path = new Path2D();
+  const { ctx, m, s, view, color } = app, { source, target } = m.control, path = new Path2D();
   for (let i = 0; i < source.length; i++) {
     const from = source[i], to = target[i];
-    if (s.behind(from) >= 0 || s.behind(to) >= 0 || !(m.side.op[from] & m.side.op[to] & app.side)) continue;
+    if (s.hiddenBy(from) >= 0 || s.hiddenBy(to) >= 0 || !(m.side.op[from] & m.side.op[to] & app.side)) continue;
     const y0 = s.top[m.layer[from] + 1], y1 = s.boxTop(m.layer[to]);
     if (Math.max(y0, y1) < area.top || Math.min(y0, y1) > area.bottom) continue;
     curve(path, s.x[from] + m.ops.width[from] / 2 - 8, y0, s.x[to] + m.ops.width[to] / 2 - 8, y1);
   }
-  ctx.strokeStyle = colour.soft;
+  ctx.strokeStyle = color.soft;
   ctx.lineWidth = Math.max(1, 0.6 / view.k);
   ctx.setLineDash([2, 4]);
   ctx.stroke(path);
@@ -245,29 +245,29 @@ function drawControls(app, area) {
 }
 
 function drawBoxes(app, area) {
-  const { m, s, view } = app, seen = [];
-  const stride = Math.max(1, Math.floor(0.7 / (view.k * (BOX + GAP))));
+  const { m, s, view } = app, visible = [];
+  const stride = Math.max(1, Math.floor(0.7 / (view.k * (BOX_HEIGHT + ROW_GAP))));
   for (let row = area.first - (area.first % stride); row <= area.last; row += stride) {
     if (!s.filled[row]) continue;
     const y = s.boxTop(row), inRow = m.inRow.of(row);
     let pixel = -Infinity;
     for (let i = firstFrom(s.x, inRow, area.left - 130); i < inRow.length && s.x[inRow[i]] < area.right + 130; i++) {
       const op = inRow[i];
-      if (s.behind(op) >= 0 || !(m.side.op[op] & app.side)) continue;
-      if (view.k < MIDDLE && s.x[op] * view.k < pixel) continue; // another one is drawn on this pixel
+      if (s.hiddenBy(op) >= 0 || !(m.side.op[op] & app.side)) continue;
+      if (view.k < CURVE_ZOOM && s.x[op] * view.k < pixel) continue; // a box on this pixel is drawn already
       pixel = s.x[op] * view.k + 1;
-      seen.push({ op, y });
+      visible.push({ op, y });
     }
   }
-  const parts = view.k < ROUND ? [drawSpot] : view.k < NEAR ? [drawBox, drawType] : [drawBox, drawType, drawName, drawChips];
-  for (const part of parts) for (const one of seen) part(app, one.op, one.y); // each part has one font
+  const layers = view.k < OUTLINE_ZOOM ? [drawDistantBox] : view.k < TEXT_ZOOM ? [drawBox, drawType] : [drawBox, drawType, drawName, drawChips];
+  for (const layer of layers) for (const box of visible) layer(app, box.op, box.y); // layer by layer, because changing the font is slow
   for (const [row, boxes] of s.rowBoxes) {
     if (row >= area.first && row <= area.last) for (const box of boxes) drawGroup(app, box, s.boxTop(row));
   }
   app.ctx.globalAlpha = 1;
 }
 
-/** The first of `items`, which are ordered by x, at or right of `left`; boxes of groups may have moved some a little. */
+/** Returns the first item at or right of `left`, by binary search; group boxes may have shifted items slightly. */
 function firstFrom(x, items, left) {
   let low = 0, high = items.length;
   while (low < high) {
@@ -278,211 +278,211 @@ function firstFrom(x, items, left) {
   return Math.max(0, low - 1);
 }
 
-/** An op from afar. */
-function drawSpot(app, op, y) {
-  const { ctx, m, s, view, colour } = app, width = m.ops.width[op], fill = app.fills[app.side][op];
+/** Draws an op at low zoom. */
+function drawDistantBox(app, op, y) {
+  const { ctx, m, s, view, color } = app, width = m.ops.width[op], fill = app.fills[app.side][op];
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
-  ctx.fillStyle = fill === colour.box ? colour.wire : fill;
-  ctx.fillRect(s.x[op] - width / 2, y, Math.max(width, 1.5 / view.k), Math.max(BOX, 1 / view.k));
+  ctx.fillStyle = fill === color.box ? color.wire : fill;
+  ctx.fillRect(s.x[op] - width / 2, y, Math.max(width, 1.5 / view.k), Math.max(BOX_HEIGHT, 1 / view.k));
 }
 
 function drawBox(app, op, y) {
-  const { ctx, m, s, colour } = app, width = m.ops.width[op];
-  const chosen = app.selected && app.selected.kind === "op" && app.selected.op === op;
+  const { ctx, m, s, color } = app, width = m.ops.width[op];
+  const selected = app.selected && app.selected.kind === "op" && app.selected.op === op;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
-  const x = s.x[op] - width / 2, inputs = inputsOf(app, op), float = m.ops.multiplies[op] && inputs && inputs < 3;
+  const x = s.x[op] - width / 2, inputs = inputState(app, op), float = m.ops.weighted[op] && inputs && inputs < 3;
   ctx.fillStyle = app.fills[app.side][op];
-  ctx.strokeStyle = chosen ? colour.accent : float ? colour.ink : colour.line;
-  ctx.lineWidth = chosen ? 3 : 1;
-  if (float) ctx.setLineDash([4, 3]); // multiplies in float, at least in part: also told without colours
+  ctx.strokeStyle = selected ? color.accent : float ? color.ink : color.line;
+  ctx.lineWidth = selected ? 3 : 1;
+  if (float) ctx.setLineDash([4, 3]); // weighted op in float: dashed, so that it is visible without color
   ctx.beginPath();
-  ctx.roundRect(x, y, width, BOX, 6);
+  ctx.roundRect(x, y, width, BOX_HEIGHT, 6);
   ctx.fill();
   ctx.stroke();
   if (float) ctx.setLineDash([]);
-  if (inputs >= 2) { // a bar at the left: computes on quantized tensors; half of it: on some
-    ctx.fillStyle = colour.b8;
-    ctx.fillRect(x + 1, y + 6, 4, (BOX - 12) / (inputs === 3 ? 1 : 2));
+  if (inputs >= 2) { // bar at the left: all inputs are quantized; half a bar: some
+    ctx.fillStyle = color.b8;
+    ctx.fillRect(x + 1, y + 6, 4, (BOX_HEIGHT - 12) / (inputs === 3 ? 1 : 2));
   }
-  const status = app.by === "changes" ? statusOf(app, "op", op) : "";
+  const status = app.by === "changes" ? changeStatus(app, "op", op) : "";
   if (status) {
-    ctx.strokeStyle = colour[status];
+    ctx.strokeStyle = color[status];
     ctx.lineWidth = 2;
     ctx.beginPath();
-    ctx.roundRect(x, y, width, BOX, 6);
+    ctx.roundRect(x, y, width, BOX_HEIGHT, 6);
     ctx.stroke();
   }
 }
 
 function drawType(app, op, y) {
-  const { ctx, m, s, colour } = app;
+  const { ctx, m, s, color } = app;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.textAlign = "center";
-  ctx.fillStyle = colour.ink;
-  font(app, "type");
-  const was = looks(app, op), sign = app.by === "changes" ? SIGNS[statusOf(app, "op", op)] || "" : "";
-  ctx.fillText(fitted(app, ctx, sign + (was ? was.type : m.type(op)), m.ops.width[op] - 10), s.x[op], y + 16);
+  ctx.fillStyle = color.ink;
+  setFont(app, "type");
+  const old = firstSideBox(app, op), sign = app.by === "changes" ? SIGNS[changeStatus(app, "op", op)] || "" : "";
+  ctx.fillText(fitText(app, ctx, sign + (old ? old.type : m.type(op)), m.ops.width[op] - 10), s.x[op], y + 16);
 }
 
-/** The last part of an op's name, and the shape it makes where no quantized constants are shown. */
+/** Draws the last component of the name, and the output shape if there are no quantized constants. */
 function drawName(app, op, y) {
-  const { ctx, m, s, colour } = app, room = m.ops.width[op] - 10;
+  const { ctx, m, s, color } = app, room = m.ops.width[op] - 10;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
-  ctx.fillStyle = colour.soft;
-  font(app, "name");
-  const was = looks(app, op);
-  ctx.fillText(fitted(app, ctx, was ? m.last(was.name) : m.short(op), room), s.x[op], y + 30);
+  ctx.fillStyle = color.soft;
+  setFont(app, "name");
+  const old = firstSideBox(app, op);
+  ctx.fillText(fitText(app, ctx, old ? m.last(old.name) : m.short(op), room), s.x[op], y + 30);
   if (!chipsOf(app, op).length && m.ops.outputs[op].length) {
-    ctx.fillText(fitted(app, ctx, was ? was.shape : m.text(m.ops.outputs[op][2]), room), s.x[op], y + 44);
+    ctx.fillText(fitText(app, ctx, old ? old.shape : m.text(m.ops.outputs[op][2]), room), s.x[op], y + 44);
   }
 }
 
-/** The quantized constants of an op, and badges of its own. */
+/** Returns labels for the quantized constants of an op and its own annotations. */
 function chipsOf(app, op) {
   const { m } = app, chips = [];
-  for (const one of m.constants.of(op)) {
-    const marked = shown(app, m.constant.badges[one]);
-    if (marked.length) chips.push({ text: m.text(m.constant.role[one])[0].toUpperCase(), badge: marked[marked.length - 1] });
+  for (const constant of m.constants.of(op)) {
+    const marked = onSide(app, m.constant.annotations[constant]);
+    if (marked.length) chips.push({ text: m.text(m.constant.role[constant])[0].toUpperCase(), annotation: marked[marked.length - 1] });
   }
-  for (const badge of shown(app, m.ops.badges[op])) chips.push({ text: "", badge });
+  for (const annotation of onSide(app, m.ops.annotations[op])) chips.push({ text: "", annotation });
   return chips;
 }
 
 function drawChips(app, op, y) {
-  const { ctx, m, s, colour } = app, width = m.ops.width[op], x = s.x[op] - width / 2, chips = chipsOf(app, op);
+  const { ctx, m, s, color } = app, width = m.ops.width[op], x = s.x[op] - width / 2, chips = chipsOf(app, op);
   if (!chips.length) return;
   ctx.globalAlpha = app.matched && !app.matched[op] ? 0.2 : 1;
   ctx.textAlign = "center";
-  const from = inputsOf(app, op) >= 2 ? 7 : 4, room = (width - 4 - from) / chips.length, own = chips.length === 1 && !chips[0].text;
-  font(app, "badge");
+  const from = inputState(app, op) >= 2 ? 7 : 4, room = (width - 4 - from) / chips.length, single = chips.length === 1 && !chips[0].text;
+  setFont(app, "annotation");
   chips.forEach((chip, i) => {
-    const badge = m.badges[chip.badge], left = x + from + room * i;
-    const figure = heated(app) ? figureOf(app, chip.badge) : undefined;
-    const word = figure === undefined ? shortType(badge.dtype) : figureText(app, figure, true);
-    const said = own ? badgeSays(app, chip.badge) : `${chip.text} ${word}`.trim();
-    ctx.fillStyle = dyeOf(app, chip.badge);
+    const annotation = m.annotations[chip.annotation], left = x + from + room * i;
+    const figure = showsHeatmap(app) ? figureOf(app, chip.annotation) : undefined;
+    const value = figure === undefined ? shortType(annotation.dtype) : figureText(app, figure, true);
+    const label = single ? annotationLabel(app, chip.annotation) : `${chip.text} ${value}`.trim();
+    ctx.fillStyle = annotationColor(app, chip.annotation);
     ctx.beginPath();
     ctx.roundRect(left + 1, y + 35, room - 2, 14, 4);
     ctx.fill();
-    ctx.fillStyle = heated(app) && figure !== undefined ? colour.ink : colour.onbadge;
-    ctx.fillText(fitted(app, ctx, said, room - 4), left + room / 2, y + 45.5);
-    app.hits.push({ x: left, y: y + 34, right: left + room, bottom: y + 50, badge: chip.badge });
+    ctx.fillStyle = showsHeatmap(app) && figure !== undefined ? color.ink : color.onannotation;
+    ctx.fillText(fitText(app, ctx, label, room - 4), left + room / 2, y + 45.5);
+    app.hits.push({ x: left, y: y + 34, right: left + room, bottom: y + 50, annotation: chip.annotation });
   });
 }
 
 function drawGroup(app, box, y) {
-  const { ctx, m, view, colour } = app, x = box.x - box.width / 2;
+  const { ctx, m, view, color } = app, x = box.x - box.width / 2;
   ctx.globalAlpha = 1;
-  ctx.fillStyle = colour.frame;
-  const chosen = app.selected && app.selected.kind === "group" && app.selected.group === box.group;
-  ctx.strokeStyle = chosen ? colour.accent : colour.soft;
-  ctx.lineWidth = chosen ? 3 : 1.5;
+  ctx.fillStyle = color.frame;
+  const selected = app.selected && app.selected.kind === "group" && app.selected.group === box.group;
+  ctx.strokeStyle = selected ? color.accent : color.soft;
+  ctx.lineWidth = selected ? 3 : 1.5;
   for (const shift of [4, 0]) {
     ctx.beginPath();
-    ctx.roundRect(x + shift, y - shift, box.width, BOX, 6);
+    ctx.roundRect(x + shift, y - shift, box.width, BOX_HEIGHT, 6);
     ctx.fill();
     ctx.stroke();
   }
-  if (view.k < NEAR * 0.7) return;
+  if (view.k < TEXT_ZOOM * 0.7) return;
   ctx.textAlign = "center";
-  ctx.fillStyle = colour.ink;
-  font(app, "type");
-  ctx.fillText(fitted(app, ctx, `+ ${m.text(m.group.label[box.group])}`, box.width - 10), box.x, y + 22);
-  ctx.fillStyle = colour.soft;
-  font(app, "name");
-  ctx.fillText(counted(m.groupOps[box.group].ops, "op"), box.x, y + 38);
+  ctx.fillStyle = color.ink;
+  setFont(app, "type");
+  ctx.fillText(fitText(app, ctx, `+ ${m.text(m.group.label[box.group])}`, box.width - 10), box.x, y + 22);
+  ctx.fillStyle = color.soft;
+  setFont(app, "name");
+  ctx.fillText(pluralize(m.groupExtents[box.group].ops, "op"), box.x, y + 38);
 }
 
-/** Badges on the last pieces of wires: words, dots from afar, or the ops they stand for where they are unfolded. */
-function drawBadges(app, area) {
+/** Draws annotations on the last pieces of wires: as text, as dots at low zoom, or unfolded as their ops. */
+function drawAnnotations(app, area) {
   const { m, s } = app, { x0, x1, wire, last } = s.pieces;
   for (let row = area.first; row <= Math.min(area.last + 1, m.rows - 1); row++) {
     const above = s.top[row], below = s.entry(row), lanes = new Map();
     for (const i of s.intoRow.of(row)) {
-      const marked = last[i] ? shown(app, m.wire.badges[wire[i]]) : NONE;
+      const marked = last[i] ? onSide(app, m.wire.annotations[wire[i]]) : NONE;
       if (!marked.length || Math.max(x0[i], x1[i]) < area.left - 60 || Math.min(x0[i], x1[i]) > area.right + 60) continue;
       const target = m.wire.target[wire[i]];
-      for (const badge of marked) {
+      for (const annotation of marked) {
         const lane = lanes.get(target) || 0;
         lanes.set(target, lane + 1);
-        drawBadge(app, badge, target, { x0: x0[i], x1: x1[i], above, below }, [0.7, 0.36, 0.88][lane % 3]);
+        drawAnnotation(app, annotation, target, { x0: x0[i], x1: x1[i], above, below }, [0.7, 0.36, 0.88][lane % 3]);
       }
     }
-    for (const op of app.unfolded.size ? m.inRow.of(row) : []) if (s.behind(op) < 0 && m.side.op[op] & app.side) drawConstants(app, op, below);
+    for (const op of app.unfolded.size ? m.inRow.of(row) : []) if (s.hiddenBy(op) < 0 && m.side.op[op] & app.side) drawConstants(app, op, below);
   }
   app.ctx.globalAlpha = 1;
 }
 
-function drawBadge(app, number, target, piece, t) {
-  const { ctx, m, view, colour } = app, badge = m.badges[number];
+function drawAnnotation(app, number, target, piece, t) {
+  const { ctx, m, view, color } = app;
   const x = piece.x0 + (piece.x1 - piece.x0) * t * t * (3 - 2 * t);
   const y = piece.above + (piece.below - piece.above) * (1.5 * t * (1 - t) + t * t * t);
   ctx.globalAlpha = app.matched && !app.matched[target] ? 0.2 : 1;
-  if (app.unfolded.has(number)) return drawPair(app, number, x, (piece.above + piece.below) / 2);
-  const chosen = app.selected && app.selected.badge === number;
-  ctx.fillStyle = dyeOf(app, number);
-  if (view.k < NEAR) {
+  if (app.unfolded.has(number)) return drawUnfolded(app, number, x, (piece.above + piece.below) / 2);
+  const selected = app.selected && app.selected.annotation === number;
+  ctx.fillStyle = annotationColor(app, number);
+  if (view.k < TEXT_ZOOM) {
     ctx.beginPath();
     ctx.arc(x, y, 7, 0, 2 * Math.PI);
     ctx.fill();
-    app.hits.push({ x: x - 7, y: y - 7, right: x + 7, bottom: y + 7, badge: number });
+    app.hits.push({ x: x - 7, y: y - 7, right: x + 7, bottom: y + 7, annotation: number });
     return;
   }
-  font(app, "badge");
-  const text = fitted(app, ctx, badgeSays(app, number), 150), half = ctx.measureText(text).width / 2 + 5;
+  setFont(app, "annotation");
+  const text = fitText(app, ctx, annotationLabel(app, number), 150), half = ctx.measureText(text).width / 2 + 5;
   ctx.beginPath();
   ctx.roundRect(x - half, y - 8, 2 * half, 16, 8);
   ctx.fill();
-  if (chosen) {
-    ctx.strokeStyle = colour.accent;
+  if (selected) {
+    ctx.strokeStyle = color.accent;
     ctx.lineWidth = 3;
     ctx.stroke();
   }
   ctx.textAlign = "center";
-  ctx.fillStyle = heated(app) && figureOf(app, number) !== undefined ? colour.ink : colour.onbadge;
+  ctx.fillStyle = showsHeatmap(app) && figureOf(app, number) !== undefined ? color.ink : color.onannotation;
   ctx.fillText(text, x, y + 3.5);
-  app.hits.push({ x: x - half, y: y - 8, right: x + half, bottom: y + 8, badge: number });
+  app.hits.push({ x: x - half, y: y - 8, right: x + half, bottom: y + 8, annotation: number });
 }
 
-/** The ops that an unfolded badge stands for, one below the other; a plan's will get names when they are inserted. */
-function drawPair(app, number, x, y) {
-  const { ctx, m, colour } = app, badge = m.badges[number];
-  const all = badge.ops || (m.planned ? [["quantize", ""], ["dequantize", ""]] : [[badge.dtype, badge.name || ""]]), tall = 26;
+/** Draws the ops of an unfolded annotation below each other; planned ops have no names yet. */
+function drawUnfolded(app, number, x, y) {
+  const { ctx, m, color } = app, annotation = m.annotations[number];
+  const all = annotation.ops || (m.planned ? [["quantize", ""], ["dequantize", ""]] : [[annotation.dtype, annotation.name || ""]]), height = 26;
   const ops = all.length > 4 ? [[`${all.length - 3} more`, "in the panel"], ...all.slice(-3)] : all;
   ctx.textAlign = "center";
   ops.forEach(([type, name], i) => {
-    const top = y + (i - ops.length / 2) * (tall + 4);
-    ctx.fillStyle = colour.back;
-    ctx.strokeStyle = badgeColour(app, badge.dtype);
+    const top = y + (i - ops.length / 2) * (height + 4);
+    ctx.fillStyle = color.back;
+    ctx.strokeStyle = badgeColor(app, annotation.dtype);
     ctx.lineWidth = 1.5;
     ctx.beginPath();
-    ctx.roundRect(x - 62, top, 124, tall, 5);
+    ctx.roundRect(x - 62, top, 124, height, 5);
     ctx.fill();
     ctx.stroke();
-    ctx.fillStyle = colour.ink;
-    font(app, "name");
-    ctx.fillText(fitted(app, ctx, type, 118), x, top + 11);
-    ctx.fillStyle = colour.soft;
-    ctx.fillText(fitted(app, ctx, name.split("/").pop() || badgeText(badge), 118), x, top + 22);
-    app.hits.push({ x: x - 62, y: top, right: x + 62, bottom: top + tall, badge: number });
+    ctx.fillStyle = color.ink;
+    setFont(app, "name");
+    ctx.fillText(fitText(app, ctx, type, 118), x, top + 11);
+    ctx.fillStyle = color.soft;
+    ctx.fillText(fitText(app, ctx, name.split("/").pop() || annotationText(annotation), 118), x, top + 22);
+    app.hits.push({ x: x - 62, y: top, right: x + 62, bottom: top + height, annotation: number });
   });
 }
 
-/** The constants of an op whose badges are unfolded, above its left end. */
+/** Draws the constants with unfolded annotations above the left end of an op. */
 function drawConstants(app, op, below) {
-  const { ctx, m, s, colour } = app, open = [];
-  for (const one of m.constants.of(op)) {
-    const marked = shown(app, m.constant.badges[one]);
-    if (marked.some((badge) => app.unfolded.has(badge))) open.push({ one, badge: marked[marked.length - 1] });
+  const { ctx, m, s, color } = app, open = [];
+  for (const constant of m.constants.of(op)) {
+    const marked = onSide(app, m.constant.annotations[constant]);
+    if (marked.some((annotation) => app.unfolded.has(annotation))) open.push({ constant, annotation: marked[marked.length - 1] });
   }
-  const x = Math.min(s.x[op] - m.ops.width[op] / 2, s.x[op] - 76); // left of the ops of an unfolded badge
+  const x = Math.min(s.x[op] - m.ops.width[op] / 2, s.x[op] - 76); // left of the ops of an unfolded annotation
   ctx.textAlign = "left";
-  font(app, "name");
+  setFont(app, "name");
   if (open.length > 4) open.splice(3, open.length, { more: open.length - 3 });
-  open.forEach(({ one, badge, more }, i) => {
+  open.forEach(({ constant, annotation, more }, i) => {
     const y = below - 26 - i * 22;
-    ctx.fillStyle = colour.back;
-    ctx.strokeStyle = more ? colour.line : badgeColour(app, m.badges[badge].dtype);
+    ctx.fillStyle = color.back;
+    ctx.strokeStyle = more ? color.line : badgeColor(app, m.annotations[annotation].dtype);
     ctx.lineWidth = 1.5;
     ctx.beginPath();
     ctx.moveTo(x, y + 9);
@@ -493,9 +493,9 @@ function drawConstants(app, op, below) {
     ctx.roundRect(x - 130, y, 130, 18, 4);
     ctx.fill();
     ctx.stroke();
-    ctx.fillStyle = colour.ink;
-    const said = more ? `and ${more} more` : `${m.text(m.constant.role[one])} ${shortType(m.badges[badge].dtype)} ${m.text(m.constant.shape[one])}`;
-    ctx.fillText(fitted(app, ctx, said, 122), x - 126, y + 12);
-    if (!more) app.hits.push({ x: x - 130, y, right: x, bottom: y + 18, badge });
+    ctx.fillStyle = color.ink;
+    const label = more ? `and ${more} more` : `${m.text(m.constant.role[constant])} ${shortType(m.annotations[annotation].dtype)} ${m.text(m.constant.shape[constant])}`;
+    ctx.fillText(fitText(app, ctx, label, 122), x - 126, y + 12);
+    if (!more) app.hits.push({ x: x - 130, y, right: x, bottom: y + 18, annotation });
   });
 }

@@ -1,32 +1,32 @@
-// View and input.
+// View and input events.
 
-/** Makes the scene anew after something was folded. */
+/** Rebuilds the scene after folding. */
 function rebuild(app) {
   app.s = scene(app.m, app.collapsed, app.unfolded);
   app.mapLater();
   app.redraw();
 }
 
-function lookAt(app, op) {
+function centerOn(app, op) {
   const { s, m, view, canvas } = app;
   view.k = Math.max(view.k, 0.8);
   const covered = app.results.hidden ? 0 : app.results.offsetWidth;
   view.x = (canvas.clientWidth + covered) / 2 - s.x[op] * view.k;
-  view.y = canvas.clientHeight / 2 - (s.boxTop(m.layer[op]) + BOX / 2) * view.k;
+  view.y = canvas.clientHeight / 2 - (s.boxTop(m.layer[op]) + BOX_HEIGHT / 2) * view.k;
 }
 
-function collapse(app, group, shut) {
-  if (shut) app.collapsed.add(group);
+function setCollapsed(app, group, collapsed) {
+  if (collapsed) app.collapsed.add(group);
   else app.collapsed.delete(group);
-  const before = app.s.boxTop(app.m.groupOps[group].top);
+  const before = app.s.boxTop(app.m.groupExtents[group].top);
   rebuild(app);
-  app.view.y += (before - app.s.boxTop(app.m.groupOps[group].top)) * app.view.k;
+  app.view.y += (before - app.s.boxTop(app.m.groupExtents[group].top)) * app.view.k;
   select(app, { kind: "group", group }, { link: false });
 }
 
-/** Shows both sides of a page of two models, or one of them. */
+/** Shows one or both sides of a page of two models. */
 function showSides(app, sides) {
-  if (!app.m.two) return;
+  if (!app.m.twoSides) return;
   app.sides = sides;
   for (const pane of app.panes) pane.box.hidden = pane.canvas.hidden = !(pane.side & sides);
   app.canvas = app.panes.find((pane) => !pane.canvas.hidden).canvas;
@@ -41,12 +41,12 @@ function showControls(app, on) {
   app.redraw();
 }
 
-/** Unfolds or folds one badge, or all of them. */
-function unfold(app, badge = -1) {
-  if (badge >= 0) app.unfolded[app.unfolded.has(badge) ? "delete" : "add"](badge);
+/** Unfolds or folds one annotation, or all. */
+function toggleUnfold(app, annotation = -1) {
+  if (annotation >= 0) app.unfolded[app.unfolded.has(annotation) ? "delete" : "add"](annotation);
   else if (app.unfolded.size) app.unfolded.clear();
-  else app.m.badges.forEach((_, one) => app.unfolded.add(one));
-  const op = app.selected ? opOf(app, app.selected) : -1, before = op < 0 ? 0 : app.s.boxTop(app.m.layer[op]);
+  else app.m.annotations.forEach((_, annotation) => app.unfolded.add(annotation));
+  const op = app.selected ? targetOp(app, app.selected) : -1, before = op < 0 ? 0 : app.s.boxTop(app.m.layer[op]);
   rebuild(app);
   if (op >= 0) app.view.y += (before - app.s.boxTop(app.m.layer[op])) * app.view.k;
   if (app.selected) select(app, app.selected, { link: false });
@@ -60,22 +60,22 @@ function zoom(app, factor, x = app.canvas.clientWidth / 2, y = app.canvas.client
   app.redraw();
 }
 
-/** All of the model, or its beginning at a zoom at which it can be read. */
-function fit(app, whole) {
+/** Shows the whole model, or its start at a readable zoom. */
+function fitView(app, all) {
   const { m, s, view, canvas } = app, width = canvas.clientWidth, height = canvas.clientHeight;
   const k = Math.min(1, (width - 40) / Math.max(m.width, 1), (height - 40) / Math.max(s.height, 1));
-  view.k = whole || k > 0.4 ? Math.max(k, 0.002) : 0.75;
+  view.k = all || k > 0.4 ? Math.max(k, 0.002) : 0.75;
   const top = m.rows && view.k > k ? Array.from(m.inRow.of(0)) : [], read = top.filter((op) => m.outgoing.of(op).length);
-  const first = read.length ? read : top;  // inputs that nobody reads say little
+  const first = read.length ? read : top;  // prefer inputs with readers
   const middle = first.length ? (s.x[first[0]] + s.x[first[first.length - 1]]) / 2 : m.width / 2;
   view.x = width / 2 - middle * view.k;
   view.y = view.k > k ? 10 : Math.max(10, (height - s.height * view.k) / 2);
   app.redraw();
 }
 
-/** The op beside the selected one: what it reads, who reads it, or its neighbour in the row. */
-function step(app, key) {
-  const { m } = app, op = app.selected ? opOf(app, app.selected) : -1;
+/** Moves the selection to a producer, a reader, or a neighbor in the row. */
+function moveSelection(app, key) {
+  const { m } = app, op = app.selected ? targetOp(app, app.selected) : -1;
   const { view } = app;
   if (op < 0) {
     view.x += { ArrowLeft: 80, ArrowRight: -80 }[key] || 0;
@@ -95,8 +95,8 @@ function step(app, key) {
 function onKey(app, event) {
   const typing = /^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName);
   if (event.key === "Escape") {
-    for (const one of app.bar.querySelectorAll("input,select.filter")) one.value = "";
-    app.asked = { text: "", state: "", rule: "", kind: "", sqnr: null };
+    for (const field of app.bar.querySelectorAll("input,select.filter")) field.value = "";
+    app.filters = { text: "", state: "", rule: "", kind: "", sqnr: null };
     search(app);
     select(app, null);
     app.canvas.focus();
@@ -106,42 +106,42 @@ function onKey(app, event) {
     const move = { Enter: event.shiftKey ? -1 : 1, ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (event.target === app.query && move) {
       event.preventDefault();
-      pick(app, app.at + move);
+      goToMatch(app, app.at + move);
     }
     return;
   }
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   const keys = {
     "/": () => app.query.focus(),
-    n: () => (app.matched ? pick(app, app.at + 1) : listed(app, app.listAt + 1)),
-    p: () => (app.matched ? pick(app, app.at - 1) : listed(app, app.listAt - 1)),
+    n: () => (app.matched ? goToMatch(app, app.at + 1) : goToEntry(app, app.listAt + 1)),
+    p: () => (app.matched ? goToMatch(app, app.at - 1) : goToEntry(app, app.listAt - 1)),
     h: () => {
-      const all = colourings(app.m).map(([by]) => by);
-      colourBy(app, all[(all.indexOf(app.by) + 1) % all.length]);
+      const all = colorings(app.m).map(([by]) => by);
+      colorBy(app, all[(all.indexOf(app.by) + 1) % all.length]);
     },
     v: () => showSides(app, { 3: FIRST, [FIRST]: SECOND, [SECOND]: FIRST + SECOND }[app.sides]),
     d: () => showControls(app, !app.controls),
     "+": () => zoom(app, 1.3),
     "=": () => zoom(app, 1.3),
     "-": () => zoom(app, 1 / 1.3),
-    0: () => fit(app, true),
+    0: () => fitView(app, true),
     1: () => zoom(app, 1 / app.view.k),
-    u: () => unfold(app, app.selected && app.selected.kind === "badge" ? app.selected.badge : -1),
+    u: () => toggleUnfold(app, app.selected && app.selected.kind === "annotation" ? app.selected.annotation : -1),
     c: () => {
-      const group = app.selected && app.selected.kind === "group" ? app.selected.group : app.selected ? app.m.ops.group[opOf(app, app.selected)] : -1;
-      if (group >= 0) collapse(app, group, !app.collapsed.has(group));
+      const group = app.selected && app.selected.kind === "group" ? app.selected.group : app.selected ? app.m.ops.group[targetOp(app, app.selected)] : -1;
+      if (group >= 0) setCollapsed(app, group, !app.collapsed.has(group));
     },
     e: () => { app.collapsed.clear(); rebuild(app); },
     "?": () => select(app, null),
   };
   const canvas = app.panes.some((pane) => pane.canvas === event.target);
-  const act = event.key.startsWith("Arrow") ? () => step(app, event.key) : keys[event.key];
+  const act = event.key.startsWith("Arrow") ? () => moveSelection(app, event.key) : keys[event.key];
   if (!act || (event.key.startsWith("Arrow") && event.target !== document.body && !canvas)) return;
   event.preventDefault();
   act();
 }
 
-/** Dragging moves, two fingers zoom, a click selects, two clicks on a group open or shut it. */
+/** Pointer events: drag to move, pinch to zoom, click to select, double-click to expand or collapse a group. */
 function onPointer(app) {
   for (const pane of app.panes) onPane(app, pane);
   const { map, view } = app;
@@ -158,25 +158,25 @@ function onPointer(app) {
 function onPane(app, pane) {
   const { view } = app, { canvas } = pane, down = new Map();
   let moved = 0;
-  const at = (event) => ({ x: event.offsetX, y: event.offsetY });
-  const here = (event) => under(app, pane, (event.offsetX - view.x) / view.k, (event.offsetY - view.y) / view.k);
+  const positionOf = (event) => ({ x: event.offsetX, y: event.offsetY });
+  const targetAt = (event) => hitTest(app, pane, (event.offsetX - view.x) / view.k, (event.offsetY - view.y) / view.k);
   canvas.addEventListener("pointerdown", (event) => {
     canvas.setPointerCapture(event.pointerId);
-    down.set(event.pointerId, at(event));
+    down.set(event.pointerId, positionOf(event));
     moved = 0;
   });
   canvas.addEventListener("pointermove", (event) => {
-    const before = down.get(event.pointerId), now = at(event);
+    const before = down.get(event.pointerId), now = positionOf(event);
     if (!before) {
-      const what = here(event);
-      canvas.style.cursor = what ? "pointer" : "grab";
-      canvas.title = what ? nameOf(app, what) : "";
+      const target = targetAt(event);
+      canvas.style.cursor = target ? "pointer" : "grab";
+      canvas.title = target ? fullName(app, target) : "";
       return;
     }
     const other = [...down].find(([id]) => id !== event.pointerId);
     if (other) {
-      const far = (one) => Math.hypot(one.x - other[1].x, one.y - other[1].y) || 1;
-      zoom(app, far(now) / far(before), other[1].x, other[1].y);
+      const distance = (point) => Math.hypot(point.x - other[1].x, point.y - other[1].y) || 1;
+      zoom(app, distance(now) / distance(before), other[1].x, other[1].y);
     } else {
       view.x += now.x - before.x;
       view.y += now.y - before.y;
@@ -186,15 +186,15 @@ function onPane(app, pane) {
     app.redraw();
   });
   const up = (event) => {
-    const known = down.delete(event.pointerId);
-    if (known && event.type === "pointerup" && moved < 5) select(app, here(event));
+    const wasDown = down.delete(event.pointerId);
+    if (wasDown && event.type === "pointerup" && moved < 5) select(app, targetAt(event));
   };
   canvas.addEventListener("pointerup", up);
   canvas.addEventListener("pointercancel", up);
   canvas.addEventListener("dblclick", (event) => {
-    const what = here(event);
-    if (what && what.kind === "group") collapse(app, what.group, !app.collapsed.has(what.group));
-    if (what && what.kind === "badge") unfold(app, what.badge);
+    const target = targetAt(event);
+    if (target && target.kind === "group") setCollapsed(app, target.group, !app.collapsed.has(target.group));
+    if (target && target.kind === "annotation") toggleUnfold(app, target.annotation);
   });
   canvas.addEventListener("wheel", (event) => {
     event.preventDefault();
@@ -206,20 +206,20 @@ function onPane(app, pane) {
   }, { passive: false });
 }
 
-/** Follows a link: `#op=NAME` is an op, or a tensor by its name. */
-function follow(app) {
-  const found = /^#op=(.*)$/s.exec(location.hash);
-  if (!found || location.hash === app.linked) return;
-  let name = found[1];
+/** Follows a link `#op=NAME` to an op or tensor. */
+function followLink(app) {
+  const link = /^#op=(.*)$/s.exec(location.hash);
+  if (!link || location.hash === app.linked) return;
+  let name = link[1];
   try {
     name = decodeURIComponent(name);
   } catch {
-    // a % that is no escape is part of the name
+    // a % that is not an escape belongs to the name
   }
   const { m } = app;
   app.linked = location.hash;
   for (let op = 0; op < m.count; op++) if (m.full(op) === name) return select(app, { kind: "op", op }, { move: true, link: false });
-  const badge = m.badges.findIndex((one) => one.tensor === name || one.name === name || (one.ops || []).some(([, made]) => made === name));
-  if (badge >= 0) return select(app, { kind: "badge", badge }, { move: true, link: false });
-  app.panel.replaceChildren(el("h2", {}, "Not found"), el("p", { className: "warn" }, `Nothing here is called ${name}.`));
+  const annotation = m.annotations.findIndex((annotation) => annotation.tensor === name || annotation.name === name || (annotation.ops || []).some(([, op]) => op === name));
+  if (annotation >= 0) return select(app, { kind: "annotation", annotation }, { move: true, link: false });
+  app.panel.replaceChildren(el("h2", {}, "Not found"), el("p", { className: "warn" }, `Nothing has the name ${name}.`));
 }

@@ -1,102 +1,102 @@
-// Start.
+// Toolbar and startup.
 
-function choice(app, key, title, entries) {
+function filterSelect(app, key, title, entries) {
   const set = (event) => {
-    app.asked[key] = event.target.value;
+    app.filters[key] = event.target.value;
     search(app);
   };
-  return el("select", { title, "aria-label": title, className: "filter", id: `by-${key}`, onchange: set }, el("option", { value: "" }, title), ...entries.map(([value, said]) => el("option", { value }, said)));
+  return el("select", { title, "aria-label": title, className: "filter", id: `by-${key}`, onchange: set }, el("option", { value: "" }, title), ...entries.map(([value, text]) => el("option", { value }, text)));
 }
 
-/** The bar at the top: name, search, filters, buttons. */
+/** Builds the toolbar: name, search, filters, buttons. */
 function bar(app) {
-  const { m } = app, tally = (names) => {
-    const found = new Map();
-    for (const name of names) if (name) found.set(name, (found.get(name) || 0) + 1);
-    return [...found].sort((a, b) => b[1] - a[1] || (a[0] < b[0] ? -1 : 1)).map(([name, number]) => [name, `${name} (${number})`]);
+  const { m } = app, countNames = (names) => {
+    const counts = new Map();
+    for (const name of names) if (name) counts.set(name, (counts.get(name) || 0) + 1);
+    return [...counts].sort((a, b) => b[1] - a[1] || (a[0] < b[0] ? -1 : 1)).map(([name, number]) => [name, `${name} (${number})`]);
   };
-  const ask = (key, value) => {
-    app.asked[key] = value;
+  const setFilter = (key, value) => {
+    app.filters[key] = value;
     search(app);
   };
-  app.query = el("input", { type: "search", placeholder: "Search ops and tensors ( / )", "aria-label": "Search ops and tensors", id: "query", oninput: (event) => ask("text", event.target.value) });
-  const button = (said, title, act) => el("button", { title, "aria-label": title, onclick: act }, said);
-  const judged = m.heat || m.badges.some((badge) => badge.sqnr !== undefined), worse = m.heat ? "worse than" : "SQNR below";
-  const pick = (id, title, all, act) => el("select", { title, "aria-label": title, id, onchange: (event) => act(event.target.value) }, ...all.map(([value, said]) => el("option", { value }, said)));
-  const colours = colourings(m);
+  app.query = el("input", { type: "search", placeholder: "Search ops and tensors ( / )", "aria-label": "Search ops and tensors", id: "query", oninput: (event) => setFilter("text", event.target.value) });
+  const button = (text, title, act) => el("button", { title, "aria-label": title, onclick: act }, text);
+  const hasFigures = m.heat || m.annotations.some((annotation) => annotation.sqnr !== undefined), worse = m.heat ? "worse than" : "SQNR below";
+  const modeSelect = (id, title, all, act) => el("select", { title, "aria-label": title, id, onchange: (event) => act(event.target.value) }, ...all.map(([value, text]) => el("option", { value }, text)));
+  const colors = colorings(m);
   return el("header", {},
-    m.two ? "" : el("strong", { title: m.title }, m.title),
-    colours.length > 1 ? pick("by-colour", "Colours (h)", colours, (value) => colourBy(app, value)) : "",
-    m.two ? pick("by-side", "Sides (v)", [["3", "both sides"], ["1", m.sides.titles[0]], ["2", m.sides.titles[1]]], (value) => showSides(app, +value)) : "",
+    m.twoSides ? "" : el("strong", { title: m.title }, m.title),
+    colors.length > 1 ? modeSelect("by-color", "Colors (h)", colors, (value) => colorBy(app, value)) : "",
+    m.twoSides ? modeSelect("by-side", "Sides (v)", [["3", "both sides"], ["1", m.sides.titles[0]], ["2", m.sides.titles[1]]], (value) => showSides(app, +value)) : "",
     app.query,
-    choice(app, "state", "all ops", [["unquantized", "unquantized"], ["reason", "float, with a reason"], ["quantized", "quantized"]]),
-    choice(app, "rule", "any rule", tally(m.badges.map((badge) => badge.rule))),
-    choice(app, "kind", "any kind", tally(m.ops.kind.map((kind) => m.text(kind)))),
-    judged ? el("input", { type: "number", step: "1", placeholder: `${worse} dB`, "aria-label": `${worse} dB`, id: "by-sqnr", oninput: (event) => ask("sqnr", event.target.value === "" ? null : +event.target.value) }) : "",
+    filterSelect(app, "state", "all ops", [["unquantized", "unquantized"], ["reason", "float, with a reason"], ["quantized", "quantized"]]),
+    filterSelect(app, "rule", "any rule", countNames(m.annotations.map((annotation) => annotation.rule))),
+    filterSelect(app, "kind", "any kind", countNames(m.ops.kind.map((kind) => m.text(kind)))),
+    hasFigures ? el("input", { type: "number", step: "1", placeholder: `${worse} dB`, "aria-label": `${worse} dB`, id: "by-sqnr", oninput: (event) => setFilter("sqnr", event.target.value === "" ? null : +event.target.value) }) : "",
     m.control.source.length ? el("button", { id: "controls", title: "Control edges (d)", "aria-label": "Control edges", "aria-pressed": "false", onclick: () => showControls(app, !app.controls) }, "control") : "",
-    button("fold", "Unfold or fold all badges (u)", () => unfold(app)),
+    button("fold", "Unfold or fold all annotations (u)", () => toggleUnfold(app)),
     button("collapse", "Collapse all groups", () => {
       m.group.parent.forEach((parent, group) => parent < 0 && app.collapsed.add(group));
       rebuild(app);
     }),
     button("expand", "Expand all groups (e)", () => { app.collapsed.clear(); rebuild(app); }),
-    button("−", "Farther (−)", () => zoom(app, 1 / 1.3)),
-    button("+", "Nearer (+)", () => zoom(app, 1.3)),
-    button("all", "Show all (0)", () => fit(app, true)),
-    button("◐", "Light or dark", () => theme(app, dark() ? "light" : "dark")),
+    button("−", "Zoom out (−)", () => zoom(app, 1 / 1.3)),
+    button("+", "Zoom in (+)", () => zoom(app, 1.3)),
+    button("all", "Show all (0)", () => fitView(app, true)),
+    button("◐", "Light or dark", () => setTheme(app, isDark() ? "light" : "dark")),
     button("?", "About this model, and keys (?)", () => select(app, null)),
   );
 }
 
-/** The colours of the scheme that is on, and the fill of each op. */
-function coloured(app) {
-  app.colour = palette();
+/** Updates colors for the current theme, and the fill of each op. */
+function colored(app) {
+  app.color = palette();
   app.fills = {};
   for (const { side } of app.panes) {
     app.side = side;
-    app.fills[side] = Array.from({ length: app.m.count }, (_, op) => fillOf(app, op));
+    app.fills[side] = Array.from({ length: app.m.count }, (_, op) => boxFill(app, op));
   }
 }
 
-const dark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
+const isDark = () => (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
 
-function theme(app, name) {
+function setTheme(app, name) {
   if (name) document.documentElement.dataset.theme = name;
   else delete document.documentElement.dataset.theme;
-  coloured(app);
+  colored(app);
   fillList(app);
-  app.panel.replaceChildren(...told(app, app.selected));
+  app.panel.replaceChildren(...panelContent(app, app.selected));
   app.mapLater();
   app.redraw();
 }
 
-/** On paper everything is light, and the drawing is what was in view. */
+/** Prints the current viewport in the light theme. */
 function onPrint(app) {
   let before;
   addEventListener("beforeprint", () => {
     before = document.documentElement.dataset.theme;
-    theme(app, "light");
+    setTheme(app, "light");
     draw(app);
   });
-  addEventListener("afterprint", () => theme(app, before));
+  addEventListener("afterprint", () => setTheme(app, before));
 }
 
-/** One side: its canvas, with what it is called where there are two. */
-function pane(m, side) {
-  const said = m.two ? m.sides.titles[side - 1] : "The model's graph";
-  const canvas = el("canvas", { id: side === SECOND ? "other" : "graph", tabIndex: 0, role: "application", "aria-label": `${said}; keys are listed under ?` });
-  const box = el("div", { className: "pane" }, canvas, m.two ? el("span", { className: "side", title: said }, said) : "");
+/** Creates one side: its canvas, and its title if there are two. */
+function createPane(m, side) {
+  const title = m.twoSides ? m.sides.titles[side - 1] : "The model's graph";
+  const canvas = el("canvas", { id: side === SECOND ? "other" : "graph", tabIndex: 0, role: "application", "aria-label": `${title}; keys are listed under ?` });
+  const box = el("div", { className: "pane" }, canvas, m.twoSides ? el("span", { className: "side", title }, title) : "");
   return { side, canvas, box, ctx: canvas.getContext("2d", { alpha: false }), hits: [] };
 }
 
 async function start() {
-  const m = model(await unpacked());
-  const panes = (m.two ? [FIRST, SECOND] : [FIRST + SECOND]).map((side) => pane(m, side)), canvas = panes[0].canvas;
+  const m = model(await unpackData());
+  const panes = (m.twoSides ? [FIRST, SECOND] : [FIRST + SECOND]).map((side) => createPane(m, side)), canvas = panes[0].canvas;
   const map = el("canvas", { id: "map", "aria-hidden": "true" });
   const app = {
-    m, panes, canvas, map, side: panes[0].side, sides: FIRST + SECOND, by: colourings(m)[0][0], column: m.heat ? 0 : null, changed: changedOf(m), entries: [], listAt: -1, controls: false, fitted: new Map(),
+    m, panes, canvas, map, side: panes[0].side, sides: FIRST + SECOND, by: colorings(m)[0][0], column: m.heat ? 0 : null, changed: indexChanges(m), entries: [], listAt: -1, controls: false, fittedTexts: new Map(),
     view: { x: 0, y: 0, k: 1 }, collapsed: new Set(), unfolded: new Set(), selected: null, mapped: null,
-    found: [], at: -1, matched: null, asked: { text: "", state: "", rule: "", kind: "", sqnr: null }, linked: "",
+    matches: [], at: -1, matched: null, filters: { text: "", state: "", rule: "", kind: "", sqnr: null }, linked: "",
   };
   let waiting = false, mapping = false;
   app.redraw = () => {
@@ -119,25 +119,25 @@ async function start() {
   app.panel = el("aside", { id: "panel", "aria-live": "polite" });
   app.results = el("ol", { id: "results", hidden: true });
   app.list = el("aside", { id: "list", "aria-label": m.changes ? "changes" : "quantized tensors, the worst first", hidden: !m.heat && !m.changes });
-  coloured(app);
+  colored(app);
   app.bar = bar(app);
-  document.body.append(app.bar, el("main", {}, app.list, el("div", { id: "panes", className: m.two ? "two" : "" }, ...panes.map((one) => one.box), app.results, map), app.panel));
+  document.body.append(app.bar, el("main", {}, app.list, el("div", { id: "panes", className: m.twoSides ? "two" : "" }, ...panes.map((side) => side.box), app.results, map), app.panel));
   app.s = scene(m, app.collapsed, app.unfolded);
   app.panel.replaceChildren(...aboutModel(app));
   fillList(app);
-  showControls(app, m.control.source.length <= CONTROLS);
-  fit(app, false);
-  follow(app);
+  showControls(app, m.control.source.length <= MAX_CONTROLS);
+  fitView(app, false);
+  followLink(app);
   draw(app);
   onPointer(app);
   onPrint(app);
   addEventListener("keydown", (event) => onKey(app, event));
-  addEventListener("hashchange", () => follow(app));
+  addEventListener("hashchange", () => followLink(app));
   new ResizeObserver(() => { app.mapLater(); app.redraw(); }).observe(canvas.parentElement.parentElement);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(app, document.documentElement.dataset.theme));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => setTheme(app, document.documentElement.dataset.theme));
   requestAnimationFrame(() => requestAnimationFrame(() => performance.mark("drawn")));
   app.mapLater();
-  window.viewer = app; // for the console, and for tests
+  window.viewer = app; // for the console and for tests
 }
 
 start().catch((error) => {

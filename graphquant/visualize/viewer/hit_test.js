@@ -1,12 +1,12 @@
-// Finding what is under the pointer.
+// Hit tests.
 
-/** What is at a point of the drawing: a badge, a frame's name, a box, or a wire. */
-function under(app, pane, x, y) {
+/** Returns the item at a point: an annotation, a frame's label, a box or a wire. */
+function hitTest(app, pane, x, y) {
   const { m, s, view } = app;
   for (let i = pane.hits.length - 1; i >= 0; i--) {
-    const one = pane.hits[i];
-    if (x >= one.x && x <= one.right && y >= one.y && y <= one.bottom) {
-      return one.badge !== undefined ? { kind: "badge", badge: one.badge } : { kind: "group", group: one.frame };
+    const hit = pane.hits[i];
+    if (x >= hit.x && x <= hit.right && y >= hit.y && y <= hit.bottom) {
+      return hit.annotation !== undefined ? { kind: "annotation", annotation: hit.annotation } : { kind: "group", group: hit.frame };
     }
   }
   const row = rowAt(s.top, y, m.rows);
@@ -17,7 +17,7 @@ function under(app, pane, x, y) {
     const inRow = m.inRow.of(row);
     for (let i = firstFrom(s.x, inRow, x - 130); i < inRow.length && s.x[inRow[i]] <= x + 130; i++) {
       const op = inRow[i];
-      if (s.behind(op) < 0 && m.side.op[op] & pane.side && Math.abs(x - s.x[op]) <= m.ops.width[op] / 2) return { kind: "op", op };
+      if (s.hiddenBy(op) < 0 && m.side.op[op] & pane.side && Math.abs(x - s.x[op]) <= m.ops.width[op] / 2) return { kind: "op", op };
     }
   }
   return wireAt(app, pane, row, x, y, 6 / view.k);
@@ -26,18 +26,18 @@ function under(app, pane, x, y) {
 function wireAt(app, pane, row, x, y, reach) {
   const { m, s } = app, { x0, x1, wire, last, side } = s.pieces;
   const above = s.top[row], below = s.entry(row), end = s.boxTop(row);
-  let best = reach, found = null;
+  let best = reach, nearest = null;
   for (const i of m.rows ? s.intoRow.of(row) : []) {
     if (!(side[i] & pane.side)) continue;
     if (y > below) {
-      if ((!last[i] || y < end) && Math.abs(x - x1[i]) < best) [best, found] = [Math.abs(x - x1[i]), wire[i]];
+      if ((!last[i] || y < end) && Math.abs(x - x1[i]) < best) [best, nearest] = [Math.abs(x - x1[i]), wire[i]];
       continue;
     }
     for (let t = 0; t <= 1; t += 0.05) {
       const dx = x0[i] + (x1[i] - x0[i]) * t * t * (3 - 2 * t) - x;
-      const far = Math.hypot(dx, above + (below - above) * (1.5 * t * (1 - t) + t * t * t) - y);
-      if (far < best) [best, found] = [far, wire[i]];
+      const distance = Math.hypot(dx, above + (below - above) * (1.5 * t * (1 - t) + t * t * t) - y);
+      if (distance < best) [best, nearest] = [distance, wire[i]];
     }
   }
-  return found === null ? null : { kind: "wire", wire: found };
+  return nearest === null ? null : { kind: "wire", wire: nearest };
 }
