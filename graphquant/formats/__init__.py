@@ -1,4 +1,7 @@
-"""The table of file formats, and which of them a path holds. A format's package is imported when it is needed."""
+"""The supported file formats, the interface of their packages, and the detection of a file's format.
+
+The package of a format is imported when it is first needed.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +37,13 @@ Feeds = Mapping[str, npt.NDArray[Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """An input that a run must be fed.
+    """An input that must be fed to run a model.
 
     Attributes:
-        name: The key a runner takes.
+        name: Key of the input in the feeds of a runner.
         dtype: numpy-like dtype name.
-        shape: Static shape, None if even the rank is unknown.
-        aliases: Other names under which data may hold it ("x:0", a signature's key).
+        shape: Static shape, None if the rank is unknown.
+        aliases: Other names under which data may hold the input ("x:0", the key of a signature).
     """
 
     name: str
@@ -51,11 +54,14 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpProfile:
-    """Seconds that the ops of a model take in one run.
+    """Seconds that each op of a model takes in one run.
+
+    A framework may fuse several ops. The time of the fused op is listed under one of them.
 
     Attributes:
-        seconds: By graph and name; what a framework makes of several ops is told of one of them.
-        conversion_seconds: Of these what turns float to integers or back, by the op, or the one whose result is turned.
+        seconds: Seconds by (graph, op name).
+        conversion_seconds: Seconds of conversions between float and integers, by the op itself or the op whose result
+            is converted.
     """
 
     seconds: Mapping[tuple[str, str], float]
@@ -70,23 +76,23 @@ class Runner(Protocol):
 
     @property
     def batch_independent(self) -> bool:
-        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample.
+        """True if samples may be concatenated along axis 0 of every input without changing any sample's result.
 
-        Known from the model alone; False where that cannot be shown.
+        The answer comes from the model alone. It is False if independence cannot be shown.
         """
 
     @property
     def output_tensors(self) -> Mapping[str, TensorRef]:
-        """The tensors that `outputs` are; an output that is no tensor of the main graph is left out."""
+        """Tensor of each entry of `outputs`; an output that is no tensor of the main graph is missing."""
 
     def run(self, feeds: Feeds) -> dict[str, npt.NDArray[Any]]:
-        """The model's outputs by name, for one feed."""
+        """Run one feed and return the model's outputs by name."""
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
-        """Those of `tensors` that cannot be observed, with the reason."""
+        """Return the reason for each of `tensors` that cannot be observed."""
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
-        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached."""
+        """Return the number of elements of each tensor in one run, over all iterations; 0 if it is not reached."""
 
     def observe(
         self,
@@ -97,56 +103,56 @@ class Runner(Protocol):
         max_in_flight: int = 1,
         on_result: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
-        """For each feed the values that each tensor took: none if it was not reached, several inside loops.
+        """Yield for each feed the values of each tensor: none if it was not reached, several inside loops.
 
-        The values of up to `max_in_flight` feeds may be there or under way, so if it is 1, a feed is read only when its
-        values are asked for. `on_result` is shown them in order, on whatever thread, and may take out what need not be kept
-        until it is asked for. `other_tensors` are tensors that other calls observe on the same feeds, for want of memory:
-        values must be the same bits however tensors are shared out among such calls.
+        Values of up to `max_in_flight` feeds may exist or be in progress. With 1, a feed is read only when its values
+        are requested. `on_result` receives the values in order, on any thread, and may remove values that need not stay
+        in memory. `other_tensors` are observed by other calls on the same feeds, because memory does not suffice for
+        all at once. Values must have the same bits no matter how tensors are divided among such calls.
         """
 
 
 class FormatModule(Protocol):
-    """What the package of a format offers."""
+    """Interface of the package of a format."""
 
     DEFAULT_RULES: str
     DEFAULT_FAMILY: str
 
     def load(self, path: Path) -> Model:
-        """Reads a model; raises ModelError."""
+        """Read a model; raise ModelError if that fails."""
 
     def emit(self, model: Model) -> Any:
-        """The changed copy of the source message."""
+        """Return the changed copy of the source message."""
 
     def save(self, model: Model, path: Path) -> None:
-        """Emits the model and writes it to `path`, whole or not at all."""
+        """Emit the model and write it to `path` atomically."""
 
     def input_specs(self, model: Model) -> Sequence[InputSpec]:
-        """What a run of the model must be fed, told without starting its framework."""
+        """Return the inputs that must be fed, without starting the framework."""
 
     def create_runner(self, model: Model) -> Runner:
-        """A runner for the model."""
+        """Return a runner for the model."""
 
     def prepare_timed_run(self, model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
-        """What runs the model once on each of `feeds`, on one thread and as fast as it can; raises ModelError."""
+        """Return a function that runs each of `feeds` once, on one thread and as fast as possible; raise ModelError."""
 
     def profile_ops(self, model: Model, feeds: Sequence[Feeds]) -> OpProfile | None:
-        """Seconds that each op takes in such a run, None where the framework does not tell; raises ModelError."""
+        """Return the seconds of each op in such a run, None if the framework does not report them; raise ModelError."""
 
     def upgrade_opset(self, model: Model, opset: int) -> Model:
-        """The model at an opset; raises ModelError if that cannot be done."""
+        """Return the model at an opset; raise ModelError if it cannot be converted."""
 
     def read_metadata(self, model: Model) -> dict[str, str]:
-        """What the model says of where it came from, by key."""
+        """Return the provenance entries in the model's metadata."""
 
     def restore_original(self, model: Model) -> tuple[Model, bool] | None:
-        """The model that the record in this one gives back, None if there is no record; raises ModelError.
+        """Restore the model that the provenance record describes, None if there is no record; raise ModelError.
 
-        With it comes whether this one is as graphquant wrote it, but for its weights.
+        The second value is True if this model, apart from its weights, is unchanged since graphquant wrote it.
         """
 
     def encode_skeleton(self, model: Model) -> str:
-        """The source message without the data of its weights, as text: what taking an upgrade back needs."""
+        """Return the source message without its weight data as text, which is needed to undo an upgrade."""
 
 
 FORMATS: dict[str, str] = {
@@ -169,24 +175,24 @@ SUFFIXES: dict[str, str] = {
 }
 
 KERAS_SUFFIXES = (".keras", ".h5")
-"""Suffixes of files that Keras exports to a SavedModel, as which the model is written."""
+"""Suffixes of files that Keras exports to a SavedModel. Such a model is saved as a SavedModel."""
 
 
 def format_module(name: str) -> FormatModule:
-    """The package of the format called `name`."""
+    """Import and return the package of the format called `name`."""
     return cast("FormatModule", import_module(FORMATS[name]))
 
 
 def detect_format(path: Path) -> str:
-    """The format of the model at `path`, from its suffix or, for a folder, its `saved_model.pb`.
+    """Return the format of the model at `path`, from its suffix or, for a folder, from its `saved_model.pb`.
 
     Raises:
-        ModelError: There is nothing at `path`, or nothing that is known.
+        ModelError: There is no model at `path`, or its format is unknown.
     """
     if path.is_dir():
         if (path / "saved_model.pb").is_file() or (path / "saved_model.pbtxt").is_file():
             return "tensorflow"
-        raise ModelError(f"{path} is a folder without saved_model.pb. Give a SavedModel's folder or a model file.")
+        raise ModelError(f"{path} is a folder without saved_model.pb. Give the folder of a SavedModel or a model file.")
     if not path.is_file():
         nearby = (
             sorted(file.name for file in path.parent.glob("*") if file.suffix in SUFFIXES)[:5]
@@ -198,6 +204,6 @@ def detect_format(path: Path) -> str:
         )
     if path.suffix not in SUFFIXES:
         raise ModelError(
-            f"{path} has the unknown suffix {path.suffix!r}. Known are {', '.join(SUFFIXES)} and SavedModel folders."
+            f"{path} has the unknown suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)} and SavedModel folders."
         )
     return SUFFIXES[path.suffix]

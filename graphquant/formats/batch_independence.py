@@ -1,9 +1,9 @@
-"""Whether the rows of a graph's inputs are kept apart: shown op by op, or refused. Formats say which ops do what.
+"""Proof, op by op, that the rows of a graph's inputs are independent of each other.
 
-Every tensor of such a graph is one of three. It is *fixed*: no input decides on it. It is a *size*: integers that only
-the inputs' shapes decide on. Or it has *rows*: axis 0 counts d rows for each row of the inputs, and what is in them
-depends on nothing but that row of the inputs. An op that is not in a format's table, or not in the way that is said
-there, makes the answer no. Shapes are known for several numbers of rows, and may grow along axis 0 alone.
+Each tensor of such a graph belongs to one of three kinds. A FIXED tensor does not depend on any input. A SIZE tensor
+holds integers that depend only on the shapes of the inputs. A tensor with ROWS has d rows along axis 0 for each row of
+the inputs, and these rows depend only on that row of the inputs. The graph is rejected if the format's table has no
+rule for an op, or if the rule does not hold. Shapes are inferred for several numbers of rows, and only axis 0 may grow.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 ROW_COUNTS: Final = (1, 2, 3, 997)
-"""Numbers of rows that shapes are known for; the last is far above a block's, so that no division hides it."""
+"""Numbers of rows for which shapes are inferred. The last one is far above any block size, so that no division hides
+it."""
 
 FIXED: Final = "fixed"
 SIZE: Final = "size"
@@ -37,14 +38,14 @@ _SIZE_DTYPES: Final = frozenset({"int32", "int64"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowNode:
-    """What a rule may ask about an op; lists have an entry for each input slot.
+    """An op as a row rule sees it; lists have one entry for each input slot.
 
     Attributes:
         op: The op.
-        opset: Opset of the default domain, 0 in a format that has none.
+        opset: Opset of the default domain, 0 in a format without opsets.
         kinds: FIXED, SIZE or ROWS; "" for an empty slot.
         shapes: Static shape for one row, None if unknown.
-        values: Gives the value of a constant, None for all else.
+        values: Returns the value of a constant; None for other inputs.
         output_shape: Static shape of the first output for one row.
     """
 
@@ -56,16 +57,16 @@ class RowNode:
     output_shape: Shape
 
     def kind(self, slot: int) -> str:
-        """What input `slot` is."""
+        """Return the kind of input `slot`."""
         return self.kinds[slot] if slot < len(self.kinds) else ""
 
     def rank(self, slot: int = 0) -> int:
-        """Rank of input `slot`, 0 if it is not known."""
+        """Return the rank of input `slot`, 0 if it is unknown."""
         shape = self.shapes[slot] if slot < len(self.shapes) else None
         return len(shape) if shape is not None else 0
 
     def constant_numbers(self, slot: int, attr: str) -> list[Any] | None:
-        """The numbers that a constant input or, in older opsets, an attribute gives; None if neither does."""
+        """Return the numbers of a constant input or, in older opsets, of an attribute; None if there is neither."""
         if slot < len(self.kinds) and self.kinds[slot]:
             value = self.values[slot]
             numbers: Any = None if value is None else value().reshape(-1).tolist()
@@ -75,30 +76,30 @@ class RowNode:
         return None if numbers is None else list(numbers)
 
     def only_first_has_rows(self, *size_slots: int) -> bool:
-        """Whether input 0 has rows and all others are fixed, but for those in `size_slots`, which may be sizes."""
+        """Return True if input 0 has rows and all others are FIXED; those in `size_slots` may also be SIZE."""
         return self.kind(0) == ROWS and all(
             kind in {"", FIXED} or (kind == SIZE and slot in size_slots) for slot, kind in enumerate(self.kinds) if slot
         )
 
 
 RowRule = Callable[[RowNode], bool]
-"""Given an op of which at least one input has rows, tells whether its outputs have rows too.
+"""Return True if the outputs of an op have rows, given that at least one of its inputs has.
 
-What it need not ask is whether their axis 0 grows as it should: shapes are checked afterwards, for all ops alike. A
-size may go only where it decides on nothing but the output's shape.
+A rule need not check that axis 0 of the outputs grows as it should: shapes are checked afterwards for all ops. A rule
+may accept a SIZE input only if that input determines nothing but the shape of the output.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowRuleTable:
-    """What a format's ops do with rows.
+    """Row rules for the ops of a format.
 
     Attributes:
-        rules: Rules by type of op.
-        shape_ops: Types that tell the sizes of their input.
-        size_ops: Types that make sizes of sizes and what is fixed.
-        fill_ops: Types that make rows, all of them alike, out of sizes and what is fixed.
-        domains: Domains of the types.
+        rules: Row rules by op type.
+        shape_ops: Op types that return the sizes of their input.
+        size_ops: Op types that compute sizes from SIZE and FIXED inputs.
+        fill_ops: Op types that fill equal rows, given SIZE and FIXED inputs.
+        domains: Domains of the op types.
     """
 
     rules: Mapping[str, RowRule]
@@ -110,13 +111,13 @@ class RowRuleTable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphFacts:
-    """What is known of a graph beside its ops.
+    """Facts about a graph that its ops do not state.
 
     Attributes:
         inputs: Names of the inputs that have rows.
-        shape_of: The static shape of a tensor for that one of `ROW_COUNTS`, None if unknown.
-        value_of: Gives the value of a tensor that is constant, None for others.
-        opset: Opset of the default domain, 0 in a format that has none.
+        shape_of: Returns the static shape of a tensor for one of `ROW_COUNTS`, given by its index; None if unknown.
+        value_of: Returns a function for the value of a constant tensor, None for other tensors.
+        opset: Opset of the default domain, 0 in a format without opsets.
     """
 
     inputs: frozenset[str]
@@ -126,13 +127,13 @@ class GraphFacts:
 
 
 def rows_are_independent(graph: Graph, facts: GraphFacts, table: RowRuleTable) -> bool:
-    """Whether all inputs and outputs of `graph`, which has no loops, have rows, and nothing on the way mixes them."""
+    """Return True if all inputs and outputs of `graph`, which has no loops, have rows, and no op mixes them."""
     classifier = _RowClassifier(graph, facts, table)
     return all(classifier.classify(graph.op(name)) for name in graph.topological_order())
 
 
 class _RowClassifier:
-    """The three kinds of tensor in one graph."""
+    """Classifies the tensors of one graph as FIXED, SIZE or ROWS."""
 
     def __init__(self, graph: Graph, facts: GraphFacts, table: RowRuleTable) -> None:
         self._graph = graph
@@ -157,7 +158,7 @@ class _RowClassifier:
         return True
 
     def _output_kind(self, op: Op, kinds: Sequence[str], slots: Sequence[TensorRef | None]) -> str:
-        """What the outputs of `op` are, "" if that is not known."""
+        """Return the kind of the outputs of `op`, "" if it is unknown."""
         if op.kind in {"constant", "input"}:
             return ROWS if op.name in self._facts.inputs else FIXED
         is_supported = op.domain in self._table.domains or op.kind in {"quantize", "dequantize"}
@@ -190,7 +191,7 @@ class _RowClassifier:
         )
 
     def _grows_with_rows(self, tensor: TensorRef) -> bool:
-        """Whether axis 0 of `tensor` grows with the rows, and nothing else does."""
+        """Return True if axis 0 of `tensor`, and no other axis, grows with the number of rows."""
         base_shape = self._facts.shape_of(tensor, 0)
         if not base_shape or not base_shape[0]:
             return False
@@ -198,16 +199,16 @@ class _RowClassifier:
         return expected == [self._facts.shape_of(tensor, index) for index in range(len(ROW_COUNTS))]
 
 
-# -- rules that formats share ----------------------------------------------------------------------
+# -- row rules of several formats ------------------------------------------------------------------
 
 
 def keeps_rows(node: RowNode) -> bool:
-    """Input 0 row by row, with fixed parameters."""
+    """Accept ops that process input 0 row by row with FIXED parameters."""
     return node.only_first_has_rows()
 
 
 def broadcast_keeps_rows(node: RowNode) -> bool:
-    """Elementwise over inputs whose axes 0 meet."""
+    """Accept elementwise ops whose inputs are aligned at axis 0."""
     rank = len(node.output_shape)
     row_shapes = [shape for shape, kind in zip(node.shapes, node.kinds, strict=True) if kind == ROWS]
     fixed_shapes = [shape for shape, kind in zip(node.shapes, node.kinds, strict=True) if kind == FIXED]
@@ -219,37 +220,37 @@ def broadcast_keeps_rows(node: RowNode) -> bool:
 
 
 def excludes_batch_axis(node: RowNode, axes: Sequence[int] | None, rank: int = 0) -> bool:
-    """Whether `axes`, which may count from the end, are known and leave out axis 0."""
+    """Return True if `axes`, which may be negative, are known and do not contain axis 0."""
     rank = rank or node.rank()
     return bool(axes) and rank > 0 and all(0 < (axis + rank if axis < 0 else axis) < rank for axis in axes or ())
 
 
 def reduction_keeps_rows(node: RowNode) -> bool:
-    """Axes that input 1 or, in older opsets, an attribute names, are no axis of rows."""
+    """Accept reductions over known axes (input 1 or an attribute) other than the row axis."""
     return node.only_first_has_rows() and excludes_batch_axis(node, node.constant_numbers(1, "axes"))
 
 
 def tile_keeps_rows(node: RowNode) -> bool:
-    """Axis 0 is not repeated."""
+    """Accept Tile that does not repeat axis 0."""
     repeats = node.constant_numbers(1, "repeats")
     return node.only_first_has_rows() and bool(repeats) and (repeats or [0])[0] == 1
 
 
 def reshape_keeps_rows(node: RowNode) -> bool:
-    """The elements of a row stay together if axis 0 of both counts rows, which asks for all sizes to be known."""
+    """Accept Reshape of known sizes; the elements of a row stay together if axis 0 of both shapes counts rows."""
     sizes_known = node.shapes[0] is not None and None not in (*node.shapes[0], *node.output_shape)
     return node.only_first_has_rows(1) and sizes_known
 
 
 def unsqueeze_keeps_rows(node: RowNode) -> bool:
-    """A new axis behind axis 0."""
+    """Accept a new axis after axis 0."""
     return node.only_first_has_rows() and excludes_batch_axis(
         node, node.constant_numbers(1, "axes"), len(node.output_shape)
     )
 
 
 def expand_keeps_rows(node: RowNode) -> bool:
-    """Rows, or what is fixed, to a larger shape."""
+    """Accept the expansion of rows, or of a FIXED tensor, to a larger shape."""
     shape = node.shapes[0]
     if node.kind(1) == ROWS or shape is None:
         return False
@@ -259,7 +260,7 @@ def expand_keeps_rows(node: RowNode) -> bool:
 
 
 def matmul_keeps_rows(node: RowNode) -> bool:
-    """A product whose axis 0 is not summed over: rows times a matrix, or batches of matrices."""
+    """Accept products that do not sum over axis 0: rows times a matrix, or batches of matrices."""
     left_shape, right_shape = node.shapes
     if left_shape is None or right_shape is None:
         return False

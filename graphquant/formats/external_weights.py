@@ -1,13 +1,16 @@
-"""The file of weights that is written beside a model: its name, which tells what it holds, and when it goes again."""
+"""Weights files that graphquant writes next to a model: their names, and their deletion.
+
+The name of a weights file contains the digest of its content, so a model is never paired with the weights of another
+run.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import re
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
-
-from graphquant.formats.model_files import may_have_external_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -18,17 +21,20 @@ _WEIGHTS_FILE_NAME = re.compile(r"(?P<model>.+)\.[0-9a-f]{16}\.data")
 
 _SUFFIX_LENGTH = len("0123456789abcdef.data")
 
+_LOCATION_KEY = b"location"
+"""Key under which an ONNX message names a file of external data."""
+
 _MAX_MODEL_BYTES = 1 << 31
-"""Of a model's own file, which is a protocol buffer."""
+"""Maximum size of a model file, which is a protocol buffer."""
 
 _CHUNK_BYTES = 1 << 22
 
 MAX_SEARCHED_BYTES = 1 << 33
-"""Bytes of files that are looked through for names of weights."""
+"""Maximum total size of the files that are searched for names of weights files."""
 
 
 class HashingWriter:
-    """A file that is written from its start on, and the digest of what was.
+    """A binary file that is written from its start, with the SHA-256 digest of its content.
 
     Args:
         file: The file.
@@ -38,51 +44,51 @@ class HashingWriter:
         self._file, self._hash, self._size = file, hashlib.sha256(), 0
 
     def write(self, data: Any) -> None:
-        """Writes bytes behind the last ones.
+        """Append bytes.
 
         Raises:
-            OSError: They cannot be written.
+            OSError: The bytes cannot be written.
         """
         self._size += self._file.write(data)
         self._hash.update(data)
 
     def tell(self) -> int:
-        """How many bytes were written."""
+        """Return the number of bytes written."""
         return self._size
 
     @property
     def digest(self) -> str:
-        """The hex SHA-256 of what was written."""
+        """Hex SHA-256 digest of the bytes written."""
         return self._hash.hexdigest()
 
 
 def weights_path(path: Path, digest: str) -> Path:
-    """Where weights with this digest are that belong to the model at `path`."""
+    """Return the path of the weights file with this digest for the model at `path`."""
     return path.with_name(f"{path.name}.{digest[:16]}.data")
 
 
 @contextmanager
 def replacing_model(path: Path, *, external_weights: bool = False) -> Iterator[None]:
-    """Around what writes a model to `path`: in the end weights go that were written for a model there and are nobody's.
+    """Delete unreferenced weights files of the model at `path` when the context ends, which writes the model.
 
-    They are what the model had that was there before, or what a process left that was killed.
+    Such files belonged to the model that was replaced, or were left by a process that was killed.
 
     Args:
         path: The model.
-        external_weights: Whether the new one has weights of its own beside it.
+        external_weights: True if the new model has a weights file.
     """
     needs_cleanup = external_weights or (path.is_file() and may_have_external_data(path))
     try:
         yield
     finally:
         if needs_cleanup:
-            with suppress(OSError):  # it is there, with its weights
+            with suppress(OSError):  # the model is complete; leftover weights do no harm
                 for name in _unreferenced_weight_files(path):
                     path.with_name(name).unlink(missing_ok=True)
 
 
 def _unreferenced_weight_files(path: Path) -> list[str]:
-    """The files of weights that were written for a model at `path`, and that nothing in its folder names."""
+    """Return the weights files of the model at `path` to which no file in its folder refers."""
     folder_files = sorted(path.parent.iterdir())
     weight_files = weight_files_of(path.name, [file.name for file in folder_files])
     return (
@@ -95,21 +101,21 @@ def _unreferenced_weight_files(path: Path) -> list[str]:
 
 
 def weight_files_of(model: str, names: Iterable[str]) -> list[str]:
-    """Those of `names` that are called like weights that were written for a model of this name."""
+    """Return those of `names` that are names of weights files of a model file called `model`."""
     matches = ((name, _WEIGHTS_FILE_NAME.fullmatch(name)) for name in sorted(names))
     return [name for name, match in matches if match is not None and match["model"] == model]
 
 
 def may_be_model_file(name: str) -> bool:
-    """Whether a file of this name may be a model: it is none of what is written beside models."""
+    """Return False for the names of files that are written next to models, True for all others."""
     return _WEIGHTS_FILE_NAME.fullmatch(name) is None and not name.endswith((".part", ".intoto.json"))
 
 
 def unreferenced_weights(weights: Iterable[str], files: Sequence[Path]) -> list[str]:
-    """Those of the files of weights that none of `files` names; none where these are too large to be looked through.
+    """Return the weights files to which none of `files` refers; none of them if `files` are too large to search.
 
-    What is looked for are the digests in the names, which look the same in all forms of a model. A file need not be one
-    that can be read, for one that is just being copied cannot.
+    The search looks for the digests in the names, which are spelled alike in all serialization forms of a model. It
+    does not parse the files, because a file that is still being copied cannot be parsed.
 
     Raises:
         OSError: A file cannot be read.
@@ -126,9 +132,18 @@ def unreferenced_weights(weights: Iterable[str], files: Sequence[Path]) -> list[
 
 
 def _overlapping_chunks(file: Path) -> Iterator[bytes]:
-    """What is in a file, which may change meanwhile, in overlapping pieces."""
+    """Yield the content of a file, which may change meanwhile, in overlapping chunks."""
     with file.open("rb") as stream:
         overlap = b""
         while data := stream.read(_CHUNK_BYTES):
             yield overlap + data
             overlap = data[-_SUFFIX_LENGTH:]
+
+
+def may_have_external_data(path: Path) -> bool:
+    """Return False if an ONNX model has no external data for certain, without parsing it."""
+    with path.open("rb") as file:
+        if not path.stat().st_size:
+            return False
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return data.find(_LOCATION_KEY) >= 0

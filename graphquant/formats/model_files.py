@@ -1,31 +1,31 @@
-"""The files that a model is in, told without reading more of them than is needed."""
+"""The files of a model: the model file, external data, and checkpoint files.
+
+Nothing here parses more of a model than it needs.
+"""
 
 from __future__ import annotations
 
-import mmap
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphquant.errors import ModelError
 from graphquant.formats import detect_format
+from graphquant.formats.external_weights import may_have_external_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
 MAX_FILES = 100_000
-"""Files of a SavedModel's folder."""
-
-_LOCATION_KEY = b"location"
-"""What a message holds that has data in other files: the key under which it names them."""
+"""Maximum number of files in the folder of a SavedModel."""
 
 
 def model_files(path: Path) -> tuple[Path, ...]:
-    """The files of the model at `path`, of which the first names the others; variables and external data are others.
+    """Return the files of the model at `path`, starting with the file that refers to the others.
 
     Raises:
-        ModelError: There is no model, or a file of it is missing or out of its folder.
+        ModelError: There is no model, or one of its files is missing or outside its folder.
         OSError: A file cannot be read.
     """
     format_name = detect_format(path)
@@ -45,15 +45,15 @@ def model_files(path: Path) -> tuple[Path, ...]:
 
 
 def companion_file_names(path: Path, folder_names: Iterable[str]) -> tuple[str, ...]:
-    """What else the model in the file at `path` is in, relative to its folder, whether or not it is there.
+    """Return the names of the other files of a model, relative to its folder, even if they do not exist.
 
     Args:
-        path: The file; it alone needs to be there.
-        folder_names: Names of what is in the folder that it comes from.
+        path: The model file; only this file must exist.
+        folder_names: Names of the files in the folder from which the model comes.
 
     Raises:
-        ModelError: It is no model.
-        OSError: It cannot be read.
+        ModelError: The file is not a model.
+        OSError: The file cannot be read.
     """
     if path.suffix == ".meta":
         return tuple(_checkpoint_file_names(path, folder_names))
@@ -65,14 +65,14 @@ def companion_file_names(path: Path, folder_names: Iterable[str]) -> tuple[str, 
 
 
 def _checkpoint_file_names(path: Path, folder_names: Iterable[str]) -> list[str]:
-    """The names of the checkpoint's files of a MetaGraph."""
+    """Return the names of the checkpoint files of a MetaGraph."""
     prefix = path.stem
     suffixes = {name: name.removeprefix(prefix) for name in sorted(folder_names) if name.startswith(f"{prefix}.")}
     return [name for name, suffix in suffixes.items() if suffix == ".index" or suffix.startswith(".data-")]
 
 
 def _saved_model_files(path: Path) -> tuple[Path, ...]:
-    """The files of a SavedModel, sorted, `saved_model.pb` first."""
+    """Return the files of a SavedModel, sorted, with `saved_model.pb` first."""
     files = []
     for subfolder, child_folders, names in os.walk(path):
         child_folders.sort()
@@ -81,23 +81,14 @@ def _saved_model_files(path: Path) -> tuple[Path, ...]:
             raise ModelError(f"{path} has more than {MAX_FILES} files. Give the folder of one SavedModel.")
     for file in files:
         if not file.is_file():
-            raise ModelError(f"{file} is no regular file. Take it out of the model.")
+            raise ModelError(f"{file} is not a regular file. Remove it from the model's folder.")
     return tuple(sorted(files, key=lambda file: (file.parent != path or file.stem != "saved_model", file)))
 
 
 def _onnx_external_files(path: Path) -> tuple[Path, ...]:
-    """The files of external data of an ONNX model, sorted."""
+    """Return the files of external data of an ONNX model, sorted."""
     if not may_have_external_data(path):
         return ()
     from graphquant.formats.onnx.file_writer import external_data_files
 
     return external_data_files(path)
-
-
-def may_have_external_data(path: Path) -> bool:
-    """Whether an ONNX model may have external data; told without parsing it."""
-    with path.open("rb") as file:
-        if not path.stat().st_size:
-            return False
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return data.find(_LOCATION_KEY) >= 0

@@ -1,4 +1,4 @@
-"""Runs of a model ahead of whoever takes their results."""
+"""Runs of a model that start before their results are requested."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ def prefetch(
     *,
     threads: int | None = None,
 ) -> Generator[ResultT, None, None]:
-    """The results of runs in order; no name here keeps them alive.
+    """Yield the results of runs in order, and keep no reference to a result that was yielded.
 
-    The thread that made a result lets `on_result` see it, once those before it were seen, and goes on with the next run:
-    waking another thread for that takes as long as a part of a short run.
+    The thread that computed a result also calls `on_result` for it, after all earlier results were reported, and then
+    continues with the next run. Waking another thread would take as long as part of a short run.
 
     Args:
-        run: Makes a result.
-        feeds: What to run, read by whoever takes the results.
-        max_in_flight: How many results there may be, or runs under way, at a time; one at a time is run when it is asked for.
-        on_result: Is shown each result, in order, by the thread that made it.
-        threads: How many runs may be under way, `max_in_flight` by default.
+        run: Computes the result of one feed.
+        feeds: Feeds, read by the thread that consumes the results.
+        max_in_flight: Maximum number of results and runs in progress. With 1, each run starts when its result is
+            requested.
+        on_result: Receives each result in order, on the thread that computed it.
+        threads: Maximum number of concurrent runs, `max_in_flight` by default.
     """
     if max_in_flight == 1:
         for feed in feeds:
@@ -43,16 +44,14 @@ def prefetch(
     def run_and_report(feed: FeedT, previous: Future[ResultT] | None) -> ResultT:
         result = run(feed)
         if previous is not None:
-            previous.result()  # of an error, which whoever takes the results meets there, nothing later is seen
+            previous.result()  # raises if an earlier run failed, so that no later result is reported
         return _report_result(result, on_result)
 
     with ThreadPoolExecutor(threads or max_in_flight) as pool:
         pending: deque[Future[ResultT]] = deque()
-        extra_slot = (
-            on_result is not None
-        )  # for then a thread holds its result until it was seen, and a feed may lie ready
+        extra_slot = on_result is not None  # a thread holds its result until it is reported, so one more feed may wait
         try:
-            for feed in feeds:  # read while others run, so that its run begins as soon as it may
+            for feed in feeds:  # read during other runs, so that the next run can start at once
                 if len(pending) == max_in_flight + extra_slot:
                     yield pending.popleft().result()
                 predecessor = pending[-1] if on_result is not None and pending else None

@@ -29,5 +29,5 @@ def test_a_tensor_that_cannot_be_watched_is_skipped(tmp_path):
     (skip,) = [skip for skip in result.skips if skip.rule == "weighted-input"]
     assert str(skip.tensor) == "y/body/f/then_branch/t:0"
     assert (
-        "cannot be watched: it is inside a Scan that collects along an axis of a tensor of unknown rank" in skip.reason
+        "cannot be observed: it is inside a Scan that collects along an axis of a tensor of unknown rank" in skip.reason
     )

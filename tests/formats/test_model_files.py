@@ -1,4 +1,4 @@
-"""Which files a model is in."""
+"""The files of a model."""
 
 import shutil
 from pathlib import Path
@@ -28,22 +28,22 @@ def _write_external_model(path):
 
 
 def test_model_files_of_a_single_file():
-    """A message without data elsewhere is the file alone."""
+    """A message without external data has one file."""
     path = SAMPLES / "digits_cnn.onnx"
     assert model_files(path) == (path,)
 
 
 def test_model_files_with_external_data(tmp_path):
-    """The file of external data is named behind the message; if it is missing, that is told."""
+    """The external data file follows the message; a missing one is an error."""
     _write_external_model(tmp_path / "net.onnx")
     assert model_files(tmp_path / "net.onnx") == (tmp_path / "net.onnx", tmp_path / "w.bin")
     (tmp_path / "w.bin").unlink()
-    with pytest.raises(ModelError, match="holds no such file"):
+    with pytest.raises(ModelError, match="contains no such file"):
         model_files(tmp_path / "net.onnx")
 
 
 def test_model_files_of_a_saved_model():
-    """All files of the folder, `saved_model.pb` first."""
+    """All files of the folder are listed, `saved_model.pb` first."""
     folder = SAMPLES / "digits_cnn_saved_model"
     files = model_files(folder)
     assert files[0] == folder / "saved_model.pb"
@@ -51,7 +51,7 @@ def test_model_files_of_a_saved_model():
 
 
 def test_model_files_of_a_meta_graph(tmp_path):
-    """The checkpoint beside a MetaGraph, and nothing that is only called like it."""
+    """The checkpoint of a MetaGraph is listed, without files that only have similar names."""
     for name in ("net.meta", "net.index", "net.data-00000-of-00001", "net.txt", "network.index"):
         shutil.copy(SAMPLES / "digits_cnn.pb", tmp_path / name)
     names = [path.name for path in model_files(tmp_path / "net.meta")]
@@ -60,7 +60,7 @@ def test_model_files_of_a_meta_graph(tmp_path):
 
 
 def test_companion_file_names(tmp_path):
-    """What a message names is told without looking for it; what has nothing elsewhere names nothing."""
+    """Names of external data are listed even if the files are missing; a model without any has none."""
     _write_external_model(tmp_path / "net.onnx")
     (tmp_path / "w.bin").unlink()
     assert companion_file_names(tmp_path / "net.onnx", []) == ("w.bin",)

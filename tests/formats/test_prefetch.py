@@ -1,4 +1,4 @@
-"""Several runs at once: the same values in the same order, as one after the other."""
+"""Prefetching: concurrent runs give the same values in the same order as sequential runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from onnx import TensorProto, helper
 
 from graphquant import formats
 from graphquant.errors import ModelError
-from graphquant.formats.onnx import session as run
+from graphquant.formats.onnx import session as onnx_session
 from graphquant.formats.prefetch import prefetch
 from graphquant.ir import TensorRef
 
@@ -20,7 +20,7 @@ INFO = helper.make_tensor_value_info
 
 @pytest.fixture
 def runner(tmp_path):
-    """A runner of exp(x) + x, for x of two elements."""
+    """Return a runner of exp(x) + x, for x of two elements."""
     nodes = [helper.make_node("Exp", ["x"], ["a"], name="a"), helper.make_node("Add", ["a", "x"], ["y"], name="y")]
     interface = [[INFO(name, TensorProto.FLOAT, [2])] for name in "xy"]
     graph = helper.make_graph(nodes, "g", *interface)
@@ -31,12 +31,12 @@ def runner(tmp_path):
     return onnx.create_runner(onnx.load(path))
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3, 50])
-def test_prefetched_values_keep_the_order_of_feeds(runner, at_once: int) -> None:
-    """Each feed's values are those that it has alone."""
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3, 50])
+def test_prefetched_values_keep_the_order_of_feeds(runner, max_in_flight: int) -> None:
+    """Each feed gives the same values as when it is run alone."""
     tensors = [TensorRef("", "a"), TensorRef("", "y")]
     feeds = [{"x": np.array([n, -n], np.float32)} for n in range(20)]
-    observed_values = list(runner.observe(tensors, feeds, max_in_flight=at_once))
+    observed_values = list(runner.observe(tensors, feeds, max_in_flight=max_in_flight))
     for feed, values in zip(feeds, observed_values, strict=True):
         (single_values,) = runner.observe(tensors, [feed])
         assert [values[tensor][0].tobytes() for tensor in tensors] == [
@@ -45,7 +45,7 @@ def test_prefetched_values_keep_the_order_of_feeds(runner, at_once: int) -> None
 
 
 def test_prefetch_raises_a_failed_run_in_its_place(runner) -> None:
-    """What came before it is given, and its error raised where its values would have been."""
+    """Earlier results are yielded, and the error is raised in place of the failed result."""
     feeds = [{"x": np.zeros(2, np.float32)}, {"x": np.zeros(3, np.float32)}, {"x": np.zeros(2, np.float32)}]
     results = runner.observe([TensorRef("", "a")], feeds, max_in_flight=2)
     assert next(results)[TensorRef("", "a")][0].tolist() == [1, 1]
@@ -53,9 +53,9 @@ def test_prefetch_raises_a_failed_run_in_its_place(runner) -> None:
         next(results)
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_prefetch_reads_a_bounded_number_of_feeds(at_once: int) -> None:
-    """While a result is looked at, `at_once` further feeds were read at the most; one at a time reads none ahead."""
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_prefetch_reads_a_bounded_number_of_feeds(max_in_flight: int) -> None:
+    """While a result is consumed, at most `max_in_flight` further feeds have been read; none if that is 1."""
     read: list[int] = []
 
     def feeds():
@@ -63,21 +63,21 @@ def test_prefetch_reads_a_bounded_number_of_feeds(at_once: int) -> None:
             read.append(number)
             yield number
 
-    for number, result in enumerate(prefetch(lambda feed: feed * 10, feeds(), at_once)):
+    for number, result in enumerate(prefetch(lambda feed: feed * 10, feeds(), max_in_flight)):
         assert result == 10 * number
-        assert len(read) <= number + at_once + (at_once > 1)
+        assert len(read) <= number + max_in_flight + (max_in_flight > 1)
     assert read == list(range(9))
 
 
 def test_prefetch_runs_concurrently() -> None:
-    """Two runs that wait for each other both end."""
+    """Two runs that wait for each other both finish."""
     together = threading.Barrier(2, timeout=30)
     assert list(prefetch(lambda feed: together.wait() * 0 + feed, iter(range(4)), 2)) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("at_once", [1, 2, 3])
-def test_on_result_is_called_in_order_with_bounded_results(at_once: int) -> None:
-    """Slow and fast runs are seen in the order of their feeds; a run begins only when one of those before was seen."""
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
+def test_on_result_is_called_in_order_with_bounded_results(max_in_flight: int) -> None:
+    """Slow and fast runs are reported in the order of their feeds; the number of unreported results is bounded."""
     reported: list[int] = []
     peak = [0]
 
@@ -90,13 +90,13 @@ def test_on_result_is_called_in_order_with_bounded_results(at_once: int) -> None
         reported.append(result.pop())
         assert reported == list(range(len(reported)))
 
-    assert list(prefetch(run, iter(range(40)), at_once, on_result)) == [[]] * 40
+    assert list(prefetch(run, iter(range(40)), max_in_flight, on_result)) == [[]] * 40
     assert reported == list(range(40))
-    assert peak[0] <= at_once
+    assert peak[0] <= max_in_flight
 
 
 def test_no_result_after_an_error_is_reported() -> None:
-    """What comes after a run that fails is not seen, though it was run; the error comes where its result would."""
+    """Results after a failed run are not reported, and the error is raised in place of its result."""
     reported: list[float] = []
     results = prefetch(lambda feed: 1 / (feed - 3), iter(range(9)), 2, reported.append)
     with pytest.raises(ZeroDivisionError):
@@ -105,13 +105,13 @@ def test_no_result_after_an_error_is_reported() -> None:
 
 
 def test_error_in_on_result_is_raised() -> None:
-    """An error of what looks at results comes to whoever takes them."""
+    """An error in `on_result` is raised for the consumer."""
     with pytest.raises(IndexError):
         list(prefetch(lambda feed: [feed], iter(range(9)), 2, lambda result: result[1]))
 
 
 def test_closing_prefetch_cancels_pending_runs() -> None:
-    """Runs that have not begun are left out when nobody wants their results."""
+    """Runs that have not started are cancelled when the consumer stops."""
     begun: list[int] = []
     results = prefetch(begun.append, iter(range(1000)), 2)
     next(results)
@@ -119,14 +119,14 @@ def test_closing_prefetch_cancels_pending_runs() -> None:
     assert len(begun) <= 3
 
 
-@pytest.mark.parametrize(("largest", "sessions"), [(run.SESSION_PER_THREAD_BYTES, 2), (0, 1)])
+@pytest.mark.parametrize(("largest", "sessions"), [(onnx_session.SESSION_PER_THREAD_BYTES, 2), (0, 1)])
 def test_small_model_has_one_session_per_thread(
     runner, monkeypatch: pytest.MonkeyPatch, largest: int, sessions: int
 ) -> None:
-    """A light model's sessions are in one run at a time, a heavy one has one session for all; values are the same."""
+    """A small model has a session per thread, a large one has one for all; the values are the same."""
     busy: dict[int, int] = {}
     concurrent_runs: list[int] = []
-    original = run.run_session
+    original = onnx_session.run_session
 
     def counting_run_session(session, *arguments):
         busy[id(session)] = busy.get(id(session), 0) + 1
@@ -137,8 +137,8 @@ def test_small_model_has_one_session_per_thread(
         finally:
             busy[id(session)] -= 1
 
-    monkeypatch.setattr(run, "SESSION_PER_THREAD_BYTES", largest)
-    monkeypatch.setattr(run, "run_session", counting_run_session)
+    monkeypatch.setattr(onnx_session, "SESSION_PER_THREAD_BYTES", largest)
+    monkeypatch.setattr(onnx_session, "run_session", counting_run_session)
     tensor, values = TensorRef("", "y"), []
     feeds = [{"x": np.array([n, 0], np.float32)} for n in range(40)]
     list(

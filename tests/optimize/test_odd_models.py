@@ -125,7 +125,7 @@ def test_a_file_cannot_ask_for_another_weight(tmp_path: Path, place: str) -> Non
     (tmp_path / "d.bin").write_bytes(weight.tobytes())
     onnx.save(model, tmp_path / "odd.onnx")
     np.savez(tmp_path / "odd.npz", x=rng.normal(size=(16, 3, 8, 8)).astype(np.float32))
-    with pytest.raises(ModelError, match="onnxruntime cannot take the model"):
+    with pytest.raises(ModelError, match="onnxruntime rejects the model"):
         gq.insert(tmp_path / "odd.onnx", data=str(tmp_path / "odd.npz"))
 
 

@@ -1,4 +1,4 @@
-"""Which ONNX ops keep the rows of their inputs apart, and under which conditions."""
+"""Batch independence of ONNX models: shapes for several numbers of rows, and the row rules of ONNX ops."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ if TYPE_CHECKING:
 
 
 LAST_AXIS_SOFTMAX_OPSET: Final = 13
-"""First opset whose Softmax is over the last axis by default."""
+"""First opset whose Softmax uses the last axis by default."""
 
 RESIZE_REGION_OPSET: Final = 11
-"""First opset whose Resize takes a region between the input and the scales."""
+"""First opset whose Resize has a region input between the data and the scales."""
 
 _COORDINATE_MODE: Final = "coordinate_transformation_mode"
 
 
 def _single_output_keeps_rows(node: RowNode) -> bool:
-    """As `plain`, with no second output: that would number elements across rows, or mean training."""
+    """Accept ops like `keeps_rows`; a second output would number elements across rows, or mean training."""
     return node.only_first_has_rows() and not any(output.name for output in node.op.outputs[1:])
 
 
 def _axis_op_keeps_rows(default: int, attr: str = "axis") -> Callable[[RowNode], bool]:
-    """A rule for ops that mix elements along one axis."""
+    """Return a rule for ops that mix elements along one axis."""
 
     def rule(node: RowNode) -> bool:
         return node.only_first_has_rows() and excludes_batch_axis(node, [int(node.op.numeric_attr(attr, default))])
@@ -78,7 +78,7 @@ def _onnx_concat_keeps_rows(node: RowNode) -> bool:
 
 def _onnx_gather_keeps_rows(node: RowNode) -> bool:
     axis = int(node.op.numeric_attr("axis", 0))
-    if node.kinds == [FIXED, ROWS]:  # rows of indices into a table
+    if node.kinds == [FIXED, ROWS]:  # lookup of rows of indices in a table
         return axis == 0 and node.rank(1) > 0
     return node.only_first_has_rows() and excludes_batch_axis(node, [axis])
 
@@ -200,14 +200,12 @@ ONNX_ROW_RULES: Final = RowRuleTable(
 )
 
 
-# Whether samples may be joined along axis 0 of every input of an ONNX model: shapes for `graphquant.formats.rows`.
-
 NUMPY_BROADCAST_OPSET: Final = 7
-"""First opset whose ops broadcast as numpy does, and normalise as in inference unless they say otherwise."""
+"""First opset whose ops broadcast as numpy does, and whose BatchNormalization is in inference mode by default."""
 
 
 def is_batch_independent(model: Model, emission: Emission, inputs: Sequence[str]) -> bool:
-    """Whether samples may be joined along axis 0 of all `inputs` and each result is still that of its sample."""
+    """Return True if samples may be concatenated along axis 0 of all `inputs` without changing any sample's result."""
     input_infos = [info for info in emission.message.graph.input if info.name in set(inputs)]
     if (
         len(model.graphs) > 1
@@ -219,7 +217,7 @@ def is_batch_independent(model: Model, emission: Emission, inputs: Sequence[str]
     if len(input_infos) > 1 and (
         len(set(map(_batch_axis_name, input_infos))) > 1 or not _batch_axis_name(input_infos[0])
     ):
-        return False  # they may have different numbers of rows
+        return False  # the inputs may have different numbers of rows
     weightless = strip_weight_data(emission.message, model.source.folder)
     shapes = [_shapes_for_row_count(weightless, frozenset(inputs), count) for count in ROW_COUNTS]
 
@@ -238,18 +236,18 @@ def is_batch_independent(model: Model, emission: Emission, inputs: Sequence[str]
 
 
 def _has_open_batch_axis(info: Any) -> bool:
-    """Whether the first dimension of an input is left open."""
+    """Return True if the first dimension of an input is not fixed."""
     shape = type_and_shape(info.type)[1]
     return bool(shape) and shape is not None and shape[0] is None
 
 
 def _batch_axis_name(info: Any) -> str:
-    """What the first dimension of an input is called."""
+    """Return the name of the first dimension of an input."""
     return str(info.type.tensor_type.shape.dim[0].dim_param)
 
 
 def _shapes_for_row_count(weightless: Any, inputs: frozenset[str], row_count: int) -> dict[str, Shape | None]:
-    """Static shapes by value name, for that number of rows in each of `inputs`; `weightless` has no weights' data."""
+    """Return static shapes by value name, for `row_count` rows in each of `inputs`; `weightless` has no weight data."""
     message = ModelProto()
     message.CopyFrom(weightless)
     del message.graph.value_info[:]

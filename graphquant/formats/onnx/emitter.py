@@ -1,8 +1,11 @@
-"""Models back to ModelProtos: a copy of the source message with the changed ops patched and the new ones added."""
+"""Models to ModelProtos: a copy of the source message with changed ops patched and new ops added.
+
+Graph outputs keep their names, so other values are renamed if an output reads another tensor than before.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +19,7 @@ from graphquant.formats.onnx.external_data import (
     copy_without_weights,
     deferred_tensor,
 )
-from graphquant.formats.onnx.source import METADATA_IR_VERSION, OutputRenames, plan_output_names
+from graphquant.formats.onnx.source import METADATA_IR_VERSION, output_value_name, write_onnx_metadata
 from graphquant.formats.onnx.tensors import (
     DTYPE_CODES,
     constant_node,
@@ -25,7 +28,7 @@ from graphquant.formats.onnx.tensors import (
     patch_node,
     write_rule_metadata,
 )
-from graphquant.ir import Graph, Model, Op, TensorRef, paused_gc
+from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -40,7 +43,7 @@ FREE_INITIALIZERS_IR_VERSION = 4
 """First IR version whose initializers need not be graph inputs."""
 
 DTYPE_IR_VERSIONS = {"float8_e4m3fn": 9, "float8_e5m2": 9, "int4": 10, "uint4": 10}
-"""First IR version of newer types that constants have."""
+"""First IR version of newer constant types."""
 
 DEFAULT_OPSET = 13
 """Opset of the default domain for a model that had no op of it."""
@@ -48,12 +51,12 @@ DEFAULT_OPSET = 13
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emission:
-    """A model as a message, and the names that its tensors have there.
+    """A model as a message, and the names of its tensors there.
 
     Attributes:
         message: The ModelProto.
-        renamed_tensors: Names of the tensors that are called otherwise than their `Output` says.
-        deferred: Constants whose values are still missing in the message, see `formats.onnx.apart`.
+        renamed_tensors: Names of the tensors whose names differ from their `Output`.
+        deferred: Constants whose values are still missing in the message, see `external_data`.
     """
 
     message: Any
@@ -61,17 +64,28 @@ class Emission:
     deferred: tuple[DeferredWeight, ...] = ()
 
     def value_name(self, model: Model, tensor: TensorRef) -> str:
-        """The value name of `tensor` of `model` in the message."""
+        """Return the value name of `tensor` of `model` in the message."""
         name: str = self.renamed_tensors.get(tensor) or model.output(tensor).name
         return name
 
 
-@paused_gc()
-def emit_message(model: Model, *, defer_weights: bool = False) -> Emission:
-    """The changed copy of the source message; with `defer_weights` the values of bulky constants are left for later.
+def emit(model: Model) -> Any:
+    """Return the changed copy of the source, an `onnx.ModelProto`, with the provenance of the model.
 
     Raises:
-        ModelError: A change cannot be said in ONNX.
+        ModelError: A change cannot be expressed in ONNX.
+    """
+    message = emit_message(model).message
+    write_onnx_metadata(message, model)
+    return message
+
+
+@paused_gc()
+def emit_message(model: Model, *, defer_weights: bool = False) -> Emission:
+    """Return the changed copy of the source message; with `defer_weights`, without the values of large constants.
+
+    Raises:
+        ModelError: A change cannot be expressed in ONNX.
     """
     message = ModelProto()
     if defer_weights:
@@ -82,7 +96,7 @@ def emit_message(model: Model, *, defer_weights: bool = False) -> Emission:
 
 
 class _MessageEmitter:
-    """Patches `message`, a copy of the source of `model`; to `left` it adds what it leaves for later."""
+    """Patches `message`, a copy of the source of `model`, and appends the weights that it defers to `deferred`."""
 
     def __init__(self, model: Model, message: Any, deferred: list[DeferredWeight] | None) -> None:
         self._model = model
@@ -120,11 +134,11 @@ class _MessageEmitter:
             return ""
         name: str = self._renamed_tensors.get(tensor) or self._model.output(tensor).name
         if not name:
-            raise ModelError(f"{tensor} is read, but its op leaves that output out. Reroute its readers.")
+            raise ModelError(f"{tensor} is read, but its op omits that output. Reroute its readers.")
         return name
 
     def _patch_graph(self, graph: Graph, target: Any, imports: Any) -> None:
-        """Patches `target`, the copy of the graph's proto; `imports` is the message that lists its opsets."""
+        """Patch `target`, the copy of the graph's proto; `imports` is the message that lists its opsets."""
         source = self._source.graphs[graph.name]
         patches = self._patches.get(graph.name, {})
         for name, node in zip(source.node_names, target.node, strict=True):
@@ -159,7 +173,7 @@ class _MessageEmitter:
                     self._patch_graph(self._model.graphs[call.graph], body_graphs[call.attr], imports)
 
     def _patch_connections(self, graph: Graph, name: str, node: Any, slots: set[int]) -> None:
-        """Patches the inputs in `slots` and the renamed outputs of the copy of a source node."""
+        """Patch the inputs in `slots` and the renamed outputs of the copy of a source node."""
         tensors = graph.slots(name) if slots else []
         for slot in sorted(slots):
             node.input.extend([""] * (slot + 1 - len(node.input)))
@@ -173,7 +187,7 @@ class _MessageEmitter:
                 node.output[tensor.port] = self._renamed_tensors[tensor]
 
     def _relist_nodes(self, graph: Graph, source: OnnxGraphSource, target: Any, imports: Any) -> None:
-        """Lists the nodes anew: those of the source in their order, each new one right before its first reader."""
+        """Rebuild the list of nodes: source nodes in their order, each new node before its first reader."""
         with_constants = not isinstance(target, GraphProto)
         copied_nodes = dict(zip(source.node_names, target.node, strict=True))
         nodes = []
@@ -213,7 +227,7 @@ class _MessageEmitter:
                 )
 
     def _patch_inputs(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
-        """Drops inputs that are gone or are constants now, and adds new ones."""
+        """Drop inputs that were removed or became constants, and add new ones."""
         input_names = set(graph.inputs)
         retain_entries(target.input, lambda info: info.name in input_names)
         has_freed_input = any(
@@ -230,7 +244,7 @@ class _MessageEmitter:
                 )
 
     def _patch_initializers(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
-        """Drops, replaces, renames and adds initializers."""
+        """Drop, replace, rename and add initializers."""
         added = [op for op in new_ops if op.kind == "constant"]
         for sparse in target.sparse_initializer:
             op = _loaded_op(graph, sparse.values.name)
@@ -264,7 +278,7 @@ class _MessageEmitter:
         return deferred_tensor(op, name, len(self._deferred) - 1)
 
     def _patch_value_infos(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
-        """value_info: without what is gone or renamed, with what is known of new and renamed tensors."""
+        """Update value_info: drop removed and renamed values, and add the types of new and renamed tensors."""
         renamed = [
             tensor for tensor in self._output_renames[graph.name].renamed_tensors if tensor.op in source.loaded_ops
         ]
@@ -290,13 +304,13 @@ class _MessageEmitter:
 
 
 def _loaded_op(graph: Graph, name: str) -> Op | None:
-    """The op of the source called `name`, None if it is gone, or if one that graphquant made has its name."""
+    """Return the op of the source called `name`, None if it was removed or a new op has its name."""
     op = graph.op(name) if name in graph else None
     return op if op is not None and op.source is not None else None
 
 
 def _topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
-    """All ops, each after what it reads; those in `preferred` in that order as far as possible, then the rest."""
+    """Return all ops in topological order, those of `preferred` in that order as far as possible."""
     visited: set[str] = set()
     ordered: list[str] = []
     for root in chain((name for name in preferred if name in graph), graph.nx):
@@ -317,7 +331,7 @@ def _topological_order(graph: Graph, preferred: Iterable[str]) -> list[str]:
 
 
 def retain_entries(repeated: Any, predicate: Callable[[Any], bool]) -> None:
-    """Leaves in a repeated field what is `predicate`."""
+    """Drop the entries of a repeated field that do not satisfy `predicate`."""
     retained = [entry for entry in repeated if predicate(entry)]
     if len(retained) < len(repeated):
         del repeated[:]
@@ -325,10 +339,103 @@ def retain_entries(repeated: Any, predicate: Callable[[Any], bool]) -> None:
 
 
 def node_bodies(node: Any) -> dict[str, Any]:
-    """The graphs that a node holds, by what `Call.attr` calls them."""
+    """Return the graphs that a node holds, by `Call.attr`."""
     graphs: dict[str, Any] = {}
     for attr in node.attribute:
         if attr.HasField("g"):
             graphs[attr.name] = attr.g
         graphs.update((f"{attr.name}[{k}]", graph) for k, graph in enumerate(attr.graphs))
     return graphs
+
+
+@dataclass(slots=True, kw_only=True)
+class OutputRenames:
+    """Renames that keep the names of one graph's outputs.
+
+    Attributes:
+        renamed_tensors: New names of values.
+        identity_copies: Identity nodes to add: output value to (node name, tensor read).
+        output_names: New names for outputs of bodies and functions, by position; there the order counts, not the name.
+    """
+
+    renamed_tensors: dict[TensorRef, str] = field(default_factory=dict)
+    identity_copies: dict[str, tuple[str, TensorRef]] = field(default_factory=dict)
+    output_names: dict[int, str] = field(default_factory=dict)
+
+
+def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> OutputRenames:
+    """Return the renames with which the outputs of `graph` have the same names as in its source.
+
+    1. The tensor that an output reads takes the output's name.
+    2. A tensor that cannot (an input, an initializer, a tensor of an outer graph or of another output) is copied by an
+       Identity.
+    3. An output of a body whose name belongs to an input or an outer value takes the name of the tensor it reads.
+    4. The value that had the output's name before gets a new one.
+
+    Raises:
+        ModelError: The main graph's output is one of its inputs, so both would need the same name.
+    """
+    renames = OutputRenames()
+    free_name = _FreeNames(graph)
+    read_tensors = {name: graph.slots(name)[0] for name in graph.outputs}
+    edited = [name for name in graph.outputs if Use(graph.name, name, 0) in graph.rerouted_uses]
+    changed = {name: None for name in edited if not _reads_loaded_tensor(graph, source, name)}
+    claimed = {tensor for name, tensor in read_tensors.items() if name not in changed}
+    freed_names: list[str] = []
+    for name in changed:
+        tensor, value = read_tensors[name], output_value_name(graph.op(name))
+        if tensor is None:
+            raise ModelError(f"The graph output {value!r} reads nothing. Reroute it to a tensor.")
+        can_rename = tensor.graph == graph.name and tensor not in claimed and _is_node_output(model.op(tensor))
+        claimed.add(tensor)
+        new_name = value
+        if value not in source.values or source.loaded_ops[source.values[value].op].kind == "input":
+            # Case 3.
+            if not graph.name:
+                raise ModelError(
+                    f"The graph output {value!r} is the graph input of that name, so no op can be inserted between "
+                    "them. Exclude it with --exclude."
+                )
+            new_name = model.output(tensor).name if can_rename else free_name(f"{value}/output")
+            renames.output_names[graph.outputs.index(name)] = new_name
+        else:
+            freed_names.append(value)
+        if not can_rename:
+            renames.identity_copies[new_name] = (free_name(f"{value}/identity"), tensor)  # Case 2.
+        elif new_name == value:
+            renames.renamed_tensors[tensor] = value  # Case 1.
+    for value in freed_names:
+        previous = source.values[value]
+        if (
+            previous not in renames.renamed_tensors
+            and previous.op in graph
+            and graph.op(previous.op).source is not None
+        ):
+            renames.renamed_tensors[previous] = free_name(f"{value}/float")  # Case 4.
+    return renames
+
+
+class _FreeNames:
+    """Returns names that are free in a graph, each once."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._issued: set[str] = set()
+
+    def __call__(self, base: str) -> str:
+        name, suffix = self._graph.unique_name(base), 1
+        while name in self._issued:
+            name, suffix = self._graph.unique_name(f"{base}_{suffix}"), suffix + 1
+        self._issued.add(name)
+        return name
+
+
+def _reads_loaded_tensor(graph: Graph, source: OnnxGraphSource, name: str) -> bool:
+    """Return True if output `name` reads the same tensor as at load."""
+    tensor = graph.slots(name)[0]
+    loaded_tensor = source.values.get(output_value_name(graph.op(name)))
+    return tensor is not None and tensor == loaded_tensor and graph.op(tensor.op) is source.loaded_ops[tensor.op]
+
+
+def _is_node_output(op: Op) -> bool:
+    return isinstance(op.source, NodeProto) or (op.source is None and op.kind != "constant")

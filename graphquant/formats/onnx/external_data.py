@@ -1,6 +1,7 @@
-"""Weights apart from the message, which with all of them takes long to copy and to write, and may fill memory.
+"""Weights that are kept out of the message until they are written to a file or passed to onnxruntime.
 
-They go to a file beside the model one at a time, or to onnxruntime as they are.
+A message with all weights takes long to copy and to write, and may fill memory. Instead, weights are read one at a time
+when they go to a weights file, or passed to onnxruntime as arrays.
 """
 
 from __future__ import annotations
@@ -36,26 +37,26 @@ if TYPE_CHECKING:
 
 
 EXTERNAL_MIN_BYTES = 1 << 10
-"""Bytes from which a tensor is worth a place in another file; smaller ones may be shapes, and stay in the message."""
+"""Minimum size of a tensor that is stored externally. Smaller tensors may be shapes and stay in the message."""
 
 ALIGNMENT = 64
-"""Each tensor starts at a multiple of so many bytes."""
+"""Each tensor in a weights file starts at a multiple of this number of bytes."""
 
 WEIGHT_DTYPES = frozenset({"float16", "float32", "float64", "int8", "uint8", "int16", "uint16"})
-"""Types that onnxruntime takes from numpy, of what is surely no shape."""
+"""Types that onnxruntime accepts from numpy, and that no shape has."""
 
 _DEFERRED_KEY = f"graphquant.later {secrets.token_hex(8)}"
-"""The key under which a tensor that is still to be filled says which one it is; no file can have it."""
+"""Key under which a deferred tensor stores its index. The random part keeps files from containing it."""
 
 DeferredWeight = Op | Any
-"""A constant whose value is left for later: a new one, or an initializer as the source has it, a TensorProto."""
+"""A constant whose value is added later: a new op, or an initializer of the source (a TensorProto)."""
 
 
 def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
-    """Copies a ModelProto to an empty one but for the values of bulky weights of its main graph.
+    """Copy a ModelProto to an empty one, without the values of large weights of its main graph.
 
     Returns:
-        These weights, as whose places they are left for later.
+        These weights. Each one's index is stored in its tensor.
     """
     if len(UnknownFieldSet(source)) or len(UnknownFieldSet(source.graph)):
         target.CopyFrom(source)
@@ -84,12 +85,12 @@ def copy_without_weights(source: Any, target: Any) -> list[DeferredWeight]:
 
 
 def new_weight_bytes(ops: Sequence[DeferredWeight]) -> int:
-    """Bytes of the new constants among those that were left for later."""
+    """Return the number of bytes of the new constants among deferred weights."""
     return sum(constant_bytes(op) for op in ops if isinstance(op, Op))
 
 
 def missing_weight_bytes(message: Any, ops: Sequence[DeferredWeight]) -> int:
-    """Bytes that a ModelProto lacks, of constants that were left for later."""
+    """Return the number of bytes of the deferred weights that a ModelProto lacks."""
     deferred = (_deferred_weight(tensor, ops) for tensor in message_tensors(message))
     return sum(
         constant_bytes(weight) if isinstance(weight, Op) else weight.ByteSize()
@@ -99,7 +100,7 @@ def missing_weight_bytes(message: Any, ops: Sequence[DeferredWeight]) -> int:
 
 
 def constant_bytes(op: Op) -> int:
-    """Bytes of the value of a constant; 0 where they are not known."""
+    """Return the number of bytes of a constant's value, 0 if it is unknown."""
     output = op.outputs[0]
     if output.dtype not in DTYPE_CODES or output.dtype == "string" or output.shape is None or None in output.shape:
         return 0
@@ -107,12 +108,12 @@ def constant_bytes(op: Op) -> int:
 
 
 def _tensor_bytes(tensor: Any) -> int:
-    """Bytes of the value of a TensorProto, as its shape has it."""
+    """Return the number of bytes of a TensorProto's value, from its shape."""
     return stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims))
 
 
 def _write_weightless(tensor: Any, target: Any, external_entries: Mapping[str, Any]) -> None:
-    """Makes `target`, which is empty, a TensorProto without its value, and says what is told instead."""
+    """Fill `target`, an empty TensorProto, with all fields but the value, and with `external_entries` in its place."""
     target.name, target.data_type = tensor.name, tensor.data_type
     target.dims.extend(tensor.dims)
     target.doc_string = tensor.doc_string
@@ -123,7 +124,7 @@ def _write_weightless(tensor: Any, target: Any, external_entries: Mapping[str, A
 
 
 def deferred_tensor(op: Op, name: str, index: int) -> Any:
-    """The TensorProto of a constant without its value, which is to be filled as the one at `index`."""
+    """Return the TensorProto of a constant without its value, to be filled with the deferred weight at `index`."""
     output = op.outputs[0]
     tensor = TensorProto(
         name=name, data_type=DTYPE_CODES[output.dtype or ""], dims=[size or 0 for size in output.shape or ()]
@@ -134,10 +135,10 @@ def deferred_tensor(op: Op, name: str, index: int) -> Any:
 
 
 def fill_deferred_weights(message: Any, ops: Sequence[DeferredWeight]) -> None:
-    """Gives the tensors of a ModelProto that were left for `deferred_tensor` the values of `ops`.
+    """Fill in the values of all deferred weights of a ModelProto.
 
     Raises:
-        ModelError: There is no such tensor in ONNX.
+        ModelError: ONNX cannot represent a value.
     """
     take_session_weights(message, ops, ())
 
@@ -145,15 +146,15 @@ def fill_deferred_weights(message: Any, ops: Sequence[DeferredWeight]) -> None:
 def take_session_weights(
     message: Any, ops: Sequence[DeferredWeight], read_names: Container[str]
 ) -> dict[str, Callable[[], Array]]:
-    """What gives the weights of a ModelProto that onnxruntime takes beside it; fills in all others that were left.
+    """Return loaders for the weights that onnxruntime receives as arrays, and fill in all other deferred weights.
 
     Args:
         message: The ModelProto.
-        ops: The constants that were left for `deferred_tensor`.
-        read_names: Names of values that something reads; onnxruntime does not know others.
+        ops: The deferred weights.
+        read_names: Names of values that some node reads; onnxruntime rejects others.
 
     Raises:
-        ModelError: There is no such tensor in ONNX.
+        ModelError: ONNX cannot represent a value.
     """
     loaders: dict[str, Callable[[], Array]] = {}
     remaining_new = sum(isinstance(op, Op) for op in ops)
@@ -162,10 +163,10 @@ def take_session_weights(
         remaining_new -= isinstance(op, Op)
         if op is not None and tensor.name in read_names and DTYPE_NAMES[tensor.data_type] in WEIGHT_DTYPES:
             loaders[tensor.name] = partial(_deferred_value, op)
-            tensor.external_data[0].key = "location"  # so that it is left no more
+            tensor.external_data[0].key = "location"  # the tensor is not deferred any more
         elif op is not None:
             _fill_tensor(tensor, op)
-    for tensor in message_tensors(message) if remaining_new else ():  # in bodies, which take long to look through
+    for tensor in message_tensors(message) if remaining_new else ():  # bodies are searched last because that takes long
         op = _deferred_weight(tensor, ops)
         if op is not None:
             _fill_tensor(tensor, op)
@@ -185,16 +186,16 @@ def _deferred_value(op: DeferredWeight) -> Array:
 def write_external_weights(
     message: Any, ops: Sequence[DeferredWeight], folder: Path | None, file: HashingWriter
 ) -> list[Any]:
-    """Writes the bulky tensors of a ModelProto to `file`, one after the other, and leaves word of their places in it.
+    """Write the large tensors of a ModelProto to `file` one after the other, and store their offsets in the message.
 
     Args:
         message: The ModelProto.
-        ops: The constants that were left for `deferred_tensor`.
-        folder: Where the external data of its other tensors is.
-        file: A file at its start.
+        ops: The deferred weights.
+        folder: Folder of the external data of its other tensors.
+        file: An empty file.
 
     Returns:
-        What is to hold the file's name: a StringStringEntryProto of each such tensor.
+        The StringStringEntryProto of each such tensor that must be set to the name of the file.
 
     Raises:
         ModelError: A tensor cannot be read or written.
@@ -218,20 +219,20 @@ def write_external_weights(
 
 
 def _deferred_weight(tensor: Any, ops: Sequence[DeferredWeight]) -> DeferredWeight | None:
-    """The constant whose value the tensor is to get."""
+    """Return the deferred weight that belongs in `tensor`, None if its value is not deferred."""
     entry = next(iter(tensor.external_data), None) if is_external(tensor) else None
     return ops[int(entry.value)] if entry is not None and entry.key == _DEFERRED_KEY else None
 
 
 def _raw_bytes(value: Array) -> Any:
-    """The bytes of an array as ONNX stores them, without copying where it can be helped."""
+    """Return the bytes of an array as ONNX stores them, without a copy where possible."""
     if value.dtype.name in SUB_BYTE_BITS:
         return numpy_helper.from_array(value).raw_data
     return np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
 
 
 def message_tensors(message: Any) -> Iterator[Any]:
-    """The tensors of a ModelProto: initializers and attributes, in the graph, its bodies and its functions."""
+    """Yield the tensors of a ModelProto: initializers and attributes of the graph, its bodies and its functions."""
     for graph in (graph for root in reversed([message.graph, *message.functions]) for graph in nested_graphs(root)):
         if isinstance(graph, GraphProto):
             yield from graph.initializer

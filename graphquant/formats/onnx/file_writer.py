@@ -1,4 +1,4 @@
-"""Models to files: whole or not at all, with links to their external data where they go to another folder."""
+"""Models to files: atomic, with links to external data in another folder, and with a weights file for large models."""
 
 from __future__ import annotations
 
@@ -39,16 +39,20 @@ if TYPE_CHECKING:
 
 
 EXTERNALIZE_BYTES = 1 << 28
-"""Bytes of new weights from which they are written outside of a message, where the source has its own outside."""
+"""Size of new weights from which they are written to a weights file, if the source has external data."""
 
 
 @paused_gc()
-def save_onnx_file(model: Model, path: Path) -> None:
-    """Emits the model and writes it to `path` in the form that its suffix names, with weights beside it if need be.
+def save(model: Model, path: Path) -> None:
+    """Emit the model and write it to `path` atomically. In another folder, external data is linked or copied.
+
+    All large weights go to one file, `NAME.onnx.DIGEST.data`, if the message would exceed 2 GB, or if the source has
+    external data and there are many new weights. That file is complete before the model is written, and the weights
+    file of a replaced model is deleted.
 
     Raises:
-        ModelError: A change cannot be said in ONNX, or a textual form would be over 2 GB.
-        UsageError: `path` or a file of external data beside it cannot be written.
+        ModelError: A change cannot be expressed in ONNX, or a text form would exceed 2 GB.
+        UsageError: `path` cannot be written.
     """
     emission = emit_message(model, defer_weights=True)
     message, folder = emission.message, model.source.folder
@@ -70,14 +74,14 @@ def save_onnx_file(model: Model, path: Path) -> None:
 
 
 def is_binary_path(path: Path) -> bool:
-    """Whether the suffix of `path` names the protocol buffer's own form."""
+    """Return True if the suffix of `path` names the binary protocol buffer form."""
     return serialization.registry.get_format_from_file_extension(path.suffix) in {"protobuf", None}
 
 
 def _needs_external_weights(model: Model, emission: Emission) -> bool:
-    """Whether weights are to be written beside the model.
+    """Return True if weights must go to a weights file.
 
-    They are where the message could not hold them, and where many are new and the source has its own outside.
+    That is the case if the message could not hold them, or if many are new and the source has external data.
     """
     try:
         if missing_weight_bytes(emission.message, emission.deferred) + emission.message.ByteSize() > MAX_MESSAGE_BYTES:
@@ -92,13 +96,13 @@ def _needs_external_weights(model: Model, emission: Emission) -> bool:
 def _save_with_external_weights(
     message: Any, deferred: Sequence[DeferredWeight], folder: Path | None, path: Path
 ) -> None:
-    """Writes a model to `path`, and before that its weights to a file beside it, which is named by what it holds.
+    """Write the weights to a file named by their digest, then the model to `path`.
 
-    So whatever model is at `path` meanwhile has its own weights beside it.
+    Any model that is at `path` meanwhile still has its own weights file.
 
     Raises:
         ModelError: A weight cannot be read.
-        OSError: They cannot be written.
+        OSError: The files cannot be written.
     """
     writer: HashingWriter
 
@@ -108,34 +112,34 @@ def _save_with_external_weights(
     with (
         atomic_file(path) as file,
         atomic_file(path.with_name(f"{path.name}.data"), final_weights_path) as weights_file,
-    ):  # which is left first
+    ):  # leaving this context moves the weights into place before the model
         writer = HashingWriter(weights_file)
         for location_entry in write_external_weights(message, deferred, folder, writer):
             location_entry.value = weights_path(path, writer.digest).name
         file.write(message_bytes(message))
-        file.flush()  # while a full disk still changes nothing
+        file.flush()  # a full disk raises here, before any file is replaced
 
 
 def serialize_message(message: Any, path: Path) -> bytes:
-    """The bytes of a ModelProto in the form that the suffix of `path` names.
+    """Return the bytes of a ModelProto in the form that the suffix of `path` names.
 
     Raises:
-        ModelError: It is over 2 GB, or the textual form cannot hold it.
+        ModelError: The message exceeds 2 GB, or the text form cannot represent it.
     """
     form = serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
     if form == "protobuf":
         return message_bytes(message)
-    with warnings.catch_warnings(action="ignore"):  # onnx calls its text form experimental
+    with warnings.catch_warnings(action="ignore"):  # onnx warns that its text form is experimental
         data: bytes = serialization.registry.get(form).serialize_proto(message)
     if form == "onnxtxt" and not _text_round_trips(data, message, path):
         raise ModelError(
-            f"onnx's textual form loses parts of this model. Write {path.stem}.onnx or {path.stem}.textproto instead."
+            f"onnx's text form loses parts of this model. Write {path.stem}.onnx or {path.stem}.textproto instead."
         )
     return data
 
 
 def _text_round_trips(data: bytes, message: Any, path: Path) -> bool:
-    """Whether onnx's textual form, which is experimental, reads back as the same text and the same weights."""
+    """Return True if onnx's experimental text form parses to the same text and the same weights."""
     reparsed = parse_message(data, path)
     initializers, reparsed_initializers = message.graph.initializer, reparsed.graph.initializer
     return printer.to_text(reparsed).encode() == data and all(
@@ -147,10 +151,10 @@ def _text_round_trips(data: bytes, message: Any, path: Path) -> bool:
 
 
 def message_bytes(message: Any) -> bytes:
-    """The bytes of a ModelProto in protocol buffer form, always the same ones for the same message.
+    """Return the bytes of a ModelProto in binary form, which are always the same for the same message.
 
     Raises:
-        ModelError: It is over 2 GB.
+        ModelError: The message exceeds 2 GB.
     """
     try:
         data: bytes = message.SerializeToString(deterministic=True)
@@ -168,14 +172,14 @@ _TOO_LARGE = (
 
 
 def link_external_data(message: Any, source: Path | None, path: Path) -> None:
-    """Puts links to (or copies of) the files of external data that `message` needs from folder `source` beside `path`.
+    """Link or copy the files of external data that `message` needs from folder `source` to the folder of `path`.
 
-    Each is there whole or not at all, and before the model is, as nothing else reads it.
+    Each file is complete or absent, and is there before the model, as nothing else reads it.
 
     Raises:
-        ModelError: A file is missing, or out of the model's folder.
-        UsageError: Another file is in its place.
-        OSError: They cannot be written.
+        ModelError: A file is missing, or outside the model's folder.
+        UsageError: Another file has its name.
+        OSError: The files cannot be written.
     """
     linked_locations: set[str] = set()
     for tensor in external_tensors(message):
@@ -186,14 +190,12 @@ def link_external_data(message: Any, source: Path | None, path: Path) -> None:
         source_file, target = external_path(tensor, source), path.parent / location
         if target.exists():
             if not target.samefile(source_file) and not filecmp.cmp(source_file, target, shallow=False):
-                raise UsageError(
-                    f"{target} is there already and is other data than the model's. Write to another folder."
-                )
+                raise UsageError(f"{target} already exists and holds other data. Write to another folder.")
             continue
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source_file.resolve(), target)
-        except OSError:  # another file system, or one without links
+        except OSError:  # another file system, or one without hard links
             with (
                 source_file.open("rb") as file,
                 atomic_file(target.with_name(f"{path.name}.data"), partial(Path, target)) as copy,
@@ -202,27 +204,27 @@ def link_external_data(message: Any, source: Path | None, path: Path) -> None:
 
 
 def external_tensors(message: Any) -> Iterator[Any]:
-    """The tensors of a ModelProto whose data is in other files, wherever they are."""
+    """Return the tensors of a ModelProto whose data is in other files."""
     return filter(is_external, message_tensors(message))
 
 
 def external_data_files(path: Path) -> tuple[Path, ...]:
-    """The files of external data that the model at `path` has, sorted.
+    """Return the files of external data of the model at `path`, sorted.
 
     Raises:
-        ModelError: It is no ONNX model, or a file is missing or out of the model's folder.
-        OSError: It cannot be read.
+        ModelError: The file is not an ONNX model, or a data file is missing or outside the model's folder.
+        OSError: The file cannot be read.
     """
     message = parse_message(path.read_bytes(), path)
     return tuple(sorted({external_path(tensor, path.parent) for tensor in external_tensors(message)}))
 
 
 def external_data_names(path: Path) -> tuple[str, ...]:
-    """Where the model at `path` says its external data is, relative to its folder, sorted; nothing out of that.
+    """Return the locations of external data that the model at `path` declares inside its folder, sorted.
 
     Raises:
-        ModelError: It is no ONNX model.
-        OSError: It cannot be read.
+        ModelError: The file is not an ONNX model.
+        OSError: The file cannot be read.
     """
     locations = (
         next((entry.value for entry in tensor.external_data if entry.key == "location"), "")

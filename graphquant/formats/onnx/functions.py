@@ -1,4 +1,4 @@
-"""Types of the values in functions of a model: what they are in the calls of them, as far as all calls agree."""
+"""Functions of a message: its nested graphs, inlined copies, and the types that all calls of a function agree on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 TypeAndShape = tuple[str | None, "Shape | None"]
-"""Data type and shape, each None where it is not known."""
+"""Data type and shape, each None if unknown."""
 
 NODE_MARK = "graphquant.node "
 
 
 def nested_graphs(root: Any) -> Iterator[Any]:
-    """The GraphProto or FunctionProto and all bodies in it."""
+    """Yield a GraphProto or FunctionProto and all bodies in it."""
     pending = [root]
     while pending:
         graph = pending.pop()
@@ -33,14 +33,14 @@ def nested_graphs(root: Any) -> Iterator[Any]:
 
 
 def inline_marked_functions(message: Any) -> tuple[Any, list[tuple[int, int]]]:
-    """A copy of a ModelProto with functions put in place of their calls; their nodes are marked in their doc_string.
+    """Return a copy of a ModelProto with its functions inlined and the nodes of functions marked in their doc_string.
 
     Returns:
-        The copy, and for each number behind `MARK` the function's place and that of the node, counted through the
-        bodies in the order of `nested_graphs`.
+        The copy, and for each number after `NODE_MARK` the indices of the function and of the node in it. Nodes are
+        counted through the bodies in the order of `nested_graphs`.
 
     Raises:
-        Exception: One of onnx's own, as `infer.ERRORS` lists them: a function cannot be put in place.
+        Exception: A function cannot be inlined. The exception is one of `INFERENCE_ERRORS`.
     """
     marked_message = ModelProto()
     marked_message.CopyFrom(message)
@@ -53,12 +53,12 @@ def inline_marked_functions(message: Any) -> tuple[Any, list[tuple[int, int]]]:
 
 
 def add_function_types(functions: Sequence[Any], inlined_message: Any, origins: Sequence[tuple[int, int]]) -> None:
-    """Adds to `functions` and the bodies in them the types that their values have in `inlined_message`.
+    """Add to `functions`, and to the bodies in them, the types that their values have in `inlined_message`.
 
     Args:
         functions: The FunctionProtos.
-        inlined_message: What `inline_marked_functions` made of their model, with types in it.
-        origins: What its marks mean.
+        inlined_message: The result of `inline_marked_functions` for their model, with types.
+        origins: Function and node index of each mark.
     """
     nodes = [[(graph, node) for graph in nested_graphs(function) for node in graph.node] for function in functions]
     input_names = [set(function.input) for function in functions]
@@ -92,9 +92,9 @@ def add_function_types(functions: Sequence[Any], inlined_message: Any, origins: 
 
 
 def _marked_nodes(inlined_message: Any) -> Iterator[tuple[Any, Callable[[str], TypeAndShape]]]:
-    """The marked nodes of a ModelProto, each with what tells the types of the values that it sees."""
+    """Yield the marked nodes of a ModelProto, each with a function that returns the type of a value in its scope."""
     pending: list[tuple[Any, tuple[dict[str, TypeAndShape], ...]]] = [(inlined_message.graph, ())]
-    for graph, outer_scopes in pending:  # grows while bodies are found
+    for graph, outer_scopes in pending:  # grows while bodies are visited
         scopes = (_graph_types(graph), *outer_scopes)
 
         def lookup_type(name: str, scopes: tuple[dict[str, TypeAndShape], ...] = scopes) -> TypeAndShape:
@@ -109,7 +109,7 @@ def _marked_nodes(inlined_message: Any) -> Iterator[tuple[Any, Callable[[str], T
 
 
 def _graph_types(graph: Any) -> dict[str, TypeAndShape]:
-    """The types of the values that a GraphProto itself holds."""
+    """Return the types of the values that a GraphProto itself declares."""
     infos = (*graph.value_info, *graph.output, *graph.input)
     types: dict[str, TypeAndShape] = {info.name: type_and_shape(info.type) for info in infos}
     types.update((tensor.name, (DTYPE_NAMES.get(tensor.data_type), tuple(tensor.dims))) for tensor in graph.initializer)
@@ -117,7 +117,7 @@ def _graph_types(graph: Any) -> dict[str, TypeAndShape]:
 
 
 def _common_type(first: TypeAndShape, second: TypeAndShape) -> TypeAndShape:
-    """What two calls agree on."""
+    """Return the type and shape on which two calls agree."""
     if first[0] != second[0]:
         return None, None
     if first[1] is None or second[1] is None or len(first[1]) != len(second[1]):

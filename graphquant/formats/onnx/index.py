@@ -1,4 +1,7 @@
-"""A ModelProto as graphs of ops: names, kinds, roles, types, bodies and functions. Nothing is copied or decoded."""
+"""Index of a ModelProto as graphs of ops: names, kinds, roles, types, bodies and functions.
+
+Nothing is copied or decoded.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 
 MAX_NESTING = 30
-"""Depth to which bodies may lie in each other: the binary form of a message cannot hold more."""
+"""Maximum nesting depth of bodies. The binary form of a message cannot hold more."""
 
 _GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
@@ -44,7 +47,7 @@ KnownTypes = dict[str, tuple[str | None, Shape | None]]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _GraphScope:
-    """A graph that is being read: what its value names stand for, and what is around it."""
+    """A graph that is being indexed: the tensors of its value names, and the scope around it."""
 
     graph: Graph
     proto: Any
@@ -59,7 +62,7 @@ class _GraphScope:
     counters: dict[str, int] = field(default_factory=dict)
 
     def resolve(self, value: str) -> TensorRef | None:
-        """The tensor that `value` stands for here."""
+        """Return the tensor that `value` names in this scope, None if there is none."""
         scope: _GraphScope | None = self
         while scope is not None:
             if value in scope.values:
@@ -68,7 +71,7 @@ class _GraphScope:
         return None
 
     def unique_name(self, *candidates: str) -> str:
-        """The first of the names `candidates` that is free in the graph, else the last with the smallest free `_k`."""
+        """Return the first free name of `candidates`, else the last one with the smallest free suffix `_k`."""
         name = next((candidate for candidate in candidates if candidate and candidate not in self.names), None)
         if name is None:
             base = candidates[-1]
@@ -81,22 +84,22 @@ class _GraphScope:
         return _utf8_name(name)
 
     def define(self, value: str, tensor: TensorRef) -> None:
-        """Lets `value` stand for `tensor`."""
+        """Let `value` name `tensor`."""
         if _utf8_name(value) in self.values:
             raise ModelError(
-                f"Two things make the value {value!r}. Names must be unique in a graph: export the model again."
+                f"Several ops define the value {value!r}. Names must be unique in a graph: export the model again."
             )
         self.values[value] = tensor
 
     def add(self, op: Op) -> None:
-        """Adds an op whose name came from `unique_name`, and defines its outputs."""
+        """Add an op whose name came from `unique_name`, and define its outputs."""
         tensor = self.graph.add_op(op)
         for port, output in enumerate(op.outputs):
             if output.name:
                 self.define(output.name, TensorRef(tensor.graph, tensor.op, port))
 
     def known_output(self, value: str) -> Output:
-        """What is known of `value`."""
+        """Return the output of `value` with its known type and shape."""
         return Output(value, *self.known_types.get(value, (None, None)))
 
 
@@ -112,7 +115,7 @@ class GraphIndexer:
         self._rule_notes = read_rule_notes(source.message)
 
     def run(self) -> None:
-        """Indexes the main graph, the functions and all bodies, then wires them."""
+        """Index the main graph, the functions and all bodies, then connect them."""
         message = self._source.message
         types = infer_types(message, self._source.folder)
         self._open_graph("", message.graph, types.graph, taken_names=set())
@@ -122,14 +125,14 @@ class GraphIndexer:
                 raise ModelError(f"The function {function.name!r} is defined twice. Export the model again.")
             name = ":".join(component for component in (function.domain, function.name, function.overload) if component)
             self._functions[key] = self._open_graph(name, function, typed_function, taken_names=set()).graph.name
-        for scope in self._scopes:  # grows while bodies are found
+        for scope in self._scopes:  # grows while bodies are visited
             self._read_graph(scope)
         for scope in self._scopes:
             self._wire_graph(scope)
         for name, graph in self._unsorted.items():
             if len(graph.topological_order()) < len(graph):
                 raise ModelError(
-                    f"The nodes of graph {name or message.graph.name!r} depend on each other in a circle. "
+                    f"The nodes of graph {name or message.graph.name!r} depend on each other in a cycle. "
                     "Export the model again."
                 )
 
@@ -150,7 +153,7 @@ class GraphIndexer:
         depth = outer.depth + 1 if outer else 0
         if depth > MAX_NESTING:
             raise ModelError(
-                f"Bodies lie in each other {depth} deep. At most {MAX_NESTING} are read: flatten the model."
+                f"Bodies are nested {depth} levels deep. At most {MAX_NESTING} levels are supported: flatten the model."
             )
         scope = _GraphScope(graph=graphs[graph_name], proto=proto, types=types, outer=outer, depth=depth)
         self._source.graphs[graph_name] = OnnxGraphSource(
@@ -267,10 +270,11 @@ class GraphIndexer:
         )
 
     def _open_bodies(self, scope: _GraphScope, node: Any, typed_node: Any, name: str) -> tuple[Call, ...]:
-        """Opens the graphs that a node holds.
+        """Open the graphs that a node holds.
 
-        Their `Call` has no offset: branches have no inputs, Loop gives its carried values back one place earlier than
-        it takes them, and Scan passes slices; so no body input counts as a parameter. Weights are captured anyway.
+        Their `Call` has no offset, so no body input counts as a parameter: branches have no inputs, Loop returns its
+        carried values one slot earlier than it takes them, and Scan passes slices. Bodies capture weights from outer
+        graphs anyway.
         """
         calls: list[Call] = []
         labels: set[str] = set()
@@ -307,7 +311,7 @@ class GraphIndexer:
         tensor = scope.resolve(_utf8_name(value))
         if tensor is None:
             raise ModelError(
-                f"{reader!r} reads {value!r}, which nothing makes. The model is incomplete: export it again."
+                f"{reader!r} reads {value!r}, which no op defines. The model is incomplete: export it again."
             )
         enclosing, owner = scope, reader
         while (
@@ -324,7 +328,7 @@ class GraphIndexer:
         return shape
 
     def _input_scalar(self, scope: _GraphScope, inputs: Sequence[str], slot: int) -> float | None:
-        """The value of a constant of one element."""
+        """Return the value of a constant of one element."""
         tensor = scope.resolve(inputs[slot]) if slot < len(inputs) else None
         op = self._model.op(tensor) if tensor is not None else None
         if op is None or op.kind != "constant" or op.read_value is None or op.outputs[0].shape not in {(), (1,)}:
@@ -353,7 +357,7 @@ def _normalized_domain(domain: str) -> str:
 
 
 def _utf8_name(name: str | bytes) -> str:
-    """`name`, which protocol buffers give as bytes if it is no UTF-8."""
+    """Return `name`, or reject it if it is not UTF-8, in which case protocol buffers return bytes."""
     if isinstance(name, bytes):
-        raise ModelError(f"The name {name!r} in the model is no UTF-8 text. The file is damaged: copy it again.")
+        raise ModelError(f"The name {name!r} in the model is not valid UTF-8. The file is damaged: copy it again.")
     return name

@@ -1,15 +1,15 @@
-"""A copy of a message with further outputs, through which tensors anywhere in the model, or their sizes, are watched.
+"""A copy of a message with additional outputs for tensors anywhere in the model, or for their sizes.
 
-A tensor of the main graph becomes a graph output. Behind one in a body or function stands a node that is marked in its
-doc_string; functions are put in place of their calls, so that each call has a mark of its own, and each marked value is
-lifted out of the bodies around it.
+A tensor of the main graph becomes a graph output. A tensor in a body or function is read by a node that is marked in
+its doc_string. Functions are inlined, so that each call has a mark of its own, and each marked value becomes an output
+of the bodies around it.
 
-onnxruntime keeps graph outputs to the end of a run, whether they are fetched or not. Where there is no memory for that,
-each tensor is read by a Loop of its own that makes as many rounds as an input of the graph says, its flag: 1 gives the
-value with an axis for rounds in front, 0 gives nothing. That keeps the tensor from being fused away just as an output
-would, so values are the same bits, but it may be dropped once the Loop has run. Of the nodes that nobody reads,
-onnxruntime runs the last first, after what leads to it. So the Loops stand behind all nodes, those of the first tensors
-last. The model's own outputs, which would be kept too, get such readers.
+onnxruntime keeps all graph outputs in memory until a run ends, even if they are not fetched. If memory does not
+suffice, a Loop reads each tensor. An input of the graph, its flag, is the number of iterations: 1 returns the value
+with an additional leading axis, 0 returns nothing. As with an output, onnxruntime does not fuse the tensor away, so
+values have the same bits, but the tensor can be freed after its Loop has run. onnxruntime runs the last of the nodes
+without readers first, after its inputs. Therefore the Loops come after all other nodes, with those of the first tensors
+last. The model's own outputs would also stay in memory, so Loops read them too.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ Array = np.ndarray[Any, Any]
 WATCH_MARK = "graphquant.seen "
 
 WatchMode = Literal["values", "values by flag", "sizes"]
-"""What is shown of tensors: all values in each run, those whose flag is set, or how many elements each value has."""
+"""Watched data: all values in each run, only the values whose flag is set, or the number of elements of each value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probe:
-    """Where the values of a watched tensor come from.
+    """Source of the values of a watched tensor.
 
     Attributes:
-        sources: Where they come out of a run; a function gives one for each of its calls.
-        flag: The graph input that must be 1 for that, "" if there is none.
-        input_name: The graph input that it is, "" if it is none.
-        value: Gives its value if it is constant or not fed.
+        sources: Graph outputs of the values; a function has one entry for each of its calls.
+        flag: Graph input that must be 1 to get values, "" if there is none.
+        input_name: The graph input that the tensor is, "" if it is none.
+        value: Returns the value if the tensor is constant or not fed.
     """
 
     sources: tuple[ValueOutputs, ...] = ()
@@ -61,7 +61,7 @@ class Probe:
     value: Callable[[], Array] | None = None
 
     def values(self, fetched: Mapping[str, Any], feed: Feeds) -> list[Array]:
-        """The values that the tensor took, given the fetched outputs and the feed."""
+        """Return the values of the tensor, given the fetched outputs and the feed."""
         if self.input_name in feed:
             return [feed[self.input_name]]
         if self.value is not None:
@@ -71,12 +71,12 @@ class Probe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedMessage:
-    """A message that shows tensors.
+    """A message that returns watched tensors.
 
     Attributes:
         message: The ModelProto.
-        probes: Where to find each tensor.
-        flags: All inputs that say what is shown; they must be fed.
+        probes: Source of each tensor's values.
+        flags: All flag inputs; they must be fed.
         rejected: The tensors that cannot be watched, with the reason.
     """
 
@@ -87,19 +87,19 @@ class WatchedMessage:
 
 
 def outputs_to_fetch(probes: Iterable[Probe]) -> list[str]:
-    """The outputs to fetch for `probes`."""
+    """Return the graph outputs to fetch for `probes`."""
     return list(dict.fromkeys(name for probe in probes for source in probe.sources for name in source.outputs))
 
 
 def watch_tensors(
     model: Model, emission: Emission, tensors: Iterable[TensorRef], mode: WatchMode = "values"
 ) -> WatchedMessage:
-    """A copy of the emitted `model` that shows `tensors`."""
+    """Return a copy of the emitted `model` that returns `tensors`."""
     return _WatchBuilder(model, emission, mode).build(list(dict.fromkeys(tensors)))
 
 
 class _WatchBuilder:
-    """Builds one copy."""
+    """Builds one watched message."""
 
     def __init__(self, model: Model, emission: Emission, mode: WatchMode) -> None:
         self._model = model
@@ -156,7 +156,7 @@ class _WatchBuilder:
         )
 
     def _detach_outputs(self) -> list[TensorRef]:
-        """The tensors that are outputs of the model, which they cease to be; those that are no tensors remain."""
+        """Remove the graph's outputs and return their tensors; outputs that are no tensors stay."""
         infos = self._message.graph.output
         output_tensors = []
         for index, label in reversed(list(enumerate(self._model.main.outputs))):
@@ -169,25 +169,25 @@ class _WatchBuilder:
         return list(dict.fromkeys(output_tensors))
 
     def _last_produced_first(self, tensors: Sequence[TensorRef]) -> list[TensorRef]:
-        """Tensors in the order in which a graph makes them, backwards; those of a graph it is given come last."""
+        """Sort tensors by the position of their producers, last first; tensors that a graph receives come last."""
         return sorted(tensors, key=self._producer_position, reverse=True)
 
     def _producer_position(self, tensor: TensorRef) -> int:
-        """The place of the node that makes `tensor` in its graph, -1 if none does."""
+        """Return the position of the node that produces `tensor` in its graph, -1 if there is none."""
         try:
             self._graph_proto(tensor.graph)
-        except UnobservableTensorError:  # refused later
+        except UnobservableTensorError:  # rejected by `_mark_tensors`
             return -1
         return self._positions(tensor.graph).get(self._emission.value_name(self._model, tensor), -1)
 
     def _published_value(self, tensor: TensorRef) -> str:
-        """The value of the main graph that shows `tensor`."""
+        """Return the value of the main graph that holds the watched data of `tensor`."""
         nodes = self._watch_nodes(tensor, "")
         self._message.graph.node.extend(nodes)
         return str(nodes[-1].output[0]) if nodes else self._emission.value_name(self._model, tensor)
 
     def _watch_nodes(self, tensor: TensorRef, mark: str) -> list[Any]:
-        """Nodes of which the last gives what is to be seen of `tensor`; with a `mark` there is at least one."""
+        """Return nodes, the last of which computes the watched data of `tensor`; at least one for a `mark`."""
         op_types = ["Size"] if self._mode == "sizes" else ["Identity"] if mark else []
         if self._model.output(tensor).dtype == "bfloat16":
             op_types.insert(0, "Cast")
@@ -205,7 +205,7 @@ class _WatchBuilder:
         return nodes
 
     def _mark_tensors(self, tensors: Sequence[TensorRef]) -> list[tuple[TensorRef, MarkedNode]]:
-        """Marks `tensors`, which are in bodies and functions; one in a function has a mark for each call of it."""
+        """Mark `tensors`, which are in bodies and functions; a tensor in a function has a mark for each call."""
         for number, tensor in enumerate(tensors):
             try:
                 proto = self._graph_proto(tensor.graph)
@@ -223,7 +223,7 @@ class _WatchBuilder:
         marked_nodes = find_marked_nodes(self._message, typed_message, WATCH_MARK) if tensors else []
         marked_tensors = [(tensors[int(mark.key)], mark) for mark in marked_nodes]
         if self._mode == "values by flag":
-            # What has no type is always shown.
+            # A flag needs a Loop, whose outputs need a type. Values without a type are always returned.
             return [
                 (tensor, self._gate_by_flag(tensor, mark) if self._element_type(tensor, mark) else mark)
                 for tensor, mark in marked_tensors
@@ -231,7 +231,7 @@ class _WatchBuilder:
         return marked_tensors
 
     def _gate_by_flag(self, tensor: TensorRef, mark: MarkedNode) -> MarkedNode:
-        """Makes the marked node a Loop that gives its input once if the tensor's flag is 1, and never if it is 0."""
+        """Replace the marked node by a Loop that returns its input once if the flag is 1, and never if 0."""
         if tensor not in self._flags:
             self._flags[tensor] = self._new_name()
             self._message.graph.input.append(_tensor_info(self._flags[tensor], TensorProto.INT64, []))
@@ -262,26 +262,26 @@ class _WatchBuilder:
         return replace(mark, node=nodes[-1])
 
     def _inline_calls(self, inline: Callable[[Any], Any], tensors: Sequence[TensorRef]) -> None:
-        """Puts functions in place of their calls; refuses what remains inside one."""
+        """Inline functions, and reject the tensors of functions that remain."""
         with_functions = self._message
         try:
             self._message = inline(with_functions)
         except INFERENCE_ERRORS as error:
             for tensor in filter(self._in_function, tensors):
-                self._reject(tensor, f"its function cannot be put in place of the call: {first_line(error)}")
+                self._reject(tensor, f"its function cannot be inlined: {first_line(error)}")
             return
         remaining = {function.name for function in self._message.functions}
         for tensor in filter(self._in_function, tensors):
             name = self._root_graph(tensor.graph)
             if name in remaining:
-                self._reject(tensor, f"the function {name!r} is of another opset than the model")
+                self._reject(tensor, f"the function {name!r} has another opset than the model")
 
     def _lift_marked(
         self, lifter: SubgraphLifter, marked: Sequence[tuple[TensorRef, MarkedNode]]
     ) -> dict[TensorRef, list[ValueOutputs]]:
-        """Lifts all marked values."""
+        """Make all marked values graph outputs."""
         sources: dict[TensorRef, list[ValueOutputs]] = {}
-        for lifting in (False, True):  # what is around one tensor is made ready for all before any of them is lifted
+        for lifting in (False, True):  # convert all Scans first: a conversion would lose outputs that were added before
             for tensor, mark in marked:
                 try:
                     if lifting:
@@ -293,14 +293,14 @@ class _WatchBuilder:
         return sources
 
     def _element_type(self, tensor: TensorRef, mark: MarkedNode) -> int:
-        """ONNX element type of what the mark's node gives."""
+        """Return the ONNX element type of the output of the marked node."""
         if self._mode == "sizes":
             return int(TensorProto.INT64)
         dtype = DTYPE_CODES.get(self._model.output(tensor).dtype or "", mark.dtype)
         return int(TensorProto.FLOAT) if dtype == TensorProto.BFLOAT16 else dtype
 
     def _graph_proto(self, graph: str) -> Any:
-        """The copy of the GraphProto or FunctionProto of a graph."""
+        """Return the copy of the GraphProto or FunctionProto of a graph."""
         names = [graph]
         while names[-1] not in self._protos:
             names.append(self._parent_of(names[-1])[0])
@@ -312,7 +312,7 @@ class _WatchBuilder:
         return self._protos[graph]
 
     def _owner_node(self, graph: str, op: Op) -> Any:
-        """The node of `op` in the message; found by the name of its outputs as they were emitted."""
+        """Return the node of `op` in the message, found by the emitted name of its outputs."""
         port = next((k for k, output in enumerate(op.outputs) if output.name), None)
         if port is None:
             raise UnobservableTensorError(f"{op.type} {op.name!r} around it has no output")
@@ -320,7 +320,7 @@ class _WatchBuilder:
         return self._protos[graph].node[self._positions(graph)[name]]
 
     def _positions(self, graph: str) -> Mapping[str, int]:
-        """Where in its graph each value is made; what stands behind the nodes that were loaded does not change that."""
+        """Return the position of the producer of each value of a graph; nodes appended later do not change it."""
         if graph not in self._value_positions:
             nodes = self._protos[graph].node
             self._value_positions[graph] = {
@@ -332,7 +332,7 @@ class _WatchBuilder:
         return self._model.graphs[graph].parent or ("", "")
 
     def _root_graph(self, graph: str) -> str:
-        """The main graph or the function around a graph."""
+        """Return the name of the main graph or function that contains a graph."""
         while (parent := self._model.graphs[graph].parent) is not None:
             graph = parent[0]
         return graph
@@ -341,7 +341,7 @@ class _WatchBuilder:
         return bool(self._root_graph(tensor.graph))
 
     def _reject(self, tensor: TensorRef, reason: str) -> None:
-        message = f"The tensor {tensor} cannot be watched: {reason}. Leave it out with --exclude."
+        message = f"The tensor {tensor} cannot be observed: {reason}. Exclude it with --exclude."
         self._rejected.setdefault(tensor, UnobservableTensorError(message))
 
     def _new_name(self) -> str:
@@ -353,10 +353,10 @@ def _tensor_info(name: str, dtype: int, shape: list[int] | None) -> Any:
 
 
 def _cast_to_float(value: str, name: str) -> Any:
-    """The node that makes `value` float32, which holds all of bfloat16; that onnxruntime hands out to nobody."""
+    """Return a node that casts bfloat16, which onnxruntime does not return, to float32."""
     return helper.make_node("Cast", [value], [name], to=TensorProto.FLOAT)
 
 
 def _expand_sequence_maps(message: Any) -> Any:
-    """`message` with each SequenceMap written as the Loop that it stands for."""
+    """Return `message` with each SequenceMap expanded to the Loop that defines it."""
     return inliner.inline_selected_functions(message, [("", "SequenceMap")], inline_schema_functions=True)

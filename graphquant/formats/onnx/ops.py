@@ -1,4 +1,4 @@
-"""The table of ONNX ops: neutral kind, what each input is, which axis of the weight counts output channels."""
+"""Table of ONNX ops: neutral kind, roles of the inputs, and output-channel axis of the weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RELU6_BOUNDS = (0.0, 6.0)
 
 
 class OnnxOpInfo(NamedTuple):
-    """Kind, roles of the input slots (the last stands for all that follow) and channel axis of the "weight" slot."""
+    """Kind, roles of the input slots (the last one repeats) and channel axis of the "weight" slot."""
 
     kind: str
     roles: tuple[str, ...] = ("input",)
@@ -24,7 +24,7 @@ class OnnxOpInfo(NamedTuple):
 
 
 class NodeFacts(NamedTuple):
-    """What the kind of a node may depend on beside its type."""
+    """Properties of a node, other than its type, on which its kind may depend."""
 
     attrs: Mapping[str, Any]
     shape: Callable[[int], Shape | None]
@@ -134,7 +134,7 @@ INTEGER_OPS = (
     *("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "DynamicQuantizeLSTM", "MatMulNBits", "GatherBlockQuantized"),
     *("MatMulInteger16", "QAttention", "QOrderedMatMul", "QEmbedLayerNormalization", "MatMulBnb4"),
 )
-"""Ops that compute on integers by themselves, beside those called QLinear..."""
+"""Ops that compute on integers themselves, in addition to those called QLinear..."""
 
 MICROSOFT_DOMAIN_OPS: dict[str, OnnxOpInfo] = {
     "QuantizeLinear": OnnxOpInfo("quantize", _QDQ_ROLES),
@@ -143,7 +143,7 @@ MICROSOFT_DOMAIN_OPS: dict[str, OnnxOpInfo] = {
 
 
 def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OnnxOpInfo:
-    """Kind, roles and channel axis of a node of type `op_type` in `domain` ("" is the default one)."""
+    """Return kind, roles and channel axis of a node of type `op_type` in `domain` ("" is the default one)."""
     if domain in {"", "com.microsoft"} and (op_type.startswith("QLinear") or op_type in INTEGER_OPS):
         return OnnxOpInfo("integer")
     if domain == "com.microsoft":
@@ -155,7 +155,7 @@ def classify_node(op_type: str, domain: str, facts: NodeFacts) -> OnnxOpInfo:
 
 
 def _numeric_attribute(facts: NodeFacts, name: str, default: NumberT) -> float | NumberT:
-    """A number among the attributes; a hostile model may hold anything there."""
+    """Return a number from the attributes, or `default`; a hostile model may store any type there."""
     value = facts.attrs.get(name)
     return value if isinstance(value, int | float) else default
 

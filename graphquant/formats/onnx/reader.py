@@ -1,4 +1,7 @@
-"""ONNX files to models."""
+"""ONNX files to models.
+
+Constants computed by ops get their values from onnx's reference implementation, one op at a time.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from onnx.reference import ReferenceEvaluator
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.index import GraphIndexer
-from graphquant.formats.onnx.source import OnnxSource
+from graphquant.formats.onnx.source import OnnxSource, restore_source_message
 from graphquant.formats.onnx.tensors import first_line
 from graphquant.ir import Model, paused_gc
 
@@ -27,12 +30,11 @@ if TYPE_CHECKING:
     from graphquant.ir import Op
 
 
-# One pure op on numpy arrays, by onnx's reference implementation: so constants behind chains of ops are read.
-
 Array = np.ndarray[Any, Any]
 
 MAX_RESULT_ELEMENTS = 1 << 24
-"""Elements that one op may make of smaller constants: a hostile Expand or Tile must not fill memory."""
+"""Maximum number of elements that one op may create from smaller constants: a hostile Expand or Tile must not fill
+memory."""
 
 _SMALL_ELEMENTS = 1 << 10
 _EVALUATION_ERRORS = (
@@ -50,9 +52,10 @@ _EVALUATION_ERRORS = (
 
 
 def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array] | None:
-    """The outputs of `op`, a node of a source message, for the arrays in its input slots.
+    """Return the outputs of `op`, a node of a source message, for the arrays in its input slots.
 
-    None if the reference implementation does not know the op, fails on these inputs, or would make too much of them.
+    Return None if the reference implementation does not know the op, fails on these inputs, or would create too many
+    elements.
     """
     if not isinstance(op.source, NodeProto):
         return None
@@ -72,7 +75,7 @@ def evaluate_node(opset_import: Any, op: Op, inputs: list[Array]) -> list[Array]
 
 
 def _single_node_model(node: NodeProto, inputs: list[Array], opset_import: Any) -> Any:
-    """A model of one node; small inputs are initializers too, so that shape inference knows their values."""
+    """Return a model of one node. Small inputs are initializers too, so that shape inference knows their values."""
     infos = [
         helper.make_tensor_value_info(f"i{k}", helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
         for k, value in enumerate(inputs)
@@ -87,17 +90,17 @@ def _single_node_model(node: NodeProto, inputs: list[Array], opset_import: Any) 
 
 
 def _largest_output_elements(model: Any) -> int:
-    """Number of elements of the largest output, as far as shape inference tells."""
+    """Return the number of elements of the largest output, as far as shape inference knows it."""
     outputs = shape_inference.infer_shapes(model, data_prop=True).graph.output
     counts = [math.prod(max(d.dim_value, 1) for d in output.type.tensor_type.shape.dim) for output in outputs]
     return max(counts, default=0)
 
 
 MAX_MESSAGE_BYTES = (1 << 31) - 1
-"""Bytes that a protocol buffer may have."""
+"""Maximum size of a protocol buffer."""
 
 MAX_BRACKET_DEPTH = 1000
-"""Brackets in brackets that onnx's textual form may have."""
+"""Maximum nesting depth of brackets in onnx's text form."""
 
 _BRACKETS = re.compile(rb"[{}()<>\[\]]")
 
@@ -111,11 +114,11 @@ _PARSE_ERRORS = (
 )
 
 
-def load_onnx_file(path: Path) -> Model:
-    """Reads the model at `path`; its suffix says which form it has.
+def load(path: Path) -> Model:
+    """Read the model at `path`: `.onnx`, `.onnxtxt`, `.textproto` or `.json`; external data is read lazily.
 
     Raises:
-        ModelError: The file is no ONNX model, or what it holds does not fit together.
+        ModelError: The file is not a valid ONNX model.
     """
     try:
         if _serialization_form(path) == "protobuf" and path.stat().st_size > MAX_MESSAGE_BYTES:
@@ -127,41 +130,41 @@ def load_onnx_file(path: Path) -> Model:
         raise ModelError(f"{path} cannot be read: {error.strerror}. Give the path of an ONNX model.") from error
     try:
         digest, message = hashlib.sha256(data).hexdigest(), parse_message(data, path)
-        del data  # all weights may be in it
+        del data  # it may contain all weights
         return model_from_message(message, path=path, digest=digest)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
 
 
 def parse_message(data: bytes, path: Path) -> Any:
-    """The ModelProto in `data`, in the form that the suffix of `path` names.
+    """Parse the ModelProto in `data`, in the form that the suffix of `path` names.
 
     Raises:
-        ModelError: It is none.
+        ModelError: The data is not a ModelProto.
     """
     if not data:
         raise ModelError("The file is empty. Export or copy the model again.")
     form = _serialization_form(path)
     if form == "onnxtxt" and _bracket_depth(data) > MAX_BRACKET_DEPTH:
         raise ModelError(
-            f"Its brackets nest over {MAX_BRACKET_DEPTH} deep, more than can be read. Write the model as .onnx."
+            f"Its brackets are nested more than {MAX_BRACKET_DEPTH} levels deep. Write the model as .onnx."
         )
     try:
-        with warnings.catch_warnings(action="ignore"):  # onnx calls its text form experimental
+        with warnings.catch_warnings(action="ignore"):  # onnx warns that its text form is experimental
             return serialization.registry.get(form).deserialize_proto(data, ModelProto())
     except _PARSE_ERRORS as error:
         raise ModelError(
-            f"This is no ONNX model in {form} form ({first_line(error)}). Export or copy the model again."
+            f"This is not an ONNX model in {form} form ({first_line(error)}). Export or copy the model again."
         ) from error
 
 
 def _serialization_form(path: Path) -> str:
-    """The form that a suffix names."""
+    """Return the serialization form that a suffix names."""
     return serialization.registry.get_format_from_file_extension(path.suffix) or "protobuf"
 
 
 def _bracket_depth(data: bytes) -> int:
-    """How deep the brackets of a text nest at most; onnx's parser recurses into them without a limit."""
+    """Return the maximum nesting depth of brackets in a text; onnx's parser recurses into them without a limit."""
     depth = deepest = 0
     for bracket in _BRACKETS.findall(data):
         depth = depth + 1 if bracket in b"{(<[" else max(depth - 1, 0)
@@ -170,10 +173,10 @@ def _bracket_depth(data: bytes) -> int:
 
 
 def model_from_message(message: Any, *, path: Path | None = None, digest: str = "") -> Model:
-    """The model of a ModelProto, which must not be changed afterwards.
+    """Return the model of a ModelProto, which must not be changed afterwards.
 
     Raises:
-        ModelError: The message has no graph, or what it holds does not fit together.
+        ModelError: The message has no graph, or its content is inconsistent.
     """
     if not message.HasField("graph"):
         raise ModelError("The model has no graph. Export or copy the model again.")
@@ -187,6 +190,16 @@ def model_from_message(message: Any, *, path: Path | None = None, digest: str = 
             GraphIndexer(model, source).run()
     except UnicodeDecodeError as error:
         raise ModelError(
-            f"A name in the model is no UTF-8 text ({error}). The file is damaged: copy it again."
+            f"A name in the model is not valid UTF-8 ({error}). The file is damaged: copy it again."
         ) from error
     return model
+
+
+def restore_original(model: Model) -> tuple[Model, bool] | None:
+    """Restore the model that the provenance record describes; see `FormatModule`.
+
+    Raises:
+        ModelError: The record is damaged, or weights were changed.
+    """
+    restoration = restore_source_message(model.source.message)
+    return None if restoration is None else (model_from_message(restoration[0], path=model.path), restoration[1])

@@ -1,4 +1,4 @@
-"""Models in onnxruntime: run, and watched at any of their tensors."""
+"""onnxruntime sessions: run models, observe any of their tensors, and measure their time in total and by op."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 INTRA_OP_THREADS = min(4, os.cpu_count() or 1)
-"""Threads within an op; pinned, so that a run does not depend on what else the process set."""
+"""Threads within an op; fixed, so that a run does not depend on other settings of the process."""
 
 RUNTIME_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -56,18 +56,18 @@ RUNTIME_ERRORS: tuple[type[Exception], ...] = (
     TypeError,
     *(kind for kind in vars(state).values() if isinstance(kind, type) and issubclass(kind, Exception)),
 )
-"""What onnxruntime raises; its own kinds have no common base."""
+"""Exceptions of onnxruntime, which have no common base class."""
 
 MEMORY_MAPPED_BYTES = 1 << 29
-"""Bytes of external data from which a model is run from the file as it is mapped, which is slower."""
+"""Size of external data from which weights stay memory-mapped during runs, which is slower."""
 
 SESSION_PER_THREAD_BYTES = 1 << 24
-"""Bytes of a model up to which each thread that runs it watched has a session of its own: the values of two runs that
-share one lie mixed in its memory, and what is free between them fits ever worse."""
+"""Maximum size of a model for which each observing thread has a session of its own. The values of two runs that share a
+session are interleaved in its memory, which fragments it."""
 
-_FATAL_LOG_LEVEL = 4  # errors are raised, with the same words
+_FATAL_LOG_LEVEL = 4  # errors are raised with the same text
 _SPINNING_OPTION = "session.intra_op.allow_spinning"
-"""Threads that wait for the next run at full speed take it from the other session where two take turns."""
+"""If two sessions take turns, threads that spin while waiting for the next run take CPU time from the other session."""
 
 _EXTERNAL_FOLDER_OPTION = "session.model_external_initializers_file_folder_path"
 
@@ -76,12 +76,12 @@ class OnnxRunner:
     """Runs a model with onnxruntime on the CPU.
 
     Attributes:
-        inputs: What must be fed: the graph's inputs without a default value.
+        inputs: The graph's inputs without a default value, which must be fed.
         outputs: Names of the graph's outputs that are tensors.
     """
 
     def __init__(self, model: Model) -> None:
-        """A ModelError if the model cannot be emitted."""
+        """Raise ModelError if the model cannot be emitted."""
         self._model = model
         self._emission = emit_message(model, defer_weights=True)
         self._external_weights = take_session_weights(
@@ -95,32 +95,32 @@ class OnnxRunner:
         self.outputs: Sequence[str] = [info.name for info in infos if not info.type.HasField("sequence_type")]
 
     def start(self) -> None:
-        """Makes the session, which the first run does by itself.
+        """Create the session, which otherwise happens at the first run.
 
         Raises:
-            ModelError: onnxruntime cannot take the model.
+            ModelError: onnxruntime rejects the model.
         """
         if self._session is None:
             self._session = self._open_session(self._emission.message)
 
     def run(self, feeds: Feeds) -> dict[str, Array]:
-        """The model's outputs by name, for one feed.
+        """Run one feed and return the model's outputs by name.
 
         Raises:
-            ModelError: onnxruntime cannot take the model, or the run failed.
+            ModelError: onnxruntime rejects the model, or the run failed.
         """
         self.start()
         return dict(zip(self.outputs, run_session(self._session, self.outputs, feeds), strict=True))
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
-        """Those of `tensors` that cannot be observed, with the reason."""
+        """Return the reason for each of `tensors` that cannot be observed."""
         nested = [tensor for tensor in tensors if tensor.graph]
         rejected = watch_tensors(self._model, self._emission, nested).rejected if nested else {}
         return {tensor: str(error) for tensor, error in rejected.items()}
 
     @property
     def output_tensors(self) -> Mapping[str, TensorRef]:
-        """The tensors that `outputs` are."""
+        """Tensor of each entry of `outputs`."""
         main, output_names = self._model.main, set(self.outputs)
         infos = zip(self._emission.message.graph.output, main.outputs, strict=True)
         producers = {info.name: main.source_of(Use("", label, 0)) for info, label in infos if info.name in output_names}
@@ -128,20 +128,20 @@ class OnnxRunner:
 
     @cached_property
     def batch_independent(self) -> bool:
-        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
+        """True if samples may be concatenated along axis 0 of every input without changing any sample's result."""
         return is_batch_independent(self._model, self._emission, [spec.name for spec in self.inputs])
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
-        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached.
+        """Return the number of elements of each tensor in one run, over all iterations; 0 if it is not reached.
 
         Raises:
-            UnwatchableError: A tensor is one of the `unobservable`.
-            ModelError: onnxruntime cannot take the model, or the run failed.
+            UnobservableTensorError: A tensor is `unobservable`.
+            ModelError: onnxruntime rejects the model, or the run failed.
         """
         if all(spec.shape is not None and None not in spec.shape for spec in self.inputs) and not any(
             tensor.graph for tensor in tensors
         ):
-            self._full_watch = self._create_watch(tensors)  # which `observe` takes
+            self._full_watch = self._create_watch(tensors)  # `observe` reuses it
             static_counts = self._full_watch.static_element_counts(feed)
             if static_counts is not None:
                 return static_counts
@@ -161,22 +161,24 @@ class OnnxRunner:
         max_in_flight: int = 1,
         on_result: Callable[[ObservedValues], object] | None = None,
     ) -> Generator[ObservedValues, None, None]:
-        """For each feed the values that each tensor took: none if it was not reached, several inside loops.
+        """Yield for each feed the values of each tensor: none if it was not reached, several inside loops.
 
-        Nothing here keeps them: what is dropped before the next are asked for needs no memory during the next run.
+        The runner keeps no reference to the values: values that the caller drops need no memory during the next run.
 
         Args:
-            tensors: What to observe.
-            feeds: What to run.
-            other_tensors: What other calls observe on the same feeds, for want of memory. They share a session, which shows
-                what it is asked for; onnxruntime fuses ops between which nothing is watched, so it must know all.
-            max_in_flight: How many feeds' values there may be at once: while those of one are looked at, others are run, each
-                on a thread of its own.
-            on_result: Is shown what each feed gave, in order, by the thread that ran it; what it takes out is not given.
+            tensors: Tensors to observe.
+            feeds: Feeds to run.
+            other_tensors: Tensors that other calls observe on the same feeds, because memory does not suffice. The
+                calls share a session, which returns the requested tensors. onnxruntime fuses ops between which nothing
+                is watched, so the session must know all of them.
+            max_in_flight: Maximum number of feeds whose values exist at once. While the values of one feed are
+                processed, others are run, each on a thread of its own.
+            on_result: Receives the values of each feed in order, on the thread that ran it. Values that it removes are
+                not yielded.
 
         Raises:
-            UnwatchableError: A tensor is one of the `unobservable`.
-            ModelError: onnxruntime cannot take the model, or a run failed.
+            UnobservableTensorError: A tensor is `unobservable`.
+            ModelError: onnxruntime rejects the model, or a run failed.
         """
         watch_session, self._full_watch = self._full_watch, None
         if other_tensors:
@@ -198,18 +200,18 @@ class OnnxRunner:
 
     @property
     def _model_bytes(self) -> int:
-        """Bytes of the model with its weights."""
+        """Size of the model with its weights."""
         return int(self._emission.message.ByteSize()) + sum(value.nbytes for value in self._weights.values())
 
     def _watch_by_flag(self, tensors: set[TensorRef]) -> _WatchSession:
-        """A session that shows any of `tensors` by flag."""
+        """Return a session that returns any of `tensors` by flag."""
         if self._flagged_watch is None or self._flagged_watch.probes.keys() != tensors:
-            self._flagged_watch = None  # the one before goes first
+            self._flagged_watch = None  # free the previous session first
             self._flagged_watch = self._create_watch(sorted(tensors), "values by flag")
         return self._flagged_watch
 
     def _create_watch(self, tensors: Sequence[TensorRef], mode: WatchMode = "values") -> _WatchSession:
-        """A session that shows `tensors`."""
+        """Return a session that watches `tensors`."""
         watched_message = watch_tensors(self._model, self._emission, sorted(set(tensors)), mode)
         for error in watched_message.rejected.values():
             raise error
@@ -219,7 +221,7 @@ class OnnxRunner:
         return _WatchSession(self._open_session(watched_message.message, watched=True), probes, flags)
 
     def _open_session(self, message: Any, *, watched: bool = False) -> Any:
-        """A session for a form of the model; all of them share what they have of its weights."""
+        """Return a session for a variant of the model; all sessions share the weights that are not in the message."""
         data, external = serialize_for_session(message, self._external_weights)
         return create_session(data, self._model.source.folder, external, self._weights, watched=watched)
 
@@ -229,14 +231,23 @@ class OnnxRunner:
         return {name: value() for name, value in self._external_weights.items()}
 
 
+def create_runner(model: Model) -> OnnxRunner:
+    """Return a runner for the model. It creates its onnxruntime session at the first run.
+
+    Raises:
+        ModelError: The model cannot be emitted.
+    """
+    return OnnxRunner(model)
+
+
 @dataclass(frozen=True, slots=True)
 class _WatchSession:
-    """A session that shows tensors.
+    """A session that returns watched tensors.
 
     Attributes:
-        session: The session, None where nothing comes out of one.
-        probes: Where to find each tensor.
-        flags: All inputs that say what is shown.
+        session: The session, None if no tensor needs one.
+        probes: Source of each tensor's values.
+        flags: All flag inputs.
     """
 
     session: Any
@@ -244,18 +255,18 @@ class _WatchSession:
     flags: Sequence[str]
 
     def static_element_counts(self, feed: Feeds) -> dict[TensorRef, int] | None:
-        """How many elements each tensor of the main graph has in one run; None where onnxruntime does not know."""
+        """Return the elements of each tensor in one run, None if onnxruntime does not know all shapes."""
         shapes = {} if self.session is None else {output.name: output.shape for output in self.session.get_outputs()}
         counts = {}
         for tensor, probe in self.probes.items():
             shape = shapes[probe.sources[0].outputs[0]] if probe.sources else np.shape(probe.values({}, feed)[0])
             if probe.sources and (not shape or not all(isinstance(size, int) for size in shape)):
-                return None  # it shows an unknown rank as no axes
+                return None  # onnxruntime reports an unknown rank as no axes
             counts[tensor] = math.prod(shape)
         return counts
 
     def run_function(self, tensors: Sequence[TensorRef]) -> Callable[[Feeds], ObservedValues]:
-        """What gives the values that each of `tensors` takes in one run of a feed."""
+        """Return a function that runs a feed and returns the values of each of `tensors`."""
         probes = {tensor: self.probes[tensor] for tensor in tensors}
         names = outputs_to_fetch(probes.values())
         requested_flags = {probe.flag for probe in probes.values()}
@@ -269,7 +280,7 @@ class _WatchSession:
 
 
 def _run_per_thread(runs: Sequence[Callable[[Feeds], ObservedValues]]) -> Callable[[Feeds], ObservedValues]:
-    """Each thread that calls this, of which there are no more than `runs`, calls one of them, always the same."""
+    """Return a function that calls one of `runs` on each thread, always the same one."""
     thread_state, unassigned = threading.local(), iter(runs)
 
     def run(feed: Feeds) -> ObservedValues:
@@ -291,22 +302,23 @@ def create_session(
     timed: bool = False,
     profile: Path | None = None,
 ) -> Any:
-    """An onnxruntime session for a ModelProto.
+    """Return an onnxruntime session for a ModelProto.
 
     Args:
         data: The ModelProto as bytes.
-        folder: Where its external data is.
-        external_bytes: Bytes of that. From `MEMORY_MAPPED_BYTES` on, weights stay where the file is mapped, instead of being put into the
-            order that kernels like best: that is a copy of all of them, in memory that nobody can take back.
-        weights: Values of initializers that are said to be external and are not; the session reads their memory.
-        watched: Whether most of its values are outputs, which no plan of how values share memory can hold: making one
-            then costs time and memory for nothing. A run takes one thread, for there are several runs at once.
-        timed: Whether time is what matters: weights are put into order whatever memory that takes, and a run takes one
-            thread, so that it depends least on what else the machine does.
-        profile: How the file begins that is to tell what each op took.
+        folder: Folder of its external data.
+        external_bytes: Size of that data. From `MEMORY_MAPPED_BYTES` on, weights stay in the mapped file. Otherwise
+            they are packed for the kernels, which copies all of them to memory that cannot be freed.
+        weights: Values of initializers that the message declares as external but that are in memory; the session reads
+            them there.
+        watched: True if most values are outputs. No memory pattern applies to those, so creating one would only cost
+            time and memory. A run uses one thread, because several runs are concurrent.
+        timed: True to measure time: weights are packed however much memory that takes, and a run uses one thread, so
+            that it depends least on the load of the machine.
+        profile: Prefix of the file to which the time of each op is written.
 
     Raises:
-        ModelError: onnxruntime cannot take the model.
+        ModelError: onnxruntime rejects the model.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = _FATAL_LOG_LEVEL
@@ -329,14 +341,14 @@ def create_session(
         inference_session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except RUNTIME_ERRORS as error:
         raise ModelError(
-            f"onnxruntime cannot take the model: {first_line(error)}. Mend the model, or update onnxruntime."
+            f"onnxruntime rejects the model: {first_line(error)}. Correct the model, or update onnxruntime."
         ) from error
-    inference_session.weights = weights  # which must live as long
+    inference_session.weights = weights  # the session reads their memory
     return inference_session
 
 
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
-    """A ModelProto as bytes, and how many bytes of external data it has beside the weights `separate_weights`."""
+    """Return a ModelProto as bytes, and the size of its external data without the weights `separate_weights`."""
     external = (tensor for tensor in external_tensors(message) if tensor.name not in separate_weights)
     return message_bytes(message), sum(
         stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims)) for tensor in external
@@ -344,7 +356,7 @@ def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -
 
 
 def _read_weight_names(model: Model, emission: Emission) -> set[str]:
-    """Names of the bulky values that the main graph is given and that something reads."""
+    """Return the names of large values that the main graph receives and that a node reads."""
     large_names = (
         op.name for op in model.main.ops() if op.read_value is not None and constant_bytes(op) >= EXTERNAL_MIN_BYTES
     )
@@ -356,7 +368,7 @@ def _read_weight_names(model: Model, emission: Emission) -> set[str]:
 def run_session(
     inference_session: Any, names: Sequence[str] | None, feeds: Feeds, flags: Feeds | None = None
 ) -> list[Any]:
-    """What comes out of a session; all of it where no names are given.
+    """Run a session and return the outputs called `names`, or all outputs if that is None.
 
     Raises:
         ModelError: The run failed.
@@ -371,33 +383,31 @@ def run_session(
     return results
 
 
-# What models take in onnxruntime: in all, and by op, as its profiler tells.
-
 MAX_PROFILED_RUNS, MAX_PROFILED_SECONDS = 100, 0.4
-"""Runs that are profiled at most, and how long; there are at least `FEW`."""
+"""Maximum number and time of profiled runs; there are at least `MIN_PROFILED_RUNS`."""
 
 MIN_PROFILED_RUNS = 5
 
 MAX_PROFILER_OVERHEAD, MIN_OP_SECONDS = 5e-6, 0.5e-6
-"""What profiling adds to an op at most, and what an op that does nothing takes without it, seconds."""
+"""Maximum overhead of the profiler per op, and time of an op that does nothing without it, in seconds."""
 
 NODE_NUMBER = re.compile("@([0-9]{1,9})@")
-"""A node's number, which its name is while it is profiled: what onnxruntime makes of nodes has parts of their names."""
+"""Number of a node, its name during profiling. Names of fused nodes contain those of their parts."""
 
 GENERATED_SUFFIX = re.compile(r"(_nchwc|_q|_dq|_q_to_dq)$")
-"""What onnxruntime puts behind the name of a tensor to name an op after it."""
+"""Suffix that onnxruntime adds to the name of a tensor to name an op after it."""
 
 CONTAINER_OPS = frozenset({"Loop", "If", "Scan"})
-"""Types whose time is that of the ops inside, which are told too."""
+"""Types whose time is that of the ops inside, which are reported too."""
 
 CONVERSION_OPS = frozenset({"QuantizeLinear", "DequantizeLinear"})
 
 
-def start_timed_session(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
-    """What runs the model once on each of `feeds`, in a session of its own on one thread.
+def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
+    """Return a function that runs each of `feeds` once, in a new session with one thread.
 
     Raises:
-        ModelError: onnxruntime cannot take the model, or a run failed.
+        ModelError: onnxruntime rejects the model, or a run failed.
     """
     data, external_bytes = serialize_for_session(emit_message(model).message)
     inference_session = create_session(data, model.source.folder, external_bytes, timed=True)
@@ -406,11 +416,11 @@ def start_timed_session(model: Model, feeds: Sequence[Feeds]) -> Callable[[], ob
     return lambda: [inference_session.run(None, feed) for feed in feeds]
 
 
-def profile_session_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
-    """Seconds that each op takes in a run; those of several that became one are told of one of them.
+def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
+    """Return the seconds of each op in a run; the time of a fused op is listed under one of its ops.
 
     Raises:
-        ModelError: onnxruntime cannot take the model, or a run failed.
+        ModelError: onnxruntime rejects the model, or a run failed.
     """
     message = emit_message(model).message
     lookup = _number_nodes(message, model.path)
@@ -432,13 +442,13 @@ def profile_session_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _OpLookup:
-    """The ops that a message's nodes are, by their number and by what they make."""
+    """Ops of a message's nodes, by node number and by output name."""
 
     numbered: Sequence[OpKey]
     producers: Mapping[str, OpKey]
 
     def find_op(self, name: str) -> OpKey | None:
-        """The op that one of onnxruntime's is, by its name."""
+        """Return the op of onnxruntime's op called `name`, None if it is unknown."""
         number_match = NODE_NUMBER.search(name)
         if number_match is not None and int(number_match[1]) < len(self.numbered):
             return self.numbered[int(number_match[1])]
@@ -446,7 +456,7 @@ class _OpLookup:
 
 
 def _number_nodes(message: Any, path: Path | None) -> _OpLookup:
-    """Names each node of the message by a number."""
+    """Rename each node of the message to a number."""
     numbered: list[OpKey] = []
     producers: dict[str, OpKey] = {info.name: ("", info.name) for info in message.graph.input}
     for graph in model_from_message(message, path=path).graphs.values():
@@ -459,7 +469,7 @@ def _number_nodes(message: Any, path: Path | None) -> _OpLookup:
 
 
 def _op_durations(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], list[float]]:
-    """For each of onnxruntime's ops, by name and type, the seconds that its runs took."""
+    """Return the seconds of each run of onnxruntime's ops, by name and type."""
     durations: dict[tuple[str, str], list[float]] = {}
     for event in events:
         name = event.get("name", "")
@@ -470,7 +480,7 @@ def _op_durations(events: Sequence[Mapping[str, Any]]) -> dict[tuple[str, str], 
 
 
 def _sum_by_op(durations: Mapping[tuple[str, str], list[float]], lookup: _OpLookup, runs: int) -> OpProfile:
-    """What is told of onnxruntime's ops as that of the model's, without what the profiler itself takes."""
+    """Attribute the time of onnxruntime's ops to those of the model, without the overhead of the profiler."""
     means = {key: _fast_half_mean(seconds) for key, seconds in durations.items()}
     overhead = min(min(means.values(), default=0.0), MAX_PROFILER_OVERHEAD)
     ops: dict[OpKey, float] = {}
@@ -487,5 +497,5 @@ def _sum_by_op(durations: Mapping[tuple[str, str], list[float]], lookup: _OpLook
 
 
 def _fast_half_mean(seconds: list[float]) -> float:
-    """The mean of the shorter half, for whole microseconds are told and a few runs are interrupted."""
+    """Return the mean of the shorter half: the profiler reports whole microseconds, and some runs are interrupted."""
     return mean(sorted(seconds)[: max(len(seconds) // 2, 1)])

@@ -1,4 +1,9 @@
-"""Static types and shapes: onnx's shape inference on a copy of the model without its weights' data."""
+"""Static types and shapes: onnx's shape inference on a copy of the model without weight data.
+
+Some nodes crash the process in onnx's shape inference, or make it run forever. They were found by passing malformed
+nodes to onnx 1.23. Such nodes are hidden first: they get a domain that onnx does not know, so their outputs have no
+type.
+"""
 
 from __future__ import annotations
 
@@ -20,47 +25,43 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-# Nodes that onnx's shape inference must not see: it ends the process on them, or comes to no end.
-#
-# They were found by feeding it odd nodes (onnx 1.23). A hidden node is in a domain of which onnx knows nothing, and what
-# it makes has no type.
-
 HIDDEN_DOMAIN = "graphquant.hidden"
 
 MAX_VECTOR_ELEMENTS = 1 << 20
-"""Elements of all integer vectors of a graph up to which onnx may compute their values: it keeps an object for each."""
+"""Maximum total length of a graph's integer vectors for which onnx may propagate values: it creates an object per
+element."""
 
 SHORT_VECTOR_ELEMENTS = 1 << 10
-"""Elements of a vector that any number of nodes may read while values are computed."""
+"""Length of a vector that any number of nodes may read while values are propagated."""
 
 MAX_READ_ELEMENTS = 1 << 26
-"""Elements of all longer ones, counted for each time they are read: onnx makes an object for each."""
+"""Maximum total length of longer vectors, counted once per reader: onnx creates an object for each element it reads."""
 
 INT32_LIMIT = 1 << 31
-"""Numbers from here on are other ones once onnx has put them into 32 bits, which it does after it has checked them."""
+"""Numbers from here on change when onnx truncates them to 32 bits, which it does after checking them."""
 
 INTEGER_TYPES = (TensorProto.INT32, TensorProto.INT64)
 
 _GROWING_OPS = frozenset(
     {"Concat", "ConstantOfShape", "Expand", "OneHot", "Pad", "Range", "Resize", "Tile", "Upsample"}
 )
-"""Ops that make vectors of any length out of few numbers."""
+"""Ops that create vectors of any length from a few numbers."""
 
 _VALUE_PROPAGATED_OPS = frozenset(
     {"Add", "Cast", "Concat", "Gather", "Mul", "Size", "Slice", "Squeeze", "Sub", "Unsqueeze"}
 )
-"""Ops of which onnx computes the values of vectors, so that it makes an object for each element that they read."""
+"""Ops for which onnx propagates the values of vectors, and so creates an object for each element they read."""
 
 _GUARDED_INPUT_SLOTS = {"EyeLike": 0, "RegexFullMatch": 0, "GatherND": 1, "Expand": 1, "MeanVarianceNormalization": 0}
-"""Ops on which onnx ends the process, or comes to no end, if one of their inputs has no type or is a vector of any
-length; and the slot of that input."""
+"""Ops that crash onnx, or make it run forever, if one of their inputs has no type or is a vector of any length, with
+the slot of that input."""
 
 _ALWAYS_HIDDEN_OPS = frozenset({"LabelEncoder", "DictVectorizer", "TreeEnsemble"})
-"""Ops of ai.onnx.ml that are never shown: with attributes missing, or of the wrong kind, they end the process."""
+"""Ops of ai.onnx.ml that are never revealed: they crash the process if attributes are missing or have a wrong type."""
 
 
 def hide_crashing_nodes(message: Any) -> None:
-    """Hides the nodes of a ModelProto on which onnx may end the process, and makes the domain of hidden ones known."""
+    """Hide the nodes of a ModelProto that may crash onnx, and import the domain of hidden nodes."""
     for root, imports in [(message.graph, message), *((function, function) for function in message.functions)]:
         if all(entry.domain != HIDDEN_DOMAIN for entry in imports.opset_import):
             imports.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
@@ -78,7 +79,7 @@ def _may_crash_inference(node: Any) -> bool:
     for attr in node.attribute:
         if attr.type == AttributeProto.INT and not -INT32_LIMIT <= attr.i < INT32_LIMIT:
             return True
-        # onnx takes its word for how many there are, and has no place for the others.
+        # onnx trusts num_outputs and writes past the end of the outputs.
         if (
             node.op_type == "Split"
             and attr.name == "num_outputs"
@@ -89,17 +90,17 @@ def _may_crash_inference(node: Any) -> bool:
 
 
 def reveal_safe_nodes(typed_message: Any) -> bool:
-    """Shows those of the hidden nodes of the main graph and its bodies again of which enough is known now.
+    """Reveal hidden nodes of the main graph and its bodies whose inputs are now known well enough.
 
     Args:
         typed_message: A ModelProto with types. It is changed.
 
     Returns:
-        Whether there were any.
+        True if a node was revealed.
     """
     revealed = False
     pending: list[tuple[Any, ChainMap[str, Any]]] = [(typed_message.graph, ChainMap())]
-    for graph, outer_types in pending:  # grows while bodies are found
+    for graph, outer_types in pending:  # grows while bodies are visited
         guarded_nodes = [
             node for node in graph.node if node.domain == HIDDEN_DOMAIN and node.op_type in _GUARDED_INPUT_SLOTS
         ]
@@ -118,13 +119,13 @@ def reveal_safe_nodes(typed_message: Any) -> bool:
 
 
 def hide_costly_nodes(typed_message: Any) -> bool:
-    """Hides nodes whose values must not be computed.
+    """Hide nodes for which onnx must not propagate values.
 
     Args:
         typed_message: A ModelProto with types. It is changed.
 
     Returns:
-        Whether its vectors are small enough for values to be computed at all.
+        True if its vectors are short enough to propagate values at all.
     """
     total_length = read_elements = 0
     long_readers: list[Any] = []
@@ -152,18 +153,18 @@ def hide_costly_nodes(typed_message: Any) -> bool:
 
 
 def _declared_types(graph: Any) -> Iterator[tuple[str, Any]]:
-    """The types that the graph itself tells, of its values by name."""
+    """Return the names and types of the values that the graph itself declares."""
     interface_infos = [*graph.input, *graph.output] if isinstance(graph, GraphProto) else []
     return ((info.name, info.type) for info in [*graph.value_info, *interface_infos])
 
 
 def _may_be_integers(type_: Any) -> bool:
-    """Whether the elements may be whole numbers."""
+    """Return True if the elements may be integers."""
     return not type_.tensor_type.elem_type or type_.tensor_type.elem_type in INTEGER_TYPES
 
 
 def _vector_length(type_: Any) -> int | None:
-    """Elements of what may be a vector; 0 if it is known to be none, None if that is not known."""
+    """Return the length of a possible vector, 0 if the type is certainly none, None if that is unknown."""
     tensor = type_.tensor_type
     if len(tensor.shape.dim) > 1:
         return 0
@@ -174,12 +175,12 @@ def _vector_length(type_: Any) -> int | None:
 
 
 def _tensor_type(tensor: Any) -> Any:
-    """The TypeProto of a TensorProto."""
+    """Return the TypeProto of a TensorProto."""
     return helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
 
 
 def _is_safe_to_reveal(node: Any, types: Mapping[str, Any]) -> bool:
-    """Whether enough is known of what the node reads."""
+    """Return True if enough is known about the inputs of the node."""
     slot = _GUARDED_INPUT_SLOTS[node.op_type]
     type_ = types.get(node.input[slot]) if slot < len(node.input) and node.input[slot] else None
     if type_ is None or not type_.HasField("tensor_type") or _may_crash_inference(node):
@@ -200,41 +201,41 @@ INFERENCE_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
     IndexError,
 )
-"""What onnx's shape inference raises; its own kinds have no common base."""
+"""Exceptions of onnx's shape inference, which have no common base class."""
 
 MAX_SHAPE_ELEMENTS = 1 << 10
-"""Elements up to which integer constants keep their data: they may be shapes, axes or slices."""
+"""Maximum number of elements of an integer constant that keeps its data, as it may be a shape, axes or slices."""
 
 MAX_SCALE_ELEMENTS = 8
-"""Elements up to which float constants keep their data: they may be what Resize multiplies each axis by."""
+"""Maximum number of elements of a float constant that keeps its data, as it may hold the scales of Resize."""
 
 MAX_REVEAL_ROUNDS = 4
-"""How often nodes are shown again of which more is known than before; each time all types are found anew."""
+"""Maximum number of times that hidden nodes are revealed. Each time all types are inferred again."""
 
 MAX_INLINED_NODES = 1 << 18
-"""Nodes that a model may have once its functions are put in place of their calls, as onnx and onnxruntime do."""
+"""Maximum number of nodes after inlining the functions, as onnx and onnxruntime do."""
 
 _VISIBLE_ELEMENTS = {TensorProto.FLOAT: MAX_SCALE_ELEMENTS, **dict.fromkeys(INTEGER_TYPES, MAX_SHAPE_ELEMENTS)}
 
 
 def infer_types(message: Any, folder: Path | None = None) -> Any:
-    """A ModelProto with the nodes of `message` and all value types that could be found; weights have no data in it.
+    """Return a ModelProto with the nodes of `message` and all value types that could be inferred, without weight data.
 
     Args:
         message: The ModelProto.
-        folder: Where its external data is, None if it has none. What may be shapes is read and kept in the result.
+        folder: Folder of its external data, None if it has none. Data that may be a shape is read and kept.
 
     Raises:
-        ModelError: A function calls itself, or the calls come to too many nodes.
+        ModelError: A function calls itself, or inlining would give too many nodes.
     """
     return add_inferred_types(strip_weight_data(message, folder))
 
 
 def strip_weight_data(message: Any, folder: Path | None = None) -> Any:
-    """A ModelProto with the nodes of `message` and without the data of what is surely no shape, for `add_inferred_types`.
+    """Return a ModelProto with the nodes of `message`, without data that is no shape, for `add_inferred_types`.
 
     Raises:
-        ModelError: A function calls itself, or the calls come to too many nodes.
+        ModelError: A function calls itself, or inlining would give too many nodes.
     """
     _check_function_calls(message)
     weightless = ModelProto(
@@ -245,17 +246,17 @@ def strip_weight_data(message: Any, folder: Path | None = None) -> Any:
 
 
 def add_inferred_types(weightless: Any) -> Any:
-    """The model, which may be changed, with all value types that could be found."""
+    """Return the model, which may be changed in place, with all value types that could be inferred."""
     typed_message = _infer_message_types(weightless)
     if weightless.functions:
-        with suppress(*INFERENCE_ERRORS):  # their values have no types then
+        with suppress(*INFERENCE_ERRORS):  # otherwise values in functions have no types
             inlined_message, origins = inline_marked_functions(weightless)
             add_function_types(typed_message.functions, _infer_message_types(inlined_message), origins)
     return typed_message
 
 
 def _infer_message_types(weightless: Any) -> Any:
-    """The model with types, as far as onnx finds them."""
+    """Return the model with the types that onnx infers."""
     hide_crashing_nodes(weightless)
     try:
         typed_message = shape_inference.infer_shapes(weightless)
@@ -264,7 +265,7 @@ def _infer_message_types(weightless: Any) -> Any:
                 break
             typed_message = shape_inference.infer_shapes(typed_message)
     except INFERENCE_ERRORS:
-        # An op unknown to onnx, or a model that is wrong in some place: the types that the file states remain.
+        # The model has an unknown op or an error: keep the types that the file declares.
         return weightless
     if not hide_costly_nodes(typed_message):
         return typed_message
@@ -275,7 +276,7 @@ def _infer_message_types(weightless: Any) -> Any:
 
 
 def _check_function_calls(message: Any) -> None:
-    """Refuses functions that call themselves, or each other so often that putting them in place would fill memory."""
+    """Reject functions that call themselves, or that would fill memory when they are inlined."""
     if not message.functions:
         return
     main = ("", "", "")
@@ -300,18 +301,18 @@ def _check_function_calls(message: Any) -> None:
         inlined_counts[key] = sum(count * inlined_counts.get(callee, 1) for callee, count in node_counts[key].items())
     if inlined_counts[main] > MAX_INLINED_NODES:
         raise ModelError(
-            f"With its functions put in place, the model has {inlined_counts[main]} nodes. At most {MAX_INLINED_NODES} are read: export"
-            " the model without functions."
+            f"With its functions inlined, the model has {inlined_counts[main]} nodes. At most {MAX_INLINED_NODES} are "
+            "supported: export the model without functions."
         )
 
 
 def _all_nodes(root: Any) -> Iterator[Any]:
-    """The nodes of a GraphProto or FunctionProto and of all bodies in it."""
+    """Return the nodes of a GraphProto or FunctionProto and of all bodies in it."""
     return (node for graph in nested_graphs(root) for node in graph.node)
 
 
 def _copy_graph_stripped(source: Any, target: Any, folder: Path | None) -> None:
-    """Copies a GraphProto without the data of what is surely no shape."""
+    """Copy a GraphProto without data that is no shape."""
     target.name = source.name
     target.input.extend(source.input)
     target.output.extend(source.output)
@@ -351,5 +352,5 @@ def _copy_tensor_stripped(source: Any, target: Any, folder: Path | None) -> None
     target.name, target.data_type = source.name, source.data_type
     target.dims.extend(source.dims)
     if keeps_data:
-        with suppress(ModelError, OSError):  # whoever needs the value says so
+        with suppress(ModelError, OSError):  # the error is raised when the value is needed
             target.raw_data = tensor_value(source, folder).tobytes()

@@ -1,33 +1,34 @@
-"""What a loaded ONNX model remembers of its message, so that emit can tell what changed."""
+"""The message of a loaded model, and the provenance in its metadata: `metadata_props` of the model and of its nodes."""
 
 from __future__ import annotations
 
 import base64
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.tensors import ANCHOR_KEY, RULE_KEY
-from graphquant.ir import Graph, Model, Op, TensorRef, Use
 from graphquant.quantize import METADATA_PREFIX, OPS_KEY, RECORD_KEY, make_record, op_provenance_json, restore_source
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from graphquant.ir import Model, Op, TensorRef
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxGraphSource:
-    """One graph as it was read.
+    """One graph as it was loaded.
 
     Attributes:
         proto: The GraphProto, or the FunctionProto of a function.
         node_names: Names of the ops in the order of `proto.node`.
-        loaded_ops: The ops as they were read, by name.
-        values: What each value name of this graph stands for.
-        dimension_names: Of each value with sizes that are no numbers, their names by axis, "" where there is none.
+        loaded_ops: The ops as they were loaded, by name.
+        values: Tensor of each value name of this graph.
+        dimension_names: Symbolic dimension names by axis for values that have some, "" for an axis without.
     """
 
     proto: Any
@@ -39,12 +40,12 @@ class OnnxGraphSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnnxSource:
-    """A ModelProto, which is never changed.
+    """The ModelProto of a loaded model, which is never changed. Emission compares the model with it.
 
     Attributes:
         message: The ModelProto.
-        graphs: What each graph was, by its name in the model.
-        folder: Where its external data is; None for a model built in memory.
+        graphs: Source of each graph, by its name in the model.
+        folder: Folder of its external data; None for a model built in memory.
     """
 
     message: Any
@@ -52,108 +53,11 @@ class OnnxSource:
     folder: Path | None
 
 
-# Graph outputs keep their names: which values are called otherwise once an output reads another tensor.
-
-
-@dataclass(slots=True, kw_only=True)
-class OutputRenames:
-    """What one graph's changed outputs ask for.
-
-    Attributes:
-        renamed_tensors: New names of values.
-        identity_copies: Identity nodes to add: output value to (node name, tensor read).
-        output_names: New names for outputs of bodies and functions, by position; there the order counts, not the name.
-    """
-
-    renamed_tensors: dict[TensorRef, str] = field(default_factory=dict)
-    identity_copies: dict[str, tuple[str, TensorRef]] = field(default_factory=dict)
-    output_names: dict[int, str] = field(default_factory=dict)
-
-
-def plan_output_names(model: Model, graph: Graph, source: OnnxGraphSource) -> OutputRenames:
-    """The names with which the outputs of `graph` are called as in its source.
-
-    1. The tensor that an output reads now takes the output's name.
-    2. One that cannot (an input, an initializer, one of an outer graph, another output's) is copied by an Identity.
-    3. An output of a body whose name belongs to an input or an outer value takes the name of what it reads.
-    4. Whatever had the output's name before gets a new one.
-
-    Raises:
-        ModelError: The main graph's output is one of its inputs, so both would need the same name.
-    """
-    renames = OutputRenames()
-    free_name = _FreeNames(graph)
-    read_tensors = {name: graph.slots(name)[0] for name in graph.outputs}
-    edited = [name for name in graph.outputs if Use(graph.name, name, 0) in graph.rerouted_uses]
-    changed = {name: None for name in edited if not _reads_loaded_tensor(graph, source, name)}
-    claimed = {tensor for name, tensor in read_tensors.items() if name not in changed}
-    freed_names: list[str] = []
-    for name in changed:
-        tensor, value = read_tensors[name], output_value_name(graph.op(name))
-        if tensor is None:
-            raise ModelError(f"The graph output {value!r} reads nothing. Reroute it to a tensor.")
-        can_rename = tensor.graph == graph.name and tensor not in claimed and _is_node_output(model.op(tensor))
-        claimed.add(tensor)
-        new_name = value
-        if value not in source.values or source.loaded_ops[source.values[value].op].kind == "input":
-            # Case 3.
-            if not graph.name:
-                raise ModelError(
-                    f"The graph output {value!r} is the graph input of that name, so nothing fits between. "
-                    "Leave it out with --exclude."
-                )
-            new_name = model.output(tensor).name if can_rename else free_name(f"{value}/output")
-            renames.output_names[graph.outputs.index(name)] = new_name
-        else:
-            freed_names.append(value)
-        if not can_rename:
-            renames.identity_copies[new_name] = (free_name(f"{value}/identity"), tensor)  # Case 2.
-        elif new_name == value:
-            renames.renamed_tensors[tensor] = value  # Case 1.
-    for value in freed_names:
-        previous = source.values[value]
-        if (
-            previous not in renames.renamed_tensors
-            and previous.op in graph
-            and graph.op(previous.op).source is not None
-        ):
-            renames.renamed_tensors[previous] = free_name(f"{value}/float")  # Case 4.
-    return renames
-
-
 def output_value_name(op: Op) -> str:
-    """The value name in the source of an op of kind "output"."""
+    """Return the value name in the source of an op of kind "output"."""
     name: str = op.source if isinstance(op.source, str) else op.source.name
     return name
 
-
-class _FreeNames:
-    """Gives names that are free in a graph, each once."""
-
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._issued: set[str] = set()
-
-    def __call__(self, base: str) -> str:
-        name, suffix = self._graph.unique_name(base), 1
-        while name in self._issued:
-            name, suffix = self._graph.unique_name(f"{base}_{suffix}"), suffix + 1
-        self._issued.add(name)
-        return name
-
-
-def _reads_loaded_tensor(graph: Graph, source: OnnxGraphSource, name: str) -> bool:
-    """Whether output `name` reads what it read at load."""
-    tensor = graph.slots(name)[0]
-    loaded_tensor = source.values.get(output_value_name(graph.op(name)))
-    return tensor is not None and tensor == loaded_tensor and graph.op(tensor.op) is source.loaded_ops[tensor.op]
-
-
-def _is_node_output(op: Op) -> bool:
-    return isinstance(op.source, NodeProto) or (op.source is None and op.kind != "constant")
-
-
-# What an ONNX model says of where it came from: `metadata_props` of its nodes and of the model.
 
 METADATA_IR_VERSION = 10
 """First IR version whose nodes have metadata_props."""
@@ -162,8 +66,13 @@ RuleNotes = dict[str, dict[str, tuple[str, str]]]
 """Rule and anchor of ops, by graph and name."""
 
 
+def read_metadata(model: Model) -> dict[str, str]:
+    """Return the provenance entries in the model's metadata."""
+    return metadata_entries(model.source.message)
+
+
 def write_onnx_metadata(message: Any, model: Model, *, record: bool = True) -> None:
-    """Writes into `message`, which `model` was emitted as, what the model is to say of itself."""
+    """Write the provenance of `model` to `message`, which was emitted from it."""
     if model.provenance is None:
         return
     clear_metadata(message)
@@ -177,7 +86,7 @@ def write_onnx_metadata(message: Any, model: Model, *, record: bool = True) -> N
 
 
 def clear_metadata(message: Any) -> None:
-    """Takes out what the model says of itself."""
+    """Remove graphquant's entries from a model's metadata."""
     remaining = [entry for entry in message.metadata_props if not entry.key.startswith(METADATA_PREFIX)]
     copies = [type(entry)(key=entry.key, value=entry.value) for entry in remaining]
     del message.metadata_props[:]
@@ -185,7 +94,7 @@ def clear_metadata(message: Any) -> None:
 
 
 def metadata_entries(message: Any) -> dict[str, str]:
-    """What a model says of itself, by key."""
+    """Return graphquant's entries in a model's metadata by key."""
     entries = message.metadata_props
     return {
         entry.key.removeprefix(METADATA_PREFIX): entry.value
@@ -195,7 +104,9 @@ def metadata_entries(message: Any) -> dict[str, str]:
 
 
 def restore_source_message(message: Any) -> tuple[Any, bool] | None:
-    """What the record in a model gives back, and whether the model is as it was written; None if it has none.
+    """Restore the message that a model's provenance record describes, None if it has no record.
+
+    The second value is True if the model is unchanged since it was written.
 
     Raises:
         ModelError: The record is damaged, or weights were changed.
@@ -209,12 +120,14 @@ def restore_source_message(message: Any) -> tuple[Any, bool] | None:
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError as error:
-        raise ModelError(f"The record in the model is no base64 ({error}). Start from the float model.") from error
+        raise ModelError(
+            f"The record in the model is not valid base64 ({error}). Start from the float model."
+        ) from error
     return restore_source(data, clean_message, ModelProto)
 
 
 def read_rule_notes(message: Any) -> RuleNotes:
-    """Rule and anchor of the ops of a model whose nodes cannot say it; nothing where that is damaged."""
+    """Return rule and anchor of ops from the model's metadata, for nodes without metadata; {} if damaged."""
     try:
         notes_by_graph = json.loads(metadata_entries(message).get(OPS_KEY, "{}"))
         return {
@@ -226,6 +139,6 @@ def read_rule_notes(message: Any) -> RuleNotes:
 
 
 def node_rule_note(node: Any) -> tuple[str, str]:
-    """Rule and anchor of a node, "" where it says none."""
+    """Return rule and anchor from a node's metadata, "" for each that is missing."""
     properties = {entry.key: entry.value for entry in node.metadata_props} if node.metadata_props else {}
     return properties.get(RULE_KEY, ""), properties.get(ANCHOR_KEY, "")

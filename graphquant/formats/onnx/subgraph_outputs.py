@@ -1,10 +1,14 @@
-"""Values out of the bodies of a message: every body on the way gains an output.
+"""Outputs for values inside the bodies of a message: every body on the way out gains an output.
 
-1. A branch of If hands the value on; the other branch gives an empty tensor of shape [0].
-2. The body of Scan has it as a scan output. A Scan around an If or Loop is written as a Loop.
-3. The body of Loop collects it in what the Loop carries, as its scan outputs must not change their shape: in a sequence
-   from opset 13 on, before that in one long vector beside all sizes and ranks. Branches around or inside that Loop hand
-   on what it carries.
+1. A branch of If returns the value. The other branch returns an empty tensor of shape [0].
+2. The body of Scan returns it as a scan output. A Scan around an If or Loop is first converted to a Loop.
+3. The body of Loop collects it in a carried value, because scan outputs must have a constant shape. From opset 13 on
+   that is a sequence, before that three vectors of all elements, sizes and ranks. Branches around or inside the Loop
+   return what it carries.
+
+A Scan is converted to the Loop that computes the same, because only a Loop can carry a sequence out of its body:
+
+    states, outs = Scan(states, xs)    becomes    states, outs = Loop(length of xs, , states), where x = Gather(xs, i)
 """
 
 from __future__ import annotations
@@ -23,29 +27,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
-# A Scan written as the Loop that does the same: a Loop can carry a sequence of values out of its body, a Scan cannot.
-#
-# states, outs = Scan(states, xs)    becomes    states, outs = Loop(length of xs, , states), where x = Gather(xs, i)
-
 SLICE_STEPS_OPSET = 10
-"""First opset whose Slice has steps, which turn around what a Scan collects from the last place to the first."""
+"""First opset whose Slice has steps, which reverse the values that a Scan collects."""
 
 SLICE_END_BEFORE_FIRST = -(1 << 63)
-"""Where a Slice backwards ends."""
+"""End of a Slice that runs backwards to the first element."""
 
 
 def convert_scan_to_loop(graph: Any, node: Any, body: Any, opset: int, new_name: Callable[[], str]) -> None:
-    """Makes the Scan `node` of `graph` a Loop with the same body, in place.
+    """Convert the Scan `node` of `graph` to a Loop with the same body, in place.
 
     Args:
         graph: The GraphProto that holds the node.
         node: A Scan of opset 9 or later.
         body: Its body.
         opset: Opset of the default domain.
-        new_name: Gives a new value name.
+        new_name: Returns a new value name.
 
     Raises:
-        UnwatchableError: How its outputs are laid out cannot be said with a Loop.
+        UnobservableTensorError: A Loop cannot express the layout of its outputs.
     """
     attributes = {attr.name: list(attr.ints) for attr in node.attribute}
     states = len(node.input) - next(attr.i for attr in node.attribute if attr.name == "num_scan_inputs")
@@ -90,7 +90,7 @@ def convert_scan_to_loop(graph: Any, node: Any, body: Any, opset: int, new_name:
 
 
 def _length_nodes(value: str, axis: int, new_name: Callable[[], str]) -> tuple[list[Any], str, str]:
-    """Nodes that give the size of `value` along `axis`, its name, and the name of that size less one."""
+    """Return nodes that compute the size of `value` along `axis`, its name, and the name of that size minus one."""
     axis_name, one_name, shape, length, last_index = (new_name() for _ in range(5))
     nodes = [
         _int64_constant_node(axis_name, axis),
@@ -105,11 +105,11 @@ def _length_nodes(value: str, axis: int, new_name: Callable[[], str]) -> tuple[l
 def _rearrangement_nodes(
     stacked: str, result: str, type_: Any, axis: int, is_reversed: bool, opset: int, new_name: Callable[[], str]
 ) -> list[Any]:
-    """Nodes that turn what a Loop stacked into what the Scan gives: last place first, and along another axis."""
+    """Return nodes that convert the stacked values of a Loop to those of the Scan: reversed, and along another axis."""
     nodes = []
     if is_reversed:
         if opset < SLICE_STEPS_OPSET:
-            raise UnobservableTensorError("it is inside a Scan that collects from the last place to the first")
+            raise UnobservableTensorError("it is inside a Scan that collects in reverse order")
         start, end, slice_axis, reversed_values = (new_name() for _ in range(4))
         nodes += [
             _int64_constant_node(start, -1, dims=[1]),
@@ -149,12 +149,12 @@ SCAN_WITHOUT_BATCH_OPSET = 9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueOutputs:
-    """Where the values of a watched tensor come out.
+    """Graph outputs from which the values of a watched tensor are read.
 
     Attributes:
         outputs: The graph outputs to fetch: one, or three that hold the elements, sizes and ranks of all values.
-        lifted: Whether it comes out of a body, where shape [0] says "not reached".
-        stacked_axes: How many leading axes count iterations.
+        lifted: True if the value comes from a body, so that shape [0] means "not reached".
+        stacked_axes: Number of leading axes that count iterations.
     """
 
     outputs: tuple[str, ...]
@@ -162,7 +162,7 @@ class ValueOutputs:
     stacked_axes: int = 0
 
     def values(self, fetched: Mapping[str, Any]) -> list[Array]:
-        """The values that the tensor took, given the fetched outputs."""
+        """Return the values of the tensor, given the fetched outputs."""
         result = fetched[self.outputs[0]]
         if not self.lifted:
             return [np.asarray(result)]
@@ -186,19 +186,19 @@ class BodyLevel:
 
     @property
     def op_type(self) -> str:
-        """The type of the node, with the domain of one that is not ONNX's own."""
+        """Type of the node, with its domain if that is not ONNX's own."""
         foreign = self.node.domain not in {"", "ai.onnx"}
         return f"{self.node.domain}:{self.node.op_type}" if foreign else str(self.node.op_type)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkedNode:
-    """A node whose first output is to be lifted.
+    """A node whose first output is to become a graph output.
 
     Attributes:
-        key: What the node's doc_string says behind the prefix.
+        key: Text after the prefix in the node's doc_string.
         node: The node.
-        dtype: ONNX element type of that output, 0 if it is not known.
+        dtype: ONNX element type of that output, 0 if unknown.
         levels: The bodies around it, the innermost first.
     """
 
@@ -209,7 +209,7 @@ class MarkedNode:
 
 
 def find_marked_nodes(message: Any, typed_message: Any, prefix: str) -> list[MarkedNode]:
-    """The nodes whose doc_string starts with `prefix`, outer graphs first.
+    """Return the nodes whose doc_string starts with `prefix`, those of outer graphs first.
 
     Args:
         message: A ModelProto.
@@ -218,7 +218,7 @@ def find_marked_nodes(message: Any, typed_message: Any, prefix: str) -> list[Mar
     """
     marked_nodes: list[MarkedNode] = []
     pending: list[tuple[Any, Any, tuple[BodyLevel, ...]]] = [(message.graph, typed_message.graph, ())]
-    for graph, typed_graph, levels in pending:  # grows while bodies are found
+    for graph, typed_graph, levels in pending:  # grows while bodies are visited
         types: dict[str, int] | None = None
         for node, typed_node in zip(graph.node, typed_graph.node, strict=True):
             if node.doc_string.startswith(prefix):
@@ -237,7 +237,7 @@ class SubgraphLifter:
     """Adds outputs to `message`, in place."""
 
     def __init__(self, message: Any, opset: int, new_name: Callable[[], str]) -> None:
-        """`opset` is that of the default domain, `new_name` gives a new value name."""
+        """Prepare a message; `opset` is that of the default domain, and `new_name` returns a new value name."""
         self._message = message
         self._opset = opset
         self._new_name = new_name
@@ -245,16 +245,16 @@ class SubgraphLifter:
         self._initial_carries: dict[int, tuple[str, ...]] = {}
 
     def publish(self, name: str) -> None:
-        """Makes a value of the main graph an output."""
+        """Make a value of the main graph an output."""
         if name not in self._outputs:
             self._outputs.add(name)
             self._message.graph.output.append(ValueInfoProto(name=name))
 
     def convert_scans(self, levels: Iterable[BodyLevel]) -> None:
-        """Writes each Scan that does not just stack the value as a Loop; `levels` has the innermost first.
+        """Convert each Scan that does not just stack the value to a Loop; `levels` has the innermost first.
 
         Raises:
-            UnwatchableError: That cannot be done.
+            UnobservableTensorError: A Scan cannot be converted.
         """
         only_scans = True
         for level in levels:
@@ -263,10 +263,10 @@ class SubgraphLifter:
                 convert_scan_to_loop(level.graph, level.node, level.body, self._opset, self._new_name)
 
     def lift_value(self, mark: MarkedNode, dtype: int) -> ValueOutputs:
-        """Makes the marked value an output.
+        """Make the marked value a graph output.
 
         Raises:
-            UnwatchableError: It is where onnxruntime cannot watch it.
+            UnobservableTensorError: onnxruntime cannot return the value from its body.
         """
         levels, value, stacked_axes = list(mark.levels), mark.node.output[0], 0
         while levels and levels[0].op_type == "Scan" and self._opset >= SCAN_WITHOUT_BATCH_OPSET:
@@ -276,7 +276,7 @@ class SubgraphLifter:
         if unsupported:
             raise UnobservableTensorError(f"it is inside {unsupported[0].op_type} {unsupported[0].node.output[0]!r}")
         if levels and not dtype:
-            raise UnobservableTensorError("its type is not known before the model runs")
+            raise UnobservableTensorError("its type is unknown before the model runs")
         outputs: tuple[str, ...] = (value,)
         if any(level.op_type == "Loop" for level in levels):
             outputs = self._add_carried_values(levels, value, dtype)
@@ -288,7 +288,7 @@ class SubgraphLifter:
         return ValueOutputs(outputs=outputs, lifted=bool(mark.levels), stacked_axes=stacked_axes)
 
     def _add_scan_output(self, level: BodyLevel, value: str, dtype: int) -> str:
-        """Case 2: the name of the stacked values outside."""
+        """Handle case 2: return the name of the stacked values outside."""
         level.body.output.append(_unshaped_info(value, dtype))
         for attr in level.node.attribute:
             if attr.name in {"scan_output_axes", "scan_output_directions"}:
@@ -296,14 +296,14 @@ class SubgraphLifter:
         return self._add_node_output(level, len(level.body.output) - 1)
 
     def _add_branch_output(self, level: BodyLevel, value: str, dtype: int) -> tuple[str]:
-        """Case 1: the value's name outside."""
+        """Handle case 1: return the value's name outside."""
         level.body.output.append(_unshaped_info(value, dtype))
         for sibling in _sibling_bodies(level):
             sibling.output.append(_unshaped_info(self._add_empty_constant(sibling, dtype), dtype))
         return (self._add_node_output(level, len(level.body.output) - 1),)
 
     def _add_carried_values(self, levels: Sequence[BodyLevel], value: str, dtype: int) -> tuple[str, ...]:
-        """Case 3: threads what grows by each value through all bodies; its names at the end."""
+        """Handle case 3: carry the collected values through all bodies, and return their names outside."""
         initial = carried = self._initial_carry(dtype)
         for level in reversed(levels):
             if level.op_type == "Loop":
@@ -324,14 +324,14 @@ class SubgraphLifter:
         return carried
 
     def _add_node_output(self, level: BodyLevel, position: int) -> str:
-        """Gives the node of `level` a new output at that place."""
+        """Give the node of `level` a new output at that position."""
         name = self._new_name()
         level.node.output.extend([""] * (position - len(level.node.output)))
         level.node.output.insert(position, name)
         return name
 
     def _initial_carry(self, dtype: int) -> tuple[str, ...]:
-        """What a Loop carries before its first round."""
+        """Return the values that a Loop carries before its first iteration."""
         if dtype not in self._initial_carries:
             graph = self._message.graph
             if self._opset >= SEQUENCE_LOOP_OPSET:
@@ -354,7 +354,7 @@ class SubgraphLifter:
         ]
 
     def _append_to_carry(self, body: Any, carried: tuple[str, ...], value: str) -> tuple[str, ...]:
-        """What `body` carries once `value` is in it."""
+        """Return the carried values of `body` after `value` is appended."""
         extended = tuple(self._new_name() for _ in carried)
         if len(carried) == 1:
             body.node.append(helper.make_node("SequenceInsert", [carried[0], value], list(extended)))
@@ -376,7 +376,7 @@ class SubgraphLifter:
         return extended
 
     def _pass_carry_through(self, body: Any, carried: tuple[str, ...], dtype: int) -> tuple[str, ...]:
-        """What `body`, a branch without the value, carries on; Identity takes no sequence before opset 14."""
+        """Return the carried values of a branch without the value; Identity takes no sequence before opset 14."""
         if len(carried) == 1:
             return self._append_to_carry(body, carried, self._add_empty_constant(body, dtype))
         passed = tuple(self._new_name() for _ in carried)
@@ -390,7 +390,7 @@ class SubgraphLifter:
 
 
 def _split_packed_values(elements: Array, sizes: Array, ranks: Array) -> list[Array]:
-    """The values whose elements, sizes and ranks lie one behind the other."""
+    """Return the values whose elements, sizes and ranks are concatenated."""
     values, element_offset, size_offset = [], 0, 0
     for rank in ranks.tolist():
         shape = sizes[size_offset : size_offset + rank].tolist()

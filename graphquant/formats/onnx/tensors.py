@@ -1,4 +1,7 @@
-"""Tensors of ONNX messages as numpy arrays: inline, sparse, and external ones through memory maps."""
+"""Tensors of ONNX messages as numpy arrays: inline, sparse, and external ones through memory maps.
+
+Ops and their attributes are converted to NodeProtos and TensorProtos here, too.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,10 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 MAX_DENSE_ELEMENTS = 1 << 24
-"""Number of elements that any sparse tensor is written out to: its size says nothing about the file's."""
+"""Number of elements up to which every sparse tensor is made dense; its shape says nothing about the file size."""
 
 MAX_SPARSITY = 1 << 10
-"""Elements for each one that is stored, up to which a larger one is written out too."""
+"""Number of elements per stored element up to which a larger sparse tensor is made dense too."""
 
 DTYPE_NAMES: dict[int, str] = {
     code: "string" if code == TensorProto.STRING else np.dtype(helper.tensor_dtype_to_np_dtype(code)).name
@@ -45,7 +48,7 @@ _CONSTANT_VALUE_DTYPES: dict[str, Any] = {
     "value_string": object,
     "value_strings": object,
 }
-"""The attributes that may hold a Constant node's value, and the dtype of those that are no tensors."""
+"""The attributes that may hold the value of a Constant node, and the dtype of those that are no tensors."""
 
 SUB_BYTE_BITS = {
     "int2": 2,
@@ -56,11 +59,11 @@ SUB_BYTE_BITS = {
     "float6_e2m3fn": 6,
     "float6_e3m2fn": 6,
 }
-"""Bits of the types of which several elements are stored in a byte."""
+"""Bits of the types that store several elements in a byte."""
 
 
 def type_and_shape(proto: Any) -> tuple[str | None, Shape | None]:
-    """Dtype name and static shape of a TypeProto; (None, None) for what is no dense tensor."""
+    """Return dtype name and static shape of a TypeProto; (None, None) if it is no dense tensor."""
     if not proto.HasField("tensor_type"):
         return None, None
     tensor = proto.tensor_type
@@ -71,7 +74,7 @@ def type_and_shape(proto: Any) -> tuple[str | None, Shape | None]:
 
 
 def tensor_shape(tensor: Any) -> Shape:
-    """The shape of a TensorProto.
+    """Return the shape of a TensorProto.
 
     Raises:
         ModelError: A size is negative.
@@ -85,21 +88,21 @@ def tensor_shape(tensor: Any) -> Shape:
 
 
 def is_external(tensor: Any) -> bool:
-    """Whether the data of a TensorProto is in another file."""
+    """Return True if the data of a TensorProto is in another file."""
     return bool(tensor.data_location == TensorProto.EXTERNAL)
 
 
 def stored_bytes(dtype: str, count: int) -> int:
-    """Bytes that `count` elements take in a file."""
+    """Return the number of bytes that `count` elements take in a file."""
     bits = SUB_BYTE_BITS.get(dtype) or 8 * np.dtype(helper.tensor_dtype_to_np_dtype(DTYPE_CODES[dtype])).itemsize
     return (count * bits + 7) // 8
 
 
 def tensor_value(tensor: Any, folder: Path | None) -> Array:
-    """The value of a TensorProto; external data is a read-only memory map of a file in `folder`.
+    """Return the value of a TensorProto; external data is a read-only memory map of a file in `folder`.
 
     Raises:
-        ModelError: The data is not as long as dtype and shape need, or the external file is unsuitable.
+        ModelError: The size of the data does not match dtype and shape, or the external file is unsuitable.
     """
     tensor_shape(tensor)
     if tensor.data_type not in DTYPE_NAMES:
@@ -118,10 +121,10 @@ def tensor_value(tensor: Any, folder: Path | None) -> Array:
 
 
 def sparse_value(sparse: Any, folder: Path | None) -> Array:
-    """The value of a SparseTensorProto, written out.
+    """Return the dense value of a SparseTensorProto.
 
     Raises:
-        ModelError: It is too large, or its indices are out of its shape.
+        ModelError: It is too large, or its indices are outside its shape.
     """
     name, shape = sparse.values.name, tuple(sparse.dims)
     count = math.prod(shape)
@@ -129,8 +132,8 @@ def sparse_value(sparse: Any, folder: Path | None) -> Array:
     max_elements = max(MAX_DENSE_ELEMENTS, MAX_SPARSITY * values.size)
     if any(size < 0 for size in shape) or count > max_elements:
         raise ModelError(
-            f"The sparse tensor {name!r} has the shape {list(shape)}. At most {max_elements} elements can be written out."
-            " Store it dense."
+            f"The sparse tensor {name!r} has the shape {list(shape)}. At most {max_elements} elements can be made "
+            "dense. Store it as a dense tensor."
         )
     dense = np.zeros(shape, values.dtype)
     try:
@@ -140,16 +143,16 @@ def sparse_value(sparse: Any, folder: Path | None) -> Array:
             dense.reshape(-1)[indices] = values
     except (IndexError, ValueError) as error:
         raise ModelError(
-            f"The sparse tensor {name!r} has indices out of its shape {list(shape)}. Export the model again."
+            f"The sparse tensor {name!r} has indices outside its shape {list(shape)}. Export the model again."
         ) from error
     return dense
 
 
 def constant_value(node: Any, folder: Path | None) -> Array:
-    """The value of a Constant node in any of its forms.
+    """Return the value of a Constant node in any of its forms.
 
     Raises:
-        ModelError: It has none, or one that cannot be read.
+        ModelError: It has no value, or one that cannot be read.
     """
     for attr in node.attribute:
         if attr.name in _CONSTANT_VALUE_DTYPES:
@@ -159,13 +162,13 @@ def constant_value(node: Any, folder: Path | None) -> Array:
 
 
 def external_path(tensor: Any, folder: Path | None) -> Path:
-    """The file that holds a tensor's external data.
+    """Return the file of a tensor's external data.
 
     Raises:
-        ModelError: It is out of the model's folder, or there is no such file.
+        ModelError: The file is missing or outside the model's folder.
     """
     location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
-    claim = f"The external data of tensor {tensor.name!r} is said to be in {location!r}"
+    claim = f"The external data of tensor {tensor.name!r} should be in {location!r}"
     relative_path = PurePosixPath(location)
     if folder is None:
         raise ModelError(f"{claim}, but the model has no folder. Load the model from its file.")
@@ -179,18 +182,20 @@ def external_path(tensor: Any, folder: Path | None) -> Path:
     try:
         if escapes or not location or not path.resolve().is_relative_to(folder.resolve()):
             raise ModelError(
-                f"{claim}, out of the model's folder. Put the data beside the model, and its path relative to it."
+                f"{claim}, outside the model's folder. Move the data into that folder and store its relative path."
             )
         exists = path.is_file()
-    except (OSError, RuntimeError) as error:  # a name that is too long, links in a circle
-        raise ModelError(f"{claim}, which is no path ({first_line(error)}). Export the model again.") from error
+    except (OSError, RuntimeError) as error:  # the name is too long, or links form a cycle
+        raise ModelError(
+            f"{claim}, which is not a valid path ({first_line(error)}). Export the model again."
+        ) from error
     if not exists:
-        raise ModelError(f"{claim}, but {folder} holds no such file. Put the data file beside the model.")
+        raise ModelError(f"{claim}, but {folder} contains no such file. Put the data file next to the model.")
     return path
 
 
 class OnnxAttributes(Mapping[str, Any]):
-    """The attributes of a node, decoded when read; without bodies and references to a function's attributes."""
+    """The attributes of a node, decoded when read, without bodies and references to a function's attributes."""
 
     __slots__ = ("_folder", "_node", "_protos")
 
@@ -220,7 +225,7 @@ class OnnxAttributes(Mapping[str, Any]):
 
 
 def attribute_value(attr: Any, folder: Path | None) -> Any:
-    """The value of an AttributeProto as numbers, text (bytes if it is no UTF-8), lists of these, or arrays."""
+    """Return the value of an AttributeProto as numbers, text (bytes if it is not UTF-8), lists of these, or arrays."""
     decode = _DECODERS.get(attr.type)
     return decode(attr, folder) if decode else helper.get_attribute_value(attr)
 
@@ -230,7 +235,7 @@ def _external_array(tensor: Any, folder: Path | None) -> Array:
     name, shape, count = DTYPE_NAMES[tensor.data_type], tuple(tensor.dims), math.prod(tensor.dims)
     if name == "string":
         raise ModelError(
-            f"The tensor {tensor.name!r} holds text in an external file. ONNX has no such thing: export it again."
+            f"The tensor {tensor.name!r} holds text in an external file, which ONNX does not allow: export it again."
         )
     dtype = np.dtype(helper.tensor_dtype_to_np_dtype(tensor.data_type))
     expected_bytes = stored_bytes(name, count)
@@ -239,12 +244,13 @@ def _external_array(tensor: Any, folder: Path | None) -> Array:
         offset, length = int(entries.get("offset") or 0), int(entries.get("length") or expected_bytes)
     except ValueError as error:
         raise ModelError(
-            f"Offset or length of tensor {tensor.name!r}'s external data is no number. Export the model again."
+            f"Offset or length of tensor {tensor.name!r}'s external data is not a number. Export the model again."
         ) from error
     if offset < 0 or length != expected_bytes or offset + expected_bytes > path.stat().st_size:
         raise ModelError(
-            f"The tensor {tensor.name!r} needs {expected_bytes} bytes from byte {offset} of {path.name}; the model says "
-            f"{length}, and the file has {path.stat().st_size}. The file is cut off or another model's: copy it again."
+            f"The tensor {tensor.name!r} needs {expected_bytes} bytes from byte {offset} of {path.name}. The model "
+            f"states {length}, and the file has {path.stat().st_size}. The file is truncated, or it belongs to another "
+            "model: copy it again."
         )
     if not count:
         return np.zeros(shape, dtype)
@@ -273,11 +279,9 @@ _DECODERS: dict[int, Callable[[Any, Path | None], Any]] = {
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error of another library says, without the full stop."""
+    """Return the first line of another library's error message, without the full stop."""
     return str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 
-
-# Ops as NodeProtos and TensorProtos.
 
 RULE_KEY = "graphquant.rule"
 ANCHOR_KEY = "graphquant.anchor"
@@ -286,7 +290,7 @@ _GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 
 def new_node(op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """The NodeProto of an op that is in no source.
+    """Return the NodeProto of a new op.
 
     Raises:
         ModelError: An attribute cannot be written.
@@ -297,14 +301,14 @@ def new_node(op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
 
 
 def constant_node(op: Op, output: str) -> Any:
-    """The Constant node that stands for the constant `op` where there are no initializers."""
+    """Return a Constant node for the constant `op`, for graphs without initializers."""
     node = NodeProto(name=op.name, op_type="Constant", output=[output])
     node.attribute.append(helper.make_attribute("value", constant_tensor(op, output)))
     return node
 
 
 def patch_node(node: Any, op: Op, loaded_op: Op) -> None:
-    """Changes `node`, the copy of the source of `loaded_op`, to the type, attributes, outputs and value of `op`.
+    """Update `node`, the copy of the source of `loaded_op`, to the type, attributes, outputs and value of `op`.
 
     Raises:
         ModelError: An attribute cannot be written.
@@ -327,24 +331,24 @@ def patch_node(node: Any, op: Op, loaded_op: Op) -> None:
 
 
 def constant_tensor(op: Op, name: str) -> Any:
-    """The TensorProto of the value of the constant `op`.
+    """Return the TensorProto of the value of the constant `op`.
 
     Raises:
-        ModelError: There is no such tensor in ONNX.
+        ModelError: ONNX cannot represent the value.
     """
     try:
         return numpy_helper.from_array(constant_op_value(op), name)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ModelError(
-            f"The constant {op.name!r} cannot be written to ONNX ({error}). Give it a dtype that ONNX has."
+            f"The constant {op.name!r} cannot be written to ONNX ({error}). Use a dtype that ONNX supports."
         ) from error
 
 
 def constant_op_value(op: Op) -> Any:
-    """The value of a constant.
+    """Return the value of a constant.
 
     Raises:
-        ModelError: It has none.
+        ModelError: The constant has no value.
     """
     if op.read_value is None:
         raise ModelError(f"The constant {op.name!r} has no value. Give it one.")
@@ -352,7 +356,7 @@ def constant_op_value(op: Op) -> Any:
 
 
 def write_rule_metadata(node: Any, op: Op) -> None:
-    """Notes in `node` which rule made it, and what for."""
+    """Store the rule that inserted the op, and the tensor it belongs to, in the metadata of `node`."""
     for key, value in ((RULE_KEY, op.rule), (ANCHOR_KEY, op.anchor)):
         if value:
             node.metadata_props.add(key=key, value=value)

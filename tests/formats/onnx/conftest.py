@@ -1,4 +1,4 @@
-"""What the tests of the ONNX format share: models written as text, and QDQ pairs in them."""
+"""Fixtures of the ONNX format's tests: models written as text, and insertions into them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = np.ndarray[Any, Any]
 
 @pytest.fixture
 def model_of() -> Callable[[str], Model]:
-    """A function that loads a model written in onnx's text form."""
+    """Return a function that loads a model written in onnx's text form."""
 
     def make(text: str) -> Model:
         model = model_from_message(onnx.parser.parse_model(text))
@@ -33,7 +33,7 @@ def model_of() -> Callable[[str], Model]:
 
 @pytest.fixture
 def identity_at() -> Callable[..., TensorRef]:
-    """A function that puts an Identity behind a tensor, for all its readers or for some."""
+    """Return a function that inserts an Identity after a tensor, for all of its readers or some."""
 
     def insert(
         model: Model, tensor: TensorRef, uses: list[Any] | None = None, *, graph_name: str | None = None
@@ -59,7 +59,7 @@ def identity_at() -> Callable[..., TensorRef]:
 
 @pytest.fixture
 def run() -> Callable[..., list[Array]]:
-    """A function that checks a message or the emitted model, and runs it in onnxruntime."""
+    """Return a function that checks a message or the emitted model, and runs it in onnxruntime."""
 
     def execute(model: Any, feeds: dict[str, Array]) -> list[Array]:
         message = format_.emit(model) if isinstance(model, Model) else model

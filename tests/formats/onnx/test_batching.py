@@ -1,4 +1,4 @@
-"""Models whose samples may be joined run to the same results joined; those that mix samples are refused."""
+"""Batch independence: joined samples give the same results; models that mix samples are rejected."""
 
 from __future__ import annotations
 
@@ -85,12 +85,12 @@ MIXED = {
 
 
 def build_model(model_of: Any, text: str, opset: int = 17) -> Model:
-    """The model with that signature and these nodes."""
+    """Return the model with a signature and nodes written as text."""
     return model_of(f'<ir_version: 8, opset_import: ["" : {opset}, "com.example" : 1]> g {text}')
 
 
 def random_feed(runner: Any, rows: int, seed: int) -> dict[str, Any]:
-    """Random feeds with that many rows; other free sizes are 3."""
+    """Return a random feed with a number of rows; other open sizes are 3."""
     rng, feed = np.random.default_rng(seed), {}
     for spec in runner.inputs:
         shape = (rows, *(3 if size is None else size for size in spec.shape[1:]))
@@ -100,7 +100,7 @@ def random_feed(runner: Any, rows: int, seed: int) -> dict[str, Any]:
 
 
 def assert_batching_keeps_values(model: Model, feeds: list[dict[str, Any]]) -> None:
-    """Assert that joined feeds give, in every tensor, the values of the single feeds one behind the other."""
+    """Assert that joined feeds give, in every tensor, the concatenated values of the single feeds."""
     runner = format_.create_runner(model)
     joined = {name: np.concatenate([feed[name] for feed in feeds]) for name in feeds[0]}
     tensors = [
@@ -120,7 +120,7 @@ def assert_batching_keeps_values(model: Model, feeds: list[dict[str, Any]]) -> N
 
 @pytest.mark.parametrize("text", INDEPENDENT.values(), ids=INDEPENDENT)
 def test_batch_independent_models(text: str, model_of: Any) -> None:
-    """What is said to keep samples apart gives the same values for them joined, whatever their number of rows."""
+    """Batch-independent models give the same values for joined samples, whatever their number of rows."""
     model = build_model(model_of, text)
     runner = format_.create_runner(model)
     assert runner.batch_independent is True
@@ -129,7 +129,7 @@ def test_batch_independent_models(text: str, model_of: Any) -> None:
 
 @pytest.mark.parametrize("text", MIXED.values(), ids=MIXED)
 def test_batch_dependent_models(text: str, model_of: Any) -> None:
-    """What mixes samples, or cannot be shown not to, is refused."""
+    """Models that mix samples, or may do so, are rejected."""
     assert format_.create_runner(build_model(model_of, text)).batch_independent is False
 
 
@@ -148,7 +148,7 @@ def test_batch_dependent_models(text: str, model_of: Any) -> None:
     ],
 )
 def test_batch_independence_in_older_opsets(text: str, opset: int, said: bool, model_of: Any) -> None:
-    """Axes, scales and pads are found where older opsets keep them."""
+    """Axes, scales and pads are read from the attributes of older opsets."""
     model = build_model(model_of, text, opset)
     runner = format_.create_runner(model)
     assert runner.batch_independent is said
@@ -157,7 +157,7 @@ def test_batch_independence_in_older_opsets(text: str, opset: int, said: bool, m
 
 
 def test_stale_declared_shapes_are_ignored(model_of: Any) -> None:
-    """Shapes are inferred anew: what a file wrongly states about inner and output values is not believed."""
+    """Shapes are inferred again, so wrong declared shapes of inner and output values have no effect."""
     text = "(float[N,4] x) => (float[1,4] y) <float[N,4] m> { m = ReduceMax <axes = [0]> (x)  y = Relu(m) }"
     assert format_.create_runner(build_model(model_of, text)).batch_independent is False
     assert (
@@ -170,7 +170,7 @@ def test_stale_declared_shapes_are_ignored(model_of: Any) -> None:
 
 @pytest.mark.parametrize(("name", "said"), [("digits_cnn", True), ("digits_cnn_bn", True), ("digits_rnn", False)])
 def test_batch_independence_of_sample_models(name: str, said: bool) -> None:
-    """The sample models without loops may be run in blocks; a model with loops is refused."""
+    """The sample models without loops are batch independent; a model with loops is rejected."""
     model = format_.load(SAMPLES / f"{name}.onnx")
     runner = format_.create_runner(model)
     assert runner.batch_independent is said
@@ -182,5 +182,5 @@ def test_batch_independence_of_sample_models(name: str, said: bool) -> None:
 @pytest.mark.skipif(not SHARED.exists(), reason="the shared models are not here")
 @pytest.mark.parametrize("name", ["ultraface/version-RFB-320", "silero_vad_16k_op15", "qlstm_tract"])
 def test_real_models_are_batch_dependent(name: str) -> None:
-    """Fixed sizes, scalar inputs and loops are refused."""
+    """Models with fixed sizes, scalar inputs or loops are rejected."""
     assert format_.create_runner(format_.load(SHARED / f"{name}.onnx")).batch_independent is False

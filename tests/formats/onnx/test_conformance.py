@@ -83,7 +83,7 @@ class Case:
 
 
 def _run_case(message: Any, feeds: Mapping[str, Any]) -> tuple[list[Any], str]:
-    """The outputs, and who computed them."""
+    """Return the outputs, and the name of the engine that computed them."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1
@@ -98,7 +98,7 @@ def _run_case(message: Any, feeds: Mapping[str, Any]) -> tuple[list[Any], str]:
 
 @cache
 def _cases_by_op() -> dict[str, list[Case]]:
-    """For each op type of the table one model of its one node with float32 inputs that can be run."""
+    """Return for each op type of the table a runnable model of one node with float32 inputs."""
     with warnings.catch_warnings(action="ignore"):
         from onnx.backend.test.case.node import collect_testcases
 
@@ -122,7 +122,7 @@ def _cases_by_op() -> dict[str, list[Case]]:
 
 
 def _additional_cases() -> Iterator[tuple[str, Case]]:
-    """Ops whose cases there have other inputs than float32."""
+    """Yield cases of ops for which onnx's generator has no float32 inputs."""
     specs: list[tuple[str, int, dict[str, Any]]] = [
         ("Cast", 1, {"to": onnx.TensorProto.DOUBLE}),
         ("CastLike", 2, {}),
@@ -140,7 +140,7 @@ def _additional_cases() -> Iterator[tuple[str, Case]]:
 
 
 def _with_initializers(case: Case, stored_names: list[str]) -> Case:
-    """The same with the inputs `stored_names` as initializers."""
+    """Return the case with the inputs `stored_names` as initializers."""
     message = onnx.ModelProto()
     message.CopyFrom(case.message)
     remaining_inputs = [info for info in message.graph.input if info.name not in stored_names]
@@ -151,7 +151,7 @@ def _with_initializers(case: Case, stored_names: list[str]) -> Case:
 
 
 def _with_values(case: Case, values: Mapping[str, Any]) -> Case:
-    """The case with other inputs or initializers."""
+    """Return the case with other values of inputs or initializers."""
     message = onnx.ModelProto()
     message.CopyFrom(case.message)
     for tensor in message.graph.initializer:
@@ -206,7 +206,7 @@ def _compare(case: Case, rules: str) -> str:
 
 
 def _raise_opset(message: Any, emitted: Any) -> Any:
-    """The model before, at the opset that the written one has."""
+    """Raise the opset of a message to that of the emitted one, and return it."""
     opset = next(entry.version for entry in emitted.opset_import if entry.domain == "")
     for entry in message.opset_import:
         if entry.domain == "" and entry.version < opset:
@@ -216,7 +216,7 @@ def _raise_opset(message: Any, emitted: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_every_op_of_the_table(tmp_path: Path, dtype: str) -> None:
-    """For each op and granularity, what is written computes what numpy says; who ran it is known."""
+    """For each op and granularity, the emitted ops match numpy, and the engine is as expected."""
     cases = _cases_by_op()
     table = sorted(set(DEFAULT_DOMAIN_OPS) - NOTHING_TO_QUANTIZE)
     assert [name for name in table if name not in cases] == []

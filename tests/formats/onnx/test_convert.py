@@ -1,4 +1,4 @@
-"""Raising models to a newer opset."""
+"""Upgrades of models to a newer opset."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_upgrade_gives_the_same_outputs(model_of: Any) -> None:
 
 
 def test_upgrade_keeps_functions_weights_and_metadata(model_of: Any) -> None:
-    """What onnx's converter drops is there afterwards: functions, weights in their order, notes."""
+    """Functions, weights in their order and metadata, which onnx's converter drops, are restored."""
     text = OLD.replace('["" : 11]', '["" : 11, "f" : 1]').replace("y = Relu(s)", "y = f.fn(s)")
     text += ' <domain: "f", opset_import: ["" : 11]> fn (a) => (b) { b = Neg(a) }'
     model = model_of(text)
@@ -51,7 +51,7 @@ def test_upgrade_keeps_functions_weights_and_metadata(model_of: Any) -> None:
 
 
 def test_unknown_opset_is_rejected(model_of: Any) -> None:
-    """An opset that onnx does not have is an error with a way out."""
+    """An opset that onnx does not know is an error with advice."""
     with pytest.raises(ModelError, match=r"from opset 11 to 999: .*one scale per tensor instead of per channel"):
         format_.upgrade_opset(model_of(OLD), 999)
 
@@ -73,8 +73,8 @@ def test_upgrade_of_the_face_detector(opset: int) -> None:
 
 @real
 def test_opset_that_does_not_run_is_rejected() -> None:
-    """What passes the checker but not onnxruntime is refused; the lower opset works."""
+    """A result that passes the checker but fails in onnxruntime is rejected; the lower opset works."""
     model = format_.load(REAL / "qlstm_tract.onnx")
     assert format_.upgrade_opset(model, 13).opset == 13
-    with pytest.raises(ModelError, match=r"onnxruntime does not take the result: .*output_dtype INT8"):
+    with pytest.raises(ModelError, match=r"onnxruntime rejects the result: .*output_dtype INT8"):
         format_.upgrade_opset(model, 21)

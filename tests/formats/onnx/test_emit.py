@@ -1,4 +1,4 @@
-"""Edits of small graphs written as text: what is emitted is valid, computes the same, changes only what was asked."""
+"""Edits of small graphs written as text: the emitted model is valid and has only the requested changes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def node_signatures(message: Any) -> list[tuple[str, list[str], list[str]]]:
 
 
 def test_new_node_precedes_its_first_reader(model_of: Any, identity_at: Any, run: Any) -> None:
-    """A new node stands right before its first reader, stamped with its rule, and only the named use reads it."""
+    """A new node comes right before its first reader, records its rule, and only the given use reads it."""
     model = model_of(CHAIN)
     identity_at(model, TensorRef("", "a"), [Use("", "b", 1)])
     message = format_.emit(model)
@@ -147,7 +147,7 @@ def test_output_that_is_an_initializer(model_of: Any, identity_at: Any, run: Any
 
 
 def test_output_that_is_the_input(model_of: Any, identity_at: Any) -> None:
-    """Nothing fits between an input and an output of the same name, and the error says so."""
+    """Inserting an op between an input and an output of the same name is an error."""
     model = model_of('<ir_version: 8, opset_import: ["" : 17]> g (float[2] x) => (float[2] x) { y = Neg(x) }')
     identity_at(model, TensorRef("", "x"), [Use("", "@x", 0)])
     with pytest.raises(ModelError, match="'x' is the graph input of that name"):
@@ -168,7 +168,7 @@ def test_captured_tensor_is_quantized_before_the_if(model_of: Any, identity_at: 
 
 @pytest.mark.parametrize("tensor", ["q", "p"])
 def test_tensor_inside_a_body(tensor: str, model_of: Any, identity_at: Any, run: Any) -> None:
-    """A tensor of a body is quantized there, also where it is the body's output."""
+    """A tensor of a body is quantized in the body, even if it is the body's output."""
     model = model_of(BRANCHES)
     identity_at(model, TensorRef("y/then_branch", tensor))
     body = format_.emit(model).graph.node[-1].attribute[0].g
@@ -276,7 +276,7 @@ def test_emit_leaves_the_source_unchanged(model_of: Any, identity_at: Any) -> No
 
 
 def test_emit_is_linear(model_of: Any, identity_at: Any) -> None:
-    """Ten thousand insertions in a chain are emitted in order, each right behind its op."""
+    """Ten thousand insertions in a chain are emitted in order, each right after its op."""
     count = 10_000
     lines = "\n".join(f"v{k + 1} = Relu(v{k})" for k in range(count))
     model = model_of(f'<ir_version: 8, opset_import: ["" : 17]> g (float[2] v0) => (float[2] v{count}) {{ {lines} }}')
@@ -304,7 +304,7 @@ def constant_op(name: str, value: Array) -> Op:
 
 @pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
 def test_identity_behind_every_float_tensor(path: Path, identity_at: Any) -> None:
-    """Real models with an Identity behind each float tensor, in bodies too, are valid and compute the same bits."""
+    """Real models with an Identity after each float tensor, in bodies too, are valid and compute the same."""
     model = format_.load(path)
     runner = format_.create_runner(model)
     rng = np.random.default_rng(0)

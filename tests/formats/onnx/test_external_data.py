@@ -1,4 +1,4 @@
-"""Weights in a file beside the model: when they go there, that they come back the same, and that nothing gets lost."""
+"""External weights files: when they are written, that they load unchanged, and that none is lost."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ FEED = {"x": np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 64), "c": np.ar
 
 
 def write_model(folder: Path, *, external: bool) -> Path:
-    """A model with a product in the main graph, in both branches of an If, and with a weight in a Constant node."""
+    """Write a model with a MatMul in the main graph and in both branches of an If, and a weight in a Constant node."""
     rng = np.random.default_rng(0)
     arrays = {name: rng.standard_normal((64, 64)).astype(np.float32) for name in ("w", "k", "a", "b")}
     arrays["bias"] = rng.standard_normal(512).astype(np.float32)
@@ -77,12 +77,12 @@ def write_model(folder: Path, *, external: bool) -> Path:
 
 
 def session_outputs(path: Path) -> Any:
-    """What onnxruntime computes with the file."""
+    """Return the output that onnxruntime computes with the file."""
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, FEED)[0]
 
 
 def weight_files(path: Path) -> list[str]:
-    """The names of files of weights that were written for a model at `path`."""
+    """Return the names of the weights files of the model at `path`."""
     return sorted(file.name for file in path.parent.glob(f"{path.name}.{'[0-9a-f]' * 16}.data"))
 
 
@@ -91,7 +91,7 @@ def weight_files(path: Path) -> list[str]:
 def test_external_weights_compute_the_same(
     external: bool, rules: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All bulky tensors, new or kept, in bodies and Constant nodes too, go to one file; the model computes the same."""
+    """All large tensors, also in bodies and Constant nodes, go to one file; the model computes the same."""
     source = write_model(tmp_path, external=external)
     result = gq.insert(source, rules=rules)
     result.save(tmp_path / "inside.onnx")
@@ -114,7 +114,7 @@ def test_external_weights_compute_the_same(
 
 
 def test_external_weights_are_deterministic_and_aligned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same input gives the same two files; the bias that stayed float is in the second, at an aligned place."""
+    """The same input gives the same two files; the float bias is in the second one, aligned."""
     source = write_model(tmp_path, external=True)
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
     saved_files = []
@@ -137,7 +137,7 @@ def test_external_weights_are_deterministic_and_aligned(tmp_path: Path, monkeypa
 
 
 def test_replacing_a_model_removes_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the model that is replaced go its weights, and such that nobody reads; files that look alike stay."""
+    """Replacing a model deletes its weights and unreferenced ones; files with similar names stay."""
     source = write_model(tmp_path, external=True)
     folder, path = tmp_path / "made", tmp_path / "made/q.onnx"
     folder.mkdir()
@@ -160,7 +160,7 @@ def test_replacing_a_model_removes_its_weights(tmp_path: Path, monkeypatch: pyte
 
 
 def test_weights_of_copied_models_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who copied a model beside itself still has it after a new one took its place, whatever its name, whole or not."""
+    """A copy of a replaced model in the same folder keeps its weights, whatever its name, even if truncated."""
     source = write_model(tmp_path, external=True)
     path, copies = tmp_path / "q.onnx", [tmp_path / name for name in ("kept.onnx", "q.onnx.bak", "best.pb", "v1")]
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
@@ -190,7 +190,7 @@ def test_weights_of_copied_models_stay(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_external_data_is_copied_without_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data that stays is copied whole or not at all, before there is a model."""
+    """External data is copied completely or not at all, before the model is written."""
     result = gq.insert(write_model(tmp_path, external=True), rules="weight_only")
     path = tmp_path / "made/q.onnx"
     path.parent.mkdir()
@@ -217,7 +217,7 @@ def test_external_data_is_copied_without_hard_links(tmp_path: Path, monkeypatch:
 
 
 def test_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the disk fills while weights are written, what was there before stays, and no part of the new is left."""
+    """If the disk is full, the previous files stay, and no partial file remains."""
     source = write_model(tmp_path, external=True)
     result = gq.insert(source, rules="weight_only")
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
@@ -240,19 +240,18 @@ REPLACE_SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 import graphquant as gq
-from graphquant.formats.onnx import files
-from graphquant.whole import whole
+from graphquant.formats.onnx import file_writer
 
-files.MANY, path, mine = 0, Path(sys.argv[2]), Path(sys.argv[2]).parent
+file_writer.EXTERNALIZE_BYTES, path, folder = 0, Path(sys.argv[2]), Path(sys.argv[2]).parent
 results = [gq.insert(sys.argv[1], rules=rules) for rules in ("weight_only", "weight_only_int4")]
 moments = {"open", "os.rename", "os.remove"}
 
-def child(nth, limit, seen):
+def child(nth, limit, count):
     def hook(event, arguments):
-        nonlocal seen
-        if event in moments and str(mine) in str(arguments[0]):
-            seen += 1
-            if seen == limit:
+        nonlocal count
+        if event in moments and str(folder) in str(arguments[0]):
+            count += 1
+            if count == limit:
                 os.kill(os.getpid(), signal.SIGKILL)
     if limit:
         sys.addaudithook(hook)
@@ -278,7 +277,7 @@ for line in sys.stdin:  # which result is first, and at which step, or after how
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 def test_kill_while_replacing_leaves_a_complete_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever a process is killed, the old or the new model is there with its weights, and the next one cleans up."""
+    """After a kill at any step, the old or new model is complete, and the next save cleans up."""
     source, path = write_model(tmp_path, external=True), tmp_path / "made/q.onnx"
     path.parent.mkdir()
     monkeypatch.setattr(file_writer, "EXTERNALIZE_BYTES", 0)
@@ -316,7 +315,7 @@ def test_kill_while_replacing_leaves_a_complete_model(tmp_path: Path, monkeypatc
 
 
 def test_oversized_file_is_rejected(tmp_path: Path) -> None:
-    """A file that no protocol buffer can be is refused before it is read."""
+    """A file that is too large for a protocol buffer is rejected before it is read."""
     path = tmp_path / "huge.onnx"
     with path.open("wb") as file:
         file.truncate((1 << 31) + 5)
@@ -325,7 +324,7 @@ def test_oversized_file_is_rejected(tmp_path: Path) -> None:
 
 
 def test_large_external_weights_are_memory_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From some size on onnxruntime makes no second copy of the weights, and computes the same."""
+    """Above a size, onnxruntime does not copy the weights, and computes the same."""
     path = write_model(tmp_path, external=True)
     key, sessions = "session.disable_prepacking", []
     for threshold in (session.MEMORY_MAPPED_BYTES, 1):
@@ -342,7 +341,7 @@ def test_large_external_weights_are_memory_mapped(tmp_path: Path, monkeypatch: p
 
 
 def test_saving_needs_the_memory_of_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sixteen weights of 4 MB are quantized and written in the memory of a few."""
+    """Quantizing and writing sixteen weights of 4 MB needs the memory of a few."""
     size, count = 1 << 10, 16
     path, nodes, tensors = tmp_path / "m.onnx", [], []
     with tmp_path.joinpath("m.data").open("wb") as file:
@@ -374,7 +373,7 @@ def test_saving_needs_the_memory_of_one_weight(tmp_path: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("unknown", [b"", b"\xf2\x3f\x02hi"])
 def test_deferred_weights_are_filled_byte_identically(unknown: bytes, tmp_path: Path) -> None:
-    """A message whose weights were left for later and filled in again is the source's, to the byte, notes and all."""
+    """A message whose weights were deferred and filled in equals the source byte for byte."""
     path = write_model(tmp_path, external=False)
     source = onnx.load(path)
     source.graph.initializer[0].doc_string, source.doc_string = "of a weight", "of the model"

@@ -1,4 +1,4 @@
-"""Nodes on which onnx's shape inference ends the process or takes no end: models with them are read all the same."""
+"""Models with nodes that crash onnx's shape inference, or make it run forever, still load."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.onnx")):
 
 
 def write_model(text: str, path: Path) -> Path:
-    """The model, whose values may have no types, as a file."""
+    """Write a model, whose values may have no types, to a file."""
     onnx.save(
         onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 20, "own": 1, "ai.onnx.ml": 4]> g {text}'), path
     )
@@ -57,7 +57,7 @@ def write_model(text: str, path: Path) -> Path:
 
 
 def test_crashing_nodes_do_not_end_the_process(tmp_path: Path) -> None:
-    """Each model is read in a process that would end, or not, if onnx saw its node."""
+    """Each model loads in a process that would crash or hang if onnx saw its node."""
     for number, text in enumerate(CRASHING_MODELS):
         write_model(text, tmp_path / f"{number:02}.onnx")
     child = subprocess.run(
@@ -87,14 +87,14 @@ def test_crashing_nodes_do_not_end_the_process(tmp_path: Path) -> None:
     ],
 )
 def test_valid_nodes_have_types(text: str, shape: tuple[int, ...], tmp_path: Path) -> None:
-    """The same ops in a model that is right have the type that onnx finds."""
+    """The same ops in valid models have the types that onnx infers."""
     model = gq.load(write_model(text, tmp_path / "m.onnx"))
     output = model.main.op("y").outputs[0]
     assert (output.dtype, output.shape) == ("float32", shape)
 
 
 def test_many_long_vectors(tmp_path: Path) -> None:
-    """Biases of a usual size keep the types of what is added to them; only all too many long ones lose the values."""
+    """Long vectors of a usual total size do not disable value propagation."""
     text = """(float[2, 12] x) => (y) {
       s = Shape(x) two = Constant<value_ints = [0]>() n = Gather(s, two)
       rest = Constant<value_ints = [3, 4]>() all = Concat<axis = 0>(n, rest) r = Reshape(x, all)

@@ -1,4 +1,4 @@
-"""What loading tells of a model: names, kinds, roles, types, bodies, constants, and errors for what is no model."""
+"""Loaded models: names, kinds, roles, types, bodies, constants, and errors for invalid files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_import_is_cheap() -> None:
 
 
 def test_names(model_of: Any) -> None:
-    """Unnamed nodes are called after their first output; names taken already fall back to that, then to `_k`."""
+    """Unnamed nodes get the name of their first output; duplicate names get that, then a suffix `_k`."""
     model = model_from_message(
         helper.make_model(
             helper.make_graph(
@@ -125,7 +125,7 @@ def test_constant_nodes(attribute: str, value: np.ndarray[Any, Any], model_of: A
 
 
 def test_sparse_initializer() -> None:
-    """A sparse initializer is a constant, written out when it is read, with flat or full indices."""
+    """A sparse initializer is a constant that is made dense when it is read, with flat or full indices."""
     for indices in (np.array([1, 3]), np.array([[0, 1], [1, 1]])):
         values = numpy_helper.from_array(np.array([5, 7], np.float32), "s")
         sparse = helper.make_sparse_tensor(values, numpy_helper.from_array(indices.astype(np.int64), "i"), [2, 2])
@@ -142,7 +142,7 @@ def test_sparse_initializer() -> None:
 
 
 def test_bodies_and_captures(model_of: Any) -> None:
-    """Bodies are graphs named after their op, what they read outside is a capture, nested ones nest names."""
+    """Bodies are graphs named after their op, outer values are captures, and names of nested bodies nest."""
     model = model_of(
         HEAD
         + """g (float[2] x, bool c) => (float[2] y) <float[2] w = {1, 2}> {
@@ -212,7 +212,7 @@ g (bool p, float[2,3] x, float[OTHER] z) => (float[] y, float[] v) <float[3,4] w
 
 @pytest.mark.parametrize(("other", "rows"), [("2,3", 2), ("5,3", None), ("7,2,3", "all")])
 def test_function_values_have_the_types_of_their_calls(model_of: Any, other: str, rows: Any) -> None:
-    """What calls agree on is known in the function, and in the bodies in it; what they do not is not."""
+    """A function and its bodies have the types and sizes on which all calls agree."""
     model = model_of(CALLED_FUNCTION.replace("OTHER", other))
     shapes = {name: None if rows == "all" else (rows, columns) for name, columns in (("a", 3), ("m", 4))}
     for name, shape in {**shapes, "b": (3, 4)}.items():
@@ -233,7 +233,7 @@ def test_calls_with_other_types(model_of: Any) -> None:
 
 
 def test_chain_of_constants_is_evaluated(model_of: Any) -> None:
-    """A weight behind Slice, Transpose and Squeeze has its value."""
+    """A weight that passes through Slice, Transpose and Squeeze has a value."""
     model = model_of(
         HEAD
         + """g (float[2] x) => (float[2] y)
@@ -263,15 +263,15 @@ def test_bomb_of_constants_is_refused(model_of: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("g (float[2] x) => (float[2] y) { y = Neg(nothing) }", "'y' reads 'nothing', which nothing makes"),
-        ("g (float[2] x) => (float[2] y) { y = Neg(x)  y = Abs(x) }", "Two things make the value 'y'"),
-        ("g (float[2] x) => (float[2] y) { x = Neg(x)  y = Abs(x) }", "Two things make the value 'x'"),
-        ("g (float[2] x) => (float[2] y) { a = Neg(y)  y = Abs(a) }", "depend on each other in a circle"),
-        ("g (float[2] x) => (float[2] z) { y = Abs(x) }", "reads 'z', which nothing makes"),
+        ("g (float[2] x) => (float[2] y) { y = Neg(nothing) }", "'y' reads 'nothing', which no op defines"),
+        ("g (float[2] x) => (float[2] y) { y = Neg(x)  y = Abs(x) }", "Several ops define the value 'y'"),
+        ("g (float[2] x) => (float[2] y) { x = Neg(x)  y = Abs(x) }", "Several ops define the value 'x'"),
+        ("g (float[2] x) => (float[2] y) { a = Neg(y)  y = Abs(a) }", "depend on each other in a cycle"),
+        ("g (float[2] x) => (float[2] z) { y = Abs(x) }", "reads 'z', which no op defines"),
     ],
 )
 def test_inconsistent_models_are_rejected(text: str, message: str) -> None:
-    """Duplicate producers, missing producers and circles are errors that name the value."""
+    """Duplicate producers, missing producers and cycles are errors that name the value."""
     with pytest.raises(ModelError, match=message):
         model_from_message(onnx.parser.parse_model(HEAD + text))
 
@@ -307,7 +307,7 @@ def test_wrong_length_when_read(shape: list[int]) -> None:
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
-    """A name with bytes that are no UTF-8 is an error, wherever it stands."""
+    """A name that is not UTF-8 is an error anywhere in the model."""
     graph = helper.make_graph(
         [helper.make_node("NNNN", ["IIII"], ["OOOO"], name="MMMM", domain="DDDD")],
         "GGGG",
@@ -317,7 +317,7 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
     data = helper.make_model(graph).SerializeToString()
     for letter in "NIOMDG":
         (tmp_path / "m.onnx").write_bytes(data.replace(letter.encode() * 4, b"ab\xff\xfe"))
-        with pytest.raises(ModelError, match="no UTF-8 text"):
+        with pytest.raises(ModelError, match="not valid UTF-8"):
             format_.load(tmp_path / "m.onnx")
 
 
@@ -338,14 +338,14 @@ def test_names_that_are_no_text(tmp_path: Path) -> None:
     ],
 )
 def test_hostile_files(name: str, data: bytes, tmp_path: Path) -> None:
-    """What is no model is an error that names the file."""
+    """An invalid model is an error that names the file."""
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ModelError, match=name):
         format_.load(tmp_path / name)
 
 
 def test_truncated_file_and_missing_file(tmp_path: Path) -> None:
-    """A cut off file and one that is not there are errors that name the file."""
+    """A truncated file and a missing file are errors that name the file."""
     data = model_with_raw_initializer([1], struct.pack("<f", 1)).SerializeToString()
     refused = 0
     for length in range(len(data)):
@@ -401,7 +401,7 @@ def write_external_model(folder: Path, location: str, **entries: str) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a folder with a file of four floats in it and another beside it."""
+    """Return a folder with a file of four floats in it and another outside."""
     home = tmp_path / "home"
     (home / "data").mkdir(parents=True)
     (home / "data/w.bin").write_bytes(struct.pack("<4f", 1, 2, 3, 4))
@@ -429,7 +429,7 @@ def test_external_data_is_read_and_run(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", ["digits_cnn", "digits_rnn"])
 def test_external_shapes_are_known_to_inference(name: str, tmp_path: Path) -> None:
-    """A model with all its constants in another file has the types that it has with them inside."""
+    """A model has the same types with its constants inline and in an external file."""
     inline_model = format_.load(SAMPLES / f"{name}.onnx")
     message = onnx.load(SAMPLES / f"{name}.onnx")
     options = {"save_as_external_data": True, "location": "data.bin", "size_threshold": 0}
@@ -458,11 +458,11 @@ def test_missing_external_shapes_are_left_out(folder: Path) -> None:
 
 
 def test_external_data_is_not_overwritten(folder: Path) -> None:
-    """Other data where the link would go is an error, and nothing is written."""
+    """A file with other data at the location of the link is an error, and nothing is written."""
     model = format_.load(write_external_model(folder, "data/w.bin"))
     (folder.parent / "other/data").mkdir(parents=True)
     (folder.parent / "other/data/w.bin").write_bytes(b"mine")
-    with pytest.raises(UsageError, match="is other data than the model's"):
+    with pytest.raises(UsageError, match="holds other data"):
         format_.save(model, folder.parent / "other/n.onnx")
     assert (folder.parent / "other/data/w.bin").read_bytes() == b"mine"
     assert not (folder.parent / "other/n.onnx").exists()
@@ -471,22 +471,22 @@ def test_external_data_is_not_overwritten(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("location", "entries", "message"),
     [
-        ("../secret.bin", {}, "out of the model's folder"),
-        ("/etc/hostname", {}, "out of the model's folder"),
-        ("link.bin", {}, "out of the model's folder"),
-        ("", {}, "out of the model's folder"),
-        ("C:\\w.bin", {}, "out of the model's folder"),
-        ("data\0/w.bin", {}, "out of the model's folder"),
+        ("../secret.bin", {}, "outside the model's folder"),
+        ("/etc/hostname", {}, "outside the model's folder"),
+        ("link.bin", {}, "outside the model's folder"),
+        ("", {}, "outside the model's folder"),
+        ("C:\\w.bin", {}, "outside the model's folder"),
+        ("data\0/w.bin", {}, "outside the model's folder"),
         ("data", {}, "no such file"),
         ("data/none.bin", {}, "no such file"),
-        ("data/w.bin", {"offset": "12"}, "cut off"),
-        ("data/w.bin", {"offset": "-4"}, "cut off"),
-        ("data/w.bin", {"length": "16"}, "cut off"),
-        ("data/w.bin", {"offset": "x"}, "no number"),
+        ("data/w.bin", {"offset": "12"}, "truncated"),
+        ("data/w.bin", {"offset": "-4"}, "truncated"),
+        ("data/w.bin", {"length": "16"}, "truncated"),
+        ("data/w.bin", {"offset": "x"}, "not a number"),
     ],
 )
 def test_unsuitable_external_data(location: str, entries: dict[str, str], message: str, folder: Path) -> None:
-    """External data out of the folder, missing, or of another length is an error that names the tensor."""
+    """External data that is outside the folder, missing, or of another length is an error that names the tensor."""
     model = format_.load(write_external_model(folder, location, **entries))
     with pytest.raises(ModelError, match=message) as caught:
         model.main.op("w").read_value()
@@ -494,7 +494,7 @@ def test_unsuitable_external_data(location: str, entries: dict[str, str], messag
 
 
 def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, model_of: Any) -> None:
-    """A folder that is not there is an error that names the path, without leftovers."""
+    """A missing folder is an error that names the path, and no file remains."""
     model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
     with pytest.raises(UsageError, match=r"missing/m.onnx cannot be written: No such file"):
         format_.save(model, tmp_path / "missing/m.onnx")
@@ -505,7 +505,7 @@ def test_save_leaves_nothing_behind_when_it_fails(tmp_path: Path, model_of: Any)
 
 
 def make_function(name: str, *calls: str) -> Any:
-    """A function of one input and output that calls others, one after the other."""
+    """Return a function of one input and output that calls others in sequence."""
     names = ["a", *(f"t{index}" for index in range(len(calls) - 1)), "b"]
     nodes = [
         helper.make_node(call, [names[index]], [names[index + 1]], domain="" if call == "Relu" else "d")
@@ -515,7 +515,7 @@ def make_function(name: str, *calls: str) -> Any:
 
 
 def model_with_functions(*functions: Any) -> Any:
-    """A ModelProto that calls F0."""
+    """Return a ModelProto that calls F0."""
     interface = [[helper.make_tensor_value_info(name, 1, [2])] for name in "xy"]
     graph = helper.make_graph([helper.make_node("F0", ["x"], ["y"], domain="d")], "g", *interface)
     imports = [helper.make_opsetid("", 17), helper.make_opsetid("d", 1)]
@@ -523,7 +523,7 @@ def model_with_functions(*functions: Any) -> Any:
 
 
 def test_recursive_or_exponential_functions_are_rejected() -> None:
-    """Functions that would be put in place without end, or 2**40 times, are refused before onnx does so."""
+    """Recursive functions, and functions that would be inlined 2**40 times, are rejected before onnx inlines them."""
     with pytest.raises(ModelError, match="calls itself"):
         model_from_message(model_with_functions(make_function("F0", "F0")))
     with pytest.raises(ModelError, match="calls itself"):
@@ -545,7 +545,7 @@ def test_recursive_or_exponential_functions_are_rejected() -> None:
     ],
 )
 def test_long_vectors_are_not_computed(nodes: list[str]) -> None:
-    """Vectors of 2**26 integers that a few bytes ask for are not held while types are found."""
+    """Shape inference does not allocate vectors of 2**26 integers that a small file requests."""
     lines = []
     for number, line in enumerate(nodes):  # each value of one name is another
         lines.append(line.replace("(a, a)", f"(a{number - 1}, a{number - 1})").replace("a =", f"a{number} =", 1))
@@ -562,9 +562,9 @@ def test_long_vectors_are_not_computed(nodes: list[str]) -> None:
     code = f"""
 import resource, onnx
 from graphquant.formats.onnx import tensors
-from graphquant.formats.onnx.read import index
+from graphquant.formats.onnx.reader import model_from_message
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-index(onnx.parser.parse_model({text!r}))
+model_from_message(onnx.parser.parse_model({text!r}))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
     completed = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
@@ -584,7 +584,7 @@ def test_values_of_a_shape_are_still_found(model_of: Any) -> None:
 
 
 def test_sparse_values_are_written_out_in_bounds() -> None:
-    """A sparse tensor of 2**28 elements is refused if it stores one, as the size alone says nothing."""
+    """A sparse tensor of 2**28 elements that stores one value is rejected."""
     sparse = onnx.SparseTensorProto(dims=[1 << 14, 1 << 14])
     sparse.values.CopyFrom(numpy_helper.from_array(np.ones(1, np.float32), "w"))
     sparse.indices.CopyFrom(numpy_helper.from_array(np.zeros(1, np.int64), "i"))
@@ -600,7 +600,7 @@ def test_sparse_values_are_written_out_in_bounds() -> None:
 
 @pytest.mark.parametrize("location", ["loop", "n" * 300, "n" * 100_000])
 def test_external_data_at_no_path(tmp_path: Path, location: str) -> None:
-    """A link to itself and names too long for the file system are refused like other missing files."""
+    """A link to itself and names too long for the file system are rejected like missing files."""
     (tmp_path / "loop").symlink_to("loop")
     tensor = TensorProto(name="w", data_type=1, dims=[1], data_location=TensorProto.EXTERNAL)
     tensor.external_data.add(key="location", value=location)

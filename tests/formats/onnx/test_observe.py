@@ -1,4 +1,4 @@
-"""Watching tensors anywhere in a model, and their sizes, against values computed by hand."""
+"""Observed tensors anywhere in a model, and their sizes, against values computed by hand."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def observe_values(model: Model, *tensors: tuple[str, str], **feeds: Any) -> lis
 
 
 def test_observe_main_graph(model_of: Any, identity_at: Any) -> None:
-    """Inputs, constants, inner values and outputs are observed, in an edited model as well, one entry a feed."""
+    """Inputs, constants, inner values and outputs are observed, also in an edited model, once per feed."""
     model = model_of(HEAD + "g (float[2] x) => (float[2] y) <float[2] w = {1, 2}> { a = Add(x, w)  y = Neg(a) }")
     identity_at(model, TensorRef("", "y"), [Use("", "@y", 0)])
     names = [("", "x"), ("", "w"), ("", "a"), ("", "y"), ("", "y/quant")]
@@ -82,7 +82,7 @@ NESTED = (
     ],
 )
 def test_observe_branches(c: bool, d: bool, expected: list[Any], model_of: Any) -> None:
-    """Tensors of branches are seen when their branch is taken, in nested ones too, and not otherwise."""
+    """Tensors of branches, nested ones too, have values only if their branch is taken."""
     names = [
         ("y/then_branch", "a"),
         ("y/then_branch/p/then_branch", "s"),
@@ -110,7 +110,7 @@ LOOP = (
 
 
 def test_observe_loop(model_of: Any) -> None:
-    """Tensors in a loop are seen once an iteration, also if their shape changes; those in its branches when reached."""
+    """Tensors in a loop have one value per iteration, even if their shape changes; in branches, when reached."""
     names = [("y/body", "s"), ("y/body", "d"), ("y/body/p/then_branch", "f"), ("y/body/p/else_branch", "h"), ("", "y")]
     values = observe_values(model_of(LOOP), *names, n=np.int64(3), c=True, x=np.array([1], np.float32))
     assert values == [
@@ -125,7 +125,7 @@ def test_observe_loop(model_of: Any) -> None:
 
 
 def test_observe_loops_in_loops_and_branches(model_of: Any) -> None:
-    """A loop in a branch in a loop gives the values of all its iterations in order, and its scan outputs stay right."""
+    """A loop in a branch in a loop gives the values of all iterations in order; scan outputs stay correct."""
     model = model_of(
         HEAD
         + """g (float[1] x) => (float[1] y) <int64 n = {2}, bool yes = {1}, int64 one = {1}> {
@@ -152,7 +152,7 @@ def test_observe_loops_in_loops_and_branches(model_of: Any) -> None:
 
 
 def test_observe_scan(model_of: Any) -> None:
-    """Tensors in a scan are seen once an iteration; its axes and directions of outputs grow with it."""
+    """Tensors in a scan have one value per iteration; the axes and directions of its outputs are extended."""
     model = model_of(
         HEAD
         + """g (float[1] x, float[3,1] rows) => (float[1] y, float[1,3] all) {
@@ -172,7 +172,7 @@ def test_observe_scan(model_of: Any) -> None:
 
 @pytest.mark.parametrize("opset", [8, 9, 11, 12, 13])
 def test_observe_loop_of_old_opsets(opset: int, model_of: Any) -> None:
-    """Before sequences could be carried, tensors in a loop are seen just so: of changing shape, and in its branches."""
+    """Without carried sequences, tensors in loops and branches are observed alike, also of changing shape."""
     text = LOOP.replace("17", str(opset))
     if opset < 11:
         # Equal took no integers yet.
@@ -206,7 +206,7 @@ SCAN = (
 
 @pytest.mark.parametrize("opset", [10, 11, 17])
 def test_observe_branch_in_scan(opset: int, model_of: Any) -> None:
-    """A branch in a scan is seen at each iteration, and what the scan gives keeps its axis and direction."""
+    """A branch in a scan is observed in each iteration, and scan outputs keep axis and direction."""
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     names = [("y/body", "m"), ("y/body/f/then_branch", "n"), ("y/body/f/else_branch", "p"), ("", "y")]
     model = model_of(SCAN.replace("17", str(opset)))
@@ -216,7 +216,7 @@ def test_observe_branch_in_scan(opset: int, model_of: Any) -> None:
 
 
 def test_observe_loop_in_scan(model_of: Any) -> None:
-    """A loop in a scan is seen at each iteration of both; the scan's state goes on."""
+    """A loop in a scan is observed in each iteration of both; the scan keeps its state."""
     model = model_of(
         HEAD
         + """g (float[1] a, float[3,1] x) => (float[1] s, float[3,1] y) <int64 n = {2}, bool yes = {1}> {
@@ -236,7 +236,7 @@ def test_observe_loop_in_scan(model_of: Any) -> None:
 
 
 def test_observe_sequence_map(model_of: Any) -> None:
-    """Tensors in the body of SequenceMap are seen once for each element, whatever its shape."""
+    """Tensors in the body of SequenceMap have one value per element, whatever its shape."""
     model = model_of(
         HEAD
         + """g (float[2] a, float[3] b) => (float[5] y) {
@@ -250,7 +250,7 @@ def test_observe_sequence_map(model_of: Any) -> None:
 
 
 def test_observe_functions(model_of: Any) -> None:
-    """A tensor in a function is seen once for each call: from the graph, from a branch, and from another function."""
+    """A tensor in a function has one value per call: from the graph, a branch, or another function."""
     model = model_of(
         """<ir_version: 8, opset_import: ["" : 17, "f" : 1]>
         g (bool c, float[2] x) => (float[2] y, float[2] z) {
@@ -273,7 +273,7 @@ def test_observe_functions(model_of: Any) -> None:
 
 
 def test_observe_bfloat16(model_of: Any) -> None:
-    """bfloat16, which onnxruntime hands out to nobody, is seen as float32, in bodies too."""
+    """bfloat16, which onnxruntime does not return, is observed as float32, in bodies too."""
     model = model_of(
         HEAD
         + """g (bool c, float[2] x) => (float[2] y, float[2] z) {
@@ -287,13 +287,13 @@ def test_observe_bfloat16(model_of: Any) -> None:
 
 
 def test_unobservable_tensors_have_a_reason(model_of: Any) -> None:
-    """A tensor that cannot be carried out of its body is an error that names it, the reason and the way out."""
+    """An unobservable tensor is an error that states the tensor, the reason and advice."""
     # What the body gives has no declared rank, so nothing says where its new axis goes.
     model = model_of(SCAN.replace("(float[2] f)", "(float[] f)"))
     tensor = TensorRef("y/body/f/then_branch", "n")
     runner = format_.create_runner(model)
     reason = "it is inside a Scan that collects along an axis of a tensor of unknown rank"
-    message = f"The tensor y/body/f/then_branch/n:0 cannot be watched: {reason}. Leave it out with --exclude."
+    message = f"The tensor y/body/f/then_branch/n:0 cannot be observed: {reason}. Exclude it with --exclude."
     assert runner.unobservable([tensor, TensorRef("y/body", "m")]) == {tensor: message}
     with pytest.raises(ModelError, match="unknown rank"):
         next(runner.observe([tensor], [{}]))
@@ -304,7 +304,7 @@ def test_unobservable_tensors_have_a_reason(model_of: Any) -> None:
     [("c", "r", "y"), ("r", "f"), ("a", "y"), ("c", "a"), ("x", "f"), ("x", "c", "r", "s", "a", "p", "f", "y")],
 )
 def test_values_do_not_depend_on_other_observed_tensors(watched: tuple[str, ...], model_of: Any) -> None:
-    """Tensors shared out among calls have the bits of one call, though onnxruntime fuses what is not watched."""
+    """Tensors divided among calls have the same bits as in one call, although onnxruntime fuses unwatched ops."""
     rng = np.random.default_rng(3)
     model = model_of(
         HEAD
@@ -328,7 +328,7 @@ def test_values_do_not_depend_on_other_observed_tensors(watched: tuple[str, ...]
 
 
 def test_observed_values_are_freed_between_runs(model_of: Any) -> None:
-    """What the caller drops is freed before the next run."""
+    """Values that the caller drops are freed before the next run."""
     model = model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }")
     ref = TensorRef("", "y")
     observations = format_.create_runner(model).observe([ref], [{"x": X}, {"x": X}])

@@ -1,4 +1,4 @@
-"""Every model of onnx's backend test suite, the sample models and real ones load, hold together and come back equal."""
+"""The models of onnx's backend test suite, sample models and real models survive a round trip unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REAL = sorted((ROOT.parent / "shared/models").rglob("*.onnx"))
 
 
 def generated() -> Iterator[onnx.ModelProto]:
-    """Yield the models that onnx's case generator makes."""
+    """Yield the models of onnx's case generator."""
     with warnings.catch_warnings(action="ignore"):
         from onnx.backend.test.case.node import collect_testcases
 
@@ -32,7 +32,7 @@ def generated() -> Iterator[onnx.ModelProto]:
 
 
 def test_stored_backend_models_come_back_byte_identical(tmp_path: Path) -> None:
-    """Every stored model of the backend suite is saved as the very bytes it was read from."""
+    """Every stored model of the backend suite is saved byte for byte."""
     paths = sorted(STORED.rglob("*.onnx"))
     assert len(paths) > 100
     changed = []
@@ -47,7 +47,7 @@ def test_stored_backend_models_come_back_byte_identical(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_generated_backend_models_come_back_equal() -> None:
-    """Every model of the case generator loads, holds together and is emitted as an equal message."""
+    """Every model of the case generator loads, passes the checks and is emitted as an equal message."""
     count = 0
     for message in generated():
         model = model_from_message(message)
@@ -59,7 +59,7 @@ def test_generated_backend_models_come_back_equal() -> None:
 
 @pytest.mark.parametrize("path", [*SAMPLES, *REAL], ids=lambda path: path.name)
 def test_real_models_come_back_byte_identical(path: Path, tmp_path: Path) -> None:
-    """Sample and real models are saved as the very bytes they were read from, from a copy as well."""
+    """Sample and real models, and copies of them, are saved byte for byte."""
     model = format_.load(path).copy()
     check_invariants(model, "load")
     assert format_.emit(model) == model.source.message

@@ -14,7 +14,7 @@ import graphquant as gq
 from graphquant.errors import ModelError
 from graphquant.formats import InputSpec
 from graphquant.formats import onnx as format_
-from graphquant.formats.onnx import session as run
+from graphquant.formats.onnx import session
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ X = np.array([-3, 4], np.float32)
 
 
 def test_run(model_of: Any) -> None:
-    """A runner lists the inputs that must be fed, and gives the outputs by name; defaults need no feed."""
+    """A runner lists the inputs that must be fed, and returns the outputs by name; defaults need no feed."""
     model = model_of(
         HEAD
         + """g (float[N] x, float[2] w) => (float[N] y, float[N] z) <float[2] w = {1, 2}> {
@@ -43,8 +43,8 @@ def test_run(model_of: Any) -> None:
 
 
 def test_failures_are_model_errors(model_of: Any) -> None:
-    """A model that onnxruntime refuses, or a feed that does not fit, is an error with its first line and the shapes."""
-    with pytest.raises(ModelError, match=r"onnxruntime cannot take the model: .*Nonsense"):
+    """A model that onnxruntime rejects, or an unsuitable feed, is an error with its first line and the shapes."""
+    with pytest.raises(ModelError, match=r"onnxruntime rejects the model: .*Nonsense"):
         format_.create_runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Nonsense(x) }")).run({"x": X})
     runner = format_.create_runner(model_of(HEAD + "g (float[2] x) => (float[2] y) { y = Neg(x) }"))
     with pytest.raises(ModelError, match=r"onnxruntime failed on the inputs x float32\[3\]: "):
@@ -54,7 +54,7 @@ def test_failures_are_model_errors(model_of: Any) -> None:
 
 
 def test_large_weights_are_passed_to_the_session_by_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bulky weights are no part of what onnxruntime parses, wherever they are read, and it computes the same."""
+    """Large weights are passed to onnxruntime as arrays, and it computes the same."""
     rng = np.random.default_rng(0)
     arrays = {
         name: rng.standard_normal((32, 32)).astype(np.float32) for name in ("w", "default", "given", "unread", "a")
@@ -78,13 +78,11 @@ def test_large_weights_are_passed_to_the_session_by_memory(tmp_path: Path, monke
     path = tmp_path / "m.onnx"
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=8), path)
     external_names: list[str] = []
-    session = run.create_session
+    create_session = session.create_session
     monkeypatch.setattr(
-        run,
+        session,
         "create_session",
-        lambda data, *extra_feed, **options: (
-            external_names.extend(extra_feed[2]) or session(data, *extra_feed, **options)
-        ),
+        lambda data, *args, **options: external_names.extend(args[2]) or create_session(data, *args, **options),
     )
     runner = format_.create_runner(gq.load(path))
     reference_session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -1,4 +1,7 @@
-"""Models raised to a newer opset: by onnx's converter, without the weights' data, and checked afterwards."""
+"""Conversions of models: upgrade to a newer opset, and inlining of functions.
+
+An upgrade uses onnx's converter on a message without weight data, and checks the result.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 import ml_dtypes
 import numpy as np
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, NodeProto, checker, defs, helper, shape_inference, version_converter
+from onnx import ModelProto, NodeProto, checker, defs, helper, inliner, shape_inference, version_converter
 
 from graphquant.errors import ModelError
-from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, node_bodies, retain_entries
+from graphquant.formats.onnx.emitter import FREE_INITIALIZERS_IR_VERSION, emit_message, node_bodies, retain_entries
 from graphquant.formats.onnx.file_writer import external_tensors
-from graphquant.formats.onnx.functions import nested_graphs
+from graphquant.formats.onnx.functions import NODE_MARK, nested_graphs
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import OnnxRunner
+from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS
 from graphquant.formats.onnx.tensors import first_line, is_external
 
 if TYPE_CHECKING:
@@ -32,10 +36,10 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 MAX_VISIBLE_ELEMENTS = 1 << 10
-"""Elements up to which the converter sees the value of an initializer: it may be a shape, axes or scales."""
+"""Maximum number of elements of an initializer that the converter sees, as it may be a shape, axes or scales."""
 
 MAX_INPUT_ELEMENTS = 1 << 26
-"""Elements of the largest input that is made up."""
+"""Maximum number of elements of a synthetic input."""
 
 CONVERTER_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
@@ -46,17 +50,17 @@ CONVERTER_ERRORS: tuple[type[Exception], ...] = (
     shape_inference.InferenceError,
     version_converter.ConvertError,
 )
-"""What onnx's converter and checker raise; their own kinds have no common base."""
+"""Exceptions of onnx's converter and checker, which have no common base class."""
 
 RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-3, 1e-4
-"""How far float outputs may differ; fusions of another opset round otherwise."""
+"""Tolerances for float outputs; fusions in another opset round differently."""
 
 
-def convert_opset(model: Model, opset: int) -> Model:
-    """The model at `opset` of the default domain: the model itself if it is there already.
+def upgrade_opset(model: Model, opset: int) -> Model:
+    """Return the model at `opset` of the default domain, or the model itself if it has that opset or a newer one.
 
     Raises:
-        ModelError: onnx cannot convert it, or the result does not check, does not run, or gives other outputs.
+        ModelError: onnx cannot convert the model, or the result is invalid, does not run, or computes other outputs.
     """
     if model.opset >= opset:
         return model
@@ -64,7 +68,7 @@ def convert_opset(model: Model, opset: int) -> Model:
     weightless, hoisted = _hoist_weights(source)
     weightless.ir_version = max(
         weightless.ir_version, FREE_INITIALIZERS_IR_VERSION
-    )  # before, the converter does not see initializers
+    )  # with an older version, the converter ignores initializers
     if any(True for _ in external_tensors(weightless)):
         raise _upgrade_error(
             model, opset, "external data inside its functions, or of one name in two bodies, is not converted"
@@ -79,7 +83,9 @@ def convert_opset(model: Model, opset: int) -> Model:
     for function in converted.functions:
         changed_op = _raise_function_opset(function, opset)
         if changed_op:
-            raise _upgrade_error(model, opset, f"{changed_op} in its function {function.name!r} is another op there")
+            raise _upgrade_error(
+                model, opset, f"{changed_op} in its function {function.name!r} has another meaning there"
+            )
     min_ir_version = helper.find_min_ir_version_for(converted.opset_import, ignore_unknown=True)
     converted.ir_version = max(source.ir_version, min_ir_version)
     try:
@@ -96,7 +102,7 @@ def convert_opset(model: Model, opset: int) -> Model:
 
 
 def _raise_function_opset(function: Any, opset: int) -> str:
-    """Raises a function, which onnx's converter leaves as it is; gives an op that means something else then, or ""."""
+    """Raise the opset of a function, which onnx's converter ignores; return an op whose meaning changes, or ""."""
     entries = [entry for entry in function.opset_import if entry.domain in {"", "ai.onnx"} and entry.version < opset]
     for entry in entries:
         for node in (
@@ -113,31 +119,31 @@ def _raise_function_opset(function: Any, opset: int) -> str:
 
 
 def _op_signature(op_type: str, opset: int) -> tuple[Any, ...]:
-    """What an op takes; of what it gives, newer opsets change nothing but the types, which only become more."""
+    """Return the inputs and attributes of an op. For its outputs, newer opsets only add types."""
     schema = defs.get_schema(op_type, opset, "")
     attributes = {name: (attr.required, str(attr.default_value)) for name, attr in schema.attributes.items()}
     return attributes, [(parameter.name, parameter.option) for parameter in schema.inputs], len(schema.outputs)
 
 
-def encode_weightless_message(model: Model) -> str:
-    """The source message without its larger weights, compressed, in base64: an upgrade keeps the weights by name."""
+def encode_skeleton(model: Model) -> str:
+    """Return the source message without its larger weights, as base64. An upgrade keeps the weights by name."""
     weightless, _ = _hoist_weights(model.source.message)
     return base64.b64encode(zlib.compress(weightless.SerializeToString(deterministic=True), 9)).decode()
 
 
 BodyPath = tuple[tuple[str, str], ...]
-"""Where a body is: from outside in, the first output of the node that owns it, and the attribute."""
+"""Path of a body from outside in: the first output of the node that owns each body, and the attribute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HoistedWeight:
-    """A weight that the converter has as a mere input of the model.
+    """A weight that the converter sees as an input of the model.
 
     Attributes:
-        path: The body that it is from; () is the main graph.
-        name: The name of its value.
+        path: The body that contains the weight; () is the main graph.
+        name: Name of its value.
         proto: The TensorProto of an initializer, or the NodeProto of a Constant.
-        adds_input: Whether the input is new: initializers may be inputs too.
+        adds_input: True if the input is new; initializers may already be inputs.
     """
 
     path: BodyPath
@@ -147,14 +153,14 @@ class _HoistedWeight:
 
 
 def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
-    """A copy for the converter with inputs in place of the larger weights, and these weights."""
+    """Return a copy for the converter with inputs in place of the larger weights, and these weights."""
     weightless = ModelProto()
     weightless.CopyFrom(source)
     inputs = {info.name for info in weightless.graph.input}
     nested = _graphs_with_paths(weightless.graph)
     name_counts = Counter(name for graph, _ in nested for name in _defined_names(graph))
     hoisted: list[_HoistedWeight] = []
-    for graph, path in reversed(nested):  # a list of nodes that is written anew has copies of their bodies
+    for graph, path in reversed(nested):  # inner bodies first: rebuilding a list of nodes copies their bodies
         large_constants = [
             (proto, name, tensor)
             for proto, name, tensor in _constant_tensors(graph)
@@ -181,9 +187,9 @@ def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
 
 
 def _graphs_with_paths(main: Any) -> list[tuple[Any, BodyPath]]:
-    """The graph and all bodies in it, outer ones first."""
+    """Return the graph and all bodies in it, outer ones first."""
     entries: list[tuple[Any, BodyPath]] = [(main, ())]
-    for graph, path in entries:  # grows while bodies are found
+    for graph, path in entries:  # grows while bodies are visited
         for node in graph.node:
             first_output = next(iter(node.output), "")
             entries += [(body, (*path, (first_output, attr))) for attr, body in node_bodies(node).items()]
@@ -191,13 +197,13 @@ def _graphs_with_paths(main: Any) -> list[tuple[Any, BodyPath]]:
 
 
 def _defined_names(graph: Any) -> Iterator[str]:
-    """The names that are given to values in a graph."""
+    """Yield the names of the values that a graph defines."""
     yield from (tensor.name for tensor in graph.initializer)
     yield from (name for node in graph.node for name in node.output)
 
 
 def _constant_tensors(graph: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Initializers and Constant nodes: the message, the name of its value, and its tensor."""
+    """Yield initializers and Constant nodes: the message, the name of its value, and its tensor."""
     yield from ((tensor, tensor.name, tensor) for tensor in graph.initializer)
     for node in graph.node:
         if node.op_type == "Constant" and node.domain in {"", "ai.onnx"} and len(node.output) == 1:
@@ -205,13 +211,13 @@ def _constant_tensors(graph: Any) -> Iterator[tuple[Any, str, Any]]:
 
 
 def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeight]) -> None:
-    """Gives `converted` back what the converter does not carry: weights in their order, sparse ones, notes.
+    """Restore what the converter drops: weights in their order, sparse initializers and annotations.
 
     Raises:
-        KeyError: The body that a weight is from is gone.
+        KeyError: The body of a weight does not exist any more.
     """
     graphs_by_path = {path: graph for graph, path in _graphs_with_paths(converted.graph)}
-    for weight in reversed(hoisted):  # Constants stand before all that could read them
+    for weight in reversed(hoisted):  # Constants come before all nodes that may read them
         if isinstance(weight.proto, NodeProto):
             graphs_by_path[weight.path].node.insert(0, weight.proto)
         elif weight.path:
@@ -239,14 +245,14 @@ def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeig
 
 
 def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> None:
-    """Starts both in onnxruntime, and runs them where inputs can be made up that the source takes."""
+    """Start both models in onnxruntime, and compare their outputs if the source accepts synthetic inputs."""
     old_runner, new_runner = OnnxRunner(source_model), OnnxRunner(upgraded_model)
     old_runner.start()
     try:
         new_runner.start()
     except ModelError as error:
         raise _upgrade_error(
-            source_model, opset, f"onnxruntime does not take the result: {_runtime_reason(error)}"
+            source_model, opset, f"onnxruntime rejects the result: {_runtime_reason(error)}"
         ) from error
     rng = np.random.default_rng(0)
     input_values = {spec.name: _synthetic_input(spec, rng) for spec in new_runner.inputs}
@@ -257,18 +263,18 @@ def _check_upgrade(source_model: Model, upgraded_model: Model, opset: int) -> No
     try:
         expected = old_runner.run(feeds)
     except ModelError:
-        return  # The source does not take sizes of 1 or these values, so they prove nothing.
+        return  # The source rejects sizes of 1 or these values, so the comparison is impossible.
     try:
         results = new_runner.run(feeds)
     except ModelError as error:
         raise _upgrade_error(source_model, opset, f"the result does not run: {_runtime_reason(error)}") from error
     for name, value in expected.items():
         if not _outputs_agree(value, results[name]):
-            raise _upgrade_error(source_model, opset, f"its output {name!r} is another one afterwards")
+            raise _upgrade_error(source_model, opset, f"its output {name!r} differs afterwards")
 
 
 def _synthetic_input(spec: InputSpec, rng: np.random.Generator) -> Array | None:
-    """A seeded input with unknown sizes 1, None if there is no telling what it must be."""
+    """Return a seeded input with unknown sizes set to 1, None if suitable values are unknown."""
     if spec.shape is None:
         return None
     shape = tuple(size if size is not None else 1 for size in spec.shape)
@@ -291,12 +297,43 @@ def _outputs_agree(expected: Array, actual: Array) -> bool:
 
 def _upgrade_error(model: Model, opset: int, reason: str) -> ModelError:
     return ModelError(
-        f"The model cannot be raised from opset {model.opset} to {opset}: {reason}. Use a rule that needs no newer opset "
-        "(one scale per tensor instead of per channel, or per channel instead of per block), or export the model at"
-        f" opset {opset}."
+        f"The model cannot be upgraded from opset {model.opset} to {opset}: {reason}. Use a rule that needs no newer "
+        "opset (one scale per tensor instead of per channel, or per channel instead of per block), or export the model "
+        f"at opset {opset}."
     )
 
 
 def _runtime_reason(error: ModelError) -> str:
-    """What onnxruntime said, without the advice around it."""
+    """Return onnxruntime's own message, without the advice around it."""
     return first_line(error.__cause__ or error)
+
+
+OpKey = tuple[str, str]
+"""Graph and op name."""
+
+
+def inline_functions(model: Model) -> tuple[Model, dict[OpKey, OpKey]]:
+    """Return the model without functions, and for each of its ops the op of `model` of which it is a copy.
+
+    If onnx cannot inline a function, all functions stay.
+
+    Raises:
+        ModelError: The model cannot be emitted.
+    """
+    message = emit_message(model).message
+    op_keys: list[OpKey] = []
+    for graph in model_from_message(message, path=model.path).graphs.values():
+        for op in graph.ops():
+            if isinstance(op.source, NodeProto):
+                op.source.doc_string = f"{NODE_MARK}{len(op_keys)}"
+                op_keys.append((graph.name, op.name))
+    try:
+        inlined_model = model_from_message(inliner.inline_local_functions(message), path=model.path)
+    except INFERENCE_ERRORS:
+        return model, {}
+    originals = {}
+    for graph in inlined_model.graphs.values():
+        for op in graph.ops():
+            if isinstance(op.source, NodeProto) and op.source.doc_string.startswith(NODE_MARK):
+                originals[graph.name, op.name] = op_keys[int(op.source.doc_string.removeprefix(NODE_MARK))]
+    return inlined_model, originals
