@@ -1,6 +1,6 @@
-"""What each backend will run in low precision, and what is probably wrong with a quantized model.
+"""Backends: the predicted execution of each op in low precision, and lint findings about a quantized model.
 
-`BACKENDS` is the table of backends; a new one is a module with its row here.
+`BACKENDS` lists the backends. A new backend is a module that defines a `Backend`, plus its entry here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
     "LINT_CODES",
     "Backend",
     "BrokenRule",
-    "LintFinding",
     "CheckReport",
+    "LintFinding",
     "Verdict",
     "check_quantized_model",
     "lint_model",
@@ -39,20 +39,21 @@ __all__ = [
 BACKENDS: dict[str, Backend] = {
     backend.name: backend for backend in (ONNXRUNTIME, ONNXRUNTIME_ARM, TENSORRT, QNN, OPENVINO, VITIS_AI)
 }
+"""All backends by name."""
 
 
 def check_quantized_model(model: Model, backend: str | None = None, stats: Stats | None = None) -> CheckReport:
-    """How the backend called `backend` will run each op of `model`, and what is probably wrong with the model.
+    """Predict the execution of each op of `model` by a backend, and report likely mistakes in the model.
 
     Args:
         model: The model.
         backend: A key of `BACKENDS`, or None.
-        stats: What calibration saw of the model before it was quantized, if that is known.
+        stats: Calibration statistics of the model before it was quantized, if available.
 
     Raises:
-        DataError: The statistics are of none of the tensors that are quantized.
+        DataError: The statistics contain none of the quantized tensors.
         ModelError: A weight cannot be read.
-        UsageError: There is no such backend, or it does not run models of this format.
+        UsageError: The backend is unknown, or it does not run models of this format.
     """
     chosen_backend = None if backend is None else _find_backend(backend)
     if model.format == "tflite":
@@ -62,7 +63,8 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
         )
     if chosen_backend is not None and model.format != "onnx":
         raise UsageError(
-            f"{model.path or 'The model'} is a {model.format} model, and {chosen_backend.name} is foretold for ONNX models"
+            f"{model.path or 'The model'} is a {model.format} model, and {chosen_backend.name} is foretold for ONNX"
+            " models"
             " only. Leave --for out to check the quantization alone."
         )
     verdicts, findings = lint_model(model, chosen_backend, partial(_predict_verdicts, chosen_backend), stats)
@@ -78,9 +80,9 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
 
 
 def _predict_verdicts(backend: Backend | None, model: Model) -> tuple[Verdict, ...]:
-    """What the backend makes of each op; nothing without one. It sees functions in place of their calls.
+    """Return the verdicts of the backend, with functions inlined; none without a backend.
 
-    An op of a function that stays float in one call of it is told to.
+    An op of a function is "float" if it is float in at least one call.
     """
     if backend is None:
         return ()

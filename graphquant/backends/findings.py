@@ -1,4 +1,4 @@
-"""What a check tells: a verdict for each op, and findings with codes."""
+"""Results of a check: one verdict per op, and lint findings with codes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
 
 
 RunStatus = Literal["low", "absorbed", "float"]
-"""Runs on integers; runs not at all, since another op does its work; runs in float."""
+""""int8" runs on integers. "fused" does not run, because another op does its work. "float" runs in float."""
 
 FindingLevel = Literal["error", "warning", "note"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BrokenRule:
-    """The rule of a backend that keeps an op in float.
+    """Rule of a backend that keeps an op in float.
 
     Attributes:
-        rule: A short name, "no-quantized-output".
-        message: What is the matter with this op.
-        fix: What to do about it.
+        rule: Short identifier, for example "no-quantized-output".
+        message: Description of the problem.
+        fix: Advice.
     """
 
     rule: str
@@ -38,21 +38,21 @@ class BrokenRule:
 NOT_QUANTIZED = BrokenRule(
     rule="not-quantized", message="nothing around it is quantized", fix="quantize its inputs and its output"
 )
-"""Of ops that nobody has tried to quantize."""
+"""Rule of ops without any quantization around them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """How a backend will run one op.
+    """Predicted execution of one op by a backend.
 
     Attributes:
-        graph: The op's graph, "" for the main one.
-        op: Its name.
-        type: Its type.
-        status: Whether it runs in low precision.
-        runs_as: The op that does its work, "QLinearConv"; the op's own type where it stays float.
-        broken_rule: The first rule that it breaks, None unless it stays float.
-        note: Why that is probably not worth it, "" for most.
+        graph: Graph of the op, "" for the main graph.
+        op: Name of the op.
+        type: Type of the op.
+        status: Predicted status.
+        runs_as: The op that does its work, for example "QLinearConv"; its own type if it stays float.
+        broken_rule: The first rule that the op breaks; None unless it stays float.
+        note: Reason why low precision is probably slower, "" for most ops.
     """
 
     graph: str
@@ -65,22 +65,23 @@ class Verdict:
 
     @property
     def location(self) -> str:
-        """Graph and name."""
+        """Graph and name of the op."""
         return qualified_op_name(self.graph, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """What runs a model, and what it wants.
+    """A runtime and its requirements.
 
     Attributes:
-        name: What `--for` calls it.
-        description: A line for people.
-        predict: Gives the verdicts on a model's ops.
-        symmetric: Whether activations have to be symmetric, so that a symmetric Relu is no mistake.
+        name: Value of `--for`.
+        description: Short description.
+        predict: Function that returns the verdicts on the ops of a model.
+        symmetric: Whether activations must be symmetric, so that a symmetric Relu is not a mistake.
         ties_concat: Whether all inputs and the output of a Concat need one scale.
-        bias_type: What a bias is: "int32" (whose scale is input times weight), "int8" or "float".
-        fuses: For each kind the kinds behind it that become one op with it, so that no pair may stand between.
+        bias_type: Type of a bias: "int32" (with scale input times weight), "int8" or "float".
+        fuses: For each kind, the kinds of following ops that are fused with it, so that no Q/DQ pair may be between
+            them.
     """
 
     name: str
@@ -94,14 +95,14 @@ class Backend:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintFinding:
-    """Something in a quantized model that is probably not meant.
+    """A likely mistake in a quantized model.
 
     Attributes:
-        code: Key of `CODES`.
+        code: Key of `LINT_CODES`.
         graph: Graph of the op.
-        op: The op it is about.
-        message: What is the matter.
-        fix: What to do about it.
+        op: The affected op.
+        message: Description of the problem.
+        fix: Advice.
     """
 
     code: str
@@ -112,20 +113,20 @@ class LintFinding:
 
     @property
     def location(self) -> str:
-        """Graph and name."""
+        """Graph and name of the op."""
         return qualified_op_name(self.graph, self.op)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """What `check` found in one model.
+    """Result of `check` for one model.
 
     Attributes:
-        path: The model's path, "" for one in memory.
-        backend: The backend that was asked for, "" where only the lint ran.
+        path: Path of the model, "" for a model in memory.
+        backend: The requested backend, "" if only the lint ran.
         quantization_ops: Number of quantization ops in the model.
-        verdicts: One for each op that computes on floats, in the order of the model; none without a backend.
-        findings: In the order of their codes, then of the model.
+        verdicts: One per op that computes on floats, in the order of the model; none without a backend.
+        findings: Findings by code, then in the order of the model.
     """
 
     path: str
@@ -136,12 +137,12 @@ class CheckReport:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many ops have each status."""
+        """Number of ops by status."""
         counter = Counter(verdict.status for verdict in self.verdicts)
         return {status: counter[status] for status in ("low", "absorbed", "float")}
 
     @property
     def runs_as(self) -> dict[str, int]:
-        """How many ops run as what, of those in low precision, by name."""
+        """Number of int8 ops by the op that they run as."""
         counter = Counter(verdict.runs_as for verdict in self.verdicts if verdict.status == "low")
         return dict(sorted(counter.items()))

@@ -1,4 +1,4 @@
-"""What is probably wrong with a quantized model: each kind of finding has a code, explained in docs/check.md."""
+"""Lint of quantized models: each kind of finding has a code, which docs/check.md explains."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LintCode(NamedTuple):
-    """A kind of finding: its level and what it says in general."""
+    """A kind of finding: its level and general description."""
 
     level: FindingLevel
     description: str
@@ -50,7 +50,7 @@ LINT_CODES = {
     "GQ112": LintCode("warning", "a quantization stands between two ops that would become one without it"),
     "GQ113": LintCode("note", "an op runs on integers, and would be faster in float"),
 }
-"""Every code."""
+"""All codes."""
 
 DATA_MOVEMENT_KINDS = frozenset(
     {
@@ -61,36 +61,36 @@ DATA_MOVEMENT_KINDS = frozenset(
 """Kinds whose output values are input values."""
 
 KNOWN_OUTPUT_RANGES = {"sigmoid": (0.0, 1.0), "softmax": (0.0, 1.0), "hard_sigmoid": (0.0, 1.0), "tanh": (-1.0, 1.0)}
-"""Kinds whose output lies in a range that is known."""
+"""Kinds whose output range is known."""
 
 MIN_SHARED_STEPS = 16
-"""Integers that a range must be left with where it shares a scale."""
+"""Minimum number of integers that a range must span if it shares a scale."""
 
 MIN_CHANNEL_STEPS = 4
-"""The same for a channel of a weight, counted from the smallest to the largest value."""
+"""Minimum number of integers between the smallest and largest value of a weight channel."""
 
 MAX_UNUSED_SHARE = 0.25
-"""Share of the integers below zero from which on a Relu's output counts as symmetric."""
+"""Share of integers below zero from which the output of a Relu counts as symmetric."""
 
 BIAS_SCALE_TOLERANCE = 0.01
-"""How far, as a share, a bias's scale may be from what it should be."""
+"""Maximum relative error of the scale of a bias."""
 
 INT32_MAX = (1 << 31) - 1
 
 
 VerdictsByOp = dict[tuple[str, str], Verdict]
-"""By graph and op."""
+"""Verdicts by graph and op."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LintContext:
-    """What the checks look at.
+    """Model and predictions that the checks read.
 
     Attributes:
-        quantizations: The model's quantizations.
-        backend: The backend that was asked for, or None.
-        verdicts: Its verdicts, by graph and op.
-        joined_verdicts: Its verdicts if no quantization stood between ops that it could make one op of.
+        quantizations: Quantizations of the model.
+        backend: The requested backend, or None.
+        verdicts: Verdicts of the backend, by graph and op.
+        joined_verdicts: Verdicts of the backend if no Q/DQ pair separated ops that it could fuse.
     """
 
     quantizations: QuantizationReader
@@ -102,16 +102,16 @@ class LintContext:
 def lint_model(
     model: Model, backend: Backend | None, predict: PredictVerdicts, stats: Stats | None = None
 ) -> tuple[tuple[Verdict, ...], tuple[LintFinding, ...]]:
-    """The verdicts of a backend, and the findings, by code and then in the order of the model.
+    """Return the verdicts of a backend, and the findings by code and then in the order of the model.
 
     Args:
         model: The model.
-        backend: The backend that was asked for.
-        predict: Gives its verdicts; none without a backend.
-        stats: What calibration saw of the model before it was quantized, if that is known.
+        backend: The requested backend.
+        predict: Function that returns the verdicts of the backend; none without a backend.
+        stats: Calibration statistics of the model before it was quantized, if available.
 
     Raises:
-        DataError: That is of none of the tensors that are quantized.
+        DataError: The statistics contain none of the quantized tensors.
         ModelError: A weight cannot be read.
     """
     quantizations, verdicts = QuantizationReader(model), predict(model)
@@ -150,14 +150,17 @@ def _check_symmetric_relu(context: LintContext, graph: Graph, op: Op) -> Iterato
         low, high = params.type.limits(narrow=params.narrow)
         unused_share = (float(np.max(params.zero_point)) - low) / (high - low)
         if unused_share >= MAX_UNUSED_SHARE:
-            message = f"{quantize_op.name} gives {unused_share:.0%} of its integers to values below 0, which a {op.type} never has"
+            message = (
+                f"{quantize_op.name} gives {unused_share:.0%} of its integers to values below 0, which a {op.type}"
+                " never has"
+            )
             yield _make_lint_finding(
                 "GQ101", graph, op, message, "quantize it asymmetrically, with the smallest integer for 0"
             )
 
 
 def _check_weighted_op(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
-    """Float in spite of quantized inputs; refused models."""
+    """Yield a finding if an op is float in spite of quantized inputs, or if the backend refuses the model."""
     verdict = context.verdicts.get((graph.name, op.name))
     if verdict is None or verdict.broken_rule is None:
         return
@@ -176,7 +179,7 @@ def _check_weighted_op(context: LintContext, graph: Graph, op: Op) -> Iterator[L
 def _fusable_activation(
     quantizations: QuantizationReader, backend: Backend | None, graph: Graph, op: Op
 ) -> tuple[Use, Op] | None:
-    """The activation that could be fused with an op but for the one pair between them, and how it reads the pair."""
+    """Return the activation that an op could fuse if no Q/DQ pair were between them, and its use of the pair."""
     fusable_kinds = None if backend is None else backend.fuses.get(op.kind)
     pairs, float_uses = quantizations.outputs(graph, op) if fusable_kinds else ([], [])
     if fusable_kinds is None or len(pairs) != 1 or float_uses:
@@ -196,7 +199,7 @@ def _fusable_activation(
 def _verdicts_without_pairs(
     quantizations: QuantizationReader, backend: Backend | None, predict: PredictVerdicts
 ) -> tuple[Verdict, ...]:
-    """The verdicts on the model without any such pair; none where it has none."""
+    """Return the verdicts on the model without any such pair; none if it has no such pair."""
     edited: Model | None = None
     for name in quantizations.model.reachable_graphs() if backend is not None else ():
         for op in quantizations.model.graphs[name].ops():
@@ -208,7 +211,7 @@ def _verdicts_without_pairs(
 
 
 def _remove_pair(model: Model, use: Use, tensor: TensorRef) -> None:
-    """Makes `use` read `tensor`, and takes out what was between and nobody else reads."""
+    """Connect `use` to `tensor`, and remove the ops in between that nothing else reads."""
     current = model.graphs[use.graph].source_of(use)
     model.graphs[use.graph].set_source(use, tensor)
     while current is not None and current != tensor and not model.graphs[current.graph].consumers_by_port(current.op):
@@ -219,7 +222,7 @@ def _remove_pair(model: Model, use: Use, tensor: TensorRef) -> None:
 
 
 def _check_blocked_fusion(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
-    """A pair between an op and the activation that would be fused with it, so that both stay on integers."""
+    """Yield a finding if a Q/DQ pair prevents the fusion of an op with its activation on integers."""
     activation = _fusable_activation(context.quantizations, context.backend, graph, op)
     if activation is None or _is_unfusable_clip(context, graph, activation[1]):
         return
@@ -232,7 +235,7 @@ def _check_blocked_fusion(context: LintContext, graph: Graph, op: Op) -> Iterato
 
 
 def _is_unfusable_clip(context: LintContext, graph: Graph, op: Op) -> bool:
-    """Whether a Relu or Clip cannot be absorbed, as the integers behind it do not end where it does."""
+    """Return whether a Relu or Clip cannot be fused because the integer range after it does not end at its limits."""
     limits = clip_limits(context.quantizations.model, context.quantizations.parameters, TensorRef(graph.name, op.name))
     all_params = [params for _, params in context.quantizations.outputs(graph, op)[0] if params is not None]
     return limits is not None and any(
@@ -272,7 +275,7 @@ def _format_params(params: QParams) -> str:
 
 
 def _check_bias(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
-    """A bias that does not fit int32, or that has a scale of its own."""
+    """Yield a finding if a bias does not fit into int32 or has a scale of its own."""
     if op.kind not in WEIGHTED_KINDS or (context.backend is not None and context.backend.bias_type != "int32"):
         return
     by_role = {side.role: side for side in context.quantizations.inputs(graph, op)}
@@ -320,7 +323,7 @@ def _bias_overflow_finding(graph: Graph, op: Op, bias: QuantizedInput, element: 
 
 
 def _check_concat_ranges(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
-    """Parts of a Concat that are small beside the others."""
+    """Yield findings about inputs of a Concat whose range is small compared with its output."""
     if op.kind != "concat":
         return
     output_params = [params for _, params in context.quantizations.outputs(graph, op)[0] if params is not None]
@@ -336,7 +339,7 @@ def _check_concat_ranges(context: LintContext, graph: Graph, op: Op) -> Iterator
 
 
 def _known_value_span(context: LintContext, side: QuantizedInput) -> float | None:
-    """How far the values of a tensor reach, as far as that is known."""
+    """Return an upper bound of the span of the values of a tensor, or None if it is unknown."""
     producer = context.quantizations.model.op(context.quantizations.look_through(side.source))
     known_range = KNOWN_OUTPUT_RANGES.get(producer.kind)
     spans = [] if known_range is None else [known_range[1] - known_range[0]]
@@ -346,7 +349,7 @@ def _known_value_span(context: LintContext, side: QuantizedInput) -> float | Non
 
 
 def _check_weight_scales(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
-    """Weights whose scales lie along another axis, or whose one scale leaves some channel nothing."""
+    """Yield findings about weights with scales along the wrong axis or too coarse a scale for a channel."""
     if op.kind not in WEIGHTED_KINDS or op.channel_axis is None:
         return
     for side in context.quantizations.inputs(graph, op):
@@ -375,7 +378,10 @@ def _check_narrow_channels(
         steps = steps / float(params.scale)
     narrow_channels = np.flatnonzero((steps > 0) & (steps < MIN_CHANNEL_STEPS)) if steps.size > 1 else np.empty(0)
     if narrow_channels.size:
-        message = f"{narrow_channels.size} of {steps.size} channels of its weight {side.source} keep fewer than {MIN_CHANNEL_STEPS + 1}"
+        message = (
+            f"{narrow_channels.size} of {steps.size} channels of its weight {side.source} keep fewer than"
+            f" {MIN_CHANNEL_STEPS + 1}"
+        )
         yield _make_lint_finding("GQ105", graph, op, f"{message} integers", "quantize the weight per channel")
 
 
@@ -398,7 +404,7 @@ def _check_scale_value(context: LintContext, graph: Graph, op: Op) -> Iterator[L
 
 
 def _check_unused_quantization(context: LintContext, graph: Graph, op: Op) -> Iterator[LintFinding]:
-    """Quantizations that nothing reads, and those of inputs whose integers nobody wants."""
+    """Yield findings about quantizations that nothing reads, and quantized inputs that are only read in float."""
     if op.kind in QUANTIZATION_KINDS and not graph.consumers_by_port(op.name):
         yield _make_lint_finding("GQ107", graph, op, "nothing reads it", "remove it")
     if op.kind != "input" or context.backend is None or graph.parent is not None:
@@ -417,12 +423,15 @@ def _check_unused_quantization(context: LintContext, graph: Graph, op: Op) -> It
             ]
     verdicts = [context.verdicts.get(key) for key in reader_keys]
     if verdicts and all(verdict is not None and verdict.status == "float" for verdict in verdicts):
-        message = f"it is quantized, and the ops that read it run in float: {', '.join(sorted({op for _, op in reader_keys}))}"
+        message = (
+            "it is quantized, and the ops that read it run in float:"
+            f" {', '.join(sorted({op for _, op in reader_keys}))}"
+        )
         yield _make_lint_finding("GQ108", graph, op, message, "leave this input float, or quantize what reads it too")
 
 
 def _check_uncalled_functions(model: Model) -> Iterator[LintFinding]:
-    """Quantizations in functions that nothing calls."""
+    """Yield findings about quantizations in functions that nothing calls."""
     live = set(model.reachable_graphs())
     for name, graph in model.graphs.items():
         quantization_ops = [] if name in live else [op for op in graph.ops() if op.kind in QUANTIZATION_KINDS]
@@ -439,10 +448,10 @@ def _check_uncalled_functions(model: Model) -> Iterator[LintFinding]:
 
 
 def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -> list[LintFinding]:
-    """Quantizations of tensors that no sample reached.
+    """Return findings about quantized tensors that no sample reached.
 
     Raises:
-        DataError: The statistics are of none of the tensors that are quantized.
+        DataError: The statistics contain none of the quantized tensors.
     """
     findings, any_matched = [], False
     for name in quantizations.model.reachable_graphs():
@@ -464,7 +473,8 @@ def _check_unobserved_tensors(quantizations: QuantizationReader, stats: Stats) -
                 )
     if not any_matched:
         raise DataError(
-            f"The statistics are of none of the tensors that {quantizations.model.path or 'the model'} quantizes. Give those"
+            f"The statistics are of none of the tensors that {quantizations.model.path or 'the model'} quantizes. Give"
+            " those"
             " of the model that it was made from."
         )
     return findings

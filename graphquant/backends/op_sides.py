@@ -1,6 +1,6 @@
-"""What stands on both sides of an op: the scale and zero point that each input was quantized with, and each output is.
+"""Quantizations around an op: the scale and zero point of each input and output.
 
-Ops that change nothing, Identity and Dropout, are looked through, as every backend does.
+Identity and Dropout are looked through, as every backend does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 TRANSPARENT_KINDS = frozenset({"identity", "dropout"})
 
 MAX_TRANSPARENT_OPS = 20
-"""Identities in a row that are looked through."""
+"""Maximum number of consecutive Identity and Dropout ops to look through."""
 
 QUANTIZABLE_ROLES = frozenset({"input", "weight", "bias", "recurrent_weight"})
 """Roles of inputs that may be quantized."""
@@ -30,13 +30,13 @@ class QuantizedInput:
     """One input of an op.
 
     Attributes:
-        slot: Its place.
-        role: What it is to the op.
-        tensor: What is read, seen through Identity and Dropout.
+        slot: Index of the input.
+        role: Role of the input.
+        tensor: The tensor that is read, past Identity and Dropout.
         dequantize_op: The op that dequantizes it, "" if it is float.
-        params: Its scale and zero point; None if it is float, or they are computed when the model runs.
-        source: The tensor before it was quantized; its integers, where only those are in the model.
-        parameter: Whether it is a weight, whose value is known.
+        params: Scale and zero point; None if it is float, or if they are computed at run time.
+        source: The tensor before quantization, or the stored integers if the model has only those.
+        parameter: Whether it is a weight with a known value.
     """
 
     slot: int
@@ -49,16 +49,16 @@ class QuantizedInput:
 
 
 class QuantizationReader:
-    """Reads the quantizations of `model`, which must not be edited meanwhile."""
+    """Reader of the quantizations of `model`, which must not be modified meanwhile."""
 
     def __init__(self, model: Model) -> None:
-        """Nothing is read yet."""
+        """Create a reader; quantizations are read on demand."""
         self.model = model
         self.parameters = Parameters(model)
         self._params: dict[tuple[str, str], QParams | None] = {}
 
     def inputs(self, graph: Graph, op: Op) -> list[QuantizedInput]:
-        """The float data inputs of an op."""
+        """Return the float data inputs of an op."""
         quantized_inputs = []
         for slot, slot_tensor in enumerate(graph.slots(op.name)):
             if (
@@ -85,7 +85,7 @@ class QuantizationReader:
         return quantized_inputs
 
     def look_through(self, tensor: TensorRef) -> TensorRef:
-        """`tensor`, or the one that Identity and Dropout made it of."""
+        """Return the tensor that `tensor` is a copy of by Identity and Dropout, or `tensor` itself."""
         for _ in range(MAX_TRANSPARENT_OPS):
             graph = self.model.graphs[tensor.graph]
             input_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
@@ -95,7 +95,7 @@ class QuantizationReader:
         return tensor
 
     def quantized_source(self, tensor: TensorRef) -> TensorRef:
-        """What was quantized where `tensor` is dequantized."""
+        """Return the tensor that was quantized if `tensor` is its dequantized value."""
         graph = self.model.graphs[tensor.graph]
         input_tensor = graph.source_of(Use(tensor.graph, tensor.op, 0))
         if (
@@ -107,7 +107,7 @@ class QuantizationReader:
         return tensor if input_tensor is None else self.look_through(input_tensor)
 
     def readers(self, graph: Graph, op: Op, port: int = 0) -> Iterator[tuple[Use, Op]]:
-        """The ops that read an output, seen through Identity and Dropout; graph outputs are ops too."""
+        """Yield the ops that read an output, past Identity and Dropout. Graph outputs are ops too."""
         pending = list(graph.consumers(TensorRef(graph.name, op.name, port)))
         for _ in range(MAX_TRANSPARENT_OPS):
             next_uses = []
@@ -120,7 +120,7 @@ class QuantizationReader:
             pending = next_uses
 
     def outputs(self, graph: Graph, op: Op) -> tuple[list[tuple[Op, QParams | None]], list[Use]]:
-        """The quantizations that read an op's outputs, and the other uses of them."""
+        """Return the quantizations that read the outputs of an op, and the other uses of the outputs."""
         quantizations: list[tuple[Op, QParams | None]] = []
         other_uses = []
         for port in range(len(op.outputs)):
@@ -132,7 +132,7 @@ class QuantizationReader:
         return quantizations, other_uses
 
     def params(self, graph: str, name: str) -> QParams | None:
-        """Scale and zero point of a quantization op; None where only a run tells, or they make no sense."""
+        """Return scale and zero point of a quantization op; None if they are computed at run time or invalid."""
         key = graph, name
         if key not in self._params:
             home_graph = self.model.graphs[graph]
@@ -141,7 +141,7 @@ class QuantizationReader:
         return self._params[key]
 
     def value(self, tensor: TensorRef) -> Array | None:
-        """The value of a weight, or its integers."""
+        """Return the value of a weight, or its integers."""
         return self.parameters.value(tensor)
 
     def _is_weight(self, tensor: TensorRef) -> bool:
@@ -149,7 +149,7 @@ class QuantizationReader:
 
 
 def same_quantization(first: QParams | None, second: QParams | None) -> bool:
-    """Whether two quantizations mean the same by each integer."""
+    """Return whether two quantizations map integers to the same values."""
     if first is None or second is None:
         return False
     comparable = first.type == second.type and first.scale.shape == second.scale.shape and first.axis == second.axis

@@ -1,4 +1,4 @@
-"""OpenVINO's CPU plugin: quantization on the inputs of ops, weights signed and symmetric, biases float."""
+"""OpenVINO CPU plugin: quantized inputs, signed symmetric weights, float biases."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ OPENVINO_PASSTHROUGH_KINDS = frozenset(
         *("slice", "expand", "pad"),
     }
 )
-"""Kinds that hand integers on."""
+"""Kinds that pass integers through."""
 
 
 def _openvino_weight_axis(op: Op) -> int | None:
-    """Along the output channels."""
+    """Return the axis of the output channels."""
     return op.channel_axis
 
 
 def _require_symmetric_weight(context: OpContext) -> BrokenRule | None:
-    """Weights have zero point 0."""
+    """Require weights with zero point 0."""
     for side in context.inputs:
         is_weight = side.role in {"weight", "recurrent_weight"} and side.parameter
         if is_weight and side.params is not None and side.params.zero_point.any():
@@ -50,7 +50,7 @@ def _require_symmetric_weight(context: OpContext) -> BrokenRule | None:
 
 
 def _require_one_input_scale(context: OpContext) -> BrokenRule | None:
-    """The inputs of a Concat have one scale; what is behind it does not matter."""
+    """Require one scale for the inputs of a Concat. Its output does not matter."""
     return require_one_scale(
         type(context)(
             op=context.op,
@@ -64,9 +64,10 @@ def _require_one_input_scale(context: OpContext) -> BrokenRule | None:
 
 
 def _require_compatible_concat(context: OpContext) -> BrokenRule | None:
-    """Zero points of a Concat's parts lie along the axis that a convolution or product behind it sums over.
+    """Require that zero points of a Concat before a convolution or product do not vary along the summed axis.
 
-    Measured with OpenVINO 2026.4, which keeps them apart, each for its part, and takes constants to be float.
+    Measured with OpenVINO 2026.4, which keeps one zero point for each input of the Concat and treats constants as
+    float.
     """
     for side in context.inputs:
         concat = context.quantizations.model.op(side.source)
@@ -87,7 +88,7 @@ def _require_compatible_concat(context: OpContext) -> BrokenRule | None:
 
 
 def _forbid_signed_constant(context: OpContext) -> BrokenRule | None:
-    """No part of a Concat is an int8 constant."""
+    """Require that no input of a Concat is an int8 constant."""
     for side in context.inputs:
         if side.parameter and side.params is not None and side.params.type.signed:
             message = f"its part {side.source} is a constant, and the others are int8"
@@ -102,7 +103,7 @@ def _is_nearest_resize(op: Op) -> bool:
 
 
 def _require_linear_or_nearest(context: OpContext) -> BrokenRule | None:
-    """A Resize interpolates linearly, or copies."""
+    """Require a Resize with linear or nearest interpolation."""
     mode = context.op.attrs.get("mode", "nearest")
     if _is_nearest_resize(context.op) or mode in {"linear", b"linear"}:
         return None

@@ -1,4 +1,4 @@
-"""Qualcomm's HTP through QNN: every op between quantizations, per tensor but for convolutions, ties on Concat."""
+"""Qualcomm HTP through QNN: quantized inputs and outputs, per-tensor scales except for convolutions, tied Concat."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ QNN_PASSTHROUGH_KINDS = frozenset(
         *("slice", "max_pool", "depth_to_space", "space_to_depth"),
     }
 )
-"""Kinds that need no quantization of their own behind them."""
+"""Kinds that need no quantization after them."""
 
 
 def _qnn_weight_axis(op: Op) -> int | None:
-    """Only convolutions have several scales: along axis 0, transposed ones along 1."""
+    """Return the axis of weight scales: 0 for convolutions, 1 for transposed ones. Other ops have one scale."""
     return {"conv": 0, "depthwise_conv": 0, "conv_transpose": 1}.get(op.kind)
 
 
 def _require_symmetric_signed_weight(context: OpContext) -> BrokenRule | None:
-    """A signed weight has zero point 0, and one with several scales is signed."""
+    """Require that a signed weight has zero point 0, and that a weight with several scales is signed."""
     side = context.input_by_role("weight")
     params = None if side is None or not side.parameter else side.params
     if side is None or params is None:

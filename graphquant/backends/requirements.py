@@ -1,7 +1,7 @@
-"""Tables of what backends want around each kind of op, and verdicts from such a table.
+"""Requirement tables: the requirements of a backend for each kind of op, and predictions from such a table.
 
-A backend that is told by documents, not by an optimizer's steps, is a table from kinds to rows. A row lists
-requirements: functions that get an op with what stands around it and tell which rule it breaks.
+A backend that is known from its documentation is a table from kinds to requirements. A requirement is a function that
+gets an op with its surroundings and returns the rule that the op breaks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ UNJUDGED_KINDS = QUANTIZATION_KINDS | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpContext:
-    """An op with what stands around it.
+    """An op with the quantizations around it.
 
     Attributes:
         op: The op.
         graph: Its graph.
-        quantizations: Reads weights.
-        inputs: Its float data inputs; `pair` and `params` are those before ops that move values, if there are any.
-        output_params: Scale and zero point of the quantizations behind it, or behind what is fused with it.
-        float_readers: What else reads it.
+        quantizations: Reader of weights and quantizations.
+        inputs: Its float data inputs. `dequantize_op` and `params` are those before passthrough ops, if there are any.
+        output_params: Scale and zero point of the quantizations of its output, or of the output of the fused
+            activation.
+        float_readers: Other uses of the output.
     """
 
     op: Op
@@ -49,12 +50,12 @@ class OpContext:
     float_readers: tuple[Use, ...]
 
     def input_by_role(self, role: str) -> QuantizedInput | None:
-        """The first input of a role."""
+        """Return the first input with a role."""
         return next((side for side in self.inputs if side.role == role), None)
 
     @property
     def activations(self) -> list[QuantizedInput]:
-        """The inputs that are no parameters, or that are computed on like such."""
+        """Inputs that are not parameters, or that are used like activations."""
         return [side for side in self.inputs if side.role == "input"]
 
 
@@ -65,11 +66,11 @@ SlowdownNote = Callable[[OpContext], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindRequirements:
-    """What a backend wants of ops of some kinds.
+    """Requirements of a backend for ops of some kinds.
 
     Attributes:
-        requires: The rules, in the order in which they are tried.
-        notes: Why low precision does not pay for an op that meets them.
+        requires: Requirements, in the order in which they are checked.
+        notes: Reasons why low precision does not pay for an op that meets them.
     """
 
     requires: tuple[Requirement, ...]
@@ -78,15 +79,15 @@ class KindRequirements:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequirementTable:
-    """A backend's rows.
+    """Requirement table of a backend.
 
     Attributes:
-        name: The backend, for people.
-        rows: By kind; ops of other kinds stay float.
-        fuses: For each kind the kinds that are fused behind it.
-        passthrough_kinds: Kinds that hand the scale of their input on, so that what reads them reads integers.
-        passthrough_if: Kinds of which only some ops do, and whether an op does.
-        absorbable_sums: The kinds of sums that a weighted op takes up where all but that op's branch is quantized.
+        name: Name of the backend in messages.
+        rows: Requirements by kind. Ops of other kinds stay float.
+        fuses: For each kind, the kinds of following ops that are fused with it.
+        passthrough_kinds: Kinds that pass the scale of their input through, so that their readers read integers.
+        passthrough_if: Kinds of which only some ops do, with a predicate.
+        absorbable_sums: Kinds of sums that a weighted op fuses if all other branches are quantized.
     """
 
     name: str
@@ -98,7 +99,7 @@ class RequirementTable:
 
 
 def predict_from_table(model: Model, table: RequirementTable) -> tuple[Verdict, ...]:
-    """The verdicts on a model's ops."""
+    """Return the verdicts on the ops of a model."""
     return _TablePredictor(model, table).verdicts()
 
 
@@ -130,7 +131,7 @@ class _TablePredictor:
         return op.kind not in UNJUDGED_KINDS and has_floats and not all_parameters
 
     def _fused_tail(self, graph: Graph, op: Op) -> Op:
-        """The last of the ops that are fused behind `op`."""
+        """Return the last of the ops that are fused with `op`."""
         fusable_kinds = self.table.fuses.get(op.kind)
         tail = op
         while fusable_kinds is not None:
@@ -176,7 +177,7 @@ class _TablePredictor:
         return self._make_verdict(graph, op, broken_rule, note)
 
     def _summing_branch(self, graph: Graph, context: OpContext) -> str:
-        """The weighted op that takes a sum up: it makes the one input that is float, and nothing else reads it."""
+        """Return the weighted op that fuses a sum: the producer of the only float input, if only the sum reads it."""
         float_inputs = [side for side in context.inputs if not side.dequantize_op]
         if len(float_inputs) != 1 or len(context.inputs) < 2 or float_inputs[0].tensor.graph != graph.name:  # noqa: PLR2004  # a sum
             return ""
@@ -186,7 +187,7 @@ class _TablePredictor:
         return name if has_one_reader and graph.op(name).kind in self.table.fuses else ""
 
     def _input_before_passthrough(self, side: QuantizedInput) -> QuantizedInput:
-        """`side` with the pair that stands before the ops between that only move values."""
+        """Return `side` with the Q/DQ pair before the passthrough ops in between."""
         current, path = side, []
         while not current.dequantize_op and current.tensor not in self.passthrough_inputs:
             path.append(current.tensor)
@@ -229,7 +230,7 @@ class _TablePredictor:
         )
 
     def _final_verdict(self, by_op: Mapping[tuple[str, str], Verdict], graph: Graph, op: Op) -> Verdict:
-        """The verdict, or that of the op that does the work."""
+        """Return the verdict of an op, or the verdict of the op that it is fused with."""
         host_name = self.fused_into.get((graph.name, op.name))
         if host_name is None:
             return by_op[graph.name, op.name]
@@ -250,7 +251,7 @@ class _TablePredictor:
 
 
 def require_quantized_inputs(context: OpContext) -> BrokenRule | None:
-    """Every input but a bias comes from a quantization."""
+    """Require that every input except a bias is quantized."""
     if not context.output_params and not any(side.dequantize_op for side in context.inputs):
         return NOT_QUANTIZED
     for side in context.inputs:
@@ -262,7 +263,7 @@ def require_quantized_inputs(context: OpContext) -> BrokenRule | None:
 
 
 def require_quantized_output(context: OpContext) -> BrokenRule | None:
-    """Every reader of the output is a quantization."""
+    """Require that only quantizations read the output."""
     if not context.output_params:
         return BrokenRule(rule="no-quantized-output", message="nothing quantizes its output", fix="quantize its output")
     if context.float_readers:
@@ -274,7 +275,7 @@ def require_quantized_output(context: OpContext) -> BrokenRule | None:
 
 
 def require_one_scale(context: OpContext) -> BrokenRule | None:
-    """All quantized inputs and the output have one scale and zero point."""
+    """Require one scale and zero point for all quantized inputs and the output."""
     all_params = [side.params for side in context.inputs] + list(context.output_params)
     if len(all_params) > 1 and not all(same_quantization(all_params[0], side_params) for side_params in all_params[1:]):
         message = "its inputs and its output have different scales or zero points"
@@ -283,7 +284,7 @@ def require_one_scale(context: OpContext) -> BrokenRule | None:
 
 
 def require_symmetric(context: OpContext) -> BrokenRule | None:
-    """Zero points are 0, or the middle of an unsigned type."""
+    """Require zero points of 0, or of the middle of an unsigned type."""
     for name, params in _named_params(context):
         if isinstance(params.type, IntType) and np.any(params.zero_point != params.type.symmetric_zero_point):
             message = f"{name} has the zero point {int(np.ravel(params.zero_point)[0])}"
@@ -298,7 +299,7 @@ def _named_params(context: OpContext) -> list[tuple[str, QParams]]:
 
 
 def require_types(activations: frozenset[str], weights: frozenset[str]) -> Requirement:
-    """Activations and weights have one of these integer types."""
+    """Return a requirement on the integer types of activations and weights."""
 
     def require(context: OpContext) -> BrokenRule | None:
         typed_params = [(f"its input {side.source}", side.params, activations) for side in context.activations]
@@ -318,7 +319,7 @@ def require_types(activations: frozenset[str], weights: frozenset[str]) -> Requi
 
 
 def require_per_tensor_activations(context: OpContext) -> BrokenRule | None:
-    """Only weights have several scales."""
+    """Require that only weights have several scales."""
     for side in context.inputs:
         if side.params is not None and side.params.scale.size > 1 and not side.parameter:
             message = f"its {side.role} {side.source} has {side.params.scale.size} scales"
@@ -327,7 +328,7 @@ def require_per_tensor_activations(context: OpContext) -> BrokenRule | None:
 
 
 def require_weight_axis(allowed_axis: Callable[[Op], int | None]) -> Requirement:
-    """A weight has one scale, or several along the axis that is allowed for this op."""
+    """Return a requirement that a weight has one scale, or several along the axis allowed for the op."""
 
     def require(context: OpContext) -> BrokenRule | None:
         side, axis = context.input_by_role("weight"), allowed_axis(context.op)
@@ -342,7 +343,7 @@ def require_weight_axis(allowed_axis: Callable[[Op], int | None]) -> Requirement
 
 
 def require_float_bias(context: OpContext) -> BrokenRule | None:
-    """A bias is not quantized."""
+    """Require that a bias is not quantized."""
     side = context.input_by_role("bias")
     if side is None or not side.dequantize_op:
         return None
@@ -350,7 +351,7 @@ def require_float_bias(context: OpContext) -> BrokenRule | None:
 
 
 def require_fixed_range(scale: float, zero_point: int) -> Requirement:
-    """A 16-bit output has just this scale and zero point."""
+    """Return a requirement that a 16-bit output has exactly this scale and zero point."""
 
     def require(context: OpContext) -> BrokenRule | None:
         for params in context.output_params:

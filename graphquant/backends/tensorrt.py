@@ -1,4 +1,4 @@
-"""TensorRT's explicit quantization: symmetric, on the inputs of weighted ops, and on both sides of all others."""
+"""TensorRT explicit quantization: symmetric, on the inputs of weighted ops, and on inputs and outputs of other ops."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 
 MIN_INTEGER_CHANNELS = 16
-"""Channels of a convolution, or rows and columns summed over of a matrix product, from which on integers pay."""
+"""Minimum channels of a convolution, or rows and columns of a summed matrix, for which integers are faster."""
 
 CHANNEL_MULTIPLE = 8
-"""Multiple of channels that a convolution of the graph's input, or a depthwise one, may have instead."""
+"""Required multiple of channels of a depthwise convolution, or of one that reads a graph input, instead."""
 
 MAX_ATTENTION_LENGTH = 512
 
@@ -43,7 +43,7 @@ _TENSORRT_ACTIVATION_KINDS = frozenset(
 
 
 def _tensorrt_weight_axis(op: Op) -> int | None:
-    """Where a weight's scales may lie: convolutions 0, transposed ones 1, matrix products their columns."""
+    """Return the axis of weight scales: 0 for convolutions, 1 for transposed ones, the columns of matrix products."""
     return op.channel_axis
 
 
@@ -54,7 +54,7 @@ def _input_shape_by_role(context: OpContext, role: str) -> Shape | None:
 
 
 def _small_conv_note(context: OpContext) -> str:
-    """Few channels: the integer kernels pad them."""
+    """Return a note about convolutions with few channels, which the integer kernels pad."""
     weight = _input_shape_by_role(context, "weight")
     if weight is None or len(weight) < 2 or None in weight[:2]:  # noqa: PLR2004  # channels out and in
         return ""
@@ -73,11 +73,14 @@ def _small_conv_note(context: OpContext) -> str:
     reads_graph_input = side is not None and context.quantizations.model.op(side.source).kind == "input"
     if reads_graph_input and input_channels % CHANNEL_MULTIPLE == 0 and context.op.numeric_attr("group", 1) == 1:
         return ""
-    return f"a convolution of {input_channels} to {output_channels} channels runs faster in float; integers pay from {MIN_INTEGER_CHANNELS} on"
+    return (
+        f"a convolution of {input_channels} to {output_channels} channels runs faster in float; integers pay from"
+        f" {MIN_INTEGER_CHANNELS} on"
+    )
 
 
 def _small_product_note(context: OpContext) -> str:
-    """Vectors, and few rows and columns."""
+    """Return a note about products with vectors or with few rows and columns."""
     left_shape, right_shape = _input_shape_by_role(context, "input"), _input_shape_by_role(context, "weight")
     if left_shape is None or right_shape is None or len(left_shape) < 2 or len(right_shape) < 2:  # noqa: PLR2004  # matrices
         return ""

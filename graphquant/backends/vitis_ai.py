@@ -1,4 +1,4 @@
-"""AMD's Vitis AI with power-of-two scales: every op between quantizations, and shifts that the hardware can do."""
+"""AMD Vitis AI with power-of-two scales: quantized inputs and outputs, and shifts within the limits of the hardware."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VITIS_AI_DTYPES = frozenset({"int8"})
 
 
 def require_power_of_two(context: OpContext) -> BrokenRule | None:
-    """Every scale is one power of two."""
+    """Require that every scale is a single power of two."""
     named_params = [(f"its {side.role} {side.source}", side.params) for side in context.inputs]
     for name, params in [*named_params, *(("its output", params) for params in context.output_params)]:
         if params is not None and power_of_two_position(params) is None:
@@ -57,7 +57,7 @@ def _require_quantized_bias(context: OpContext) -> BrokenRule | None:
 
 
 def _scale_positions(context: OpContext) -> tuple[list[int], int | None]:
-    """Those of the inputs, and of the output."""
+    """Return the positions of the input scales and of the output scale."""
     inputs = [
         position
         for side in context.inputs
@@ -82,7 +82,7 @@ def _require_shift_within(name: str, value: int, limits: tuple[int, int]) -> Bro
 
 
 def _require_weighted_shift(context: OpContext) -> BrokenRule | None:
-    """The shifts of a product: of the sum, and of the bias into it."""
+    """Require valid shifts of the sum of products and of the bias."""
     positions = {side.role: power_of_two_position(side.params) for side in context.inputs if side.params is not None}
     data, weight, output = positions.get("input"), positions.get("weight"), _scale_positions(context)[1]
     if data is None or weight is None or output is None:

@@ -1,4 +1,4 @@
-"""A plan, a runner and data to statistics: each tensor whose range only data can tell fills one sketch."""
+"""Calibration: run data through a model and collect one sketch for each tensor whose range depends on data."""
 
 from graphquant.calibration.calibrate import ResumeError, RunFootprint, collect_stats, estimate_footprint
 from graphquant.calibration.fingerprints import preserved_fingerprints

@@ -1,7 +1,11 @@
-"""Runs data through a model in blocks of samples, and fills a sketch for each target.
+"""Run data through a model in blocks of samples, and fill one sketch for each target.
 
-Blocks are counted over all samples of the data and have a size that follows from the model alone, so that statistics do
-not depend on which of them were run where.
+Blocks are numbered over all samples of the data. Their size depends on the model alone, so statistics do not depend on
+the machine or shard that ran a block.
+
+With enough memory, several runs are in progress at once, each on its own thread. This is faster than one run on several
+threads, and a run gives the same bits on any machine. With little memory, each feed is run several times, once for each
+group of tensors.
 """
 
 from __future__ import annotations
@@ -46,17 +50,17 @@ Item = TypeVar("Item")
 
 
 class ObservableRunner(Protocol):
-    """Runs a model and shows what its tensors hold."""
+    """Protocol of objects that run a model and return the values of its tensors."""
 
     @property
     def batch_independent(self) -> bool:
-        """Whether samples may be joined along axis 0 of every input and each result is still that of its sample."""
+        """Whether samples may be concatenated along axis 0 of every input without changing the result of any sample."""
 
     def unobservable(self, tensors: Sequence[TensorRef]) -> dict[TensorRef, str]:
-        """Those of `tensors` that cannot be observed, with the reason."""
+        """Return the tensors that cannot be observed, with the reason."""
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
-        """How many elements each tensor has in one run of `feed`, over all iterations; 0 if it is not reached."""
+        """Return the number of elements of each tensor in one run, over all iterations; 0 if not reached."""
 
     def observe(
         self,
@@ -67,18 +71,19 @@ class ObservableRunner(Protocol):
         max_in_flight: int = 1,
         on_result: Callable[[Observation], object] | None = None,
     ) -> Generator[Observation, None, None]:
-        """For each feed the values that each tensor took; those of up to `max_in_flight` feeds are there or under way.
+        """Yield the values of each tensor for each feed.
 
-        `on_result` is shown them in order, on whatever thread.
+        At most `max_in_flight` feeds are running or waiting to be consumed. `on_result` is called with the values in
+        the order of the feeds, on any thread.
         """
 
 
 def block_feeds(
     dataset: Dataset, block_ranges: Sequence[tuple[int, int]], block_size: int, *, join_samples: bool
 ) -> Iterator[tuple[Feeds, int | None]]:
-    """What to run for the blocks of the ranges `block_ranges`: one batch each where the model and the samples allow it.
+    """Yield the feeds of the blocks in `block_ranges`: one batch per block if the model and the samples allow it.
 
-    With each comes the number of the block that it ends, None if more of its block follows.
+    Each feed comes with the index of the block that it completes, or None if more feeds of the block follow.
     """
     for start, stop in block_ranges:
         samples = dataset.feeds_between(start * block_size, stop * block_size)
@@ -103,17 +108,17 @@ def observe_feeds(
     budget: int,
     max_concurrent_runs: int,
 ) -> Generator[None, None, None]:
-    """Shows what is seen of `tensors` in each run; comes back after each.
+    """Pass the values of `tensors` in each run to `on_result`, and yield once after each run.
 
     Args:
         runner: Runs the model.
-        tensors: What to observe.
-        feeds: What to run, with the number of the block that each ends.
-        on_result: Is shown what is seen, in order, on whatever thread, and the number of the block that this ends, if it
-            ends one; values that it leaves there are kept for longer than they need be.
-        max_elements: The most that all tensors may have together in one run, None if that is to be measured.
+        tensors: The tensors to observe.
+        feeds: The feeds, each with the index of the block that it completes.
+        on_result: Called with the values, in order and on any thread, and with the index of the completed block or
+            None. Values that it leaves in the dictionary stay in memory longer than needed.
+        max_elements: Upper bound of the elements of all tensors in one run; None to measure it.
         budget: Bytes for observed values.
-        max_concurrent_runs: How many runs there may be at once.
+        max_concurrent_runs: Maximum number of concurrent runs.
     """
     first = next(feeds, None)
     if first is None:
@@ -162,9 +167,11 @@ def _ignore_block(_block: int | None) -> None:
 
 
 def tee_items(items: Iterator[Item], count: int) -> list[Generator[Item, None, None]]:
-    """Iterators that each give all items; unlike `itertools.tee`, they keep none that all have given.
+    """Split an iterator into `count` independent iterators.
 
-    One that is not read to its end is to be closed once it was begun: items are not kept for it then.
+    Unlike `itertools.tee`, they drop items that all have consumed.
+
+    An iterator that is not exhausted must be closed after it was started. Items are then no longer stored for it.
     """
     queues: dict[int, deque[Item]] = {index: deque() for index in range(count)}
 
@@ -186,14 +193,14 @@ def tee_items(items: Iterator[Item], count: int) -> list[Generator[Item, None, N
 
 
 def _try_join_block(block: Iterator[Feeds]) -> Iterator[Feeds]:
-    """The samples as one feed where they can be joined, else as they are."""
+    """Return the samples as one feed if they can be concatenated, otherwise unchanged."""
     samples = list(block)
     joined = _join_samples(samples)
     return iter(samples if joined is None else [joined])
 
 
 def _join_samples(block: Sequence[Feeds]) -> Feeds | None:
-    """The samples as one feed; None where their shapes differ, or inputs have different numbers of rows."""
+    """Concatenate samples into one feed. Return None if their shapes or numbers of rows differ."""
     if len(block) == 1:
         return block[0]
     signature = {name: (np.shape(value), np.asarray(value).dtype) for name, value in block[0].items()}
@@ -206,35 +213,35 @@ def _join_samples(block: Sequence[Feeds]) -> Feeds | None:
 
 
 DEFAULT_BLOCK_SIZE = 8
-"""Samples in a block where samples are run one by one, or where the sizes of activations are not known."""
+"""Samples per block if samples are run one by one, or if the sizes of activations are unknown."""
 
 MAX_BATCH_SIZE = 32
-"""Samples in the largest batch: more makes no model faster."""
+"""Maximum samples per batch. Larger batches make no model faster."""
 
 MAX_BATCH_ELEMENTS = 1 << 24
-"""Elements that all activations of a batch may have together: 64 MB of float32."""
+"""Maximum elements of all activations of a batch: 64 MB of float32."""
 
 LOOP_KINDS = frozenset({"loop", "scan", "while", "enter"})
-"""Kinds around ops that run more than once, so that static shapes do not tell how much they make."""
+"""Kinds of ops whose bodies run more than once, so that static shapes do not give the number of elements."""
 
 MAX_CONCURRENT_RUNS = min(4, os.cpu_count() or 1)
-"""Runs at once."""
+"""Maximum number of concurrent runs."""
 
 FILL_THREADS = max(MAX_CONCURRENT_RUNS // 2, 1)
-"""Threads that fill sketches, each of other tensors. A run takes longer than that."""
+"""Number of threads that fill sketches, each for different tensors. A run takes longer than filling."""
 
 
 TENSORS_PER_TASK = 8
-"""Tensors whose values are counted in one go."""
+"""Number of tensors whose values are added to sketches in one task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFootprint:
-    """What running a model takes, known from the model alone.
+    """Block size and memory footprint of running a model, derived from the model alone.
 
     Attributes:
         block_size: Samples in a block.
-        elements_per_sample: Elements that all its float activations have together for one sample, None if that is not known.
+        elements_per_sample: Elements of all float activations for one sample; None if unknown.
     """
 
     block_size: int
@@ -242,19 +249,19 @@ class RunFootprint:
 
 
 class ResumeError(DataError):
-    """The statistics to go on from are of something else, or complete."""
+    """The statistics to resume from belong to another calibration or are complete."""
 
     def __init__(self, reason: str, path: str = "") -> None:
-        """`reason` says what they are, `path` the file that holds them, where that is known."""
+        """Create the error. `reason` describes the statistics; `path` is their file, if known."""
         super().__init__(
-            f"There are statistics already{f' in {path}' if path else ''}, and they are {reason}. Give another output,"
-            " or --force to replace them."
+            f"Statistics already exist{f' in {path}' if path else ''}, and they are {reason}. Use another output,"
+            " or replace them with --force."
         )
         self.reason = reason
 
 
 def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint:
-    """What running `model` takes."""
+    """Estimate the block size and memory footprint of `model`."""
     live_ops = [(graph, op) for graph in map(model.graphs.__getitem__, model.reachable_graphs()) for op in graph.ops()]
     element_counts = [
         element_count
@@ -272,7 +279,7 @@ def estimate_footprint(model: Model, *, batch_independent: bool) -> RunFootprint
 
 
 def _output_element_counts(op: Op, read_ports: Container[int]) -> list[int | None]:
-    """The sizes of the outputs `read_ports` of an op for one sample; a first axis without a size counts samples."""
+    """Return the elements per sample of the outputs `read_ports`. A first axis of unknown size counts samples."""
     if op.kind in {"constant", "variable", "output"}:
         return []
     element_counts: list[int | None] = []
@@ -299,26 +306,25 @@ def collect_stats(
     should_stop: Callable[[], bool] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Stats:
-    """Runs the data through the model and collects the statistics of `targets`.
+    """Run the data through the model and collect the statistics of `targets`.
 
     Args:
-        targets: The tensors, and what to keep of them.
-        runner: Runs the model that has them.
+        targets: The tensors to observe, with the details to collect.
+        runner: Runs the model that contains them.
         dataset: The data.
         model_digest: Digest of the source model.
-        footprint: What running the model takes.
-        shard: Which of how many parts of the data to run, counted from 1. A part is whole blocks.
-        max_memory: Bytes that calibration may take beside the plain runs, by default half of what is free. Where the
-            observed values of one run would take more, tensors are observed in several passes. What no pass can do
-            without is taken all the same: the largest tensor, and a histogram for each.
-        resume_from: What an earlier, interrupted call for the same found; its blocks are not run again.
-        should_stop: Asked after each block whether to end with what there is.
-        progress: Called before the first block and after each with the samples of the shard that are done, and how many
-            it has.
+        footprint: Block size and memory footprint of the model.
+        shard: (index, number of shards), counted from 1. A shard consists of whole blocks.
+        max_memory: Bytes that calibration may use in addition to the plain runs; half of the free memory by default. If
+            the observed values of one run need more, tensors are observed in several passes. The largest tensor and one
+            histogram per tensor are always allocated.
+        resume_from: Statistics of an interrupted call with the same arguments; their blocks are not run again.
+        should_stop: Called after each block; return True to end with the blocks finished so far.
+        progress: Called before the first block and after each block with the finished and total samples of the shard.
 
     Raises:
-        NoContinuationError: `resume_from` is of something else, or complete.
-        DataError: A sample is not what it should be.
+        ResumeError: `resume_from` belongs to another calibration or is complete.
+        DataError: A sample is invalid.
     """
     unobservable = runner.unobservable(tuple(targets))
     data_digest = "" if resume_from is None else dataset.final_digest()  # else it is known by the end
@@ -392,7 +398,7 @@ def collect_stats(
 def _remaining_block_ranges(
     fresh: Stats, resume_from: Stats, first_block: int, last_block: int
 ) -> list[tuple[int, int]]:
-    """The blocks from `first_block` to `last_block` that an earlier call for the same left out."""
+    """Return the ranges of blocks in [first_block, last_block) that `resume_from` does not cover."""
     data_run, earlier_run = fresh.runs[0], resume_from.runs[0] if len(resume_from.runs) == 1 else None
     compatible = (fresh.model_digest, dict(fresh.targets)) == (resume_from.model_digest, dict(resume_from.targets))
     if earlier_run is None or not compatible or replace(earlier_run, block_ranges=()) != data_run:
@@ -406,18 +412,18 @@ def _remaining_block_ranges(
 
 
 def _append_finished_block(ranges: list[tuple[int, int]], block: int) -> list[tuple[int, int]]:
-    """The ranges `ranges` and a block behind all of them."""
+    """Append a block to the ascending ranges."""
     if ranges and ranges[-1][1] == block:
         return [*ranges[:-1], (ranges[-1][0], block + 1)]
     return [*ranges, (block, block + 1)]
 
 
 class _SketchCollector:
-    """What is kept of the tensors, block by block.
+    """Collector that adds observed values to accumulators, block by block.
 
     Attributes:
-        closed_blocks: Blocks that all is kept of and that nobody has counted yet.
-        stopped: Whether no more is to be kept, since the last of these.
+        closed_blocks: Finished blocks that the caller has not counted yet.
+        stopped: Whether no more values are added.
     """
 
     def __init__(
@@ -428,7 +434,7 @@ class _SketchCollector:
         self.stopped = False
 
     def collect(self, pool: Executor, observation: dict[TensorRef, list[Array]], block: int | None) -> None:
-        """Keeps of the values what is wanted of them, and closes the block that they are the last of, if any."""
+        """Add the values to the accumulators. Close `block` if these values complete it."""
         if self.stopped:
             return  # runs that began before
         while observation:  # what was kept of is let go at once, for another run takes that memory meanwhile
@@ -444,7 +450,7 @@ class _SketchCollector:
 
 
 def _fill_accumulators(pool: Executor, tasks: list[tuple[SketchAccumulator, list[Array]]]) -> None:
-    """Adds values to their accumulators, on some threads, each of which has its own; others run the model meanwhile."""
+    """Add values to their accumulators on several threads. Each accumulator belongs to one thread."""
     own_group, *background_groups = (tasks[start::FILL_THREADS] for start in range(FILL_THREADS))
     futures = [pool.submit(add_all, task_group) for task_group in background_groups]
     add_all(own_group)

@@ -1,8 +1,8 @@
-"""What a tensor is computed from, as a digest: op types, attributes, constants and inputs, all the way up.
+"""Tensor fingerprints: content hashes of the fan-in of a tensor (op types, attributes, constants and inputs).
 
-Two tensors with the same digest hold the same values, whatever the rest of their models does. ONNX ops that hand their
-input on unchanged are seen through, since preparations take them out. Statistics are kept under digests, so they serve
-every rule file whose preparation leaves the tensor's cone as it was, and no other model.
+Two tensors with the same fingerprint hold the same values, whatever the rest of their models does. ONNX ops that pass
+their input through unchanged are skipped, because preparation removes them. Statistics are stored by fingerprint. They
+therefore serve every rule file whose preparation keeps the fan-in of the tensor, and no other model.
 """
 
 from __future__ import annotations
@@ -24,20 +24,23 @@ if TYPE_CHECKING:
 
 
 _FingerprintNode = tuple[str, str, str]
-"""("op", graph, name) or ("entry", graph, ""), which stands for when and with what a graph is run."""
+"""("op", graph, name), or ("entry", graph, "") for the conditions and inputs with which a graph is called."""
 
 FINGERPRINT_LENGTH = 32
-"""Characters of a digest, in hexadecimal."""
+"""Length of a fingerprint in hexadecimal characters."""
 
 FEEDBACK_KINDS = frozenset({"loop", "scan", "while"})
-"""Kinds that feed what their body gives back to it."""
+"""Kinds of ops that feed the outputs of their body back to it."""
 
 
 @paused_gc()
 def fingerprints(
     model: Model, tensors: Iterable[TensorRef], overrides: Mapping[TensorRef, str] | None = None
 ) -> dict[TensorRef, str]:
-    """The digest of each of `tensors`, which graphs that run must hold; a tensor of `overrides` has the one given there."""
+    """Return the fingerprint of each of `tensors`, which must belong to live graphs.
+
+    Tensors in `overrides` get the fingerprint given there.
+    """
     requested, known_fingerprints = list(tensors), overrides or {}
     if not requested:
         return {}
@@ -47,10 +50,10 @@ def fingerprints(
 
 @paused_gc()
 def preserved_fingerprints(source: Model, prepared: Model) -> dict[TensorRef, str]:
-    """Tensors of `prepared` that hold what one of `source` holds though another op computes it, with its digest there.
+    """Map tensors of `prepared` to the fingerprint of the equal tensor of `source` that another op computes.
 
-    They are what the readers of a folded BatchNorm read now, and, after an opset upgrade, the values that kept op type
-    and name. Both are equal but for rounding.
+    These are the tensors that the readers of a folded BatchNorm read now and, after an opset upgrade, the tensors that
+    kept op type and name. Both are equal to their originals except for rounding.
     """
     originals: dict[TensorRef, TensorRef] = {}
     for name in source.reachable_graphs():
@@ -93,7 +96,7 @@ def _upgraded_tensors(source: Graph, upgraded: Graph) -> dict[TensorRef, TensorR
 
 
 class _FingerprintHasher:
-    """The digests of all ops of a model that can run."""
+    """Hashes of all ops of the live graphs of a model."""
 
     def __init__(self, model: Model, overrides: Mapping[TensorRef, str]) -> None:
         self._model = model
@@ -117,7 +120,7 @@ class _FingerprintHasher:
             self._hash_component(sorted(component), graph)
 
     def fingerprint(self, tensor: TensorRef) -> str:
-        """The digest of a tensor."""
+        """Return the fingerprint of a tensor."""
         return self._hash_tensor(tensor).hex()
 
     def _hash_tensor(self, tensor: TensorRef | None) -> bytes:
@@ -130,7 +133,10 @@ class _FingerprintHasher:
         return _hash_chunks(self._digests["op", upstream.graph, upstream.op], str(upstream.port).encode())
 
     def _hash_component(self, nodes: Sequence[_FingerprintNode], graph: nx.DiGraph[_FingerprintNode]) -> None:
-        """Digests of nodes that wait for each other, in a loop, or of one that waits for none that is not settled."""
+        """Hash a strongly connected component: one node, or the nodes of a cycle through a loop.
+
+        The components that it depends on must be hashed already.
+        """
         if len(nodes) == 1 and not graph.has_edge(nodes[0], nodes[0]):
             self._digests[nodes[0]] = self._hash_node(nodes[0])
             return
@@ -142,7 +148,7 @@ class _FingerprintHasher:
         )
 
     def _dependencies(self, node: _FingerprintNode) -> list[_FingerprintNode]:
-        """The nodes whose digests that of `node` is made from."""
+        """Return the nodes whose hashes enter the hash of `node`."""
         kind, name, label = node
         graph = self._model.graphs[name]
         if kind == "entry":
@@ -212,7 +218,7 @@ class _FingerprintHasher:
 
 
 def _is_stored_value(op: Op) -> bool:
-    """Whether the op is a value of the model's own."""
+    """Return whether the op holds a value that is stored in the model."""
     return op.read_value is not None and op.kind in {"constant", "variable", "input"}
 
 
@@ -227,7 +233,7 @@ def _hash_stored_value(op: Op) -> bytes:
 
 
 def _hash_op_content(op: Op) -> bytes:
-    """What the op computes, its inputs aside."""
+    """Hash the computation of the op without its inputs."""
     attrs = (
         f"{name}={_canonical_bytes(op.attrs[name])!r}".encode() for name in sorted(op.attrs) if not name.startswith("_")
     )
@@ -235,7 +241,7 @@ def _hash_op_content(op: Op) -> bytes:
 
 
 def _canonical_bytes(value: Any) -> bytes:
-    """An attribute's value, or a constant's, as bytes that equal values share."""
+    """Return bytes that are equal for equal attribute or constant values."""
     if isinstance(value, np.ndarray):
         flat = np.ascontiguousarray(value).reshape(-1)
         payload = repr(value.tolist()).encode() if value.dtype.hasobject else flat.view(np.uint8).data

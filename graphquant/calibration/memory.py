@@ -1,4 +1,4 @@
-"""How much memory calibration may take, and how much the values of one run do."""
+"""Memory budget of calibration, and the memory that the observed values of one run need."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ if TYPE_CHECKING:
 
 
 GROUPED_ELEMENT_BYTES = 8
-"""Bytes that an element takes while a group of tensors is observed: itself, and what its sketch is made with."""
+"""Bytes per element while one group of tensors is observed: the value itself and the temporaries of its sketch."""
 
 CONCURRENT_ELEMENT_BYTES = 16
-"""Bytes that an element takes where all tensors are observed at once: onnxruntime keeps them to the end of a run, some
-also in the layout that its convolutions prefer."""
+"""Bytes per element while all tensors are observed in one run. ONNX Runtime keeps them until the run ends, some also in
+the blocked layout that its convolutions prefer.
+"""
 
 HISTOGRAM_BYTES = {0: 0, 7: 64 << 10, 10: 512 << 10}
-"""Bytes that a histogram of so many mantissa bits usually takes, to the end of the calibration."""
+"""Typical bytes of a histogram by its number of mantissa bits. It stays in memory until calibration ends."""
 
 ASSUMED_FREE_BYTES = 1 << 30
-"""Bytes that are taken to be free where the system does not say."""
+"""Free memory that is assumed if the system does not report it."""
 
 SIZE_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30}
 
 
 def parse_size(text: str) -> int:
-    """`text` as bytes: "512MB", "2GB", "1.5 GiB", "300000000".
+    """Parse a memory size into bytes: "512MB", "2GB", "1.5 GiB", "300000000".
 
     Raises:
-        UsageError: It is no such size.
+        UsageError: `text` is not a memory size.
     """
     matched = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([KMG]I?|)B?\s*", text, re.IGNORECASE)
     size = int(float(matched[1]) * SIZE_UNITS[matched[2].upper()]) if matched else 0
     if not size:
-        raise UsageError(f"{text[:40]!r} is no amount of memory. Write it as 512MB or 2GB.")
+        raise UsageError(f"{text[:40]!r} is not a memory size. Write it as 512MB or 2GB.")
     return size
 
 
 def available_memory() -> int:
-    """Bytes of memory that are free, as the system and the container that this runs in say."""
+    """Return the free memory in bytes, limited by the control group of the container."""
     bounds = [ASSUMED_FREE_BYTES]
     with suppress(OSError, ValueError):
         matched = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text("ascii"), re.MULTILINE)
@@ -64,11 +65,11 @@ def available_memory() -> int:
 
 
 def observation_budget(budget: int | None, histogram_bits: Iterable[int]) -> int:
-    """Bytes for the values of one run.
+    """Return the bytes available for the observed values of one run.
 
     Args:
-        budget: Bytes for all, None for half of what is free.
-        histogram_bits: Mantissa bits of the histograms that are to be filled.
+        budget: Bytes for all of calibration. None means half of the free memory.
+        histogram_bits: Mantissa bits of the histograms to fill.
     """
     return max(
         (available_memory() // 2 if budget is None else budget)
@@ -78,20 +79,20 @@ def observation_budget(budget: int | None, histogram_bits: Iterable[int]) -> int
 
 
 def fits_in_budget(elements: int, budget: int) -> bool:
-    """Whether so many elements can be observed at once in `budget` bytes."""
+    """Return whether this many elements can be observed in one run within `budget` bytes."""
     return elements * CONCURRENT_ELEMENT_BYTES <= budget
 
 
 def concurrent_run_count(elements: int, budget: int, max_runs: int) -> int:
-    """How many runs of so many elements there may be at once in `budget` bytes; always one, `max_runs` at most."""
+    """Return the number of runs, from 1 to `max_runs`, that fit into `budget` bytes at the same time."""
     return max(min(budget // max(elements * CONCURRENT_ELEMENT_BYTES, 1), max_runs), 1)
 
 
 def group_tensors(element_counts: Mapping[TensorRef, int], budget: int) -> list[tuple[TensorRef, ...]]:
-    """The tensors in groups whose values fit `budget` bytes together; one that does not fit alone is a group.
+    """Split tensors into groups whose values fit into `budget` bytes. A tensor that does not fit is a group by itself.
 
     Args:
-        element_counts: Elements that each tensor has in one run.
+        element_counts: Number of elements of each tensor in one run.
         budget: Bytes.
     """
     total_elements = sum(element_counts.values())

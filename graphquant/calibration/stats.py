@@ -1,4 +1,4 @@
-"""What calibration found, of which model and on which data; merging, and picking what a plan needs."""
+"""Calibration statistics of a model; combining shards, and selecting the statistics that a plan needs."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 
 MAX_LISTED_TENSORS = 5
-"""Tensors that an error names; the rest are counted."""
+"""Maximum number of tensors that an error lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRun:
-    """Some data, and which blocks of its samples were run.
+    """One data set and the blocks of its samples that were run.
 
     Attributes:
-        data_digest: Digest of all its samples.
-        samples: Number of samples in all.
+        data_digest: Digest of all samples.
+        samples: Total number of samples.
         block_size: Samples in a block; the last block may have fewer.
-        block_ranges: Ranges of blocks, [start, stop), ascending and apart.
-        random: Whether the data was made up.
+        block_ranges: Ranges [start, stop) of finished blocks, ascending and disjoint.
+        random: Whether the data is random.
     """
 
     data_digest: str
@@ -40,36 +40,36 @@ class DataRun:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks in all."""
+        """Total number of blocks."""
         return -(-self.samples // self.block_size)
 
     @property
     def blocks_done(self) -> int:
-        """Number of blocks that were run."""
+        """Number of finished blocks."""
         return sum(stop - start for start, stop in self.block_ranges)
 
     @property
     def samples_done(self) -> int:
-        """Number of samples that were run."""
+        """Number of finished samples."""
         return sum(
             min(stop * self.block_size, self.samples) - start * self.block_size for start, stop in self.block_ranges
         )
 
     @property
     def complete(self) -> bool:
-        """Whether all of it was run."""
+        """Whether all blocks are finished."""
         return self.blocks_done == self.blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What calibration found.
+    """Result of a calibration.
 
     Attributes:
         model_digest: Digest of the source model.
-        targets: What was observed, by tensor, and what was kept of it.
-        sketches: The sketch of each tensor that was reached; of no values where it only ever was empty.
-        runs: The data.
+        targets: Observed tensors and the details that were collected.
+        sketches: Sketch of each tensor that was reached. It has no values if the tensor was always empty.
+        runs: The data sets.
         unobservable: Tensors that cannot be observed, with the reason.
     """
 
@@ -91,26 +91,26 @@ class Stats:
 
     @property
     def random(self) -> bool:
-        """Whether any of the data was made up."""
+        """Whether any of the data is random."""
         return any(run.random for run in self.runs)
 
     @property
     def complete(self) -> bool:
-        """Whether all samples of all its data were run."""
+        """Whether all samples of all data sets were run."""
         return all(run.complete for run in self.runs)
 
     def missing_reason(self, tensor: TensorRef) -> str:
-        """Why there are no values of a target; an empty text if there are."""
+        """Return the reason why a target has no values, or "" if it has some."""
         sketch = self.sketches.get(tensor)
         if sketch is None:
-            return self.unobservable.get(tensor, "no sample of the data reached it")
+            return self.unobservable.get(tensor, "no sample reached it")
         return "" if sketch.count else f"it was empty all {sketch.empty_arrays} times that it was seen"
 
     def save(self, path: str | Path) -> None:
-        """Writes the statistics to `path`, whole or not at all.
+        """Write the statistics to `path` atomically.
 
         Raises:
-            UsageError: It cannot be written.
+            UsageError: The file cannot be written.
         """
         from graphquant.calibration.stats_file import save_stats
 
@@ -118,10 +118,10 @@ class Stats:
 
 
 def combine_stats(all_stats: Sequence[Stats]) -> Stats:
-    """The statistics of all parts together; the order of `all_stats` does not show in it.
+    """Combine statistics of several shards. The result does not depend on their order.
 
     Raises:
-        DataError: The parts are of different models or tensors, or two hold the same block of the same data.
+        DataError: The statistics are of different models or tensors, or two contain the same block of the same data.
     """
     merged = all_stats[0]
     for next_stats in all_stats[1:]:
@@ -131,14 +131,15 @@ def combine_stats(all_stats: Sequence[Stats]) -> Stats:
 
 def _merge_two_stats(first: Stats, second: Stats) -> Stats:
     if first.model_digest != second.model_digest:
-        raise DataError("They are of different models. Merge statistics of one model only.")
+        raise DataError("The statistics are of different models. Merge only statistics of one model.")
     if dict(first.targets) != dict(second.targets) or dict(first.unobservable) != dict(second.unobservable):
         differing = [
             str(t) for t in {**first.targets, **second.targets} if first.targets.get(t) != second.targets.get(t)
         ]
-        difference = f"the first is {differing[0]}" if differing else "some can be observed in one of them only"
+        difference = f"the first one is {differing[0]}" if differing else "some can be observed in only one of them"
         raise DataError(
-            f"They do not hold the same tensors, kept alike ({difference}). Calibrate all parts with the same rules and the"
+            f"The statistics differ in their tensors or collected details ({difference}). Calibrate all shards with"
+            " the same rules and the"
             " same model."
         )
     data_runs = {run.data_digest: run for run in first.runs}
@@ -159,13 +160,16 @@ def _merge_two_stats(first: Stats, second: Stats) -> Stats:
 
 def _merge_data_runs(first: DataRun, second: DataRun) -> DataRun:
     if (first.samples, first.block_size, first.random) != (second.samples, second.block_size, second.random):
-        raise DataError("They cut the same data into other blocks. Calibrate both parts with the same version.")
+        raise DataError(
+            "The statistics use different blocks of the same data. Calibrate all shards with the same version."
+        )
     ranges: list[tuple[int, int]] = []
     for start, stop in sorted([*first.block_ranges, *second.block_ranges]):
         if ranges and start < ranges[-1][1]:
             raise DataError(
-                f"Both hold the samples {start * first.block_size} to {min(stop, ranges[-1][1]) * first.block_size - 1} of the same"
-                " data, which would count twice. Give each shard once."
+                f"Both statistics contain the samples {start * first.block_size} to"
+                f" {min(stop, ranges[-1][1]) * first.block_size - 1} of the same"
+                " data, which would count twice. Merge each shard only once."
             )
         if ranges and start == ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], stop)
@@ -177,23 +181,24 @@ def _merge_data_runs(first: DataRun, second: DataRun) -> DataRun:
 def select_stats(
     stats: Stats, targets: Mapping[TensorRef, ObservationTarget], model_digest: str, command: str
 ) -> Stats:
-    """The statistics of `targets`, under the names it gives the tensors.
+    """Select the statistics of `targets`, under the names that `targets` uses.
 
     Args:
-        stats: What there is.
+        stats: The available statistics.
         targets: The tensors that a plan needs.
-        model_digest: Digest of the plan's source model.
-        command: What to run for statistics that do.
+        model_digest: Digest of the source model of the plan.
+        command: Command line that collects suitable statistics, for error messages.
 
     Raises:
-        DataError: They are of another model or of no samples, or do not hold all that is wanted.
+        DataError: The statistics belong to another model, have no samples, or lack a target.
     """
     if stats.model_digest != model_digest:
-        raise DataError(f"The statistics are of another model, or it was changed since. Make them anew:\n  {command}")
+        raise DataError(f"The statistics are of another model, or the model has changed. Calibrate again:\n  {command}")
     if targets and stats.runs and not stats.samples:
         raise DataError(
-            f"The statistics are of none of {sum(run.samples for run in stats.runs)} samples, as of a shard without any"
-            f" block. Merge them with those of other shards (calibrate --merge), or make them anew:\n  {command}"
+            f"The statistics cover none of {sum(run.samples for run in stats.runs)} samples, for example a shard"
+            " without any"
+            f" block. Merge them with other shards (calibrate --merge), or calibrate again:\n  {command}"
         )
     by_fingerprint: dict[str, list[TensorRef]] = {}
     for tensor, target in stats.targets.items():
@@ -220,7 +225,7 @@ def select_stats(
 
 def _missing_tensor_reason(stats: Stats, tensor: TensorRef) -> str:
     if tensor in stats.targets:
-        return "there it is computed otherwise: the model was prepared otherwise, or its weights changed"
+        return "its computation differs: the preparation or the weights of the model have changed"
     return "it was not observed"
 
 
@@ -232,7 +237,7 @@ def _missing_tensors_message(missing: Mapping[TensorRef, str]) -> str:
 
 
 def uncovered_ranges(covered: Iterable[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """The parts of [start, stop) that are not in the ascending ranges `covered`."""
+    """Return the parts of [start, stop) that the ascending ranges `covered` do not cover."""
     gaps, position = [], start
     for low, high in covered:
         if low > position:

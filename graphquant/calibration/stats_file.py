@@ -1,8 +1,8 @@
-"""Statistics files (`.gqs`): a zip of `header.json` and an array for each field of the sketches.
+"""Statistics files (`.gqs`): a zip archive with `header.json` and one array for each field of the sketches.
 
-Arrays of all tensors lie one behind the other, each in little-endian bytes; the header says how much of them is whose.
-The same statistics give the same bytes. A file that is read may be hostile: nothing is unpickled, sizes are bounded by
-the header and by `MAX_STATS_BYTES`, and what does not fit together is a DataError.
+The arrays of all tensors are concatenated, in little-endian order. The header gives the number of entries of each
+tensor. Equal statistics give equal bytes. A file may be hostile: nothing is unpickled, sizes are bounded by the header
+and by `MAX_STATS_BYTES`, and inconsistent content raises a DataError.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ STATS_VERSION = 2
 
 HEADER_MEMBER = "header.json"
 ARRAY_DTYPES = {"low": "<f8", "high": "<f8", "bins": "<u4", "counts": "<i8", "sums": "<u8"}
-"""The arrays and their types. Ends have an entry per channel, the others one per bin."""
+"""Arrays and their dtypes. `low` and `high` have one entry per channel, the others one per bin."""
 
 MAX_STATS_BYTES = 1 << 31
-"""Bytes that a file's arrays may have together, and its header."""
+"""Maximum number of bytes of all arrays of a file. The header may have a sixteenth of it."""
 
 MAX_CHANNELS = 1 << 24
 MEMBER_DATE = (1980, 1, 1, 0, 0, 0)
@@ -59,16 +59,16 @@ _HexSum = Annotated[str, Field(pattern=r"^-?[0-9a-f]{1,600}$")]
 _BoundedText = Annotated[str, Field(max_length=1 << 20)]
 _Count = Annotated[int, Field(ge=0, lt=1 << 62)]
 _MAX_BIN_COUNT = 1 << 40
-"""Values in one bin, so that the sum of their dropped bits fits into 64 bits."""
+"""Maximum number of values in one bin, so that the sum of their dropped bits fits into 64 bits."""
 
 _FORBID = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StatsTensorEntry:
-    """What the header says of a tensor.
+    """Header entry of a tensor.
 
-    `channels` and `bins` are how many entries of the arrays are its own, `low_sum` and `high_sum` are hexadecimal.
+    `channels` and `bins` are its numbers of entries in the arrays. `low_sum` and `high_sum` are hexadecimal.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
@@ -92,7 +92,7 @@ class _StatsTensorEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _UnobservableEntry:
-    """A tensor of the targets that cannot be observed."""
+    """Header entry of a target that cannot be observed; `tensor` is its index."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
 
@@ -102,7 +102,7 @@ class _UnobservableEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _DataRunEntry:
-    """The fields of a `Run`."""
+    """Header entry with the fields of a `DataRun`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
 
@@ -115,7 +115,7 @@ class _DataRunEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StatsHeader:
-    """What a file says."""
+    """Content of `header.json`."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID
 
@@ -128,10 +128,10 @@ class _StatsHeader:
 
 
 def save_stats(stats: Stats, path: Path) -> None:
-    """Writes statistics to `path`, whole or not at all.
+    """Write statistics to `path` atomically.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: The file cannot be written.
     """
     try:
         with atomic_file(path) as file, zipfile.ZipFile(file, "w") as archive:
@@ -140,7 +140,7 @@ def save_stats(stats: Stats, path: Path) -> None:
                 info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 archive.writestr(info, data, compresslevel=6)
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
 
 
 def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
@@ -175,7 +175,7 @@ def _archive_members(stats: Stats) -> Iterator[tuple[str, bytes]]:
 
 
 def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Sketch | None) -> _StatsTensorEntry:
-    """`sketch` is None for a tensor that was not reached, which has no entries in the arrays."""
+    """Return the header entry of a tensor. `sketch` is None if no sample reached it; it then has no array entries."""
     channels = 0 if sketch is None else sketch.low.size if sketch.low.ndim else None
     return _StatsTensorEntry(
         graph=tensor.graph,
@@ -197,10 +197,10 @@ def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Ske
 
 
 def load_stats(path: Path) -> Stats:
-    """The statistics in the file at `path`.
+    """Read the statistics file at `path`.
 
     Raises:
-        DataError: It is no such file, or it is damaged.
+        DataError: The file is missing, damaged, or not a statistics file.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -209,7 +209,7 @@ def load_stats(path: Path) -> Stats:
             bin_count = sum(entry.bins for entry in header.tensors)
             sizes = {name: end_count if name in {"low", "high"} else bin_count for name in ARRAY_DTYPES}
             if sum(np.dtype(ARRAY_DTYPES[name]).itemsize * size for name, size in sizes.items()) > MAX_STATS_BYTES:
-                raise ValueError("it is larger than statistics ever are")
+                raise ValueError("its arrays are too large for a statistics file")
             arrays = {name: _read_stats_array(archive, name, size) for name, size in sizes.items()}
         return _build_stats(header, arrays)
     except ValidationError as error:
@@ -218,7 +218,7 @@ def load_stats(path: Path) -> Stats:
         raise _damaged_stats_error(path, f"{HEADER_MEMBER}: {location}: {first['msg']}") from error
     except FileNotFoundError as error:
         raise DataError(
-            f"There is no file {path}. `graphquant calibrate MODEL --data SPEC -o {path}` makes it."
+            f"The file {path} does not exist. Create it with `graphquant calibrate MODEL --data SPEC -o {path}`."
         ) from error
     except _STATS_READ_ERRORS as error:
         raise _damaged_stats_error(path, str(error)) from error
@@ -226,7 +226,8 @@ def load_stats(path: Path) -> Stats:
 
 def _damaged_stats_error(path: Path, reason: str) -> DataError:
     return DataError(
-        f"{path} cannot be read as statistics: {reason}. Make it again with `graphquant calibrate MODEL --data SPEC"
+        f"{path} cannot be read as a statistics file: {reason}. Create it again with `graphquant calibrate MODEL"
+        " --data SPEC"
         f" -o {path}`."
     )
 
@@ -234,19 +235,19 @@ def _damaged_stats_error(path: Path, reason: str) -> DataError:
 def _read_stats_header(archive: zipfile.ZipFile) -> _StatsHeader:
     size = archive.getinfo(HEADER_MEMBER).file_size if HEADER_MEMBER in archive.namelist() else 0
     if not 0 < size <= MAX_STATS_BYTES >> 4:
-        raise ValueError(f"it has no {HEADER_MEMBER} that can be read")
+        raise ValueError(f"it has no readable {HEADER_MEMBER}")
     header: _StatsHeader = _stats_header_adapter().validate_json(
         _read_member(archive, HEADER_MEMBER, size), strict=True
     )
     if header.format != STATS_FORMAT or header.version != STATS_VERSION:
-        raise ValueError(f"its version is {header.version}, and this program reads {STATS_VERSION}")
+        raise ValueError(f"its version is {header.version}, but only version {STATS_VERSION} is supported")
     return header
 
 
 def _read_stats_array(archive: zipfile.ZipFile, name: str, size: int) -> Array:
     dtype = np.dtype(ARRAY_DTYPES[name])
     if name not in archive.namelist() or archive.getinfo(name).file_size != size * dtype.itemsize:
-        raise ValueError(f"its {name!r} does not have the {size} numbers that its header tells of")
+        raise ValueError(f"its {name!r} does not have the {size} numbers that the header declares")
     return np.frombuffer(_read_member(archive, name, size * dtype.itemsize), dtype).astype(dtype.newbyteorder("="))
 
 
@@ -254,19 +255,19 @@ def _read_member(archive: zipfile.ZipFile, name: str, size: int) -> bytes:
     with archive.open(name) as stream:
         data = stream.read(size + 1)
     if len(data) != size:
-        raise EOFError(f"{name!r} is cut off")
+        raise EOFError(f"{name!r} is truncated")
     return data
 
 
 def _build_stats(header: _StatsHeader, arrays: Mapping[str, Array]) -> Stats:
-    """The statistics, each number checked against the others."""
+    """Build the statistics and check that their numbers are consistent."""
     targets: dict[TensorRef, ObservationTarget] = {}
     sketches: dict[TensorRef, Sketch] = {}
     first_end = first_bin = 0
     for entry in header.tensors:
         tensor = TensorRef(entry.graph, entry.op, entry.port)
         if tensor in targets or entry.bits not in {0, COARSE_BITS, FINE_BITS}:
-            raise ValueError(f"it holds {tensor} twice, or with bins of {entry.bits} bits")
+            raise ValueError(f"it contains {tensor} twice, or with unsupported bins of {entry.bits} bits")
         targets[tensor] = ObservationTarget(entry.fingerprint, entry.axis, entry.bits)
         end_count = 1 if entry.channels is None else entry.channels
         if entry.count or entry.blank:
@@ -292,7 +293,7 @@ def _build_stats(header: _StatsHeader, arrays: Mapping[str, Array]) -> Stats:
     if len({run.data_digest for run in runs}) != len(runs) or any(
         unobservable_entry.tensor >= len(tensors) for unobservable_entry in header.unobservable
     ):
-        raise ValueError("its header names one data twice, or a tensor that it does not hold")
+        raise ValueError("its header lists a data set twice, or refers to a missing tensor")
     unwatchable = {
         tensors[unobservable_entry.tensor]: unobservable_entry.reason for unobservable_entry in header.unobservable
     }
@@ -316,7 +317,7 @@ def _build_sketch(entry: _StatsTensorEntry, arrays: dict[str, Array]) -> Sketch:
         and sum(map(int, counts)) == (finite if entry.bits and entry.axis is None else 0)
     )
     if not consistent:
-        raise ValueError(f"the numbers of {entry.op!r} do not fit together")
+        raise ValueError(f"the numbers of {entry.op!r} are inconsistent")
     return Sketch(
         low=low.reshape(()) if per_tensor else low,
         high=high.reshape(()) if per_tensor else high,
@@ -335,14 +336,14 @@ def _build_sketch(entry: _StatsTensorEntry, arrays: dict[str, Array]) -> Sketch:
 
 
 def _check_block_ranges(run: _DataRunEntry) -> tuple[tuple[int, int], ...]:
-    """The ranges of blocks that were run, ascending and apart."""
+    """Return the ranges of finished blocks after checking that they ascend and do not overlap."""
     previous_stop = -1
     for start, stop in run.block_ranges:
         if not previous_stop < start < stop:
             raise ValueError("its header counts blocks of samples twice")
         previous_stop = stop
     if previous_stop > -(-run.samples // run.block_size):
-        raise ValueError("its header counts more blocks than there are")
+        raise ValueError("its header counts more blocks than the data has")
     return run.block_ranges
 
 

@@ -1,4 +1,4 @@
-"""What is to be observed: the tensors of a plan whose range only data can tell, or every float tensor of a model."""
+"""Calibration targets: the tensors of a plan whose range depends on data, or all float tensors of a model."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 COARSE_BITS, FINE_BITS = 7, 10
-"""Mantissa bits of a histogram: for schemes of up to 8 bits, and for those above; see `histogram_bits`."""
+"""Mantissa bits of a histogram: for schemes of up to 8 bits, and for wider ones. See `histogram_bits`."""
 
 CALIBRATION_METHODS = tuple(
     name for name, observer in OBSERVERS.items() if observer.needs_values and not observer.required_arguments
 )
-"""Observers that any activation may have: they look at values, and need no argument."""
+"""Observers that any activation may have: they read values and need no argument."""
 
 NON_ACTIVATION_KINDS = frozenset({"constant", "variable", "output", "next_iteration", "loop_cond"})
-"""Kinds whose outputs are no activations, or which no other op may come between."""
+"""Kinds of ops whose outputs are not activations, or after which no other op may be inserted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ObservationTarget:
-    """What is kept of a tensor.
+    """Details that calibration collects for a tensor.
 
     Attributes:
-        fingerprint: Digest of all that the tensor is computed from; two tensors with the same one hold the same values.
-        axis: The channel axis that its smallest and largest values are kept for, None for one of each.
-        bits: Mantissa bits of the histogram, 0 for none.
+        fingerprint: Hash of the fan-in of the tensor. Tensors with the same fingerprint hold the same values.
+        axis: Channel axis for the minimum and maximum; None for one minimum and maximum of the tensor.
+        bits: Mantissa bits of the histogram; 0 for none.
     """
 
     fingerprint: str
@@ -45,19 +45,19 @@ class ObservationTarget:
     bits: int = 0
 
     def shortfall(self, needed: ObservationTarget) -> str:
-        """Why what is kept here is too little for `needed`; "" if it is enough."""
+        """Return the reason why the collected details do not suffice for `needed`, or "" if they do."""
         if self.axis != needed.axis and (needed.axis is not None or needed.bits):
             available = "all channels together" if self.axis is None else f"the channels of axis {self.axis}"
-            required = "all channels together" if needed.axis is None else f"those of axis {needed.axis}"
-            return f"it was kept for {available}, and {required} are wanted"
+            required = "all channels together" if needed.axis is None else f"the channels of axis {needed.axis}"
+            return f"it was observed for {available}, but the plan needs {required}"
         if self.bits < needed.bits and needed.axis is None:
             available = f"a histogram of {self.bits} mantissa bits" if self.bits else "no histogram"
-            return f"{available} was kept, and one of {needed.bits} is wanted"
+            return f"{available} was collected, but the plan needs one of {needed.bits}"
         return ""
 
 
 def sites_needing_data(plan: Plan) -> tuple[Site, ...]:
-    """The sites whose range only data can tell: no weights, nothing given by the plan or by the scheme."""
+    """Return the sites whose range depends on data: no weights, and no range given by the plan or the scheme."""
     return tuple(
         site
         for site in plan.sites
@@ -73,13 +73,15 @@ def sites_needing_data(plan: Plan) -> tuple[Site, ...]:
 def plan_targets(
     model: Model, plan: Plan, *, full_histograms: bool, overrides: Mapping[TensorRef, str] | None = None
 ) -> ObservationTargets:
-    """The tensors of the prepared `model` that `plan` needs data for, per channel if all their sites have that axis.
+    """Return the tensors of the prepared `model` that `plan` needs data for.
+
+    A tensor is observed per channel if all its sites have the same axis.
 
     Args:
         model: The prepared model.
         plan: The plan.
-        full_histograms: Keep a histogram even where no observer of the plan reads it.
-        overrides: Cones that are known otherwise; see `graphquant.calibration.cones.kept`.
+        full_histograms: Collect a histogram even if no observer of the plan reads it.
+        overrides: Fingerprints to use instead of computed ones; see `preserved_fingerprints`.
     """
     axes: dict[TensorRef, int | None] = {}
     bits: dict[TensorRef, int] = {}
@@ -91,7 +93,7 @@ def plan_targets(
 
 
 def all_float_targets(model: Model, bits: int = COARSE_BITS) -> ObservationTargets:
-    """Every float tensor of `model` that something reads and that is no parameter."""
+    """Return every float tensor of `model` that is read and is not a parameter."""
     parameters = Parameters(model)
     float_tensors = []
     for name in model.reachable_graphs():
@@ -107,16 +109,17 @@ def all_float_targets(model: Model, bits: int = COARSE_BITS) -> ObservationTarge
 
 
 def with_observer(plan: Plan, method: str | None) -> Plan:
-    """`plan` with the observer `method` for all sites that data gives a range; the plan itself for None.
+    """Return `plan` with the observer `method` at all sites whose range depends on data. None returns the plan itself.
 
     Raises:
-        UsageError: There is no such observer, or it takes arguments that only a rule can give.
+        UsageError: The observer does not exist, or it takes arguments that only a rule can give.
     """
     if method is None:
         return plan
     if method not in CALIBRATION_METHODS:
         raise UsageError(
-            f"There is no method {method[:60]!r}.{did_you_mean(method, CALIBRATION_METHODS)} Use {', '.join(CALIBRATION_METHODS)}."
+            f"The method {method[:60]!r} is unknown.{did_you_mean(method, CALIBRATION_METHODS)} Use"
+            f" {', '.join(CALIBRATION_METHODS)}."
         )
     site_ids = set(map(id, sites_needing_data(plan)))
     observe = ObserverConfig(name=method)
@@ -128,7 +131,7 @@ def with_observer(plan: Plan, method: str | None) -> Plan:
 
 
 def finest_histogram_bits(plan: Plan) -> int:
-    """The mantissa bits of the finest histogram that a site of `plan` wants."""
+    """Return the mantissa bits of the finest histogram that a site of `plan` needs."""
     return max(
         (_site_histogram_bits(site, full_histograms=True) for site in sites_needing_data(plan)), default=COARSE_BITS
     )

@@ -1,7 +1,8 @@
-"""What onnxruntime runs on integers on a CPU, told by doing to a copy of the model what its optimizer does.
+"""Predict the integer ops of ONNX Runtime on a CPU by applying its optimizer steps to a copy of the model.
 
-The steps before the choice of ops are in `passes`, the choice in `selectors`; both follow onnxruntime's own, at its
-default settings. `tests/backends/test_oracle.py` and `benchmarks/oracle.py` hold them to what it really does.
+`passes` contains the steps before the selection of integer kernels, and `selectors` the selection. Both follow ONNX
+Runtime at its default settings. `tests/backends/test_oracle.py` and `benchmarks/oracle.py` compare the predictions with
+the optimized models that ONNX Runtime writes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 OpKey = tuple[str, str]
-"""Graph and op."""
+"""Graph and name of an op."""
 
 ORT_UNJUDGED_KINDS = QUANTIZATION_KINDS | {
     *("input", "output", "constant", "variable", "shape", "if", "loop", "scan", "call", "identity", "dropout", "cast")
@@ -32,20 +33,21 @@ ORT_UNJUDGED_KINDS = QUANTIZATION_KINDS | {
 INTEGER_OP_TYPES = frozenset(
     {"ConvInteger", "MatMulInteger", "QGemm", "MatMulIntegerToFloat", "MatMulNBits", "DynamicQuantizeMatMul"}
 )
-"""Op types that compute on integers by themselves, beside those called QLinear..."""
+"""Op types that compute on integers by definition, in addition to the QLinear types."""
 
 LOW_PRECISION_DTYPES = frozenset({"int8", "uint8", "int16", "uint16"})
-"""Types whose ops count as low precision; longer ones are indices and shapes."""
+"""Integer types that count as low precision. Wider ones are indices and shapes."""
 
 NO_KERNEL_RULE = "no-kernel"
 
 
 def predict_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, ...]:
-    """For each op of a live graph that computes on floats, or on integers by its own nature, how it will run.
+    """Predict the execution of each op of a live graph that computes on floats or is an integer op by definition.
 
     Args:
-        model: An ONNX model; it is not changed.
-        int8: Whether kernels take int8 activations, as they do on ARM; on x86 pairs are made uint8 where possible.
+        model: An ONNX model. It is not modified.
+        int8: Whether kernels accept int8 activations, as on ARM. On x86, Q/DQ pairs are converted to uint8 where
+            possible.
     """
     removed_ops = RemovedOps()
     with paused_gc():
@@ -66,7 +68,10 @@ def predict_onnxruntime(model: Model, *, int8: bool = False) -> tuple[Verdict, .
 def _predict_outcomes(
     working_copy: WorkingCopy, removed_ops: RemovedOps, *, int8: bool
 ) -> dict[OpKey, str | BrokenRule]:
-    """What each op becomes, or why it stays; a Relu or Clip that goes with it is written down in `removed_ops`."""
+    """Return the integer op that each op becomes, or the rule that it breaks.
+
+    Fused Relu and Clip ops enter `removed_ops`.
+    """
     outcomes: dict[OpKey, str | BrokenRule] = {}
     for name in working_copy.model.reachable_graphs():
         graph = working_copy.model.graphs[name]
@@ -103,14 +108,14 @@ def _is_integer_op(op: Op) -> bool:
 
 
 def _integer_input_dtype(graph: Graph, op: Op) -> str:
-    """The integer type of few bits that an op of the model itself reads; "" if it reads something else."""
+    """Return the low-precision integer type that an op of the model itself reads, or ""."""
     tensor = next(iter(graph.slots(op.name)), None)
     dtype = None if tensor is None else graph.output(tensor).dtype
     return dtype if dtype in LOW_PRECISION_DTYPES else ""
 
 
 def _ort_needs_verdict(working_copy: WorkingCopy, graph: Graph, op: Op) -> bool:
-    """Whether an op gets a verdict: it is no quantization, and floats go in or out, or it is an integer op."""
+    """Return whether an op gets a verdict: an integer op, or an op other than a quantization that uses floats."""
     if op.kind in ORT_UNJUDGED_KINDS:
         return False
     if _is_integer_op(op) or _integer_input_dtype(graph, op):
@@ -123,7 +128,7 @@ def _ort_needs_verdict(working_copy: WorkingCopy, graph: Graph, op: Op) -> bool:
 
 
 def _ort_verdict(removed_ops: RemovedOps, outcomes: dict[OpKey, str | BrokenRule], graph: Graph, op: Op) -> Verdict:
-    """The verdict on an op of the model, from what became of it or of the op that does its work."""
+    """Return the verdict on an op of the model, from its own outcome or the outcome of the op that does its work."""
     key = graph.name, op.name
     host_name, host_key = removed_ops.host_names.get(key), key
     while host_key in removed_ops.host_names:
@@ -145,7 +150,7 @@ def _make_ort_verdict(graph: Graph, op: Op, status: RunStatus, runs_as: str, bro
 ORT_FUSABLE_KINDS = dict.fromkeys(
     ("conv", "depthwise_conv", "matmul", "gemm", "add", "mul"), frozenset({"relu", "relu6", "clip"})
 )
-"""What is absorbed behind what, if no quantization stands between."""
+"""Kinds of activations that are fused with an op of each kind if no quantization is between them."""
 
 ONNXRUNTIME = Backend(
     name="onnxruntime",

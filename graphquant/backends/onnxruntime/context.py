@@ -1,4 +1,4 @@
-"""An op with the quantizations around it, and the conditions on them that ops of many types share."""
+"""Context of an op for the selectors: quantizations around it, fused clips, and operands quantized on the way."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIP_EPSILON = float(np.finfo(np.float32).eps)
 
 
 def fuse_clips(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> None:
-    """A Relu or Clip whose limits the Q behind it has anyway is dropped."""
+    """Remove each Relu or Clip whose limits the following quantization has anyway."""
     for name in op_names(graph, lambda op: op.type in {"Relu", "Clip"} and not op.domain):
         use = working_copy.only_use(graph, name)
         source = working_copy.slot_tensor(graph, name, 0)
@@ -41,7 +41,7 @@ def fuse_clips(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps)
 
 
 def _is_fused_early(working_copy: WorkingCopy, graph: Graph, name: str, q: str) -> bool:
-    """Whether a Relu or Clip goes by itself, whatever stands before it."""
+    """Return whether a Relu or Clip is removed independently of the op before it."""
     zero = working_copy.qdq_inputs(graph, q)[2]
     if working_copy.integer_dtype(graph, q) not in {"int8", "uint8"}:
         return False
@@ -57,7 +57,7 @@ INTEGER_LIMITS = {"int8": (-128, 127), "uint8": (0, 255), "int16": (-32768, 3276
 
 
 def is_redundant_clip(working_copy: WorkingCopy, graph: Graph, name: str, q: str) -> bool:
-    """Whether the Relu or Clip `name` changes nothing that the Q `q` would not."""
+    """Return whether the quantization `q` makes the Relu or Clip `name` redundant."""
     _, scale, zero = working_copy.qdq_inputs(graph, q)
     step, zero_value = working_copy.scalar_value(scale), 0.0 if zero is None else working_copy.scalar_value(zero)
     dtype = working_copy.integer_dtype(graph, q)
@@ -79,12 +79,12 @@ def is_redundant_clip(working_copy: WorkingCopy, graph: Graph, name: str, q: str
 
 
 def _has_no_axis(graph: Graph, tensor: TensorRef | None) -> bool:
-    """Whether a number has no axis, as it must for a Relu or Clip to be absorbed."""
+    """Return whether a number is a scalar without axes, as the fusion of a Relu or Clip requires."""
     return tensor is None or graph.output(tensor).shape == ()
 
 
 def ort_clip_limits(working_copy: WorkingCopy, graph: Graph, name: str) -> tuple[float | None, float | None]:
-    """The limits of a Clip, None for one that is not known before the model runs."""
+    """Return the limits of a Clip; None for a limit that is computed at run time."""
     op, slots = graph.op(name), [*graph.slots(name), None, None, None][:3]
     limits: list[float | None] = []
     for slot, attr, default in ((1, "min", -math.inf), (2, "max", math.inf)):
@@ -98,7 +98,7 @@ def ort_clip_limits(working_copy: WorkingCopy, graph: Graph, name: str) -> tuple
 
 
 REFUSED_RULE = "refused"
-"""The rule that is broken where onnxruntime does not load the model at all."""
+"""Rule that is broken if ONNX Runtime cannot load the model."""
 
 BYTE_DTYPES = frozenset({"int8", "uint8"})
 
@@ -110,15 +110,15 @@ class OrtOpContext:
     """An op and the quantizations around it.
 
     Attributes:
-        working_copy: The working copy.
-        graph: The op's graph.
+        working_copy: The working copy of the model.
+        graph: Graph of the op.
         op: The op.
-        dqs: The DequantizeLinears that fill its slots, in the order of the slots.
+        dqs: DequantizeLinears that feed its inputs, in the order of the inputs.
         input_dtypes: Their integer types.
-        filled_count: How many slots are filled.
-        qs: The QuantizeLinears that read it, or that read the Relu or Clip behind it.
-        clip: That Relu or Clip, where it does nothing that the Q does not.
-        int8: Whether kernels take int8 activations.
+        filled_count: Number of inputs that are present.
+        qs: QuantizeLinears that read the output, or the output of the following Relu or Clip.
+        clip: Name of that Relu or Clip if the quantization makes it redundant.
+        int8: Whether kernels accept int8 activations.
     """
 
     working_copy: WorkingCopy
@@ -133,12 +133,12 @@ class OrtOpContext:
 
     @property
     def output_dtype(self) -> str:
-        """The integer type behind the op."""
+        """Integer type of the output."""
         return self.working_copy.integer_dtype(self.graph, self.qs[0].name)
 
 
 def op_context(working_copy: WorkingCopy, graph: Graph, op: Op, *, int8: bool) -> OrtOpContext | BrokenRule:
-    """What is around `op`; or the Relu or Clip behind it that keeps it in float."""
+    """Return the context of `op`, or the rule broken by the following Relu or Clip that keeps it in float."""
     sources = [working_copy.producer(graph, op.name, slot) for slot in range(len(graph.slots(op.name)))]
     dqs = tuple(source for source in sources if source is not None and is_dq(source))
     clip, last_name = "", op.name
@@ -183,25 +183,29 @@ def _broken_clip_rule(working_copy: WorkingCopy, graph: Graph, clip: str, qs: tu
     if clip_type == "Relu":
         return BrokenRule(
             rule="relu-zero-point",
-            message=f"the Relu {clip} behind it has zero point {format_optional_number(zero_value)}, which is not its type's smallest value",
+            message=(
+                f"the Relu {clip} behind it has zero point {format_optional_number(zero_value)}, which is not its"
+                " type's smallest value"
+            ),
             fix=f"quantize the output of {clip} asymmetrically: uint8 with zero point 0, or int8 with -128",
         )
     low, high = ort_clip_limits(working_copy, graph, clip)
     return BrokenRule(
         rule="clip-range",
-        message=f"the quantized range behind the Clip {clip} (scale {format_optional_number(step)}, zero point {format_optional_number(zero_value)}) is wider"
+        message=f"the quantized range behind the Clip {clip} (scale {format_optional_number(step)}, zero point"
+            f" {format_optional_number(zero_value)}) is wider"
         f" than its limits [{format_optional_number(low)}, {format_optional_number(high)}]",
         fix=f"give the output of {clip} a range inside of its limits",
     )
 
 
 def format_optional_number(number: float | None) -> str:
-    """A number for people; "unknown" where only a run can tell."""
+    """Format a number for messages; "unknown" if it is computed at run time."""
     return "unknown" if number is None else f"{number:g}"
 
 
 def broken_input_rule(context: OrtOpContext, expected_count: int | None = None) -> BrokenRule | None:
-    """Why not just `expected_count` inputs (by default all) come from a DequantizeLinear."""
+    """Return the broken rule unless exactly `expected_count` inputs, by default all, come from a DequantizeLinear."""
     if len(context.dqs) == (context.filled_count if expected_count is None else expected_count):
         return None
     if (
@@ -251,7 +255,7 @@ def _float_input_rule(context: OrtOpContext, slot: int, input_tensor: TensorRef)
 
 
 def broken_output_rule(context: OrtOpContext) -> BrokenRule | None:
-    """Why the output does not go to a QuantizeLinear and nowhere else."""
+    """Return the broken rule unless the output goes to a QuantizeLinear and to nothing else."""
     working_copy, graph, name = context.working_copy, context.graph, context.op.name
     edges = working_copy.op_uses(graph, name)
     used_ports = {port for port, output in enumerate(context.op.outputs) if output.name or port == 0}
@@ -274,7 +278,7 @@ def broken_output_rule(context: OrtOpContext) -> BrokenRule | None:
 
 
 def broken_type_rule(context: OrtOpContext, allowed: frozenset[str] = BYTE_DTYPES) -> BrokenRule | None:
-    """Why the types do not fit: inputs and output have one, and it must be allowed."""
+    """Return the broken rule unless inputs and output have one integer type that is allowed."""
     dtypes = list(dict.fromkeys([*context.input_dtypes, *([context.output_dtype] if context.qs else [])]))
     if len(dtypes) > 1:
         message = f"its inputs and output are {' and '.join(dtypes)}"
@@ -285,7 +289,7 @@ def broken_type_rule(context: OrtOpContext, allowed: frozenset[str] = BYTE_DTYPE
 
 
 def missing_kernel_rule(op: Op, dtype: str) -> BrokenRule:
-    """There is no kernel for that integer type."""
+    """Return the rule for an integer type without a kernel."""
     if dtype.startswith("float8"):
         message = f"onnxruntime takes {op.type} on {dtype} for one of its own and then refuses the model"
         return BrokenRule(rule=REFUSED_RULE, message=message, fix="quantize it to 8-bit integers, or leave it float")
@@ -294,7 +298,7 @@ def missing_kernel_rule(op: Op, dtype: str) -> BrokenRule:
 
 
 def broken_int8_rule(context: OrtOpContext) -> BrokenRule | None:
-    """Why an int8 activation is not taken: x86 kernels want uint8, and only some int8 pairs are made uint8."""
+    """Return the broken rule for an int8 activation. x86 kernels need uint8, and only some int8 pairs become uint8."""
     if context.input_dtypes[0] != "int8" or (context.int8 and context.input_dtypes[1] == "int8"):
         return None
     message = (
@@ -306,12 +310,12 @@ def broken_int8_rule(context: OrtOpContext) -> BrokenRule | None:
 
 
 def broken_group_rule(context: OrtOpContext, expected_count: int | None = None) -> BrokenRule | None:
-    """Why the op does not stand between quantizations on all sides."""
+    """Return the broken rule unless the op has quantizations on all sides."""
     return broken_input_rule(context, expected_count) or broken_output_rule(context)
 
 
 def unfused_clip_rule(context: OrtOpContext) -> BrokenRule | None:
-    """A Relu or Clip stands behind an op that cannot absorb one."""
+    """Return the broken rule if a Relu or Clip follows an op that cannot fuse it."""
     if not context.clip:
         return None
     message = f"{context.clip} stands between it and the QuantizeLinear"
@@ -319,25 +323,28 @@ def unfused_clip_rule(context: OrtOpContext) -> BrokenRule | None:
 
 
 def old_opset_rule(context: OrtOpContext) -> BrokenRule | None:
-    """The op of this opset is not the one that onnxruntime knows on integers."""
+    """Return the broken rule if ONNX Runtime has no integer kernel for the op in this opset."""
     first_opset = FIRST_OPSET.get(context.op.type, 0)
     if context.working_copy.model.opset >= first_opset:
         return None
-    message = f"onnxruntime has {context.op.type} on integers from opset {first_opset} on, and the model has {context.working_copy.model.opset}"
+    message = (
+        f"onnxruntime has {context.op.type} on integers from opset {first_opset} on, and the model has"
+        f" {context.working_copy.model.opset}"
+    )
     return BrokenRule(rule="opset", message=message, fix=f"raise the model to opset {first_opset}")
 
 
 # Float weights, biases and scalars that the optimizer quantizes itself, where all around them is quantized.
 
 PLACEHOLDER_RULE = "quantized on the way"
-"""The mark of quantizations that the optimizer itself makes of float weights and biases."""
+"""Marker of quantizations that the optimizer adds to float weights and biases."""
 
 BIAS_QUANTIZED_TYPES = {"Conv": 0, "ConvTranspose": 0, "Gemm": 1}
-"""Ops whose float bias is quantized on the way."""
+"""Ops whose float bias the optimizer quantizes."""
 
 
 def quantize_float_bias(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
-    """A float bias, and a float weight, of an op between DQ and Q are quantized, to int32 and to int8."""
+    """Quantize the float bias (to int32) and float weight (to int8) of ops between DQ and Q."""
     changed = False
     for name in op_names(graph, lambda op: op.type in BIAS_QUANTIZED_TYPES and not op.domain):
         data_dq = working_copy.producer(graph, name, 0)
@@ -376,7 +383,7 @@ def _is_float_initializer(working_copy: WorkingCopy, graph: Graph, tensor: Tenso
 
 
 def _has_one_scale(working_copy: WorkingCopy, graph: Graph, name: str) -> bool:
-    """Whether a DQ has one scale."""
+    """Return whether a DequantizeLinear has a single scale."""
     scale = working_copy.slot_tensor(graph, name, 1)
     return scale is not None and graph.output(scale).shape in {(), (1,)}
 
@@ -399,7 +406,7 @@ def _leads_to_q(working_copy: WorkingCopy, graph: Graph, name: str) -> bool:
 def _is_bias_axis(
     working_copy: WorkingCopy, graph: Graph, name: str, weight: Op, bias: tuple[int | None, ...] | None
 ) -> bool:
-    """Whether the weight has one scale, or one for each value of the bias."""
+    """Return whether the weight has one scale, or one per value of the bias."""
     scale = working_copy.slot_tensor(graph, weight.name, 1)
     sizes = graph.output(scale).shape if scale is not None else None
     if sizes in {(), (1,)}:
@@ -415,7 +422,7 @@ def _is_bias_axis(
 
 
 def _insert_placeholder_dq(working_copy: WorkingCopy, graph: Graph, use: Use, tensor: TensorRef, dtype: str) -> None:
-    """A DQ of a constant of type `dtype` in place of the float constant `tensor`."""
+    """Replace the float constant `tensor` by a DequantizeLinear of a constant of type `dtype`."""
     float_output = graph.output(tensor)
     data = working_copy.add_placeholder(graph, f"{use.op}/{dtype}", dtype, float_output)
     scale = working_copy.add_placeholder(graph, f"{use.op}/scale", "float32", float_output, 1.0)
@@ -432,7 +439,7 @@ def _insert_placeholder_dq(working_copy: WorkingCopy, graph: Graph, use: Use, te
 
 
 def quantize_where_scalar(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
-    """A scalar constant beside the quantized input of a Where before a Q is quantized too."""
+    """Quantize a scalar constant next to the quantized input of a Where whose output is quantized."""
     changed = False
     for name in op_names(graph, lambda op: op.type == "Where" and not op.domain):
         use = working_copy.only_use(graph, name)

@@ -1,7 +1,7 @@
-"""What onnxruntime does to a graph before it looks for ops to run on integers: its own steps, in its own order.
+"""Optimizer steps of ONNX Runtime before the selection of integer kernels, in its order.
 
-Each step takes the working copy and one graph of it and tells whether it changed anything. Which op does the work of
-one that is gone is written down in `Gone`.
+Each step takes the working copy and one of its graphs, and returns whether it changed anything. `RemovedOps` records
+the op that does the work of a removed one.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 MAX_ROUNDS = 10
-"""How often onnxruntime goes over a graph before it gives up changing it."""
+"""Maximum number of rounds of ONNX Runtime over a graph."""
 
 PROPAGATING_TYPES = frozenset({"MaxPool", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "Slice"})
-"""Ops that a quantization may move past, so that they need none of their own on the other side."""
+"""Op types that a quantization can move past, so that they need none of their own on the other side."""
 
 
 def simplify_graph(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> None:
-    """Every step, until nothing changes any more."""
+    """Apply all steps until nothing changes."""
     _fold_static_shapes(working_copy, graph)
     _duplicate_dq_per_reader(working_copy, graph)
     for _ in range(MAX_ROUNDS):
@@ -42,7 +42,7 @@ def simplify_graph(working_copy: WorkingCopy, graph: Graph, removed_ops: Removed
 
 
 def _fold_static_shapes(working_copy: WorkingCopy, graph: Graph) -> None:
-    """A Shape whose answer is known becomes a constant, and reads nothing any more."""
+    """Disconnect each Shape whose result is static, because it becomes a constant."""
     for name in op_names(graph, lambda op: op.kind == "shape"):
         input_tensor = working_copy.slot_tensor(graph, name, 0)
         sizes = working_copy.static_shape(input_tensor) if input_tensor is not None else None
@@ -51,7 +51,7 @@ def _fold_static_shapes(working_copy: WorkingCopy, graph: Graph) -> None:
 
 
 def _remove_identities(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> bool:
-    """Identity and Dropout are dropped, as far as no graph output needs their name."""
+    """Remove Identity and Dropout unless a graph output needs their name."""
     changed = False
     for name in op_names(graph, lambda op: op.kind in {"identity", "dropout"}):
         source = working_copy.slot_tensor(graph, name, 0)
@@ -71,7 +71,7 @@ def _remove_identities(working_copy: WorkingCopy, graph: Graph, removed_ops: Rem
 
 
 def _merge_double_pairs(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
-    """Of Q, DQ, Q, DQ in a row, the inner two go."""
+    """Remove the inner two of Q, DQ, Q, DQ in a row."""
     changed = False
     for name in op_names(graph, is_dq):
         first_q = working_copy.producer(graph, name, 0)
@@ -101,7 +101,7 @@ def _merge_double_pairs(working_copy: WorkingCopy, graph: Graph, _removed_ops: R
 
 
 def _merge_pair_ranges(working_copy: WorkingCopy, graph: Graph, chain: tuple[str, str, str, str], dtype: str) -> None:
-    """The outer Q and DQ get the range that both pairs have in common."""
+    """Give the outer Q and DQ the intersection of the ranges of both pairs."""
     lowest, highest = (-128, 127) if dtype == "int8" else (0, 255)
     ends = []
     for name in chain[1:3]:
@@ -127,7 +127,7 @@ def _merge_pair_ranges(working_copy: WorkingCopy, graph: Graph, chain: tuple[str
 
 
 def _merge_equal_quantizations(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
-    """Quantizations of one tensor with equal parameters become one."""
+    """Merge quantizations of one tensor with equal parameters."""
     first_by_key: dict[tuple[object, ...], str] = {}
     changed = False
     for name in op_names(graph, is_q):
@@ -154,7 +154,10 @@ def _merge_equal_quantizations(working_copy: WorkingCopy, graph: Graph, _removed
 
 
 def _duplicate_dq_per_reader(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps | None = None) -> bool:
-    """Each reader gets a DQ of its own; one that is a graph output, or is read in a body, keeps only those."""
+    """Give each reader its own DequantizeLinear.
+
+    One that is a graph output or is read in a subgraph keeps only those uses.
+    """
     changed = False
     for name in op_names(graph, is_dq):
         uses = working_copy.all_uses(graph, name)
@@ -167,9 +170,9 @@ def _duplicate_dq_per_reader(working_copy: WorkingCopy, graph: Graph, _removed_o
 
 
 def _fuse_matmul_add(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> bool:
-    """MatMul and the Add of a bias become a Gemm, between Reshapes where the input has not two axes.
+    """Fuse MatMul and the Add of a bias into a Gemm, between Reshapes if the input does not have two axes.
 
-    The bias need be no constant. Of two products that are added, the one that stands last takes the other for its bias.
+    The bias need not be constant. Of two products that are added, the last one takes the other as its bias.
     """
     changed = False
     for name in reversed(op_names(graph, lambda op: op.type == "MatMul" and not op.domain)):
@@ -192,9 +195,9 @@ def _fuse_matmul_add(working_copy: WorkingCopy, graph: Graph, removed_ops: Remov
             not left_sizes
             or right_sizes is None
             or bias_sizes is None
-            or len(right_sizes) != 2
+            or len(right_sizes) != 2  # noqa: PLR2004  # a matrix
             or not _is_gemm_bias_shape(left_sizes, right_sizes, bias_sizes)
-        ):  # noqa: PLR2004  # a matrix
+        ):
             continue
         if len(left_sizes) != 2 and not all(isinstance(size, int) for size in (*left_sizes, *right_sizes)):  # noqa: PLR2004  # the same
             continue
@@ -205,7 +208,7 @@ def _fuse_matmul_add(working_copy: WorkingCopy, graph: Graph, removed_ops: Remov
 
 
 def _is_gemm_bias_shape(left_sizes: NamedSizes, right_sizes: NamedSizes, bias_sizes: NamedSizes) -> bool:
-    """Whether Gemm can add a bias of shape `bias_sizes` to the product of shapes `left_sizes` and `right_sizes`."""
+    """Return whether Gemm can add a bias of these sizes to the product of these sizes."""
     columns = right_sizes[1]
     if len(bias_sizes) == 1:
         return bias_sizes[0] == columns and columns is not None
@@ -245,7 +248,7 @@ def _convert_to_gemm(working_copy: WorkingCopy, graph: Graph, name: str, add: st
 
 
 def _merge_reshapes(working_copy: WorkingCopy, graph: Graph, removed_ops: RemovedOps) -> bool:
-    """Of two Reshapes in a row the first goes, if the shape behind the second is known."""
+    """Remove the first of two consecutive Reshapes if the shape after the second is known."""
     changed = False
     for name in op_names(graph, lambda op: op.type == "Reshape" and not op.domain):
         if name not in graph:
@@ -267,7 +270,7 @@ def _may_propagate(working_copy: WorkingCopy, op: Op) -> bool:
 
 
 def _propagate_dq_forward(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
-    """Behind an op that a DQ may move past, a pair is put, unless something quantizes what it makes already."""
+    """Insert a pair after each op that a DequantizeLinear can move past, unless its output is already quantized."""
     changed = False
     for name in op_names(graph, is_dq):
         use = working_copy.only_use(graph, name)
@@ -301,7 +304,7 @@ def _propagate_dq_forward(working_copy: WorkingCopy, graph: Graph, _removed_ops:
 
 
 def _propagate_q_backward(working_copy: WorkingCopy, graph: Graph, _removed_ops: RemovedOps) -> bool:
-    """Before an op that a Q may move past, a pair is put where there is none."""
+    """Insert a pair before each op that a QuantizeLinear can move past, unless there is one."""
     changed = False
     for name in op_names(graph, is_q):
         if not working_copy.has_scalar_params(graph, name) or working_copy.is_folded(graph, name):
@@ -338,7 +341,7 @@ def _propagate_q_backward(working_copy: WorkingCopy, graph: Graph, _removed_ops:
 
 
 def convert_pairs_to_uint8(working_copy: WorkingCopy, graph: Graph) -> None:
-    """A pair of int8 becomes one of uint8 where its Q has one reader: kernels for x86 want uint8 activations."""
+    """Convert int8 pairs whose QuantizeLinear has one reader to uint8, because x86 kernels need uint8 activations."""
     for name in op_names(graph, is_q):
         use = working_copy.only_use(graph, name)
         if use is None or not is_dq(graph.op(use.op)) or working_copy.integer_dtype(graph, name) != "int8":

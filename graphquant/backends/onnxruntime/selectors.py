@@ -1,4 +1,4 @@
-"""Which ops onnxruntime runs on integers: for each type what has to be around it, and what it becomes."""
+"""Selection of integer kernels: for each op type, the required context and the resulting op."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 # Convolutions and matrix products: what onnxruntime makes of them, or the rule they break.
 
 MIN_BLOCK_SIZE = 16
-"""Values that share a scale in the weights of MatMulNBits, at least; a power of two."""
+"""Minimum number of values that share a scale in a weight of MatMulNBits; a power of two."""
 
 BIAS_ABSOLUTE_TOLERANCE, BIAS_RELATIVE_TOLERANCE = 1e-6, 1e-2
-"""How far the scale of a bias may be off: absolutely, and as a share of what it should be."""
+"""Allowed error of the scale of a bias: absolute, and relative to input times weight."""
 
 NARROW_WEIGHT_DTYPES = frozenset({"int2", "uint2", "int4", "uint4", "int8", "uint8"})
 
 
 def select_conv(context: OrtOpContext) -> str | BrokenRule:
-    """Conv: all quantized, the bias too, and int8 activations only where kernels take them."""
+    """Select Conv: all inputs quantized, including the bias; int8 activations only if kernels accept them."""
     broken_rule = (
         broken_group_rule(context)
         or _missing_weight_rule(context)
@@ -54,12 +54,12 @@ def select_conv(context: OrtOpContext) -> str | BrokenRule:
 
 
 def _missing_weight_rule(context: OrtOpContext) -> BrokenRule | None:
-    """A broken model may leave the weight out."""
+    """Return the rule for an invalid model without a weight."""
     return NOT_QUANTIZED if len(context.dqs) < 2 else None  # noqa: PLR2004  # data and weight
 
 
 def _mixed_types_rule(context: OrtOpContext) -> BrokenRule | None:
-    """Input and output differ in type."""
+    """Return the rule for different types of input and output."""
     if not context.qs or context.input_dtypes[0] == context.output_dtype:
         return None
     message = f"its input is {context.input_dtypes[0]} and its output {context.output_dtype}"
@@ -86,7 +86,7 @@ def _broken_bias_rule(context: OrtOpContext, *, check_scale: bool = False) -> Br
 
 
 def _is_product_scale(context: OrtOpContext) -> bool:
-    """Whether the scale of the bias is the product of the other two, as closely as onnxruntime asks."""
+    """Return whether the scale of the bias is input times weight within the tolerance of ONNX Runtime."""
     params_tensors = [context.working_copy.qdq_inputs(context.graph, dq.name) for dq in context.dqs]
     scales = [context.working_copy.small_constant_value(scale) for _, scale, _ in params_tensors]
     zero = context.working_copy.small_constant_value(params_tensors[2][2])
@@ -102,7 +102,7 @@ def _is_product_scale(context: OrtOpContext) -> bool:
 
 
 def select_matmul(context: OrtOpContext) -> str | BrokenRule:
-    """MatMul: both inputs quantized, with or without a quantized output; or a weight of few bits alone."""
+    """Select MatMul: both inputs quantized, with or without a quantized output; or only a low-bit weight."""
     if len(context.dqs) == 1:
         return _select_matmul_nbits(context)
     broken_rule = broken_input_rule(context, 2) or broken_int8_rule(context) or _unsupported_type_rule(context, 2)
@@ -112,7 +112,7 @@ def select_matmul(context: OrtOpContext) -> str | BrokenRule:
 
 
 def _select_matmul_nbits(context: OrtOpContext) -> str | BrokenRule:
-    """Float activations times weights of few bits."""
+    """Select float activations times a low-bit weight."""
     source = context.working_copy.producer(context.graph, context.op.name, 1)
     if source is None or not is_dq(source) or context.qs or context.clip:
         return broken_input_rule(context, 2) or BrokenRule(
@@ -170,7 +170,7 @@ def _broken_block_rule(
 
 
 def select_gemm(context: OrtOpContext) -> str | BrokenRule:
-    """Gemm: all inputs quantized, the bias too, with or without a quantized output."""
+    """Select Gemm: all inputs quantized, including the bias, with or without a quantized output."""
     broken_rule = broken_input_rule(context) or _missing_weight_rule(context)
     if broken_rule:
         return _select_gemm_nbits(context) or broken_rule
@@ -186,7 +186,7 @@ def select_gemm(context: OrtOpContext) -> str | BrokenRule:
 
 
 def _select_gemm_nbits(context: OrtOpContext) -> str | BrokenRule | None:
-    """A Gemm that is no more than a MatMul and a bias, with few bits in its weight; None if it is something else."""
+    """Select a Gemm that is equivalent to a MatMul with a low-bit weight and a bias; None for other Gemms."""
     source = context.working_copy.producer(context.graph, context.op.name, 1)
     data_producer = context.working_copy.producer(context.graph, context.op.name, 0)
     if source is None or not is_dq(source) or (data_producer is not None and is_dq(data_producer)) or context.qs:
@@ -240,7 +240,7 @@ def _select_where(context: OrtOpContext) -> str | BrokenRule:
 def _select_passthrough(
     allowed_dtypes: frozenset[str], *, needs_positive_scale: bool = False
 ) -> Callable[[OrtOpContext], str | BrokenRule]:
-    """An op that moves values about, or compares them: the same on integers if nothing else changes."""
+    """Return the selector of ops that move or compare values, which need one scale for input and output."""
 
     def select(context: OrtOpContext) -> str | BrokenRule:
         broken_rule = (
@@ -321,4 +321,4 @@ ORT_SELECTORS: dict[str, Callable[[OrtOpContext], str | BrokenRule]] = {
         _select_passthrough(BYTE_DTYPES | HALF_WORD_DTYPES),
     ),
 }
-"""For each op type that can run on integers, what it takes; every other type stays float."""
+"""Selector of each op type that can run on integers. Every other type stays float."""

@@ -1,4 +1,4 @@
-"""A copy of a model that the optimizer's steps are tried out on, and what those steps ask of it."""
+"""Working copy of a model for the optimizer steps, with the queries that they need."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 QDQ_DOMAINS = frozenset({"", "com.microsoft"})
 
 MAX_SCALARS = 1 << 16
-"""Largest scale or zero point that is read; per block there may be as many as weights."""
+"""Maximum number of scales or zero points that are read. Per-block scales may be as many as weights."""
 
 MAX_SHARED = 8
-"""Elements of a constant that is merged with others of the same value."""
+"""Maximum number of elements of a constant that ONNX Runtime merges with equal constants."""
 
 SHARED_TYPES = frozenset({"float16", "float32", "float64", "int32", "int64"})
 """Types of such constants."""
 
 MAX_CHAINED_QUANTIZATIONS = 8
-"""Quantizations in a row that a shape is sought behind."""
+"""Maximum number of consecutive quantizations to look through for a shape."""
 
 _ROLES = ("input", "scale", "zero_point")
 
 
 FIRST_OPSET = {"MaxPool": 12}
-"""The lowest opset in which an op is known to run on integers."""
+"""Lowest opset with an integer kernel for an op."""
 
 
 @dataclass(slots=True)
 class RemovedOps:
-    """What became of ops that were taken out, by graph and name.
+    """Ops that were removed, by graph and name.
 
     Attributes:
         host_names: The op that does their work.
-        host_types: Its type, where that is not to be found in the graph any more.
+        host_types: Type of that op if it is no longer in the graph.
     """
 
     host_names: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -52,10 +52,10 @@ class RemovedOps:
 
 
 class WorkingCopy:
-    """The model's graphs, to be edited, beside what is known of the tensors that were there at the start."""
+    """Editable graphs of the model, with information about the original tensors."""
 
     def __init__(self, model: Model) -> None:
-        """`model` itself is not touched."""
+        """Copy `model`, which is not modified."""
         self.model = model.copy()
         self._initial_model = model
         self._parameters = Parameters(model)
@@ -67,7 +67,7 @@ class WorkingCopy:
     # -- reading ---------------------------------------------------------------------------------
 
     def is_constant(self, tensor: TensorRef | None) -> bool:
-        """Whether the value of `tensor` is in the model, or folded into it before anything else happens."""
+        """Return whether `tensor` is stored in the model, or is folded into a constant before any other step."""
         if tensor is None:
             return False
         home_graph = self._initial_model.graphs[tensor.graph]
@@ -79,7 +79,7 @@ class WorkingCopy:
         return op.kind != "input" and self._parameters.is_parameter(tensor)
 
     def small_constant_value(self, tensor: TensorRef | None) -> np.ndarray[Any, Any] | None:
-        """The value of a small constant, else None."""
+        """Return the value of a small constant, otherwise None."""
         if tensor is None or not self.is_constant(tensor):
             return None
         if tensor not in self._values:
@@ -94,20 +94,20 @@ class WorkingCopy:
         return self._values[tensor]
 
     def is_folded(self, graph: Graph, name: str) -> bool:
-        """Whether a QuantizeLinear is gone before anything else happens, since what it quantizes is constant."""
+        """Return whether a QuantizeLinear is folded before any other step, because its input is constant."""
         return self.is_constant(TensorRef(graph.name, name))
 
     def is_local_constant(self, graph: Graph, tensor: TensorRef | None) -> bool:
-        """Whether `tensor` is a constant of `graph` itself, not of one around it: some steps look no further."""
+        """Return whether `tensor` is a constant of `graph` itself. Some steps do not look into outer graphs."""
         return tensor is not None and tensor.graph == graph.name and self.is_constant(tensor)
 
     def scalar_value(self, tensor: TensorRef | None) -> float | None:
-        """The value of a constant with one element, else None."""
+        """Return the value of a constant with one element, otherwise None."""
         value = self.small_constant_value(tensor)
         return float(value.reshape(-1)[0]) if value is not None and value.size == 1 else None
 
     def static_shape(self, tensor: TensorRef) -> Shape | None:
-        """The static shape of `tensor`; onnx tells none for quantizations of another domain than its own."""
+        """Return the static shape of `tensor`. onnx infers none for quantizations of the domain com.microsoft."""
         for _ in range(MAX_CHAINED_QUANTIZATIONS):
             output = self.model.output(tensor)
             graph = self.model.graphs[tensor.graph]
@@ -122,7 +122,7 @@ class WorkingCopy:
         return None
 
     def named_sizes(self, tensor: TensorRef) -> tuple[int | str | None, ...] | None:
-        """The static shape of `tensor`, with the names of sizes that are no numbers."""
+        """Return the static shape of `tensor`, with the names of symbolic sizes."""
         shape = self.static_shape(tensor) or self._matmul_shape(tensor)
         source_graph = self.model.source.graphs.get(tensor.graph) if self.model.source is not None else None
         names = source_graph.dimension_names.get(self.model.output(tensor).name) if source_graph is not None else None
@@ -131,7 +131,7 @@ class WorkingCopy:
         return tuple(name or None if size is None else size for size, name in zip(shape, names, strict=True))
 
     def _matmul_shape(self, tensor: TensorRef) -> Shape | None:
-        """The shape of a MatMul behind quantizations of another domain than onnx's own."""
+        """Return the shape of a MatMul after quantizations of the domain com.microsoft."""
         graph = self.model.graphs[tensor.graph]
         operands = [self.slot_tensor(graph, tensor.op, slot) for slot in (0, 1)]
         if graph.op(tensor.op).type != "MatMul" or operands[0] is None or operands[1] is None:
@@ -139,12 +139,12 @@ class WorkingCopy:
         left_shape, right_shape = self.static_shape(operands[0]), self.static_shape(operands[1])
         return (
             (*left_shape[:-1], right_shape[-1])
-            if left_shape and right_shape is not None and len(right_shape) == 2
+            if left_shape and right_shape is not None and len(right_shape) == 2  # noqa: PLR2004  # a matrix
             else None
-        )  # noqa: PLR2004  # a matrix
+        )
 
     def integer_dtype(self, graph: Graph, name: str) -> str:
-        """The integer type of a QuantizeLinear or DequantizeLinear."""
+        """Return the integer type of a QuantizeLinear or DequantizeLinear."""
         op = graph.op(name)
         data, _, zero = self.qdq_inputs(graph, name)
         dtype = op.outputs[0].dtype if op.kind == "quantize" else (graph.output(data).dtype if data else None)
@@ -153,19 +153,19 @@ class WorkingCopy:
         return dtype or "uint8"
 
     def qdq_inputs(self, graph: Graph, name: str) -> tuple[TensorRef | None, TensorRef | None, TensorRef | None]:
-        """Data, scale and zero point of a QuantizeLinear or DequantizeLinear."""
+        """Return data, scale and zero point of a QuantizeLinear or DequantizeLinear."""
         data, scale, zero = [*graph.slots(name), None, None, None][:3]
         return data, scale, zero
 
     def has_scalar_params(self, graph: Graph, name: str, *, zero_needed: bool = False) -> bool:
-        """Whether scale and zero point of a Q or DQ are constants with one element."""
+        """Return whether scale and zero point of a Q or DQ are constants with one element."""
         _, scale, zero = self.qdq_inputs(graph, name)
         if self.scalar_value(scale) is None:
             return False
         return not zero_needed if zero is None else self.scalar_value(zero) is not None
 
     def same_params(self, graph: Graph, first: str, second: str) -> bool:
-        """Whether a Q and a DQ have explicit, constant, scalar scales and zero points that are equal."""
+        """Return whether a Q and a DQ have equal, explicit, constant, scalar scales and zero points."""
         if not (
             self.has_scalar_params(graph, first, zero_needed=True)
             and self.has_scalar_params(graph, second, zero_needed=True)
@@ -179,18 +179,18 @@ class WorkingCopy:
         return equal_values and self.integer_dtype(graph, first) == self.integer_dtype(graph, second)
 
     def label(self, tensor: TensorRef) -> TensorRef:
-        """The tensor of the model that `tensor` stands for: steps make tensors that nobody has heard of."""
+        """Return the tensor of the original model that `tensor` stands for, because steps add new tensors."""
         while tensor in self._labels:
             tensor = self._labels[tensor]
         return tensor
 
     def set_label(self, added: TensorRef, tensor: TensorRef) -> None:
-        """Lets messages say `tensor` for `added`."""
+        """Make messages refer to `added` as `tensor`."""
         if added != tensor:
             self._labels[added] = tensor
 
     def constant_use_count(self, graph: Graph, tensor: TensorRef) -> int:
-        """How often a constant is read, together with the small ones of the same value, which become one."""
+        """Return the number of uses of a constant, including small constants of equal value, which are merged."""
         if tensor.graph:  # constants of bodies are left alone
             return len(graph.consumers(tensor))
         if tensor.graph not in self._equal_constant_counts:
@@ -213,14 +213,14 @@ class WorkingCopy:
     # -- editing ---------------------------------------------------------------------------------
 
     def add_like(self, graph: Graph, template: Op, name: str, inputs: Sequence[TensorRef | None]) -> TensorRef:
-        """Adds an op like `template` under a new name made of `name`."""
+        """Add an op like `template` under a new name derived from `name`."""
         self._added_count += 1
         label = graph.unique_name(f"{name}#{self._added_count}")
         outputs = tuple(replace(output, name=label) for output in template.outputs)
         return graph.add_op(replace(template, name=label, outputs=outputs, source=None), inputs)
 
     def insert_pair(self, graph: Graph, tensor: TensorRef, uses: Iterable[Use], template_name: str) -> list[TensorRef]:
-        """Puts a Q behind `tensor`, and a DQ of its own before each of `uses`, with the parameters of `template_name`."""
+        """Insert a Q after `tensor` and a separate DQ before each of `uses`, with the parameters of `template_name`."""
         _, scale, zero = self.qdq_inputs(graph, template_name)
         float_output, dtype = graph.output(tensor), self.integer_dtype(graph, template_name)
         domain = graph.op(template_name).domain
@@ -244,7 +244,7 @@ class WorkingCopy:
     def add_placeholder(
         self, graph: Graph, name: str, dtype: str, float_output: Output, value: float | None = None
     ) -> TensorRef:
-        """A constant whose value, where none is given, nobody asks for."""
+        """Add a constant. Without a `value`, its value is never read."""
         shape = float_output.shape if value is None else ()
         constant_value = None if value is None else np.array(value, dtype)
         op = Op(
@@ -258,14 +258,14 @@ class WorkingCopy:
         return self.add_like(graph, op, name, [])
 
     def bypass(self, graph: Graph, name: str) -> None:
-        """Takes out an op of one input that changes nothing; its readers read what it read."""
+        """Remove an op and connect its readers to its first input."""
         source = self.slot_tensor(graph, name, 0)
         for use in self.all_uses(graph, name):
             self.model.graphs[use.graph].set_source(use, source)
         self.drop(graph, name)
 
     def drop(self, graph: Graph, name: str) -> None:
-        """Takes out an op that nothing reads."""
+        """Remove an op that nothing reads."""
         for slot, tensor in enumerate(list(graph.slots(name))):
             if tensor is not None and tensor.graph != graph.name:
                 graph.set_source(Use(graph.name, name, slot), None)
@@ -274,49 +274,49 @@ class WorkingCopy:
     # -- edges -----------------------------------------------------------------------------------
 
     def all_uses(self, graph: Graph, name: str) -> list[Use]:
-        """Every use of any output of the op."""
+        """Return every use of any output of the op."""
         return [use for uses in graph.consumers_by_port(name).values() for use in uses]
 
     def op_uses(self, graph: Graph, name: str, port: int | None = None) -> list[Use]:
-        """The ops that read the op, graph outputs left out."""
+        """Return the uses of the op by other ops, without graph outputs."""
         uses_by_port = graph.consumers_by_port(name)
         uses = self.all_uses(graph, name) if port is None else uses_by_port.get(port, [])
         return [use for use in uses if self.model.graphs[use.graph].op(use.op).kind != "output"]
 
     def is_output(self, graph: Graph, name: str) -> bool:
-        """Whether an output of the op is one of the graph's."""
+        """Return whether an output of the op is a graph output."""
         return any(self.model.graphs[use.graph].op(use.op).kind == "output" for use in self.all_uses(graph, name))
 
     def only_use(self, graph: Graph, name: str) -> Use | None:
-        """The one reader of the op, in its own graph; None if there are others or it is a graph output."""
+        """Return the only use of the op if it is in its own graph and not a graph output, otherwise None."""
         uses = self.all_uses(graph, name)
         if len(uses) != 1 or uses[0].graph != graph.name or graph.op(uses[0].op).kind == "output":
             return None
         return uses[0]
 
     def slot_tensor(self, graph: Graph, name: str, slot: int) -> TensorRef | None:
-        """What an input slot reads; a broken model may have none."""
+        """Return the tensor at an input slot; an invalid model may lack the slot."""
         slots = graph.slots(name)
         return slots[slot] if 0 <= slot < len(slots) else None
 
     def producer(self, graph: Graph, name: str, slot: int) -> Op | None:
-        """The op of the same graph that fills a slot."""
+        """Return the op of the same graph that feeds a slot."""
         tensor = self.slot_tensor(graph, name, slot)
         return graph.op(tensor.op) if tensor is not None and tensor.graph == graph.name else None
 
 
 def op_names(graph: Graph, test: Callable[[Op], bool]) -> list[str]:
-    """The ops that are there now and of some type."""
+    """Return the names of the current ops that pass `test`."""
     return [op.name for op in graph.ops() if test(op)]
 
 
 def is_q(op: Op | None) -> bool:
-    """Whether `op` is a QuantizeLinear."""
+    """Return whether `op` is a QuantizeLinear."""
     return op is not None and op.type == "QuantizeLinear" and op.domain in QDQ_DOMAINS
 
 
 def is_dq(op: Op | None) -> bool:
-    """Whether `op` is a DequantizeLinear."""
+    """Return whether `op` is a DequantizeLinear."""
     return op is not None and op.type == "DequantizeLinear" and op.domain in QDQ_DOMAINS
 
 

@@ -1,4 +1,4 @@
-"""Calibration data, whatever it lies in, as one feed per sample. docs/data.md says what a spec may be."""
+"""Calibration data in any supported format, read as one feed per sample. See docs/data.md for data specs."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def open_data(
     require_finite: bool = True,
     check_in_background: bool = False,
 ) -> Dataset:
-    """The data that `spec` names, checked against the model's `inputs`.
+    """Open the data that `spec` names and check it against the `inputs` of the model.
 
     Args:
         spec: A data spec.
-        inputs: What the model must be fed.
-        samples: Use only that many samples, the first ones.
-        require_finite: Refuse NaN and infinite values.
-        check_in_background: Files that are read once to check them and for their digest may be read so while samples are used;
-            `Batches.content` tells the outcome.
+        inputs: Inputs of the model.
+        samples: Maximum number of samples to use, from the first one on.
+        require_finite: Reject NaN and infinite values.
+        check_in_background: Allow samples to be used while a file that must be read completely, for its digest and
+            checks, is still being read. `Dataset.final_digest` reports the outcome.
 
     Raises:
-        DataError: The data cannot be read, or does not fit the inputs.
+        DataError: The data cannot be read or does not fit the inputs.
         MissingDependencyError: A package that this kind of data needs is not installed.
     """
     if samples is not None and samples < 1:
-        raise DataError(f"{samples} samples are asked for. Ask for at least one.")
+        raise DataError(f"{samples} samples were requested. Request at least one.")
     source = parse_data_spec(spec)
     module, function = DATA_KINDS[source.kind].opener.split(":")
     opener: Callable[[DataSource, DataRequest], Dataset] = getattr(import_module(f"{__name__}.{module}"), function)
@@ -56,10 +56,10 @@ def open_data(
 
 
 def check_data_spec(spec: str) -> None:
-    """Refuses a spec that names nothing, also where the data will not be read.
+    """Check that a data spec is valid without reading the data.
 
     Raises:
-        DataError: It is no kind of data that is known, there is no such file, or a key is none of that kind's.
+        DataError: The kind of data is unknown, the file is missing, or the kind has no such key.
         MissingDependencyError: fsspec is needed and not installed.
     """
     parse_data_spec(spec)

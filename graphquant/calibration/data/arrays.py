@@ -1,7 +1,7 @@
 """Calibration data in `.npz` and `.npy` files.
 
-An array is read from its start to its end, a sample at a time, so memory does not grow with the number of samples; one
-in Fortran order, whose samples lie scattered, is copied to a temporary file first. Nothing is ever unpickled.
+Arrays are read from start to end, one sample at a time, so memory does not grow with the number of samples. The samples
+of an array in Fortran order are scattered; it is copied to a temporary file first. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -43,26 +43,26 @@ if TYPE_CHECKING:
 
 
 SCAN_CHUNK_BYTES = 1 << 17
-"""About how much of an array is looked at in one go where all is read once."""
+"""Approximate bytes per read while an array is checked and hashed."""
 
 _COPY_CHUNK_BYTES = 1 << 20
 
-ARRAY_ADVICE = "Write it again with numpy.save or numpy.savez."
+ARRAY_ADVICE = "Save it again with numpy.save or numpy.savez."
 
 ArrayMembers = dict[str, tuple[int, "Callable[[], IO[bytes]]"]]
-"""Size in bytes of each array's npy form, and what opens it, by key."""
+"""For each key, the size of the npy form of the array in bytes and a function that opens it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StoredArray:
-    """An array of a file, and how an input takes it.
+    """An array of a file and its fit to a model input.
 
     Attributes:
-        array_fit: How the input takes it.
-        open_stream: Opens its npy form.
-        data_offset: Where in there its values start.
-        stored_dtype: Its dtype as it lies in the file.
-        fortran_order: Whether the first axis runs fastest.
+        array_fit: Fit to the model input.
+        open_stream: Function that opens the npy form.
+        data_offset: Offset of the values in the npy form.
+        stored_dtype: dtype in the file.
+        fortran_order: Whether the first axis varies fastest.
     """
 
     array_fit: ArrayFit
@@ -73,10 +73,10 @@ class _StoredArray:
 
 
 def open_arrays(source: DataSource, request: DataRequest) -> Dataset:
-    """The feeds that the files hold, one after the other; reading all that is fed once checks it and gives the digest.
+    """Open npz or npy files, one after the other. All fed values are read once to check and hash them.
 
     Raises:
-        DataError: A file cannot be read, or does not fit the inputs.
+        DataError: A file cannot be read or does not fit the inputs.
     """
     counts: list[int] = []
     ignored: dict[str, None] = {}
@@ -88,7 +88,7 @@ def open_arrays(source: DataSource, request: DataRequest) -> Dataset:
         if sum(counts) == request.samples:
             break
     if not sum(counts):
-        raise DataError(f"{source.spec} holds no samples. Give at least one.")
+        raise DataError(f"{source.spec} contains no samples. Provide at least one.")
     scan = partial(_scan_and_hash, source.files, request, counts)
     return Dataset(
         count=sum(counts),
@@ -99,15 +99,15 @@ def open_arrays(source: DataSource, request: DataRequest) -> Dataset:
 
 
 def _scan_and_hash(files: Sequence[DataFile], request: DataRequest, counts: Sequence[int]) -> str:
-    """The digest of what is fed, of which every value must be finite and fit the input's dtype."""
+    """Return the digest of the fed values after checking that they are finite and fit the dtype of the input."""
     digest = hashlib.sha256()
     for file, count in zip(files, counts, strict=False):
         with _read_file_arrays(file, request) as (arrays, _):
             for array in arrays:
                 array_fit = array.array_fit
-                digest.update(
-                    f"{array_fit.input_name} {array_fit.stored_dtype.str} {array_fit.feed_shape()} {count if array_fit.rows_per_feed else 0}\n".encode()
-                )
+                rows = count if array_fit.rows_per_feed else 0
+                description = f"{array_fit.input_name} {array_fit.stored_dtype.str} {array_fit.feed_shape()} {rows}\n"
+                digest.update(description.encode())
                 _scan_array(array, count, digest.update, finite=request.require_finite)
     return digest.hexdigest()
 
@@ -116,9 +116,9 @@ def _scan_and_hash(files: Sequence[DataFile], request: DataRequest, counts: Sequ
 def _read_file_arrays(
     file: DataFile, request: DataRequest, *, verify_checksums: bool = True
 ) -> Iterator[tuple[list[_StoredArray], list[str]]]:
-    """The arrays of `file` that the inputs take, and the keys that none takes.
+    """Open the arrays of `file` that the inputs take, and list the keys that no input takes.
 
-    Unless they are to be `verify_checksums`, no checksums are made of those that lie in the file as they are.
+    Without `verify_checksums`, the checksums of uncompressed arrays are not computed.
     """
     with wrap_read_errors(file, ARRAY_ADVICE), ExitStack() as stack:
         if file.name.lower().endswith(".npy"):
@@ -144,19 +144,19 @@ def _read_file_arrays(
 
 
 ZIP_LOCAL_HEADER_BYTES = 30
-"""Bytes of what stands before an entry of a zip, but for its name and what else is said of it."""
+"""Size of the fixed part of the local header before each entry of a zip file."""
 
 ZIP_ENCRYPTED_FLAG = 1
-"""The flag of an encrypted entry."""
+"""Flag of an encrypted zip entry."""
 
 
 def _is_uncompressed_entry(info: zipfile.ZipInfo) -> bool:
-    """Whether the bytes of an entry are in the file as they are."""
+    """Return whether the bytes of an entry are stored unchanged in the file."""
     return info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & ZIP_ENCRYPTED_FLAG
 
 
 def _open_uncompressed_entry(file: DataFile, info: zipfile.ZipInfo) -> IO[bytes]:
-    """The file at the start of a plain entry; unlike zipfile's, reading it makes no checksum and no second copy."""
+    """Open the file at an uncompressed entry. Unlike zipfile, this computes no checksum and copies once."""
     stream = file.open()
     stream.seek(info.header_offset)
     header = _read_array_bytes(stream, ZIP_LOCAL_HEADER_BYTES)
@@ -165,11 +165,12 @@ def _open_uncompressed_entry(file: DataFile, info: zipfile.ZipInfo) -> IO[bytes]
 
 
 def _sole_npy_member(file: DataFile, request: DataRequest) -> ArrayMembers:
-    """The one array of an npy file, under the name of the one input."""
+    """Return the array of an npy file under the name of the only input."""
     if len(request.inputs) != 1:
         names = ", ".join(repr(model_input.name) for model_input in request.inputs)
         raise DataError(
-            f"{file.name} holds one array, and the model takes {names}. Save them under these names with numpy.savez."
+            f"{file.name} contains one array, but the model takes {names}. Save arrays under these names with"
+            " numpy.savez."
         )
     with file.open() as stream:
         size = stream.seek(0, 2)
@@ -177,17 +178,18 @@ def _sole_npy_member(file: DataFile, request: DataRequest) -> ArrayMembers:
 
 
 def _inspect_array(label: str, size: int, opener: Callable[[], IO[bytes]], model_input: Any) -> _StoredArray:
-    """What the header of an array says, checked against its input."""
+    """Read the header of an array and check it against its input."""
     with opener() as stream:
         header_offset = stream.tell()
         shape, fortran_order, stored_dtype = _read_npy_header(stream)
         data_offset = stream.tell()
     if stored_dtype.hasobject:
-        raise DataError(f"{label} holds Python objects, which are never loaded. Save it as numbers.")
+        raise DataError(f"{label} contains Python objects, which are never loaded. Save numbers instead.")
     data_bytes = size - (data_offset - header_offset)
     if any(axis < 0 for axis in shape) or math.prod(shape) * stored_dtype.itemsize != data_bytes:
         raise DataError(
-            f"{label} says that it is {stored_dtype} {format_input_shape(shape)}, but {data_bytes} bytes follow. Save it again."
+            f"{label} claims to be {stored_dtype} {format_input_shape(shape)}, but {data_bytes} bytes follow. Save it"
+            " again."
         )
     if fortran_order and size > MAX_FEED_BYTES:
         raise DataError(f"{label} has {size} bytes in Fortran order. Save it in C order: numpy.ascontiguousarray.")
@@ -211,7 +213,7 @@ def _read_npy_header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype
 
 
 def _array_blocks(array: _StoredArray, feeds_per_block: int, start: int, stop: int) -> Iterator[Array]:
-    """The array in blocks of `feeds_per_block` feeds, of the file's dtype, from the feed `data_offset` up to `stop`."""
+    """Yield blocks of `feeds_per_block` feeds from feed `start` up to `stop`, in the dtype of the file."""
     array_fit = array.array_fit
     shape, rows = (array_fit.shape, array_fit.rows_per_feed) if array_fit.rows_per_feed else ((1, *array_fit.shape), 1)
     if not array_fit.rows_per_feed:
@@ -237,7 +239,7 @@ def _array_blocks(array: _StoredArray, feeds_per_block: int, start: int, stop: i
 
 
 def _array_chunks(array: _StoredArray, count: int) -> Iterator[Array]:
-    """What is fed `count` times, in order, in pieces of `SCAN_CHUNK_BYTES`, or, in Fortran order, of a feed or more."""
+    """Yield the values of `count` feeds in chunks of `SCAN_CHUNK_BYTES`, or of at least one feed in Fortran order."""
     size, item_bytes = math.prod(array.array_fit.feed_shape()), array.stored_dtype.itemsize
     if array.fortran_order:
         yield from _array_blocks(array, max(1, SCAN_CHUNK_BYTES // max(size * item_bytes, 1)), 0, count)
@@ -252,7 +254,7 @@ def _array_chunks(array: _StoredArray, count: int) -> Iterator[Array]:
 
 
 def _map_fortran_array(copy_file: IO[bytes], stream: IO[bytes], dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    """An array in Fortran order as a map of the file that it is copied to."""
+    """Copy an array in Fortran order to a temporary file and memory-map it."""
     remaining = math.prod(shape) * dtype.itemsize
     if not remaining:
         return np.empty(shape, dtype)
@@ -270,7 +272,7 @@ def _read_array_bytes(stream: IO[bytes], size: int) -> bytes:
 
 
 def _scan_array(array: _StoredArray, count: int, update: Callable[[bytes | memoryview], None], *, finite: bool) -> None:
-    """Reads what will be fed once, and hands it to `update`."""
+    """Read all fed values once and pass them to `update`."""
     array_fit = array.array_fit
     bad_count, first_bad, scanned_count = 0, 0, 0
     for block in _array_chunks(array, count):
@@ -290,7 +292,7 @@ def _scan_array(array: _StoredArray, count: int, update: Callable[[bytes | memor
 
 
 def _native_array_values(array: _StoredArray, block: Array) -> Array:
-    """`block` as it was meant: in the machine's byte order, and bfloat16 where numpy saved nameless bytes."""
+    """Convert a block to the byte order of the machine, and to bfloat16 if NumPy saved it as raw bytes."""
     array_fit = array.array_fit
     if array.stored_dtype.kind == "V":
         return np.ascontiguousarray(block).view(array_fit.stored_dtype)
@@ -318,7 +320,7 @@ def _array_feeds(
 
 
 def _input_stream(array: _StoredArray, start: int, stop: int) -> Iterator[Array]:
-    """What one input is fed."""
+    """Yield the values that one input is fed."""
     for block in _array_blocks(array, 1, start, stop):
         values = _native_array_values(array, block)
         if array.array_fit.rows_per_feed:

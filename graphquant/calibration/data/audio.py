@@ -1,4 +1,4 @@
-"""Calibration data as wav files, each one sample: its wave, in one channel. Windows and features are the user's."""
+"""Calibration data in wav files: each file is one sample, a mono wave. Windows and features are left to the user."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 MAX_WAV_BYTES = 1 << 28
-"""Largest wav file: over two hours of 16-bit mono at 16 kHz."""
+"""Maximum size of a wav file: more than two hours of 16-bit mono at 16 kHz."""
 
 WAV_PADDINGS = ("end", "repeat", "none")
 
@@ -35,13 +35,13 @@ _UNKNOWN_CHUNK_SIZE = 0xFFFFFFFF  # the size of a chunk whose writer could not g
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waves:
-    """How a wav file becomes an input: value = wave * scale, where wave is -1 to 1.
+    """Conversion of a wav file to an input: value = wave * scale, where wave is in [-1, 1].
 
     Attributes:
-        shape: Shape of a feed; -1 on the axis of time if it is open.
-        length: Values of a feed; None to take waves as long as they are.
-        pad: What is done where a wave is shorter: zeros at its "end", "repeat" it, or "none": refuse.
-        rate: Samples per second that every file must have; None for any, the same in all.
+        shape: Shape of a feed; -1 on the time axis if its size is open.
+        length: Number of values of a feed; None to keep the length of each wave.
+        pad: Padding of shorter waves: "end" appends zeros, "repeat" repeats the wave, "none" rejects it.
+        rate: Required samples per second; None for any rate that is the same in all files.
         scale: Factor.
         dtype: dtype of the input.
     """
@@ -55,7 +55,7 @@ class Waves:
 
 
 def open_audio(source: DataSource, request: DataRequest) -> Dataset:
-    """The wav files in the order of their names; the digest is over their bytes and how they are read.
+    """Open wav files in the order of their names. The digest covers their bytes and the settings.
 
     Raises:
         DataError: The spec does not fit the input, or a file cannot be read or has another rate.
@@ -65,9 +65,9 @@ def open_audio(source: DataSource, request: DataRequest) -> Dataset:
     files = source.files
     if request.samples is not None:
         files = files[: request.samples * fixed_batch_size(model_input)]
-    expected = settings.rate, "is asked for"
+    expected = settings.rate, "are required by rate="
     if settings.rate is None and files:
-        expected = _read_wave(files[0])[0], f"is that of {files[0].name}"
+        expected = _read_wave(files[0])[0], f"a second are in {files[0].name}"
 
     def read_waves(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
         for file in files[start:stop]:
@@ -89,17 +89,18 @@ def _wave_settings(source: DataSource, model_input: ModelInput) -> Waves:
     dtype = numpy_dtype(model_input.dtype)
     if dtype_kind(dtype) not in {"int", "float"} or dtype.kind == "u":
         raise DataError(
-            f"{label}: input {model_input.name!r} takes {model_input.dtype}, which holds no wave. Give an .npz file."
+            f"{label}: input {model_input.name!r} takes {model_input.dtype}, which cannot represent a wave. Use an"
+            " .npz file."
         )
     length = _parse_positive_count(label, "length", keys["length"]) if "length" in keys else fixed_length
     if fixed_length is not None and length != fixed_length:
         raise DataError(
-            f"{label}: length={length}, and input {model_input.name!r} takes {fixed_length}. Leave length out."
+            f"{label}: length={length}, but input {model_input.name!r} takes {fixed_length}. Remove length."
         )
     pad = keys.get("pad", "end")
     if pad not in WAV_PADDINGS:
         raise DataError(
-            f"{label}: pad={pad} is unknown. Known are {', '.join(WAV_PADDINGS)}.{did_you_mean(pad, WAV_PADDINGS)}"
+            f"{label}: pad={pad} is unknown. Use one of {', '.join(WAV_PADDINGS)}.{did_you_mean(pad, WAV_PADDINGS)}"
         )
     full_scale = 1.0 if dtype_kind(dtype) == "float" else 2.0 ** (dtype.itemsize * 8 - 1)
     return Waves(
@@ -113,7 +114,7 @@ def _wave_settings(source: DataSource, model_input: ModelInput) -> Waves:
 
 
 def _time_axis(label: str, name: str, input_shape: Shape | None) -> tuple[tuple[int, ...], int | None]:
-    """Shape of a feed with -1 on the one axis that is time, and the size of that axis if it is fixed."""
+    """Return the shape of a feed with -1 on its only time axis, and the size of that axis if it is fixed."""
     if input_shape is not None:
         sample_shape = input_shape if len(input_shape) == 1 else input_shape[1:]
         time_axes = [axis for axis, size in enumerate(sample_shape) if size != 1]
@@ -121,21 +122,22 @@ def _time_axis(label: str, name: str, input_shape: Shape | None) -> tuple[tuple[
             shape = [-1 if axis == time_axes[0] else 1 for axis in range(len(sample_shape))]
             return (tuple(shape) if len(input_shape) == 1 else (1, *shape)), sample_shape[time_axes[0]]
     accepted = "any shape" if input_shape is None else format_input_shape(input_shape)
-    raise DataError(f"{label}: input {name!r} takes {accepted}, and a wave has one axis, its time. Give an .npz file.")
+    raise DataError(f"{label}: input {name!r} takes {accepted}, but a wave has only a time axis. Use an .npz file.")
 
 
 def _parse_positive_count(label: str, key: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text)):  # noqa: PLR2004  # a billion
-        raise DataError(f"{label}: {key}={text} is no whole number. Write it as {key}=16000.")
+        raise DataError(f"{label}: {key}={text} is not a positive integer. Write it as {key}=16000.")
     return int(text)
 
 
 def _wave_to_feed(file: DataFile, wave: Array, settings: Waves) -> Array:
-    """The feed that `wave`, float64 (time,) of -1 to 1, makes."""
+    """Convert `wave`, float64 (time,) in [-1, 1], to a feed."""
     if settings.length is not None and wave.size < settings.length:
         if settings.pad == "none" or not wave.size:
             raise DataError(
-                f"{file.name} has {wave.size} values, and {settings.length} are wanted. Leave it out, or add pad=end."
+                f"{file.name} has {wave.size} values, but {settings.length} are required. Remove the file, or add"
+                " pad=end."
             )
         padding = (0, settings.length - wave.size)
         wave = np.pad(wave, padding) if settings.pad == "end" else np.pad(wave, padding, mode="wrap")
@@ -148,20 +150,21 @@ def _wave_to_feed(file: DataFile, wave: Array, settings: Waves) -> Array:
 
 
 def _read_wave(file: DataFile) -> tuple[int, Array]:
-    """Samples per second, and the mean of the channels, float64 (time,) from -1 up to 1."""
+    """Return the samples per second and the mean of the channels, float64 (time,) in [-1, 1)."""
     with wrap_read_errors(file, WAV_ADVICE):
         content = file.read(MAX_WAV_BYTES)
         if content[:4] != b"RIFF" or content[8:12] != b"WAVE":
-            raise ValueError("it is no wav file")
+            raise ValueError("it is not a wav file")
         chunks = _riff_chunks(content)
         if "fmt " not in chunks or "data" not in chunks:
-            raise ValueError("it has no format or no data")
+            raise ValueError("it has no format chunk or no data chunk")
         sample_format, channels, rate, _, frame_bytes, bits = struct.unpack_from("<HHIIHH", chunks["fmt "])
         if sample_format == _EXTENSIBLE_FORMAT:
             (sample_format,) = struct.unpack_from("<H", chunks["fmt "], 24)
         if not channels or not rate or frame_bytes * 8 != channels * bits:
             raise ValueError(
-                f"it says that {channels} channels of {bits} bits are {frame_bytes} bytes at {rate} a second"
+                f"its header is inconsistent: {channels} channels of {bits} bits, {frame_bytes} bytes per frame, rate"
+                f" {rate}"
             )
         values = _decode_wave_values(
             chunks["data"][: len(chunks["data"]) // frame_bytes * frame_bytes], sample_format, bits
@@ -170,7 +173,7 @@ def _read_wave(file: DataFile) -> tuple[int, Array]:
 
 
 def _riff_chunks(content: bytes) -> dict[str, memoryview]:
-    """The first chunk of each name."""
+    """Return the first chunk of each name."""
     view = memoryview(content)
     chunks: dict[str, memoryview] = {}
     offset = 12
@@ -186,7 +189,7 @@ def _riff_chunks(content: bytes) -> dict[str, memoryview]:
 
 
 def _decode_wave_values(data: memoryview, sample_format: int, bits: int) -> Array:
-    """The numbers in `data`, float64 from -1 up to 1."""
+    """Decode the values in `data` as float64 in [-1, 1)."""
     if sample_format == _FLOAT_FORMAT and bits in {32, 64}:
         return np.frombuffer(data, f"<f{bits // 8}").astype(np.float64)
     if sample_format != _PCM_FORMAT or bits not in {8, 16, 24, 32}:

@@ -1,4 +1,4 @@
-"""What calibration data is: feeds for a model's inputs, one per sample."""
+"""Types of calibration data: the requested inputs, and a dataset of feeds with one feed per sample."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ Feed = dict[str, Array]
 Shape = tuple[int | None, ...]
 
 MAX_FEED_BYTES = 1 << 31
-"""Largest size of one array of one feed; a file that claims more is taken for broken or hostile."""
+"""Maximum size of one array of one feed. A file that claims more is considered broken or hostile."""
 
 
 class ModelInput(Protocol):
-    """What is to be known of an input: the key a runner takes, its dtype and shape, and other names for it."""
+    """Protocol of a model input: its key, dtype, shape and aliases."""
 
     @property
     def name(self) -> str:
-        """The key a runner takes."""
+        """Key of the input in a feed."""
 
     @property
     def dtype(self) -> str:
-        """numpy-like dtype name."""
+        """Name of the dtype, as in NumPy."""
 
     @property
     def shape(self) -> Shape | None:
-        """Static shape, None if even the rank is unknown."""
+        """Static shape; None if even the rank is unknown."""
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """Other names under which data may hold it."""
+        """Other names under which data may contain the input."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRequest:
-    """What is asked of the data.
+    """Requirements on the data.
 
     Attributes:
-        inputs: What the model must be fed.
-        samples: Use only that many samples, the first ones.
-        require_finite: Refuse NaN and infinite values.
-        input_keys: For some inputs, by name, the key under which the data holds them.
-        check_in_background: Samples may be used while all are still read to check them and for the digest.
+        inputs: Inputs of the model.
+        samples: Maximum number of samples to use, from the first one on.
+        require_finite: Reject NaN and infinite values.
+        input_keys: For some inputs, by name, the key under which the data contains them.
+        check_in_background: Allow samples to be used while all are still being read for the digest and checks.
     """
 
     inputs: Sequence[ModelInput]
@@ -59,22 +59,23 @@ class DataRequest:
     check_in_background: bool = False
 
     def limit_count(self, count: int) -> int:
-        """How many of `count` samples are used."""
+        """Return the number of samples to use if `count` are available."""
         return count if self.samples is None else min(count, self.samples)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """Feeds for a model, one per sample; iterating again starts anew.
+    """Feeds for a model, one per sample. Each iteration starts from the first sample.
 
     Attributes:
         count: Number of samples.
-        digest: Hex SHA-256 of what is fed; the same wherever the data is opened, whatever span is read. A future of it
-            where all samples are still read meanwhile, with a DataError if there is something wrong with one.
-        ignored: Keys or files of the data that no input takes ("labels").
-        random: Whether the values are random, so that the output can say so.
-        stacked_shapes: For some inputs the shape of the first item of a function that makes several samples of it.
-        open_feeds: Opens the data and gives the feeds of the samples from one index up to another.
+        digest: Hex SHA-256 of the fed values. It is the same wherever the data is opened and whichever range is read.
+            It is a future while samples are read in the background; the future raises a DataError for an invalid
+            sample.
+        ignored: Keys or files of the data that no input takes, for example "labels".
+        random: Whether the values are random, so that the output can report it.
+        stacked_shapes: For some inputs, the shape of the first item of a function that was split into several samples.
+        open_feeds: Function that opens the data and yields the feeds from one sample index up to another.
     """
 
     count: int
@@ -85,28 +86,31 @@ class Dataset:
     open_feeds: Callable[[int, int], Iterator[Feed]]
 
     def final_digest(self) -> str:
-        """The digest, once all samples were read.
+        """Return the digest, after waiting until all samples were read.
 
         Raises:
-            DataError: There is something wrong with one.
+            DataError: A sample is invalid.
         """
         return self.digest if isinstance(self.digest, str) else self.digest.result()
 
     def raise_read_errors(self) -> None:
-        """Tells what reading the samples meanwhile has found wrong so far.
+        """Raise the error that reading in the background has met so far.
 
         Raises:
-            DataError: There is something wrong with one.
+            DataError: A sample is invalid.
         """
         if not isinstance(self.digest, str) and self.digest.done():
             self.digest.result()
 
     def feeds_between(self, start: int, stop: int) -> Iterator[Feed]:
-        """The feeds of the samples `start` up to `stop`; the ones before are skipped as cheaply as the kind allows."""
+        """Yield the feeds from sample `start` up to `stop`.
+
+        Earlier samples are skipped as cheaply as the format allows.
+        """
         return self.open_feeds(min(start, self.count), min(stop, self.count))
 
     def __iter__(self) -> Iterator[Feed]:
-        """One dict of input name to array for each sample."""
+        """Yield one dictionary of input names and arrays for each sample."""
         return self.feeds_between(0, self.count)
 
     def __len__(self) -> int:
@@ -114,7 +118,7 @@ class Dataset:
 
 
 def run_in_background(task: Callable[[], str]) -> Future[str]:
-    """What `task`, which goes on meanwhile on a thread of its own, gives; leaving the program does not wait for it."""
+    """Run `task` on a daemon thread and return a future of its result. The program does not wait for it at exit."""
     future: Future[str] = Future()
 
     def run_task() -> None:

@@ -1,4 +1,4 @@
-"""What calibration data looks like beside the inputs it feeds, and what is probably wrong with it."""
+"""Checks of calibration data: a summary of each input, and likely mistakes."""
 
 from __future__ import annotations
 
@@ -18,33 +18,34 @@ if TYPE_CHECKING:
 
 
 FEW_SAMPLES = 32
-"""Samples under which ranges depend on which ones they are."""
+"""Below this number of samples, ranges depend on the choice of samples."""
 
 MIN_UNSCALED_PIXEL = 128
-"""A largest value from here to 255, where nothing is negative, looks like a pixel that nobody scaled."""
+"""A maximum from here to 255, without negative values, looks like pixels that were not scaled."""
 
 LABEL_KEYS = frozenset({"label", "labels", "target", "targets", "y", "class", "position 1"})
-"""Keys that nobody expects an input to take."""
+"""Keys that no input is expected to take."""
 
 COLOUR_CHANNELS = 3
 
 LAYOUT_CHECK_SAMPLES = 32
-"""Samples whose neighbouring values are compared."""
+"""Number of samples whose neighboring values are compared."""
 
 SWAPPED_LAYOUT_RATIO = 0.8
-"""How much more alike the values of a layout's neighbours must be before it is believed."""
+"""Neighbors in the other layout must differ by less than this ratio before a swapped layout is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSummary:
-    """What an input is fed, over all samples.
+    """Values that an input is fed, over all samples.
 
     Attributes:
         name: The input.
         dtype: Its dtype.
         shape: Its shape in the model.
-        fed_shape: The shape of a feed; None for an axis whose size differs from sample to sample, or for all of them.
-        low: Smallest finite value; None where there is none.
+        fed_shape: The shape of a feed. An axis is None if its size differs between samples; the shape is None if the
+            rank does.
+        low: Smallest finite value; None if there is none.
         high: Largest finite value.
         mean: Mean of the finite values.
         nan: Number of NaN.
@@ -64,12 +65,12 @@ class InputSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataFinding:
-    """Something that is probably wrong.
+    """A likely mistake in the data.
 
     Attributes:
-        kind: Its name, for programs.
-        input: The input it is about, if about one.
-        message: What is wrong, then what to do.
+        kind: Identifier of the kind of mistake.
+        input: The affected input, if it is about one.
+        message: Description of the mistake and advice.
     """
 
     kind: str
@@ -79,14 +80,14 @@ class DataFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """Calibration data beside the inputs it feeds.
+    """Summary of calibration data and the inputs that it feeds.
 
     Attributes:
         samples: Number of samples.
         digest: Digest of the data.
-        inputs: What each input is fed.
+        inputs: Summary of each input.
         ignored: Keys and files that no input takes.
-        findings: What is probably wrong.
+        findings: Likely mistakes.
     """
 
     samples: int
@@ -98,7 +99,7 @@ class DataReport:
 
 @dataclass(slots=True)
 class _InputStats:
-    """What was seen of an input so far."""
+    """Running statistics of the values of an input."""
 
     shape: Shape | None = None
     low: float = np.inf
@@ -115,10 +116,10 @@ class _InputStats:
 
 
 def check_dataset(dataset: Dataset, inputs: Sequence[ModelInput]) -> DataReport:
-    """Reads all of the data once; it must have been opened with `finite_count=False` for NaN to be counted.
+    """Read all data once and report likely mistakes. Open it with `require_finite=False` to count NaN.
 
     Raises:
-        DataError: A sample cannot be read, or does not fit.
+        DataError: A sample cannot be read or does not fit.
     """
     input_stats = {model_input.name: _InputStats() for model_input in inputs}
     for index, feed in enumerate(dataset):
@@ -143,7 +144,7 @@ def check_dataset(dataset: Dataset, inputs: Sequence[ModelInput]) -> DataReport:
 
 
 def _add_feed_values(stats: _InputStats, values: Array) -> None:
-    """Adds the values of one feed."""
+    """Add the values of one feed."""
     if not stats.value_count:
         stats.shape = values.shape
     elif stats.shape is not None:
@@ -172,10 +173,10 @@ def _add_feed_values(stats: _InputStats, values: Array) -> None:
 
 
 def _compare_layouts(stats: _InputStats, model_input: ModelInput, values: Array) -> None:
-    """Adds how unlike values are that lie a row apart if the layout is what it says, and if it is the other one.
+    """Add the differences of values one row apart, for the declared layout and for the other one.
 
-    In a picture the pixel below is much like the one above. Where channels come first it lies one width further, where
-    they come last one width times the channels.
+    The pixel below is usually similar to the pixel above. In NCHW it lies one width further, in NHWC one width times
+    the number of channels.
     """
     layout = _image_layout(model_input, values.shape)
     if layout is None or dtype_kind(values.dtype) not in {"int", "float"}:
@@ -191,7 +192,7 @@ def _compare_layouts(stats: _InputStats, model_input: ModelInput, values: Array)
 
 
 def _image_layout(model_input: ModelInput, shape: Sequence[int]) -> str | None:
-    """The layout of colour pictures that the input takes, where its shape tells; None if these are none."""
+    """Return the layout of color images that the input takes, or None if its shape does not determine it."""
     input_shape = model_input.shape
     if input_shape is None or len(input_shape) != 4 or len(shape) != 4 or min(shape[1:]) <= 1:  # noqa: PLR2004  # N, C, H and W
         return None
@@ -218,11 +219,14 @@ def _summarize_input(model_input: ModelInput, stats: _InputStats) -> InputSummar
 
 def _dataset_findings(dataset: Dataset) -> Iterable[DataFinding]:
     if dataset.random:
-        yield DataFinding(kind="random", message="The data is random. Give samples like those that the model will see.")
+        yield DataFinding(kind="random", message="The data is random. Use samples that are similar to real inputs.")
     if dataset.count < FEW_SAMPLES:
         yield DataFinding(
             kind="few-samples",
-            message=f"Samples are few ({dataset.count}): under {FEW_SAMPLES}, ranges depend on which they are. Give more.",
+            message=(
+                f"There are only {dataset.count} samples. Below {FEW_SAMPLES}, ranges depend on the choice of samples."
+                " Add more."
+            ),
         )
     unused_keys = [
         name for name in dataset.ignored if name.lower() not in LABEL_KEYS and not name.startswith("files with ")
@@ -230,18 +234,19 @@ def _dataset_findings(dataset: Dataset) -> Iterable[DataFinding]:
     if unused_keys:
         yield DataFinding(
             kind="ignored",
-            message=f"No input takes {', '.join(map(repr, unused_keys))}. Leave them out, or give them an input's name.",
+            message=f"No input takes {', '.join(map(repr, unused_keys))}. Remove the data, or rename it to an input.",
         )
 
 
 def _input_findings(model_input: ModelInput, stats: _InputStats, dataset: Dataset) -> Iterable[DataFinding]:
-    """What is probably wrong with what `model_input` is fed."""
+    """Yield likely mistakes in the values of `model_input`."""
     if stats.nan or stats.inf:
         yield DataFinding(
             kind="not-finite",
             input=model_input.name,
-            message=f"{model_input.name} gets {stats.nan} NaN and {stats.inf} infinite values, and calibration refuses such data."
-            " Mend it, or leave these samples out.",
+            message=f"{model_input.name} receives {stats.nan} NaN and {stats.inf} infinite values, which calibration"
+            " rejects."
+            " Fix the data, or remove these samples.",
         )
     is_float = dtype_kind(numpy_dtype(model_input.dtype)) == "float"
     maybe_pixels = stats.integral or (model_input.shape is not None and len(model_input.shape) == 4)  # noqa: PLR2004  # a batch of pictures
@@ -249,21 +254,21 @@ def _input_findings(model_input: ModelInput, stats: _InputStats, dataset: Datase
         yield DataFinding(
             kind="unscaled",
             input=model_input.name,
-            message=f"{model_input.name} of {model_input.dtype} gets {stats.low:g} to {stats.high:g}, which look like pixels that nobody"
-            " scaled. Scale them as in training; it is right only for models that do so themselves.",
+            message=f"{model_input.name} of {model_input.dtype} receives {stats.low:g} to {stats.high:g}, which look"
+            " like unscaled pixels. Scale them as in training, unless the model does it.",
         )
     values_per_sample = stats.value_count // max(dataset.count, 1)
     if stats.finite_count and stats.low == stats.high and values_per_sample > 1:
         yield DataFinding(
             kind="constant",
             input=model_input.name,
-            message=f"{model_input.name} is always {stats.low:g}, which gives nothing to calibrate with. Give real values.",
+            message=f"{model_input.name} is always {stats.low:g}, which does not give a range. Use real values.",
         )
     elif dataset.count > 1 and len(stats.digests) == 1 and values_per_sample > 1:
         yield DataFinding(
             kind="same-samples",
             input=model_input.name,
-            message=f"{model_input.name} is the same in all {dataset.count} samples. Give different ones.",
+            message=f"{model_input.name} is the same in all {dataset.count} samples. Use different samples.",
         )
     yield from _layout_findings(model_input, stats)
     item_shape, input_shape = dataset.stacked_shapes.get(model_input.name), model_input.shape
@@ -277,13 +282,15 @@ def _input_findings(model_input: ModelInput, stats: _InputStats, dataset: Datase
         yield DataFinding(
             kind="stacked",
             input=model_input.name,
-            message=f"{model_input.name} has axes of any size, and an item of {format_input_shape(item_shape)} was taken as {count}"
-            f" samples of {format_input_shape((input_shape[0] or 1, *item_shape[1:]))}. If it is one sample, give array[None].",
+            message=f"{model_input.name} has open axes, and an item of {format_input_shape(item_shape)} was split into"
+            f" {count}"
+            f" samples of {format_input_shape((input_shape[0] or 1, *item_shape[1:]))}. If it is one sample, return"
+            " array[None].",
         )
 
 
 def _layout_findings(model_input: ModelInput, stats: _InputStats) -> Iterable[DataFinding]:
-    """Whether channels seem to be where they should not."""
+    """Yield findings about channels on the wrong axis."""
     if stats.layout_difference and stats.swapped_difference < SWAPPED_LAYOUT_RATIO * stats.layout_difference:
         channels_first = stats.shape is not None and stats.shape[1] == COLOUR_CHANNELS
         declared, apparent = ("NCHW", "NHWC") if channels_first else ("NHWC", "NCHW")
@@ -291,7 +298,8 @@ def _layout_findings(model_input: ModelInput, stats: _InputStats) -> Iterable[Da
         yield DataFinding(
             kind="layout",
             input=model_input.name,
-            message=f"{model_input.name} has the shape of {declared}, but its values look like {apparent} that was reshaped. Transpose"
+            message=f"{model_input.name} has the shape of {declared}, but its values look like reshaped {apparent}."
+            " Transpose it"
             f" instead: array.transpose({axes}).",
         )
     input_shape, fed_shape = model_input.shape, stats.shape
@@ -306,6 +314,7 @@ def _layout_findings(model_input: ModelInput, stats: _InputStats) -> Iterable[Da
         yield DataFinding(
             kind="layout-open",
             input=model_input.name,
-            message=f"{model_input.name} takes any size everywhere, and the data has its channels {'last' if channels_last else 'first'}."
-            " See that the model wants them there.",
+            message=f"{model_input.name} has only open axes, and the data has its channels"
+            f" {'last' if channels_last else 'first'}."
+            " Check that the model expects them there.",
         )

@@ -1,4 +1,4 @@
-"""The files that a data spec names: one, or those of a folder, on this machine or, through fsspec, on another."""
+"""Files of a data spec: one file or the files of a folder, on this machine or, through fsspec, elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 MAX_FILES = 1_000_000
-"""Files of a folder that are looked at; calibration wants hundreds."""
+"""Maximum number of files in a folder. Calibration needs hundreds."""
 
 _CHUNK_BYTES = 1 << 20
 
@@ -41,7 +41,7 @@ FILE_READ_ERRORS: tuple[type[Exception], ...] = (
     zipfile.BadZipFile,
     zlib.error,
 )
-"""What reading a broken file may raise."""
+"""Exceptions that reading a broken file may raise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +49,22 @@ class DataFile:
     """A file of the data.
 
     Attributes:
-        name: Its path or address, as messages tell it.
-        filesystem: The fsspec file system that has it; None for a file of this machine.
+        name: Its path or address, for messages.
+        filesystem: fsspec file system that contains it; None for a local file.
     """
 
     name: str
     filesystem: Any = None
 
     def open(self) -> IO[bytes]:
-        """Opens it for reading; inside `wrap_read_errors`, which turns what may go wrong into a DataError."""
+        """Open the file for reading. Use it inside `wrap_read_errors`, which turns failures into a DataError."""
         if self.filesystem is None:
             return Path(self.name).open("rb")
         opened: IO[bytes] = self.filesystem.open(self.name, "rb")
         return opened
 
     def read(self, limit: int = MAX_FEED_BYTES) -> bytes:
-        """All its bytes, no more than `limit` of them."""
+        """Read the whole file, which must not exceed `limit` bytes."""
         with self.open() as stream:
             content = stream.read(limit + 1)
         if len(content) > limit:
@@ -73,8 +73,8 @@ class DataFile:
 
 
 @contextmanager
-def wrap_read_errors(file: DataFile, advice: str = "Write it again.") -> Iterator[None]:
-    """Turns what reading `file` can go wrong with into a DataError that ends with `advice`."""
+def wrap_read_errors(file: DataFile, advice: str = "Replace the file.") -> Iterator[None]:
+    """Turn errors while reading `file` into a DataError that ends with `advice`."""
     # Each service behind fsspec raises its own kinds, which have no common base.
     error_types: tuple[type[Exception], ...] = FILE_READ_ERRORS if file.filesystem is None else (Exception,)
     try:
@@ -87,34 +87,34 @@ def wrap_read_errors(file: DataFile, advice: str = "Write it again.") -> Iterato
 
 
 def is_remote(path: str) -> bool:
-    """Whether fsspec is to open `path`: "s3://bucket/photos", "zip://*::photos.zip"."""
+    """Return whether fsspec opens `path`: "s3://bucket/photos", "zip://*::photos.zip"."""
     return "://" in path
 
 
 def list_data_files(path: str) -> tuple[list[DataFile], bool]:
-    """The file at `path`, or those of the folder and its folders, sorted by name; and whether it is a folder.
+    """List the file at `path`, or the files of the folder and its subfolders by name; and whether it is a folder.
 
-    Hidden files are left out; so are devices and pipes.
+    Hidden files, devices and pipes are skipped.
 
     Raises:
-        DataError: There is nothing at `path`, a link leads out of the folder, or it has too many files.
-        MissingDependencyError: It is elsewhere and fsspec, or what it needs for that service, is not installed.
+        DataError: `path` does not exist, a link leads out of the folder, or the folder has too many files.
+        MissingDependencyError: The path is remote, and fsspec or its package for that service is not installed.
     """
     if is_remote(path):
         return _list_remote_files(path)
     if "\0" in path:
-        raise DataError(f"{path!r} is no path. Give the path of the calibration data.")
+        raise DataError(f"{path!r} is not a valid path. Use the path of the calibration data.")
     location = Path(path)
     if location.is_file():
         return [DataFile(path)], False
     if not location.is_dir():
-        raise DataError(f"There is no file {path}. Give the path of the calibration data.")
+        raise DataError(f"The file {path} does not exist. Use the path of the calibration data.")
     names = _limit_file_count(path, _walk_folder(location))
     return [DataFile(str(location / name)) for name in names], True
 
 
 def _walk_folder(folder: Path) -> Iterator[str]:
-    """Paths of the files inside `folder`, relative to it."""
+    """Yield the relative paths of the files inside `folder`."""
     resolved_folder = folder.resolve()
     for directory, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
@@ -123,7 +123,7 @@ def _walk_folder(folder: Path) -> Iterator[str]:
             if name.startswith(".") or not path.is_file():
                 continue
             if path.is_symlink() and resolved_folder not in path.resolve().parents:
-                raise DataError(f"{path} is a link out of the folder. Copy the file into it.")
+                raise DataError(f"{path} is a link out of the folder. Copy the file into the folder.")
             yield path.relative_to(folder).as_posix()
 
 
@@ -133,7 +133,7 @@ def _limit_file_count(location: str, names: Iterable[str]) -> list[str]:
         collected.append(name)
         if len(collected) > MAX_FILES:
             raise DataError(
-                f"{location} has more than {MAX_FILES} files. Give a folder of the samples to calibrate with."
+                f"{location} has more than {MAX_FILES} files. Use a folder with only the samples for calibration."
             )
     return sorted(collected)
 
@@ -158,9 +158,11 @@ def _list_remote_files(path: str) -> tuple[list[DataFile], bool]:
         raise
     except Exception as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__
-        raise DataError(f"{path} cannot be listed: {reason}. See that it exists and that you may read it.") from error
+        raise DataError(
+            f"{path} cannot be listed: {reason}. Check that it exists and that you have access to it."
+        ) from error
     if not names:
-        raise DataError(f"There is nothing at {path}. Give the address of the calibration data.")
+        raise DataError(f"{path} is empty or does not exist. Use the address of the calibration data.")
     return [DataFile(name, filesystem) for name in names], True
 
 
@@ -169,7 +171,7 @@ def _is_hidden(name: str, root: str) -> bool:
 
 
 def hash_files(prefix: str, files: Iterable[DataFile]) -> str:
-    """Hex SHA-256 over `prefix`, which says how the files are read, and the bytes of each, in their order."""
+    """Return the hex SHA-256 of `prefix`, which describes the reading of the files, and the bytes of each file."""
     digest = hashlib.sha256(f"{prefix}\n".encode())
     for file in files:
         file_digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""How an input takes an array: under which key, in which layout, as which dtype."""
+"""Fit of an array to a model input: its key, stacking layout and dtype."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ STRING_DTYPES = frozenset({"string", "str", "object"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArrayFit:
-    """How an input takes an array.
+    """Fit of an array to a model input.
 
     Attributes:
         input_name: Name of the input.
-        label: What the array is called in messages.
-        stored_dtype: The array's dtype, native byte order.
-        feed_dtype: The input's dtype.
-        shape: The array's shape; with a first axis of 1 if it is a sample without one.
-        rows_per_feed: How many entries along the first axis make one feed; 0: every feed gets the whole array.
-        whole_feeds: Each entry is one whole feed, so the first axis is dropped.
+        label: Name of the array in messages.
+        stored_dtype: dtype of the array, in native byte order.
+        feed_dtype: dtype of the input.
+        shape: Shape of the array. A single sample without a sample axis gets a first axis of 1.
+        rows_per_feed: Number of entries along the first axis that form one feed; 0 if every feed gets the whole array.
+        whole_feeds: Whether each entry is a whole feed, so that the first axis is dropped.
     """
 
     input_name: str
@@ -46,23 +46,23 @@ class ArrayFit:
 
     @property
     def samples(self) -> int:
-        """Number of feeds that it makes."""
+        """Number of feeds in the array."""
         return self.shape[0] // self.rows_per_feed
 
     def feed_shape(self) -> tuple[int, ...]:
-        """Shape of one feed."""
+        """Return the shape of one feed."""
         if self.rows_per_feed == 0:
             return self.shape
         return self.shape[1:] if self.whole_feeds else (self.rows_per_feed, *self.shape[1:])
 
     def feed(self, block: Array) -> Array:
-        """The feed that `block` is: (rows, ...) of the given dtype, or the whole array."""
+        """Convert `block`, which is (rows, ...) in the stored dtype or the whole array, to a feed."""
         values = np.asarray(block[0] if self.whole_feeds else block)
         return values.astype(self.feed_dtype, order="C", copy=False)
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The numpy dtype called `name`; that of Python objects for strings and whatever numpy does not have."""
+    """Return the NumPy dtype called `name`, or the object dtype for strings and types that NumPy lacks."""
     try:
         return np.dtype(getattr(ml_dtypes, name, name))
     except TypeError:
@@ -70,29 +70,29 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def dtype_kind(dtype: np.dtype[Any]) -> str:
-    """What can be converted losslessly in kind: "int", "float", or the dtype's own name."""
+    """Return the kind of a dtype for lossless conversion: "int", "float", or the name of the dtype."""
     if dtype.kind in "iu":
         return "int"
     return "float" if dtype.kind == "f" or dtype == ml_dtypes.bfloat16 else dtype.name
 
 
 def format_input_shape(shape: Shape) -> str:
-    """`shape` for people, "?" for what is not known."""
+    """Format `shape` for messages, with "?" for unknown sizes."""
     return "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
 
 
 def match_input_keys(label: str, available_keys: Sequence[str], request: DataRequest) -> list[str]:
-    """For each input the key that holds it: the one asked for, its name, else an alias that is no other input's name.
+    """Return the key of each input: the requested key, its name, or an alias that is not the name of another input.
 
     Raises:
-        DataError: There is none.
+        DataError: An input has no key.
     """
     names = {model_input.name for model_input in request.inputs}
     for name in request.input_keys:
         if name not in names:
             raise DataError(
-                f"inputs.{name}={request.input_keys[name]} is for no input of the model, which takes"
-                f" {', '.join(map(repr, sorted(names)))}.{did_you_mean(name, names)} Name one of them."
+                f"inputs.{name}={request.input_keys[name]} does not match an input of the model, which takes"
+                f" {', '.join(map(repr, sorted(names)))}.{did_you_mean(name, names)} Use one of these names."
             )
     matched_keys = []
     for model_input in request.inputs:
@@ -107,12 +107,13 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
             None,
         )
         if key is None:
-            available_text = ", ".join(repr(key) for key in available_keys) or "nothing"
+            available_text = ", ".join(repr(key) for key in available_keys) or "no arrays"
             needed_text = ", ".join(repr(model_input.name) for model_input in request.inputs)
             raise DataError(
-                f"{label} has no array {requested_key!r} for input {model_input.name!r}: it holds {available_text}."
+                f"{label} has no array {requested_key!r} for input {model_input.name!r}. It contains {available_text}."
                 if requested_key
-                else f"{label} has no array for input {model_input.name!r}: it holds {available_text}, and the model takes {needed_text}."
+                else f"{label} has no array for input {model_input.name!r}. It contains {available_text}; the model"
+                f" takes {needed_text}."
                 f"{did_you_mean(model_input.name, available_keys)} Save each array under the name of its input."
             )
         matched_keys.append(key)
@@ -120,10 +121,10 @@ def match_input_keys(label: str, available_keys: Sequence[str], request: DataReq
 
 
 def fit_array(label: str, model_input: ModelInput, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayFit:
-    """How `model_input` takes an array of `shape` and `dtype`: a stack of samples, of whole feeds, or one sample.
+    """Fit an array of `shape` and `dtype` to an input: a stack of samples, a stack of whole feeds, or one sample.
 
     Raises:
-        DataError: It does not.
+        DataError: The array does not fit.
     """
     stored_dtype = _resolve_stored_dtype(model_input, dtype.newbyteorder("="))
     input_shape = model_input.shape
@@ -151,33 +152,33 @@ def fit_array(label: str, model_input: ModelInput, shape: tuple[int, ...], dtype
 
 
 def common_sample_count(array_fits: Sequence[ArrayFit]) -> int:
-    """The number of samples, which all stacked arrays must agree on.
+    """Return the number of samples, which must be the same for all stacked arrays.
 
     Raises:
-        DataError: They do not.
+        DataError: The numbers differ.
     """
     stacked = [array_fit for array_fit in array_fits if array_fit.rows_per_feed]
     for array_fit in stacked:
         if array_fit.samples != stacked[0].samples:
             raise DataError(
                 f"{stacked[0].label} has {stacked[0].samples} samples and {array_fit.label.rpartition(': ')[2]} has"
-                f" {array_fit.samples}. Give every input the same number."
+                f" {array_fit.samples}. Provide the same number for every input."
             )
     return stacked[0].samples if stacked else 1
 
 
 def non_finite_mask(values: Array) -> Array:
-    """Where `values` are NaN or infinite: bool, of the same shape; nowhere unless they are floats."""
+    """Return a Boolean mask of NaN and infinite values; all False unless the values are floats."""
     if dtype_kind(values.dtype) != "float":
         return np.zeros(values.shape, bool)
     return np.asarray(~np.isfinite(values))
 
 
 def check_feed_values(array_fit: ArrayFit, values: Array, *, require_finite: bool) -> None:
-    """Values must fit the input's dtype, and be finite if that is asked for.
+    """Check that values fit the dtype of the input and, if `require_finite`, are finite.
 
     Raises:
-        DataError: They do not, or are not.
+        DataError: They are not.
     """
     non_finite = non_finite_mask(values)
     if non_finite.any():
@@ -189,18 +190,17 @@ def check_feed_values(array_fit: ArrayFit, values: Array, *, require_finite: boo
 
 
 def non_finite_message(label: str, count: int, index: list[int]) -> str:
-    """What is said of NaN and infinite values."""
+    """Return the message about NaN and infinite values."""
     return (
-        f"{label} has {count} NaN or infinite values, the first at index {index}."
-        " Mend the data; no range can be taken from it."
+        f"{label} has {count} NaN or infinite values, the first at index {index}. Fix the data; its range is undefined."
     )
 
 
 def check_dtype_range(array_fit: ArrayFit, values: Array) -> None:
-    """Finite values must fit the input's dtype.
+    """Check that finite values are in the range of the dtype of the input.
 
     Raises:
-        DataError: They do not.
+        DataError: They are not.
     """
     if values.size == 0 or array_fit.stored_dtype == array_fit.feed_dtype or array_fit.feed_dtype.hasobject:
         return
@@ -213,20 +213,21 @@ def check_dtype_range(array_fit: ArrayFit, values: Array) -> None:
             in_range = bool(np.isfinite(np.array([low, high]).astype(array_fit.feed_dtype).astype(np.float64)).all())
     if not in_range:
         raise DataError(
-            f"{array_fit.label} holds values from {low} to {high}, which input {array_fit.input_name!r} of {array_fit.feed_dtype} cannot hold."
-            " Give values in its range."
+            f"{array_fit.label} contains values from {low} to {high}, outside the range of input"
+            f" {array_fit.input_name!r} of {array_fit.feed_dtype}."
+            " Use values in its range."
         )
 
 
 def _resolve_stored_dtype(model_input: ModelInput, stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """`stored_dtype`, or what its nameless bytes are: numpy saves bfloat16 and other small types as "V2" and "V1"."""
+    """Return the dtype of stored values. NumPy saves bfloat16 and other small types as raw bytes, "V2" and "V1"."""
     dtype = numpy_dtype(model_input.dtype)
     is_raw_bytes = stored_dtype.kind == "V" and stored_dtype.names is None and stored_dtype.subdtype is None
     return dtype if is_raw_bytes and not dtype.hasobject and stored_dtype.itemsize == dtype.itemsize else stored_dtype
 
 
 def _stacking_layout(label: str, model_input: ModelInput, shape: tuple[int, ...]) -> tuple[int, bool]:
-    """`rows` and `whole_feeds` of a `Fit`: how `model_input` takes an array of `shape`."""
+    """Return `rows_per_feed` and `whole_feeds` of an `ArrayFit` for an array of `shape`."""
     input_shape = model_input.shape
     if input_shape is None:
         return (1, True) if shape else (0, False)
@@ -241,11 +242,12 @@ def _stacking_layout(label: str, model_input: ModelInput, shape: tuple[int, ...]
             if shape[0] % rows_per_feed:
                 raise DataError(
                     f"{label} has {shape[0]} entries, and input {model_input.name!r} takes {rows_per_feed} at a time:"
-                    f" {shape[0] % rows_per_feed} are left over. Give a multiple of {rows_per_feed}."
+                    f" {shape[0] % rows_per_feed} are left over. Provide a multiple of {rows_per_feed}."
                 )
             return rows_per_feed, False
     raise DataError(
-        f"{label} is {format_input_shape(shape)}, and input {model_input.name!r} takes {format_input_shape(input_shape)}, samples stacked along"
+        f"{label} is {format_input_shape(shape)}, but input {model_input.name!r} takes"
+        f" {format_input_shape(input_shape)}, samples stacked along"
         " the first axis."
         f" {_suggest_shape_fix(shape, input_shape)}"
     )
@@ -258,35 +260,35 @@ def _fits_input_shape(shape: Sequence[int], input_shape: Shape) -> bool:
 
 
 def _suggest_shape_fix(shape: tuple[int, ...], input_shape: Shape) -> str:
-    """What would make an array of `shape` fit."""
+    """Suggest a change that makes an array of `shape` fit."""
     sample_shape = input_shape[1:]
     if len(shape) == len(input_shape) and len(shape) > 2:  # noqa: PLR2004  # two axes have no layout
         for from_axis, to_axis, name in ((-1, 1, "channels first (NCHW)"), (1, -1, "channels last (NHWC)")):
             axes = list(shape)
             axes.insert(to_axis % len(shape), axes.pop(from_axis))
             if _fits_input_shape(axes[1:], sample_shape):
-                return f"The model wants {name}: numpy.moveaxis(array, {from_axis}, {to_axis}) fits."
+                return f"The model takes {name}: numpy.moveaxis(array, {from_axis}, {to_axis}) fits."
     sizes = [size for size in sample_shape if size is not None]
     if shape and len(sizes) == len(sample_shape) and math.prod(shape[1:]) == math.prod(sizes):
         return f"array.reshape({', '.join(map(str, (-1, *sizes)))}) fits."
-    return "Give each sample that shape."
+    return "Give each sample this shape."
 
 
 def _feed_dtype(label: str, model_input: ModelInput, stored_dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype that values are fed as.
+    """Return the dtype of the fed values.
 
     Raises:
-        DataError: `stored_dtype` values are of another kind.
+        DataError: Values of `stored_dtype` are of another kind.
     """
     if stored_dtype.hasobject and model_input.dtype not in STRING_DTYPES:
-        raise DataError(f"{label} holds Python objects, which are never loaded. Save it as numbers.")
+        raise DataError(f"{label} contains Python objects, which are never loaded. Save numbers instead.")
     if model_input.dtype in STRING_DTYPES and stored_dtype.kind in "SUO":
         return np.dtype(object)  # what runners take for strings
     dtype = numpy_dtype(model_input.dtype)
     kinds = (dtype_kind(stored_dtype), dtype_kind(dtype))
     if stored_dtype == dtype or kinds in {("float", "float"), ("int", "int")}:
         return dtype
-    mismatch = f"{label} is {stored_dtype}, and input {model_input.name!r} takes {model_input.dtype}."
+    mismatch = f"{label} is {stored_dtype}, but input {model_input.name!r} takes {model_input.dtype}."
     if kinds == ("int", "float"):
         raise DataError(
             f"{mismatch} Convert it, and scale it as in training: (array / 255).astype('{model_input.dtype}')."
@@ -295,16 +297,17 @@ def _feed_dtype(label: str, model_input: ModelInput, stored_dtype: np.dtype[Any]
 
 
 def make_feed(label: str, model_input: ModelInput, values: Array, *, require_finite: bool) -> Array:
-    """`values` as the feed of `model_input`, whose shape they must have already.
+    """Convert `values`, which must have the shape of the input, to its feed.
 
     Raises:
-        DataError: They have another shape, are of another kind, or are out of its range.
+        DataError: They have another shape, are of another kind, or are out of range.
     """
     input_shape = model_input.shape
     if input_shape is not None and not _fits_input_shape(values.shape, input_shape):
         raise DataError(
-            f"{label} is {format_input_shape(values.shape)}, and input {model_input.name!r} takes {format_input_shape(input_shape)}."
-            " Give each sample that shape."
+            f"{label} is {format_input_shape(values.shape)}, but input {model_input.name!r} takes"
+            f" {format_input_shape(input_shape)}."
+            " Give each sample this shape."
         )
     stored_dtype = values.dtype
     array_fit = ArrayFit(

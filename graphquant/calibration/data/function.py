@@ -1,8 +1,8 @@
-"""Calibration data from Python code: `module:function`, which gives any iterable. The code is run.
+"""Calibration data from Python code (`module:function`, which is executed), and random data (`random:N`) for tests.
 
-What it gives may be arrays, dicts, tuples, a `tf.data.Dataset`, or an onnxruntime `CalibrationDataReader`; each pass
-over the data calls the function again. An item is laid out as an array in an `.npz` file is: it may be a sample, or a
-stack of them.
+The function may return any iterable of arrays, dictionaries or tuples, a `tf.data.Dataset`, or an ONNX Runtime
+`CalibrationDataReader`. It is called again for each pass over the data. An item has the layout of an array in an `.npz`
+file: it is one sample or a stack of samples.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 
 MAX_ITEMS = 1_000_000
-"""Items after which an iterable is taken to have no end."""
+"""Number of items after which an iterable is considered endless."""
 
 
 def open_function(source: DataSource, request: DataRequest) -> Dataset:
-    """What the function gives. One pass over all of it counts and hashes the values, so shards agree on them.
+    """Open the data of a function. One pass over all items counts and hashes them, so that all shards agree on them.
 
     Raises:
-        DataError: There is no such function, it fails, or what it gives does not fit the inputs.
+        DataError: The function is missing or fails, or its items do not fit the inputs.
     """
     create_iterable = _import_factory(source.spec)
     digest = hashlib.sha256()
@@ -69,10 +69,10 @@ def open_function(source: DataSource, request: DataRequest) -> Dataset:
             break
         if len(counts) == MAX_ITEMS:
             raise DataError(
-                f"{source.spec} gave {MAX_ITEMS} items and does not end. Say with --samples how many to use."
+                f"{source.spec} returned {MAX_ITEMS} items without ending. Limit the number with --samples."
             )
     if not sum(counts):
-        raise DataError(f"{source.spec} gives no samples. Let it give at least one, each time it is called.")
+        raise DataError(f"{source.spec} returned no samples. It must return at least one, each time it is called.")
     feeds = partial(_function_feeds, source.spec, create_iterable, request, counts)
     return Dataset(
         count=request.limit_count(sum(counts)),
@@ -84,7 +84,7 @@ def open_function(source: DataSource, request: DataRequest) -> Dataset:
 
 
 def _import_factory(spec: str) -> Callable[[], Any]:
-    """What gives the iterable anew each time."""
+    """Import the function that creates the iterable."""
     name, _, path = spec.partition(":")
     if os.getcwd() not in sys.path:  # noqa: PTH109  # a string, as sys.path holds
         sys.path.append(os.getcwd())  # noqa: PTH109  # the same
@@ -92,21 +92,23 @@ def _import_factory(spec: str) -> Callable[[], Any]:
         resolved: Any = importlib.import_module(name)
     for attribute in path.split("."):
         if not hasattr(resolved, attribute):
-            raise DataError(f"The module {name} has no {path!r}. Name a function that gives the data.")
+            raise DataError(f"The module {name} has no {path!r}. Name a function that returns the data.")
         resolved = getattr(resolved, attribute)
     if isinstance(resolved, Iterator):
-        raise DataError(f"{spec} can be read once only, and several passes are made. Name a function that makes it.")
+        raise DataError(
+            f"{spec} can be read only once, but calibration makes several passes. Name a function that creates it."
+        )
     if isinstance(resolved, Iterable) and not isinstance(resolved, type):
         return lambda: resolved
     if not callable(resolved):
-        raise DataError(f"{spec} is neither a function nor an iterable. Name a function that gives the data.")
+        raise DataError(f"{spec} is neither a function nor an iterable. Name a function that returns the data.")
     factory: Callable[[], Any] = resolved
     return factory
 
 
 @contextmanager
 def _wrap_user_errors(spec: str, failure: str) -> Iterator[None]:
-    """Turns whatever the user's code raises into a DataError."""
+    """Turn any exception of the user's code into a DataError."""
     try:
         yield
     except GraphQuantError:
@@ -114,14 +116,14 @@ def _wrap_user_errors(spec: str, failure: str) -> Iterator[None]:
     except (Exception, SystemExit) as error:
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{spec} {failure}: {type(error).__name__}: {reason}. Run it by itself to see where."
+            f"{spec} {failure}: {type(error).__name__}: {reason}. Run it separately to find the cause."
         ) from error
 
 
 def _iterate_items(
     spec: str, create_iterable: Callable[[], Any], request: DataRequest
 ) -> Iterator[tuple[str, dict[str, Array]]]:
-    """What each item is called, and its arrays by name."""
+    """Yield the label of each item and its arrays by name."""
     with _wrap_user_errors(spec, "failed"):
         iterable = create_iterable()
         iterator = iter(iterable) if not hasattr(iterable, "get_next") else _iterate_reader(iterable.get_next)
@@ -137,13 +139,13 @@ def _iterate_items(
 
 
 def _iterate_reader(get_next: Callable[[], Any]) -> Iterator[Any]:
-    """What an onnxruntime CalibrationDataReader gives until None ends it."""
+    """Yield the items of an ONNX Runtime CalibrationDataReader, which ends with None."""
     while (item := get_next()) is not None:
         yield item
 
 
 def _item_arrays(label: str, item: Any, request: DataRequest) -> dict[str, Array]:
-    """The arrays of an item: by name, by position, or the only one. Features may come first of two, labels second."""
+    """Return the arrays of an item: by name, by position, or the only one. A pair may be (features, labels)."""
     if isinstance(item, tuple | list) and item and isinstance(item[0], Mapping):
         item = item[0]
     if isinstance(item, Mapping):
@@ -153,8 +155,8 @@ def _item_arrays(label: str, item: Any, request: DataRequest) -> dict[str, Array
         item = (item,)
     if len(item) < len(names):
         raise DataError(
-            f"{label} has {len(item)} arrays, and the model takes {', '.join(map(repr, names))}."
-            " Give a dict of input name to array, or a tuple in that order."
+            f"{label} has {len(item)} arrays, but the model takes {', '.join(map(repr, names))}."
+            " Return a dict of input names and arrays, or a tuple in this order."
         )
     extra_names = [f"position {index}" for index in range(len(names), len(item))]
     return {name: np.asarray(value) for name, value in zip([*names, *extra_names], item, strict=True)}
@@ -170,7 +172,7 @@ def _unused_item_keys(label: str, arrays: Mapping[str, Array], request: DataRequ
 
 
 def _fit_item(label: str, arrays: Mapping[str, Array], request: DataRequest) -> list[tuple[ArrayFit, Array]]:
-    """How each input takes its array; every value is checked."""
+    """Fit the arrays of an item to the inputs, and check every value."""
     fitted_arrays = []
     for model_input, key in zip(request.inputs, _match_item_keys(label, arrays, request), strict=True):
         values = arrays[key]
@@ -197,8 +199,8 @@ def _function_feeds(
         label, arrays = next(items, ("", None))
         if arrays is None:
             raise DataError(
-                f"{spec} gave {len(counts)} items at first and fewer later."
-                " Let the function make a new iterable each time."
+                f"{spec} returned {len(counts)} items in the first pass and fewer later."
+                " The function must create a new iterable each time."
             )
         first, last = max(start - samples_before, 0), min(stop - samples_before, count)
         samples_before += count
@@ -207,7 +209,8 @@ def _function_feeds(
         fitted_arrays = _fit_item(label, arrays, request)
         if common_sample_count([array_fit for array_fit, _ in fitted_arrays]) != count:
             raise DataError(
-                f"{label} had {count} samples at first and another number later. Let it give the same again."
+                f"{label} had {count} samples in the first pass and another number later. It must return the same"
+                " samples each time."
             )
         for index in range(first, last):
             yield {
@@ -226,20 +229,20 @@ MAX_DIGITS = 10
 
 
 def open_random(source: DataSource, request: DataRequest) -> Dataset:
-    """As many random feeds as the spec says, "random:8".
+    """Create as many random feeds as the spec requests, for example "random:8".
 
     Raises:
-        DataError: The spec has no number, or an input's shape or dtype leaves it open what to make.
+        DataError: The spec has no number, or the shape or dtype of an input is not definite enough.
     """
     text = source.spec.removeprefix("random:")
     if not (text.isascii() and text.isdigit() and len(text) < MAX_DIGITS and int(text) > 0):
-        raise DataError(f"{source.spec!r} does not say how many samples. Write random:8.")
+        raise DataError(f"{source.spec!r} has no number of samples. Write random:8.")
     count = request.limit_count(int(text))
     shapes = {model_input.name: _random_shape(model_input) for model_input in request.inputs}
     dtypes = {model_input.name: model_input.dtype for model_input in request.inputs}
     for name, dtype in dtypes.items():
         if dtype_kind(numpy_dtype(dtype)) not in {"int", "float", "bool"}:
-            raise DataError(f"There is no random data for input {name!r} of {dtype}. Give an .npz file.")
+            raise DataError(f"Random data is not supported for input {name!r} of {dtype}. Use an .npz file.")
     digest = hashlib.sha256(f"random {count} {shapes} {dtypes}".encode()).hexdigest()
     return Dataset(count=count, digest=digest, random=True, open_feeds=partial(_random_feeds, shapes, dtypes))
 
@@ -250,12 +253,13 @@ def _random_shape(model_input: ModelInput) -> tuple[int, ...]:
             "no known rank" if model_input.shape is None else f"the shape {format_input_shape(model_input.shape)}"
         )
         raise DataError(
-            f"There is no random data for input {model_input.name!r}, which has {shape_description}. Give an .npz file."
+            f"Random data is not supported for input {model_input.name!r}, which has {shape_description}. Use an .npz"
+            " file."
         )
     shape = tuple(1 if size is None else size for size in model_input.shape)
     if math.prod(shape) * 8 > MAX_FEED_BYTES:
         raise DataError(
-            f"Input {model_input.name!r} of {format_input_shape(shape)} is too large for random data. Give an .npz file."
+            f"Input {model_input.name!r} of {format_input_shape(shape)} is too large for random data. Use an .npz file."
         )
     return shape
 
@@ -263,13 +267,13 @@ def _random_shape(model_input: ModelInput) -> tuple[int, ...]:
 def _random_feeds(
     shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str], start: int, stop: int
 ) -> Iterator[Feed]:
-    """The samples from `start` up to `stop`, each seeded by its index and the input's name."""
+    """Yield the samples from `start` up to `stop`, seeded by the sample index and the name of the input."""
     for index in range(start, stop):
         yield {name: _random_values(name, index, shape, dtypes[name]) for name, shape in shapes.items()}
 
 
 def _random_values(name: str, index: int, shape: tuple[int, ...], dtype_name: str) -> Array:
-    """Normal floats, full-range 8-bit integers, other integers (often indices) 0 or 1."""
+    """Return normal floats, 8-bit integers of the full range, or other integers (often indices) of 0 and 1."""
     generator = np.random.default_rng([index, *name.encode()])
     dtype = numpy_dtype(dtype_name)
     if dtype_kind(dtype) == "float":

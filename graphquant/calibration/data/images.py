@@ -1,4 +1,4 @@
-"""Calibration data as pictures, each one sample."""
+"""Calibration data in image files, and the conversion of an image to model inputs: size, layout, mean and scale."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PIXEL_PRESETS: dict[str, dict[str, str]] = {
     },
     "yolo": {"scale": "1/255", "resize": "pad", "fill": "114"},
 }
-"""Sets of keys by name; a key of the spec wins over the preset's."""
+"""Sets of keys by name. A key of the spec overrides the preset."""
 
 PIXEL_CHOICES: dict[str, tuple[str, ...]] = {
     "resize": ("stretch", "crop", "pad", "none"),
@@ -59,37 +59,37 @@ PIXEL_CHOICES: dict[str, tuple[str, ...]] = {
 }
 
 PILLOW_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
-"""Pillow's mode for a number of channels."""
+"""Pillow mode for each number of channels."""
 
 PILLOW_FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Pillow's readers that may be used; others start programs or are hardly ever tried."""
+"""Pillow readers that may be used. The others start programs or are hardly tested."""
 
 MAX_PIXELS = 1 << 27
-"""Largest picture, before and after resizing."""
+"""Maximum number of pixels of an image, before and after resizing."""
 
 MIN_CROP = 0.1
 
 ALPHA_CHANNELS = 4
-"""Channels of a picture with transparency."""
+"""Number of channels of an image with transparency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pixels:
-    """How a picture becomes numbers: value = (pixel * scale - mean) / std, where pixel is 0 to 255.
+    """Conversion of an image to numbers: value = (pixel * scale - mean) / std, where pixel is in [0, 255].
 
     Attributes:
-        layout: The input's axes, a letter each.
-        channels: 1 (grey), 3 or 4 (with alpha).
+        layout: Axes of the input, one letter each.
+        channels: 1 (gray), 3, or 4 (with alpha).
         dtype: dtype of the input.
-        size: Width and height; None to leave them.
-        resize: "stretch", "crop" (cover, then cut the middle), "pad" (fit inside, then fill) or "none".
-        crop_pct: How much of the covering side a crop keeps.
-        filter: How Pillow interpolates.
-        fill: Pixel value around a padded picture.
+        size: Width and height; None to keep them.
+        resize: "stretch", "crop" (cover, then cut the center), "pad" (fit inside, then fill) or "none".
+        crop_pct: Fraction of the covering side that a crop keeps.
+        filter: Interpolation of Pillow.
+        fill: Pixel value around a padded image.
         order: "rgb" or "bgr".
         scale: Factor.
         mean: float64 (1,) or (channels,).
-        std: The same.
+        std: float64 (1,) or (channels,).
     """
 
     layout: str
@@ -106,15 +106,15 @@ class Pixels:
     std: tuple[float, ...] = (1.0,)
 
     def decode(self, content: bytes) -> Array:
-        """The numbers of an encoded picture, in the input's layout and dtype; a first axis of 1 for a batch.
+        """Decode an image to the layout and dtype of the input, with a first axis of 1 for a batch.
 
         Raises:
-            DataError: It is no picture, or none that fits.
+            DataError: The content is not an image, or the image does not fit.
         """
         return self.to_feed(_decode_image(content, self))
 
     def to_feed(self, image: Array) -> Array:
-        """The numbers of `image`, uint8 (height, width, channels)."""
+        """Convert `image`, uint8 (height, width, channels), to a feed."""
         values = image[:, :, ::-1] if self.order == "bgr" else image
         dtype = numpy_dtype(self.dtype)
         if (self.scale, self.mean, self.std) != (1.0, (0.0,), (1.0,)) or dtype_kind(dtype) == "float":
@@ -131,28 +131,28 @@ class Pixels:
 
 
 def pixel_settings(label: str, model_input: ModelInput, keys: Mapping[str, str]) -> Pixels:
-    """How pictures become what `model_input` takes: as `keys` say, and where they do not, as its shape says.
+    """Return the conversion of images to `model_input`, from `keys` and, for missing keys, from its shape.
 
     Raises:
-        DataError: A key's value cannot be, does not fit the input, or something is left open.
+        DataError: A key has an invalid value or does not fit the input, or a setting is ambiguous.
     """
     keys = _apply_preset(label, model_input, keys)
     for key, choices in PIXEL_CHOICES.items():
         if key in keys and keys[key] not in choices:
             suggestion = did_you_mean(keys[key], choices)
-            raise DataError(f"{label}: {key}={keys[key]} is unknown. Known are {', '.join(choices)}.{suggestion}")
+            raise DataError(f"{label}: {key}={keys[key]} is unknown. Use one of {', '.join(choices)}.{suggestion}")
     layout = keys.get("layout") or _layout_from_shape(label, model_input)
     if model_input.shape is not None and len(model_input.shape) != len(layout):
         raise DataError(
-            f"{label}: layout={layout} has {len(layout)} axes, and input {model_input.name!r} takes"
-            f" {format_input_shape(model_input.shape)}. Give the input's own layout."
+            f"{label}: layout={layout} has {len(layout)} axes, but input {model_input.name!r} takes"
+            f" {format_input_shape(model_input.shape)}. Use the layout of the input."
         )
     axis_sizes = dict(zip(layout, model_input.shape or [None] * len(layout), strict=True))
     channels = 1 if "c" not in layout else axis_sizes["c"] or 3
     if channels not in PILLOW_MODES:
         raise DataError(
-            f"{label}: pictures have 1, 3 or 4 channels, and input {model_input.name!r} takes {channels}."
-            " Say layout= if it is another, or give an .npz file."
+            f"{label}: images have 1, 3 or 4 channels, but input {model_input.name!r} takes {channels}."
+            " Set layout= if the layout differs, or use an .npz file."
         )
     settings = Pixels(
         layout=layout,
@@ -173,10 +173,10 @@ def pixel_settings(label: str, model_input: ModelInput, keys: Mapping[str, str])
 
 
 def parse_number(label: str, key: str, text: str) -> float:
-    """A number, as in "0.5" or "1/255".
+    """Parse a number such as "0.5" or "1/255".
 
     Raises:
-        DataError: It is none, or not finite.
+        DataError: `text` is not a finite number.
     """
     numerator, _, denominator = text.partition("/")
     try:
@@ -184,7 +184,7 @@ def parse_number(label: str, key: str, text: str) -> float:
     except (ValueError, ZeroDivisionError):
         value = math.nan
     if not math.isfinite(value):
-        raise DataError(f"{label}: {key}={text} is no number. Write it as 0.5 or 1/255.")
+        raise DataError(f"{label}: {key}={text} is not a number. Write it as 0.5 or 1/255.")
     return value
 
 
@@ -192,22 +192,23 @@ def _apply_preset(label: str, model_input: ModelInput, keys: Mapping[str, str]) 
     preset = keys.get("preset")
     if preset is not None and preset not in PIXEL_PRESETS:
         suggestion = did_you_mean(preset, PIXEL_PRESETS)
-        raise DataError(f"{label}: preset={preset} is unknown. Known are {', '.join(PIXEL_PRESETS)}.{suggestion}")
+        raise DataError(f"{label}: preset={preset} is unknown. Use one of {', '.join(PIXEL_PRESETS)}.{suggestion}")
     specified = preset is not None or keys.keys() & {"scale", "mean", "std"}
     if not specified and dtype_kind(numpy_dtype(model_input.dtype)) == "float":
         raise DataError(
-            f"{label}: input {model_input.name!r} takes {model_input.dtype}, and nothing says how pixels become that. Say it as in"
+            f"{label}: input {model_input.name!r} takes {model_input.dtype}, and the conversion of pixels is not"
+            " defined. Define it as in"
             f" training: {label},preset=imagenet (or {', '.join(PIXEL_PRESETS)}), or {label},mean=127,std=128."
         )
     if dtype_kind(numpy_dtype(model_input.dtype)) not in {"int", "float"}:
         raise DataError(
-            f"{label}: input {model_input.name!r} takes {model_input.dtype}, no numbers. Give an .npz file."
+            f"{label}: input {model_input.name!r} takes {model_input.dtype}, which is not numeric. Use an .npz file."
         )
     return {**(PIXEL_PRESETS[preset] if preset else {}), **{key: text for key, text in keys.items() if key != "preset"}}
 
 
 def _layout_from_shape(label: str, model_input: ModelInput) -> str:
-    """The layout that the input's shape tells, if it tells just one."""
+    """Return the layout of the input if its shape determines exactly one."""
     shape = model_input.shape
     if shape is not None and len(shape) == 2:  # noqa: PLR2004  # height and width
         return "hw"
@@ -221,14 +222,14 @@ def _layout_from_shape(label: str, model_input: ModelInput) -> str:
             return layouts[2]
     accepted = "any shape" if shape is None else format_input_shape(shape)
     raise DataError(
-        f"{label}: input {model_input.name!r} takes {accepted}, which may be several layouts. Add layout=nchw or nhwc."
+        f"{label}: input {model_input.name!r} takes {accepted}, which matches several layouts. Add layout=nchw or nhwc."
     )
 
 
 def _target_size(
     label: str, model_input: ModelInput, keys: Mapping[str, str], axis_sizes: Mapping[str, int | None]
 ) -> tuple[int, int] | None:
-    """Width and height, as asked for or as the input has them."""
+    """Return width and height, from the keys or from the shape of the input."""
     input_size = axis_sizes["w"], axis_sizes["h"]
     if "size" in keys:
         width_text, _, height_text = keys["size"].partition("x")
@@ -236,8 +237,10 @@ def _target_size(
         for requested, input_extent in zip((width, height), input_size, strict=True):
             if input_extent not in {None, requested}:
                 raise DataError(
-                    f"{label}: size={keys['size']} is {width} wide and {height} high, and input {model_input.name!r} takes"
-                    f" {format_input_shape(model_input.shape or ())}, {input_size[0] or '?'} wide and {input_size[1] or '?'} high. Leave size out."
+                    f"{label}: size={keys['size']} is {width} wide and {height} high, but input {model_input.name!r}"
+                    " takes"
+                    f" {format_input_shape(model_input.shape or ())}, {input_size[0] or '?'} wide and"
+                    f" {input_size[1] or '?'} high. Remove size."
                 )
     elif input_size[0] is not None and input_size[1] is not None:
         width, height = input_size[0], input_size[1]
@@ -245,26 +248,29 @@ def _target_size(
         return None
     else:
         raise DataError(
-            f"{label}: input {model_input.name!r} takes {format_input_shape(model_input.shape or ())}, which leaves the size open."
-            " Add size=WIDTHxHEIGHT, or resize=none to leave pictures as they are."
+            f"{label}: input {model_input.name!r} takes {format_input_shape(model_input.shape or ())}, which leaves"
+            " the size open."
+            " Add size=WIDTHxHEIGHT, or resize=none to keep the size of the images."
         )
     if width * height > MAX_PIXELS:
-        raise DataError(f"{label}: {width}x{height} is too large. Give a size of at most {MAX_PIXELS} pixels.")
+        raise DataError(f"{label}: {width}x{height} is too large. Use a size of at most {MAX_PIXELS} pixels.")
     return width, height
 
 
 def _check_pixel_settings(label: str, model_input: ModelInput, settings: Pixels, keys: Mapping[str, str]) -> None:
-    """Refuses what is surely not meant."""
+    """Reject settings that are certainly a mistake."""
     if 0.0 in settings.std:
-        raise DataError(f"{label}: std={keys['std']} divides by zero. Give what the model was trained with.")
+        raise DataError(f"{label}: std={keys['std']} divides by zero. Use the value from training.")
     if dtype_kind(numpy_dtype(model_input.dtype)) == "int" and (settings.scale != 1 or settings.std != (1.0,)):
         raise DataError(
-            f"{label}: input {model_input.name!r} takes {model_input.dtype}, so pixels stay whole numbers. Leave preset, scale and"
-            " std out; mean=128 makes -128 to 127 of them."
+            f"{label}: input {model_input.name!r} takes {model_input.dtype}, so pixels stay integers. Remove preset,"
+            " scale and"
+            " std; mean=128 shifts pixels to -128 to 127."
         )
     if settings.scale == 1 and max(settings.std) < 1 and max(settings.mean) <= 1 and "std" in keys:
         raise DataError(
-            f"{label}: mean={keys.get('mean', '0')} and std={keys['std']} are for pixels of 0 to 1, and these are 0 to"
+            f"{label}: mean={keys.get('mean', '0')} and std={keys['std']} are for pixels from 0 to 1, but these are 0"
+            " to"
             " 255. Add scale=1/255."
         )
     if settings.order == "bgr" and settings.channels != 3:  # noqa: PLR2004  # red, green, blue
@@ -273,15 +279,15 @@ def _check_pixel_settings(label: str, model_input: ModelInput, settings: Pixels,
         )
     if "crop_pct" in keys and (settings.resize != "crop" or not MIN_CROP <= settings.crop_pct <= 1):
         raise DataError(
-            f"{label}: crop_pct={keys['crop_pct']} is the part that resize=crop keeps, {MIN_CROP} to 1."
-            " Leave it out, or add resize=crop."
+            f"{label}: crop_pct={keys['crop_pct']} is the fraction that resize=crop keeps, {MIN_CROP} to 1."
+            " Remove it, or add resize=crop."
         )
 
 
 def _parse_whole_number(label: str, key: str, text: str, *, minimum: int = 1) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 7 and int(text) >= minimum):  # noqa: PLR2004  # a million
         raise DataError(
-            f"{label}: {key}={text} is no whole number from {minimum}. Write size as 320x240, others as 256."
+            f"{label}: {key}={text} is not an integer of at least {minimum}. Write size as 320x240, other keys as 256."
         )
     return int(text)
 
@@ -290,17 +296,17 @@ def _parse_channel_values(label: str, key: str, text: str, channels: int) -> tup
     values = tuple(parse_number(label, key, word) for word in text.split(":"))
     if len(values) not in {1, channels}:
         raise DataError(
-            f"{label}: {key}={text} has {len(values)} numbers for {channels} channels. Give one, or as many."
+            f"{label}: {key}={text} has {len(values)} numbers for {channels} channels. Use one, or one per channel."
         )
     return values
 
 
 def _decode_image(content: bytes, settings: Pixels) -> Array:
-    """The picture in its size, uint8 (height, width, channels)."""
+    """Decode and resize an image to uint8 (height, width, channels)."""
     try:
         from PIL import Image
     except ImportError as error:
-        raise MissingDependencyError(f"Pictures need the package pillow. Install it: {DATA_EXTRA_INSTALL}") from error
+        raise MissingDependencyError(f"Images need the package pillow. Install it: {DATA_EXTRA_INSTALL}") from error
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of odd metadata; large pictures are refused by size
@@ -308,25 +314,25 @@ def _decode_image(content: bytes, settings: Pixels) -> Array:
             if image.width * image.height > MAX_PIXELS:
                 raise DataError(f"it has {image.width}x{image.height} pixels. Make it smaller.")
             if image.mode.startswith(("I", "F")):
-                raise DataError(f"it has more than 8 bits for a pixel ({image.mode}). Save it as an .npy file.")
+                raise DataError(f"it has more than 8 bits per channel ({image.mode}). Save it as an .npy file.")
             image = _resize_image(image.convert(PILLOW_MODES[settings.channels]), settings)
     except Image.DecompressionBombError as error:
         raise DataError(f"{error}. Make it smaller.") from error
     except FILE_READ_ERRORS as error:
         reason = str(error).strip().rstrip(".") or type(error).__name__
-        raise DataError(f"it is no picture that can be read: {reason}. Save it again as PNG or JPEG.") from error
+        raise DataError(f"it cannot be read as an image: {reason}. Save it again as PNG or JPEG.") from error
     return np.asarray(image).reshape(image.height, image.width, settings.channels)
 
 
 def _resize_image(image: Any, settings: Pixels) -> Any:
-    """`image` in the size that the model takes."""
+    """Resize `image` to the size that the model takes."""
     from PIL import Image
 
     if settings.size is None or (image.size == settings.size and settings.crop_pct == 1):
         return image
     if settings.resize == "none":
         width, height = settings.size
-        raise DataError(f"it is {image.width}x{image.height}, and {width}x{height} is wanted. Leave resize=none out.")
+        raise DataError(f"it is {image.width}x{image.height}, but {width}x{height} is required. Remove resize=none.")
     resampling = Image.Resampling[settings.filter.upper()]
     if settings.resize == "stretch":
         return image.resize(settings.size, resampling)
@@ -335,7 +341,10 @@ def _resize_image(image: Any, settings: Pixels) -> Any:
     ratio = min(ratios) if settings.resize == "pad" else max(ratios) / settings.crop_pct
     scaled = max(1, round(old_width * ratio)), max(1, round(old_height * ratio))
     if scaled[0] * scaled[1] > MAX_PIXELS:
-        raise DataError(f"it is {old_width}x{old_height}, and would become {scaled[0]}x{scaled[1]} on the way. Cut it.")
+        raise DataError(
+            f"it is {old_width}x{old_height}, and would become {scaled[0]}x{scaled[1]} before cropping or padding."
+            " Crop it first."
+        )
     image = image.resize(scaled, resampling)
     left_offset, top_offset = (scaled[0] - width) / 2, (scaled[1] - height) / 2
     if settings.resize == "crop":
@@ -348,10 +357,10 @@ def _resize_image(image: Any, settings: Pixels) -> Any:
 
 
 def open_images(source: DataSource, request: DataRequest) -> Dataset:
-    """The pictures in the order of their names; the digest is over their files and how they are read.
+    """Open image files in the order of their names. The digest covers the files and the settings.
 
     Raises:
-        DataError: The spec leaves something open, or a picture cannot be read.
+        DataError: The spec is ambiguous, or an image cannot be read.
         MissingDependencyError: Pillow is not installed.
     """
     model_input = sole_input(source, request)

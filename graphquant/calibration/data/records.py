@@ -1,4 +1,7 @@
-"""Calibration data in Parquet files: columns are inputs, each row one sample."""
+"""Calibration data in records: Parquet rows, TFRecord files of tf.train.Example, and ONNX test data sets.
+
+The protocol buffer messages are declared by field numbers, so that neither TensorFlow nor onnx is needed.
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,11 @@ if TYPE_CHECKING:
 # A value of a record or a row as the feed of an input: numbers, raw bytes, or an encoded picture.
 
 IMAGE_SIGNATURES = (b"\xff\xd8\xff", b"\x89PNG", b"GIF8")
-"""How encoded pictures start."""
+"""First bytes of encoded images."""
 
 
 def feed_converter(source: DataSource, model_input: ModelInput) -> Callable[[str, Any], Array]:
-    """A function that turns a value, called something, into a feed of `model_input` with a first axis of 1 for the batch."""
+    """Return a function that converts a labeled value to a feed with a first axis of 1 for the batch."""
 
     @cache
     def image_settings() -> Pixels:
@@ -72,29 +75,29 @@ def _decode_or_keep_bytes(value: bytes) -> str | bytes:
 
 
 def _raw_pixels(label: str, value: bytes, settings: Pixels) -> Array:
-    """A picture as its bare pixels, uint8 (height, width, channels)."""
+    """Return an image stored as bare pixels, uint8 (height, width, channels)."""
     width, height = settings.size or (0, 0)
     if len(value) != width * height * settings.channels:
         raise DataError(
-            f"{label} is no JPEG, PNG or GIF picture, and its {len(value)} bytes are not {width}x{height} pixels of"
-            f" {settings.channels} channels. Give encoded pictures, or pixels of the input's size."
+            f"{label} is not a JPEG, PNG or GIF image, and its {len(value)} bytes are not {width}x{height} pixels of"
+            f" {settings.channels} channels. Use encoded images, or pixels in the size of the input."
         )
     return np.frombuffer(value, np.uint8).reshape(height, width, settings.channels)
 
 
 def _raw_numbers(label: str, model_input: ModelInput, value: bytes) -> Array:
-    """Numbers of the input's dtype as they lie in memory, little-endian."""
+    """Return numbers of the dtype of the input from their little-endian bytes."""
     dtype = numpy_dtype(model_input.dtype)
     if dtype.hasobject or len(value) % dtype.itemsize:
         raise DataError(
-            f"{label} has {len(value)} bytes, which are no numbers of {model_input.dtype}. Store the numbers of input"
+            f"{label} has {len(value)} bytes, which are not numbers of {model_input.dtype}. Store the numbers of input"
             f" {model_input.name!r} themselves, or their bytes."
         )
     return _reshape_to_input(label, model_input, np.frombuffer(value, dtype.newbyteorder("<")).astype(dtype))
 
 
 def _reshape_to_input(label: str, model_input: ModelInput, values: Array) -> Array:
-    """`values` in the shape of one sample: records hold lists, which have none."""
+    """Reshape `values` to one sample. Records contain lists, which have no shape."""
     input_shape = model_input.shape
     if input_shape is None or values.shape == input_shape:
         return values
@@ -105,13 +108,15 @@ def _reshape_to_input(label: str, model_input: ModelInput, values: Array) -> Arr
     sizes = [size for size in target_shape if size > 0]
     if target_shape.count(-1) > 1:
         raise DataError(
-            f"{label} is a list of {values.size}, and input {model_input.name!r} takes {format_input_shape(input_shape)}, which leaves its"
-            " shape open. Give an .npz file, which keeps shapes."
+            f"{label} is a list of {values.size} values, but input {model_input.name!r} takes"
+            f" {format_input_shape(input_shape)}, which leaves its"
+            " shape open. Use an .npz file, which stores shapes."
         )
     fits = values.size == math.prod(sizes) if -1 not in target_shape else not values.size % max(math.prod(sizes), 1)
     if not input_shape or not fits:
         raise DataError(
-            f"{label} has {values.size} values, and input {model_input.name!r} takes {format_input_shape(input_shape)}. Give as many."
+            f"{label} has {values.size} values, but input {model_input.name!r} takes"
+            f" {format_input_shape(input_shape)}. Provide as many."
         )
     return values.reshape(target_shape)
 
@@ -119,11 +124,11 @@ def _reshape_to_input(label: str, model_input: ModelInput, values: Array) -> Arr
 ROWS_PER_BATCH = 16
 """Rows that are decoded at a time."""
 
-PARQUET_ADVICE = "See that it is a whole Parquet file."
+PARQUET_ADVICE = "Check that the Parquet file is complete."
 
 
 def open_parquet(source: DataSource, request: DataRequest) -> Dataset:
-    """The rows of all files, in order; row groups before the first row are skipped. The digest is over the files.
+    """Open Parquet files: columns are inputs, and each row is one sample. The digest covers the files.
 
     Raises:
         DataError: A file is broken, or its columns do not fit the inputs.
@@ -161,7 +166,7 @@ def open_parquet(source: DataSource, request: DataRequest) -> Dataset:
 
 
 def _read_rows(file: DataFile, request: DataRequest, start: int, stop: int) -> Iterator[dict[str, Any]]:
-    """The rows from `start` up to `stop`: a value for each input."""
+    """Yield the rows from `start` up to `stop`, with a value for each input. Earlier row groups are skipped."""
     from pyarrow import parquet
 
     with wrap_read_errors(file, PARQUET_ADVICE), file.open() as stream, parquet.ParquetFile(stream) as table:
@@ -188,7 +193,7 @@ def _read_rows(file: DataFile, request: DataRequest, start: int, stop: int) -> I
 
 
 def _parquet_cell_value(label: str, cell: Any) -> Any:
-    """Numbers, or the bytes of a picture, bare or as the field "bytes" of a struct."""
+    """Return numbers, or the bytes of an image, either bare or in the field "bytes" of a struct."""
     import pyarrow as pa
 
     if isinstance(cell, pa.ExtensionScalar):
@@ -196,21 +201,21 @@ def _parquet_cell_value(label: str, cell: Any) -> Any:
     if isinstance(cell, pa.StructScalar) and cell.is_valid and "bytes" in cell:
         cell = cell["bytes"]
     if not cell.is_valid:
-        raise DataError(f"{label} is null. Give each row a value for each input.")
+        raise DataError(f"{label} is null. Every row needs a value for each input.")
     if isinstance(cell, pa.ListScalar | pa.LargeListScalar | pa.FixedSizeListScalar):
         values = cell.values
         while isinstance(values, pa.ListArray | pa.LargeListArray | pa.FixedSizeListArray):
             values = values.flatten()
         if values.null_count:
-            raise DataError(f"{label} holds null. Give numbers.")
+            raise DataError(f"{label} contains null. Use numbers.")
         return values.to_numpy(zero_copy_only=False)
     if isinstance(cell, pa.StructScalar):
-        raise DataError(f"{label} is a struct without bytes of a picture. Give numbers, lists of numbers, or bytes.")
+        raise DataError(f"{label} is a struct without image bytes. Use numbers, lists of numbers, or bytes.")
     return cell.as_py() if isinstance(cell, pa.BinaryScalar | pa.LargeBinaryScalar) else _scalar_cell_value(cell)
 
 
 def _scalar_cell_value(cell: Any) -> Any:
-    """One number or text as an array of one; numbers keep their dtype."""
+    """Return a number or text as an array of one element; numbers keep their dtype."""
     import pyarrow as pa
 
     return np.asarray(pa.array([cell.as_py()], cell.type).to_numpy(zero_copy_only=False))
@@ -278,19 +283,19 @@ TensorMessage: Final[Any] = message_factory.GetMessageClass(_POOL.FindMessageTyp
 # Calibration data in TFRecord files of tf.train.Example, compressed with gzip or not, read without TensorFlow.
 
 MAX_RECORD_BYTES = 1 << 28
-"""Largest record; a compressed one may claim any size."""
+"""Maximum size of a record; a compressed record may claim any size."""
 
-TFRECORD_ADVICE = "See that it is a whole TFRecord file."
+TFRECORD_ADVICE = "Check that the TFRecord file is complete."
 
 _CRC_MASK_DELTA = 0xA282EAD8
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
 def open_tfrecord(source: DataSource, request: DataRequest) -> Dataset:
-    """The examples of all files, in order. They are counted and hashed in one pass over the files' records.
+    """Open TFRecord files of tf.train.Example. One pass over the records counts and hashes them.
 
     Raises:
-        DataError: A file is broken, a record is no Example, or its features do not fit the inputs.
+        DataError: A file is broken, a record is not an Example, or its features do not fit the inputs.
     """
     # Where the model takes k at a time, k records make a feed.
     max_records = (
@@ -339,7 +344,7 @@ def open_tfrecord(source: DataSource, request: DataRequest) -> Dataset:
 
 
 def _read_records(file: DataFile, start: int, stop: int | None) -> Iterator[bytes]:
-    """The records from `start` up to `stop`, checksums checked; of those before only the lengths are read."""
+    """Yield the records from `start` up to `stop` and verify their checksums. Earlier records are skipped by length."""
     with wrap_read_errors(file, TFRECORD_ADVICE), ExitStack() as stack:
         stream: Any = stack.enter_context(file.open())
         compressed = stream.read(2) == _GZIP_MAGIC
@@ -364,7 +369,7 @@ def _record_length(header: bytes) -> int:
     _verify_record_checksum(header[:8], header[8:])
     (length,) = struct.unpack("<Q", header[:8])
     if length > MAX_RECORD_BYTES:
-        raise ValueError(f"a record says that it has {length} bytes")
+        raise ValueError(f"a record claims to have {length} bytes")
     return int(length)
 
 
@@ -376,7 +381,7 @@ def _read_record_bytes(stream: IO[bytes], size: int) -> bytes:
 
 
 def _verify_record_checksum(data: bytes, checksum: bytes) -> None:
-    """Compares with the masked CRC-32C that a TFRecord stores."""
+    """Verify the masked CRC-32C that a TFRecord stores."""
     crc = google_crc32c.value(data)
     masked = ((crc >> 15 | crc << 17) + _CRC_MASK_DELTA) & 0xFFFFFFFF
     if struct.pack("<I", masked) != checksum:
@@ -388,11 +393,11 @@ def _parse_features(label: str, record: bytes) -> dict[str, Any]:
         example = Example.FromString(record)
         return {entry.key.decode(): entry.value for entry in example.features.feature}
     except (DecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{label} is no tf.train.Example: {error}. Give records of it.") from error
+        raise DataError(f"{label} is not a tf.train.Example: {error}. Use records of this type.") from error
 
 
 def _feature_value(label: str, feature: Any) -> Any:
-    """Numbers, or bytes; several byte strings are those of a string tensor."""
+    """Return numbers or bytes. Several byte strings form a string tensor."""
     if feature.HasField("float_list"):
         return np.array(feature.float_list.value, np.float32)
     if feature.HasField("int64_list"):
@@ -401,7 +406,7 @@ def _feature_value(label: str, feature: Any) -> Any:
     if len(values) == 1:
         return values[0]
     if not values:
-        raise DataError(f"{label} is empty. Give each record a value for each input.")
+        raise DataError(f"{label} is empty. Every record needs a value for each input.")
     return np.array([value.decode("utf-8", "surrogateescape") for value in values], object)
 
 
@@ -426,14 +431,14 @@ _TENSOR_DTYPES: dict[int, tuple[Any, str]] = {
 
 _STRING_TENSOR = 8
 _BIT_PATTERN_TENSORS = frozenset({10, 16})
-"""Types whose values stand in int32_data as their bit patterns."""
+"""Types whose values are stored in int32_data as bit patterns."""
 
 
 def open_onnx_sets(source: DataSource, request: DataRequest) -> Dataset:
-    """The sets in the order of their names, each one feed; the digest is over their files.
+    """Open folders of ONNX test data, each one feed with a TensorProto per input. The digest covers the files.
 
     Raises:
-        DataError: A file is no tensor, or the tensors do not fit the inputs.
+        DataError: A file is not a tensor, or the tensors do not fit the inputs.
     """
     test_sets = _group_test_sets(source.files)
     if request.samples is not None:
@@ -451,7 +456,7 @@ def open_onnx_sets(source: DataSource, request: DataRequest) -> Dataset:
 
 
 def _group_test_sets(files: tuple[DataFile, ...]) -> list[list[DataFile]]:
-    """The files of each folder, input_2.pb before input_10.pb."""
+    """Return the files of each folder in numeric order, input_2.pb before input_10.pb."""
     test_sets: dict[PurePosixPath, list[DataFile]] = {}
     for file in files:
         test_sets.setdefault(PurePosixPath(file.name).parent, []).append(file)
@@ -464,26 +469,26 @@ def _file_number(file: DataFile) -> int:
 
 
 def _test_set_feed(label: str, files: list[DataFile], request: DataRequest) -> Feed:
-    """Each tensor to the input of its name; if any has none or another, all by their numbers."""
+    """Assign each tensor to the input of its name, or all by their numbers if a name is missing or unknown."""
     tensors = [_read_test_tensor(file) for file in files]
     names = [model_input.name for model_input in request.inputs]
     if len(tensors) != len(names):
         raise DataError(
-            f"{label} holds {len(tensors)} inputs, and the model takes {', '.join(map(repr, names))}."
-            " Give one file for each."
+            f"{label} contains {len(tensors)} inputs, but the model takes {', '.join(map(repr, names))}."
+            " Provide one file for each."
         )
     by_name = dict(tensors)
     return by_name if by_name.keys() == set(names) else dict(zip(names, (values for _, values in tensors), strict=True))
 
 
 def _read_test_tensor(file: DataFile) -> tuple[str, Array]:
-    """Name and values of the TensorProto in `file`."""
-    with wrap_read_errors(file, "Give a TensorProto, as ONNX's test data is."):
+    """Return the name and values of the TensorProto in `file`."""
+    with wrap_read_errors(file, "Use a TensorProto, as in ONNX test data."):
         content = file.read(MAX_FEED_BYTES)
         try:
             tensor = TensorMessage.FromString(content)
         except DecodeError as error:
-            raise ValueError("it is no tensor; sequences and optionals are not supported") from error
+            raise ValueError("it is not a tensor; sequences and optionals are not supported") from error
         if tensor.HasField("segment") or tensor.data_type not in {*_TENSOR_DTYPES, _STRING_TENSOR}:
             raise ValueError(
                 f"it is a sequence, an optional, or a tensor of the type {tensor.data_type}, which are not supported"

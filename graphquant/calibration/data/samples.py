@@ -1,4 +1,4 @@
-"""Kinds of data whose samples come one by one: pictures, records, rows."""
+"""Datasets of formats whose samples are read one by one: images, audio, records and rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 
 SampleReader = Callable[[int, int], Iterator[tuple[str, Feed]]]
-"""The samples from one index up to another, each with what it is called; a first axis of 1 stands for the batch."""
+"""Function that yields the samples from one index up to another, each with a label and a first axis of 1 for the batch.
+"""
 
 
 def dataset_of_samples(
@@ -31,21 +32,21 @@ def dataset_of_samples(
     digest: str,
     unused_keys: Iterable[str] = (),
 ) -> Dataset:
-    """Feeds of one sample each, or of as many as the model's fixed first size asks for.
+    """Create feeds of one sample each, or of as many as the fixed batch size of the model requires.
 
     Args:
-        source: Where the samples come from.
-        request: What is asked for.
-        read_samples: Reads samples.
-        count: How many there are.
-        digest: What tells them from others.
-        unused_keys: Their fields that no input takes.
+        source: Source of the samples.
+        request: Requirements on the data.
+        read_samples: Function that reads samples.
+        count: Number of samples.
+        digest: Digest of the samples.
+        unused_keys: Fields of the samples that no input takes.
 
     Raises:
-        DataError: There is none, the first does not fit, or some are left over.
+        DataError: There are no samples, the first one does not fit, or some are left over.
     """
     if not count:
-        raise DataError(f"{source.spec} holds no samples. Give at least one.")
+        raise DataError(f"{source.spec} contains no samples. Provide at least one.")
     _, first_sample = next(read_samples(0, 1))
     samples_per_feed = max(
         (_samples_per_feed(model_input, first_sample[model_input.name].shape) for model_input in request.inputs),
@@ -53,8 +54,10 @@ def dataset_of_samples(
     )
     if count % samples_per_feed and request.samples is None:
         raise DataError(
-            f"{source.spec} has {count} samples, and the model takes {samples_per_feed} at a time: {count % samples_per_feed} are left over."
-            f" Give a multiple of {samples_per_feed}, or say with --samples how many feeds of {samples_per_feed} to use."
+            f"{source.spec} has {count} samples, but the model takes {samples_per_feed} at a time:"
+            f" {count % samples_per_feed} are left over."
+            f" Provide a multiple of {samples_per_feed}, or limit the number of feeds of {samples_per_feed} with"
+            " --samples."
         )
     open_feeds = partial(_group_sample_feeds, read_samples, samples_per_feed, request)
     next(open_feeds(0, 1))
@@ -67,27 +70,27 @@ def dataset_of_samples(
 
 
 def sole_input(source: DataSource, request: DataRequest) -> ModelInput:
-    """The model's one input, which each file feeds.
+    """Return the only input of the model, which each file feeds.
 
     Raises:
-        DataError: It has more, or none.
+        DataError: The model has more inputs, or none.
     """
     if len(request.inputs) != 1:
-        names = ", ".join(repr(model_input.name) for model_input in request.inputs) or "no input"
+        names = ", ".join(repr(model_input.name) for model_input in request.inputs) or "no inputs"
         raise DataError(
-            f"{source.spec} holds {source.kind}, which feed one input, and the model takes {names}."
-            " Give an .npz file with all of them, or module:function."
+            f"{source.spec} contains {source.kind}, which feed one input, but the model takes {names}."
+            " Use an .npz file with all inputs, or module:function."
         )
     return request.inputs[0]
 
 
 def fixed_batch_size(model_input: ModelInput) -> int:
-    """How many samples the first axis of `model_input` holds: its fixed size, or 1."""
+    """Return the fixed size of the first axis of `model_input`, or 1."""
     return (model_input.shape[0] if model_input.shape else None) or 1
 
 
 def _samples_per_feed(model_input: ModelInput, shape: tuple[int, ...]) -> int:
-    """How many samples of `shape` make one feed."""
+    """Return the number of samples of `shape` that form one feed."""
     return fixed_batch_size(model_input) if shape[:1] == (1,) else 1
 
 

@@ -21,7 +21,7 @@ RANDOM_PREFIX = "random:"
 MAX_TOML_BYTES = 1 << 20
 
 PIXEL_KEYS = ("preset", "size", "resize", "crop_pct", "filter", "fill", "layout", "order", "scale", "mean", "std")
-"""Keys that say how a picture becomes numbers."""
+"""Keys that configure the conversion of images to numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +29,11 @@ class DataKind:
     """A kind of data.
 
     Attributes:
-        description: What it is.
-        opener: Module and function that opens it, "module:function" below this package.
-        file_pattern: A regular expression for the names of its files; none where no file tells it.
-        keys: What a spec of it may say.
-        has_fields: Whether its samples have named fields, so that `input_keys.NAME=FIELD` may say which input takes which.
+        description: Short description.
+        opener: Function that opens the data, as "module:function".
+        file_pattern: Regular expression for file names; empty if files do not identify the kind.
+        keys: Keys that a spec of this kind may have.
+        has_fields: Whether samples have named fields, so that `inputs.NAME=FIELD` can assign them to inputs.
     """
 
     description: str
@@ -45,53 +45,53 @@ class DataKind:
 
 DATA_KINDS: dict[str, DataKind] = {
     "npz": DataKind(
-        description="arrays under the names of the inputs, numpy.savez",
+        description="arrays named after the inputs, from numpy.savez",
         opener="arrays:open_arrays",
         file_pattern=r".*\.npz",
         has_fields=True,
     ),
     "npy": DataKind(
-        description="one array, numpy.save, for models with one input",
+        description="one array, from numpy.save, for models with one input",
         opener="arrays:open_arrays",
         file_pattern=r".*\.npy",
     ),
     "onnx-test-set": DataKind(
-        description="folders with input_0.pb, input_1.pb and so on, each folder one run of the model",
+        description="folders with input_0.pb, input_1.pb, ...; each folder is one run of the model",
         opener="records:open_onnx_sets",
         file_pattern=r"input_\d+\.pb",
     ),
     "images": DataKind(
-        description="pictures, each one sample, for models with one input",
+        description="one image per sample, for models with one input",
         opener="images:open_images",
         file_pattern=r".*\.(jpe?g|png|bmp|gif|webp|tiff?|ppm|pgm)",
         keys=PIXEL_KEYS,
     ),
     "audio": DataKind(
-        description="wav files, each one sample, for models with one input",
+        description="one wav file per sample, for models with one input",
         opener="audio:open_audio",
         file_pattern=r".*\.wav",
         keys=("rate", "length", "pad", "scale"),
     ),
     "tfrecord": DataKind(
-        description="records of tf.train.Example, each one sample",
+        description="records of tf.train.Example, one per sample",
         opener="records:open_tfrecord",
         file_pattern=r".*\.tfrec(ord)?s?(-\d+-of-\d+)?(\.gz)?",
         keys=PIXEL_KEYS,
         has_fields=True,
     ),
     "parquet": DataKind(
-        description="tables whose columns are inputs, each row one sample",
+        description="tables whose columns are inputs, one row per sample",
         opener="records:open_parquet",
         file_pattern=r".*\.(parquet|pq)",
         keys=PIXEL_KEYS,
         has_fields=True,
     ),
     "function": DataKind(
-        description="module:function, Python code that gives any iterable; it is run",
+        description="module:function, Python code that returns any iterable; the code is executed",
         opener="function:open_function",
         has_fields=True,
     ),
-    "random": DataKind(description="random:N, N made-up samples for tests", opener="function:open_random"),
+    "random": DataKind(description="random:N, N random samples for tests", opener="function:open_random"),
 }
 
 _INLINE_SPEC = re.compile(r"(?P<path>.*?)(?P<keys>(,[a-z_]+(\.[^,=]+)?=[^,]*)*)", re.DOTALL)
@@ -100,14 +100,14 @@ _FUNCTION_SPEC = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource:
-    """What a spec says.
+    """A parsed data spec.
 
     Attributes:
-        spec: The spec itself, without its keys.
-        kind: One of `DATA_KINDS`.
+        spec: The spec without its keys.
+        kind: A key of `DATA_KINDS`.
         files: The files of that kind, sorted by name.
-        keys: What was said about them.
-        input_keys: For some inputs the field that feeds them.
+        keys: Settings from the spec.
+        input_keys: For some inputs, the field that feeds them.
         ignored: Other files of the folder, by suffix.
     """
 
@@ -120,17 +120,19 @@ class DataSource:
 
 
 def parse_data_spec(spec: str) -> DataSource:
-    """What `spec` says; files are listed, but none is opened other than a description in TOML.
+    """Parse a data spec. Files are listed, but none is opened except a description in TOML.
 
     Raises:
-        DataError: It names nothing, files of several kinds, or keys that its kind does not have.
+        DataError: The spec names no data, files of several kinds, or keys that its kind does not have.
         MissingDependencyError: fsspec is needed and not installed.
     """
     matched = _INLINE_SPEC.fullmatch(spec)
     path = matched["path"] if matched else spec
     keys = dict(pair.split("=", 1) for pair in (matched["keys"] if matched else "").split(",")[1:])
     if not path:
-        raise DataError(f"{spec!r} names no data. Give the path of a file or folder, as in calibration.npz.")
+        raise DataError(
+            f"{spec!r} does not name any data. Use the path of a file or folder, for example calibration.npz."
+        )
     if path.endswith(".toml") and not is_remote(path):
         path, described_keys = _read_description(Path(path))
         keys = {**described_keys, **keys}
@@ -142,7 +144,7 @@ def parse_data_spec(spec: str) -> DataSource:
 
 
 def rebase_data_spec(spec: str, folder: str) -> str:
-    """`spec`, which names its file from `folder`, as it names it from the current folder."""
+    """Return `spec`, which is relative to `folder`, relative to the current folder."""
     if not folder or spec.startswith(RANDOM_PREFIX) or is_remote(spec) or Path(spec).is_absolute():
         return spec
     path = spec.partition(",")[0]
@@ -155,27 +157,29 @@ def _parse_file_spec(path: str, keys: dict[str, str]) -> DataSource:
     files, is_folder = list_data_files(path)
     kind = keys.pop("kind", None)
     if kind is not None and kind not in DATA_KINDS:
-        raise DataError(f"kind={kind} is unknown. Known are {', '.join(DATA_KINDS)}.{did_you_mean(kind, DATA_KINDS)}")
+        raise DataError(f"kind={kind} is unknown. Use one of {', '.join(DATA_KINDS)}.{did_you_mean(kind, DATA_KINDS)}")
     if kind is not None and not DATA_KINDS[kind].file_pattern:
         raise DataError(
-            f"kind={kind} has no files. Write {DATA_KINDS[kind].description.partition(',')[0]} as the spec itself."
+            f"kind={kind} has no files. Write {DATA_KINDS[kind].description.partition(',')[0]} as the spec."
         )
     if kind is not None and not is_folder:
         return _make_data_source(path, kind, keys, tuple(files))
     kinds = {file: _kind_of_file(file) for file in files}
     counts = Counter(name for name in kinds.values() if name)
     if not counts and kind is None:
-        examples = "an .npz, .npy, .wav, .tfrecord or .parquet file, pictures, or a folder of such files"
-        raise DataError(f"{path} is no calibration data that is known. Give {examples}; random:8 tries things out.")
+        examples = "an .npz, .npy, .wav, .tfrecord or .parquet file, images, or a folder of such files"
+        raise DataError(
+            f"{path} is not a known kind of calibration data. Use {examples}. For a quick test, use random:8."
+        )
     if len(counts) > 1 and kind is None:
         counted = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-        raise DataError(f"{path} holds files of several kinds: {counted}. Say which to use with kind=, or part them.")
+        raise DataError(f"{path} contains files of several kinds: {counted}. Select one with kind=, or separate them.")
     chosen_kind = kind or next(iter(counts))
     # Files whose names tell nothing are of the kind that was asked for, if no name tells it.
     names_match = counts[chosen_kind] > 0
     used_files = [file for file, name in kinds.items() if (name == chosen_kind if names_match else name is None)]
     if not used_files:
-        raise DataError(f"{path} holds no files of kind {chosen_kind}. Give the folder that does.")
+        raise DataError(f"{path} contains no files of kind {chosen_kind}. Use the folder that contains them.")
     ignored_counts = Counter(
         PurePosixPath(file.name).suffix or "no suffix" for file in files if file not in set(used_files)
     )
@@ -186,17 +190,15 @@ def _parse_file_spec(path: str, keys: dict[str, str]) -> DataSource:
 def _make_data_source(
     spec: str, kind: str, keys: dict[str, str], files: tuple[DataFile, ...] = (), ignored: tuple[str, ...] = ()
 ) -> DataSource:
-    """A source whose keys are those of its kind."""
+    """Create a source after checking its keys."""
     data_kind = DATA_KINDS[kind]
     input_keys = {key.removeprefix("inputs."): value for key, value in keys.items() if key.startswith("inputs.")}
     if input_keys and not data_kind.has_fields:
-        raise DataError(
-            f"{spec} is of kind {kind}, which has no named fields. Leave inputs.{next(iter(input_keys))} out."
-        )
+        raise DataError(f"{spec} is of kind {kind}, which has no named fields. Remove inputs.{next(iter(input_keys))}.")
     kind_keys = {key: value for key, value in keys.items() if not key.startswith("inputs.")}
     for key in kind_keys:
         if key not in data_kind.keys:
-            accepted = f"It takes {', '.join(data_kind.keys)}." if data_kind.keys else "It takes none."
+            accepted = f"It takes {', '.join(data_kind.keys)}." if data_kind.keys else "It has no keys."
             raise DataError(
                 f"{spec} is of kind {kind}, which has no key {key!r}.{did_you_mean(key, data_kind.keys)} {accepted}"
             )
@@ -216,18 +218,18 @@ def _kind_of_file(file: DataFile) -> str | None:
 
 
 def _read_description(path: Path) -> tuple[str, dict[str, str]]:
-    """The path and the keys that a description in TOML has."""
+    """Return the path and the keys of a description in TOML."""
     if not path.is_file():
-        raise DataError(f"There is no file {path}. Give the path of the calibration data.")
+        raise DataError(f"The file {path} does not exist. Use the path of the calibration data.")
     file = DataFile(str(path))
-    with wrap_read_errors(file, "Write path = and the keys as TOML."):
+    with wrap_read_errors(file, "Write path and the keys as TOML."):
         table = tomllib.loads(file.read(MAX_TOML_BYTES).decode())
     data_path = table.pop("path", None)
     if not isinstance(data_path, str) or not data_path:
-        raise DataError(f"{path} does not say where the data is. Write path = with a file or folder beside it.")
+        raise DataError(f"{path} has no path of the data. Set path to a file or folder, relative to this file.")
     if data_path.endswith(".toml") or data_path.startswith(RANDOM_PREFIX) or _FUNCTION_SPEC.fullmatch(data_path):
         raise DataError(
-            f"{path}: path = {data_path!r} is no file of data. A description runs no code; give a file or folder."
+            f"{path}: path = {data_path!r} is not a data file. A description cannot execute code; use a file or folder."
         )
     keys: dict[str, str] = {}
     for key, value in table.items():
@@ -242,11 +244,9 @@ def _read_description(path: Path) -> tuple[str, dict[str, str]]:
 
 
 def _toml_value_text(path: Path, key: str, value: Any) -> str:
-    """A TOML value as it is written in a spec: `[1, 2]` as `1:2`."""
+    """Return a TOML value as it is written in a spec: `[1, 2]` as `1:2`."""
     if isinstance(value, list):
         return ":".join(_toml_value_text(path, key, element) for element in value)
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         return str(value)
-    raise DataError(
-        f"{path}: {key} is neither a number, a word nor a list of them. See docs/data.md for what it takes."
-    )
+    raise DataError(f"{path}: {key} is neither a number, a string nor a list of them. See docs/data.md for its values.")
