@@ -708,7 +708,7 @@ def run(v1, message, fetches, feeds):
     graph = v1.Graph()
     with graph.as_default():
         v1.import_graph_def(message, name="")
-    with v1.TensorFlowSession(graph=graph) as session:
+    with v1.Session(graph=graph) as session:
         return session.run(fetches, feeds)
 
 

@@ -9,12 +9,13 @@ import hashlib
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from graphquant.formats.tensorflow import metadata, proto
+from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.from_tensorflow import from_tensorflow
 from graphquant.formats.tensorflow.load import build_model, load
 from graphquant.formats.tensorflow.runner import create_runner, input_specs
 from graphquant.formats.tensorflow.save import save
+from graphquant.formats.tensorflow.source import node_metadata, original_record
 from graphquant.formats.tensorflow.to_tensorflow import to_tensorflow
 from graphquant.quantize import RECORD_KEY, restore_source
 
@@ -80,7 +81,7 @@ def upgrade_opset(model: Model, opset: int) -> Model:  # noqa: ARG001  # the pro
 
 def read_metadata(model: Model) -> dict[str, str]:
     """Return the metadata that graphquant wrote into the model."""
-    entries = metadata.node_metadata(model.source, model.source.message)
+    entries = node_metadata(model.source, model.source.message)
     return {key: value.decode(errors="replace") for key, value in entries.items() if key != RECORD_KEY}
 
 
@@ -90,7 +91,7 @@ def restore_original(model: Model) -> tuple[Model, bool] | None:
     Raises:
         ModelError: The record is damaged, or weights were changed.
     """
-    record = metadata.original_record(model.source)
+    record = original_record(model.source)
     if record is None:
         return None
     message, unchanged = restore_source(*record, type(model.source.message))

@@ -71,9 +71,7 @@ def _tf_concat_keeps_rows(axis_input: int) -> Callable[[RowNode], bool]:
     def concat_rule(node: RowNode) -> bool:
         axis_slot = axis_input % len(node.kinds)
         joined = [kind for slot, kind in enumerate(node.kinds) if slot != axis_slot]
-        return set(joined) == {ROWS} and excludes_batch_axis(
-            node, node.constant_numbers(axis_slot, ""), len(node.output_shape)
-        )
+        return set(joined) == {ROWS} and excludes_batch_axis(node, node.numbers(axis_slot, ""), len(node.output_shape))
 
     return concat_rule
 
@@ -89,15 +87,15 @@ def _tf_unpack_keeps_rows(node: RowNode) -> bool:
 
 
 def _tf_split_keeps_rows(node: RowNode) -> bool:
-    return node.kinds == [FIXED, ROWS] and excludes_batch_axis(node, node.constant_numbers(0, ""), node.rank(1))
+    return node.kinds == [FIXED, ROWS] and excludes_batch_axis(node, node.numbers(0, ""), node.rank(1))
 
 
 def _tf_split_by_sizes_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and excludes_batch_axis(node, node.constant_numbers(2, ""))
+    return node.only_first_has_rows() and excludes_batch_axis(node, node.numbers(2, ""))
 
 
 def _tf_slice_keeps_rows(node: RowNode) -> bool:
-    begin, size = node.constant_numbers(1, ""), node.constant_numbers(2, "")
+    begin, size = node.numbers(1, ""), node.numbers(2, "")
     return (
         node.only_first_has_rows() and bool(begin) and bool(size) and (begin or [1])[0] == 0 and (size or [0])[0] == -1
     )
@@ -106,7 +104,7 @@ def _tf_slice_keeps_rows(node: RowNode) -> bool:
 def _tf_strided_slice_keeps_rows(node: RowNode) -> bool:
     """Require all of axis 0: a range without bounds, or a leading ellipsis."""
     masks = {name: int(node.op.numeric_attr(f"{name}_mask", 0)) for name in ("begin", "end", "ellipsis", "new_axis")}
-    strides = node.constant_numbers(3, "")
+    strides = node.numbers(3, "")
     if not node.only_first_has_rows() or not strides or masks["new_axis"]:
         return False
     if masks["ellipsis"] & 1:
@@ -116,7 +114,7 @@ def _tf_strided_slice_keeps_rows(node: RowNode) -> bool:
 
 
 def _tf_gather_keeps_rows(node: RowNode) -> bool:
-    axes = node.constant_numbers(2, "") if len(node.kinds) > MATRIX_RANK else [0]
+    axes = node.numbers(2, "") if len(node.kinds) > MATRIX_RANK else [0]
     if node.op.numeric_attr("batch_dims", 0) or not axes:
         return False
     if node.kinds[:2] == [FIXED, ROWS]:  # rows of indices into a table
@@ -134,11 +132,11 @@ def _tf_squeeze_keeps_rows(node: RowNode) -> bool:
 
 
 def _tf_transpose_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and (node.constant_numbers(1, "") or [])[:1] == [0]
+    return node.only_first_has_rows() and (node.numbers(1, "") or [])[:1] == [0]
 
 
 def _tf_pad_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and (node.constant_numbers(1, "") or [])[:2] == [0, 0]
+    return node.only_first_has_rows() and (node.numbers(1, "") or [])[:2] == [0, 0]
 
 
 def _tf_matmul_keeps_rows(node: RowNode) -> bool:

@@ -327,7 +327,7 @@ def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_g
         prefix: For instance `model/variables/variables`. Its files are replaced and never written into, because
             they may be links to those of another model.
         values: Numeric values by their new keys.
-        objects: The object graph that replaces the present one, None to preserve that.
+        object_graph: The object graph that replaces the present one, None to preserve that.
 
     Raises:
         ModelError: The checkpoint is damaged, or its numbers are big-endian.

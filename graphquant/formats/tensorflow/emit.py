@@ -8,7 +8,7 @@ from graphquant.errors import InternalError
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned_ranges import add_initializers, learned_ranges
 from graphquant.formats.tensorflow.load import ARGUMENT_TYPE, RESULT_TYPE
-from graphquant.formats.tensorflow.metadata import ANCHOR_ATTR, RULE_ATTR
+from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR
 from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, encode_attr, encode_tensor, type_number
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
 
@@ -115,8 +115,7 @@ class _GraphPatch:
                 Use(self._graph.name, op.name, slot) in self._graph.rerouted_uses
                 for slot in range(len(self._graph.slots(op.name)))
             )
-            or {tensor[1:] for tensor in node.input if tensor.startswith("^")}
-            != set(self._graph.control_inputs(op.name))
+            or {text[1:] for text in proto.split_inputs(node)[1]} != set(self._graph.control_inputs(op.name))
             or op.type != node.op
             or not isinstance(op.attrs, NodeAttrs)
             or (op.kind == "constant" and op.read_value is not None and not isinstance(op.read_value, ConstValue))
@@ -125,7 +124,7 @@ class _GraphPatch:
     def _patch_node(self, node: Any) -> None:
         """Write the changes of a source op into its node."""
         op = self._graph.op(node.name)
-        old_inputs = [tensor for tensor in node.input if not tensor.startswith("^")]
+        old_inputs, old_controls = proto.split_inputs(node)
         data = [
             self.input_name(tensor)
             if slot >= len(old_inputs) or Use(self._graph.name, op.name, slot) in self._graph.rerouted_uses
@@ -133,7 +132,7 @@ class _GraphPatch:
             for slot, tensor in enumerate(self._connected_inputs(op))
         ]
         control_inputs = self._graph.control_inputs(op.name)
-        old_controls = [tensor for tensor in node.input if tensor.startswith("^") and tensor[1:] in control_inputs]
+        old_controls = [text for text in old_controls if text[1:] in control_inputs]
         new_controls = [f"^{name}" for name in control_inputs if f"^{name}" not in old_controls]
         del node.input[:]
         node.input.extend([*data, *old_controls, *new_controls])

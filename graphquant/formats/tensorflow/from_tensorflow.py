@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,12 +19,14 @@ import numpy as np
 
 from graphquant.errors import ModelError, UsageError, did_you_mean
 from graphquant.formats.tensorflow import proto
+from graphquant.formats.tensorflow.learned_ranges import unique_node_name
 from graphquant.formats.tensorflow.load import add_output, build_model
-from graphquant.formats.tensorflow.source import TensorFlowSource
+from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
+from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource, fetch_from_session
 from graphquant.formats.tensorflow.values import Array, encode_tensor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from graphquant.ir import Graph, Model
 
@@ -52,50 +53,6 @@ _CALL_GRADIENT_PREFIX: Final = b"PartitionedCall-"
 """The prefix of the gradient that was registered when the function was traced. It belongs to the unedited function."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveObject:
-    """The TensorFlow object that a model was read from.
-
-    Attributes:
-        instance: The object: a tf.Graph, a session or a ConcreteFunction.
-        description: Its description in messages.
-        values: Readers of the variables' present values, by the node of the variable.
-        value_tensors: The tensors that a session fetches for these values.
-        variables: The captured variables of a function, referenced so that they stay alive.
-        foreign_capture: The argument of a capture that is neither variable nor value, such as a table; "" for none.
-    """
-
-    instance: Any = field(repr=False)
-    description: str
-    values: Mapping[str, Callable[[], Array]]
-    value_tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    variables: tuple[Any, ...] = ()
-    foreign_capture: str = ""
-
-    def current_values(self) -> dict[str, Array]:
-        """Return the present values of all initialized variables.
-
-        Raises:
-            ModelError: The session is closed.
-        """
-        if not self.value_tensors:
-            return {name: value() for name, value in self.values.items()}
-        try:
-            return dict(
-                zip(
-                    self.value_tensors,
-                    _fetch_from_session(self.instance, list(self.value_tensors.values())),
-                    strict=True,
-                )
-            )
-        except sys.modules["tensorflow"].errors.FailedPreconditionError:  # a variable has no value
-            values: dict[str, Array] = {}
-            for name, value in self.values.items():
-                with suppress(ModelError):
-                    values[name] = value()
-            return values
-
-
 def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
     """Read the model of a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model.
 
@@ -109,7 +66,7 @@ def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
     """
     tensorflow, keras = sys.modules.get("tensorflow"), sys.modules.get("keras")
     if tensorflow is not None:
-        if isinstance(instance, tensorflow.compat.v1.TensorFlowSession | tensorflow.compat.v1.InteractiveSession):
+        if isinstance(instance, tensorflow.compat.v1.Session | tensorflow.compat.v1.InteractiveSession):
             return _from_graph(instance.graph, instance, "the session", _variable_readers(instance.graph), outputs)
         if isinstance(instance, tensorflow.Graph):
             return _from_graph(_require_outer_graph(instance), instance, "the tf.Graph", {}, outputs)
@@ -212,7 +169,7 @@ def _variable_readers(graph: Any) -> dict[str, Any]:
                 reader for reader in tensor.consumers() if reader.type == "ReadVariableOp" and not reader.control_inputs
             )
             tensor = next((reader.outputs[0] for reader in readers), None)
-        elif op.type not in {"VariableV2", "Variable"}:
+        elif op.type not in VARIABLE_OP_TYPES:
             continue
         if tensor is not None:
             readers_by_name[op.name] = tensor
@@ -221,17 +178,10 @@ def _variable_readers(graph: Any) -> dict[str, Any]:
 
 def _session_value(session: Any, tensor: Any, name: str) -> Array:
     try:
-        (value,) = _fetch_from_session(session, [tensor])
+        (value,) = fetch_from_session(session, [tensor])
     except sys.modules["tensorflow"].errors.OpError as error:
         raise ModelError(f"The variable {name!r} has no value in the session. Run its initializer first.") from error
     return value
-
-
-def _fetch_from_session(session: Any, tensors: list[Any]) -> list[Array]:
-    try:
-        return [np.asarray(value) for value in session.run(tensors)]
-    except RuntimeError as error:
-        raise ModelError("The session is closed, so its variables have no values. Give an open session.") from error
 
 
 # -- functions -------------------------------------------------------------------------------------
@@ -259,7 +209,7 @@ def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) ->
     argument_count = len(body.signature.input_arg) - len(captures)
     variables = _captured_variables(concrete)
     by_handle = {id(variable.handle): variable for variable in variables}
-    unique_name = _UniqueNames([CALL_OP])
+    unique_name = partial(unique_node_name, {CALL_OP})
     values: dict[str, Callable[[], Any]] = {}
     arguments, foreign_capture = [], ""
     for index, (arg, tensor) in enumerate(zip(body.signature.input_arg, concrete.inputs, strict=True)):
@@ -322,33 +272,16 @@ def _eager_value(variable: Any) -> Array:
         return np.asarray(variable.numpy())
 
 
-class _UniqueNames:
-    """Makes names unique."""
-
-    def __init__(self, used_names: Iterable[str]) -> None:
-        self._used_names = set(used_names)
-
-    def __call__(self, name: str) -> str:
-        number, candidate = 0, name
-        while candidate in self._used_names:
-            number += 1
-            candidate = f"{name}_{number}"
-        self._used_names.add(candidate)
-        return candidate
-
-
 def normalize_function_names(graph_def: Any) -> dict[str, str]:
     """Remove trace numbers from the function names and sort the functions; return new names by old ones."""
-    unique_name, names = _UniqueNames([]), {}
+    used_names: set[str] = set()
+    names = {}
     library = graph_def.library
     for name in sorted((function.signature.name for function in library.function), key=_trace_order):
         match = _TRACED_NAME.fullmatch(name)
-        names[name] = unique_name(match[1] if match else name)
+        names[name] = unique_node_name(used_names, match[1] if match else name)
     for nodes in (graph_def.node, *(function.node_def for function in library.function)):
-        for node in nodes:
-            node.op = names.get(node.op, node.op)
-            for func in function_references(node):
-                func.name = names.get(func.name, func.name)
+        rename_functions(nodes, names)
     for function in library.function:
         function.signature.name = names[function.signature.name]
         _normalize_resource_names(function)
@@ -364,10 +297,10 @@ def normalize_function_names(graph_def: Any) -> dict[str, str]:
 def _normalize_resource_names(function: Any) -> None:
     """Remove tensor numbers from the names of a function's resource arguments and results."""
     input_args, output_args = function.signature.input_arg, function.signature.output_arg
-    unique_name = _UniqueNames(
-        [*(node.name for node in function.node_def), *(arg.name for arg in input_args if not _is_resource(arg))]
-    )
-    names = {arg.name: unique_name(_NUMBER_SUFFIX.sub("", arg.name)) for arg in input_args if _is_resource(arg)}
+    used = {node.name for node in function.node_def} | {arg.name for arg in input_args if not _is_resource(arg)}
+    names = {
+        arg.name: unique_node_name(used, _NUMBER_SUFFIX.sub("", arg.name)) for arg in input_args if _is_resource(arg)
+    }
     for index, arg in enumerate(input_args):
         arg.name = names.get(arg.name, arg.name)
         if index in function.arg_attr and _USER_NAME_ATTR in function.arg_attr[index].attr:
@@ -377,9 +310,10 @@ def _normalize_resource_names(function: Any) -> None:
             node.input[index] = names.get(tensor, tensor)
     results = [function.ret[arg.name] for arg in output_args]
     function.ret.clear()
-    unique_name = _UniqueNames([arg.name for arg in output_args if not _is_resource(arg)])
+    used = {arg.name for arg in output_args if not _is_resource(arg)}
     for arg, tensor in zip(output_args, results, strict=True):
-        arg.name = unique_name(_NUMBER_SUFFIX.sub("", arg.name)) if _is_resource(arg) else arg.name
+        if _is_resource(arg):
+            arg.name = unique_node_name(used, _NUMBER_SUFFIX.sub("", arg.name))
         function.ret[arg.name] = names.get(tensor, tensor)
 
 
@@ -402,14 +336,12 @@ def _trace_order(name: str) -> tuple[str, int, str]:
     return (base, int(number), name) if number.isdecimal() else (name, -1, name)
 
 
-def function_references(node: Any) -> Iterator[Any]:
-    """Yield a node's references to functions, which the caller may change in place."""
-    for value in node.attr.values():
-        kind = value.WhichOneof("value")
-        if kind == "func":
-            yield value.func
-        elif kind == "list":
-            yield from value.list.func
+def rename_functions(nodes: Iterable[Any], names: Mapping[str, str]) -> None:
+    """Let nodes call functions by their new names."""
+    for node in nodes:
+        node.op = names.get(node.op, node.op)
+        for _, function in proto.function_attrs(node):
+            function.name = names.get(function.name, function.name)
 
 
 # -- graphs and functions --------------------------------------------------------------------------

@@ -1,21 +1,28 @@
-"""Variables of learned ranges and their initial values.
+"""Variables of learned ranges: their initial values, and their capture by functions and the object graph.
 
 A frozen graph has no checkpoint, so it receives operations that assign the values, and one that runs them all.
+
+Inside a function such a variable becomes an argument. Each caller passes it from an argument of its own, up to the main
+graph. For functions that users call after loading, the object graph binds it. So `tf.saved_model.load` creates
+variables that tapes and optimizers can use: `loaded.learned_ranges`.
 """
 
 from __future__ import annotations
 
 import re
+from collections import deque
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from graphquant.errors import UsageError
 from graphquant.formats.tensorflow import proto
-from graphquant.formats.tensorflow.values import ConstValue, encode_attr, encode_tensor
-from graphquant.ir import DataType
+from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS
+from graphquant.formats.tensorflow.values import ConstValue, encode_attr, encode_tensor, type_number
+from graphquant.ir import DataType, unique_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from graphquant.formats.tensorflow.values import Array
     from graphquant.ir import Model
@@ -136,10 +143,231 @@ def make_handle_node(name: str, variable: LearnedRange) -> Any:
 
 
 def unique_node_name(used_names: set[str], name: str) -> str:
-    """Return `name`, or `name` with the smallest free number if it is in use."""
-    candidate, number = name, 0
-    while candidate in used_names:
-        number += 1
-        candidate = f"{name}_{number}"
+    """Return `name` or, if it is used, `name` with the smallest free number. The result counts as used then."""
+    candidate = unique_name(name, used_names)
     used_names.add(candidate)
     return candidate
+
+
+_LOOP_TYPES: Final = frozenset({"While", "StatelessWhile"})
+_STATEFUL_TYPES: Final = {
+    "PartitionedCall": "StatefulPartitionedCall",
+    "StatelessIf": "If",
+    "StatelessCase": "Case",
+    "StatelessWhile": "While",
+}
+"""The stateful version of each op type, which an op becomes when its functions read variables."""
+
+_TYPE_ATTRS: Final = ("Tin", "T")
+_SHAPE_ATTRS: Final = ("output_shapes", "_output_shapes")
+_OUTPUT_COUNT_ATTR: Final = "_num_original_outputs"
+"""The number of a loop's own outputs, without those added for a gradient. Gradients are made of the own ones."""
+
+
+def capture_in_functions(graph_def: Any, variables: Iterable[LearnedRange]) -> dict[str, list[str]]:
+    """Turn variables inside functions into arguments, with one VarHandleOp each in the main graph.
+
+    Args:
+        graph_def: The GraphDef, changed in place.
+        variables: The variables of learned ranges in all graphs.
+
+    Returns:
+        The shared names of the variables that are now the last arguments of each function.
+
+    Raises:
+        UsageError: An operation that cannot take more arguments calls a function.
+    """
+    learned = list(variables)
+    bodies = {function.signature.name: function for function in graph_def.library.function}
+    calls = _CallSites(graph_def, bodies)
+    nodes_by_graph: dict[str, dict[str, str]] = {}
+    for variable in learned:
+        nodes_by_graph.setdefault(variable.graph, {})[variable.node] = variable.shared_name
+    by_shared = by_shared_name(learned)
+    order = {shared_name: position for position, shared_name in enumerate(by_shared)}
+    propagated = calls.propagate({name: set(nodes_by_graph.get(name, {}).values()) for name in bodies})
+    needed = {
+        name: sorted(shared_names, key=order.__getitem__) for name, shared_names in propagated.items() if shared_names
+    }
+    arguments = {name: _add_arguments(bodies[name], needed[name], by_shared) for name in needed}
+    arguments[""] = _add_main_handles(
+        graph_def, learned, {shared_name for shared_names in needed.values() for shared_name in shared_names}
+    )
+    for name, shared_names in needed.items():
+        for caller, node in calls.callers[name]:
+            if calls.is_first_callee(node, name):
+                _add_call_inputs(node, [arguments[caller][shared_name] for shared_name in shared_names])
+        if any(node.op in _LOOP_TYPES and node.attr["body"].func.name == name for _, node in calls.callers[name]):
+            _return_captures(
+                bodies[name], {arguments[name][shared_name]: by_shared[shared_name] for shared_name in shared_names}
+            )
+    for name in needed:  # last, because it replaces the remaining nodes by copies
+        _replace_by_arguments(
+            bodies[name],
+            {node: arguments[name][shared_name] for node, shared_name in nodes_by_graph.get(name, {}).items()},
+        )
+    return needed
+
+
+class _CallSites:
+    """The nodes that call each function."""
+
+    def __init__(self, graph_def: Any, bodies: Mapping[str, Any]) -> None:
+        self.callers: dict[str, list[tuple[str, Any]]] = {name: [] for name in bodies}
+        self._callees: dict[int, list[str]] = {}
+        graphs = [("", graph_def.node), *((name, body.node_def) for name, body in bodies.items())]
+        for caller, nodes in graphs:
+            for node in nodes:
+                callees = [name for name in dict.fromkeys(_callee_names(node)) if name in bodies]
+                if callees:
+                    self._callees[id(node)] = callees
+                for name in callees:
+                    self.callers[name].append((caller, node))
+
+    def is_first_callee(self, node: Any, function: str) -> bool:
+        """Return True if `function` is the first one that the node calls. So each node is changed once."""
+        return self._callees[id(node)][0] == function
+
+    def propagate(self, direct_captures: Mapping[str, set[str]]) -> dict[str, set[str]]:
+        """Return the variables of each function: its own, its callees', and those of functions in the same call."""
+        captures = {name: set(shared_names) for name, shared_names in direct_captures.items()}
+        pending = deque(name for name, shared_names in captures.items() if shared_names)
+        while pending:
+            name = pending.popleft()
+            for caller, node in self.callers[name]:
+                _require_capturable(node, name)
+                for related in (*self._callees[id(node)], caller):
+                    if related and not captures[name] <= captures[related]:
+                        captures[related] |= captures[name]
+                        pending.append(related)
+        return captures
+
+
+def _callee_names(node: Any) -> Iterator[str]:
+    """Yield the names of the functions that a node refers to."""
+    yield node.op
+    for _, function in proto.function_attrs(node):
+        yield function.name
+
+
+def _require_capturable(node: Any, function: str) -> None:
+    if node.op not in FUNCTION_ATTRS and node.op != function:
+        raise UsageError(
+            f"The range in the function {function!r} is to be learned, but {node.name!r} ({node.op}), which calls it,"
+            ' cannot pass variables. Exclude the tensor with --exclude, or use range = "observed".'
+        )
+
+
+def _add_arguments(body: Any, shared_names: list[str], named: Mapping[str, LearnedRange]) -> dict[str, str]:
+    """Add an argument for each variable to a function; return the argument names by shared name."""
+    used_names = {arg.name for arg in body.signature.input_arg} | {node.name for node in body.node_def}
+    arguments = {}
+    for shared_name in shared_names:
+        arguments[shared_name] = unique_node_name(used_names, "learned_range")
+        _add_resource_arg(body.signature.input_arg, arguments[shared_name], named[shared_name])
+        if "_input_shapes" in body.attr:
+            body.attr["_input_shapes"].list.shape.add()
+    body.signature.is_stateful = True
+    return arguments
+
+
+def _replace_by_arguments(body: Any, replacements: Mapping[str, str]) -> None:
+    """Remove nodes from a function and let their readers read arguments instead."""
+    if not replacements:
+        return
+    remaining = [node for node in body.node_def if node.name not in replacements]
+    for node in remaining:
+        for slot, tensor in enumerate(node.input):
+            if tensor.partition(":")[0] in replacements:
+                node.input[slot] = replacements[tensor.partition(":")[0]]
+    copies = [proto.NodeDef.FromString(proto.to_binary(node)) for node in remaining]
+    del body.node_def[:]
+    body.node_def.extend(copies)
+
+
+def _add_main_handles(graph_def: Any, variables: list[LearnedRange], needed: set[str]) -> dict[str, str]:
+    """Return the nodes of the main graph that make the variables; missing ones are added."""
+    handles = {variable.shared_name: variable.node for variable in variables if variable.is_fetchable}
+    used_names = {node.name for node in graph_def.node}
+    for shared_name, variable in by_shared_name(variables).items():
+        if shared_name in needed and shared_name not in handles:
+            handles[shared_name] = unique_node_name(
+                used_names, f"learned_ranges/{INVALID_NAME_CHARS.sub('_', shared_name)}"
+            )
+            graph_def.node.append(make_handle_node(handles[shared_name], variable))
+    return handles
+
+
+def _add_call_inputs(node: Any, names: list[str]) -> None:
+    """Add inputs to a call."""
+    data, control_inputs = proto.split_inputs(node)
+    if "_read_only_resource_inputs" in node.attr:
+        node.attr["_read_only_resource_inputs"].list.i.extend(range(len(data), len(data) + len(names)))
+    del node.input[:]
+    node.input.extend([*data, *names, *control_inputs])
+    for key in _TYPE_ATTRS:
+        if key in node.attr and node.op in FUNCTION_ATTRS:
+            node.attr[key].list.type.extend([type_number("resource")] * len(names))
+    for key in _SHAPE_ATTRS if node.op in _LOOP_TYPES else ():
+        if key in node.attr and node.attr[key].list.shape:
+            for _ in names:
+                node.attr[key].list.shape.add()
+    if node.op in _LOOP_TYPES and _OUTPUT_COUNT_ATTR in node.attr:
+        node.attr[_OUTPUT_COUNT_ATTR].i += len(names)
+    node.op = _STATEFUL_TYPES.get(node.op, node.op)
+
+
+def _add_resource_arg(args: Any, name: str, variable: LearnedRange) -> None:
+    """Add an argument that is a variable's handle."""
+    argument = args.add(name=name, type=type_number("resource"))
+    handle_data = argument.handle_data.add(dtype=type_number(variable.value.dtype.name))
+    handle_data.shape.SetInParent()
+    for size in variable.value.shape:
+        handle_data.shape.dim.add(size=size)
+
+
+def _return_captures(body: Any, variables: Mapping[str, LearnedRange]) -> None:
+    """Let a loop's body return the variables that it takes as arguments."""
+    used_names = {arg.name for arg in body.signature.output_arg}
+    for name, variable in variables.items():
+        result_name = unique_node_name(used_names, name)
+        _add_resource_arg(body.signature.output_arg, result_name, variable)
+        body.ret[result_name] = name
+
+
+def add_to_object_graph(objects: Any, variables: Iterable[LearnedRange], needed: Mapping[str, list[str]]) -> str:
+    """Add the variables to a SavedObjectGraph as a list of its root, and bind them to functions.
+
+    Args:
+        objects: The SavedObjectGraph, which is changed.
+        variables: The variables.
+        needed: Those that are the last arguments of functions, by their shared names.
+
+    Returns:
+        What the list is called: `learned_ranges`.
+    """
+    root, by_shared = objects.nodes[0], by_shared_name(variables)
+    label = unique_node_name({child.local_name for child in root.children}, "learned_ranges")
+    root.children.add(node_id=len(objects.nodes), local_name=label)
+    list_node = objects.nodes.add()
+    list_node.user_object.identifier = "trackable_list_wrapper"
+    list_node.user_object.version.producer = list_node.user_object.version.min_consumer = 1
+    node_ids = {}
+    for position, (shared_name, variable) in enumerate(by_shared.items()):
+        node_ids[shared_name] = len(objects.nodes)
+        list_node.children.add(node_id=node_ids[shared_name], local_name=str(position))
+        variable_proto = objects.nodes.add().variable
+        variable_proto.dtype, variable_proto.trainable, variable_proto.name = (
+            type_number(variable.value.dtype.name),
+            variable.trainable,
+            shared_name,
+        )
+        variable_proto.shape.SetInParent()
+        for size in variable.value.shape:
+            variable_proto.shape.dim.add(size=size)
+    for function, shared_names in needed.items():
+        if function in objects.concrete_functions:
+            objects.concrete_functions[function].bound_inputs.extend(
+                node_ids[shared_name] for shared_name in shared_names
+            )
+    return label

@@ -14,11 +14,10 @@ from graphquant.errors import ModelError
 from graphquant.formats import KERAS_SUFFIXES
 from graphquant.formats.tensorflow import opdefs, proto
 from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, stored_initial_values
-from graphquant.formats.tensorflow.metadata import ANCHOR_ATTR, RULE_ATTR
 from graphquant.formats.tensorflow.object_graph import CheckpointVariables, add_saved_functions
-from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS, describe_tf_op
+from graphquant.formats.tensorflow.ops import FUNCTION_ATTRS, VARIABLE_OP_TYPES, describe_tf_op
 from graphquant.formats.tensorflow.proto import dtype_name
-from graphquant.formats.tensorflow.source import TensorFlowSource, read_source
+from graphquant.formats.tensorflow.source import ANCHOR_ATTR, RULE_ATTR, TensorFlowSource, read_source
 from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, decode_shape, evaluate_tf_op
 from graphquant.ir import NO_ATTRS, Call, Graph, Model, Op, Output, Shape, TensorRef, paused_gc
 
@@ -37,6 +36,7 @@ _LEGACY_SCALARS: Final = 24  # older GraphDef versions write a placeholder of un
 _NON_SINK_KINDS: Final = frozenset(
     {"constant", "variable", "read_variable", "input", "switch", "enter", "next_iteration", "loop_cond", "stateful"}
 )
+_PLACEHOLDER_TYPES: Final = frozenset({"Placeholder", "PlaceholderV2", "PlaceholderWithDefault"})
 _NON_RESULT_DTYPES: Final = frozenset({"string", "resource", "variant"})
 
 
@@ -134,20 +134,14 @@ class _ModelLoader:
         """Add an op for each node, then wire the ops. Loops need all ops before their edges."""
         wiring = []
         for node in nodes:
-            data = [tensor_name for tensor_name in node.input if not tensor_name.startswith("^")]
             reader = f"node {node.name!r}"
-            tensors = [TensorRef(graph.name, *names.resolve_tensor(tensor_name, reader)) for tensor_name in data]
-            control_inputs = [
-                names.control_input(tensor_name[1:], reader)
-                for tensor_name in node.input
-                if tensor_name.startswith("^")
-            ]
-            wiring.append((node, tensors, control_inputs))
+            data, control = proto.split_inputs(node)
+            tensors = [TensorRef(graph.name, *names.resolve_tensor(text, reader)) for text in data]
+            wiring.append((node, tensors, [names.control_input(text[1:], reader) for text in control]))
         for node, tensors, _ in wiring:
             # The saver names nodes of the main graph; the same name in a function means another node.
-            graph.add_op(
-                self._make_op(node, len(tensors), names, is_saver=not graph.name and node.name in self._saver_ops)
-            )
+            is_saver = not graph.name and node.name in self._saver_ops
+            graph.add_op(self._make_op(node, len(tensors), names, is_saver=is_saver))
         for node, tensors, control_inputs in wiring:
             graph.connect_inputs(node.name, tensors, control_sources=dict.fromkeys(control_inputs))
         _propagate_shapes(graph)
@@ -197,17 +191,11 @@ class _ModelLoader:
         calls = []
         if node.op in self._functions and node.op not in self._builtin:
             calls.append(Call("", node.op, 0))
-        for attr in sorted(node.attr):
-            value = node.attr[attr]
-            kind = value.WhichOneof("value")
-            functions = (value.func,) if kind == "func" else value.list.func if kind == "list" else ()
-            for function in functions:
-                if function.name in self._functions:
-                    calls.append(Call(attr, function.name, *offsets.get(attr, (None, False))))
-                elif attr in offsets:
-                    raise ModelError(
-                        f"Node {node.name!r} ({node.op}) calls {function.name!r}, which is not in the model."
-                    )
+        for attr, function in proto.function_attrs(node):
+            if function.name in self._functions:
+                calls.append(Call(attr, function.name, *offsets.get(attr, (None, False))))
+            elif attr in offsets:
+                raise ModelError(f"Node {node.name!r} ({node.op}) calls {function.name!r}, which is not in the model.")
         return tuple(calls)
 
     def _add_signatures(self, main: Graph, signatures: Mapping[str, Any]) -> bool:
@@ -318,14 +306,7 @@ def _declared_shapes(node: Any, producer: int) -> list[Shape | None]:
         return [decode_shape(shape) for shape in attr["_output_shapes"].list.shape]
     if node.op == "Const" and "value" in attr:
         return [decode_shape(attr["value"].tensor.tensor_shape)]
-    if "shape" in attr and node.op in {
-        "Placeholder",
-        "PlaceholderV2",
-        "PlaceholderWithDefault",
-        "VariableV2",
-        "Variable",
-        "VarHandleOp",
-    }:
+    if "shape" in attr and (node.op in VARIABLE_OP_TYPES or node.op in _PLACEHOLDER_TYPES):
         shape = decode_shape(attr["shape"].shape)
         legacy = node.op == "Placeholder" and shape == () and producer < _LEGACY_SCALARS
         return [None if legacy else shape]
@@ -387,6 +368,7 @@ def _signature_tensor(main: Graph, name: str, label: str) -> TensorRef | None:
 
 
 def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping[str, Any] = NO_ATTRS) -> None:
+    """Add an output op `label` that reads the tensor, given as op and port."""
     if label in graph:
         raise ModelError(f"{label!r} is returned twice. The model file is damaged.")
     graph.add_op(Op(name=label, kind="output", type=RESULT_TYPE, attrs=attrs), [TensorRef(graph.name, *tensor)])

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from graphquant.errors import ModelError
+from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
 from graphquant.formats.tensorflow.proto import dtype_name
 from graphquant.formats.tensorflow.values import decode_shape
 from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 SAVED_GRAPH: Final = "@saved"
 """The graph that calls the saved functions. No function's name contains "@"."""
 
-_VARIABLE_VALUE: Final = "VARIABLE_VALUE"
+VARIABLE_VALUE: Final = "VARIABLE_VALUE"
+"""The attribute of an object with the variable's value."""
 
 
 def add_saved_functions(model: Model, saved_objects: Any, variables: CheckpointVariables) -> None:
@@ -127,7 +129,7 @@ def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int,
     pending, visited = [(0, 0)], {0}
     for node_id, saved_id in pending:
         for attribute in saved_graph.nodes[saved_id].attributes:
-            if attribute.name == _VARIABLE_VALUE:
+            if attribute.name == VARIABLE_VALUE:
                 keys[node_id] = attribute.checkpoint_key
         children = {child.local_name: child.node_id for child in saved_graph.nodes[saved_id].children}
         for child in nodes[node_id].children:
@@ -144,8 +146,6 @@ def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int,
 
 # Find the checkpoint key of each variable of a SavedModel.
 
-_VALUE_ATTRIBUTE: Final = "VARIABLE_VALUE"
-_VARIABLE_OPS: Final = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 _ASSIGN_OPS: Final = frozenset({"AssignVariableOp", "Assign"})
 _MAX_HOPS: Final = 16  # a damaged graph may contain a cycle
 
@@ -208,13 +208,13 @@ def resolve_variables(saved_model: Any, checkpoint: Checkpoint) -> dict[str, str
         graph = meta_graph.graph_def
         restored = _restored_keys(graph)
         for node in graph.node:
-            if node.op in _VARIABLE_OPS:
+            if node.op in VARIABLE_OP_TYPES:
                 shared_name = _get_shared_name(node)
                 keys = restored.get(node.name) or by_full_name.get(shared_name) or {shared_name}
                 by_node.setdefault(node.name, set()).update(keys)
                 by_shared_name.setdefault(shared_name, set()).update(keys)
         for function in graph.library.function:
-            for shared_name in (_get_shared_name(node) for node in function.node_def if node.op in _VARIABLE_OPS):
+            for shared_name in (_get_shared_name(node) for node in function.node_def if node.op in VARIABLE_OP_TYPES):
                 by_shared_name.setdefault(shared_name, set(by_full_name.get(shared_name) or {shared_name}))
     for shared_name, keys in by_shared_name.items():
         by_node.setdefault(shared_name, keys)
@@ -233,7 +233,7 @@ def _keys_by_full_name(checkpoint: Checkpoint) -> dict[str, set[str]]:
     graph = checkpoint.object_graph()
     for node in graph.nodes if graph is not None else ():
         for attribute in node.attributes:
-            if attribute.name == _VALUE_ATTRIBUTE and attribute.full_name:
+            if attribute.name == VARIABLE_VALUE and attribute.full_name:
                 names.setdefault(attribute.full_name, set()).add(attribute.checkpoint_key)
     return names
 

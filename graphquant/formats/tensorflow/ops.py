@@ -153,6 +153,8 @@ _OPS_WITH_ROLES: Final = {
     "SelectV2": TensorFlowOpInfo("where", ("condition", "input")),
 }
 
+VARIABLE_OP_TYPES: Final = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+
 _CONTROL_OPS: Final = {
     **{
         name: TensorFlowOpInfo("identity")
@@ -166,7 +168,7 @@ _CONTROL_OPS: Final = {
     **{name: TensorFlowOpInfo("next_iteration") for name in ("NextIteration", "RefNextIteration")},
     "LoopCond": TensorFlowOpInfo("loop_cond", ("condition",)),
     "Const": TensorFlowOpInfo("constant", ()),
-    **{name: TensorFlowOpInfo("variable", ()) for name in ("VarHandleOp", "VariableV2", "Variable")},
+    **{name: TensorFlowOpInfo("variable", ()) for name in VARIABLE_OP_TYPES},
     "ReadVariableOp": TensorFlowOpInfo("read_variable", ("variable",)),
     **{name: TensorFlowOpInfo("input", ()) for name in ("Placeholder", "PlaceholderV2")},
     "PlaceholderWithDefault": TensorFlowOpInfo("input"),

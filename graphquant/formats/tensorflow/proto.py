@@ -181,11 +181,9 @@ def message_class(name: str) -> Any:
 AttrValue: Final = message_class("tensorflow.AttrValue")
 BundleEntryProto: Final = message_class("tensorflow.BundleEntryProto")
 BundleHeaderProto: Final = message_class("tensorflow.BundleHeaderProto")
-CollectionDef: Final = message_class("tensorflow.CollectionDef")
 FullTypeDef: Final = message_class("tensorflow.FullTypeDef")
 FunctionDef: Final = message_class("tensorflow.FunctionDef")
 FunctionDefLibrary: Final = message_class("tensorflow.FunctionDefLibrary")
-GraphDebugInfo: Final = message_class("tensorflow.GraphDebugInfo")
 GraphDef: Final = message_class("tensorflow.GraphDef")
 MetaGraphDef: Final = message_class("tensorflow.MetaGraphDef")
 NameAttrList: Final = message_class("tensorflow.NameAttrList")
@@ -196,11 +194,8 @@ SavedModel: Final = message_class("tensorflow.SavedModel")
 SavedObjectGraph: Final = message_class("tensorflow.SavedObjectGraph")
 SaverDef: Final = message_class("tensorflow.SaverDef")
 SignatureDef: Final = message_class("tensorflow.SignatureDef")
-StructuredValue: Final = message_class("tensorflow.StructuredValue")
-TensorInfo: Final = message_class("tensorflow.TensorInfo")
 TensorProto: Final = message_class("tensorflow.TensorProto")
 TensorShapeProto: Final = message_class("tensorflow.TensorShapeProto")
-TensorSliceProto: Final = message_class("tensorflow.TensorSliceProto")
 TrackableObjectGraph: Final = message_class("tensorflow.TrackableObjectGraph")
 VariableDef: Final = message_class("tensorflow.VariableDef")
 VersionDef: Final = message_class("tensorflow.VersionDef")
@@ -290,6 +285,21 @@ def to_text(message: Any) -> str:
     except (DecodeError, ValueError, RecursionError) as error:
         kind = message.DESCRIPTOR.full_name
         raise ModelError(f"A {kind} cannot be written as text: {_parse_failure_reason(error)}.") from error
+
+
+def split_inputs(node: Any) -> tuple[list[str], list[str]]:
+    """Return the data inputs of a NodeDef and its control inputs, which start with "^"."""
+    data = [text for text in node.input if not text.startswith("^")]
+    return data, [text for text in node.input if text.startswith("^")]
+
+
+def function_attrs(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield a node's references to functions (NameAttrList) by attribute, in alphabetical order."""
+    for key in sorted(node.attr):
+        value = node.attr[key]
+        kind = value.WhichOneof("value")
+        for function in (value.func,) if kind == "func" else value.list.func if kind == "list" else ():
+            yield key, function
 
 
 def _parse_failure_reason(error: BaseException) -> str:

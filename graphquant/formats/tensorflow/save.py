@@ -13,18 +13,19 @@ import numpy as np
 
 from graphquant.errors import ModelError, UsageError
 from graphquant.formats.tensorflow import proto
-from graphquant.formats.tensorflow.captures import add_to_object_graph, capture_in_functions
 from graphquant.formats.tensorflow.checkpoint import extend_checkpoint
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import (
     INITIALIZER_OP,
     add_initializers,
+    add_to_object_graph,
     by_shared_name,
+    capture_in_functions,
     learned_ranges,
     unique_node_name,
 )
-from graphquant.formats.tensorflow.metadata import write_metadata
-from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, TensorFlowSource
+from graphquant.formats.tensorflow.object_graph import VARIABLE_VALUE
+from graphquant.formats.tensorflow.source import SAVED_MODEL_FILES, TensorFlowSource, write_metadata
 from graphquant.formats.tensorflow.values import decode_tensor, encode_tensor, type_number
 from graphquant.utils.atomic_files import atomic_file, make_staging_folder, replace_folder
 
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 
 # Save learned ranges with models that have variables: checkpoint values, object graph, collections and saver.
 
-VARIABLE_VALUE: Final = "VARIABLE_VALUE"
 VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
 MAIN_OP_COLLECTION: Final = "saved_model_main_op"
 
@@ -221,8 +221,7 @@ def _extend_save_op(
         graph_def, used_names, "save_keys", [*existing[0], *(key.encode() for key in variables)]
     )
     save_op.input[2] = _add_string_constant(graph_def, used_names, "save_slices", [*existing[1], *[b""] * len(types)])
-    control_inputs = [tensor for tensor in save_op.input if tensor.startswith("^")]
-    data = [tensor for tensor in save_op.input if not tensor.startswith("^")]
+    data, control_inputs = proto.split_inputs(save_op)
     for (handle, _), dtype in zip(variables.values(), types, strict=True):
         variable_read = graph_def.node.add(
             name=unique_node_name(used_names, f"{handle}/save"), op="ReadVariableOp", input=[handle]
@@ -286,13 +285,6 @@ def _serialize_message(source: TensorFlowSource, message: Any, *, text: bool) ->
         if hashlib.sha256(data).hexdigest() == source.digest:
             return data
     return proto.to_text(message).encode() if text else proto.to_binary(message)
-
-
-def _apply_umask(path: Path, mode: int) -> None:
-    """Gives what was made for the owner alone the permissions that a new file has."""
-    mask = os.umask(0)
-    os.umask(mask)
-    path.chmod(mode & ~mask)
 
 
 def _copy_checkpoint(source: TensorFlowSource, prefix: Path) -> None:

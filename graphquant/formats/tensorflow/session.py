@@ -17,15 +17,15 @@ from graphquant.errors import MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, LEARNED_ATTR, learned_ranges
-from graphquant.ir import DataType, Graph, Model, Op, Output, TensorRef, paused_gc
+from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
+from graphquant.ir import DataType, Graph, Model, Op, Output, TensorRef, paused_gc, reachable
 from graphquant.utils.tf_determinism import disable_onednn
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-    from graphquant.formats.tensorflow.from_tensorflow import LiveObject
     from graphquant.formats.tensorflow.learned_ranges import LearnedRange
-    from graphquant.formats.tensorflow.source import TensorFlowSource
+    from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource
     from graphquant.ir import Shape
 
 
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 # Its `shared_name` makes all these runs use one queue.
 
 _QUEUE_PREFIX: Final = "graphquant_observe"
-_FRAME_START_KINDS: Final = frozenset({"enter", "switch"})
 
 
 def queue_name(index: int) -> str:
@@ -51,14 +50,7 @@ def queue_name(index: int) -> str:
 
 def unfetchable_ops(graph: Graph) -> set[str]:
     """Return the ops of the main graph that may run never or repeatedly: all descendants of an Enter or Switch."""
-    unfetchable = {op.name for op in graph.ops() if op.kind in _FRAME_START_KINDS}
-    pending = list(unfetchable)
-    while pending:
-        for reader in graph.nx.adj[pending.pop()]:
-            if reader not in unfetchable:
-                unfetchable.add(reader)
-                pending.append(reader)
-    return unfetchable
+    return set(reachable((op.name for op in graph.ops() if op.kind in {"enter", "switch"}), graph.nx.adj.__getitem__))
 
 
 def instrument_with_queues(model: Model, tensors: Iterable[TensorRef], size_only: Collection[TensorRef] = ()) -> Model:
@@ -166,7 +158,7 @@ class TensorFlowSession:
         )
         # Optimized graphs round differently, and observed values must equal those of the model that runs.
         config.graph_options.rewrite_options.disable_meta_optimizer = not for_timing
-        started = cls(tensorflow, graph, v1.TensorFlowSession(graph=graph, config=config), message)
+        started = cls(tensorflow, graph, v1.Session(graph=graph, config=config), message)
         meta = source.meta_graph(message)
         if meta is not None:
             started._initialize(source, meta)
@@ -274,21 +266,16 @@ class TensorFlowSession:
 
     def _copy_live_values(self, live_object: LiveObject) -> None:
         """Assign the variable values of the object that the model was read from."""
-        kinds = {"VarHandleOp", "VariableV2", "Variable"}
-        variables = [
-            op for op in self.graph.get_operations() if op.type in kinds and LEARNED_ATTR not in op.node_def.attr
-        ]
+        ops = self.graph.get_operations()
+        variables = [op for op in ops if op.type in VARIABLE_OP_TYPES and LEARNED_ATTR not in op.node_def.attr]
         if variables and not live_object.values:
             raise ModelError(
                 f"The variables of {live_object.description}, for example {variables[0].name!r}, have values only in a"
                 " session. Pass the session to gq.load."
             )
         names = {op.name for op in variables}
-        assign_variables(
-            self.tf,
-            self.tf_session,
-            {name: value for name, value in live_object.current_values().items() if name in names},
-        )
+        values = {name: value for name, value in live_object.current_values().items() if name in names}
+        assign_variables(self.tf, self.tf_session, values)
 
     def operation(self, name: str) -> Any:
         """Return the operation that makes the tensor `name`."""
@@ -408,6 +395,7 @@ def translate_tf_errors(tensorflow: Any) -> Iterator[None]:
 
 
 def first_error_line(text: str) -> str:
+    """Return the first line of an error's text that states a reason."""
     lines = (line.strip() for line in text.splitlines())
     return next((line for line in lines if line not in {"", ERROR_HEADING}), "no reason given")
 

@@ -3,21 +3,80 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.checkpoint import Checkpoint
 from graphquant.formats.tensorflow.object_graph import resolve_variables
+from graphquant.quantize import RECORD_KEY, make_record
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
-    from graphquant.formats.tensorflow.from_tensorflow import LiveObject
+    from graphquant.formats.tensorflow.values import Array
+    from graphquant.ir import Model
 
 
 SAVED_MODEL_FILES: Final = ("saved_model.pb", "saved_model.pbtxt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveObject:
+    """The TensorFlow object that a model was read from.
+
+    Attributes:
+        instance: The object: a tf.Graph, a session or a ConcreteFunction.
+        description: Its description in messages.
+        values: Readers of the variables' present values, by the node of the variable.
+        value_tensors: The tensors that a session fetches for these values.
+        variables: The captured variables of a function, referenced so that they stay alive.
+        foreign_capture: The argument of a capture that is neither variable nor value, such as a table; "" for none.
+    """
+
+    instance: Any = field(repr=False)
+    description: str
+    values: Mapping[str, Callable[[], Array]]
+    value_tensors: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    variables: tuple[Any, ...] = ()
+    foreign_capture: str = ""
+
+    def current_values(self) -> dict[str, Array]:
+        """Return the present values of all initialized variables.
+
+        Raises:
+            ModelError: The session is closed.
+        """
+        if not self.value_tensors:
+            return {name: value() for name, value in self.values.items()}
+        try:
+            return dict(
+                zip(
+                    self.value_tensors,
+                    fetch_from_session(self.instance, list(self.value_tensors.values())),
+                    strict=True,
+                )
+            )
+        except sys.modules["tensorflow"].errors.FailedPreconditionError:  # a variable has no value
+            values: dict[str, Array] = {}
+            for name, value in self.values.items():
+                with suppress(ModelError):
+                    values[name] = value()
+            return values
+
+
+def fetch_from_session(session: Any, tensors: list[Any]) -> list[Array]:
+    """Return the values of tensors in a session; raise ModelError if it is closed."""
+    try:
+        return [np.asarray(value) for value in session.run(tensors)]
+    except RuntimeError as error:
+        raise ModelError("The session is closed, so its variables have no values. Give an open session.") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,3 +233,63 @@ def _has_nodes(message: Any) -> bool:
     graphs = [message] if message_type == "GraphDef" else [meta.graph_def for meta in meta_graphs]
     nodes = [node for graph in graphs for node in graph.node]
     return bool(nodes) and all(node.name and node.op for node in nodes)
+
+
+RULE_ATTR: Final = "_graphquant_rule"
+"""The attribute of an inserted node that names its rule."""
+
+ANCHOR_ATTR: Final = "_graphquant_anchor"
+"""The attribute of an inserted node that names the tensor it was inserted for."""
+
+_METADATA_PREFIX: Final = "_graphquant_model_"
+"""The prefix of attributes with metadata of the whole model."""
+
+
+def write_metadata(message: Any, model: Model) -> None:
+    """Write the metadata of `model` into `message`, its emitted form."""
+    if model.provenance is None:
+        return
+    source: TensorFlowSource = model.source
+    _clear_metadata(source, message)
+    entries: dict[str, bytes] = {key: value.encode() for key, value in model.provenance.items()}
+    if model.original_model is not None:
+        entries[RECORD_KEY] = make_record(model.original_model.source.message, message)
+    node = next((node for node in _graph_def_nodes(source, message) if RULE_ATTR in node.attr), None)
+    if node is not None:
+        for key in sorted(entries):
+            node.attr[_METADATA_PREFIX + key].s = entries[key]
+
+
+def node_metadata(source: TensorFlowSource, message: Any) -> dict[str, bytes]:
+    """Return the metadata of a model, by key."""
+    return {
+        key.removeprefix(_METADATA_PREFIX): node.attr[key].s
+        for node in _graph_def_nodes(source, message)
+        for key in sorted(node.attr)
+        if key.startswith(_METADATA_PREFIX)
+    }
+
+
+def original_record(source: TensorFlowSource) -> tuple[bytes, Any] | None:
+    """Return the original's record in a model, and the model without its metadata; None if there is no record."""
+    data = node_metadata(source, source.message).get(RECORD_KEY)
+    if data is None:
+        return None
+    stripped = type(source.message)()
+    stripped.CopyFrom(source.message)
+    _clear_metadata(source, stripped)
+    return data, stripped
+
+
+def _clear_metadata(source: TensorFlowSource, message: Any) -> None:
+    """Remove the metadata of a model."""
+    for node in _graph_def_nodes(source, message):
+        for key in [key for key in node.attr if key.startswith(_METADATA_PREFIX)]:
+            del node.attr[key]
+
+
+def _graph_def_nodes(source: TensorFlowSource, message: Any) -> Iterator[Any]:
+    graph_def = source.graph_def(message)
+    yield from graph_def.node
+    for function in graph_def.library.function:
+        yield from function.node_def

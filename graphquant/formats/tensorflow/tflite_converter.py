@@ -19,7 +19,7 @@ import numpy as np
 from graphquant.errors import ModelError
 from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
-from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR
+from graphquant.formats.tensorflow.learned_ranges import LEARNED_ATTR, unique_node_name
 from graphquant.formats.tensorflow.load import build_model
 from graphquant.formats.tensorflow.runner import input_specs, output_fetches
 from graphquant.formats.tensorflow.session import (
@@ -279,10 +279,7 @@ def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) ->
     """Return the graph with the names that ops had inside their functions, where they are free, and with `outputs`."""
     used_names = {node.name for node in graph_def.node}
     for key, (tensor, dtype) in outputs.items():
-        name = next(
-            name for name in (key, *(f"{key}_{k}" for k in range(1, len(used_names) + 2))) if name not in used_names
-        )
-        used_names.add(name)
+        name = unique_node_name(used_names, key)
         graph_def.node.add(name=name, op="Identity", input=[tensor]).attr["T"].type = dtype
     bypassed_inputs = {node.name: node.input[0] for node in graph_def.node if _is_inliner_identity(node)}
     remaining = [node for node in graph_def.node if node.name not in bypassed_inputs]

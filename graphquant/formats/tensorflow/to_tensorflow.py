@@ -6,15 +6,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphquant.errors import UsageError
 from graphquant.formats.tensorflow import proto
-from graphquant.formats.tensorflow.captures import capture_in_functions
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.from_tensorflow import (
     CALL_OP,
     GRADIENT_ATTR,
     drop_traced_gradients,
-    function_references,
+    rename_functions,
 )
-from graphquant.formats.tensorflow.learned_ranges import INITIALIZER_OP, by_shared_name, learned_ranges
+from graphquant.formats.tensorflow.learned_ranges import (
+    INITIALIZER_OP,
+    by_shared_name,
+    capture_in_functions,
+    learned_ranges,
+)
 from graphquant.formats.tensorflow.save import add_to_collections
 from graphquant.formats.tensorflow.session import assign_variables, translate_tf_errors
 from graphquant.formats.tensorflow.session import import_tensorflow as installed
@@ -22,8 +26,7 @@ from graphquant.formats.tensorflow.session import import_tensorflow as installed
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from graphquant.formats.tensorflow.from_tensorflow import LiveObject
-    from graphquant.formats.tensorflow.source import TensorFlowSource
+    from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource
     from graphquant.ir import Model
 
 
@@ -99,10 +102,8 @@ def _to_graph(tensorflow: Any, model: Model, live_object: LiveObject | None) -> 
 def _call_loaded_functions(graph_def: Any, functions: Mapping[str, Any]) -> None:
     """Let nodes call the loaded functions, which have gradients, under their new names."""
     names = {old: function.name.decode() for old, function in functions.items()}
+    rename_functions(graph_def.node if names else (), names)
     for node in graph_def.node if names else ():
-        node.op = names.get(node.op, node.op)
-        for func in function_references(node):
-            func.name = names.get(func.name, func.name)
         node.attr.pop(GRADIENT_ATTR, None)
     graph_def.ClearField("library")
 
@@ -130,7 +131,7 @@ def _add_to_control_flow_contexts(meta: Any, model: Model) -> None:
 def _to_session(tensorflow: Any, graph: Any, live_object: LiveObject, *, ranges: bool) -> Any:
     """Return a session for `graph` with the variable values of the original session. Learned ranges are initialized."""
     source_session = live_object.instance
-    new_session = tensorflow.compat.v1.TensorFlowSession(target=source_session.sess_str, graph=graph)
+    new_session = tensorflow.compat.v1.Session(target=source_session.sess_str, graph=graph)
     assign_variables(tensorflow, new_session, live_object.current_values())
     if ranges:
         new_session.run(INITIALIZER_OP)

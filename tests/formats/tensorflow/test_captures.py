@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from graphquant.errors import UsageError
 from graphquant.formats.tensorflow import proto
-from graphquant.formats.tensorflow.captures import add_to_object_graph, capture_in_functions
-from graphquant.formats.tensorflow.learned_ranges import LearnedRange
+from graphquant.formats.tensorflow.learned_ranges import LearnedRange, add_to_object_graph, capture_in_functions
 from graphquant.formats.tensorflow.values import type_number
 
 BRANCHES = {

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from graphquant.formats.tensorflow import emit, encode_skeleton, load, proto
-from graphquant.formats.tensorflow.metadata import RULE_ATTR
+from graphquant.formats.tensorflow.source import RULE_ATTR
 from graphquant.ir import Model, Op, Output, TensorRef, Use, check_invariants
 from graphquant.numerics import IntType, Range, choose_qparams
 from graphquant.qdq import FAMILIES, QDQSite

@@ -80,7 +80,7 @@ def test_as_tensorflow_computes(op_type: str, attrs: dict[str, Any], inputs: lis
     (tmp_path / "m.pb").write_bytes(proto.to_binary(graph))
     model = load(tmp_path / "m.pb")
     ports = [TensorRef("", "result", port) for port in range(len(model.main.op("result").outputs))]
-    with tf.Graph().as_default(), tf.compat.v1.TensorFlowSession() as session:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         tf.import_graph_def(tf.compat.v1.GraphDef.FromString(proto.to_binary(graph)), name="")
         expected = session.run([str(port) for port in ports])
     parameters = Parameters(model)

@@ -61,7 +61,7 @@ def dense(*, scale: float = 1.0, resource: bool = True, labels: bool = False) ->
 
 def started(graph: Any) -> Any:
     """Return a session with initialized variables."""
-    session = v1.TensorFlowSession(graph=graph)
+    session = v1.Session(graph=graph)
     session.run("init")
     return session
 
@@ -96,7 +96,7 @@ def test_graph_comes_back_as_a_graph() -> None:
     assert quantized_graph.get_collection("mine") == [quantized_graph.get_tensor_by_name("product:0")]
     assert quantized_graph.get_collection("numbers") == [3]
     assert quantized_graph.get_tensor_by_name("out:0").shape == [None, 3]
-    with v1.TensorFlowSession(graph=quantized_graph) as session:
+    with v1.Session(graph=quantized_graph) as session:
         out, skip = session.run(["out:0", "skip:0"], {"x:0": X * 10})
     assert np.array_equal(out, tf.nn.relu(tf.matmul(by_hand(X * 10), KERNEL)).numpy())
     assert np.array_equal(skip, X * 10)
@@ -151,7 +151,7 @@ def test_functions_of_a_graph_have_their_new_gradients() -> None:
             0
         ]
     large_inputs = np.abs(X) * 20
-    with v1.TensorFlowSession(graph=quantized_graph) as session:
+    with v1.Session(graph=quantized_graph) as session:
         values = session.run([gradient, "out:0"], {"x:0": large_inputs})
     inside = large_inputs <= Q8.max
     assert 0 < inside.sum() < large_inputs.size
@@ -178,7 +178,7 @@ def test_loop_of_tensorflow_1_trains() -> None:
         gradient = tf.gradients(
             quantized_graph.get_tensor_by_name("loop/Exit_1:0"), quantized_graph.get_tensor_by_name("x:0")
         )[0]
-    with v1.TensorFlowSession(graph=quantized_graph) as session:
+    with v1.Session(graph=quantized_graph) as session:
         value, slope = session.run(["loop/Exit_1:0", gradient], {"x:0": 1.5})
     assert value == pytest.approx(1.5**3, abs=1 / 128)
     assert slope == pytest.approx(3 * 1.5**2, rel=0.01)
@@ -210,7 +210,7 @@ def test_training_graph() -> None:
     with graph.as_default():
         v1.train.AdamOptimizer(0.1).minimize(graph.get_tensor_by_name("loss:0"))
         v1.global_variables_initializer()
-    session = v1.TensorFlowSession(graph=graph)
+    session = v1.Session(graph=graph)
     session.run("init_1")
     model = gq.load(session, outputs=[graph.get_tensor_by_name("logits:0")])
     result = gq.insert(model, rules=["tflite"], data="random:4", validate=False)
@@ -266,7 +266,7 @@ def test_calibrated_session(tmp_path: Any) -> None:
 
 def test_session_without_values() -> None:
     """An uninitialized variable is named in the error; a closed session has its own error."""
-    session = v1.TensorFlowSession(graph=dense())
+    session = v1.Session(graph=dense())
     with pytest.raises(ModelError, match=r"'kernel' has no value in the session\. Run its initializer"):
         gq.insert(session, rules=["weight_only"])
     session = started(dense())
@@ -349,10 +349,10 @@ def test_variables_are_shared() -> None:
     """The callable reads and trains the user's variables."""
     net = Net()
     quantized_function = quantized(net.concrete())
-    net.bias.assign_variables([10.0, 20.0, 30.0])
+    net.bias.assign([10.0, 20.0, 30.0])
     outputs = quantized_function(PAIR, tf.constant(True), gain=3.0)["one"]
     np.testing.assert_allclose(outputs, by_hand(X).numpy() @ KERNEL + [10, 20, 30], rtol=1e-5)
-    net.bias.assign_variables(np.zeros(3))
+    net.bias.assign(np.zeros(3))
     losses = []
     for _ in range(5):
         with tf.GradientTape() as tape:
@@ -411,7 +411,7 @@ def test_custom_gradients() -> None:
 def test_two_traces_of_one_function_do_not_mix() -> None:
     """Two modules of one class, or two results of one callable, have their own variables and ops."""
     nets = [Net(), Net()]
-    nets[1].kernel.assign_variables(KERNEL * 2)
+    nets[1].kernel.assign(KERNEL * 2)
     quantized_functions = [quantized(net.concrete()) for net in nets]
     again = quantized(nets[0].concrete(), "quantize-and-dequantize-v2")
     for factor, quantized_function in ((1, quantized_functions[0]), (2, quantized_functions[1]), (1, again)):
@@ -433,7 +433,7 @@ def test_same_code_gives_the_same_model() -> None:
 def test_calibrated_with_present_values() -> None:
     """Observing uses the present variable values, also while a graph is being built."""
     net = Net()
-    net.kernel.assign_variables(KERNEL * 4)
+    net.kernel.assign(KERNEL * 4)
     concrete = net.concrete()
     with tf.Graph().as_default() as graph:
         stats = gq.calibrate(concrete, data="random:4", rules=["tflite"])

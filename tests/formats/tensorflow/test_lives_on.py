@@ -154,7 +154,7 @@ def test_kws_in_the_tf1_loader(tf: Any, kws: tuple[gq.Result, Path]) -> None:
     v1 = tf.compat.v1
     config = v1.ConfigProto()
     config.graph_options.rewrite_options.disable_meta_optimizer = True
-    with v1.TensorFlowSession(graph=tf.Graph(), config=config) as session:
+    with v1.Session(graph=tf.Graph(), config=config) as session:
         signature = v1.saved_model.load(session, ["serve"], str(path)).signature_def["serving_default"]
         got = session.run(signature.outputs["dense"].name, {signature.inputs["input_1"].name: x})
     np.testing.assert_array_equal(got, kws_by_hand(tf, result, x))
@@ -346,7 +346,7 @@ def old(tf: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a TensorFlow 1 net, as "saved_model" and as "net.meta" with its checkpoint, and data."""
     folder = tmp_path_factory.mktemp("old")
     v1, random = tf.compat.v1, np.random.default_rng(0)
-    with v1.TensorFlowSession(graph=tf.Graph()) as session, session.graph.as_default():
+    with v1.Session(graph=tf.Graph()) as session, session.graph.as_default():
         x = v1.placeholder("float32", [None, 8, 8, 3], name="image")
         kernel = random.normal(0, 0.3, (3, 3, 3, 4)).astype(np.float32)
         kernel = v1.get_variable("conv/kernel", initializer=kernel, use_resource=False)
@@ -397,7 +397,7 @@ def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -
     checkpoint, keys = result.source.source.checkpoint()
     values = {name: checkpoint.read(keys[name]) for name in ("conv/kernel", "dense/kernel")}
     expected = old_by_hand(tf, result, values, x)
-    with v1.TensorFlowSession(graph=tf.Graph(), config=config) as session, session.graph.as_default():
+    with v1.Session(graph=tf.Graph(), config=config) as session, session.graph.as_default():
         load(session, path)
         logits = session.graph.get_tensor_by_name("logits:0")
         (end,) = [insertion.output for insertion in result.inserted if insertion.site.tensor.op == "logits"]
@@ -428,7 +428,7 @@ def test_tf1_models_still_train(tf: Any, old: Path, tmp_path: Path, form: str) -
         else:
             v1.train.Saver().save(session, str(again / "net"))
             again /= "net.meta"
-    with v1.TensorFlowSession(graph=tf.Graph(), config=config) as session, session.graph.as_default():
+    with v1.Session(graph=tf.Graph(), config=config) as session, session.graph.as_default():
         load(session, again)
         np.testing.assert_array_equal(session.run(f"{end.op}:0", {"image:0": x}), after)
     if form == "saved_model":

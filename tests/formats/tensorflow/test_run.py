@@ -398,7 +398,7 @@ def test_kws(tf: Any, tmp_path: Path) -> None:
     x = next(data[key] for key in data.files if data[key].ndim > 1)[:50].reshape(-1, 49, 10, 1).astype(np.float32)
     got = create_runner(model).run({"input_1": x})["dense"]
     save(model, tmp_path / "quant")
-    with tf.Graph().as_default(), tf.compat.v1.TensorFlowSession() as session:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         tf.compat.v1.saved_model.loader.load(session, ["serve"], str(tmp_path / "quant"))
         loaded = session.run("StatefulPartitionedCall:0", {"serving_default_input_1:0": x})
     np.testing.assert_allclose(loaded, got, rtol=1e-4, atol=1e-5)
@@ -423,7 +423,7 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
     """A `.meta` file and its checkpoint are loaded, edited, saved as a pair, and restored by TensorFlow's Saver."""
     v1 = tf.compat.v1
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    with tf.Graph().as_default(), v1.TensorFlowSession() as session:
+    with tf.Graph().as_default(), v1.Session() as session:
         fed = v1.placeholder(tf.float32, [None, 3], name="x")
         kernel = v1.get_variable("w", initializer=KERNEL, use_resource=False)
         offset = v1.get_variable("b", initializer=np.float32([1, 2, 3, 4]), use_resource=True)
@@ -444,7 +444,7 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-5)
     save(model, tmp_path / "new.meta")
     assert load(tmp_path / "new.meta").source.text == text
-    with tf.Graph().as_default(), v1.TensorFlowSession() as session:
+    with tf.Graph().as_default(), v1.Session() as session:
         v1.train.import_meta_graph(str(tmp_path / "new.meta")).restore(session, str(tmp_path / "new"))
         np.testing.assert_allclose(session.run("y:0", {"x:0": x}), got, rtol=1e-6)
     assert prefix.endswith("old")
