@@ -78,7 +78,7 @@ def attestation(entry: Entry, outcome: Outcome) -> dict[str, Any]:
 def _dependency(name: str, path: str, algorithm: str, digest: str) -> dict[str, Any]:
     if not digest:
         return {}
-    return {"name": name, "digest": {algorithm: digest}, "annotations": {"given": path}}
+    return {"name": name, "digest": {algorithm: digest}, "annotations": {"path": path}}
 
 
 def _is_single_file(model: str) -> bool:

@@ -222,13 +222,13 @@ LOCK_TIMEOUT = 60
 """Seconds to wait for the database lock of another run."""
 
 _CREATE_TABLES = """
-create table if not exists looks (
-    path text primary key, time integer, changed integer, size integer, inode integer, device integer, sha256 text
+create table if not exists fingerprints (
+    path text primary key, mtime integer, ctime integer, size integer, inode integer, device integer, sha256 text
 );
 create table if not exists outputs (path text primary key, sha256 text);
 """
 
-_SELECT_DIGEST = "select time, changed, size, inode, device, sha256 from looks where path = ?"
+_SELECT_DIGEST = "select mtime, ctime, size, inode, device, sha256 from fingerprints where path = ?"
 
 
 class FileHashes:
@@ -284,7 +284,7 @@ class FileHashes:
         if (
             max(fingerprint[:2]) + TIMESTAMP_GRAIN < now and _stat_fingerprint(path) == fingerprint
         ):  # a very recent file may change again within the timestamp's resolution
-            self._write("replace into looks values (?, ?, ?, ?, ?, ?, ?)", (name, *fingerprint, digest))
+            self._write("replace into fingerprints values (?, ?, ?, ?, ?, ?, ?)", (name, *fingerprint, digest))
         return digest
 
     def output_digest(self, output: str | Path) -> str | None:
@@ -316,7 +316,7 @@ class FileHashes:
     def remove_missing(self) -> None:
         """Remove rows of files that no longer exist."""
         with self._database_errors():
-            for table in ("looks", "outputs"):
+            for table in ("fingerprints", "outputs"):
                 rows = self._database.execute(f"select path from {table}").fetchall()  # noqa: S608  # the table names are constants
                 missing = [row for row in rows if not is_remote(row[0]) and not os.path.lexists(row[0])]
                 self._database.executemany(f"delete from {table} where path = ?", missing)  # noqa: S608  # the same

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from graphquant.batch.types import BatchReport, Outcome, OutcomeChange, OutcomeMetrics
 
-    ChangeKind = Literal["status", "sqnr", "measured", "agreement", "accuracy", "size", "int8", "seconds", "gone"]
+    ChangeKind = Literal["status", "sqnr", "not-measured", "agreement", "accuracy", "size", "int8", "seconds", "missing"]
 
 
 SQNR_STEP = 0.5
@@ -46,7 +46,7 @@ def compare_reports(
     ]
     names = {change_.name for change_ in report.outcomes}
     changes += [
-        _outcome_change(outcome, "gone", "warning", "the last report has it, and this batch does not")
+        _outcome_change(outcome, "missing", "warning", "the last report has it, and this batch does not")
         for outcome in before.values()
         if outcome.name not in names and report.shard[1] == 1  # in a shard's report, another shard may have it
     ]
@@ -93,10 +93,10 @@ def _metric_regressions(old: Outcome, new: Outcome, sqnr_step: float) -> Iterato
     if metrics_before is None or new.size_after is None:
         return
     if metrics_after is None:
-        yield "measured", "the difference from the float model was measured before and is not now"
+        yield "not-measured", "the difference from the float model was measured before and is not now"
         return
     if metrics_after.problem and not metrics_before.problem:
-        yield "measured", f"the output cannot be compared any more: {metrics_after.problem}"
+        yield "not-measured", f"the output cannot be compared any more: {metrics_after.problem}"
         return
     if _sqnr_loss(metrics_before, metrics_after) > sqnr_step:
         yield "sqnr", f"SQNR is {metrics_sqnr_text(metrics_after)}, and was {metrics_sqnr_text(metrics_before)}"

@@ -77,7 +77,7 @@ def run_batch(
         UsageError: The batch runs already, or the cache folder cannot be used.
     """
     started, start = time.time(), time.monotonic()
-    with FileHashes(options.folder / "files.sqlite") as memo:
+    with FileHashes(options.folder / "hashes.sqlite") as memo:
         path = journal_path(options.folder, entries)
         with Journal(path, resume=options.resume) as journal:
             remove_stale_files(entry.output for entry in entries if not is_remote(entry.output))

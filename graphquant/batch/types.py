@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-REPORT_SCHEMA_VERSION = 1
+REPORT_SCHEMA_VERSION = 2
 """Schema version of reports."""
 
 MAX_REPORT_BYTES = 1 << 30
@@ -275,7 +275,7 @@ class OutcomeChange:
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     name: str
-    kind: Literal["status", "sqnr", "measured", "agreement", "accuracy", "size", "int8", "seconds", "gone", "digest"]
+    kind: Literal["status", "sqnr", "not-measured", "agreement", "accuracy", "size", "int8", "seconds", "missing", "digest"]
     level: Level
     message: str
 
@@ -297,7 +297,7 @@ class BatchReport:
 
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
-    schema: Literal[1] = 1
+    schema: Literal[2] = 2
     version: str
     outcomes: tuple[Outcome, ...]
     shard: tuple[int, int] = (1, 1)
@@ -341,7 +341,7 @@ def batch_report_json(report: BatchReport, *, times: bool = True) -> dict[str, A
         data["outcomes"] = [
             {key: outcome[key] for key in outcome if key not in TIME_KEYS} for outcome in data["outcomes"]
         ]
-        data["changes"] = [change for change in data["changes"] if change["what"] not in TIME_KEYS]
+        data["changes"] = [change for change in data["changes"] if change["kind"] not in TIME_KEYS]
     return data
 
 

@@ -405,7 +405,7 @@ def _prune_cache(cache: OutcomeCache, limit: str, reporting: ReportOptions) -> N
     from graphquant.batch.cache_key import FileHashes
 
     removed_count, freed_bytes = cache.prune(limit)
-    with FileHashes(cache.folder / "files.sqlite") as memo:
+    with FileHashes(cache.folder / "hashes.sqlite") as memo:
         memo.remove_missing()
     click.echo(f"Removed {removed_count} outputs from the cache, {freed_bytes} bytes.", err=reporting.form != "text")
 

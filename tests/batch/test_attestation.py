@@ -64,16 +64,16 @@ def test_an_attestation(made):
                 },
                 "internalParameters": {"key": "e" * 64},
                 "resolvedDependencies": [
-                    {"name": "model", "digest": {"sha256": "a" * 64}, "annotations": {"given": entry.model}},
+                    {"name": "model", "digest": {"sha256": "a" * 64}, "annotations": {"path": entry.model}},
                     {
                         "name": "rules",
                         "digest": {"graphquantSha256": "b" * 64},
-                        "annotations": {"given": "mine.toml, onnxruntime"},
+                        "annotations": {"path": "mine.toml, onnxruntime"},
                     },
                     {
                         "name": "data",
                         "digest": {"graphquantSha256": "c" * 64},
-                        "annotations": {"given": "images,preset=imagenet"},
+                        "annotations": {"path": "images,preset=imagenet"},
                     },
                 ],
             },
@@ -126,7 +126,7 @@ def test_files_that_are_not_attestations(tmp_path, text):
     """It is refused in words."""
     path = tmp_path / "x.intoto.json"
     path.write_text(text, "utf-8")
-    with pytest.raises(UsageError, match="is no in-toto statement on files"):
+    with pytest.raises(UsageError, match="is not an in-toto statement on files"):
         attested_digests(path)
 
 

@@ -28,7 +28,7 @@ def test_the_program_digest_covers_its_files(tmp_path, monkeypatch, name):
     """Another file of code, compiled code or rules is another program; one of something else is not."""
     (tmp_path / "rules").mkdir()
     monkeypatch.setattr(graphquant, "__file__", str(tmp_path / "__init__.py"))
-    with FileHashes(tmp_path / "files.sqlite") as memo:
+    with FileHashes(tmp_path / "hashes.sqlite") as memo:
         (tmp_path / name).write_bytes(b"1")
         before = cache_key.program_digest(memo)
         (tmp_path / "notes.md").write_bytes(b"1")
@@ -39,7 +39,7 @@ def test_the_program_digest_covers_its_files(tmp_path, monkeypatch, name):
 
 def test_how_tensorflow_is_run(tmp_path, monkeypatch):
     """Kernels that somebody switched on make other outputs; off is what is done anyway."""
-    with FileHashes(tmp_path / "files.sqlite") as memo:
+    with FileHashes(tmp_path / "hashes.sqlite") as memo:
         made = {}
         for given in (None, "0", "1"):
             monkeypatch.delenv(ONEDNN_VARIABLE, raising=False)

@@ -62,7 +62,7 @@ def test_the_schema(batch):
     [
         (["--shard", "3/2"], "Error: --shard 3/2 is no part of a whole. Write 2/8 for the second of eight."),
         (["--scheduler", "tcp://127.0.0.1:9", "-j", "2"], "Error: The cluster says how many models are done at once."),
-        (["no.toml"], "Error: There is no manifest no.toml. Name one, or models and globs."),
+        (["no.toml"], "Error: There is no manifest no.toml. Give one, or models and globs."),
         (["--method", "minmx"], "Error: there is no method 'minmx'. Did you mean 'minmax' or 'mean-minmax'?"),
         (["*.onx"], "Error: '*.onx' names nothing."),
         (["--min-sqnr", "0"], "Error: graphquant.toml:3: 'min_sqnr' is measured on data, and none is named"),

@@ -168,7 +168,7 @@ def compensating(folder):
     """Writes rules whose weights have 4 bits and are corrected; gives their path."""
     text = ROOT.joinpath("rules", "onnxruntime.toml").read_text("utf-8")
     text = text.replace('weight]\ndtype = "int8"', 'weight]\ndtype = "int4"')
-    text = text.replace("bias-correction", "error-compensation")
+    text = text.replace("bias-correction", "gptq")
     folder.joinpath("four.toml").write_text(text, "utf-8")
     return str(folder / "four.toml")
 

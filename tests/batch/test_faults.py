@@ -129,7 +129,7 @@ def test_a_full_disk(here):
         assert len(failed) == 5  # each takes 28 kB
         assert all(path.startswith("full/") for path in failed)
         assert {problem["kind"] for problem in failed.values()} == {"UsageError"}
-        assert all("No space left on device" in problem["says"] for problem in failed.values())
+        assert all("No space left on device" in problem["message"] for problem in failed.values())
         assert len(list(Path("full").iterdir())) == 1
     assert len(outputs()) == 6
 
@@ -143,7 +143,7 @@ def test_a_read_only_folder(here):
         assert result.returncode == 1, result.stderr
         failed = [one for one in told()["outcomes"] if one["status"] == "failed"]
         assert len(failed) == 6
-        assert all("Read-only file system" in one["problem"]["says"] for one in failed)
+        assert all("Read-only file system" in one["problem"]["message"] for one in failed)
     assert len(outputs()) == 6
 
 
@@ -181,5 +181,5 @@ def test_every_fault_at_once(here):
     assert "not done after 45 s" in hung.problem.message
     corrupt = told()["outcomes"][-1]["problem"]
     assert (corrupt["kind"], corrupt["exit_code"]) == ("ModelError", 3)
-    assert "corrupt.onnx" in corrupt["says"]
+    assert "corrupt.onnx" in corrupt["message"]
     assert len(outputs()) == 12

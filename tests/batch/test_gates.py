@@ -8,7 +8,7 @@ from graphquant.batch.work import gate_misses
 FIGURES = OutcomeMetrics(sqnr=30.0, agreement=0.975, accuracy=(0.97, 0.95), samples=40)
 
 
-def told(gates, figures=FIGURES, size=1000, findings=()):
+def told(gates, metrics=FIGURES, size=1000, findings=()):
     """What does not hold, by gate."""
     return {miss.gate: miss.message for miss in gate_misses(gates, figures, size, findings)}
 
@@ -23,7 +23,7 @@ def told(gates, figures=FIGURES, size=1000, findings=()):
             {"max_accuracy_drop": 1.9},
             "accuracy fell from 97.00% to 95.00%, by more than 1.9",
         ),
-        ({"max_size": 1000}, {"max_size": 999}, "the output has 1000 bytes and may have 999"),
+        ({"max_size": 1000}, {"max_size": 999}, "the output has 1000 bytes, and the limit is 999"),
     ],
 )
 def test_each_bound(fine, missed, says):
@@ -43,12 +43,12 @@ def test_bounds_without_data():
     """A bound that cannot be measured does not hold, with the reason."""
     every = Gates(min_sqnr=1, min_agreement=1, max_accuracy_drop=1)
     names = {"min_sqnr", "min_agreement", "max_accuracy_drop"}
-    assert told(every, None) == dict.fromkeys(names, "there is no data to measure it on")
+    assert told(every, None) == dict.fromkeys(names, "there is no data to measure it")
     assert told(every, OutcomeMetrics(problem="it is broken")) == dict.fromkeys(names, "it is broken")
     assert told(every, OutcomeMetrics()) == {
-        "min_sqnr": "no output that differs holds floats",
-        "min_agreement": "no output holds class scores or integers",
-        "max_accuracy_drop": "the data has no labels that an output can be held against",
+        "min_sqnr": "no differing output has floats",
+        "min_agreement": "no output has class scores or integers",
+        "max_accuracy_drop": "the data has no labels for an output",
     }
     assert told(Gates(), None) == {}
 

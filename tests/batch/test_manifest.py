@@ -242,7 +242,7 @@ variant = "a b"
         ("graphquant.toml:3: there is no backend 'onnxruntme'. Did you mean 'onnxruntime' or 'onnxruntime-arm'?"),
         "graphquant.toml:4: '5 apples' is no amount of memory. Write it as 512MB or 2GB.",
         "graphquant.toml:5: 'samples' is 0; it must be at least 1.",
-        "graphquant.toml:6: a string or an array of strings is wanted here.",
+        "graphquant.toml:6: expected a string or an array of strings.",
         "graphquant.toml:9: there is no method 'minmx'. Did you mean 'minmax' or 'mean-minmax'?",
         "graphquant.toml:10: 'min_agreement' is 101; it must be at most 100.0.",
         "graphquant.toml:11: 'path' is empty. Leave it out or fill it.",
@@ -322,7 +322,7 @@ data = "there.npz"
         "graphquant.toml:3: '5 apples' is no amount of memory",
         "graphquant.toml:4: There are no rules called 'onnxruntme'",
         "graphquant.toml:4: There are no rules called 'tensorflw'",
-        "graphquant.toml:5: 'min_sqnr' is measured on data, and none is named for models/a.onnx",
+        "graphquant.toml:5: 'min_sqnr' needs data, and there is none for models/a.onnx",
         "graphquant.toml:8: 'models/*.onx' names nothing",
         "graphquant.toml:9: There is no file nowhere.npz",
         "graphquant.toml:10: there is no '{stm}'",
@@ -380,7 +380,7 @@ output = "models/net.quant"
     ) == [
         (
             "graphquant.toml:4: the output of models/a.onnx would be written into the folder of models/net,"
-            " which is a model. Give another 'output', or leave that model out."
+            " which is a model. Give another 'output', or exclude that model."
         ),
         (
             "graphquant.toml:4: models/net/all.onnx is the output of models/a.onnx and of models/deep/c.onnx."
@@ -388,11 +388,11 @@ output = "models/net.quant"
         ),
         (
             "graphquant.toml:4: the output of models/deep/c.onnx would be written into the folder of models/net,"
-            " which is a model. Give another 'output', or leave that model out."
+            " which is a model. Give another 'output', or exclude that model."
         ),
         (
             "graphquant.toml:8: the output of models/b.pb would be written over models/b.pb, which is a model."
-            " Give another 'output', or leave that model out."
+            " Give another 'output', or exclude that model."
         ),
         (
             "graphquant.toml:16: models/net.quant is the output of models/net and of models/b.pb [other]."
@@ -404,14 +404,14 @@ output = "models/net.quant"
 def test_a_gate_without_data(here):
     """A gate that is measured wants data, told where the gate is."""
     assert mistakes('[defaults]\nmin_sqnr = 20\n[[model]]\npath = "models/a.onnx"\n') == [
-        "graphquant.toml:2: 'min_sqnr' is measured on data, and none is named for models/a.onnx. Give it 'data'."
+        "graphquant.toml:2: 'min_sqnr' needs data, and there is none for models/a.onnx. Add 'data'."
     ]
 
 
 def test_no_models_and_no_toml(here):
     """An empty manifest, and what is none, are told as such."""
     assert mistakes("[defaults]\n") == [
-        "graphquant.toml:1: the manifest has no models. Give some: [[model]] and path = 'models/*.onnx'."
+        "graphquant.toml:1: the manifest has no models. Add some: [[model]] and path = 'models/*.onnx'."
     ]
     assert mistakes("path = models") == [
         (
@@ -429,9 +429,9 @@ def test_no_models_and_no_toml(here):
     [
         (["models/x.onnx"], "There is no model 'models/x.onnx'."),
         (["modls/*"], "'modls/*' names nothing. Did you mean 'models'?"),
-        (["models/*.txt"], "'models/*.txt' names 1 files and folders, none of which is a model to quantize."),
+        (["models/*.txt"], "'models/*.txt' names 1 files and folders, but no model to quantize."),
         (["models"], "models is a folder without saved_model.pb. Give models/* for the models in it."),
-        (["models/notes.txt"], "models/notes.txt is no model. Give a file with one of .onnx, "),
+        (["models/notes.txt"], "models/notes.txt is not a model. Give a file with one of .onnx, "),
         (["models/" + "x" * 300], "models/xxx"),
         (["models/a.onx"], "There is no model 'models/a.onx'. Did you mean 'a.onnx'"),
     ],
@@ -454,8 +454,8 @@ def test_invalid_names(here, name, says):
 def test_the_character_nul(here):
     """It is told where it stands, whatever it is in."""
     assert mistakes('[defaults]\noutput = "a\\u0000b"\n[[model]]\npath = "models/a\\u0000*"\n') == [
-        "graphquant.toml:2: a name cannot hold the character NUL.",
-        "graphquant.toml:4: a name cannot hold the character NUL.",
+        "graphquant.toml:2: a name cannot contain the character NUL.",
+        "graphquant.toml:4: a name cannot contain the character NUL.",
     ]
 
 

@@ -52,7 +52,7 @@ def test_many_models(tmp_path, samples, monkeypatch):
     assert again == report
     assert written() == outputs
     assert len(report["outcomes"]) > len(cases) >= 100
-    unfit = {one["name"]: one["problem"]["says"] for one in report["outcomes"] if one["status"] == "failed"}
+    unfit = {one["name"]: one["problem"]["message"] for one in report["outcomes"] if one["status"] == "failed"}
     assert all("random data" in said or "onnxruntime" in said for said in unfit.values()), unfit
     assert len(unfit) < 10
     assert len(outputs) == len(report["outcomes"]) - len(unfit)

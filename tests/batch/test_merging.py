@@ -56,7 +56,7 @@ def test_skipped_models_stay_skipped():
 
 def test_merging_drops_changes():
     """What a shard said of an earlier report is no word on the whole."""
-    change = OutcomeChange(name="a", kind="gone", level="error", message="gone")
+    change = OutcomeChange(name="a", kind="missing", level="error", message="missing")
     shards = {path: replace(one, changes=(change,)) for path, one in _shards(2, skipped=True).items()}
     assert merge_reports(shards).changes == ()
 
@@ -64,8 +64,8 @@ def test_merging_drops_changes():
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda one, two: (one,), "No report is of shard 2/2"),
-        (lambda one, two: (one, one), "are both of shard 1"),
+        (lambda one, two: (one,), "There is no report of shard 2/2"),
+        (lambda one, two: (one, one), "both belong to shard 1"),
         (lambda one, two: (one, replace(two, version="2")), "is of graphquant 1 and"),
         (lambda one, two: (one, replace(two, shard=(2, 3))), "is one of 2 shards and"),
         (lambda one, two: (replace(one, dealt="a"), replace(two, dealt="b")), "are of machines that saw other models"),

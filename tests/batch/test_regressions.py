@@ -15,8 +15,8 @@ def _outcome(name="net", **changed):
         "status": "done",
         "size_before": 40_000,
         "size_after": 10_000,
-        "low": (9, 10),
-        "figures": OutcomeMetrics(sqnr=40.0, samples=8),
+        "int8_ops": (9, 10),
+        "metrics": OutcomeMetrics(sqnr=40.0, samples=8),
         "seconds": 2.0,
     }
     return Outcome(name=name, **{**made, **changed})
@@ -29,7 +29,7 @@ def _changes(was, now, **options):
 
 
 FAILED = _outcome(
-    status="failed", problem=Problem(kind="ModelError", message="no"), size_after=None, figures=None, low=None
+    status="failed", problem=Problem(kind="ModelError", message="no"), size_after=None, metrics=None, int8_ops=None
 )
 
 
@@ -38,24 +38,24 @@ FAILED = _outcome(
     [
         ({}, []),
         ({"status": "unchanged"}, []),
-        ({"figures": OutcomeMetrics(sqnr=39.6)}, []),
-        ({"figures": OutcomeMetrics(sqnr=39.4)}, [("sqnr", "warning", "SQNR is 39.4 dB, and was 40.0 dB")]),
-        ({"figures": OutcomeMetrics(sqnr=45.0)}, []),
-        ({"figures": OutcomeMetrics(exact=True)}, []),
+        ({"metrics": OutcomeMetrics(sqnr=39.6)}, []),
+        ({"metrics": OutcomeMetrics(sqnr=39.4)}, [("sqnr", "warning", "SQNR is 39.4 dB, and was 40.0 dB")]),
+        ({"metrics": OutcomeMetrics(sqnr=45.0)}, []),
+        ({"metrics": OutcomeMetrics(exact=True)}, []),
         (
-            {"figures": None},
-            [("measured", "warning", "how far the output is from the float model was not measured, and was")],
+            {"metrics": None},
+            [("not-measured", "warning", "the difference from the float model was measured before and is not now")],
         ),
         (
-            {"figures": OutcomeMetrics(problem="values are not finite", samples=8)},
-            [("measured", "warning", "the output cannot be compared, and could: values are not finite")],
+            {"metrics": OutcomeMetrics(problem="values are not finite", samples=8)},
+            [("not-measured", "warning", "the output cannot be compared any more: values are not finite")],
         ),
         ({"size_after": 10_100}, []),
         ({"size_after": 10_101}, [("size", "warning", "the output has 10.1 KB, and had 10 KB")]),
         ({"size_after": 9_000}, []),
-        ({"low": (8, 10)}, [("int8", "warning", "80 % of the ops run in low precision, and 90 % did")]),
-        ({"low": (10, 10)}, []),
-        ({"low": None}, []),
+        ({"int8_ops": (8, 10)}, [("int8", "warning", "80 % of the ops run in low precision, and 90 % did")]),
+        ({"int8_ops": (10, 10)}, []),
+        ({"int8_ops": None}, []),
         ({"seconds": 3.0}, []),
         ({"seconds": 3.1}, [("seconds", "note", "it took 3.1 s, and took 2.0 s")]),
         ({"status": "unchanged", "seconds": 9.0}, []),
@@ -70,7 +70,7 @@ def test_reported_changes(now, told):
 
 def test_previously_exact_outputs():
     """An output that did not differ and now does has lost more than any step."""
-    assert _changes(_outcome(figures=OutcomeMetrics(exact=True)), _outcome(), sqnr_step=100.0) == [
+    assert _changes(_outcome(metrics=OutcomeMetrics(exact=True)), _outcome(), sqnr_step=100.0) == [
         ("sqnr", "warning", "SQNR is 40.0 dB, and was exact")
     ]
 
@@ -96,8 +96,8 @@ def test_previously_exact_outputs():
 )
 def test_shares_of_samples(now, told):
     """Agreement and accuracy may fall by a hundredth, or one sample; one that is gone has fallen."""
-    was = _outcome(figures=OutcomeMetrics(agreement=1.0, accuracy=(0.98, 0.98), samples=1000))
-    assert _changes(was, _outcome(figures=now)) == told
+    was = _outcome(metrics=OutcomeMetrics(agreement=1.0, accuracy=(0.98, 0.98), samples=1000))
+    assert _changes(was, _outcome(metrics=now)) == told
 
 
 def test_previously_exact_shares():
@@ -105,7 +105,7 @@ def test_previously_exact_shares():
     told = [("agreement", "warning", "agreement is 50.0 %, and was 100.0 %")]
     assert (
         _changes(
-            _outcome(figures=OutcomeMetrics(exact=True)), _outcome(figures=OutcomeMetrics(agreement=0.5, samples=8))
+            _outcome(metrics=OutcomeMetrics(exact=True)), _outcome(metrics=OutcomeMetrics(agreement=0.5, samples=8))
         )
         == told
     )
@@ -113,8 +113,8 @@ def test_previously_exact_shares():
 
 def test_the_sqnr_step_is_an_option():
     """How much SQNR may go is for the caller to say."""
-    assert _changes(_outcome(), _outcome(figures=OutcomeMetrics(sqnr=35.0)), sqnr_step=5.0) == []
-    assert len(_changes(_outcome(), _outcome(figures=OutcomeMetrics(sqnr=39.9)), sqnr_step=0.05)) == 1
+    assert _changes(_outcome(), _outcome(metrics=OutcomeMetrics(sqnr=35.0)), sqnr_step=5.0) == []
+    assert len(_changes(_outcome(), _outcome(metrics=OutcomeMetrics(sqnr=39.9)), sqnr_step=0.05)) == 1
 
 
 def test_failing_models():
@@ -127,7 +127,7 @@ def test_failing_models():
 def test_added_and_missing_models():
     """A model that is gone is a regression, a new one and one of another shard are none."""
     assert _changes(None, _outcome()) == []
-    assert _changes(_outcome(), None) == [("gone", "warning", "the last report has it, and this batch does not")]
+    assert _changes(_outcome(), None) == [("missing", "warning", "the last report has it, and this batch does not")]
     assert _changes(_outcome(), _outcome(status="skipped")) == []
     assert _changes(_outcome(status="skipped"), _outcome()) == []
 

@@ -104,7 +104,7 @@ def test_a_removed_output_is_restored_from_the_cache(here):
     assert outputs[0].read_bytes() == before
     assert outputs[1].read_bytes() == b"mine"
     assert [one.status for one in outcomes] == ["unchanged", "failed"]
-    assert "was changed since a batch wrote it." in outcomes[1].problem.message
+    assert "was changed after a batch wrote it." in outcomes[1].problem.message
     assert outcomes[1].problem.exit_code == 2
     outcomes, done = run(two_entries(), force=True)
     assert ([one.status for one in outcomes], done) == (["unchanged", "unchanged"], [])
@@ -477,4 +477,4 @@ def test_a_failure_keeps_an_earlier_output(here):
     assert run([entry("digits_cnn", samples=5)])[0][0].status == "done"
     run([wanting])
     Path("out/digits_cnn.onnx").write_bytes(b"mine")
-    assert "was changed since a batch wrote it." in run([entry("digits_cnn", samples=6)])[0][0].problem.message
+    assert "was changed after a batch wrote it." in run([entry("digits_cnn", samples=6)])[0][0].problem.message

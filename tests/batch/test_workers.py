@@ -90,7 +90,7 @@ def test_a_dying_worker_does_not_affect_others(here):
         "b": "done",
     }
     assert [found[name].attempts for name in (*faulty, "a", "b")] == [2, 2, 2, 1, 1]
-    assert "exit code 7. The last it said: so long" in found["leave"].problem.message
+    assert "exit code 7. Its last output: so long" in found["leave"].problem.message
     assert "was ended by SIGSEGV" in found["fault"].problem.message
     assert "more than 1024 MiB" in found["eat"].problem.message
     assert Path("a.onnx").read_bytes() == Path("b.onnx").read_bytes()

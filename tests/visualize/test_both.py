@@ -176,7 +176,7 @@ def test_heatmap_values_are_keyed_by_op(tmp_path: Path) -> None:
         columns=columns, values={op_key: (1.25, math.inf, None, -math.inf)}, notes={op_key: "why"}, summary=("all",)
     )
     data = json.loads(json.dumps(heatmap_data(heat, drawing.annotations), allow_nan=False))
-    assert data["of"] == {"0": [1.25, "equal", None, "none"]}
+    assert data["values"] == {"0": [1.25, "equal", None, "none"]}
     assert data["notes"] == {"0": "why"}
-    assert data["columns"][0] == {"name": "a", "says": "it", "hot": 3, "cold": 0, "unit": "dB"}
-    assert heatmap_data(Heatmap(columns=columns, values={("", "no such"): (1.0,) * 4}), drawing.annotations)["of"] == {}
+    assert data["columns"][0] == {"name": "a", "description": "it", "hot": 3, "cold": 0, "unit": "dB"}
+    assert heatmap_data(Heatmap(columns=columns, values={("", "no such"): (1.0,) * 4}), drawing.annotations)["values"] == {}

@@ -218,7 +218,7 @@ def test_a_neighborhood(tmp_path: Path, what: str, hops: int, shown: list[str]) 
 
 def test_a_neighborhood_of_an_unknown_name(tmp_path: Path) -> None:
     """An unknown name is an error with close ones."""
-    with pytest.raises(UsageError, match=r"Nothing that is drawn is called 'enc/x'\. Did you mean 'enc/"):
+    with pytest.raises(UsageError, match=r"The drawing has nothing named 'enc/x'\. Did you mean 'enc/"):
         neighborhood(_draw_text(PAIR, tmp_path), "enc/x", 1)
 
 

@@ -151,8 +151,8 @@ def test_time_is_linear() -> None:
 def test_the_hash_seed_does_not_matter() -> None:
     """Two processes with different hash seeds place the ops of a graph with cycles alike."""
     code = (
-        "from graphquant.view.layout import place;"
-        "print(place([50] * 9, [(0, [3, 4]), (3, [5, 1]), (5, [0, 7]), (2, [8, 6])], [('a' < 'b',)] * 9))"
+        "from graphquant.visualize.layout import layered_layout;"
+        "print(layered_layout([50] * 9, [(0, [3, 4]), (3, [5, 1]), (5, [0, 7]), (2, [8, 6])], [('a' < 'b',)] * 9))"
     )
     found = {
         subprocess.run(

@@ -47,7 +47,7 @@ def picks() -> RangeReport:
     channels = sketch_values(random.normal(size=(50, 6)).astype(np.float32), axis=1)
     each = choose_qparams(Range(-np.ones(6), np.ones(6)), UINT8, symmetric=False, axis=1)
     found = (
-        _pick("block_1/a_long_name/of/an/activation/relu", values, _params(-3, 3), method="auto", like="mse"),
+        _pick("block_1/a_long_name/of/an/activation/relu", values, _params(-3, 3), method="auto", auto_method="mse"),
         _pick(HOSTILE, np.abs(values[:50]), _params(0, 5), method="percentile 99.9", rule=HOSTILE, note=HOSTILE),
         TensorRange(tensor=TensorRef("body", "each"), sketch=channels, params=each, method="minmax", rule="r"),
         TensorRange(tensor=TensorRef("", "left"), sketch=None, note="no sample of the data reached it"),
@@ -95,7 +95,7 @@ def test_the_table_has_everything_where_there_is_room(picks: RangeReport) -> Non
     assert drawn[0].count("█") > 3
     assert drawn[2].lstrip().startswith("▂")
     assert any("samples" in line and "RANDOM" not in line for line in lines)
-    assert "The data is RANDOM: what it shows is for tests only." in lines
+    assert "The data is RANDOM: use the statistics for tests only." in lines
     assert "The statistics are of 8 of 9 samples of the data. calibrate --merge adds other parts." in lines
     assert "left:0: no sample of the data reached it" in lines
 
@@ -105,7 +105,7 @@ def test_many_notes_are_counted(picks: RangeReport) -> None:
     many = tuple(replace(picks.tensor_ranges[3], note=f"note {number}") for number in range(20))
     lines = _printed(replace(picks, tensor_ranges=many), 100)
     assert sum(line.startswith("left:0: note") for line in lines) == 12
-    assert "8 more such notes are in --format json." in lines
+    assert "8 more notes are in --format json." in lines
 
 
 def test_ascii_terminals(picks: RangeReport) -> None:
@@ -181,15 +181,15 @@ def test_the_data(picks: RangeReport) -> None:
     """JSON is strict, and has what was seen, the range, its cost and what others would pick."""
     data = json.loads(json.dumps(range_report_json(picks), allow_nan=False))
     first = data["tensors"][0]
-    assert (first["seen"]["count"], first["seen"]["nan"], first["seen"]["inf"]) == (5003, 2, 0)
-    assert sum(first["seen"]["histogram"]["counts"]) == pytest.approx(5001)
-    assert len(first["seen"]["histogram"]["edges"]) == len(first["seen"]["histogram"]["counts"]) + 1
+    assert (first["statistics"]["count"], first["statistics"]["nan"], first["statistics"]["inf"]) == (5003, 2, 0)
+    assert sum(first["statistics"]["histogram"]["counts"]) == pytest.approx(5001)
+    assert len(first["statistics"]["histogram"]["edges"]) == len(first["statistics"]["histogram"]["counts"]) + 1
     assert first["cost"]["above"] == pytest.approx(np.mean(np.sort(_values()) > 3), abs=1e-3)
-    assert [other["method"] for other in first["others"]] == ["mse", "minmax"]
-    assert (data["samples"], data["random"], data["complete"], data["schema"]) == (8, True, False, 1)
-    assert data["tensors"][2]["seen"]["histogram"] is None
-    assert len(data["tensors"][2]["seen"]["low"]) == 6
-    assert data["tensors"][3]["seen"] is None
+    assert [alternative["method"] for alternative in first["alternatives"]] == ["mse", "minmax"]
+    assert (data["samples"], data["random"], data["complete"], data["schema"]) == (8, True, False, 2)
+    assert data["tensors"][2]["statistics"]["histogram"] is None
+    assert len(data["tensors"][2]["statistics"]["low"]) == 6
+    assert data["tensors"][3]["statistics"] is None
     assert data["tensors"][3]["note"] == "no sample of the data reached it"
 
 
@@ -205,7 +205,7 @@ def test_values_that_are_not_finite() -> None:
         TensorRange(tensor=TensorRef("", "b"), sketch=_infinite()),
     )
     picks = RangeReport(stats=Stats(model_digest="ef", targets={}, sketches={}), tensor_ranges=found)
-    assert json.loads(json.dumps(range_report_json(picks), allow_nan=False))["tensors"][0]["seen"]["low"] is None
+    assert json.loads(json.dumps(range_report_json(picks), allow_nan=False))["tensors"][0]["statistics"]["low"] is None
     assert "3 NaN" in stats_page(picks)
     assert "2 infinite" in stats_page(picks)
     assert any("b:0" in line for line in _printed(picks, 80))

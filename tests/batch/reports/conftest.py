@@ -33,8 +33,8 @@ def report() -> BatchReport:
         "size_before": 52_143,
         "size_after": 17_301,
         "sites": 24,
-        "low": (13, 15),
-        "figures": OutcomeMetrics(sqnr=38.25, agreement=0.99, samples=100),
+        "int8_ops": (13, 15),
+        "metrics": OutcomeMetrics(sqnr=38.25, agreement=0.99, samples=100),
         "versions": {"graphquant": "0.1.0", "onnxruntime": "1.31.0"},
         "seconds": 1.25,
     }
@@ -51,7 +51,7 @@ def report() -> BatchReport:
             status="gate",
             misses=(GateMiss(gate="min_sqnr", message="SQNR is 12.0 dB, and 30 were asked for"),),
             findings=(found,),
-            **{**fine, "figures": OutcomeMetrics(sqnr=12.0, samples=8)},
+            **{**fine, "metrics": OutcomeMetrics(sqnr=12.0, samples=8)},
         ),
         Outcome(
             name=HOSTILE,
@@ -78,7 +78,7 @@ def report() -> BatchReport:
         OutcomeChange(name="net", kind="sqnr", level="error", message="SQNR is 38.2 dB, and was 42.0 dB"),
         OutcomeChange(name="kept", kind="seconds", level="note", message="it took 3.0 s, and took 1.0 s"),
         OutcomeChange(
-            name="old", kind="gone", level="error", message="the last report has it, and this batch does not"
+            name="old", kind="missing", level="error", message="the last report has it, and this batch does not"
         ),
     )
     return BatchReport(version="0.1.0", outcomes=outcomes, started=1_790_000_000.25, seconds=124.5, changes=changes)

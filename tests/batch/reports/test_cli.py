@@ -91,7 +91,7 @@ def test_merge(batch, cli, tmp_path):
         tmp_path.joinpath(f"{shard}.json").write_text(json.dumps(part), "utf-8")
     cli("batch", "--merge", "1.json", "0.json", "--report", "merged.json")
     assert read_report(tmp_path / "merged.json") == read_report(tmp_path / "whole.json")
-    assert "No report is of shard 2/2." in cli("batch", "--merge", "0.json", code=2).stderr
+    assert "There is no report of shard 2/2." in cli("batch", "--merge", "0.json", code=2).stderr
     part["outcomes"][0]["status"] = "skipped"
     tmp_path.joinpath("1.json").write_text(json.dumps(part), "utf-8")
     assert "1 not begun" in cli("batch", "--merge", "1.json", "0.json", code=1).stdout
@@ -129,17 +129,17 @@ def test_attest_and_verify(batch, tmp_path):
     data["outcomes"][0]["versions"]["onnx"] = "1.0"
     tmp_path.joinpath("last.json").write_text(json.dumps(data), "utf-8")
     told = batch("--verify", "--compare", "last.json", code=1).stdout
-    assert "digits_rnn.onnx: the output is not what is built now: digits_rnn.quant.onnx\n" in told
-    assert "digits_cnn.onnx: the statement is not of what is built now: digits_cnn.quant.onnx\n" in told
+    assert "digits_rnn.onnx: the output differs from the rebuilt one: digits_rnn.quant.onnx\n" in told
+    assert "digits_cnn.onnx: the attestation differs from the rebuilt output: digits_cnn.quant.onnx\n" in told
     assert (
-        "digits_cnn.onnx: the report is not of what is built now: digits_cnn.quant.onnx; so do the model, onnx (1.0"
+        "digits_cnn.onnx: the report differs from the rebuilt output: digits_cnn.quant.onnx; so do the model, onnx (1.0"
         in (told)
     )
     assert "2 done, 3 differences;" in told
     output.unlink()
     assert "digits_rnn.quant.onnx is missing" in batch("--verify", code=1).stdout
     path.write_text("{}", "utf-8")
-    assert "is no in-toto statement on files" in batch("--verify", code=1).stdout
+    assert "is not an in-toto statement on files" in batch("--verify", code=1).stdout
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_verifying_a_folder(cli, samples, tmp_path):
     out.joinpath("assets").mkdir(exist_ok=True)
     out.joinpath("assets", "more.txt").write_text("more", "utf-8")
     assert (
-        "the output is not what is built now: net/assets/more.txt is no part of it\n"
+        "the output differs from the rebuilt one: net/assets/more.txt is no part of it\n"
         in cli(*call, "--verify", code=1).stdout
     )
     out.joinpath("assets", "more.txt").unlink()

@@ -120,7 +120,7 @@ def test_an_output_that_cannot_be_compared(report, suffix):
     lost = OutcomeMetrics(samples=8, problem="values are NaN")
     done, kept, gated = report.outcomes[:3]
     missed = (GateMiss(gate="min_sqnr", message="values are NaN"),)
-    outcomes = (replace(done, figures=lost), kept, replace(gated, figures=lost, misses=missed))
+    outcomes = (replace(done, metrics=lost), kept, replace(gated, metrics=lost, misses=missed))
     said = REPORTS[suffix](replace(report, outcomes=outcomes, changes=()))
     assert said.count("it cannot be compared with the float model") == 1
     assert "it cannot be compared" not in REPORTS[suffix](report)
@@ -261,7 +261,7 @@ def test_a_report_that_cannot_be_written(report, tmp_path):
 def test_statuses_have_labels_and_codes(report):
     """Each status of an outcome that failed has its code, and each code is of one."""
     unlike = replace(report, changes=(replace(report.changes[0], what="digest"),))
-    done = replace(report.outcomes[0], figures=OutcomeMetrics(problem="values are NaN"))
+    done = replace(report.outcomes[0], metrics=OutcomeMetrics(problem="values are NaN"))
     lost = replace(report, outcomes=(done,), changes=())
     told = {
         one["ruleId"]
