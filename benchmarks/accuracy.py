@@ -40,7 +40,7 @@ from peers_models import Case, cases
 import graphquant as gq
 from graphquant import formats
 from graphquant.analysis import match_sites
-from graphquant.api.validation import measure_tensor_sizes
+from graphquant.analysis.validation import measure_tensor_sizes
 from graphquant.calibration.data import open_data
 from graphquant.ir.macs import count_macs
 
@@ -234,7 +234,7 @@ def keywords(given: Path, folder: Path) -> tuple[list[str], bool]:
     np.savez(data, **case.pool)
     np.savez(held_out, **case.held_out, labels=np.load(given / "kws/eval.npz")["label"])
     int4 = four_bits().replace('per = "channel"\nobserve = "absmax"', 'per = "channel"\nobserve = "mse"', 1)
-    ways: dict[str, dict[str, Any]] = {"int8": {}, "int4": {"rules": [int4], "correct": ("adaptive-rounding",)}}
+    ways: dict[str, dict[str, Any]] = {"int8": {}, "int4": {"rules": [int4], "algorithms": ("adaround",)}}
     told, missed = [], False
     for name, options in ways.items():
         made = gq.insert(case.model, data=str(data), validate=False, **options).save(

@@ -47,10 +47,10 @@ LOUD, TIMES = 3, 24
 """Channels of each norm that are made larger, and how many times."""
 
 WAYS: dict[str, tuple[str, ...]] = {
-    "int8": ("bias-correction", "migration"),
-    "int8 per tensor": ("equalization", "weight-clipping"),
-    "int4": ("bias-correction", "error-compensation", "adaptive-rounding"),
-    "int4 per tensor": ("equalization", "weight-clipping"),
+    "int8": ("bias-correction", "smoothquant"),
+    "int8 per tensor": ("cross-layer-equalization", "weight-clipping"),
+    "int4": ("bias-correction", "gptq", "adaround"),
+    "int4 per tensor": ("cross-layer-equalization", "weight-clipping"),
 }
 """For each kind of weights the corrections that are looked at."""
 
@@ -66,11 +66,11 @@ CONVOLUTIONS = frozenset({*SEPARABLE, "digits_cnn_bn", "face_detector", "super_r
 TRANSFORMERS = frozenset({"transformer", "bert", "gpt", "gpt_outliers"})
 
 HELPS = {
-    "equalization": SEPARABLE,
-    "migration": TRANSFORMERS,
+    "cross-layer-equalization": SEPARABLE,
+    "smoothquant": TRANSFORMERS,
     "weight-clipping": CONVOLUTIONS,
-    "error-compensation": TRANSFORMERS,
-    "adaptive-rounding": CONVOLUTIONS,
+    "gptq": TRANSFORMERS,
+    "adaround": CONVOLUTIONS,
     "bias-correction": CONVOLUTIONS,
 }
 """For each correction the models of the kind that its paper measured."""

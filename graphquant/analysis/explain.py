@@ -131,7 +131,7 @@ def explain_uses(
 def _outcome_without_plan(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> tuple[str, str]:
     """The rule and the outcome of a use that is neither among the plan's sites nor its skips."""
     first = next((rule for rule in matcher.ruleset.rules if not matcher.miss_reason(rule, tensor, use)), None)
-    if first is not None and first.rule.quantize == "passed-on":
+    if first is not None and first.rule.quantize == "passthrough":
         return first.rule.name, "quantized already: what makes it hands quantized values on, so nothing is inserted"
     return "", "not quantized: no rule matches"
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphquant.optimize.channel_statistics import GroupWeight
 
 
-CROSS_LAYER_EQUALIZATION: Final = "equalization"
+CROSS_LAYER_EQUALIZATION: Final = "cross-layer-equalization"
 
 MAX_ROUNDS: Final = 20
 """Rounds over all streams, at most."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from graphquant.optimize.channel_statistics import ChannelStatistics, RoundingCosts
 
 
-SMOOTHQUANT: Final = "migration"
+SMOOTHQUANT: Final = "smoothquant"
 
 STRENGTHS: Final = tuple(step / 10 for step in range(11))
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from graphquant.optimize.weighted_ops import WeightedOp
 
 
-GPTQ: Final = "error-compensation"
+GPTQ: Final = "gptq"
 
-ADAROUND: Final = "adaptive-rounding"
+ADAROUND: Final = "adaround"
 
 MAX_ROUNDED_BITS: Final = 4
 """Bits from which on nearest rounding is good enough."""

@@ -1,4 +1,4 @@
-"""The plan: which tensors are quantized for which consumers, and how. Plain data, printed, saved, edited, applied."""
+"""Plan and apply quantization: preparation, the plan, the scale solver, rewriting, stripping and provenance."""
 
 from graphquant.quantize.limits import (
     DPU_ADD_READ_LIMITS,
@@ -10,7 +10,7 @@ from graphquant.quantize.limits import (
 )
 from graphquant.quantize.plan import Plan, Site, Skip
 from graphquant.quantize.plan_json import check_plan, plan_from_json, plan_to_json, read_plan
-from graphquant.quantize.planner import TIED_INPUT_NOT_QUANTIZED, PlanOptions, make_plan
+from graphquant.quantize.planner import TIED_INPUT_NOT_QUANTIZED, SiteSelection, make_plan
 from graphquant.quantize.preparation_undo import Step, original_weights
 from graphquant.quantize.prepare import (
     PREPARATION_STEPS,
@@ -41,7 +41,6 @@ from graphquant.quantize.tflite_ranges import (
 from graphquant.quantize.ties import clip_limits, saturates_like_clip
 
 __all__ = [
-    "Conflict",
     "DPU_ADD_READ_LIMITS",
     "DPU_ADD_WRITE_LIMITS",
     "DPU_CUT_LIMITS",
@@ -51,16 +50,17 @@ __all__ = [
     "METADATA_PREFIX",
     "OPS_KEY",
     "PREPARATION_STEPS",
-    "Plan",
-    "PlanOptions",
     "RECORD_KEY",
+    "TIED_INPUT_NOT_QUANTIZED",
+    "Conflict",
+    "Plan",
     "RangeTransfer",
     "ScaleChange",
     "Site",
+    "SiteSelection",
     "Skip",
     "Solution",
     "Step",
-    "TIED_INPUT_NOT_QUANTIZED",
     "check_plan",
     "clip_limits",
     "explain_scale",

@@ -1,4 +1,4 @@
-"""BatchNorms behind a convolution or matrix product taken up into its weight and bias."""
+"""Fold BatchNorms into the weight and bias of the convolution or matrix product before them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,17 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 
-# BatchNorms that a convolution or matrix product before them can take up, found by the structure of the graph.
+# Find BatchNorms that the preceding convolution or matrix product can absorb, by the structure of the graph.
 #
-# Keras 3 spells a BatchNorm out: what is folded of it is a Mul and an Add that read one value per channel each. Nets made
-# with Caffe have such a pair behind each BatchNorm, which takes it up where no convolution can.
+# Keras 3 writes a BatchNorm out: after constant folding it is a Mul and an Add with one value per channel each. Nets
+# converted from Caffe have such a pair after each BatchNorm; the BatchNorm absorbs it where no convolution can.
 
 FOLDABLE_KINDS: Final = frozenset({"conv", "depthwise_conv", "conv_transpose", "gemm", "matmul"})
-"""Kinds whose weight can take up a BatchNorm that reads them."""
+"""Kinds whose weight can absorb a BatchNorm that reads their output."""
 
 MATRIX_RANK: Final = 2
 
-VARIABLES_NOT_FOLDED: Final = (
-    "it is not folded: its values are variables, with which training goes on; freeze the model to fold it"
-)
+VARIABLES_NOT_FOLDED: Final = "its values are variables, which training may still change; freeze the model to fold it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +45,13 @@ class FoldCandidate:
     """A BatchNorm that may be folded.
 
     Attributes:
-        norm: The BatchNorm, or the Add at the end of one that is spelled out.
+        norm: The BatchNorm, or the Add at the end of one that is written out.
         mul: The Mul before that Add.
-        values: Where scale, offset, mean and variance are read, or what is multiplied by and what is added.
-        weighted: The convolution or matrix product before it; for a Mul and an Add perhaps a BatchNorm.
-        adder: What adds a bias between them: TensorFlow's BiasAdd, or an Add behind a matrix product.
-        weight: Where the weight is read.
-        bias: Where the bias is read, or would be; None if it needs an op of its own.
+        values: The uses that read scale, offset, mean and variance, or the factor and the summand.
+        weighted: The preceding convolution or matrix product; for a Mul and an Add, perhaps a BatchNorm.
+        adder: The op that adds a bias in between: TensorFlow's BiasAdd, or an Add after a matrix product.
+        weight: The use that reads the weight.
+        bias: The use that reads the bias, or could; None if the bias needs an op of its own.
     """
 
     norm: Op
@@ -66,7 +64,7 @@ class FoldCandidate:
 
 
 def fold_candidates(model: Model, parameters: Parameters) -> Iterator[tuple[Graph, Op, FoldCandidate | str]]:
-    """Each BatchNorm of the graphs that run outside of training, with its place, or the reason why it has none."""
+    """Yield each BatchNorm in inference mode with its fold candidate, or with the reason why there is none."""
     for name in model.reachable_graphs():
         graph = model.graphs[name]
         for op in list(graph.ops()):
@@ -76,7 +74,7 @@ def fold_candidates(model: Model, parameters: Parameters) -> Iterator[tuple[Grap
 
 
 def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parameters) -> FoldCandidate | str | None:
-    """The ops that a folding would change, or why there is none; None if the op is no BatchNorm, or trains."""
+    """Return the ops that a fold would change, or a reason against it; None if there is no BatchNorm to fold."""
     candidate: FoldCandidate | str | None
     if norm.type in {"Add", "AddV2"} and norm.kind == "add":
         candidate = _multiply_add_candidate(model, graph, norm, parameters)
@@ -84,9 +82,9 @@ def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parame
         values = tuple(Use(graph.name, norm.name, slot) for slot in range(1, 5))
         candidate = _candidate_before(model, graph, norm, None, values, Use(graph.name, norm.name, 0), parameters)
         if set(graph.consumers_by_port(norm.name)) - {0}:
-            candidate = "its other outputs are read"
+            candidate = "other outputs of it have consumers"
         elif _has_control_edges(graph, norm.name):
-            candidate = "other ops wait for it to run, or it for them"
+            candidate = "control edges order it with other ops"
     else:
         return None
     return (
@@ -97,7 +95,7 @@ def find_fold_candidate(model: Model, graph: Graph, norm: Op, parameters: Parame
 
 
 def _multiply_add_candidate(model: Model, graph: Graph, add: Op, parameters: Parameters) -> FoldCandidate | None:
-    """The place of a Mul and an Add by values that are known."""
+    """Return the candidate of a Mul and an Add by known values."""
     data = _data_operand_slot(graph, add, parameters)
     mul = _sole_reader_source(graph, Use(graph.name, add.name, data))
     if isinstance(mul, str) or mul.kind != "mul" or mul.type != "Mul":
@@ -119,7 +117,7 @@ def _multiply_add_candidate(model: Model, graph: Graph, add: Op, parameters: Par
 def _candidate_before(
     model: Model, graph: Graph, norm: Op, mul: Op | None, values: tuple[Use, ...], start: Use, parameters: Parameters
 ) -> FoldCandidate | str:
-    """The place of what begins where `start` reads a product, or the sum of one and a bias."""
+    """Return the candidate whose normalization reads, at `start`, a product or a product plus a bias."""
     source, adder, bias = _sole_reader_source(graph, start), None, None
     if not isinstance(source, str):
         bias = _added_bias(graph, source, parameters)
@@ -130,23 +128,23 @@ def _candidate_before(
         return source
     reason = None if mul is not None and _is_inference_batchnorm(source) else _fold_obstacle(model, source, adder)
     if reason is not None or (mul is not None and model.format != "tensorflow" and source.kind in {"matmul", "gemm"}):
-        return reason or "its values need not lie along the channels"
+        return reason or "its values may lie along another axis than the channels"
     channels_first = {
         _channels_first(op) for op in (norm if mul is None else None, adder, source) if op is not None
     } - {None}
     if len(channels_first) > 1 or (mul is not None and True in channels_first):
-        return f"its channels lie along another axis than those of {source.name}"
+        return f"its channel axis differs from that of {source.name}"
     role_names = ("scale", "offset") if _is_inference_batchnorm(source) else ("weight", "bias")
     if bias is None and role_names[1] in source.roles:
         bias = Use(graph.name, source.name, source.roles.index(role_names[1]))
     weight = Use(graph.name, source.name, source.roles.index(role_names[0]))
     if not all(_reads_parameter(graph, use, parameters) for use in (weight, *values)):
-        return f"its values, or the weight of {source.name}, are not known before the model runs"
+        return f"its values, or the weight of {source.name}, are only known at run time"
     return FoldCandidate(norm, mul, values, source, adder, weight, bias)
 
 
 def _added_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | None:
-    """Where an op that adds a bias reads it: a BiasAdd, or the sum of a matrix product and what is known."""
+    """Return the use that reads a bias in a BiasAdd, or in the sum of a matrix product and a known value."""
     if op.kind == "bias_add":
         return Use(graph.name, op.name, 1)
     if op.kind != "add" or len(graph.slots(op.name)) != len(("product", "bias")) or _has_control_edges(graph, op.name):
@@ -159,40 +157,40 @@ def _added_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | None:
 
 
 def _fold_obstacle(model: Model, op: Op, adder: Op | None) -> str | None:
-    """Why the op is not linear in one weight per output channel, with nothing fused behind it."""
+    """Return the reason why the op is not linear in one weight per output channel, or None."""
     if op.kind not in FOLDABLE_KINDS or "weight" not in op.roles:
-        return f"{op.name} makes what it reads, a {op.type}, and has no weight to fold it into"
+        return f"its input comes from {op.name}, a {op.type}, which has no weight to fold it into"
     if op.channel_axis is None or op.type.startswith("_Fused"):
-        return f"{op.name} makes what it reads, and its output channels are not known"
+        return f"the output channels of {op.name}, which produces its input, are unknown"
     if op.kind == "gemm" and (op.attrs.get("alpha", 1.0), op.attrs.get("beta", 1.0)) != (1.0, 1.0):
-        return f"{op.name} multiplies its product or its bias by a number"
+        return f"{op.name} scales its product or its bias (alpha, beta)"
     if op.kind == "matmul":
         shapes = [producer.outputs[0].shape for producer in (op, adder) if producer is not None and producer.outputs]
         if op.type != "MatMul" or any(shape is not None and len(shape) != MATRIX_RANK for shape in shapes):
-            return f"{op.name} multiplies stacks of matrices, whose channels lie along another axis"
+            return f"{op.name} multiplies stacks of matrices, whose channels are on another axis"
         if model.format != "tensorflow" and None in shapes:
-            return f"{op.name} multiplies matrices whose number of axes is not known"
+            return f"{op.name} multiplies matrices of unknown rank"
     return None
 
 
 def _channels_first(op: Op) -> bool | None:
-    """Whether the op's channels lie behind the batch axis, where the op says so itself, as TensorFlow's do."""
+    """Return True if the channels follow the batch axis, None if the op has no data format attribute."""
     layout = op.attrs.get("data_format", "NHWC" if op.kind == "bias_add" else None)
     return None if layout is None else str(decode_text(layout)).startswith("NC")
 
 
 def batchnorm_trains(op: Op) -> bool:
-    """Whether a BatchNorm takes mean and variance of what it reads."""
+    """Return True if a BatchNorm uses mean and variance of its input."""
     return bool(op.attrs.get("training_mode") or op.attrs.get("is_training"))
 
 
 def _is_inference_batchnorm(op: Op) -> bool:
-    """Whether it is a BatchNorm of ONNX, whose scale and offset can take up a factor and a summand per channel."""
+    """Return True for an ONNX BatchNorm, whose scale and offset can absorb a factor and a summand per channel."""
     return op.type == "BatchNormalization" and not batchnorm_trains(op)
 
 
 def _data_operand_slot(graph: Graph, op: Op, parameters: Parameters) -> int:
-    """Which operand of a Mul or Add is no parameter; the first of two."""
+    """Return the operand of a Mul or Add that is no parameter, the first one if neither is."""
     return int(_reads_parameter(graph, Use(graph.name, op.name, 0), parameters))
 
 
@@ -202,47 +200,47 @@ def _reads_parameter(graph: Graph, use: Use, parameters: Parameters) -> bool:
 
 
 def _replaces_variable(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> bool:
-    """Whether a value that a folding would replace comes from a variable."""
+    """Return True if a value that the fold would replace comes from a variable."""
     uses = [candidate.weight, *candidate.values]
     tensors = [graph.source_of(use) for use in (*uses, *([candidate.bias] if candidate.bias is not None else []))]
     return any(parameters.is_variable(tensor) for tensor in tensors if tensor is not None)
 
 
 def _sole_reader_source(graph: Graph, use: Use) -> Op | str:
-    """The op of this graph whose output 0 `use` alone reads, or why there is none."""
+    """Return the op of this graph whose output 0 only `use` reads, or the reason why there is none."""
     source = graph.source_of(use)
     if source is None or source.graph != graph.name:
-        return "what it reads is made in another graph"
+        return "its input is produced in another graph"
     op = graph.op(source.op)
     if source.port or op.kind in {"input", "constant", "variable"}:
-        return f"it reads {source}, which no convolution or matrix product makes"
+        return f"it reads {source}, which no convolution or matrix product produces"
     other_readers = len(graph.consumers(source)) - 1
     if other_readers and (op.kind in FOLDABLE_KINDS or op.kind in {"bias_add", "add", "mul", "batchnorm"}):
-        return f"{source} is read elsewhere too, or is an output of the model"
+        return f"{source} has other consumers, or is an output of the model"
     return op
 
 
 def _has_control_edges(graph: Graph, name: str) -> bool:
-    """Whether other ops run before or after the op by control edges, which would be lost with it."""
+    """Return True if the op has control edges, which would be lost with it."""
     return bool(graph.control_inputs(name)) or any(CONTROL_EDGE in edges for edges in graph.nx.adj[name].values())
 
 
 def decode_text(value: Any) -> Any:
-    """An attribute's text, whichever way it was kept."""
+    """Decode an attribute's text if it is stored as bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else value
 
 
 FOLD_BATCHNORM_STEP: Final = "fold-batchnorm"
 
 _MAX_AXES: Final = 1 << 10
-"""More axes than any tensor has."""
+"""An upper bound on the number of axes of any tensor."""
 
 
 def fold_batchnorm(model: Model) -> Iterator[Step]:
-    """Y = scale * (conv(x) - mean) / sqrt(variance + epsilon) + offset becomes one conv with other weights and bias.
+    """Fold Y = scale * (conv(x) - mean) / sqrt(variance + epsilon) + offset into the convolution's constants.
 
-    What is held in variables is left: constants in its place could not be trained any more, and would be apart from
-    what copies of the graph read.
+    Values held in variables are skipped: constants in their place could not be trained any more, and function clones
+    would still read the variables.
 
     Source of the formula: Ioffe and Szegedy 2015, "Batch Normalization", section 3.1.
     """
@@ -258,7 +256,7 @@ def fold_batchnorm(model: Model) -> Iterator[Step]:
 
 
 def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
-    """The BatchNorms that are still there outside of training, or could be folded were their values no variables."""
+    """Yield the BatchNorms in inference mode that were not folded, with the reason."""
     parameters = Parameters(model)
     for graph, op, candidate in fold_candidates(model, parameters):
         reason = candidate if isinstance(candidate, str) else _compute_fold(graph, candidate, parameters)
@@ -268,13 +266,13 @@ def skipped_batchnorms(model: Model) -> Iterator[SkippedStep]:
 
 @dataclass(frozen=True, slots=True)
 class _FoldedValues:
-    """The values of one folding.
+    """The arrays of one fold.
 
     Attributes:
-        weight: The weight before.
-        factor: float64 (C,), what each output channel is multiplied by.
+        weight: The weight before the fold.
+        factor: float64 (C,), the factor of each output channel.
         product_shape: The shape in which the weight is multiplied.
-        factor_shape: The shape that the factor has then.
+        factor_shape: The shape of the factor in that product.
         new_weight: float32, of the weight's shape.
         new_bias: float32 (C,).
     """
@@ -288,7 +286,7 @@ class _FoldedValues:
 
 
 def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters) -> _FoldedValues | str:
-    """The values of the folding, or why there are none."""
+    """Compute the folded arrays, or return the reason why it is impossible."""
     constants = [_parameter_value(graph, use, parameters) for use in candidate.values]
     values, weight = (
         [value for value in constants if value is not None],
@@ -297,7 +295,7 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
     has_bias = candidate.bias is not None and graph.source_of(candidate.bias) is not None
     bias = _parameter_value(graph, candidate.bias, parameters) if candidate.bias is not None and has_bias else None
     if len(values) != len(constants) or weight is None or (has_bias and bias is None):
-        return f"its values, or those of {candidate.weighted.name}, are not known before the model runs"
+        return f"its values, or those of {candidate.weighted.name}, are only known at run time"
     shapes = _product_and_factor_shapes(candidate.weighted, weight.shape)
     channels = int(np.prod(shapes[1])) if shapes is not None else 0
     statistics = (
@@ -308,9 +306,9 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
     if weight.dtype != np.float32:
         return f"the weight of {candidate.weighted.name} is {weight.dtype}; only float32 is folded"
     if shapes is None or any(value.shape != (channels,) for value in statistics):
-        return f"it does not have one value for each of the {channels} output channels of {candidate.weighted.name}"
+        return f"it has no value per channel for the {channels} output channels of {candidate.weighted.name}"
     if bias is not None and (bias.size not in {1, channels} or bias.shape[-1:] not in {(), (bias.size,)}):
-        return f"the bias of {candidate.weighted.name} is not one number per output channel"
+        return f"the bias of {candidate.weighted.name} has no value per output channel"
     scale, offset, mean, variance = (value.astype(np.float64) for value in statistics)
     with np.errstate(all="ignore"):
         factor = scale / np.sqrt(
@@ -320,12 +318,12 @@ def _compute_fold(graph: Graph, candidate: FoldCandidate, parameters: Parameters
         new_bias = (offset + (old_bias - mean) * factor).astype(np.float32)
         new_weight = _scale_output_channels(weight, factor, *shapes)
     if not (np.isfinite(new_bias).all() and np.isfinite(new_weight).all()):
-        return "its variance is negative, or its values are too large, so that folding would give no finite weight"
+        return "its variance is negative or its values are too large: the folded weight would not be finite"
     return _FoldedValues(weight, factor, *shapes, new_weight, new_bias)
 
 
 def _count_axes_after_channels(graph: Graph, candidate: FoldCandidate, weight: Array) -> int:
-    """How many axes of the data lie behind that of its channels."""
+    """Return the number of data axes after the channel axis."""
     shape = graph.output(TensorRef(graph.name, candidate.norm.name)).shape
     match candidate.weighted.type:
         case "Conv" | "ConvTranspose":
@@ -337,16 +335,16 @@ def _count_axes_after_channels(graph: Graph, candidate: FoldCandidate, weight: A
 
 
 def _multiply_add_statistics(values: list[Array], trailing_axes: int) -> list[Array]:
-    """Scale, offset, mean and variance of a normalisation that multiplies by the first value and adds the second.
+    """Return scale, offset, mean and variance of a normalization that is written as a Mul and an Add.
 
-    Channels have `trailing_axes` axes behind them.
+    `trailing_axes` axes follow the channel axis.
     """
     scale, offset = (_channel_values(value, value.ndim - 1 - trailing_axes) for value in values)
     return [scale, offset, np.zeros_like(scale), np.ones_like(scale)]
 
 
 def _channel_values(value: Array, axis: int) -> Array:
-    """The values along the axis of channels, (C,); an array of another shape where they differ along others."""
+    """Return the values along the channel axis, (C,), or an array of another shape if they differ along other axes."""
     return value.reshape(-1) if axis >= 0 and value.shape[axis] == value.size else value[None]
 
 
@@ -356,11 +354,11 @@ def _parameter_value(graph: Graph, use: Use, parameters: Parameters) -> Array | 
 
 
 def _product_and_factor_shapes(weighted: Op, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The shapes in which a weight and a factor per output channel are multiplied; None if the weight has no such axis.
+    """Return the shapes in which a weight and its factor are multiplied, None without an output channel axis.
 
-    1. Groups of a transposed convolution lie behind each other on the weight's axis 0, their channels on axis 1.
+    1. Groups of a transposed convolution are consecutive on axis 0 of the weight; their channels are on axis 1.
     2. TensorFlow's depthwise weight [h, w, c, m] has its output channels on two axes.
-    3. All others have them on one.
+    3. All others have them on one axis.
     """
     axis = weighted.channel_axis or 0
     if not -len(shape) <= axis < len(shape):
@@ -379,13 +377,13 @@ def _product_and_factor_shapes(weighted: Op, shape: tuple[int, ...]) -> tuple[tu
 def _scale_output_channels(
     weight: Array, factor: Array, product_shape: tuple[int, ...], factor_shape: tuple[int, ...]
 ) -> Array:
-    """`weight` with each output channel multiplied by its factor (C,), as float32."""
+    """Multiply each output channel of `weight` by its factor (C,), as float32."""
     product = weight.astype(np.float64).reshape(product_shape) * factor.reshape(factor_shape)
     return product.astype(np.float32).reshape(weight.shape)
 
 
 def _apply_fold(model: Model, candidate: FoldCandidate, values: _FoldedValues, parameters: Parameters) -> Step:
-    """Gives the weighted op new constants, which no other reader of the old ones sees, and takes the BatchNorm out."""
+    """Give the weighted op new constants, which no other reader of the old ones sees, and remove the BatchNorm."""
     graph, norm, weighted = model.graphs[candidate.weight.graph], candidate.norm, candidate.weighted
     uses = [candidate.weight, *([] if candidate.bias is None else [candidate.bias]), *candidate.values]
     stale = [tensor for tensor in map(graph.source_of, uses) if tensor is not None]
@@ -433,7 +431,7 @@ def _apply_fold(model: Model, candidate: FoldCandidate, values: _FoldedValues, p
 
 
 def _lazy_folded_weight(values: _FoldedValues, origin_op: Op) -> Callable[[], Array] | None:
-    """What reads the weight from its file again and scales it; None for one that is in memory anyway."""
+    """Return a function that reads the weight from its file and scales it, None if the weight is in memory anyway."""
     read_weight = origin_op.read_value
     if not isinstance(values.weight, np.memmap) or origin_op.kind != "constant" or read_weight is None:
         return None
@@ -442,7 +440,7 @@ def _lazy_folded_weight(values: _FoldedValues, origin_op: Op) -> Callable[[], Ar
 
 
 def _bias_add_op(model: Model, graph: Graph, norm: Op, weighted: Op) -> Op:
-    """An op that adds the bias; TensorFlow's BiasAdd knows two names of layouts only."""
+    """Return an op that adds the bias. TensorFlow's BiasAdd accepts only two data formats."""
     label = graph.unique_name(f"{norm.name}/bias_add")
     weighted_output = graph.output(TensorRef(graph.name, weighted.name))
     outputs = (Output(label, weighted_output.dtype, weighted_output.shape),)
@@ -461,7 +459,7 @@ def _bias_add_op(model: Model, graph: Graph, norm: Op, weighted: Op) -> Op:
 
 
 def _identity_with_name(norm: Op) -> Op:
-    """An Identity called as the BatchNorm was: what ends a GraphDef is fetched by its op's name."""
+    """Return an Identity with the BatchNorm's name: outputs of a GraphDef are fetched by op name."""
     return Op(
         name=norm.name,
         kind="identity",

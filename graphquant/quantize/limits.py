@@ -1,8 +1,8 @@
-"""What integer hardware can compute, as limits on scales.
+"""Hardware limits on scales.
 
-A `Fit` is an int32 bias: its values, counted in input scale times weight scale, must fit. A `ShiftLimit` is of hardware that
-computes with powers of two: positions, which are -log2 of scales, of some tensors less those of others must not exceed
-a number. `worklist` says how they are met.
+A `BiasFitLimit` says that a bias must fit int32 in units of input scale times weight scale. A `ShiftLimit` is for
+hardware that computes with powers of two: the sum of positions (-log2 of scales) of some tensors, minus that of others,
+must not exceed a number.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ if TYPE_CHECKING:
 
 
 DPU_CUT_LIMITS = (0, 16)
-"""Limits of weight plus input minus output on AMD's DPU, in positions."""
+"""Limits of weight plus input minus output positions on AMD's DPU."""
 
 DPU_MAX_BIAS_CUT = 15
-"""Largest weight plus input minus bias."""
+"""Largest weight plus input minus bias position."""
 
 DPU_ADD_READ_LIMITS, DPU_ADD_WRITE_LIMITS = (0, 7), (-7, 25)
 """Limits of the largest minus the smallest input of a sum, and of the smallest input minus the output."""
 
 DPU_MUL_WRITE_LIMITS = (0, 32)
-"""Limits of the sum of the inputs of a product minus its output."""
+"""Limits of the sum of a product's inputs minus its output."""
 
 MAX_ADDENDS = 8
-"""Inputs of a sum that are held together; models have two, and pairs grow with the square."""
+"""Inputs of a sum that are compared pairwise. Models have two, and the number of pairs grows quadratically."""
 
 INT32_MAX = (1 << 31) - 1
-"""What int32 holds."""
+"""Largest int32."""
 
 FUSED_KINDS = frozenset({"bias_add", "relu", "relu6", "leaky_relu", "prelu"})
-"""Kinds that are one with the op before them."""
+"""Kinds that are fused with the op before them."""
 
 MAX_FUSED_OPS = 4
-"""Ops that are looked through for where an op's output is quantized."""
+"""Ops that are followed from an op to its quantized output."""
 
 INT32_BIAS_FAMILIES = frozenset({"onnx-qdq", "fake-quant"})
-"""Families whose readers make a float bias int32 themselves, onnxruntime's optimizer and TFLite's converter."""
+"""Families whose consumers convert a float bias to int32 themselves: onnxruntime's optimizer and TFLite's converter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +59,10 @@ class BiasFitLimit:
 
     Attributes:
         bias: The bias.
-        data: Where the op reads its input.
-        weight: Where it reads its weight.
-        rule: The rule that quantizes the bias, "" if none does and the backend will.
-        max_integer: The largest integer there is for it.
+        data: The use that reads the op's input.
+        weight: The use that reads its weight.
+        rule: The rule that quantizes the bias, "" if no rule does and the backend will.
+        max_integer: Largest integer of the bias type.
     """
 
     bias: TensorRef
@@ -73,19 +73,19 @@ class BiasFitLimit:
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """Where the scales are read that it is on."""
+        """The uses whose scales the limit constrains."""
         return self.data, self.weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShiftLimit:
-    """Positions at `more`, less those at `less`, are together at most `most`.
+    """The positions at `positive_uses`, minus those at `negative_uses`, sum to at most `max_shift`.
 
     Attributes:
-        name: What the hardware shifts by, for people.
+        name: The hardware's shift, for people.
         op: The op.
-        positive_uses: Where tensors are read whose scales may be raised, the first choice first.
-        negative_uses: Where those are read that count negatively.
+        positive_uses: Uses whose scales may be raised, in order of preference.
+        negative_uses: Uses that count negatively.
         max_shift: The largest sum.
     """
 
@@ -97,12 +97,12 @@ class ShiftLimit:
 
     @property
     def uses(self) -> tuple[Use, ...]:
-        """Where the scales are read that it is on."""
+        """The uses whose scales the limit constrains."""
         return *self.positive_uses, *self.negative_uses
 
 
 def find_hardware_limits(state: SolverState) -> list[BiasFitLimit | ShiftLimit]:
-    """The limits on the scales of a draft, in the order of its sites."""
+    """Return the hardware limits on the scales, in the order of the sites."""
     limits: list[BiasFitLimit | ShiftLimit] = []
     visited: set[tuple[str, str]] = set()
     outputs: dict[TensorRef, Use] = {}
@@ -120,7 +120,7 @@ def find_hardware_limits(state: SolverState) -> list[BiasFitLimit | ShiftLimit]:
 def _op_limits(
     state: SolverState, graph_name: str, op_name: str, outputs: dict[TensorRef, Use]
 ) -> Iterator[BiasFitLimit | ShiftLimit]:
-    """The limits of one op."""
+    """Yield the limits of one op."""
     op = state.model.graphs[graph_name].op(op_name)
     roles: dict[str, list[Use]] = {}
     for slot in range(len(state.model.graphs[graph_name].slots(op_name))):
@@ -143,7 +143,7 @@ def _op_limits(
 
 
 def _scheme_shifts(state: SolverState, use: Use) -> bool:
-    """Whether the scheme at a use is for hardware that shifts."""
+    """Return True if the scheme at a use is for hardware that shifts."""
     return state.params_at(use) is not None and state.sites[state.index_by_use[use]].scheme.shifts is not None
 
 
@@ -163,12 +163,12 @@ def _bias_fit_limits(state: SolverState, bias: Use, data: Use, weight: Use) -> I
 
 
 def _has_one_long_axis(shape: Shape | None) -> bool:
-    """Whether all elements lie along one axis, as those of a bias do."""
+    """Return True if all elements lie along one axis, like those of a bias."""
     return shape is not None and sum(size != 1 for size in shape) <= 1
 
 
 def _find_bias_use(state: SolverState, graph_name: str, op_name: str, roles: dict[str, list[Use]]) -> Use | None:
-    """Where an op's bias is read: by itself, or by the only op behind it, which adds it."""
+    """Return the use that reads an op's bias: its own, or that of the only op after it, which adds the bias."""
     op_graph = state.model.graphs[graph_name]
     if "bias" in roles and op_graph.source_of(roles["bias"][0]) is not None:
         return roles["bias"][0]
@@ -185,7 +185,7 @@ def _find_bias_use(state: SolverState, graph_name: str, op_name: str, roles: dic
 
 
 def _quantized_output_use(state: SolverState, tensor: TensorRef, outputs: dict[TensorRef, Use]) -> Use | None:
-    """Where an op's output is read quantized, behind what is one with it."""
+    """Return the use that reads an op's quantized output, past ops that are fused with it."""
     graph = state.model.graphs[tensor.graph]
     for _ in range(MAX_FUSED_OPS):
         if tensor in outputs:
@@ -200,7 +200,7 @@ def _quantized_output_use(state: SolverState, tensor: TensorRef, outputs: dict[T
 def _dpu_shift_limits(
     state: SolverState, kind: str, op_name: str, input_uses: list[Use], roles: dict[str, list[Use]], output: Use
 ) -> Iterator[ShiftLimit]:
-    """The limits of AMD's DPU; see CUT and the others."""
+    """Yield the limits of AMD's DPU; see the DPU constants above."""
 
     def at_most(
         name: str, positive_uses: tuple[Use, ...], negative_uses: tuple[Use, ...], max_shift: int
@@ -228,38 +228,39 @@ def _dpu_shift_limits(
             yield at_most("shift of weight plus input minus bias", (weight, data), (bias,), DPU_MAX_BIAS_CUT)
 
 
-# Limits are met by raising scales, never by lowering them: a worklist of those that may not hold.
+# Meet limits by raising scales, never by lowering them: a worklist of limits that may be violated.
 #
-# A limit is mended by raising scales of its own tensors, a Fit's weight or what a Shift counts positively, so that
-# nothing is clipped that was not before; it costs steps at the fine end only.
+# A limit is met by raising scales of its own tensors: the weight of a `BiasFitLimit`, or the positive uses of a
+# `ShiftLimit`. Nothing is clipped that was not clipped before; only resolution at the fine end is lost.
 #
-# Why this ends. A scale, once chosen, only grows. A Shift at least doubles the scale that it raises, and may not double
-# that of an activation more than `bits - 1` times in all, as beyond that no integers are left, nor that of a weight more
-# than OF_WEIGHTS times: one that is so far below what it is added to may as well be 0. A Fit that was mended stays so,
-# since the scales whose product it wants large only grow. So each raise makes the sum over all uses of the doublings that
-# are left to the scale there, plus the number of Fits that do not hold, smaller. A copy, for one use of a weight that
-# others read, leaves that sum as it is, and there are at most as many as uses. What is all zeros, as many biases are,
-# takes any scale and so may also be given a smaller one; it is, once at most for each Shift, as the positions that it is
-# held against only fall.
+# Termination: a scale, once chosen, only grows. A `ShiftLimit` at least doubles the scale that it raises. It may double
+# an activation's scale at most `bits - 1` times in all, as no integers remain beyond that, and a weight's scale at most
+# MAX_WEIGHT_DOUBLINGS times: a weight that far below the other summand may as well be 0. A met `BiasFitLimit` stays
+# met, since the scales whose product it bounds from below only grow. So each raise decreases the sum, over all uses, of
+# the remaining doublings, plus the number of violated `BiasFitLimit`s. A copy for one use of a shared weight does not
+# change that sum, and there are at most as many copies as uses. A tensor of zeros, such as many biases, accepts any
+# scale, so its scale may also be lowered, at most once for each `ShiftLimit`, because the positions that it is compared
+# with only decrease.
 #
-# A limit is looked at once in the beginning, and then only when a scale of its own was raised, so the work is at most
-# OF_WEIGHTS times the number of uses, linear in ops and edges; where nothing has to be raised it is one look at each.
+# A limit is examined once at the start, and again only when one of its own scales was raised. The work is at most
+# MAX_WEIGHT_DOUBLINGS times the number of uses, linear in ops and edges. If nothing has to be raised, each limit is
+# examined once.
 #
-# A Shift that its tensors cannot meet within their doublings is given up and told as a conflict. What it had raised
-# before is taken back by a second run without it; what cannot be met in that one is told and left as it is.
+# A `ShiftLimit` that its tensors cannot meet within their doublings is given up and reported as a conflict. A second
+# run without it undoes the raises that it caused; limits that fail in the second run are reported and left violated.
 
 INT32_MARGIN = 1e-6
-"""Share of int32 that is left free, so that float32 rounding of scales and quotients cannot use it up."""
+"""Share of int32 that stays free, so that float32 rounding of scales and quotients cannot exceed the type."""
 
 MAX_WEIGHT_DOUBLINGS = 31
-"""How often the scale of a weight may double."""
+"""Limit on the doublings of a weight's scale."""
 
 MAX_FLOAT32_EXPONENT = 127
-"""Of a power of two that is a float32."""
+"""Largest exponent of a float32 power of two."""
 
 
 def meet_limits(state: SolverState) -> None:
-    """Raises scales until the limits hold; tells of those that cannot, which are left as they were."""
+    """Raise scales until the limits hold. Report the limits that cannot hold; their tensors keep their scales."""
     limits, given_up = find_hardware_limits(state), set[int]()
     if not limits:
         return
@@ -280,10 +281,10 @@ def meet_limits(state: SolverState) -> None:
 
 
 class Worklist:
-    """Raises scales until all limits hold, or those that cannot are given up."""
+    """Raises scales until all limits hold or are given up."""
 
     def __init__(self, state: SolverState, limits: list[BiasFitLimit | ShiftLimit], given_up: set[int]) -> None:
-        """`given_up` has those of the run before, by position among `limits`, and gets those of this one."""
+        """Skip the limits at the indices in `given_up`, and add the limits that this run gives up."""
         self.state, self.limits, self.given_up = state, limits, given_up
         self.doublings: dict[int, int] = {}
         self.mended_fits: set[int] = set()
@@ -295,7 +296,7 @@ class Worklist:
         self.waiting = set(self.queue)
 
     def run(self) -> None:
-        """Looks at each limit once, and again when a scale of its own was raised."""
+        """Examine each limit once, and again after one of its scales was raised."""
         while self.queue:
             position = self.queue.popleft()
             self.waiting.discard(position)
@@ -316,7 +317,7 @@ class Worklist:
         self.mended_fits.add(position)
         factor_text = _format_factor(needed, self.state.params[index].scale)
         self._raise_scale(
-            index, fit.weight, needed, f"its scale was raised {factor_text}, so that bias {fit.bias} fits int32"
+            index, fit.weight, needed, f"its scale was raised {factor_text} so that bias {fit.bias} fits int32"
         )
 
     def _meet_shift(self, position: int, shift: ShiftLimit) -> None:
@@ -332,14 +333,17 @@ class Worklist:
                 continue
             steps = min(-(-excess // times), self._remaining_doublings(index))
             if steps:
-                why = f"its scale was raised {2**steps} times: {shift.op} had a {shift.name} {initial_excess} beyond its limit"
+                why = (
+                    f"its scale was multiplied by {2**steps}: the {shift.name} of {shift.op} exceeded its limit by"
+                    f" {initial_excess}"
+                )
                 self._double_scale(index, use, steps, why)
                 excess -= steps * times
         if excess > 0:
             self.given_up.add(position)
 
     def _count_groups(self, shift: ShiftLimit) -> dict[int, int]:
-        """How often each group counts, those that count negatively below 0."""
+        """Return the signed number of occurrences of each group in the limit."""
         counts: dict[int, int] = {}
         for sign, uses in ((1, shift.positive_uses), (-1, shift.negative_uses)):
             for use in uses:
@@ -348,7 +352,10 @@ class Worklist:
         return counts
 
     def _shrink_zeros(self, shift: ShiftLimit, excess: int) -> bool:
-        """Moves what is all zeros, as many biases are, and has no scale of its own to lose; it takes any."""
+        """Lower the scale of a tensor of zeros, such as many biases, that shares its scale with no other.
+
+        Any scale represents zeros.
+        """
         for use in shift.negative_uses:
             index = self.state.index_by_use[use]
             own_range, params = self.state.ranges.get(index), self.state.params[index]
@@ -368,7 +375,7 @@ class Worklist:
         return False
 
     def _remaining_doublings(self, index: int) -> int:
-        """How many more times the scale of a site may double, so that all of its integers stand for float32 values."""
+        """Return how often the scale may still double before integers of the type exceed float32."""
         params, used_doublings = self.state.params[index], self.doublings.get(self.state.scale_group(index)[0], 0)
         max_doublings = MAX_WEIGHT_DOUBLINGS if self.state.is_weight_group(index) else params.type.bits - 1
         max_by_exponent = MAX_FLOAT32_EXPONENT - params.type.bits + (power_of_two_position(params) or 0)
@@ -380,10 +387,10 @@ class Worklist:
         self.doublings[new_leader] = self.doublings.get(old_leader, 0) + steps
 
     def _raise_scale(self, index: int, use: Use, scale: Array, why: str) -> int:
-        """Raises the scale of what is read at `use`: of a copy where others read it too; returns its position."""
+        """Raise the scale at `use`, on a copy if others read the tensor too; return the site's index."""
         if len(self.state.sites[index].uses) > 1 and self.state.is_divisible(index):
             index = self.state.split_use(index, use)
-            why = f"is a copy for {use}: {why}"
+            why = f"it is a copy for {use}: {why}"
         self.state.raise_scale(index, scale, why)
         for member in self.state.scale_group(index):
             for member_use in self.state.sites[member].uses:
@@ -395,7 +402,7 @@ class Worklist:
 
 
 def _shift_excess(state: SolverState, shift: ShiftLimit) -> int:
-    """By how much a Shift is beyond its limit; 0 where a position is not known."""
+    """Return the excess over a `ShiftLimit`, 0 if a position is unknown."""
     positions = {
         use: position for use in shift.uses if (position := power_of_two_position(state.params_at(use))) is not None
     }
@@ -409,7 +416,7 @@ def _shift_excess(state: SolverState, shift: ShiftLimit) -> int:
 
 
 def _shift_conflict(state: SolverState, shift: ShiftLimit) -> Conflict | None:
-    """What is told of a Shift that was given up; None if it came to hold by what was done for others."""
+    """Return the conflict of a `ShiftLimit` that was given up, None if raises for other limits met it."""
     excess = _shift_excess(state, shift)
     positive_site, negative_site = (
         state.sites[state.index_by_use[uses[0]]] for uses in (shift.positive_uses, shift.negative_uses)
@@ -418,35 +425,35 @@ def _shift_conflict(state: SolverState, shift: ShiftLimit) -> Conflict | None:
         rules=(positive_site.rule, negative_site.rule),
         tensors=(positive_site.tensor, negative_site.tensor),
         wants=(
-            f"a scale that leaves {positive_site.scheme.type.name} some integers",
-            "one beside it that the hardware shifts to",
+            f"a scale with integers of {positive_site.scheme.type.name} to spare",
+            "a scale within the range of the hardware's shift",
         ),
-        resolution=f"{shift.op} has a {shift.name} {excess} beyond its limit",
+        resolution=f"the {shift.name} of {shift.op} exceeds its limit by {excess}",
     )
     return conflict if excess > 0 else None
 
 
 def _bias_fit_problem(state: SolverState, fit: BiasFitLimit) -> Conflict | str:
-    """What is told of a weight whose scale is not ours to raise."""
+    """Return the conflict or note for a weight whose scale the solver may not raise."""
     needed = _min_weight_scale(state, fit)
     if needed is None:
         return ""
     if not fit.rule:
         return (
-            f"with its scale, which is given, bias {fit.bias} does not fit int32; readers that make it so will cut it"
+            f"its scale is fixed, but bias {fit.bias} does not fit int32; backends that convert the bias will clip it"
         )
     site = state.sites[state.index_by_use[fit.weight]]
     factor_text = _format_factor(needed, state.params[state.index_by_use[fit.weight]].scale)
     return Conflict(
         rules=(site.rule, fit.rule),
         tensors=(site.tensor, fit.bias),
-        wants=("the scale that it has", f"one that is {factor_text} larger, for int32 to hold it"),
+        wants=("its fixed scale", f"a scale {factor_text} larger, so that it fits int32"),
         resolution="the bias stays float",
     )
 
 
 def power_of_two_position(params: QParams | None) -> int | None:
-    """-log2 of a scale; None if it is no single power of two."""
+    """Return -log2 of a scale, None if it is no single power of two."""
     if params is None or params.scale.size != 1:
         return None
     mantissa, exponent = np.frexp(params.scale.reshape(-1)[0])
@@ -454,23 +461,23 @@ def power_of_two_position(params: QParams | None) -> int | None:
 
 
 def _next_power_of_two(scale: Array) -> Array:
-    """The next power of two that is not smaller."""
+    """Return the smallest power of two that is not less than `scale`."""
     mantissa, exponent = np.frexp(scale)
     return np.asarray(np.ldexp(np.float32(1), exponent - (mantissa == 0.5)))  # noqa: PLR2004  # frexp's own lower end
 
 
 def _format_factor(larger_scale: Array, scale: Array) -> str:
-    """How many times larger, and where."""
+    """Format the factor between two scales, and the number of channels it concerns."""
     factors = larger_scale.astype(np.float64) / scale
     channels_text = f" in {int((factors > 1).sum())} of {factors.size} channels" if factors.ndim else ""
     return f"{format_values(factors[factors > 1])} times{channels_text}"
 
 
 def _min_weight_scale(state: SolverState, fit: BiasFitLimit) -> Array | None:
-    """The smallest weight scales, of the shape that they have, with which a bias fits; None if it does or nobody knows.
+    """Return the smallest weight scales with which a bias fits, None if it fits already or that is unknown.
 
-    Input scale times weight scale must be a normal float32 too. Where they are raised there is twice as much room as is
-    asked for, so that a family's own rounding of scales cannot ask for more.
+    Input scale times weight scale must be a normal float32 too. A raised scale leaves twice the necessary margin, so
+    that the family's own rounding of scales cannot violate the limit.
     """
     data, weight, value = state.params_at(fit.data), state.params_at(fit.weight), state.bias_value(fit.bias)
     if data is None or weight is None or value is None or data.scale.ndim or weight.block is not None:

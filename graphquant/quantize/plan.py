@@ -1,4 +1,4 @@
-"""The plan as data: which tensors are quantized for which consumers, and how."""
+"""The plan as data: sites, skips, preparation steps; and the test for tensors that are quantized already."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 
 from graphquant.ir import CLAMPING_KINDS, QUANTIZATION_KINDS, Graph, TensorRef, Use
 from graphquant.numerics import LARGEST_VALUE, SMALLEST_SCALE, FloatType
-from graphquant.quantize.preparation_undo import Step
+from graphquant.quantize.preparation_undo import Step  # noqa: TC001  # pydantic reads the annotations
 from graphquant.rules import ALGORITHM_NAMES, Scheme
 from graphquant.utils.notebook_html import HtmlRepresentation
 
@@ -18,29 +18,26 @@ if TYPE_CHECKING:
     from graphquant.rules import RuleMatcher
 
 
-# pydantic reads the annotations when it checks a plan's JSON.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """One tensor that gets a quantize-dequantize pair for some of its consumers.
+    """One tensor that gets a Q/DQ pair for some of its consumers.
 
     Attributes:
-        tensor: What is quantized.
-        uses: The consumers that are rerouted.
-        graph: The graph that gets the new ops: the tensor's own, or the body that reads it.
-        scheme: How it is quantized.
-        axis: The channel axis of a per-channel scheme, or that of the blocks; None per tensor.
-        view: The shape in which `axis` is the channel axis, where it is not the tensor's own: a depthwise kernel
-            [3, 3, 4, 2] has 8 channels as [3, 3, 8].
+        tensor: The tensor to quantize.
+        uses: The consumers that are rerouted to the dequantized tensor.
+        graph: The graph that receives the new ops: the tensor's own, or the subgraph that reads it.
+        scheme: The quantization scheme.
+        axis: The channel axis of a per-channel scheme, or the axis of blocks; None per tensor.
+        view: The shape in which `axis` is the channel axis if it is not the tensor's own: a depthwise kernel [3, 3, 4,
+            2] has 8 channels as [3, 3, 8].
         rule: Name of the rule that claimed the uses.
-        why: That rule's reason.
-        parameter: Whether the tensor is a weight, so that its range comes from its value.
+        why: The reason that the rule gives.
+        parameter: True for a weight, whose range comes from its value.
         tie: Uses whose sites must have the same scale and zero point as this one ("same-as-input").
-        clone_of: A use whose site this one has the scale of: the same computation in the graphs that run, of which this is
-            a copy that no data reaches.
-        range: (low, high) in real units, which wins over statistics.
-        scale: One scale, or one per channel; with `zero_point` it wins over everything.
+        clone_of: For a site in a function clone, a use of the original site. The clone is never run on data, so it
+            takes the original's scale.
+        range: (low, high) in real units. It overrides statistics.
+        scale: One scale, or one per channel. With `zero_point` it overrides everything else.
         zero_point: One zero point, or one per channel.
     """
 
@@ -62,11 +59,11 @@ class Site:
     zero_point: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Checks what an edited plan may get wrong by itself; what needs the model is `check_plan`'s."""
+        """Check the fields of an edited plan by themselves. `check_plan` checks them against the model."""
         if self.range is not None and not (all(map(math.isfinite, self.range)) and self.range[0] <= self.range[1]):
-            raise ValueError("'range' is (low, high), finite and in that order")
+            raise ValueError("'range' must be (low, high), finite and in that order")
         if self.zero_point is not None and (self.scale is None or len(self.scale) != len(self.zero_point)):
-            raise ValueError("'zero_point' goes with as many numbers in 'scale'")
+            raise ValueError("'zero_point' needs 'scale' with as many numbers")
         if self.scale is not None:
             self._check_scale(self.scale)
         qmin, qmax = self.scheme.type.limits(narrow=self.scheme.narrow)
@@ -77,24 +74,24 @@ class Site:
 
     def _check_scale(self, scale: tuple[float, ...]) -> None:
         if self.scheme.block_size is not None:
-            raise ValueError("'scale' cannot be given for each block; give 'range'")
+            raise ValueError("'scale' is not supported for blocks; give 'range'")
         if not scale or (self.axis is None and len(scale) != 1):
-            raise ValueError("'scale' holds one number, or one per channel with an 'axis'")
+            raise ValueError("'scale' must have one number, or one per channel with an 'axis'")
         if not all(SMALLEST_SCALE <= value <= LARGEST_VALUE for value in scale):
-            raise ValueError("'scale' is positive and a normal float32")
+            raise ValueError("'scale' must be a positive normal float32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """A place where a rule matched and nothing will be inserted, with the reason.
+    """Uses that a rule matched and that stay float, with the reason.
 
     Attributes:
-        tensor: What is not quantized.
-        uses: For which consumers.
-        rule: Name of the rule that claimed them, or the step that was not made.
-        reason: Why.
-        fused: Whether that holds only as long as the ops that read it can be absorbed by the one that makes it
-            ("absorbed"); where scales turn out not to allow that, the solver quantizes it.
+        tensor: The tensor that is not quantized.
+        uses: The consumers that keep reading the float tensor.
+        rule: Name of the rule that claimed them, or of the preparation step that was skipped.
+        reason: The reason.
+        fused: True if the skip assumes that the producer can fuse the ops that read the tensor ("fused"). The solver
+            quantizes the tensor if the scales rule that out.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -108,19 +105,19 @@ class Skip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(HtmlRepresentation):
-    """Everything that will be done to one model.
+    """All changes to one model.
 
     Attributes:
         format: The model's format.
         model: Digest of the source model.
-        prepared: Digest of the model after `steps`, whose ops the plan names.
-        rules: The rule files, as asked for.
-        steps: Preparations, in the order they were made.
-        sites: What is quantized.
-        skips: What matched and is not, with the reason.
+        prepared: Digest of the model after `steps`. The plan names its ops.
+        rules: The rule files, as the caller named them.
+        steps: Preparation steps, in the order of their application.
+        sites: The tensors to quantize.
+        skips: Matched uses that stay float, with the reason.
         unused: Rules that matched nothing.
-        digest: Hex SHA-256 of the rule files' contents, "" where that is not known.
-        algorithms: Names of the corrections of weights and biases that are made once scales are known.
+        digest: Hex SHA-256 of the rule files' contents, "" if unknown.
+        algorithms: Names of the optimization algorithms to run.
     """
 
     format: str
@@ -135,33 +132,33 @@ class Plan(HtmlRepresentation):
     algorithms: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Checks what an edited plan may get wrong by itself."""
+        """Check the fields of an edited plan by themselves."""
         for name in self.algorithms:
             if name not in ALGORITHM_NAMES:
-                raise ValueError(f"there is no correction {name!r}; known are {', '.join(ALGORITHM_NAMES)}")
+                raise ValueError(f"there is no algorithm {name!r}; use one of {', '.join(ALGORITHM_NAMES)}")
 
 
-# What is quantized already: it is left as it is, so that nothing is quantized twice.
+# Detect tensors that are quantized already, so that nothing is quantized twice.
 
 ALREADY_QUANTIZED = "it is quantized already"
 
-INTEGER_CONSUMER = "its consumer computes on integers already"
+INTEGER_CONSUMER = "its consumer is an integer op"
 
-LIMITS_QUANTIZED_TENSOR = "its consumer limits what is quantized already behind it"
+LIMITS_QUANTIZED_TENSOR = "its consumer only limits values that are quantized already"
 
-INTEGER_SUM = "it is a sum that was made of integers, or a scale of such"
+INTEGER_SUM = "it is an integer sum, or the scale of one"
 
-PASSES_QUANTIZED_TENSOR = "its producer hands on what is quantized already"
+PASSES_QUANTIZED_TENSOR = "its producer passes through values that are quantized already"
 
 MAX_LIMITING_OPS = 2
-"""Such ops in a row."""
+"""Longest run of limiting ops (Relu, Clip) that is followed to a quantization op."""
 
 MAX_OPERANDS = 2
-"""What a sum or product of integers and scales reads; a sum of thousands is not looked through for each of them."""
+"""Operands of an integer sum or product. Larger sums are not examined, to bound the cost."""
 
 
 def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> str:
-    """Why nothing needs be done for `use` reading `tensor`; "" if it is float."""
+    """Return the reason why `use` of `tensor` needs no quantization, or "" if the tensor is float."""
     model = matcher.model
     graph = model.graphs[use.graph]
     producer, consumer = model.op(tensor), graph.op(use.op)
@@ -193,7 +190,7 @@ def already_quantized_reason(matcher: RuleMatcher, tensor: TensorRef, use: Use) 
 
 
 def _is_rescaled_integer_sum(matcher: RuleMatcher, tensor: TensorRef) -> bool:
-    """Whether `tensor` is a sum of integers times its scale: a product that was quantized while the model runs."""
+    """Return True if `tensor` is an integer sum times its scale: a product that was quantized dynamically."""
     operands = [operand for operand in matcher.model.graphs[tensor.graph].slots(tensor.op) if operand is not None]
     return (
         matcher.model.op(tensor).kind == "mul"
@@ -203,13 +200,13 @@ def _is_rescaled_integer_sum(matcher: RuleMatcher, tensor: TensorRef) -> bool:
 
 
 def reads_quantized_tensor(matcher: RuleMatcher, use: Use) -> bool:
-    """Whether `use` reads a tensor that is quantized and dequantized already."""
+    """Return True if `use` reads the output of a quantization op."""
     tensor = matcher.model.graphs[use.graph].source_of(use)
     return tensor is not None and matcher.model.op(tensor).kind in QUANTIZATION_KINDS
 
 
 def _is_between_reshapes(matcher: RuleMatcher, tensor: TensorRef) -> bool:
-    """Whether `tensor` was reshaped for its channels to be one axis, quantized, and reshaped back."""
+    """Return True if `tensor` was reshaped to put its channels on one axis, quantized, and reshaped back."""
     kinds = []
     ancestor: TensorRef | None = tensor
     for _ in range(4):
@@ -221,7 +218,7 @@ def _is_between_reshapes(matcher: RuleMatcher, tensor: TensorRef) -> bool:
 
 
 def _only_limits_quantized(matcher: RuleMatcher, graph: Graph, op_name: str) -> bool:
-    """Whether all that op `op_name` does is to limit, by constants, what the op behind it quantizes."""
+    """Return True if op `op_name` only limits, by constants, a tensor that the op after it quantizes."""
     for _ in range(MAX_LIMITING_OPS):
         if graph.op(op_name).kind not in CLAMPING_KINDS:
             return False
@@ -238,7 +235,7 @@ def _only_limits_quantized(matcher: RuleMatcher, graph: Graph, op_name: str) -> 
 
 
 def _is_integer_sum_or_scale(matcher: RuleMatcher, tensor: TensorRef) -> bool:
-    """Whether `tensor` is a sum of integers in floats, a scale that was computed for such, or a product of scales."""
+    """Return True if `tensor` is an integer sum cast to float, a scale computed for one, or a product of scales."""
     model = matcher.model
     op = model.op(tensor)
     if op.kind == "integer":

@@ -1,4 +1,7 @@
-"""The plan as JSON: versioned, made to be read, edited and diffed, and read back with all its mistakes named."""
+"""The plan as JSON, and its validation against a model.
+
+The JSON is versioned and made to be read, edited and diffed. Reading reports all mistakes at once.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 
-PLAN_SCHEMA_VERSION = 1
+PLAN_SCHEMA_VERSION = 2
 MAX_PLAN_BYTES = 1 << 30
 
 MAX_MISTAKES = 100
-"""How many mistakes of one file are told at once."""
+"""Mistakes of one file that are listed in one error."""
 
 _PLAN_KEYS = {
     "schema",
@@ -41,16 +44,16 @@ _PLAN_KEYS = {
     "skips",
     "unused",
     "digest",
-    "corrections",
+    "algorithms",
 }
-_PLAIN_KEYS = ("format", "model", "prepared", "rules", "unused", "digest", "corrections")
-_PLAN_FILE_HINT = "Plans are what `graphquant plan --format json` writes."
+_PLAIN_KEYS = ("format", "model", "prepared", "rules", "unused", "digest", "algorithms")
+_PLAN_FILE_HINT = "`graphquant plan --format json` writes plans."
 
 _cached_type_adapter = lru_cache(maxsize=None)(TypeAdapter)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """`plan` as JSON data; `plan_from_json` gives it back."""
+    """Return `plan` as JSON data. `plan_from_json` reads it back."""
     scheme_labels = _label_schemes(plan)
     return {
         "schema": PLAN_SCHEMA_VERSION,
@@ -64,42 +67,43 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "sites": [_site_to_json(site, scheme_labels[site.scheme]) for site in plan.sites],
         "skips": [_skip_to_json(skip) for skip in plan.skips],
         "unused": list(plan.unused),
-        "corrections": list(plan.algorithms),
+        "algorithms": list(plan.algorithms),
     }
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan in the JSON file at `path`.
+    """Read the plan in the JSON file at `path`.
 
     Raises:
-        UsageError: The file cannot be read or has mistakes; all of them are listed.
+        UsageError: The file cannot be read or has mistakes. The error lists all of them.
     """
     try:
         with path.open("rb") as file:
             text = file.read(MAX_PLAN_BYTES + 1)  # a device has no size, and no end
         if len(text) > MAX_PLAN_BYTES:
-            raise UsageError(f"{path} is larger than any plan. {_PLAN_FILE_HINT}")
+            raise UsageError(f"The plan {path} is too large. {_PLAN_FILE_HINT}")
         data = json.loads(text.decode("utf-8"))
     except OSError as error:
         raise UsageError(f"The plan {path} cannot be read: {error.strerror}. {_PLAN_FILE_HINT}") from error
     except json.JSONDecodeError as error:
-        raise UsageError(f"{path}:{error.lineno}: this is no JSON: {error.msg}. {_PLAN_FILE_HINT}") from error
+        raise UsageError(f"{path}:{error.lineno}: invalid JSON: {error.msg}. {_PLAN_FILE_HINT}") from error
     except (ValueError, RecursionError) as error:  # no UTF-8, a number of 5,000 digits, nesting without end
-        raise UsageError(f"{str(path)!r} is no JSON text that can be read. {_PLAN_FILE_HINT}") from error
+        raise UsageError(f"{str(path)!r} is not valid JSON. {_PLAN_FILE_HINT}") from error
     return plan_from_json(data, str(path))
 
 
 def plan_from_json(data: Any, source_name: str = "plan") -> Plan:
-    """The plan that `plan_to_json` made `data` of.
+    """Return the plan in `data`, as `plan_to_json` writes it.
 
     Raises:
-        UsageError: `data` has mistakes; all of them are listed, each with its place.
+        UsageError: `data` has mistakes. The error lists all of them, each with its JSON path.
     """
     schema_version = data.get("schema") if isinstance(data, dict) else None
     if type(schema_version) is not int or schema_version != PLAN_SCHEMA_VERSION:
         shown_version = repr(schema_version)[:80]
         raise UsageError(
-            f"{source_name}: schema is {shown_version}, and this version reads {PLAN_SCHEMA_VERSION}. Make the plan anew. {_PLAN_FILE_HINT}"
+            f"{source_name}: unsupported schema {shown_version}; this version reads {PLAN_SCHEMA_VERSION}."
+            f" Create the plan again. {_PLAN_FILE_HINT}"
         )
     reader = _PlanReader(source_name)
     for key in data:
@@ -129,7 +133,7 @@ def plan_from_json(data: Any, source_name: str = "plan") -> Plan:
 
 
 class _PlanReader:
-    """Checks the parts of a plan's JSON and collects the mistakes."""
+    """Validates a plan's JSON and collects the mistakes."""
 
     def __init__(self, source_name: str) -> None:
         self._source_name = source_name
@@ -139,14 +143,14 @@ class _PlanReader:
         self.mistakes.append(f"{self._source_name}: {path}{': ' if path else ''}{problem}")
 
     def format_mistakes(self) -> str:
-        """All mistakes, a line each, and what to do."""
+        """Format all mistakes, one a line, and the remedy."""
         lines = self.mistakes[:MAX_MISTAKES]
         if len(self.mistakes) > MAX_MISTAKES:
             lines.append(f"{self._source_name}: and {len(self.mistakes) - MAX_MISTAKES} more.")
-        return "\n".join((*lines, f"Mend the plan, or make it anew. {_PLAN_FILE_HINT}"))
+        return "\n".join((*lines, f"Correct the plan, or create it again. {_PLAN_FILE_HINT}"))
 
     def validate(self, target_type: Any, raw: Any, path: str) -> Any:
-        """`raw` as a value of `target_type`, None if it has mistakes."""
+        """Validate `raw` as a `target_type`. Return None and record the mistakes if it is invalid."""
         try:
             return _cached_type_adapter(target_type).validate_json(json.dumps(raw), strict=True)
         except ValidationError as error:
@@ -155,11 +159,11 @@ class _PlanReader:
                 message = detail["msg"].removeprefix("Value error, ")
                 self.add_mistake(f"{path}{inner_path}".removeprefix("."), message)
         except (ValueError, TypeError, RecursionError):
-            self.add_mistake(path, "this is no JSON value that can be read")
+            self.add_mistake(path, "this is no valid JSON value")
         return None
 
     def read_list(self, name: str, raw: Any, read_entry: Any) -> list[Any]:
-        """The items of the list `raw` that have no mistakes."""
+        """Return the valid entries of the list `raw`."""
         if not isinstance(raw, list):
             self.add_mistake("", f"{name!r} must be a list")
             return []
@@ -167,7 +171,7 @@ class _PlanReader:
         return [entry for entry in entries if entry is not None]
 
     def read_schemes(self, raw: Any) -> dict[str, Scheme | None]:
-        """The schemes by name, None where one has mistakes."""
+        """Return the schemes by name, None for an invalid one."""
         if not isinstance(raw, dict):
             self.add_mistake("", "'schemes' must be a table")
             return {}
@@ -178,12 +182,12 @@ class _PlanReader:
                 Scheme, {"name": name, **raw_scheme} if isinstance(raw_scheme, dict) else raw_scheme, path
             )
             if scheme is not None and scheme.family is None:
-                self.add_mistake(path, "'family' is missing; it says which ops stand for the quantization")
+                self.add_mistake(path, "'family' is missing; it names the family of Q/DQ ops")
             schemes[name] = scheme
         return schemes
 
     def read_site(self, raw: Any, path: str, schemes: dict[str, Scheme | None]) -> Site | None:
-        """A site whose scheme is one of `read_schemes`."""
+        """Return a site whose scheme is one of `schemes`, None if it is invalid."""
         if not isinstance(raw, dict):
             self.add_mistake(path, "must be a table")
             return None
@@ -202,14 +206,14 @@ class _PlanReader:
 
 
 def _with_full_references(raw: Any) -> Any:
-    """`raw` with its tensors and uses spelled with all of their fields."""
+    """Return `raw` with all fields of its tensors and uses filled in."""
     if not isinstance(raw, dict):
         return raw
     filled = dict(raw)
     if isinstance(raw.get("tensor"), dict):
         filled["tensor"] = {"graph": "", **raw["tensor"]}
-    if isinstance(raw.get("twin"), dict):
-        filled["twin"] = {"graph": "", **raw["twin"]}
+    if isinstance(raw.get("clone_of"), dict):
+        filled["clone_of"] = {"graph": "", **raw["clone_of"]}
     for key in ("uses", "tie"):
         if isinstance(raw.get(key), list):
             filled[key] = [{"graph": "", **use} if isinstance(use, dict) else use for use in raw[key]]
@@ -217,7 +221,7 @@ def _with_full_references(raw: Any) -> Any:
 
 
 def _label_schemes(plan: Plan) -> dict[Scheme, str]:
-    """A name for each scheme of the plan: its own, or with the smallest free `_k` if two have one name."""
+    """Return a label for each scheme: its name, with the smallest free suffix `_k` if two schemes share it."""
     labels: dict[Scheme, str] = {}
     used_labels: set[str] = set()
     for site in plan.sites:
@@ -244,7 +248,7 @@ def _site_to_json(site: Site, scheme_label: str) -> dict[str, Any]:
     if site.tie:
         data["tie"] = [_use_to_json(use) for use in site.tie]
     if site.clone_of is not None:
-        data["twin"] = _use_to_json(site.clone_of)
+        data["clone_of"] = _use_to_json(site.clone_of)
     explicit_values = {"range": site.range, "scale": site.scale, "zero_point": site.zero_point}
     return data | {key: list(value) for key, value in explicit_values.items() if value is not None}
 
@@ -252,11 +256,11 @@ def _site_to_json(site: Site, scheme_label: str) -> dict[str, Any]:
 def _skip_to_json(skip: Skip) -> dict[str, Any]:
     uses = [_use_to_json(use) for use in skip.uses]
     data = {"tensor": _tensor_to_json(skip.tensor), "uses": uses, "rule": skip.rule, "reason": skip.reason}
-    return {**data, "absorbed": True} if skip.fused else data
+    return {**data, "fused": True} if skip.fused else data
 
 
 def _scheme_to_json(scheme: Scheme, label: str) -> dict[str, Any]:
-    """What differs from the default scheme; the name only where it is not `label`."""
+    """Return the fields that differ from the default scheme. The name is omitted if it equals `label`."""
     default = {**asdict(Scheme()), "name": label}
     changed = {key: value for key, value in asdict(scheme).items() if value != default[key]}
     observe = {key: value for key, value in asdict(scheme.observe).items() if value is not None}
@@ -273,21 +277,22 @@ def _use_to_json(use: Use) -> dict[str, Any]:
     return {**({"graph": use.graph} if use.graph else {}), "op": use.op, "slot": use.slot}
 
 
-# A plan against the model it is applied to: an edited plan is checked before anything is done with it.
+# Validate a plan against the model that it is applied to. Edited plans are validated before anything else happens.
 
 MAX_MISTAKES = 100
-"""How many mistakes of one plan are told at once."""
+"""Mistakes of one plan that are listed in one error."""
 
 
 def check_plan(model: Model, plan: Plan) -> None:
-    """Checks that every site of `plan` can be carried out on `model`.
+    """Check that every site of `plan` can be applied to `model`.
 
     Args:
         model: The prepared model that the plan names.
         plan: The plan.
 
     Raises:
-        UsageError: Sites name what the model does not have, or want what their tensors cannot have; all are listed.
+        UsageError: Sites refer to tensors, uses or graphs that the model lacks, or ask for schemes that their tensors
+            cannot have. The error lists all of them.
     """
     parameters = Parameters(model)
     claimed_uses: set[Use] = set()
@@ -298,24 +303,26 @@ def check_plan(model: Model, plan: Plan) -> None:
             _find_scheme_conflicts(model, parameters, site), ""
         )
         if not problem and site.clone_of is not None and site.clone_of not in own_uses:
-            problem = f"its scale is that of {site.clone_of}, which has no site of its own"
+            problem = f"it takes the scale of {site.clone_of}, which has no site"
         repeated_use = next((use for use in site.uses if use in claimed_uses), None)
         if not problem and repeated_use is not None:
-            problem = f"{repeated_use} has a site before it already"
+            problem = f"another site has {repeated_use} already"
         claimed_uses.update(site.uses)
         if problem:
-            mistakes.append(f"The plan's site of {site.tensor} cannot be: {problem}.")
+            mistakes.append(f"The plan's site of {site.tensor} is invalid: {problem}.")
     if mistakes:
         overflow_line = (
             [f"There are {len(mistakes) - MAX_MISTAKES} more of these."] if len(mistakes) > MAX_MISTAKES else []
         )
         raise UsageError(
-            "\n".join([*mistakes[:MAX_MISTAKES], *overflow_line, "Mend the plan, or make it anew for this model."])
+            "\n".join(
+                [*mistakes[:MAX_MISTAKES], *overflow_line, "Correct the plan, or create it again for this model."]
+            )
         )
 
 
 def _find_missing_references(model: Model, site: Site) -> Iterator[str]:
-    """What the site names and the model does not have."""
+    """Yield the references of the site that the model does not have."""
     tensor_graph = model.graphs.get(site.tensor.graph)
     if (
         tensor_graph is None
@@ -325,18 +332,18 @@ def _find_missing_references(model: Model, site: Site) -> Iterator[str]:
         yield "the model has no such tensor"
         return
     if site.graph not in model.graphs or not model.graphs[site.graph].can_read(site.tensor.graph):
-        yield f"there is no graph {site.graph!r} that sees it"
+        yield f"there is no graph {site.graph!r} that can read it"
         return
     if not site.uses or len(set(site.uses)) < len(site.uses):
-        yield "it has no uses, or one of them twice"
+        yield "it has no uses, or a use twice"
     for use in site.uses:
         if _tensor_read_at(model, use) != site.tensor:
             yield f"{use} does not read it"
         elif not model.graphs[use.graph].can_read(site.graph):
-            yield f"{use} does not see graph {site.graph!r}"
+            yield f"{use} cannot read graph {site.graph!r}"
     for use in site.tie:
         if _tensor_read_at(model, use) is None:
-            yield f"it is tied to {use}, which reads nothing"
+            yield f"it is tied to {use}, which is not connected"
 
 
 def _tensor_read_at(model: Model, use: Use) -> TensorRef | None:
@@ -345,7 +352,7 @@ def _tensor_read_at(model: Model, use: Use) -> TensorRef | None:
 
 
 def _find_scheme_conflicts(model: Model, parameters: Parameters, site: Site) -> Iterator[str]:  # noqa: C901  # a flat list of checks
-    """What the site wants and its tensor cannot have."""
+    """Yield the properties of the site that its tensor cannot have."""
     family = FAMILIES.get(site.scheme.family or "")
     output = model.output(site.tensor)
     is_parameter = parameters.is_parameter(site.tensor)
@@ -353,30 +360,30 @@ def _find_scheme_conflicts(model: Model, parameters: Parameters, site: Site) -> 
     if shape is None and is_parameter:
         shape = model.output(parameters.root_tensor(site.tensor)).shape
     if family is None or family.format != model.format:
-        yield f"{model.format} models have no family {site.scheme.family!r}"
+        yield f"family {site.scheme.family!r} is not available for {model.format} models"
         return
     if site.parameter and not is_parameter:
-        yield "it is no parameter, whose value is known; say 'parameter': false"
+        yield "it is no parameter; set 'parameter' to false"
     if (site.axis is not None) != (site.scheme.per != "tensor"):
-        yield f"its scheme is per {site.scheme.per}, and its axis {site.axis}"
+        yield f"its scheme is per {site.scheme.per}, but its axis is {site.axis}"
         return
     if site.view is not None:
         readers = [model.graphs[use.graph].op(use.op) for use in site.uses]
         if shape is None or any(merged_channel_shape(reader, shape) != site.view for reader in readers):
-            yield f"its consumers do not see channels in the view {list(site.view)}"
+            yield f"its consumers do not have their channels in the view {list(site.view)}"
             return
         shape = site.view
     if site.axis is not None and (shape is None or not 0 <= site.axis < len(shape)):
-        yield f"it has no axis {site.axis}, or it is not known how many there are"
+        yield f"it has no axis {site.axis}, or its rank is unknown"
         return
     channel_count = None if site.axis is None or shape is None else shape[site.axis]
     if site.scale is not None and channel_count is not None and len(site.scale) != channel_count:
-        yield f"it has {channel_count} channels and the plan gives {len(site.scale)} scales"
+        yield f"it has {channel_count} channels, but the plan gives {len(site.scale)} scales"
     if output.dtype is None:
-        yield "its data type is not known without running the model"
+        yield "its data type is only known at run time"
         return
     if not family.has_zero_points and any(site.zero_point or ()):
-        yield f"{family.name} has no zero point, and the plan gives one; give 0"
+        yield f"{family.name} has no zero point; set it to 0"
     in_function = model.graphs[site.tensor.graph].is_function
     request = site.scheme.family_request(
         axis=site.axis, dtype=output.dtype, shape=shape, is_parameter=is_parameter, in_function=in_function
@@ -385,4 +392,4 @@ def _find_scheme_conflicts(model: Model, parameters: Parameters, site: Site) -> 
     if reason is not None:
         yield reason
     elif 0 < model.opset < family.minimum_opset(request):
-        yield f"its ops need opset {family.minimum_opset(request)}, and the model is prepared for {model.opset}"
+        yield f"its ops need opset {family.minimum_opset(request)}, but the prepared model has {model.opset}"

@@ -1,4 +1,8 @@
-"""Matches to a plan: uses of one tensor that want the same become one site, ties are followed, misfits are skipped."""
+"""Turn rule matches into a plan.
+
+Uses of one tensor with the same scheme become one site, ties are followed, and impossible uses are skipped with
+a reason. Sites are repeated in function clones, the saved functions that compute the same as the graphs that run.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +46,22 @@ if TYPE_CHECKING:
     from graphquant.rules import RuleSet
 
 
-# The sites of a plan again in copies: saved functions that compute the same as the graphs that run.
+# Sites in function clones: saved functions that compute the same as the graphs that run.
 
 PASSTHROUGH_CONTROL_KINDS = frozenset(
     {"call", "if", "while", "output", "switch", "enter", "merge", "exit", "next_iteration"}
 )
-"""Kinds that hand a tensor on, to where it is quantized if it has to be."""
+"""Kinds that forward a tensor to another graph or op, where it is quantized if needed."""
 
 
 def make_clone_sites(model: Model, parameters: Parameters, sites: Sequence[Site]) -> Iterator[Site]:
-    """A site in a copy for each of `sites` whose uses have twins there; its scale is the twin's.
+    """Yield a site in a function clone for each of `sites` whose uses have counterparts there.
 
-    A use is quantized as its twin is. One without a twin, as in a branch for training, is if all uses of the tensor's
-    twin are. The tensors must agree in dtype and shape; twins must have made them, and a weight must be the same
-    variable or have the same value.
+    It takes the original's scale.
+
+    A use in a clone is quantized if its original is. A use without an original, such as one in a training branch, is
+    quantized if all uses of the original tensor are. The tensors must agree in dtype and shape and have corresponding
+    producers; a weight must be the same variable or have the same value.
     """
     if not model.saved_functions:
         return
@@ -98,7 +104,7 @@ def make_clone_sites(model: Model, parameters: Parameters, sites: Sequence[Site]
 def _can_clone_site(
     model: Model, parameters: Parameters, clones: FunctionClones, site: Site, tensor: TensorRef
 ) -> bool:
-    """Whether what is done to the site's tensor can be done to `tensor`, and means the same."""
+    """Return True if the site's quantization is valid for `tensor` and means the same there."""
     clone_output, original_output = model.output(tensor), model.output(site.tensor)
     if clone_output.dtype != original_output.dtype or parameters.is_parameter(tensor) != site.parameter:
         return False
@@ -120,7 +126,7 @@ def _can_clone_site(
 
 
 def _is_same_weight(parameters: Parameters, clones: FunctionClones, first: TensorRef, second: TensorRef) -> bool:
-    """Whether two weights are one variable, or have one value."""
+    """Return True if two weights are the same variable or have the same value."""
     variable = clones.variable_name(first)
     if variable is not None:
         return variable == clones.variable_name(second)
@@ -138,13 +144,13 @@ def _are_shapes_compatible(first: tuple[int | None, ...] | None, second: tuple[i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What the caller chose beside the rules.
+class SiteSelection:
+    """Options of the caller, in addition to the rules.
 
     Attributes:
-        family: The QDQ family for schemes that name none.
-        include: If given, only uses whose consumer or tensor has such a name are quantized.
-        exclude: Uses whose consumer or tensor has such a name are left.
+        family: QDQ family for schemes that name none.
+        include: If not empty, quantize only uses whose consumer or tensor matches one of these patterns.
+        exclude: Leave uses in float whose consumer or tensor matches one of these patterns.
     """
 
     family: str
@@ -154,19 +160,19 @@ class PlanOptions:
 
 @paused_gc()
 def make_plan(
-    model: Model, ruleset: RuleSet, options: PlanOptions, *, steps: Sequence[Step] = (), source_digest: str = ""
+    model: Model, ruleset: RuleSet, options: SiteSelection, *, steps: Sequence[Step] = (), source_digest: str = ""
 ) -> Plan:
-    """The plan of `ruleset` for `model`.
+    """Make the plan of `ruleset` for `model`.
 
     Args:
         model: The prepared model.
-        ruleset: The rules, first match wins.
-        options: What the caller chose beside them.
-        steps: How the model was prepared.
-        source_digest: Digest of the model as it was before.
+        ruleset: The rules. The first match wins.
+        options: Options of the caller.
+        steps: The preparation steps that were applied.
+        source_digest: Digest of the model before preparation.
 
     Raises:
-        UsageError: A name selector, include or exclude matches nothing.
+        UsageError: A name selector, include or exclude pattern matches nothing.
     """
     matcher = RuleMatcher(model, ruleset)
     _check_name_patterns(matcher, options)
@@ -192,31 +198,31 @@ def make_plan(
 
 SAME_AS_INPUT = "same-as-input"
 
-PASSTHROUGH = "passed-on"
+PASSTHROUGH = "passthrough"
 
-FUSED = "absorbed"
+FUSED = "fused"
 
 INPUT_DEPENDENT = frozenset({SAME_AS_INPUT, PASSTHROUGH})
-"""What rules say that hangs on whether the producer's input is quantized."""
+"""Outcomes that depend on whether the producer's input is quantized."""
 
 CONCATENATING_KINDS = frozenset({"concat", "pack"})
-"""Kinds whose output holds all of their inputs, weights too."""
+"""Kinds whose output contains all of their inputs, weights included."""
 
-COMPUTES_WEIGHT = "its consumer makes a weight of weights alone, and that is quantized where it is used"
+COMPUTES_WEIGHT = "its consumer computes a weight from weights, and that weight is quantized where it is used"
 
 CAPTURED_BY_SUBGRAPH = (
-    "a body reads what its consumer makes of it, past which onnxruntime moves the pair, and then it ends at once"
+    "a subgraph captures its consumer's output; onnxruntime would move the Q/DQ pair into the subgraph and crash"
 )
 
-NO_INPUT_TO_TIE = "the rule ties it to its input, and its producer has none"
+NO_INPUT_TO_TIE = "the rule ties it to its producer's input, but the producer has none"
 
-TIED_INPUT_NOT_QUANTIZED = "its input is not quantized, and the rule ties it to that"
-"""Why a tied tensor is skipped; the same words for each, so that many become one line."""
+TIED_INPUT_NOT_QUANTIZED = "the rule ties it to its producer's input, which is not quantized"
+"""Skip reason of a tied tensor. It is a constant so that reports can group equal reasons into one line."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _PendingSite:
-    """A site or skip while uses are added to it."""
+    """A site or skip that uses are still added to."""
 
     first_match: RuleMatch
     uses: list[Use]
@@ -228,9 +234,9 @@ class _PendingSite:
 
 
 class _PlanBuilder:
-    """Sites and skips while they are collected, in the order of the model."""
+    """Collects sites and skips in the order of the model."""
 
-    def __init__(self, matcher: RuleMatcher, options: PlanOptions) -> None:
+    def __init__(self, matcher: RuleMatcher, options: SiteSelection) -> None:
         self.matcher = matcher
         self.options = options
         self._sites: dict[tuple[object, ...], _PendingSite] = {}
@@ -241,7 +247,7 @@ class _PlanBuilder:
         self.used_rules: set[int] = set()
 
     def add_match(self, match: RuleMatch) -> None:
-        """Adds one match as part of a site, a tie or a skip."""
+        """Add one match to a site, a tie or a skip."""
         self._order.setdefault(match.tensor, len(self._order))
         if match.rule.rule.quantize in INPUT_DEPENDENT and not self._exclusion_reason(match):
             self.used_rules.add(id(match.rule))
@@ -250,9 +256,9 @@ class _PlanBuilder:
             self._place_or_skip(match)
 
     def follow_ties(self) -> None:
-        """Gives each tied tensor the scheme of the site that feeds its producer, from there on outward.
+        """Give each tied tensor the scheme of the site that feeds its producer, and propagate it downstream.
 
-        Where nothing feeds it, a tie says nothing: the use goes to the next rule that holds for it, if there is one.
+        A tie whose input stays float has no effect: the use goes to the next rule that matches it.
         """
         tied_inputs = {op_key: self._tied_inputs(*op_key, matches) for op_key, matches in self._tied_matches.items()}
         op_by_use = {use: op_key for op_key, uses in tied_inputs.items() for use in uses}
@@ -274,7 +280,7 @@ class _PlanBuilder:
     def _skip_quantized_passthrough(
         self, tied_inputs: dict[tuple[str, str], tuple[Use, ...]], op_by_use: dict[Use, tuple[str, str]]
     ) -> None:
-        """Leaves what is handed on of tensors that are quantized already."""
+        """Skip tensors that only pass through data that is quantized already."""
         queue = [use for uses in tied_inputs.values() for use in uses if reads_quantized_tensor(self.matcher, use)]
         for quantized_use in queue:
             op_key = op_by_use.get(quantized_use)
@@ -285,7 +291,7 @@ class _PlanBuilder:
                 queue.append(match.use)
 
     def _place_or_skip(self, match: RuleMatch) -> Scheme | None:
-        """Adds one match as part of a site, whose scheme is returned, or as a skip."""
+        """Add one match to a site and return the site's scheme, or add a skip and return None."""
         self.used_rules.add(id(match.rule))
         reason = self._exclusion_reason(match)
         if reason:
@@ -300,7 +306,7 @@ class _PlanBuilder:
         tied_inputs: dict[tuple[str, str], tuple[Use, ...]],
         op_by_use: dict[Use, tuple[str, str]],
     ) -> None:
-        """Places what is tied to the quantized uses in `queue`, and what is tied to that."""
+        """Add tensors that are tied to the quantized uses in `queue`, and tensors tied to those in turn."""
         for quantized_use, scheme in queue:
             op_key = op_by_use.get(quantized_use)
             for match in self._tied_matches.pop(op_key, ()) if op_key is not None else ():
@@ -312,7 +318,7 @@ class _PlanBuilder:
                 queue.append((match.use, per_tensor))
 
     def skip_captured_uses(self) -> None:
-        """Takes out uses whose consumer onnxruntime would move the pair past, to where only a body can read it."""
+        """Remove uses whose Q/DQ pair onnxruntime would move past the consumer into a subgraph, and crash."""
         model = self.matcher.model
         planned_uses = {use for site in self._sites.values() for use in site.uses}
         for key, site in list(self._sites.items()) if model.format == "onnx" else ():
@@ -330,7 +336,7 @@ class _PlanBuilder:
                 del self._sites[key]
 
     def _next_matching_rule(self, match: RuleMatch) -> RuleMatch | None:
-        """The next rule that holds for a use whose tie came to nothing; ties do not."""
+        """Return the match of the next rule for a use whose tie had no effect. Rules that tie are not considered."""
         rules = self.matcher.ruleset.rules
         next_index = next(index for index, rule in enumerate(rules) if rule is match.rule) + 1
         for rule in rules[next_index:]:
@@ -341,7 +347,7 @@ class _PlanBuilder:
         return None
 
     def build_sites(self) -> tuple[Site, ...]:
-        """The sites, in the order of the model."""
+        """Return the sites in the order of the model."""
         return tuple(
             Site(
                 tensor=pending.first_match.tensor,
@@ -359,7 +365,7 @@ class _PlanBuilder:
         )
 
     def build_skips(self) -> tuple[Skip, ...]:
-        """The skips, in the order of the model."""
+        """Return the skips in the order of the model."""
         return tuple(
             Skip(
                 tensor=pending.first_match.tensor,
@@ -375,15 +381,15 @@ class _PlanBuilder:
         return sorted(pending.values(), key=lambda entry: self._order[entry.first_match.tensor])
 
     def _add_to_site(self, match: RuleMatch, scheme: Scheme, tie: tuple[Use, ...]) -> bool:
-        """Adds the use to the site that wants the same, or opens one; False if it is skipped instead."""
+        """Add the use to the site with the same properties, or open one. Return False if the use is skipped instead."""
         family = FAMILIES[scheme.family or self.options.family]
         axis = self._scale_axis(match, scheme)
         view = self._scale_view(match) if scheme.per == "channel" and axis is not None and scheme.axis is None else None
         reason = self._scheme_conflict(match, scheme, family, axis, view)
         if tie and scheme.range == "dynamic":
-            reason = reason or "it is tied to a tensor with a dynamic range, which has no scale to share"
+            reason = reason or "it is tied to a tensor with a dynamic range, which has no fixed scale to share"
         if tie and scheme.range == "learned":
-            reason = reason or "it is tied to a tensor with a learned range, which it could not follow"
+            reason = reason or "it is tied to a tensor with a learned range, whose changes it could not follow"
         if reason:
             self._add_skip(match, reason)
             return False
@@ -397,16 +403,16 @@ class _PlanBuilder:
     def _scheme_conflict(
         self, match: RuleMatch, scheme: Scheme, family: QDQFamily, axis: int | None, view: Shape | None
     ) -> str:
-        """Why the use cannot be quantized by that scheme, "" if it can."""
+        """Return the reason why the use cannot have this scheme, or ""."""
         model, output = self.matcher.model, self.matcher.model.output(match.tensor)
         if scheme.per != "tensor" and axis is None:
             return _no_axis_reason(scheme, match.use)
         if view is not None and None in view:
-            return f"scheme {scheme.name!r} is per channel, and the sizes of the kernel are not known"
+            return f"scheme {scheme.name!r} is per channel, but the kernel's shape is unknown"
         if output.dtype is None:
-            return "its data type is not known without running the model"
+            return "its data type is only known at run time"
         if family.format != model.format:
-            return f"family {family.name!r} is for {family.format} models"
+            return f"family {family.name!r} is only for {family.format} models"
         request = scheme.family_request(
             axis=axis,
             dtype=output.dtype,
@@ -417,14 +423,14 @@ class _PlanBuilder:
 
     @staticmethod
     def _insertion_graph(match: RuleMatch) -> str:
-        """The graph that gets the new ops."""
+        """Return the name of the graph that receives the new ops."""
         return match.use.graph if match.rule.rule.insert_in == "body" else match.tensor.graph
 
     def _exclusion_reason(self, match: RuleMatch) -> str:
-        """Why this match will not be quantized, whatever the scheme; "" if it may be."""
+        """Return the reason why this match stays float for any scheme, or ""."""
         model, rule = self.matcher.model, match.rule.rule
-        if rule.quantize in {"leave", FUSED}:
-            return rule.why or f"rule {rule.name!r} leaves it in float"
+        if rule.quantize in {"float", FUSED}:
+            return rule.why or f"rule {rule.name!r} keeps it in float"
         consumer = model.graphs[match.use.graph].op(match.use.op)
         quantized_reason = already_quantized_reason(self.matcher, match.tensor, match.use)
         if quantized_reason:
@@ -433,17 +439,17 @@ class _PlanBuilder:
             return COMPUTES_WEIGHT
         labels = (match.use.op, *self.matcher.labels(match.tensor))
         if self.options.include and not any(name_matches(pattern, *labels) for pattern in self.options.include):
-            return "--include names neither it nor its consumer"
+            return "--include matches neither it nor its consumer"
         excluded = next((pattern for pattern in self.options.exclude if name_matches(pattern, *labels)), None)
         return f"--exclude {excluded!r}" if excluded is not None else ""
 
     def _computes_weight(self, use: Use, consumer: Op) -> bool:
-        """Whether `consumer`, the op of `use`, computes a weight from weights alone."""
+        """Return True if `consumer`, the op of `use`, computes a weight from weights only."""
         result = TensorRef(use.graph, use.op)
         return consumer.kind not in FORWARDING_KINDS and self.matcher.parameters.is_parameter(result)
 
     def _tied_inputs(self, graph_name: str, op_name: str, matches: Sequence[RuleMatch]) -> tuple[Use, ...]:
-        """The uses by which an op reads the float data that it passes on; weights too, if it alters nothing."""
+        """Return the uses of the data that an op passes through, with weights if it changes no value."""
         op_graph = self.matcher.model.graphs[graph_name]
         op = op_graph.op(op_name)
         weights = op.kind in CONCATENATING_KINDS or any(match.rule.rule.quantize == PASSTHROUGH for match in matches)
@@ -456,7 +462,7 @@ class _PlanBuilder:
         )
 
     def _scale_axis(self, match: RuleMatch, scheme: Scheme) -> int | None:
-        """The axis of the channels or blocks of the tensor where the use reads it; None per tensor."""
+        """Return the axis of channels or blocks of the tensor as the use reads it, None for a per-tensor scheme."""
         consumer = self.matcher.model.graphs[match.use.graph].op(match.use.op)
         shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
         if scheme.per == "tensor":
@@ -470,7 +476,7 @@ class _PlanBuilder:
         return channel_axis(consumer, shape) if role == "weight" and shape is not None else None
 
     def _scale_view(self, match: RuleMatch) -> Shape | None:
-        """The shape in which that axis holds all channels, where it is not the tensor's own."""
+        """Return the shape in which the scale axis holds all channels, None if that is the tensor's own shape."""
         consumer = self.matcher.model.graphs[match.use.graph].op(match.use.op)
         shape, role = self.matcher.shape(match.tensor), consumer.role(match.use.slot)
         return merged_channel_shape(consumer, shape) if role == "weight" and shape is not None else None
@@ -483,25 +489,25 @@ class _PlanBuilder:
 
 
 QDQ_MOVING_KINDS = frozenset({"max_pool", "reshape", "transpose", "squeeze", "unsqueeze", "slice"})
-"""Kinds past which onnxruntime moves pairs."""
+"""Kinds past which onnxruntime moves Q/DQ pairs."""
 
 
 def _runtime_moves_pair(graph: Graph, use: Use) -> bool:
-    """Whether onnxruntime would move a pair on `use` past its op."""
+    """Return True if onnxruntime would move a Q/DQ pair on `use` past its op."""
     op = graph.op(use.op)
     return op.kind in QDQ_MOVING_KINDS and op.role(use.slot) == "input"
 
 
 def _no_axis_reason(scheme: Scheme, use: Use) -> str:
-    """Why there is no axis of channels or blocks."""
+    """Return the reason why there is no axis of channels or blocks."""
     if scheme.axis is not None:
-        return f"scheme {scheme.name!r} is for axis {scheme.axis}, and the tensor is not known to have that many"
+        return f"scheme {scheme.name!r} is for axis {scheme.axis}, which the tensor lacks or may lack"
     if scheme.per == "block":
-        return f"scheme {scheme.name!r} is per block, and {use} has no axis that is summed over; give 'axis'"
-    return f"scheme {scheme.name!r} is per channel, and {use} has no channel axis"
+        return f"scheme {scheme.name!r} is per block, but {use} sums over no axis; give 'axis'"
+    return f"scheme {scheme.name!r} is per channel, but {use} has no channel axis"
 
 
-def _check_name_patterns(matcher: RuleMatcher, options: PlanOptions) -> None:
+def _check_name_patterns(matcher: RuleMatcher, options: SiteSelection) -> None:
     patterns: Iterable[tuple[str, str]] = [
         *(("--include", pattern) for pattern in options.include),
         *(("--exclude", pattern) for pattern in options.exclude),
@@ -511,5 +517,5 @@ def _check_name_patterns(matcher: RuleMatcher, options: PlanOptions) -> None:
         if not any(name_matches(pattern, label) for label in labels):
             raise UsageError(
                 f"{option} {pattern!r} matches no op or tensor of the model."
-                f"{did_you_mean(pattern, labels) or ' Names are listed by: graphquant inspect MODEL.'}"
+                f"{did_you_mean(pattern, labels) or ' List the names with: graphquant inspect MODEL.'}"
             )

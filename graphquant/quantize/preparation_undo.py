@@ -1,8 +1,8 @@
-"""What is needed to take a preparation back, as JSON data: what was removed, what was read before, what was added.
+"""Records of preparation steps, and the JSON data that undoes them.
 
-Values of weights are not copied into it. They are told by name and digest, and by how they follow from what took their
-place: a quotient, and by how many float32 steps it is off, which is mostly 0. So the record of a model is small, and
-gives each weight back to the bit.
+The data lists removed ops, their former inputs, and added ops. Weights are not copied into it. A weight is identified
+by name and digest, and by its relation to the constant that replaced it: a quotient, plus the number of float32 steps
+(ULPs) by which it is off, mostly 0. So the record of a model is small and still restores each weight to the bit.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 MAX_INLINE_ELEMENTS = 1 << 16
-"""Most elements of a constant that is kept whole: biases and statistics are, weights are told by reference."""
+"""Largest number of elements of a constant that is stored whole. Larger ones are stored by reference."""
 
 _TENSOR_DATA_FIELDS = (
     *("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data"),
     *("tensor_content", "half_val", "float_val", "double_val", "int_val", "string_val", "int64_val", "bool_val"),
     *("uint32_val", "uint64_val", "scomplex_val", "dcomplex_val"),
 )
-"""The fields of ONNX's and TensorFlow's TensorProto that hold the elements."""
+"""Fields of ONNX's and TensorFlow's TensorProto that hold the elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -49,8 +49,9 @@ class ScaledWeight:
         product_name: The constant that holds the product.
         product: float32, of the same shape.
         factor: float64 (C,).
-        product_shape: The shape in which the weight is multiplied: [2, 3, 4, 1, 1] for two groups of a transposed convolution.
-        factor_shape: The shape that the factor has then.
+        product_shape: The shape in which the weight is multiplied: [2, 3, 4, 1, 1] for two groups of a transposed
+            convolution.
+        factor_shape: The shape of the factor in that product.
     """
 
     op: TensorRef
@@ -63,10 +64,10 @@ class ScaledWeight:
 
 
 class RecordedEdits:
-    """Edits of a model, each noted so that it can be taken back."""
+    """Edits a model and records each edit so that it can be undone."""
 
     def __init__(self, model: Model) -> None:
-        """The model is changed by each edit."""
+        """Edit `model` in place."""
         self._model = model
         self._removed: list[dict[str, Any]] = []
         self._rewired: list[dict[str, Any]] = []
@@ -74,19 +75,19 @@ class RecordedEdits:
         self._scaled_weights: dict[tuple[str, str], ScaledWeight] = {}
 
     def connect(self, use: Use, tensor: TensorRef | None) -> None:
-        """Makes `use` read `tensor`, or nothing."""
+        """Make `use` read `tensor`, or nothing."""
         graph = self._model.graphs[use.graph]
         record = {**_op_record(use.graph, use.op), "slot": use.slot, "read": _tensor_record(graph.source_of(use))}
         graph.set_source(use, tensor)
         self._rewired.append(record)
 
     def add(self, graph: Graph, op: Op, inputs: list[TensorRef | None] | None = None) -> TensorRef:
-        """Adds an op; returns its first output."""
+        """Add an op; return its first output."""
         self._added.append(_op_record(graph.name, op.name))
         return graph.add_op(op, inputs or [])
 
     def replace(self, graph: Graph, op: Op) -> None:
-        """Puts `op` in the place of the op of its name, which held the same value if it held one."""
+        """Replace the op of the same name by `op`. If they are constants, both must have the same value."""
         old = graph.op(op.name)
         reads = [_tensor_record(operand) for operand in graph.slots(op.name)]
         without_data = _is_large_constant(old)
@@ -104,7 +105,7 @@ class RecordedEdits:
         self._added.append(_op_record(graph.name, op.name))
 
     def remove(self, graph: Graph, name: str) -> None:
-        """Takes out an op that nothing reads."""
+        """Remove an op that nothing reads."""
         op = graph.op(name)
         record = {
             **_op_record(graph.name, name),
@@ -122,22 +123,22 @@ class RecordedEdits:
         )
 
     def note_scaled_weight(self, scaled_weight: ScaledWeight) -> None:
-        """Tells what the value of a constant follows from, should it be removed."""
+        """Note how the value of a constant can be restored, in case the constant is removed."""
         self._scaled_weights[scaled_weight.op.graph, scaled_weight.op.op] = scaled_weight
 
     def to_record(self) -> dict[str, Any]:
-        """The record of all edits so far."""
+        """Return the record of all edits so far."""
         return {"removed": self._removed, "rewired": self._rewired, "added": self._added}
 
 
 def original_weights(
     step: Step, read_constant: Callable[[str], Array | None]
 ) -> dict[tuple[str, str], tuple[Array, bool]]:
-    """The values of the weights that a step replaced, by graph and op, and whether they are exact.
+    """Return the weights that a step replaced, by graph and op, each with True if it is exact.
 
     Args:
         step: A step of a plan.
-        read_constant: The value of a constant in the graph, after the step, given its name; None if there is no such value.
+        read_constant: Returns the value of a constant of the graph after the step by name, or None.
 
     Raises:
         ModelError: The record is damaged.
@@ -157,13 +158,13 @@ def original_weights(
                 weights[op_key] = _restore_weight(value, current)
         except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise ModelError(
-                f"The record of the step {step.step} on {step.target} is damaged. Make the plan anew."
+                f"The record of step {step.step} on {step.target} is damaged. Create the plan again."
             ) from error
     return weights
 
 
 def encode_source_node(op: Op, *, without_data: bool = False) -> str | None:
-    """The source node of `op`, serialized, in base64; without the elements of its tensors if it is to be `without_data`."""
+    """Return the source node of `op`, serialized in base64, with its tensors' elements omitted if `without_data`."""
     if op.source is None or isinstance(op.source, str):
         return None
     message = op.source
@@ -178,7 +179,7 @@ def encode_source_node(op: Op, *, without_data: bool = False) -> str | None:
 
 
 def encode_array(value: Array) -> dict[str, Any]:
-    """An array as JSON data."""
+    """Return an array as JSON data."""
     return {
         "dtype": str(value.dtype),
         "shape": list(value.shape),
@@ -187,12 +188,15 @@ def encode_array(value: Array) -> dict[str, Any]:
 
 
 def decode_array(record: dict[str, Any]) -> Array:
-    """The array that `encode_array` made data of."""
+    """Return the array in data from `encode_array`."""
     return np.frombuffer(base64.b64decode(record["data"]), record["dtype"]).reshape(record["shape"])
 
 
 def _restore_weight(record: dict[str, Any], current: Array) -> tuple[Array, bool]:
-    """The weight before it was scaled to `current`; only nearly, if that is not the product as it was made."""
+    """Restore the weight that was scaled to `current`.
+
+    It is approximate if `current` differs from the original product.
+    """
     if current.size != math.prod(record["shape"]):
         raise ValueError("the sizes differ")
     if "factor" not in record:
@@ -207,7 +211,7 @@ def _restore_weight(record: dict[str, Any], current: Array) -> tuple[Array, bool
 
 
 def _weight_reference(scaled_weight: ScaledWeight) -> dict[str, Any]:
-    """Name and digest of a weight, and what makes it of the product."""
+    """Return name and digest of a weight, and its relation to the product."""
     quotient = _divide_by_factor(
         scaled_weight.product, scaled_weight.factor, scaled_weight.product_shape, scaled_weight.factor_shape
     )
@@ -224,7 +228,7 @@ def _weight_reference(scaled_weight: ScaledWeight) -> dict[str, Any]:
 
 
 def _divide_by_factor(product: Array, factor: Array, product_shape: Any, factor_shape: Any) -> Array:
-    """float32: the product over the factor, 0 where that is 0."""
+    """Return product / factor as float32, 0 for a zero factor."""
     divisor = np.where(factor == 0, np.inf, factor).reshape(factor_shape)
     with np.errstate(all="ignore"):
         quotient = (product.reshape(product_shape) / divisor).astype(np.float32)
@@ -232,12 +236,12 @@ def _divide_by_factor(product: Array, factor: Array, product_shape: Any, factor_
 
 
 def _float_bits(value: Array) -> Array:
-    """int32: float32 numbers of one sign that are neighbours differ by 1."""
+    """Return float32 values as int32: neighboring floats of one sign differ by 1."""
     return np.ascontiguousarray(value, np.float32).view(np.int32)
 
 
 def _pack_steps(steps: Array) -> dict[str, Any]:
-    """int32, mostly 0, in as few bytes as they need; sums and differences that leave the type come round again."""
+    """Pack int32 values, mostly 0, into few bytes. Overflow wraps around and cancels out."""
     low, high = (int(steps.min()), int(steps.max())) if steps.size else (0, 0)
     dtype = next(
         candidate
@@ -260,13 +264,13 @@ def _array_digest(value: Array) -> str:
 
 
 def _is_large_constant(op: Op) -> bool:
-    """Whether the op holds a constant that is told by reference."""
+    """Return True if the op holds a constant that is stored by reference."""
     shape = op.outputs[0].shape if op.kind == "constant" and op.outputs else None
     return shape is not None and math.prod(size or 0 for size in shape) > MAX_INLINE_ELEMENTS
 
 
 def _tensor_protos(message: Any) -> list[Any]:
-    """The TensorProtos that a source node holds, or is."""
+    """Return the TensorProtos of a source node."""
     if hasattr(message, "data_type"):
         return [message]  # of ONNX
     if hasattr(message, "attribute"):
@@ -283,19 +287,19 @@ def _tensor_record(tensor: TensorRef | None) -> dict[str, Any] | None:
     return None if tensor is None else {**_op_record(tensor.graph, tensor.op), "port": tensor.port}
 
 
-# What a preparation is made of: what it did, what it left, and the edits that several of them make.
+# Records of preparation steps, and edits that several steps share.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One preparation that was done before matching.
+    """One preparation that was applied before matching.
 
     Attributes:
         step: Its name, "fold-batchnorm".
-        target: The op, input or model it changed.
-        detail: What was done, for people.
-        why: What it is good for.
-        undo: What is needed to take it back, as JSON data; see `graphquant.prepare.undo`.
+        target: The op, input or model that was changed.
+        detail: The change, for people.
+        why: The purpose of the step.
+        undo: JSON data that undoes the change.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -309,12 +313,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkippedStep:
-    """An op that a preparation is for and that was left as it was.
+    """An op that a preparation step applies to and that was left unchanged.
 
     Attributes:
-        step: The preparation's name.
-        tensor: What the op makes.
-        reason: Why it was left, and what else can be done.
+        step: The step's name.
+        tensor: The op's output.
+        reason: The reason, and a remedy if there is one.
     """
 
     step: str
@@ -328,15 +332,15 @@ def remove_unread_ops(
     kinds: frozenset[str] | None = None,
     edits: RecordedEdits | None = None,
 ) -> None:
-    """Takes out constants, and what was computed from them alone, that nothing reads or waits for any more.
+    """Remove constants, and ops computed from constants only, that nothing reads or waits for any more.
 
-    An argument that an ONNX function reads no more is left out of its calls.
+    An argument that an ONNX function no longer reads is removed from its calls.
 
     Args:
-        model: The model, which is changed.
+        model: The model, changed in place.
         tensors: Parameters that may have lost their last reader.
-        kinds: If given, only ops of these kinds are taken out.
-        edits: Keeps the record of what is done.
+        kinds: If given, remove only ops of these kinds.
+        edits: Records the changes.
     """
     pending = list(dict.fromkeys(tensors))
     callers = model.callers() if any(tensor.graph for tensor in pending) and model.format == "onnx" else {}
@@ -361,7 +365,7 @@ def remove_unread_ops(
 def _disconnect_argument(
     model: Model, calls: Iterable[Use], slot: int, edits: RecordedEdits | None
 ) -> Iterator[TensorRef]:
-    """Empties a slot of the ops that call a function; gives what they read there."""
+    """Disconnect an argument of the ops that call a function; yield the tensors they read there."""
     for graph_name, op_name, _ in calls:
         use = Use(graph_name, op_name, slot)
         tensor = model.graphs[graph_name].source_of(use)
@@ -374,6 +378,6 @@ def _disconnect_argument(
 
 
 def feeds_graph_output(graph: Graph, name: str) -> bool:
-    """Whether an output of a graph reads the op's first output."""
+    """Return True if a graph output reads the op's first output."""
     uses = graph.consumers_by_port(name).get(0, [])
     return any(graph.graphs[use.graph].op(use.op).kind == "output" for use in uses)

@@ -1,4 +1,8 @@
-"""The named steps before matching. Each does only what rules ask for, and leaves what is needed to take it back."""
+"""Preparation steps before matching. Each applies only what the rules request, and records how to undo it.
+
+`PREPARATION_STEPS` has all of them, in the order of their application. The small steps are in this module; folding and
+requantization have modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
-# Constants as every backend expects them: initializers that nobody can override, and no nodes.
+# Constants in the form that every backend expects: initializers that callers cannot override, and no Constant nodes.
 
 INITIALIZER_INPUTS_STEP: Final = "initializer-inputs"
 
@@ -42,7 +46,7 @@ CONSTANT_NODES_STEP: Final = "constant-nodes"
 
 
 def freeze_initializer_inputs(model: Model) -> Iterator[Step]:
-    """Initializers that are graph inputs too (IR version 3) become constants: nobody may override them any more."""
+    """Turn initializers that are also graph inputs (IR version 3) into constants, which callers cannot override."""
     graph = model.main
     for position, name in enumerate(graph.inputs):
         op = graph.op(name)
@@ -59,7 +63,7 @@ def freeze_initializer_inputs(model: Model) -> Iterator[Step]:
 
 
 def convert_constant_nodes(model: Model) -> Iterator[Step]:
-    """ONNX's Constant nodes become initializers of their graphs. Functions have no initializers, and keep them."""
+    """Turn ONNX Constant nodes into initializers of their graphs. Functions have no initializers and keep the nodes."""
     for graph, op in _constant_node_ops(model):
         if _constant_node_obstacle(graph, op) is not None:
             continue
@@ -75,7 +79,7 @@ def convert_constant_nodes(model: Model) -> Iterator[Step]:
 
 
 def skipped_constant_nodes(model: Model) -> Iterator[SkippedStep]:
-    """The Constant nodes that are still there."""
+    """Yield the Constant nodes that were not converted."""
     for graph, op in _constant_node_ops(model):
         reason = _constant_node_obstacle(graph, op)
         if reason is not None:
@@ -83,7 +87,7 @@ def skipped_constant_nodes(model: Model) -> Iterator[SkippedStep]:
 
 
 def _constant_node_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
-    """ONNX's Constant nodes in graphs that run and can have initializers."""
+    """Yield ONNX Constant nodes in graphs that run and can have initializers."""
     for name in model.reachable_graphs() if model.format == "onnx" else ():
         graph = model.graphs[name]
         if not name or graph.parent is not None:
@@ -91,19 +95,19 @@ def _constant_node_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
 
 
 def _constant_node_obstacle(graph: Graph, op: Op) -> str | None:
-    """Why a Constant node must stay one."""
+    """Return the reason why a Constant node must stay a node, or None."""
     if op.read_value is None:
-        return "its value is an argument of the function around it, so it stays a node"
+        return "its value is an argument of the enclosing function"
     if "sparse_value" in op.attrs:
-        return "it is sparse, and would be larger as an initializer"
+        return "its value is sparse and would be larger as an initializer"
     if feeds_graph_output(graph, op.name):
-        return "it makes an output of its graph, which an initializer does not everywhere"
+        return "it is a graph output, which some runtimes do not accept from an initializer"
     return None
 
 
-# ONNX ops that hand their input on unchanged, taken out: Identity, and Dropout outside of training.
+# Remove ONNX ops that forward their input unchanged: Identity, and Dropout in inference mode.
 #
-# TensorFlow's Identity ops stay. They are what is fetched by name, what others wait for and how variables are read.
+# TensorFlow's Identity ops stay: they are fetched by name, carry control dependencies and read variables.
 
 DROP_IDENTITY_STEP: Final = "drop-identity"
 
@@ -112,21 +116,21 @@ DROP_DROPOUT_STEP: Final = "drop-dropout"
 _DROPPED_TYPES = {DROP_IDENTITY_STEP: "Identity", DROP_DROPOUT_STEP: "Dropout"}
 
 _INFERENCE_BY_DEFAULT_OPSET: Final = 7
-"""Dropout of an older opset trains unless it says `is_test`."""
+"""Dropout of an older opset trains unless its `is_test` attribute is set."""
 
 
 def drop_identity(model: Model) -> Iterator[Step]:
-    """What read an Identity reads what the Identity read."""
+    """Let the consumers of each Identity read its input."""
     return _drop_forwarding_ops(model, DROP_IDENTITY_STEP)
 
 
 def drop_dropout(model: Model) -> Iterator[Step]:
-    """What read a Dropout that does not train reads what the Dropout read."""
+    """Let the consumers of each Dropout in inference mode read its input."""
     return _drop_forwarding_ops(model, DROP_DROPOUT_STEP)
 
 
 def skipped_forwarding_ops(model: Model, step: str) -> Iterator[SkippedStep]:
-    """The ops that the step is for and that are still there."""
+    """Yield the ops that the step applies to and that are still there."""
     parameters = Parameters(model)
     for graph, op in _forwarding_ops(model, step):
         reason = _drop_obstacle(model, graph, op, parameters)
@@ -135,7 +139,7 @@ def skipped_forwarding_ops(model: Model, step: str) -> Iterator[SkippedStep]:
 
 
 def look_through_dropped_ops(model: Model, tensor: TensorRef, parameters: Parameters) -> TensorRef:
-    """What `tensor` is, before the ops that these steps take out, or would but for a name that they give."""
+    """Return the tensor behind ops that these steps remove, or would remove if they did not name an output."""
     for _ in range(len(model.graphs[tensor.graph])):  # a broken model may hold a ring of them
         graph = model.graphs[tensor.graph]
         op = graph.op(tensor.op)
@@ -183,20 +187,20 @@ def _forwarding_ops(model: Model, step: str) -> Iterator[tuple[Graph, Op]]:
 
 
 def _drop_obstacle(model: Model, graph: Graph, op: Op, parameters: Parameters) -> str | None:
-    """Why the op must stay."""
+    """Return the reason why the op must stay, or None."""
     if graph.source_of(Use(graph.name, op.name, 0)) is None:
-        return "it reads nothing"
+        return "it has no input"
     if feeds_graph_output(graph, op.name):
-        return "it makes an output of its graph, whose name it gives"
+        return "it names a graph output"
     if set(graph.consumers_by_port(op.name)) - {0}:
-        return "its mask is read"
+        return "its mask has consumers"
     if op.kind == "dropout" and _dropout_trains(model, graph, op, parameters):
-        return "it is in training mode, or may be; export the model for inference"
+        return "it is, or may be, in training mode; export the model for inference"
     return None
 
 
 def _dropout_trains(model: Model, graph: Graph, op: Op, parameters: Parameters) -> bool:
-    """Whether a Dropout may change its input."""
+    """Return True if a Dropout may change its input."""
     if model.opset < _INFERENCE_BY_DEFAULT_OPSET:
         return not op.attrs.get("is_test")
     use = Use(graph.name, op.name, 2)
@@ -207,23 +211,23 @@ def _dropout_trains(model: Model, graph: Graph, op: Op, parameters: Parameters) 
     return value is None or bool(value.any())
 
 
-# Normalisation by each batch's own statistics, as in training, turned into that by the moving ones.
+# Switch BatchNorms that use the statistics of each batch, as in training, to their moving statistics.
 
 INFERENCE_BATCHNORM_STEP: Final = "inference-batchnorm"
 
 INFERENCE_STEP_HINT: Final = (
-    f'; a rule file with prepare = ["{INFERENCE_BATCHNORM_STEP}"] makes it take its moving mean and variance'
+    f'; a rule file with prepare = ["{INFERENCE_BATCHNORM_STEP}"] switches it to its moving mean and variance'
 )
 
 ONNX_TRAINING_MODE: Final = (
-    "it normalises by the mean and variance of each batch (training_mode); export the model for inference"
+    "it normalizes by the mean and variance of each batch (training_mode); export the model for inference"
 )
 
-NO_MOVING_STATISTICS: Final = "; its moving mean and variance are not in the graph, so it cannot be made to take them"
+NO_MOVING_STATISTICS: Final = "; its moving mean and variance are not in the graph"
 
 
 def inference_batchnorm(model: Model) -> Iterator[Step]:
-    """BatchNorms in training mode take their moving mean and variance, so that an answer hangs on its sample alone."""
+    """Make BatchNorms in training mode use their moving statistics, so that samples are independent."""
     parameters = Parameters(model)  # no value changes by this
     for graph, op in _tensorflow_training_batchnorms(model):
         statistics = _moving_statistics(graph, op, parameters)
@@ -244,7 +248,7 @@ def inference_batchnorm(model: Model) -> Iterator[Step]:
 
 
 def find_training_batchnorms(model: Model, *, step_requested: bool) -> Iterator[SkippedStep]:
-    """The BatchNorms in training mode, with what can be done if `inference_batchnorm` was not asked for."""
+    """Yield the BatchNorms in training mode, with a hint if `inference_batchnorm` was not requested."""
     parameters = Parameters(model)
     for graph, op in _tensorflow_training_batchnorms(model):
         hint = (
@@ -252,7 +256,7 @@ def find_training_batchnorms(model: Model, *, step_requested: bool) -> Iterator[
             if step_requested or _moving_statistics(graph, op, parameters) is None
             else INFERENCE_STEP_HINT
         )
-        reason = f"it normalises by the mean and variance of each batch (is_training){hint}"
+        reason = f"it normalizes by the mean and variance of each batch (is_training){hint}"
         yield SkippedStep(step=INFERENCE_BATCHNORM_STEP, tensor=TensorRef(graph.name, op.name), reason=reason)
     for name in model.reachable_graphs():
         graph = model.graphs[name]
@@ -264,7 +268,7 @@ def find_training_batchnorms(model: Model, *, step_requested: bool) -> Iterator[
 
 
 def _tensorflow_training_batchnorms(model: Model) -> list[tuple[Graph, Op]]:
-    """TensorFlow's BatchNorms in training mode, in the graphs that run."""
+    """Return TensorFlow's BatchNorms in training mode, in the graphs that run."""
     graphs = [model.graphs[name] for name in model.reachable_graphs()]
     return [
         (graph, op) for graph in graphs for op in graph.ops() if op.kind == "batchnorm" and _uses_batch_statistics(op)
@@ -276,7 +280,7 @@ def _uses_batch_statistics(op: Op) -> bool:
 
 
 def _moving_statistics(graph: Graph, op: Op, parameters: Parameters) -> tuple[TensorRef, TensorRef] | None:
-    """The moving mean and variance: what the op itself reads, or else what its batches' statistics are added to."""
+    """Return the moving mean and variance: the tensors the op reads, or the ones its batch statistics are added to."""
     statistics = []
     for slot, port in ((3, 1), (4, 2)):
         direct = graph.source_of(Use(graph.name, op.name, slot))
@@ -293,7 +297,7 @@ def _moving_statistics(graph: Graph, op: Op, parameters: Parameters) -> tuple[Te
 
 
 def _moving_average(graph: Graph, use: Use) -> TensorRef | None:
-    """The average that the value at `use` is subtracted from to update it, as `assign_moving_average` does."""
+    """Return the average that the value at `use` is subtracted from, as `assign_moving_average` does to update it."""
     if use.graph != graph.name or graph.op(use.op).kind != "sub" or use.slot != 1:
         return None
     average = graph.source_of(Use(graph.name, use.op, 0))
@@ -302,19 +306,19 @@ def _moving_average(graph: Graph, use: Use) -> TensorRef | None:
 
 
 def _is_nonempty_vector(parameters: Parameters, tensor: TensorRef) -> bool:
-    """Whether it is a parameter of one value per channel; training alone may pass an empty one."""
+    """Return True for a parameter with one value per channel. A graph in training mode may pass an empty one."""
     value = parameters.value(tensor)
     return value is not None and value.ndim == 1 and value.size > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preparation:
-    """One kind of step.
+    """One kind of preparation step.
 
     Attributes:
-        purpose: What it is good for, for people.
-        apply: Changes a model and tells each change.
-        find_skipped: What it leaves in a model, and why.
+        purpose: Its purpose, for people.
+        apply: Changes a model and yields each change.
+        find_skipped: Yields the ops that the step left unchanged, with the reason.
     """
 
     purpose: str
@@ -324,30 +328,30 @@ class Preparation:
 
 PREPARATION_STEPS: dict[str, Preparation] = {
     requantize.REQUANTIZE_STEP: Preparation(
-        purpose="it was asked for: rules place their own quantization in the place of the model's",
+        purpose="rules replace the model's quantization by their own",
         apply=requantize.requantize,
         find_skipped=requantize.skipped_quantization_ops,
     ),
     INITIALIZER_INPUTS_STEP: Preparation(
-        purpose="a weight that callers may override is no constant, and cannot be quantized beforehand",
+        purpose="a weight that callers may override is no constant and cannot be quantized ahead of time",
         apply=freeze_initializer_inputs,
     ),
     CONSTANT_NODES_STEP: Preparation(
-        purpose="runtimes look for weights among the initializers",
+        purpose="runtimes expect weights to be initializers",
         apply=convert_constant_nodes,
         find_skipped=skipped_constant_nodes,
     ),
     INFERENCE_BATCHNORM_STEP: Preparation(
-        purpose="an answer is to hang on its own sample, not on the others of its batch",
+        purpose="an output must depend on its own sample only, not on the rest of the batch",
         apply=inference_batchnorm,
     ),
     DROP_IDENTITY_STEP: Preparation(
-        purpose="an op that changes nothing hides from a runtime what it could fuse",
+        purpose="an op that changes nothing prevents fusions in the runtime",
         apply=drop_identity,
         find_skipped=partial(skipped_forwarding_ops, step=DROP_IDENTITY_STEP),
     ),
     DROP_DROPOUT_STEP: Preparation(
-        purpose="outside of training it changes nothing, and hides from a runtime what it could fuse",
+        purpose="in inference mode it changes nothing and prevents fusions in the runtime",
         apply=drop_dropout,
         find_skipped=partial(skipped_forwarding_ops, step=DROP_DROPOUT_STEP),
     ),
@@ -357,15 +361,17 @@ PREPARATION_STEPS: dict[str, Preparation] = {
         find_skipped=fold_batchnorm.skipped_batchnorms,
     ),
 }
-"""The steps by name, in the order in which they are made."""
+"""The steps by name, in the order of their application."""
 
 
 @paused_gc()
 def prepare(model: Model, requested: Sequence[str]) -> tuple[Model, tuple[Step, ...]]:
-    """A copy of `model` after the steps named in `requested`, and what they did; the model itself if they did nothing.
+    """Return a copy of `model` after the requested steps, and the steps' records.
+
+    Return the model itself if nothing changed.
 
     Raises:
-        ModelError: The value of a weight is in the model's files and cannot be read.
+        ModelError: A weight in the model's files cannot be read.
     """
     ordered_names = [name for name in PREPARATION_STEPS if name in requested]
     changed = model.copy() if ordered_names else model
@@ -385,10 +391,10 @@ def prepare(model: Model, requested: Sequence[str]) -> tuple[Model, tuple[Step, 
 
 
 def find_skipped_steps(prepared: Model, requested: Sequence[str]) -> tuple[SkippedStep, ...]:
-    """What the steps named in `requested` left in the model that they made, and what they would have done unasked.
+    """Return the ops that the requested steps skipped, and all BatchNorms in training mode.
 
     Raises:
-        ModelError: The value of a weight is in the model's files and cannot be read.
+        ModelError: A weight in the model's files cannot be read.
     """
     skipped = list(find_training_batchnorms(prepared, step_requested=INFERENCE_BATCHNORM_STEP in requested))
     for name, step in PREPARATION_STEPS.items():
@@ -398,7 +404,7 @@ def find_skipped_steps(prepared: Model, requested: Sequence[str]) -> tuple[Skipp
 
 
 def prepared_digest(source: str, steps: Sequence[Step]) -> str:
-    """Hex SHA-256 that names the model `source` after `steps`."""
+    """Return the hex SHA-256 that identifies the model `source` after `steps`."""
     if not steps:
         return source
     payload = json.dumps([source, [[step.step, step.target, step.detail] for step in steps]])
@@ -406,17 +412,17 @@ def prepared_digest(source: str, steps: Sequence[Step]) -> str:
 
 
 def format_step_counts(names: Iterable[str]) -> str:
-    """What a written model says of the steps that made it: the name of each, and how often; `parse_step_names` reads it."""
+    """Format step names with their counts, for the metadata of a written model. `parse_step_names` reads it back."""
     return ", ".join(f"{name} ({count})" for name, count in Counter(names).items())
 
 
 def parse_step_names(text: str) -> list[str]:
-    """The names of the steps in what `format_step_counts` gave."""
+    """Return the step names in a text from `format_step_counts`."""
     return [entry.partition(" (")[0] for entry in text.split(", ") if entry]
 
 
 def _record_positions(source: Model, steps: Sequence[Step]) -> None:
-    """Adds to the records where among the ops of its graph each removed one was."""
+    """Add to the records the position of each removed op among the ops of its graph."""
     by_graph: dict[str, list[dict[str, Any]]] = {}
     for step in steps:
         for record in step.undo.get("removed", ()):

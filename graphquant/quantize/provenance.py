@@ -1,7 +1,7 @@
-"""The record in a written model that gives back the message that it was made of, bit for bit.
+"""The record in a written model that restores its source message bit for bit.
 
-It is that message without its large values, and for each of these where in the written model it is: there as it was, or
-scaled by a BatchNorm that was folded; what is in neither form is in the record itself.
+It contains the source message without its large values, and the location of each of these in the written model, where
+it is unchanged or scaled by a folded BatchNorm. Values that are in neither form are in the record itself.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 
-# The large values in a protocol buffer message, whatever message it is, and where they are.
+# Find large values in any protocol buffer message.
 
 MAX_INLINE_BYTES = 128
-"""Bytes up to which a value is no leaf: naming it would take as many."""
+"""Size in bytes up to which a value stays inline: a reference to it would be as long."""
 
 NUMPY_DTYPES = {
     FieldDescriptor.TYPE_FLOAT: "<f4",
@@ -40,10 +40,11 @@ NUMPY_DTYPES = {
     FieldDescriptor.TYPE_UINT32: "<u4",
     FieldDescriptor.TYPE_UINT64: "<u8",
 }
-"""How lists of numbers are held against bytes."""
+"""Data types in which lists of numbers are compared as bytes."""
 
 FieldPath = list[int | str]
-"""From the message on: a field's number, an index or key where it is a list or a map, and so on."""
+"""Path from the message to a value: a field number, followed by an index or key if the field is a list or a map, and so
+on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class LargeValue:
     """A large value.
 
     Attributes:
-        path: Where it is.
-        message: The message that has it.
+        path: Its path in the message.
+        holder: The message that contains it.
         field: Its field there.
         data: Its bytes.
     """
@@ -64,24 +65,24 @@ class LargeValue:
 
     @property
     def key(self) -> str:
-        """What its bytes are known by."""
+        """The hash of its bytes."""
         return value_key(self.data)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The sizes of the tensor that it holds, as its holder says them; () if it holds none."""
+        """The shape of the tensor that contains it, () if there is none."""
         if hasattr(self.message, "tensor_shape"):
             return tuple(dim.size for dim in self.message.tensor_shape.dim)
         return tuple(getattr(self.message, "dims", ()))
 
 
 def value_key(data: bytes) -> str:
-    """What these bytes are known by."""
+    """Return the hash of `data`."""
     return hashlib.blake2b(data, digest_size=12).hexdigest()
 
 
 def large_values(message: Any) -> Iterator[LargeValue]:
-    """The large values of `message`, always in the same order; it must not be changed meanwhile."""
+    """Yield the large values of `message` in a fixed order. The message must not change meanwhile."""
     pending: list[tuple[Any, FieldPath]] = [(message, [])]
     while pending:
         holder, path = pending.pop()
@@ -98,16 +99,16 @@ def large_values(message: Any) -> Iterator[LargeValue]:
 
 
 def clear_large_values(message: Any) -> None:
-    """Empties all large values of `message`."""
+    """Clear all large values of `message`."""
     for large_value in list(large_values(message)):
         large_value.message.ClearField(large_value.field.name)
 
 
 def restore_value(message: Any, path: FieldPath, data: bytes) -> None:
-    """Puts a large value back.
+    """Put a large value back.
 
     Raises:
-        ModelError: There is no such place.
+        ModelError: The path does not exist.
     """
     try:
         holder = message
@@ -122,8 +123,7 @@ def restore_value(message: Any, path: FieldPath, data: bytes) -> None:
         _set_field(holder, field, data)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ModelError(
-            "What the model says of the one it was made of does not fit together. It is damaged; start from the float"
-            " model."
+            "The provenance record in the model is inconsistent. It is damaged; start from the float model."
         ) from error
 
 
@@ -138,7 +138,7 @@ def _set_field(holder: Any, field: Any, data: bytes) -> None:
 
 
 def _value_bytes(field: Any, value: Any) -> bytes | None:
-    """A value as bytes, None where it is small by its type, or a list of texts."""
+    """Return a value as bytes, None if its type is small or it is a list of strings."""
     if _is_list_field(field):
         return np.array(value, NUMPY_DTYPES[field.type]).tobytes() if field.type in NUMPY_DTYPES else None
     if field.type == FieldDescriptor.TYPE_BYTES:
@@ -147,7 +147,7 @@ def _value_bytes(field: Any, value: Any) -> bytes | None:
 
 
 def _submessages(field: Any, value: Any) -> Sequence[tuple[FieldPath, Any]]:
-    """The messages in a field, each with its index or key."""
+    """Return the messages in a field, each with its index or key."""
     if _is_map_field(field):
         if field.message_type.fields_by_name["value"].type != FieldDescriptor.TYPE_MESSAGE:
             return []
@@ -163,29 +163,29 @@ def _is_map_field(field: Any) -> bool:
     return bool(field.message_type is not None and field.message_type.GetOptions().map_entry)
 
 
-# Weights that another one with scaled channels gives back bit for bit, as a folded BatchNorm leaves them.
+# Restore weights bit for bit from the product that a folded BatchNorm left.
 #
-# W' = W * s is rounded to float32, so W' / s is W but for the last bits. The record has s and those bits, which are
-# mostly 0: some 2 bits a weight when they are compressed, where the weight itself has 32.
+# W' = W * s is rounded to float32, so W' / s is W up to the last bits. The record stores s and those bits, which are
+# mostly 0: about 2 bits a weight when compressed, instead of 32.
 
 MAX_ULP_DIFFERENCE = 127
-"""Steps of float32 that a weight may be off."""
+"""Largest difference of a weight, in float32 steps."""
 
 CORNER_SIZE = 8
-"""Sizes of the corner of a weight by which most that are no scaled ones are told."""
+"""Sizes of the corner of a weight that is compared first, to reject most pairs quickly."""
 
 CORNER_TOLERANCE = 1e-5
 
 ChannelBlocks = tuple[int, int, int]
-"""A weight's values as (before, channels, behind)."""
+"""A weight's values as (before, channels, after)."""
 
 
 def fit_channel_factors(weight: bytes, scaled: bytes, sizes: tuple[int, ...]) -> tuple[ChannelBlocks, bytes] | None:
-    """The channels along which `scaled` is `weight` times a factor, and what gives it back; None if it is not.
+    """Return the data that restores `weight` from `scaled`, None if they do not differ by a factor per channel.
 
     Args:
         weight: float32 values.
-        scaled: As many.
+        scaled: As many values.
         sizes: The weight's shape.
     """
     if math.prod(sizes) * 4 != len(weight) or len(weight) != len(scaled):
@@ -211,7 +211,7 @@ def fit_channel_factors(weight: bytes, scaled: bytes, sizes: tuple[int, ...]) ->
 
 
 def undo_channel_factors(scaled: bytes, blocks: ChannelBlocks, factors_and_differences: bytes) -> bytes:
-    """The weight that `fit` was given; a ValueError if this is no such thing."""
+    """Return the weight that `fit` was given. Raise a ValueError if the data is invalid."""
     values = np.frombuffer(scaled, "<f4").reshape(blocks)
     factors = np.frombuffer(factors_and_differences[: blocks[1] * 8], "<f8")
     ulp_differences = np.frombuffer(factors_and_differences[blocks[1] * 8 :], np.int8).reshape(blocks)
@@ -219,7 +219,7 @@ def undo_channel_factors(scaled: bytes, blocks: ChannelBlocks, factors_and_diffe
 
 
 def _channel_blockings(sizes: tuple[int, ...]) -> Iterator[ChannelBlocks]:
-    """The axes that channels may lie on: any one, or the last two (TensorFlow's depthwise kernels)."""
+    """Yield the axes that channels may lie on: any single one, or the last two (TensorFlow's depthwise kernels)."""
     axis_ranges = [(axis, axis + 1) for axis in range(len(sizes))] + (
         [(len(sizes) - 2, len(sizes))] if len(sizes) > 1 else []
     )
@@ -228,7 +228,7 @@ def _channel_blockings(sizes: tuple[int, ...]) -> Iterator[ChannelBlocks]:
 
 
 def _channel_factors(weight: Array, scaled: Array) -> Array | None:
-    """What each channel was multiplied by, float64 (C,); 1 where it is all zeros, None where there is none."""
+    """Return the factor of each channel, float64 (C,), 1 for a channel of zeros, None if there is no such factor."""
     weight64 = weight.astype(np.float64)
     power = np.einsum("ocs,ocs->c", weight64, weight64)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -244,17 +244,15 @@ def _divide_by_factors(values: Array, factors: Array) -> Array:
 RECORD_SCHEMA = 1
 
 MAX_RECORD_BYTES = 1 << 30
-"""Bytes that a record may unpack to; one that says more is taken for hostile."""
+"""Largest size of an unpacked record in bytes, as a protection against hostile files."""
 
-_DAMAGED_RECORD = (
-    "What the model says of the one it was made of cannot be read. It is damaged; start from the float model."
-)
+_DAMAGED_RECORD = "The provenance record in the model cannot be read. It is damaged; start from the float model."
 
 
 def make_record(source: Any, written: Any) -> bytes:
-    """The record of `source` for a model that is written as the message `written`.
+    """Return the record of `source` for a model that is written as the message `written`.
 
-    Neither may be changed meanwhile, nor may `written` afterwards, but for what it says of itself.
+    Neither message may change meanwhile. `written` may not change afterwards either, except for its metadata.
     """
     written_values = {large_value.key: large_value for large_value in large_values(written)}
     changed_values: list[LargeValue] = []
@@ -296,18 +294,18 @@ def make_record(source: Any, written: Any) -> bytes:
 
 
 def restore_source(record: bytes, written: Any, message_type: Any) -> tuple[Any, bool]:
-    """The message that a record is of.
+    """Restore the source message from a record.
 
     Args:
-        record: What `make` gave.
-        written: The message of the model that has it, without what it says of itself.
+        record: The result of `make_record`.
+        written: The message of the model that contains the record, without the metadata.
         message_type: The type of the message.
 
     Returns:
-        The message, and whether `written` is as it was when the record was made, but for its large values.
+        The message, and True if `written` is unchanged since the record was made, apart from large values.
 
     Raises:
-        ModelError: The record is damaged, or a weight that it needs is not in the model any more.
+        ModelError: The record is damaged, or a weight that it needs is no longer in the model.
     """
     unpacker = zlib.decompressobj()
     try:
@@ -316,7 +314,7 @@ def restore_source(record: bytes, written: Any, message_type: Any) -> tuple[Any,
         header = json.loads(data[8 : 8 + size])
         if header["schema"] != RECORD_SCHEMA:
             raise ModelError(
-                f"The model's record has schema {header['schema']!r}, and this version reads {RECORD_SCHEMA}."
+                f"The provenance record has schema {header['schema']!r}; this version reads {RECORD_SCHEMA}."
             )
         start = 8 + size
         message = message_type.FromString(data[start : start + int(header["bare"])])
@@ -334,7 +332,7 @@ def restore_source(record: bytes, written: Any, message_type: Any) -> tuple[Any,
 
 
 def structure_digest(message: Any) -> str:
-    """Hex SHA-256 of a message without its large values."""
+    """Return the hex SHA-256 of a message without its large values."""
     skeleton = type(message)()
     skeleton.CopyFrom(message)
     clear_large_values(skeleton)
@@ -342,7 +340,10 @@ def structure_digest(message: Any) -> str:
 
 
 def _encode_value(large_value: LargeValue, candidates: list[LargeValue], blobs: list[bytes]) -> list[Any]:
-    """How a value that is not in the written model is had back; what the record must have for that goes to `blobs`."""
+    """Return the reference from which a value that is not in the written model is restored.
+
+    Additional bytes go to `blobs`.
+    """
     for position, candidate in enumerate(candidates):
         scaling = fit_channel_factors(large_value.data, candidate.data, large_value.sizes)
         if scaling is not None:
@@ -354,13 +355,11 @@ def _encode_value(large_value: LargeValue, candidates: list[LargeValue], blobs: 
 
 
 def _decode_value(encoded: list[Any], written_values: dict[str, bytes], blobs: bytes, offset: int) -> tuple[bytes, int]:
-    """A large value as `_encode_value` says it, and the place in `blobs` behind it."""
+    """Return the large value of a reference, and the position in `blobs` after it."""
     if not isinstance(encoded[0], str):
         return blobs[offset : offset + int(encoded[0])], offset + int(encoded[0])
     if encoded[0] not in written_values:
-        raise ModelError(
-            "A weight of the float model is not in the model any more: it was changed after graphquant wrote it."
-        )
+        raise ModelError("A weight of the float model is missing: the model was changed after graphquant wrote it.")
     if len(encoded) == 1:
         return written_values[encoded[0]], offset
     leading, channels, trailing = map(int, encoded[1])
@@ -373,20 +372,20 @@ def _message_digest(message: Any) -> str:
     return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
 
 
-# The keys under which a model says where it came from.
+# Keys of the provenance metadata.
 
 METADATA_PREFIX = "graphquant."
-"""What all keys of a model's metadata start with."""
+"""Prefix of all metadata keys."""
 
 RECORD_KEY = "record"
-"""The key of the record."""
+"""Key of the record."""
 
 OPS_KEY = "ops"
-"""The key under which an old ONNX model, whose nodes have no metadata, has each op's rule and anchor."""
+"""Key of each op's rule and anchor in an old ONNX model, whose nodes have no metadata."""
 
 
 def op_provenance_json(model: Model) -> str:
-    """Rule and anchor of each op that graphquant made, as JSON: by graph and op; "" if there is none."""
+    """Return rule and anchor of each inserted op as JSON, by graph and op; "" if there is none."""
     by_graph: dict[str, dict[str, list[str]]] = {}
     for name, graph in model.graphs.items():
         rules_and_anchors = {op.name: [op.rule, op.anchor] for op in graph.ops() if op.rule and op.kind != "constant"}

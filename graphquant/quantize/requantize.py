@@ -1,7 +1,7 @@
-"""The quantization that a model has already, taken out so that rules place their own: pairs, FakeQuant and its like.
+"""Remove the quantization that a model has already: Q/DQ pairs, FakeQuant and the like.
 
-A weight that is stored as integers becomes the float values that these stand for; what it was before is not known.
-Other tools drop a Relu or Clip whose limits a pair has anyway, so it is put back where the pair goes.
+Rules can then place their own. A weight that is stored as integers becomes their float values; its original values are
+unknown. Other tools drop a Relu or Clip whose limits a pair imposes anyway, so it is restored with the pair's removal.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ _SIGN_PRESERVING_KINDS: Final = frozenset(
     {"max_pool", "avg_pool", "global_avg_pool", "reshape", "flatten", "transpose", "squeeze", "unsqueeze", "slice"}
     | {"identity", "dropout", "concat"}
 )
-"""Kinds that make nothing negative of what is not."""
+"""Kinds whose output is nonnegative if their input is."""
 
 _NONNEGATIVE_KINDS: Final = frozenset(
     {"relu", "relu6", "clip", "sigmoid", "softmax", "hard_sigmoid", "exp", "sqrt", "abs"}
 ) | {*("input", "constant", "softplus", "dequantize", "integer")}
-"""Kinds whose results are not negative, or should not be as the model is used."""
+"""Kinds whose outputs are nonnegative, or are meant to be."""
 
 _MAX_VISITED_TENSORS: Final = 32
-"""How many tensors are looked at for that."""
+"""Tensors that are examined for that."""
 
 _INSERTED_DEQUANTIZE_NAME: Final = re.compile(r"(.+)/quant(?:_[0-9]+)?(?:/[^/]+)?/dequant(?:_[0-9]+)?")
-"""What `rewrite` calls a dequantization of what is called by the first part."""
+"""The name that `rewrite` gives a dequantize op; group 1 is the name of the quantized op."""
 
 _RELU6_LIMIT: Final = 6.0
 
 _CLIP_INPUTS_OPSET: Final = 11
-"""The opset from which on Clip reads its limits."""
+"""First opset whose Clip reads its limits as inputs."""
 
 _CONSTANT_TYPES: Final = {"onnx": "Constant", "tensorflow": "Const"}
 
 
 def requantize(model: Model) -> Iterator[Step]:
-    """What read a dequantized tensor reads the float tensor that was quantized, or the float values of the integers."""
+    """Reroute consumers of each dequantized tensor to the original float tensor, or to the stored weight."""
     parameters = Parameters(model)  # scales and zero points stay what they are
     relu_outputs: dict[TensorRef, TensorRef] = {}
     float_constants: dict[tuple[TensorRef, ...], TensorRef] = {}
@@ -97,15 +97,15 @@ def requantize(model: Model) -> Iterator[Step]:
 
 
 def skipped_quantization_ops(model: Model) -> Iterator[SkippedStep]:
-    """The ops that quantize or compute on integers and are still there."""
+    """Yield ops that quantize or compute on integers and were not removed."""
     for graph, op in _ops_of_kinds(model, QUANTIZATION_KINDS | {"integer"}):
-        reason = "it computes on integers by itself; take the float model" if op.kind == "integer" else ""
+        reason = "it is an integer op; start from the float model" if op.kind == "integer" else ""
         if op.kind == "dequantize":
-            reason = "its integers are computed, or its scale is"
+            reason = "its integers or its scale are computed at run time"
         if op.kind == "quantize":
-            reason = "something else than a dequantization reads its integers"
+            reason = "an op other than a dequantize op reads its integers"
         yield SkippedStep(
-            step=REQUANTIZE_STEP, tensor=TensorRef(graph.name, op.name), reason=reason or "what it reads is not known"
+            step=REQUANTIZE_STEP, tensor=TensorRef(graph.name, op.name), reason=reason or "its input is unknown"
         )
 
 
@@ -115,7 +115,7 @@ def _ops_of_kinds(model: Model, kinds: frozenset[str] | set[str]) -> list[tuple[
 
 
 def _float_source(model: Model, graph: Graph, op: Op) -> TensorRef | None:
-    """The float tensor of which an op makes the dequantized one; None if it reads integers that are no such."""
+    """Return the float tensor that an op quantizes and dequantizes, None if its integers have another origin."""
     quantized = graph.source_of(Use(graph.name, op.name, 0))
     if op.kind == "qdq" or quantized is None:
         return quantized
@@ -142,13 +142,13 @@ def _float_source(model: Model, graph: Graph, op: Op) -> TensorRef | None:
 
 
 def _known_qparams(graph: Graph, op: Op, parameters: Parameters) -> QParams | None:
-    """Scale and zero point of a quantization op, None where they are not known."""
+    """Return scale and zero point of a quantization op, None if they are unknown."""
     params = read_qparams(graph, op, parameters)
     return params if isinstance(params, QParams) else None
 
 
 def _reads_stored_integers(model: Model, graph: Graph, op: Op) -> bool:
-    """Whether an op makes floats of stored integers."""
+    """Return True if an op dequantizes stored integers."""
     integers = graph.source_of(Use(graph.name, op.name, 0))
     constant_op = None if integers is None else model.op(integers)
     has_value = constant_op is not None and constant_op.kind == "constant" and constant_op.read_value is not None
@@ -156,7 +156,7 @@ def _reads_stored_integers(model: Model, graph: Graph, op: Op) -> bool:
 
 
 def _pair_removes_negatives(model: Model, float_tensor: TensorRef, params: QParams) -> bool:
-    """Whether a pair cuts off what is negative, and the tensor may be."""
+    """Return True if a Q/DQ pair removes negative values, and the tensor may have some."""
     if model.format != "onnx" or params.axis is not None or isinstance(params.type, FloatType):
         return False
     lowest = params.type.limits(narrow=params.narrow)[0]
@@ -164,7 +164,7 @@ def _pair_removes_negatives(model: Model, float_tensor: TensorRef, params: QPara
 
 
 def _is_nonnegative(model: Model, tensor: TensorRef) -> bool:
-    """Whether the ops that make `tensor`, as far as they are looked at, make nothing negative."""
+    """Return True if none of the ops that produce `tensor`, as far as they are examined, produces negative values."""
     pending = [tensor]
     for current in pending:
         op = model.op(current)
@@ -181,7 +181,7 @@ def _is_nonnegative(model: Model, tensor: TensorRef) -> bool:
 
 
 def _add_relu(model: Model, edits: RecordedEdits, float_tensor: TensorRef, params: QParams) -> TensorRef:
-    """Adds a Relu behind a tensor, or a Clip where the pair ends at 6."""
+    """Add a Relu after a tensor, or a Clip if the pair's range ends at 6."""
     graph, float_output = model.graphs[float_tensor.graph], model.output(float_tensor)
     step = float(params.scale)
     is_relu6 = abs((params.type.limits()[1] - int(params.zero_point)) * step - _RELU6_LIMIT) <= step / 2
@@ -207,7 +207,7 @@ def _add_relu(model: Model, edits: RecordedEdits, float_tensor: TensorRef, param
 
 
 def _float_constant(model: Model, graph: Graph, op: Op, value: Any) -> Op:
-    """A constant in the place of what `op` makes."""
+    """Return a constant that replaces the output of `op`."""
     name_match = _INSERTED_DEQUANTIZE_NAME.fullmatch(op.name)
     label = graph.unique_name(name_match[1] if name_match else f"{op.name}/float")
     old_output = op.outputs[0]
@@ -223,14 +223,14 @@ def _float_constant(model: Model, graph: Graph, op: Op, value: Any) -> Op:
 
 
 def _dequantized_constant(integers: Op, params: QParams, dtype: str | None) -> Array:
-    """The floats that the integers of a constant stand for, float32 or float16."""
+    """Return the dequantized values of an integer constant, as float32 or float16."""
     if integers.read_value is None:
         raise InternalError(f"the constant {integers.name!r} has no value.")
     return dequantize(integers.read_value(), params).astype(dtype)
 
 
 def _remove_reshape_pair(model: Model, edits: RecordedEdits, float_tensor: TensorRef) -> None:
-    """Takes out two Reshapes around a pair that is gone, which were there so that channels were one axis."""
+    """Remove the two Reshapes around a removed pair, which only put the channels on one axis."""
     graph = model.graphs[float_tensor.graph]
     original = graph.source_of(Use(graph.name, float_tensor.op, 0))
     if original is None or graph.op(float_tensor.op).kind != "reshape":
@@ -252,7 +252,7 @@ def _remove_reshape_pair(model: Model, edits: RecordedEdits, float_tensor: Tenso
 
 
 def _remove_quantize_chain(model: Model, edits: RecordedEdits, tensors: list[TensorRef]) -> None:
-    """Takes out what made the tensors of an op that is gone, unless something else reads it."""
+    """Remove the ops that produced the tensors of a removed op, unless something else reads them."""
     constants = list(tensors)
     for tensor in tensors:
         current: TensorRef | None = tensor

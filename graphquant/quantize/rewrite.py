@@ -1,4 +1,4 @@
-"""Plan and scales to a new graph: QDQ ops are added and exactly the planned uses are rerouted to them."""
+"""Apply a plan and its scales to a graph: add Q/DQ ops and reroute exactly the planned uses to them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from graphquant.numerics import (
     quantize,
 )
 from graphquant.qdq import FAMILIES, QDQSite
-from graphquant.quantize.plan import Plan, Site
 from graphquant.quantize.plan_json import check_plan
 from graphquant.quantize.preparation_undo import remove_unread_ops
 
@@ -32,27 +31,28 @@ if TYPE_CHECKING:
     from collections.abc import Set as AbstractSet
 
     from graphquant.ir import Shape
+    from graphquant.quantize.plan import Plan, Site
 
 
 FRAME_KINDS = frozenset({"enter", "switch"})
-"""Kinds that only TF1 loop and cond frames have; a constant without inputs would sit outside them."""
+"""Kinds that occur only in TF1 loop and cond frames. A constant without inputs would be outside of the frame."""
 
 MATRIX_PRODUCT_KINDS = frozenset({"matmul", "gemm"})
-"""Kinds of products of two matrices."""
+"""Kinds of matrix products."""
 
 MAX_RUN_TIME_BITS = 16
-"""Widest type to which ops quantize while the model runs; wider ones are for constants."""
+"""Widest type that ops can quantize to at run time. Wider types are for constants."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InsertedPair:
-    """What one site became.
+    """The Q/DQ pair of one site.
 
     Attributes:
         site: The site.
-        params: Its scale and zero point, or that its range is that of each run.
+        params: Its scale and zero point, or `Dynamic` for a range per run.
         outputs: The dequantized tensors that its uses read now, one for each graph that reads it.
-        folded: Whether the weight was stored as integers.
+        folded: True if the weight was stored as integers.
     """
 
     site: Site
@@ -62,21 +62,21 @@ class InsertedPair:
 
     @property
     def output(self) -> TensorRef:
-        """The dequantized tensor that its first use reads."""
+        """The dequantized tensor that the first use reads."""
         return self.outputs[0]
 
 
 class IntegerCache:
-    """Integers of weights, made when they are first asked for and kept for other models that have them too."""
+    """Cache of quantized weights, shared by several models with the same weights."""
 
     def __init__(self) -> None:
-        """Nothing is kept yet."""
+        """Start with an empty cache."""
         self._integers: dict[tuple[Callable[[], Array], QParams | DynamicQParams], Array] = {}
 
     def get_or_compute(
         self, value: Callable[[], Array], params: QParams | DynamicQParams, compute: Callable[[], Array]
     ) -> Array:
-        """What `compute` makes of a constant: the same as before for the same `value` and `params`."""
+        """Return the cached integers for `value` and `params`; call `compute` on the first access."""
         if (value, params) not in self._integers:
             self._integers[value, params] = compute()
         return self._integers[value, params]
@@ -91,14 +91,14 @@ def rewrite(
     float_weights: bool = False,
     integer_cache: IntegerCache | None = None,
 ) -> tuple[Model, list[InsertedPair]]:
-    """A copy of `model` in which every site of `plan` that has params is quantized and dequantized.
+    """Return a copy of `model` in which every site of `plan` with params is quantized and dequantized.
 
     Args:
         model: The prepared model that the plan names.
         plan: The sites.
-        params: Scale and zero point by the site's position.
-        float_weights: Keep weights as they are, with a whole QDQ pair, instead of storing integers.
-        integer_cache: Where integers of weights are kept, None if they are to be made each time that they are read.
+        params: Scale and zero point by site position.
+        float_weights: Keep weights in float with a whole Q/DQ pair instead of storing integers.
+        integer_cache: Cache of quantized weights; None to quantize a weight again on each access.
 
     Raises:
         UsageError: The plan does not fit the model.
@@ -133,7 +133,7 @@ def rewrite(
 
 @contextmanager
 def _record_anchor(model: Model, site: Site) -> Iterator[None]:
-    """Notes in the ops that are added what they are for."""
+    """Record the quantized tensor in the ops that are added meanwhile."""
     graphs = [model.graphs[name] for name in dict.fromkeys([site.graph, *(use.graph for use in site.uses)])]
     for graph in graphs:
         graph.anchor = str(site.tensor)
@@ -145,15 +145,15 @@ def _record_anchor(model: Model, site: Site) -> Iterator[None]:
 def _insert_site(
     model: Model, site: Site, lowering: QDQSite, quantized_uses: AbstractSet[Use]
 ) -> tuple[TensorRef, ...]:
-    """Adds the ops of one site and lets its uses read them; returns the dequantized tensor of each graph.
+    """Add the ops of one site and reroute its uses; return the dequantized tensor of each graph.
 
-    What is quantized in one graph is dequantized in each body that reads it: an op runs on integers only if the
-    DequantizeLinear is in its own graph, and what it reads was quantized by an op that nobody else reads in float.
+    A tensor that is quantized in one graph is dequantized in each subgraph that reads it. A backend runs an op on
+    integers only if the DequantizeLinear is in the op's own graph, and if the quantized tensor has no float consumers.
 
     Args:
-        model: The model, which is changed.
+        model: The model, changed in place.
         site: The site.
-        lowering: What its family is to make.
+        lowering: The ops that its family makes.
         quantized_uses: All uses that read dequantized tensors in the end.
     """
     lower = FAMILIES[site.scheme.family or ""].add_ops
@@ -182,10 +182,10 @@ def _insert_site(
 
 
 def _multiplies_float_values(graph: Graph, uses: Sequence[Use], quantized_uses: AbstractSet[Use]) -> bool:
-    """Whether a weight is multiplied by values that stay float.
+    """Return True if a weight is multiplied by values that stay float.
 
-    onnxruntime makes an op for matrices of few bits of that, and refuses a model in which the integers of one are not
-    in the body that multiplies by it.
+    onnxruntime fuses such a product into an op for low-bit matrices, and refuses a model in which the integers are not
+    in the subgraph with the product.
     """
     operand_uses = (
         Use(use.graph, use.op, slot)
@@ -198,7 +198,7 @@ def _multiplies_float_values(graph: Graph, uses: Sequence[Use], quantized_uses: 
 
 
 def _copy_dequantize(home: Graph, dequantized: TensorRef, graph: Graph) -> TensorRef:
-    """A copy in `graph` of the op that makes `dequantized` in `home`; it reads what that reads."""
+    """Copy the op that produces `dequantized` from `home` to `graph`; the copy reads the same inputs."""
     op = home.op(dequantized.op)
     label = graph.unique_name(op.name)
     outputs = tuple(replace(output, name=label) for output in op.outputs)
@@ -215,7 +215,7 @@ def _make_lowering(
     float_weights: bool,
     integer_cache: IntegerCache | None,
 ) -> QDQSite:
-    """What the site's family is to make. The weight's value is read here, once, and only if it is needed."""
+    """Return the ops that the site's family makes. The weight is read here, once, and only if it is needed."""
     shape = model.output(site.tensor).shape
     folding = site.parameter and not float_weights and FAMILIES[site.scheme.family or ""].stores_integer_weights
     unknown = site.axis is not None and (shape is None or None in shape)
@@ -235,8 +235,8 @@ def _make_lowering(
     ):
         cells = "channels" if params.block is None else f"blocks of {params.block}"
         raise UsageError(
-            f"{site.tensor} of shape {viewed_shape} has not {params.scale.size} {cells} on axis {params.axis}, as the plan"
-            " says. Mend its site, or make the plan anew."
+            f"The plan gives {site.tensor} {params.scale.size} {cells} on axis {params.axis}, but its shape is"
+            f" {viewed_shape}. Correct the site, or create the plan again."
         )
     folded = partial(_reread_weight, parameters, site.tensor) if folding and (stored or value is not None) else None
     if (
@@ -245,8 +245,8 @@ def _make_lowering(
         and params.type.bits > MAX_RUN_TIME_BITS
     ):
         raise UsageError(
-            f"{site.tensor} would be quantized to {params.type.name} at run time, which no op does. Take its site out"
-            " of the plan."
+            f"No op quantizes to {params.type.name} at run time, as {site.tensor} would need. Remove its site from the"
+            " plan."
         )
     clip = (
         value is None
@@ -276,7 +276,7 @@ def _make_lowering(
 def _find_stored_constant(
     model: Model, parameters: Parameters, tensor: TensorRef
 ) -> tuple[Callable[[], Array], Shape] | None:
-    """What gives the value of the constant that a weight is, unchanged, and its shape; None if that takes reading."""
+    """Return the reader of the constant behind a weight, and its shape; None if the weight is computed."""
     op = model.op(parameters.root_tensor(tensor))
     shape = op.outputs[0].shape
     is_reliable = op.kind == "constant" and (
@@ -290,15 +290,15 @@ def _find_stored_constant(
 
 
 def _reread_weight(parameters: Parameters, tensor: TensorRef) -> Array:
-    """The value of a weight that was found before, read anew."""
+    """Read a weight again that was found before."""
     value = parameters.value(tensor)
     if value is None:
-        raise InternalError(f"the weight {tensor} is not there any more.")
+        raise InternalError(f"the weight {tensor} is missing.")
     return value
 
 
 def _scales_cover_shape(params: QParams, axis: int, shape: Shape) -> bool:
-    """Whether there is a scale for each channel or block of `shape`."""
+    """Return True if there is a scale for each channel or block of `shape`."""
     if params.block is None:
         return shape[axis : axis + 1] == params.scale.shape
     sizes = tuple(size for size in shape if size is not None)
@@ -306,7 +306,7 @@ def _scales_cover_shape(params: QParams, axis: int, shape: Shape) -> bool:
 
 
 def _exceeds_type(value: Array, params: QParams, view: tuple[int, ...] | None) -> bool:
-    """Whether a value lies outside of what the type represents."""
+    """Return True if a value exceeds the range of the type."""
     if isinstance(params.type, FloatType):
         return False  # its container is the type itself
     if view is not None:
@@ -320,7 +320,7 @@ def _exceeds_type(value: Array, params: QParams, view: tuple[int, ...] | None) -
 
 
 class _LearnedVariableNames:
-    """Names that the variables of learned ranges have in common, one for a site and its copies."""
+    """Common names of the variables of learned ranges, one for a site and its clones."""
 
     def __init__(self, model: Model) -> None:
         ops = (op for graph in model.graphs.values() for op in graph.ops() if op.kind == "variable")
@@ -328,7 +328,7 @@ class _LearnedVariableNames:
         self._names: dict[Use, str] = {}
 
     def get_name(self, site: Site, name: str) -> str:
-        """The name of its twin's variables, or a new one made of the name of the site's ops."""
+        """Return the name of the original's variables, or a new one based on the site's ops."""
         original_name = None if site.clone_of is None else self._names.get(site.clone_of)
         label, suffix = name, 0
         while original_name is None and label in self._used_names:
@@ -340,9 +340,9 @@ class _LearnedVariableNames:
 
 
 class _InsertedOpNames:
-    """Names of new ops: `<op>/quant`, `_<port>` where it is not 0, `/<rule>` where a tensor has several sites.
+    """Names of new ops: `<op>/quant`, plus `_<port>` if it is not 0, plus `/<rule>` if a tensor has several sites.
 
-    A name that is taken gets the smallest free `_k`, in the order of the plan.
+    A name that is in use gets the smallest free suffix `_k`, in the order of the plan.
     """
 
     def __init__(self, plan: Plan, params: Mapping[int, QParams | DynamicQParams]) -> None:
@@ -351,7 +351,7 @@ class _InsertedOpNames:
         self._next: dict[tuple[int, str], int] = {}
 
     def make_name(self, graph: Graph, site: Site) -> str:
-        """A name for the ops of `site` in `graph`; graphs of one name space share what is taken."""
+        """Return a new name for the ops of `site` in `graph`. Graphs in one name space share their reserved names."""
         name = f"{site.tensor.op}/quant" + (f"_{site.tensor.port}" if site.tensor.port else "")
         if self._count[site.tensor, site.graph] > 1:
             name = f"{name}/{site.rule}"

@@ -1,4 +1,4 @@
-"""The range that each site would have by itself: from the plan, the rule, the weight's value or the data."""
+"""The range of each site by itself: from the plan, the rule, the weight's value or the calibration data."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from graphquant.quantize.plan import Site
 
 
-TAKES_INFINITE_VALUES = "it takes infinite values, as masks do, and integers stand for none"
+TAKES_INFINITE_VALUES = "it has infinite values, as masks do, which integers cannot represent"
 
 
 def find_site_ranges(
     state: SolverState, sketches: Mapping[TensorRef, Sketch], unobservable: Mapping[TensorRef, str]
 ) -> None:
-    """Gives each site that follows no other its own range, or the scale that the plan gives, or a skip.
+    """Give each site that follows no other one its own range, the scale from the plan, or a skip.
 
     Raises:
         ModelError: A weight holds NaN or infinity.
@@ -63,12 +63,12 @@ def find_site_ranges(
 
 
 def has_explicit_range(site: Site) -> bool:
-    """Whether the plan or the rule says range or scale, so that no value is looked at for them."""
+    """Return True if the plan or the rule gives range or scale, so that no value is needed for it."""
     return site.scale is not None or site.range is not None or not OBSERVERS[site.scheme.observe.name].needs_values
 
 
 def _check_weight_is_finite(value: Array | None, site: Site) -> None:
-    """Refuses a weight that is not finite: integers, with whatever scale, would hide that."""
+    """Refuse a weight that is not finite: quantizing it with any scale would hide that."""
     if value is not None and value.dtype.name in FLOAT_TYPES:
         if np.isinf(value).any() and not np.isnan(value).any():
             raise DataError(TAKES_INFINITE_VALUES)
@@ -76,16 +76,16 @@ def _check_weight_is_finite(value: Array | None, site: Site) -> None:
 
 
 def _check_zero_point_available(site: Site, value_range: Range) -> None:
-    """Refuses negative values where only a zero point could hold them and the scheme asks for one."""
+    """Refuse negative values if the scheme asks for a zero point and the family has none."""
     if starts_at_zero(site) and site.scheme.zero == "asymmetric" and (value_range.low < 0).any():
         raise DataError(
-            f"it has negative values, and {site.scheme.family} has no zero point; take signed integers with"
+            f"it has negative values, but {site.scheme.family} has no zero point; use signed integers with"
             ' zero = "symmetric", or the family fake-quant'
         )
 
 
 def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef, Sketch]) -> Range:
-    """The range that the plan, the rule, the weight or the data gives the site: of the shape that its scales have."""
+    """Return the range of the site, from the plan, the rule, the weight or the data, in the shape of its scales."""
     site = state.sites[index]
     if site.range is not None:
         value_range = Range(np.asarray(site.range[0]), np.asarray(site.range[1]))
@@ -94,7 +94,7 @@ def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef
         if any(site_sketch.nan for site_sketch in sketches_of_site):
             state.add_note(
                 index,
-                f"{sum(site_sketch.nan for site_sketch in sketches_of_site)} NaN values were left out of the range",
+                f"{sum(site_sketch.nan for site_sketch in sketches_of_site)} NaN values were ignored",
             )
         value_range = _apply_observer(site, sketches_of_site)
     if site.axis is not None and (value_range.low.ndim == 0 or site.scheme.block_size is not None):
@@ -107,7 +107,7 @@ def _find_site_range(state: SolverState, index: int, sketches: Mapping[TensorRef
 
 
 def _apply_observer(site: Site, sketches_of_site: Sequence[Sketch]) -> Range:
-    """What the scheme's observer makes of one sketch, or of one per channel."""
+    """Apply the scheme's observer to one sketch, or to one per channel."""
     scheme = site.scheme
     pick, arguments = OBSERVERS[scheme.observe.name].choose_range, scheme.observe.arguments
     ranges = [pick(site_sketch, scheme.grid, arguments) for site_sketch in sketches_of_site]
@@ -120,7 +120,7 @@ def _apply_observer(site: Site, sketches_of_site: Sequence[Sketch]) -> Range:
 
 
 def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRef, Sketch]) -> list[Sketch]:
-    """The sketch of the site's values; of a parameter one per channel where the observer needs a histogram of each."""
+    """Return the sketch of the site's values, or one per channel if the observer needs histograms."""
     site = state.sites[index]
     observer = OBSERVERS[site.scheme.observe.name]
     if not observer.needs_values:
@@ -133,16 +133,16 @@ def _sketches_of_site(state: SolverState, index: int, sketches: Mapping[TensorRe
             return [sketch_values(value, site.axis, bits=bits)]
         return [sketch_values(channel, bits=bits) for channel in np.moveaxis(value, site.axis, 0)]
     if site.tensor in sketches and sketches[site.tensor].empty_arrays and not sketches[site.tensor].count:
-        raise DataError("it was empty whenever a sample of the calibration data reached it")
+        raise DataError("it was empty for every calibration sample that reached it")
     if site.tensor not in sketches or not sketches[site.tensor].count:
-        raise DataError("no sample of the calibration data reached it")
+        raise DataError("no calibration sample reached it")
     if sketches[site.tensor].inf:
         raise DataError(TAKES_INFINITE_VALUES)
     return [sketches[site.tensor]]
 
 
 def _sketch_blocks(value: Array, axis: int, block: int) -> Sketch:
-    """The sketch of a weight with ends for each block."""
+    """Return the sketch of a weight with limits per block."""
     block_sketches = [sketch_values(chunk, 0) for chunk in iter_blocks(value, axis, block)]
     low, high = (
         np.concatenate([getattr(block_sketch, end) for block_sketch in block_sketches]) for end in ("low", "high")
@@ -154,51 +154,51 @@ def _sketch_blocks(value: Array, axis: int, block: int) -> Sketch:
 
 
 def _read_quantizable_weight(state: SolverState, index: int) -> Array:
-    """The value of the parameter, if one can quantize it; zeros where no kernel would tell it from them.
+    """Return the value of the parameter if it can be quantized, zeros if all of it is denormal.
 
-    Left float, denormals would get scales from the kernels themselves, denormal ones, which a bias does not fit.
+    Denormal weights would get denormal scales from the kernels, and a bias would not fit those.
     """
     site = state.sites[index]
     value = state.parameters.value(site.tensor)
     if value is None:
         raise DataError(
-            "it has no one value in the model's files (no checkpoint, ops that are not evaluated, or calls of its"
-            " function that pass different weights)"
+            "it has no single value in the model's files (no checkpoint, ops that cannot be evaluated, or calls that"
+            " pass different weights)"
         )
     if value.dtype.name not in FLOAT_TYPES:
-        raise DataError(f"its value is of {value.dtype.name}, not of a float type")
+        raise DataError(f"its value has type {value.dtype.name}, which is no float type")
     if value.size == 0:
         raise DataError("it has no elements")
     if site.view is not None:
         if value.size != math.prod(site.view):
-            raise DataError(f"its value has the shape {value.shape}, and the plan views it as {site.view}")
+            raise DataError(f"its value has shape {value.shape}, but the plan views it as {site.view}")
         value = value.reshape(site.view)
     if site.axis is not None and site.axis >= value.ndim:
-        raise DataError(f"its value has {value.ndim} axes, and none is {site.axis}")
+        raise DataError(f"its value has {value.ndim} axes, but the plan names axis {site.axis}")
     _check_weight_is_finite(value, site)
     largest = float(max(value.max(), -value.min()))  # not of abs(value), which is as large again
     if 0 < largest < SMALLEST_SCALE:
         state.record_change(
-            index, f"its values, {largest:.3g} at most, are denormals and taken as zeros, as by kernels"
+            index, f"its values, at most {largest:.3g}, are denormal and treated as zeros, as kernels do"
         )
         return np.zeros_like(value)
     return value
 
 
 def _scale_shape(model: Model, parameters: Parameters, site: Site, axis: int) -> tuple[int, ...]:
-    """The shape of the scales of a site with an axis: (C,), or that of its blocks."""
+    """Return the shape of the scales of a site with an axis: (C,), or that of its blocks."""
     shape, block = site.view or model.output(site.tensor).shape, site.scheme.block_size
     if shape is None or shape[axis] is None or (block is not None and None in shape):
         value = parameters.value(site.tensor)
         if value is None or axis >= value.ndim:
-            raise DataError("the number of its channels is not known")
+            raise DataError("the number of its channels is unknown")
         shape = value.shape
     sizes = tuple(size or 0 for size in shape)
     return (sizes[axis],) if block is None else block_scale_shape(sizes, axis, block)
 
 
 def _params_given_by_plan(site: Site, scales: tuple[float, ...]) -> QParams:
-    """The scale and zero point that the plan gives; a symmetric scheme needs no zero point."""
+    """Return scale and zero point from the plan. A symmetric scheme needs no zero point."""
     scale = np.asarray(scales, np.float32)
     default = (
         site.scheme.type.symmetric_zero_point if site.scheme.zero == "symmetric" and not starts_at_zero(site) else 0

@@ -1,7 +1,7 @@
-"""The story of a solution: ranges, ties, limits, biases, Relus, copies, each step on what the ones before it found.
+"""The scale solver: ranges, ties, limits, biases, Relus and function clones, in this order.
 
-Each step goes over the sites once, and only one looks at anything again: `worklist`, which says why it ends. No
-step undoes another's work: what ties share stays shared, scales only grow, and biases, which follow scales, come after.
+Each step visits the sites once, except `meet_limits`, whose docstring proves that it terminates. No step undoes the
+work of another: tied sites stay tied, scales only grow, and biases, which depend on scales, come last.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from graphquant.numerics import (
 )
 from graphquant.qdq import FAMILIES
 from graphquant.quantize.limits import meet_limits
-from graphquant.quantize.plan import Plan, Site, Skip
 from graphquant.quantize.plan_json import check_plan
 from graphquant.quantize.site_ranges import find_site_ranges, has_explicit_range
 from graphquant.quantize.solver_state import Solution, SolverState, format_range, format_values, takes_original_scale
@@ -36,13 +35,14 @@ if TYPE_CHECKING:
     from graphquant.ir import Graph, Op
     from graphquant.numerics import Array
     from graphquant.observers import Sketch
+    from graphquant.quantize.plan import Plan, Site, Skip
 
 
-# int32 biases: their scale is input scale times weight scale of the op that adds them, so each op has its own.
+# Scales of int32 biases: input scale times weight scale of the op that adds the bias.
 
 
 def solve_biases(state: SolverState) -> None:
-    """Gives what is left its consumers' scales; a bias whose consumers need different ones is copied.
+    """Solve the remaining bias sites. A bias whose consumers need different scales is copied.
 
     Raises:
         ModelError: A bias holds NaN or infinity.
@@ -70,7 +70,7 @@ def solve_biases(state: SolverState) -> None:
 def _split_bias_site(
     state: SolverState, index: int, groups: list[tuple[QParams, list[Use]]], refused_uses: dict[str, list[Use]]
 ) -> None:
-    """Keeps a site for the first of its scales; each other one, and each refusal, gets a copy of it."""
+    """Keep the site for the first scale; give each other scale, and each refusal, a copy of the site."""
     use_groups = [uses for _, uses in groups] + list(refused_uses.values())
     positions = state.divide_site(index, use_groups)
     if len(groups) > 1:
@@ -81,14 +81,14 @@ def _split_bias_site(
             uses_text = ", ".join(map(str, uses))
             state.add_note(
                 position,
-                f"is one of {len(groups)} copies, as its consumers need different scales: that for {uses_text}",
+                f"it is one of {len(groups)} copies, as its consumers need different scales: the copy for {uses_text}",
             )
     for position, reason in zip(positions[len(groups) :], refused_uses, strict=True):
         state.skip_site(position, reason)
 
 
 def _bias_consumer(graph: Graph, use: Use) -> Op:
-    """The op whose bias is read at `use`: the reader, or the one whose product it adds the bias to."""
+    """Return the op that the bias at `use` belongs to: the reader, or the op whose product it adds the bias to."""
     reader = graph.op(use.op)
     if reader.kind not in {"add", "bias_add"} or len(graph.slots(use.op)) != 2:  # noqa: PLR2004  # product and bias
         return reader
@@ -97,7 +97,7 @@ def _bias_consumer(graph: Graph, use: Use) -> Op:
 
 
 def _bias_params(state: SolverState, index: int, use: Use) -> QParams:
-    """int32 with input scale times weight scale, per channel where the weight is.
+    """Return int32 parameters with input scale times weight scale, per channel if the weight is.
 
     Source: https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html .
     """
@@ -111,32 +111,31 @@ def _bias_params(state: SolverState, index: int, use: Use) -> QParams:
             scales.append(params.scale.astype(np.float64))
     value = state.bias_value(site.tensor)
     if len(scales) != 2 or value is None:  # noqa: PLR2004  # one input and one weight
-        raise DataError("a bias has the scales of its consumer's input and weight, and those are not both quantized")
+        raise DataError("its scale depends on its consumer's input and weight, which are not both quantized")
     require_finite_weight(value, site.tensor)
     with np.errstate(over="ignore", under="ignore"):
         scale = np.asarray(scales[0] * scales[1]).astype(np.float32)
     axis = site.axis if scale.ndim else None
     if scale.ndim and (axis is None or axis >= value.ndim or value.shape[axis] != scale.size):
-        raise DataError(f"a bias of shape {value.shape} does not go with {scale.size} weight scales")
+        raise DataError(f"its shape {value.shape} does not match {scale.size} weight scales")
     if not (np.isfinite(scale).all() and (scale >= SMALLEST_SCALE).all()):
         raise DataError("its scale, input scale times weight scale, is no normal float32")
     step_sizes = broadcast_along_axis(scale.astype(np.float64), axis, value.ndim)
     largest = float(np.max(np.abs(value) / step_sizes, initial=0.0))
     if largest > site.scheme.type.limits()[1]:
         raise DataError(
-            f"its values are up to {largest:.3g} steps of input scale times weight scale, more than"
-            f" {site.scheme.type.name} holds"
+            f"its values reach {largest:.3g} steps of input scale times weight scale, beyond {site.scheme.type.name}"
         )
     return qparams_from_scale(scale, np.zeros(scale.shape, np.int32), site.scheme.type, axis=axis)
 
 
-# What is told of weights that do not fit into the range that a rule or the plan gives them.
+# Report weights that exceed the range that a rule or the plan gives them.
 
 
 def note_clipped_weights(state: SolverState) -> None:
-    """Says of each weight whose range or scale is given how many of its values lie outside: what no rounding explains.
+    """Note for each weight with a given range or scale how many values lie outside by more than rounding explains.
 
-    It comes after all that may still widen a range. One weight is held at a time.
+    It runs after everything that may widen a range. One weight is in memory at a time.
     """
     for index, params in state.params.items():
         site = state.sites[index]
@@ -154,13 +153,16 @@ def note_clipped_weights(state: SolverState) -> None:
         if outside:
             range_source = f"rule {site.rule!r} fixes" if site.rule and not plan_gives_range else "the plan gives"
             verb = "lies" if outside == 1 else "lie"
-            message = f"{outside} of {value.size} values {verb} outside {format_range(params.range)}, the range that {range_source}"
-            channels = " (of all channels; each has its own)" if params.scale.size > 1 and plan_gives_range else ""
+            limits = format_range(params.range)
+            message = f"{outside} of {value.size} values {verb} outside {limits}, the range that {range_source}"
+            channels = (
+                " (over all channels; each has its own range)" if params.scale.size > 1 and plan_gives_range else ""
+            )
             state.record_change(index, f"{message}{channels}, and {'is' if outside == 1 else 'are'} clipped")
 
 
 def _count_clipped_values(value: Array, params: QParams) -> int:
-    """How many values are farther than half a step, by which any value may be rounded, from what stands for them."""
+    """Count the values that are farther than half a step, the largest rounding error, from a representable value."""
     represented = params.range
     low, high = represented.low - params.scale / 2, represented.high + params.scale / 2
     if params.block is not None:  # given ranges are one for all blocks
@@ -170,23 +172,23 @@ def _count_clipped_values(value: Array, params: QParams) -> int:
 
 
 FLOAT8_NOT_RUNNABLE = (
-    "onnxruntime's optimizer makes integer ops of float8 between quantized tensors, which it then refuses; load the"
-    " model with its optimizations off, or quantize weights alone"
+    "onnxruntime's optimizer fuses float8 between quantized tensors into integer ops, which it then refuses; load the"
+    " model with optimizations disabled, or quantize only weights"
 )
 
-RANGE_NOT_TRAINED = "its range is in variables that no gradient reaches; FakeQuant alone has one"
+RANGE_NOT_TRAINED = "its range is in variables without a gradient; only FakeQuant ops have one"
 
 
 @paused_gc()
 def solve_scales(
     model: Model, plan: Plan, sketches: Mapping[TensorRef, Sketch], unobservable: Mapping[TensorRef, str] | None = None
 ) -> Solution:
-    """Scale and zero point of every site.
+    """Solve for scale and zero point of every site.
 
-    A site with a scale keeps it; one with a range gets that; one with a twin has its twin's; a parameter's range comes
-    from its value; all else from `sketches`; where one is missing, `unobservable` may tell why. Sites that are tied get
-    the union of their ranges, so that they share one scale and zero point; scales are raised as far as biases and
-    shifts need; what consumers need with different scales is copied.
+    A site with a scale keeps it. A site with a range uses it. A site in a function clone takes its original's scale.
+    The range of a parameter comes from its value, all others from `sketches`; `unobservable` may give the reason why
+    one is missing. Tied sites get the union of their ranges, so that they share one scale and zero point. Scales are
+    raised as far as biases and shifts need. A tensor whose consumers need different scales is copied.
 
     Raises:
         ModelError: A weight holds NaN or infinity.
@@ -218,7 +220,7 @@ def solve_scales(
 
 
 def _round_scales_like_family(state: SolverState) -> None:
-    """Makes each scale that which the family's ops will have; skips sites for which they have none."""
+    """Round each scale as the family's ops will; skip sites that the family cannot represent."""
     for index in list(state.params):
         try:
             site = state.sites[index]
@@ -230,7 +232,7 @@ def _round_scales_like_family(state: SolverState) -> None:
 
 
 def _copy_original_scales(state: SolverState) -> None:
-    """Gives sites in copies the scales of their twins."""
+    """Give sites in function clones the scales of their originals."""
     for index, site in enumerate(state.sites):
         if not takes_original_scale(site) or site.clone_of is None:
             continue
@@ -238,11 +240,11 @@ def _copy_original_scales(state: SolverState) -> None:
         if params is not None:
             state.params[index] = params
         else:
-            state.skip_site(index, f"its twin {site.clone_of} is not quantized")
+            state.skip_site(index, f"its original {site.clone_of} is not quantized")
 
 
 def _add_family_notes(state: SolverState) -> None:
-    """Says where learned ranges are not taught, and where float8 between quantized tensors runs."""
+    """Note ranges that no gradient trains, and float8 between quantized tensors, which does not run."""
     for index in state.params:
         site = state.sites[index]
         if site.scheme.range == "learned" and not FAMILIES[site.scheme.family or ""].supports_learned_range:
@@ -259,7 +261,7 @@ def _add_family_notes(state: SolverState) -> None:
 
 
 def _remaining_skips(state: SolverState, skips: tuple[Skip, ...]) -> list[Skip]:
-    """The plan's skips without the uses that were quantized after all."""
+    """Return the plan's skips without the uses that the solver quantized after all."""
     remaining = []
     for skip in skips:
         uses = tuple(use for use in skip.uses if use not in state.explicit_uses)
@@ -272,31 +274,33 @@ def _dynamic_params(site: Site) -> DynamicQParams:
     return DynamicQParams(type=site.scheme.type, narrow=site.scheme.narrow, axis=site.axis)
 
 
-# Why a site has the scale that it has, in sentences: where its range comes from, and what was done to it then.
+# Explain a site's scale in sentences: the source of its range, and what changed it.
 
 MAX_SHOWN_RANGE_BITS = 16
-"""Widest type whose range says something; what an int32 bias could hold does not."""
+"""Widest type whose range is shown. The range of an int32 bias is not informative."""
 
 OUTPUT_LIMITS = {"sigmoid": "[0, 1]", "softmax": "[0, 1]", "hard_sigmoid": "[0, 1]", "tanh": "[-1, 1]"}
-"""What values of some kinds never leave."""
+"""Output limits of kinds that never exceed them."""
 
 
 def explain_scale(model: Model, plan: Plan, index: int, solution: Solution | None = None) -> tuple[str, ...]:
-    """The sentences on one site of a plan, or of a solution's own.
+    """Explain one site of a plan, or of a solution's own plan.
 
     Args:
         model: The prepared model.
         plan: The plan.
         index: The site's position.
-        solution: What was found for it; without it only what the plan tells by itself is said.
+        solution: The solution; without it, only the facts in the plan are explained.
     """
     site = plan.sites[index]
     sentences = [_explain_origin(model, site, solution, index)]
     if solution is None:
         tie_text = f"rule {site.rule!r} ties it to" if site.rule else "it is tied to"
-        sentences += [f"{tie_text} what {', '.join(map(str, site.tie))} reads: one scale for both"] if site.tie else []
+        sentences += (
+            [f"{tie_text} the input of {', '.join(map(str, site.tie))}: both share one scale"] if site.tie else []
+        )
     elif index in solution.skips:
-        sentences = [f"left float: {solution.skips[index].reason}"]
+        sentences = [f"stays float: {solution.skips[index].reason}"]
     else:
         params = solution.params.get(index)
         sentences += solution.notes.get(index, ())
@@ -307,38 +311,36 @@ def explain_scale(model: Model, plan: Plan, index: int, solution: Solution | Non
 
 
 def _explain_origin(model: Model, site: Site, solution: Solution | None, index: int) -> str:
-    """Where its range or its scale comes from, before ties and limits."""
+    """Explain the source of the range or scale, before ties and limits."""
     own_range = solution.ranges.get(index) if solution is not None else None
     if site.scale is not None:
-        return "its scale is given by the plan"
+        return "the plan gives its scale"
     if site.range is not None:
-        return f"its range [{site.range[0]:.6g}, {site.range[1]:.6g}] is given by the plan"
+        return f"the plan gives its range [{site.range[0]:.6g}, {site.range[1]:.6g}]"
     if site.clone_of is not None:
-        return f"it has the scale of {site.clone_of}, of which it is a copy"
+        return f"it takes the scale of {site.clone_of}, of which it is a function clone"
     if site.scheme.range == "dynamic":
-        return "its range is that of the values of each run"
+        return "its range is computed in each run"
     return _explain_scheme(
         model, site, "" if own_range is None else format_range(own_range), has_solution=solution is not None
     )
 
 
 def _explain_scheme(model: Model, site: Site, own_range_text: str, *, has_solution: bool) -> str:
-    """What its scheme's observer says; nothing of one that was not asked."""
+    """Explain the range from the scheme's observer; return "" if the observer was not used."""
     name, rule = site.scheme.observe.name, f"rule {site.rule!r}" if site.rule else "its scheme"
     if name == "fixed":
         arguments = site.scheme.observe.arguments
         op = model.op(site.tensor)
-        limits_text = f", and {op.type} never leaves {OUTPUT_LIMITS[op.kind]}" if op.kind in OUTPUT_LIMITS else ""
-        return f"its range is fixed: {rule} says [{arguments['low']:.6g}, {arguments['high']:.6g}]{limits_text}"
+        limits_text = f"; {op.type} outputs stay in {OUTPUT_LIMITS[op.kind]}" if op.kind in OUTPUT_LIMITS else ""
+        return f"its range is fixed by {rule}: [{arguments['low']:.6g}, {arguments['high']:.6g}]{limits_text}"
     if name == "fixed-point":
-        return f"its scale is fixed: {rule} says 2**{int(site.scheme.observe.arguments['exponent'])}"
+        return f"its scale is fixed by {rule}: 2**{int(site.scheme.observe.arguments['exponent'])}"
     if name == "bias":
-        return f"{rule} gives it the scale of its consumer's input times that of its weight"
+        return f"{rule} gives it the product of its consumer's input scale and weight scale"
     if has_solution and not own_range_text:
         return ""
-    values_text = (
-        "of its values" if site.parameter else f"of what the calibration data {'showed' if own_range_text else 'shows'}"
-    )
+    values_text = "of its values" if site.parameter else "of the calibration data"
     return (
         f"its range {own_range_text} is {name} {values_text}"
         if own_range_text

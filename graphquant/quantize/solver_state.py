@@ -1,4 +1,4 @@
-"""A solution while it is looked for."""
+"""Mutable state of the scale solver."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array, DynamicQParams, Range
 
 
-# What the solver finds.
+# Results of the scale solver.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """Two rules that cannot both have what they want.
+    """Two rules whose requirements contradict each other.
 
     Attributes:
-        rules: Their names; "" for what is no rule's, as the scale that an edited plan gives.
-        tensors: What they speak of.
-        wants: What each wants of its tensor.
-        resolution: What was done.
+        rules: Their names, "" for a requirement of the plan itself, such as an edited scale.
+        tensors: The tensors concerned.
+        wants: The requirement of each on its tensor.
+        resolution: The outcome.
     """
 
     rules: tuple[str, str]
@@ -39,9 +39,9 @@ class Conflict:
     resolution: str
 
     def __str__(self) -> str:
-        """One sentence."""
+        """Return one sentence."""
         first, second = (
-            f"{f'rule {rule!r}' if rule else 'the plan'} for {tensor} wants {want}"
+            f"{f'rule {rule!r}' if rule else 'the plan'} for {tensor} requires {want}"
             for rule, tensor, want in zip(self.rules, self.tensors, self.wants, strict=True)
         )
         return f"{first}, and {second}: {self.resolution}"
@@ -49,34 +49,34 @@ class Conflict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleChange:
-    """What was done to a tensor beyond what its own values ask for.
+    """A change of a tensor's quantization that its own values do not call for.
 
     Attributes:
         tensor: The tensor.
-        message: What was done, and for what.
+        message: The change and its reason.
     """
 
     tensor: TensorRef
     message: str
 
     def __str__(self) -> str:
-        """One sentence."""
+        """Return one sentence."""
         return f"{self.tensor}: {self.message}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solution:
-    """What was found.
+    """Scales and zero points for a plan.
 
     Attributes:
-        plan: The plan with what the solver had to add: copies of tensors whose consumers need different scales, and
-            pairs before a Relu that cannot be absorbed. The sites that were given keep their positions.
-        params: For each site of `plan`, by its position, its scale and zero point.
-        skips: Sites that have none, by position, with the reason.
-        notes: Sites whose outcome needs a word, by position: what shares a scale, what was raised, what was left out.
-        changes: Scales that were raised, copies that were made, pairs that were added.
-        conflicts: Where not everything could be had.
-        ranges: The range that a site would have by itself, by position; sites that follow others have none.
+        plan: The plan with the solver's additions: copies of tensors whose consumers need different scales, and pairs
+            before a Relu that cannot be fused. The given sites keep their positions.
+        params: Scale and zero point for each site of `plan`, by position.
+        skips: Sites without params, by position, with the reason.
+        notes: Remarks on sites, by position: shared scales, raised scales, ignored values.
+        changes: Raised scales, copies and added pairs.
+        conflicts: Requirements that could not all be met.
+        ranges: The range of each site by itself, by position; sites that follow others have none.
     """
 
     plan: Plan
@@ -91,17 +91,17 @@ class Solution:
 T = TypeVar("T")
 
 MAX_COPIED_READERS = 32
-"""How many readers a weight may have to be copied for one of them."""
+"""Most readers of a weight that is copied for one of them."""
 
 
 class SolverState:
-    """Sites, their scales and what is to be said of them, by position.
+    """Sites, scales and notes by site index.
 
-    Sites are only added behind those of the plan. Once a site has params, its scale only grows; see `raise_scale`.
+    Sites are only appended after those of the plan. Once a site has params, its scale only grows; see `raise_scale`.
     """
 
     def __init__(self, model: Model, plan: Plan) -> None:
-        """Nothing is known yet but where the sites are."""
+        """Start with the sites of the plan and no ranges or scales."""
         self.model = model
         self.plan = plan
         self.parameters = Parameters(model)
@@ -121,36 +121,36 @@ class SolverState:
         self._bias_values: dict[TensorRef, Array | None] = {}
 
     def add_note(self, index: int, text: str) -> None:
-        """Says something of a site."""
+        """Add a note to a site."""
         self.notes.setdefault(index, []).append(text)
 
     def record_change(self, index: int, text: str) -> None:
-        """Tells of what was done to a site beyond its own range."""
+        """Record a change of a site beyond its own range."""
         self.changes.append(ScaleChange(tensor=self.sites[index].tensor, message=text))
 
     def skip_site(self, index: int, reason: str) -> None:
-        """Leaves a site out."""
+        """Skip a site."""
         site = self.sites[index]
         self.skips[index] = Skip(tensor=site.tensor, uses=site.uses, rule=site.rule, reason=reason)
         self.params.pop(index, None)
 
     def record_conflict(self, conflict: Conflict, *indices: int) -> None:
-        """Tells of a conflict, at each of the sites too."""
+        """Record a conflict, and note it at each of the sites."""
         self.conflicts.append(conflict)
         for index in indices:
             self.add_note(index, str(conflict))
 
     def params_at(self, use: Use | None) -> QParams | None:
-        """Scale and zero point at a use; None where it is float."""
+        """Return scale and zero point at a use, None if it is float."""
         index = None if use is None else self.index_by_use.get(use)
         return None if index is None else self.params.get(index)
 
     def scale_group(self, index: int) -> tuple[int, ...]:
-        """The sites that share the params of a site, itself among them, in ascending order."""
+        """Return the sites that share the params of a site, including itself, in ascending order."""
         return self.shared_groups.get(index, (index,))
 
     def is_movable(self, index: int) -> bool:
-        """Whether the scale of a site is the solver's to choose."""
+        """Return True if the solver may choose the scale of a site."""
         group = self.scale_group(index)
         if group[0] not in self._movable:
             self._movable[group[0]] = all(
@@ -160,14 +160,17 @@ class SolverState:
         return self._movable[group[0]]
 
     def is_weight_group(self, index: int) -> bool:
-        """Whether only weights have the scale of a site."""
+        """Return True if only weights share the scale of a site."""
         group = self.scale_group(index)
         if group[0] not in self._weight_groups:
             self._weight_groups[group[0]] = all(self.sites[member].parameter for member in group)
         return self._weight_groups[group[0]]
 
     def divide_site(self, index: int, use_groups: Sequence[Sequence[Use]]) -> list[int]:
-        """The positions of the parts of a site's uses, each a site now: it has the first, and copies the others."""
+        """Split a site into one for each group of uses and return their indices.
+
+        The site keeps the first group; copies get the others.
+        """
         site = self.sites[index]
         self.sites[index] = replace(site, uses=tuple(use_groups[0]))
         positions = [index]
@@ -185,12 +188,12 @@ class SolverState:
         return positions
 
     def split_use(self, index: int, use: Use) -> int:
-        """The position of a copy of a site for one of its uses, which the site has no longer."""
+        """Move one use of a site to a copy and return the copy's index."""
         remaining_uses = [site_use for site_use in self.sites[index].uses if site_use != use]
         return self.divide_site(index, [remaining_uses, [use]])[1]
 
     def merge_equal_copies(self) -> None:
-        """Takes back copies that came to have the scale of what they were copied from, or of a copy before them."""
+        """Merge copies that ended with the scale of their original or of an earlier copy."""
         if len(self.sites) == len(self.plan.sites):
             return
         order = {use: position for position, use in enumerate(use for site in self.plan.sites for use in site.uses)}
@@ -216,9 +219,9 @@ class SolverState:
         _move_to_merged(self.notes, positions, planned_count)
 
     def is_divisible(self, index: int) -> bool:
-        """Whether the uses of a site may have scales of their own: those of a weight that nothing else follows.
+        """Return True if the uses of a site may have different scales: those of a weight that no other site follows.
 
-        One that very many read is raised for all of them, as copies are made one at a time.
+        A weight with very many readers is raised for all of them, because copies are made one at a time.
         """
         site = self.sites[index]
         is_independent = len(self.scale_group(index)) == 1 and not site.tie and site.clone_of is None
@@ -230,7 +233,7 @@ class SolverState:
         )
 
     def raise_scale(self, index: int, scale: Array, why: str) -> None:
-        """Gives a site and all that share its params a larger scale, of the same shape, and the reason to each."""
+        """Give a site, and all sites that share its params, a larger scale of the same shape, with the reason."""
         self.record_change(index, why)
         old = self.params[index]
         raised = qparams_from_scale(
@@ -243,12 +246,12 @@ class SolverState:
                 self.add_note(member, why)
 
     def lower_scale(self, index: int, scale: Array) -> None:
-        """Gives a site of zeros, which any scale holds, a smaller one."""
+        """Give a site of zeros, which any scale represents, a smaller scale."""
         old = self.params[index]
         self.params[index] = qparams_from_scale(scale, old.zero_point, old.type, narrow=old.narrow)
 
     def snapshot(self) -> tuple[object, ...]:
-        """What `restore` needs."""
+        """Return a snapshot for `restore`."""
         notes = {index: list(texts) for index, texts in self.notes.items()}
         return (
             list(self.sites),
@@ -260,18 +263,18 @@ class SolverState:
         )
 
     def restore(self, snapshot: tuple[object, ...]) -> None:
-        """Forgets all that was done since `snapshot` was asked for."""
+        """Discard all changes since `snapshot`."""
         self.sites, self.index_by_use, self.ranges, self.params, self.notes, self.changes = snapshot  # type: ignore[assignment]  # as made there
 
     def bias_value(self, tensor: TensorRef) -> Array | None:
-        """The value of a bias, read once; None where it is not known."""
+        """Return the value of a bias, None if it is unknown. It is read once."""
         if tensor not in self._bias_values:
             self._bias_values[tensor] = self.parameters.value(tensor)
         return self._bias_values[tensor]
 
 
 def _move_to_merged(values_by_index: dict[int, T], positions: Sequence[int], planned_count: int) -> None:
-    """Gives what is known of copies its new position; that of a copy that is gone is dropped."""
+    """Move entries of copies to their new indices, and drop those of merged copies."""
     for index in range(planned_count, len(positions)):
         if index in values_by_index and positions[index] != index:
             value = values_by_index.pop(index)
@@ -280,25 +283,25 @@ def _move_to_merged(values_by_index: dict[int, T], positions: Sequence[int], pla
 
 
 def takes_original_scale(site: Site) -> bool:
-    """Whether the site has its twin's scale; one of its own wins."""
+    """Return True if the site takes its original's scale: it has no scale, range or dynamic range itself."""
     has_own_scale = site.scale is not None or site.range is not None or site.scheme.range == "dynamic"
     return site.clone_of is not None and not has_own_scale
 
 
 def starts_at_zero(site: Site) -> bool:
-    """Whether the ops count from 0.0 upward: unsigned integers without a zero point."""
+    """Return True for unsigned integers without a zero point, whose range starts at 0.0."""
     return not FAMILIES[site.scheme.family or ""].has_zero_points and not site.scheme.type.signed
 
 
-# Numbers in the sentences of the solver.
+# Format numbers for the solver's sentences.
 
 
 def format_values(values: Array) -> str:
-    """A number, or the smallest and the largest of several."""
+    """Format a number, or the smallest and the largest of several."""
     low, high = float(np.min(values)), float(np.max(values))
     return f"{low:.6g}" if low == high else f"{low:.4g}..{high:.4g}"
 
 
 def format_range(value_range: Range) -> str:
-    """A range; of several the one that holds them."""
+    """Format a range; of several, the range that contains all."""
     return f"[{float(np.min(value_range.low)):.6g}, {float(np.max(value_range.high)):.6g}]"

@@ -1,4 +1,4 @@
-"""Quantization taken out of a graph again: readers get back what was quantized, and integers become floats."""
+"""Remove inserted quantization: consumers read the float tensors again, and integer weights become floats."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrippedModel:
-    """What `strip_quantization` took out.
+    """Result of `strip_quantization`.
 
     Attributes:
-        model: The model without it.
-        ops: The quantization ops that are gone, in the order of the model.
-        weights: The constants that were integers and are floats again, and how they are rounded.
-        remaining: Quantization ops that are still there, with the reason.
-        replaced_arguments: Arguments of functions in whose place there is a constant in the function now.
+        model: The model without the quantization.
+        ops: The removed quantization ops, in the order of the model.
+        weights: The integer constants that are floats again, with their quantization parameters.
+        remaining: Quantization ops that could not be removed, with the reason.
+        replaced_arguments: Function arguments that were replaced by a constant in the function.
     """
 
     model: Model
@@ -39,16 +39,16 @@ class StrippedModel:
 
 @paused_gc()
 def strip_quantization(model: Model) -> StrippedModel:
-    """A copy of `model` without the quantization that graphquant inserted.
+    """Return a copy of `model` without the quantization that graphquant inserted.
 
     Raises:
-        ModelError: The value of a weight is in the model's files and cannot be read.
+        ModelError: A weight in the model's files cannot be read.
     """
     return _QuantizationRemover(model).run()
 
 
 class _QuantizationRemover:
-    """Takes quantization out of a copy of `model`."""
+    """Removes quantization from a copy of a model."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -82,26 +82,26 @@ class _QuantizationRemover:
         )
 
     def _is_removable(self, op: Op) -> bool:
-        """Whether `op` is to be taken out."""
+        """Return True if `op` is a quantization op that graphquant inserted."""
         is_ours = bool(op.rule) and op.rule not in PREPARATION_STEPS
         return is_ours and is_inserted(op)
 
     def _original_inputs(self, op_ref: TensorRef) -> list[TensorRef]:
-        """What an op of the model as it was reads."""
+        """Return the inputs of an op in the original model."""
         return [slot for slot in self._model.graphs[op_ref.graph].slots(op_ref.op) if slot is not None]
 
     def _reroute_readers(self, op_ref: TensorRef) -> None:
-        """Gives the readers of a quantized tensor what it is before that."""
+        """Reroute the consumers of a quantized tensor to the float tensor behind it."""
         op = self._model.op(op_ref)
         uses = [use for use in self._changed.graphs[op_ref.graph].consumers(op_ref) if not self._will_be_removed(use)]
         if not uses:
             return
         if op.kind == "quantize":
-            self._remaining[op_ref] = "ops read its integers"
+            self._remaining[op_ref] = "other ops read its integers"
             return
         float_source = self._find_float_source(op_ref)
         if float_source is None:
-            self._remaining[op_ref] = "it reads integers that the model computes, or its scale is not in the model"
+            self._remaining[op_ref] = "its integers are computed at run time, or its scale is not in the model"
         else:
             self._changed.graphs[op_ref.graph].reroute(op_ref, uses, float_source)
 
@@ -109,7 +109,7 @@ class _QuantizationRemover:
         return use.slot == 0 and self._is_removable(self._changed.graphs[use.graph].op(use.op))
 
     def _find_float_source(self, op_ref: TensorRef) -> TensorRef | None:
-        """The float tensor that `op_ref` was quantized from; None if there is none."""
+        """Return the float tensor behind a quantized one, None if there is none."""
         current = op_ref
         for _ in range(len(self._model.graphs[op_ref.graph]) + 1):  # a broken model may hold a ring
             op = self._model.op(current)
@@ -125,7 +125,7 @@ class _QuantizationRemover:
         return None
 
     def _add_float_constant(self, op_ref: TensorRef, integers: TensorRef) -> TensorRef | None:
-        """A constant with the values of a weight that is stored as integers."""
+        """Add a constant with the dequantized values of a stored integer weight."""
         op = self._model.op(op_ref)
         params = read_qparams(self._model.graphs[op_ref.graph], op, self._parameters)
         if not isinstance(params, QParams) or not self._parameters.is_parameter(integers):
@@ -151,23 +151,23 @@ class _QuantizationRemover:
         return float_tensor
 
     def _find_anchor_home(self, op_ref: TensorRef, anchor: str) -> tuple[str, str]:
-        """The graph and the op of the tensor that an op says it was made for: its own graph or one around it."""
+        """Return the graph and the op of the tensor that an op is anchored to: its own graph or an enclosing one."""
         name, graph = anchor.rpartition(":")[0], self._model.graphs[op_ref.graph]
         while graph.name and not name.startswith(f"{graph.name}/") and graph.parent is not None:
             graph = self._model.graphs[graph.parent[0]]
         return graph.name, name.removeprefix(f"{graph.name}/") if graph.name else name
 
     def _remove_if_unread(self, op_ref: TensorRef) -> bool:
-        """Takes an op out that nobody reads any more; tells whether it is gone."""
+        """Remove an op that nothing reads any more; return False if something does."""
         graph = self._changed.graphs[op_ref.graph]
         if graph.nx.adj[op_ref.op]:
-            self._remaining.setdefault(op_ref, "ops that stay read it")
+            self._remaining.setdefault(op_ref, "remaining ops read it")
             return False
         graph.remove_op(op_ref.op)
         return True
 
     def _remove_leftovers(self) -> None:
-        """Takes out what stood beside: variables of learned ranges, and what fills them."""
+        """Remove auxiliary ops: variables of learned ranges and their initializers."""
         for graph in self._changed.graphs.values():
             for op in reversed(list(graph.ops())):
                 is_leftover = bool(op.rule) and op.rule not in PREPARATION_STEPS and op.kind not in {"output", "input"}
@@ -176,8 +176,8 @@ class _QuantizationRemover:
 
 
 def _dequantized_weight(parameters: Parameters, integers: TensorRef, params: QParams, dtype: str) -> Array:
-    """The weight as floats."""
+    """Return the weight as floats."""
     value = parameters.value(integers)
     if value is None:
-        raise InternalError(f"the weight {integers} is not there any more.")
+        raise InternalError(f"the weight {integers} is missing.")
     return dequantize(value, params).astype(dtype, copy=False)

@@ -1,6 +1,6 @@
-"""Scales of a TFLite file for the tensors of the model that it was made from, or of one like it.
+"""Transfer scales of a TFLite file to the model that it was made from, or to a similar one.
 
-Weights are left out unless they are mapped: a model's own values tell their ranges better than another file.
+Weights are excluded unless they are mapped by name: the model's own values give better ranges than another file.
 """
 
 from __future__ import annotations
@@ -36,27 +36,29 @@ if TYPE_CHECKING:
     from graphquant.quantize.plan import Plan, Site
 
 
-# Which tensor of a model a name in a TFLite file stands for.
+# Match names in a TFLite file to tensors of a model.
 #
-# The converter names a tensor after all ops that it fused into one, in no fixed order, and after some that merely shared
-# a constant: `relu;batch_norm;other/conv;conv` is what the last of the connected ones makes. An op that several tensors
-# are named after belongs to none. Constants have such names too, and are no match: a kernel called `conv` is not what the
-# op `conv` makes.
+# The converter names a tensor after all ops that it fused into one, in no fixed order, and after some that only shared
+# a constant: `relu;batch_norm;other/conv;conv` names the output of the last of the connected ops. An op that occurs in
+# the names of several tensors belongs to none of them. Constants have such names too and never match: a kernel named
+# `conv` is not the output of the op `conv`.
 
 CONVERTER_PREFIXES = ("StatefulPartitionedCall/", "PartitionedCall/", "serving_default_")
-"""What the converter puts before the names inside a SavedModel's functions and before its inputs."""
+"""Prefixes that the converter adds to names inside a SavedModel's functions and to its inputs."""
 
 MAX_PASSTHROUGH_OPS = 64
-"""Ops that only hand a tensor on, through which it is followed."""
+"""Pass-through ops that a tensor is followed through."""
 
 
 def match_tensor_names(model: Model, activations: Mapping[str, Output], names: Collection[str]) -> dict[TensorRef, str]:
-    """For the tensors of `model` that a TFLite file knows, their names there; those that two names claim are out.
+    """Return the tensors of `model` that a TFLite file knows, with their names there.
+
+    Tensors with conflicting names are omitted.
 
     Args:
         model: The model.
-        activations: The file's tensors that may be meant, by name.
-        names: The names of all of the file's tensors.
+        activations: The file's tensors to match, by name.
+        names: The names of all tensors of the file.
     """
     refs_by_spelling: dict[str, list[TensorRef]] = {}
     ranks: dict[TensorRef, int] = {}
@@ -88,13 +90,13 @@ def match_tensor_names(model: Model, activations: Mapping[str, Output], names: C
 
 
 def _strip_name_counter(name: str, names: Collection[str]) -> str:
-    """`name` without the number that the converter puts behind it where another tensor has that name already."""
+    """Return `name` without the number that the converter appends to a duplicate name."""
     digits = len(name) - len(name.rstrip("0123456789"))
     return next((name[:-cut] for cut in range(1, digits + 1) if name[:-cut] in names), name)
 
 
 def _may_have_same_size(first: Shape | None, second: Shape | None) -> bool:
-    """Whether two tensors may have the same number of elements a sample; layouts may differ."""
+    """Return True if two tensors may have the same number of elements per sample. Data formats may differ."""
     sample_shapes = [None if shape is None or None in shape[1:] else shape[1:] for shape in (first, second)]
     products = [
         None if sample_shape is None else math.prod(size or 0 for size in sample_shape)
@@ -104,7 +106,7 @@ def _may_have_same_size(first: Shape | None, second: Shape | None) -> bool:
 
 
 def _topological_ops(graph: Graph) -> Iterator[str]:
-    """The ops of a graph, each behind what it reads; those in or behind loops are left out."""
+    """Yield the ops of a graph in topological order; those in or after loops are omitted."""
     waiting = {name: sum(key != CONTROL_EDGE for _, _, key in graph.nx.in_edges(name, keys=True)) for name in graph.nx}
     ready = [name for name, count in waiting.items() if not count]
     for name in ready:
@@ -122,7 +124,10 @@ def _find_fused_tensors(
     ranks: Mapping[TensorRef, int],
     unique_parts: Mapping[str, bool],
 ) -> list[TensorRef]:
-    """In each graph the tensor that the ops of a fused name make together; `unique_parts` tells which no other name has."""
+    """Return for each graph the tensor that the ops of a fused name produce together.
+
+    `unique_parts` says for each part if no other name contains it.
+    """
     refs_by_graph: dict[str, tuple[list[TensorRef], list[TensorRef]]] = {}
     for name_part, is_unique in unique_parts.items():
         plain_name = _strip_converter_prefixes(name_part)
@@ -140,9 +145,10 @@ def _find_fused_tensors(
 def _last_of_largest_group(
     graph: Graph, refs: list[TensorRef], shared: list[TensorRef], ranks: Mapping[TensorRef, int]
 ) -> TensorRef | None:
-    """The last tensor of the largest group of neighbours among `refs`.
+    """Return the last tensor of the largest connected group among `refs`.
 
-    None where two groups are equally large, or where one of `shared`, which other names have too, may come behind it.
+    Return None if two groups are equally large, or if one of `shared`, which other names contain too, may follow the
+    group.
     """
     group = {ref.op: ref.op for ref in refs}
 
@@ -170,7 +176,7 @@ def _last_of_largest_group(
 
 
 def _iterate_sources(graph: Graph, name: str) -> Iterator[str]:
-    """The ops that an op reads, and those behind ops that this program made, which the file knows nothing of."""
+    """Yield the ops that an op reads, looking through ops that graphquant inserted, which the file cannot know."""
     for source in graph.nx.pred[name]:
         yield source
         current: str | None = source
@@ -192,12 +198,12 @@ def _strip_converter_prefixes(name: str) -> str:
 
 
 def stored_quantization(output: Output) -> StoredQuantization:
-    """What the file says of a tensor, which may be nothing."""
+    """Return the quantization that the file has for a tensor, empty if it has none."""
     return output.quantization or StoredQuantization(index=0, sizes=())
 
 
 def _have_same_quantization(outputs: list[Output]) -> bool:
-    """Whether several tensors of the file say the same of one of the model."""
+    """Return True if several tensors of the file have the same quantization."""
     first = stored_quantization(outputs[0])
     return all(
         outputs[0].dtype == output.dtype
@@ -209,7 +215,7 @@ def _have_same_quantization(outputs: list[Output]) -> bool:
 
 
 def _innermost_producer(model: Model, ref: TensorRef) -> TensorRef:
-    """What makes the tensor: for a function's result the op inside, for an identity what it hands on."""
+    """Return the op that computes the tensor, inside a called function and before pass-through ops."""
     for _ in range(MAX_PASSTHROUGH_OPS):
         op, graph = model.op(ref), model.graphs[ref.graph]
         source = None
@@ -227,7 +233,7 @@ def _innermost_producer(model: Model, ref: TensorRef) -> TensorRef:
 def iterate_equivalent_tensors(
     model: Model, callers: Mapping[str, list[tuple[Use, Call]]], tensor: TensorRef
 ) -> Iterator[TensorRef]:
-    """The tensor, and those that are handed on to it, quantized on the way or not, out of its function too."""
+    """Yield the tensor, and the tensors that are forwarded to it, through Q/DQ pairs and out of its function."""
     for _ in range(MAX_PASSTHROUGH_OPS):
         yield tensor
         op, graph = model.op(tensor), model.graphs[tensor.graph]
@@ -245,17 +251,17 @@ def iterate_equivalent_tensors(
 
 
 MAX_NAME_MAP_BYTES = 1 << 24
-"""Bytes of a file that maps names."""
+"""Largest file of mapped names, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferredRange:
-    """A planned tensor whose scale a TFLite file gives.
+    """A planned tensor that takes its scale from a TFLite file.
 
     Attributes:
         tensor: The tensor.
         name: Its name in the TFLite file.
-        exact: Whether scale and zero point are taken as they are; else the range that they stand for.
+        exact: True if scale and zero point are taken as they are; otherwise the range that they represent.
     """
 
     tensor: TensorRef
@@ -265,13 +271,13 @@ class TransferredRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeTransfer:
-    """What a TFLite file was good for.
+    """Result of a transfer from a TFLite file.
 
     Attributes:
-        path: The file, None if it has none.
+        path: The file, None if the model has none.
         transferred: The planned tensors that got their scale or range from it.
-        unused: Names of its quantized activations that no planned tensor has.
-        missing: Planned activations that it says nothing of.
+        unused: Names of quantized activations in the file that no planned tensor has.
+        missing: Planned activations that the file has no scale for.
     """
 
     path: Path | None
@@ -281,37 +287,37 @@ class RangeTransfer:
 
 
 def read_name_map(path: Path) -> dict[str, str]:
-    """The names in a TOML file: a model's tensor on the left, a TFLite file's on the right.
+    """Read a TOML file of names: a tensor of the model on the left, one of the TFLite file on the right.
 
     Raises:
-        UsageError: It cannot be read, or holds something else.
+        UsageError: The file cannot be read or is not a table of names.
     """
     hint = 'Write lines like "block1/Relu:0" = "model/block1/Relu".'
     try:
         if path.stat().st_size > MAX_NAME_MAP_BYTES:
-            raise UsageError(f"{path} is over {MAX_NAME_MAP_BYTES >> 20} MB, too much for names. {hint}")
+            raise UsageError(f"{path} is over {MAX_NAME_MAP_BYTES >> 20} MB, too large for a file of names. {hint}")
         name_map = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}. Give a TOML file of names.") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is no TOML file ({str(error)[:200]}). {hint}") from error
+        raise UsageError(f"{path} is not valid TOML ({str(error)[:200]}). {hint}") from error
     invalid_name = next((name for name, value in name_map.items() if not isinstance(value, str)), None)
     if invalid_name is not None:
-        raise UsageError(f"{path}: {invalid_name!r} is mapped to something that is no name. {hint}")
+        raise UsageError(f"{path}: the value of {invalid_name!r} is no name. {hint}")
     return name_map
 
 
 def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[str, str]) -> tuple[Plan, RangeTransfer]:
-    """`plan` with the scales of a TFLite file where it names the same tensors.
+    """Return `plan` with the scales of a TFLite file for tensors of the same name, and a report.
 
-    What the plan itself gives stays. A scale is taken as it is where the site's scheme has the same type and allows the
-    zero point; else the range that it stands for is.
+    Scales and ranges in the plan itself are kept. A scale is taken as it is if the site's scheme has the same type and
+    allows the zero point. Otherwise the range that it represents is taken.
 
     Args:
         model: The prepared model that the plan names.
         plan: The plan.
         source: The TFLite model.
-        name_map: Pairs of a planned tensor and a tensor of the file that it gets its scale from, whatever it is called.
+        name_map: Names of planned tensors, each with the name of the tensor in the file that provides its scale.
 
     Raises:
         UsageError: A name does not exist, or no planned tensor is in the file.
@@ -356,7 +362,7 @@ def transfer_ranges(model: Model, plan: Plan, source: Model, name_map: Mapping[s
 
 
 def _quantized_entries(source: Model) -> dict[str, tuple[Output, bool]]:
-    """The tensors of a TFLite model that have a scale or a range, by name, and whether they are constants."""
+    """Return the tensors of a TFLite model that have a scale or range, by name, each with True if it is a constant."""
     entries: dict[str, tuple[Output, bool]] = {}
     for graph in source.graphs.values():
         for op in graph.ops():
@@ -378,17 +384,15 @@ def _map_names(plan: Plan, entries: Mapping[str, object], name_map: Mapping[str,
     mapped: dict[TensorRef, str] = {}
     for model_name, file_name in name_map.items():
         if model_name not in refs_by_name:
-            raise UsageError(
-                f"The plan quantizes no tensor {model_name!r}, which is mapped.{did_you_mean(model_name, refs_by_name)}"
-            )
+            raise UsageError(f"The plan quantizes no tensor {model_name!r}.{did_you_mean(model_name, refs_by_name)}")
         if file_name not in entries:
-            raise UsageError(f"The TFLite file has no scale of {file_name!r}.{did_you_mean(file_name, entries)}")
+            raise UsageError(f"The TFLite file has no scale for {file_name!r}.{did_you_mean(file_name, entries)}")
         mapped.update(dict.fromkeys(refs_by_name[model_name], file_name))
     return mapped
 
 
 def _with_file_scale(site: Site, output: Output) -> Site | None:
-    """The site with the scale, or with the range that it stands for; None if the file says nothing that is of use."""
+    """Return the site with the file's scale, or with the range that it represents; None if there is none."""
     quantization, dtype = stored_quantization(output), output.dtype or ""
     scale, zero_points = quantization.scale.astype(float).tolist(), quantization.zero_point.tolist()
     if site.range is not None or site.scale is not None or quantization.details or len(zero_points) != len(scale):
@@ -410,14 +414,14 @@ def _with_file_scale(site: Site, output: Output) -> Site | None:
 
 
 def _with_file_range(site: Site, low: Array, high: Array) -> Site | None:
-    """The site with a range that the file recorded without a scale."""
+    """Return the site with a range that the file recorded without a scale."""
     if low.size != 1 or high.size != 1 or not -math.inf < low[0] <= high[0] < math.inf:
         return None
     return replace(site, range=(float(low[0]), float(high[0])))
 
 
 def _scheme_allows(site: Site, dtype: str, scale: list[float], zero_points: list[int]) -> bool:
-    """Whether the site's scheme may have this very scale and zero point."""
+    """Return True if the site's scheme allows exactly this scale and zero point."""
     scheme = site.scheme
     low, high = scheme.type.limits(narrow=scheme.narrow)
     return (
@@ -431,9 +435,10 @@ def _scheme_allows(site: Site, dtype: str, scale: list[float], zero_points: list
 
 def _no_match_message(source: Model, plan: Plan, names: list[str]) -> str:
     planned_names = list(dict.fromkeys(str(site.tensor) for site in plan.sites if not site.parameter))
-    file_names_text = ", ".join(repr(name) for name in names[:3]) or "none that is quantized"
+    file_names_text = ", ".join(repr(name) for name in names[:3]) or "none quantized"
     suggestion = did_you_mean(planned_names[0].rpartition(":")[0], names) if planned_names else ""
     return (
-        f"No tensor that the plan quantizes is in {source.path or 'the TFLite model'}: its activations are {file_names_text},"
-        f" and the plan's {', '.join(planned_names[:3]) or 'none'}.{suggestion} Say which is which in a file for --ranges-map."
+        f"{source.path or 'The TFLite model'} has none of the tensors that the plan quantizes. It has"
+        f" {file_names_text}; the plan has {', '.join(planned_names[:3]) or 'none'}.{suggestion}"
+        " Map the names in a file for --ranges-map."
     )

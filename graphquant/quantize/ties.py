@@ -1,4 +1,4 @@
-"""Ties: sites that share scale and zero point get the union of their ranges, or what the plan gives one of them."""
+"""Ties: sites that share scale and zero point get the union of their ranges, or the plan's scale."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ if TYPE_CHECKING:
     from graphquant.quantize.solver_state import SolverState
 
 
-# Relu and Clip: ranges that end where they end, and pairs before those that no backend can absorb.
+# Relu and Clip: limit ranges to theirs, and add Q/DQ pairs before those that no backend can fuse.
 #
-# A backend that runs a Relu as one with the op before it does so by the saturation of integers: the smallest one stands
-# for 0. A tie can take that away, as behind a Concat of one branch with a Relu and one without. The Relu then runs by
-# itself, and the op before it needs a quantized output of its own. It gets the pair that is behind the Relu: quantizing
-# before a Relu or Clip and behind it gives the same values as quantizing behind it alone, since both are monotone and
-# rounding to the same steps a second time changes nothing. So this needs no statistics and alters no output.
+# A backend fuses a Relu into the op before it by integer saturation: the smallest integer stands for 0. A tie can rule
+# that out, as in a Concat of a branch with a Relu and one without. The Relu then runs as an op of its own, and the op
+# before it needs a quantized output. That output gets the parameters of the pair after the Relu. No value changes:
+# quantizing both before and after a Relu or Clip equals quantizing after it, because both functions are monotone and
+# rounding to the same steps twice changes nothing. So this needs no statistics.
 
 CLIPPING_KINDS = frozenset({"relu", "relu6", "clip"})
 
 RELU6_LIMIT = 6.0
 
 CLIP_TOLERANCE = float(np.finfo(np.float32).eps)
-"""How far onnxruntime lets the integers reach beyond a Clip that it absorbs."""
+"""Excess of the integer range over a Clip's range that onnxruntime still fuses."""
 
 ROUNDING_SHARE = 1e-6
 """Share of a range by which rounding a scale to float32 may widen it."""
 
 
 def clip_limits(model: Model, parameters: Parameters, tensor: TensorRef) -> tuple[float, float] | None:
-    """Between what the Relu or Clip that makes a tensor keeps it; None where it is made otherwise, or nobody knows."""
+    """Return the limits of the Relu or Clip that produces `tensor`, None for another op or unknown limits."""
     op = model.op(tensor)
     if op.kind not in CLIPPING_KINDS:
         return None
@@ -53,7 +53,7 @@ def clip_limits(model: Model, parameters: Parameters, tensor: TensorRef) -> tupl
 
 
 def _clip_limit(model: Model, parameters: Parameters, use: Use, attr: str, default: float) -> float | None:
-    """One end of a Clip: an attribute, or what it reads at `use`."""
+    """Return one limit of a Clip: an attribute, or the constant that it reads at `use`."""
     graph = model.graphs[use.graph]
     op, read = graph.op(use.op), graph.source_of(use)
     if attr in op.attrs:
@@ -65,7 +65,7 @@ def _clip_limit(model: Model, parameters: Parameters, use: Use, attr: str, defau
 
 
 def fit_inside_clip(state: SolverState, members: list[int], chosen: QParams) -> QParams:
-    """`chosen`, its scale a float32 smaller where only rounding takes its integers beyond the limit of a Clip."""
+    """Return `chosen`, with the next smaller float32 scale if rounding alone exceeds a Clip's limit."""
     if chosen.scale.ndim:
         return chosen
     qmax = chosen.type.limits(narrow=chosen.narrow)[1]
@@ -80,7 +80,7 @@ def fit_inside_clip(state: SolverState, members: list[int], chosen: QParams) -> 
 
 
 def saturates_like_clip(params: QParams, limits: tuple[float, float]) -> bool:
-    """Whether integers saturate where a Relu or Clip does, or before."""
+    """Return True if the integers saturate at the limits of a Relu or Clip, or inside them."""
     qmin, qmax = params.type.limits(narrow=params.narrow)
     scale, zero_point = float(params.scale), float(params.zero_point)
     if limits == (0.0, np.inf):
@@ -92,7 +92,7 @@ def saturates_like_clip(params: QParams, limits: tuple[float, float]) -> bool:
 
 
 def insert_pairs_before_clips(state: SolverState) -> None:
-    """Gives what is before a Relu or Clip that its op cannot absorb the pair that is behind it."""
+    """Add the pair after a Relu or Clip also before it, if the preceding op cannot fuse it."""
     sites_by_tensor: dict[TensorRef, list[int]] = {}
     for index, site in enumerate(state.sites):
         sites_by_tensor.setdefault(site.tensor, []).append(index)
@@ -108,29 +108,29 @@ def insert_pairs_before_clips(state: SolverState) -> None:
 def _insert_pair_before_clip(
     state: SolverState, skip: Skip, use: Use, output_sites: list[int], limits: tuple[float, float]
 ) -> None:
-    """Adds the pair before the Relu or Clip that reads at `use`, whose output's sites are `output_sites`."""
+    """Add the pair before the Relu or Clip that reads at `use`; `output_sites` are the sites of its output."""
     site, params = state.sites[output_sites[0]], state.params[output_sites[0]]
     covered = sum(len(state.sites[index].uses) for index in output_sites)
     has_one_scale = params.scale.ndim == 0 and all(state.params[index] is params for index in output_sites)
     if not has_one_scale or site.scheme.range != "observed" or saturates_like_clip(params, limits):
         return
-    reason = f"scale {float(params.scale):.6g} and zero point {int(params.zero_point)} do not end where it does"
+    reason = f"scale {float(params.scale):.6g} and zero point {int(params.zero_point)} do not end at its limits"
     if covered != len(state.model.graphs[use.graph].consumers(site.tensor)):
-        state.add_note(output_sites[0], f"{use.op} runs by itself: {reason}")
+        state.add_note(output_sites[0], f"{use.op} is not fused: {reason}")
         return
     index = len(state.sites)
     state.sites.append(_site_before_clip(site, skip, use))
     state.index_by_use[use] = index
     state.params[index] = params
     state.explicit_uses.add(use)
-    state.add_note(output_sites[0], f"{use.op} runs by itself, with the same pair before it: {reason}")
-    why = f"has the pair of {site.tensor}, as {use.op} cannot be absorbed: {reason}; no value changes"
+    state.add_note(output_sites[0], f"{use.op} is not fused and gets the same pair before it: {reason}")
+    why = f"it has the pair of {site.tensor}, because {use.op} cannot be fused: {reason}; no value changes"
     state.add_note(index, why)
     state.record_change(index, why)
 
 
 def _site_before_clip(site: Site, skip: Skip, use: Use) -> Site:
-    """The site before a Relu whose output is that of `site`."""
+    """Return the site before a Relu whose output has `site`."""
     return replace(
         site,
         tensor=skip.tensor,
@@ -147,19 +147,19 @@ def _site_before_clip(site: Site, skip: Skip, use: Use) -> Site:
 
 
 MAX_EXCESS_STEPS = 0.5
-"""Steps by which a range may be left before a fixed one has to give way: rounding reaches as far."""
+"""Steps by which a range may exceed a fixed one that still holds: rounding reaches that far."""
 
 
 @dataclass(frozen=True, slots=True)
 class _TieEdge:
-    """Why a site is in its group: the rule that ties it to another one, or another one to it."""
+    """The rule that ties a site to another one, or another one to it."""
 
     tied_index: int
     rule: str
 
 
 def share_scales(state: SolverState) -> None:
-    """Gives each site with a range its scale; those that are tied get one in common."""
+    """Give each site with a range its scale; tied sites get one in common."""
     groups, edges = _tie_groups(state)
     for members in groups:
         kinds: dict[tuple[object, ...], list[int]] = {}
@@ -174,16 +174,16 @@ def share_scales(state: SolverState) -> None:
 
 
 def solve_block_scales(state: SolverState, index: int) -> None:
-    """Gives a site with a scale for each block these at once, as no tie reaches them, and forgets its range.
+    """Solve the scales of a blockwise site at once, as no tie reaches it, and drop its range.
 
-    Of all weights together the ranges are half as large as their int8 values.
+    The ranges of all weights together would take half the memory of their int8 values.
     """
     _share_scale(state, [index], {})
     del state.ranges[index]
 
 
 def skip_unfed_ties(state: SolverState) -> None:
-    """Tied sites that no living site leads to, however long the chain or ring of ties, are skipped."""
+    """Skip tied sites that no quantized site feeds, along any chain or ring of ties."""
     dependents: dict[int, list[int]] = {}
     queue: list[int] = []
     for index in state.params:
@@ -200,11 +200,11 @@ def skip_unfed_ties(state: SolverState) -> None:
                 reached.add(index)
                 queue.append(index)
     for index in [index for index in state.params if index not in reached]:
-        state.skip_site(index, "what it is tied to is not quantized")
+        state.skip_site(index, "the tensor that it is tied to is not quantized")
 
 
 def _tie_groups(state: SolverState) -> tuple[list[list[int]], dict[int, _TieEdge]]:
-    """Positions of sites that must share scale and zero point, each site in exactly one group, and why it is there."""
+    """Return groups of sites that must share scale and zero point, and the tie that put each site there."""
     leader = list(range(len(state.sites)))
     edges: dict[int, _TieEdge] = {}
 
@@ -229,14 +229,14 @@ def _tie_groups(state: SolverState) -> tuple[list[list[int]], dict[int, _TieEdge
 
 
 def _sharing_key(site: Site, index: int) -> tuple[object, ...]:
-    """What sites must have in common to share scale and zero point; one per channel shares with none."""
+    """Return the properties that sites must agree in to share a scale. A per-channel site shares with none."""
     unshared_index = None if site.axis is None else index
     scheme = site.scheme
     return scheme.type, scheme.zero, scheme.narrow, scheme.scale, scheme.range, starts_at_zero(site), unshared_index
 
 
 def _share_scale(state: SolverState, members: list[int], edges: dict[int, _TieEdge]) -> None:
-    """Gives sites of one kind of scheme the same scale and zero point."""
+    """Give sites with equal sharing keys the same scale and zero point."""
     state.shared_groups.update(dict.fromkeys(members, tuple(members)) if len(members) > 1 else {})
     explicit = [index for index in members if index in state.params]
     if explicit:
@@ -267,28 +267,29 @@ def _share_scale(state: SolverState, members: list[int], edges: dict[int, _TieEd
         if len(ranged) > 1:
             partner = state.sites[ranged[0] if index != ranged[0] else ranged[1]].tensor
             state.add_note(
-                index, f"shares scale and zero point with {partner}{_describe_tie(state, edges.get(index), partner)}"
+                index, f"it shares scale and zero point with {partner}{_describe_tie(state, edges.get(index), partner)}"
             )
         raised = shared.high > np.maximum(union.high, 0.0)
         if first_site.scheme.smallest_range is not None and raised.any():
             channels_text = f" in {int(raised.sum())} of {raised.size} channels" if raised.ndim else ""
             state.add_note(
                 index,
-                f"its range was raised to {first_site.scheme.smallest_range:g}{channels_text}, the least of its scheme",
+                f"its range was widened to the scheme's smallest, {first_site.scheme.smallest_range:g}{channels_text}",
             )
 
 
 def _share_plan_scale(state: SolverState, members: list[int], source_index: int, edges: dict[int, _TieEdge]) -> None:
-    """Gives all members the scale that the plan gives one; others that have their own keep it."""
+    """Give all members the scale that the plan gives one of them. Members with a scale of their own keep it."""
     source, params = state.sites[source_index].tensor, state.params[source_index]
     for index in members:
         if index not in state.params and (index in state.ranges or state.sites[index].tie):
             state.params[index] = params
             state.add_note(
-                index, f"shares the scale that the plan gives {source}{_describe_tie(state, edges.get(index), source)}"
+                index,
+                f"it shares the scale that the plan gives {source}{_describe_tie(state, edges.get(index), source)}",
             )
         elif index in state.params and _params_differ(state.params[index], params):
-            state.add_note(index, f"is tied to {source}, for which the plan gives another scale")
+            state.add_note(index, f"it is tied to {source}, for which the plan gives another scale")
             conflict = Conflict(
                 rules=("", edges[index].rule if index in edges else ""),
                 tensors=(state.sites[index].tensor, source),
@@ -296,13 +297,13 @@ def _share_plan_scale(state: SolverState, members: list[int], source_index: int,
                     f"the scale {format_values(state.params[index].scale)}",
                     f"{format_values(params.scale)} for both",
                 ),
-                resolution="each keeps what the plan gives it",
+                resolution="each keeps its scale from the plan",
             )
             state.conflicts.append(conflict)
 
 
 def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdge]) -> Range:
-    """The range that holds those of all; or a fixed one, where the others leave it by less than rounding does."""
+    """Return the union of all ranges, or a fixed one if the others exceed it by less than rounding does."""
     shared = state.ranges[ranged[0]]
     for index in ranged[1:]:
         shared = shared.union(state.ranges[index])
@@ -325,14 +326,14 @@ def _union_range(state: SolverState, ranged: list[int], edges: dict[int, _TieEdg
             f"the range {format_range(fixed_range)}",
             f"one scale with it and the range {format_range(state.ranges[farthest])}",
         ),
-        resolution=f"all that is tied to them gets {format_range(shared)}",
+        resolution=f"all tied tensors get {format_range(shared)}",
     )
     state.record_conflict(conflict, fixed, farthest)
     return shared
 
 
 def _has_fixed_range(site: Site) -> bool:
-    """Whether a rule or the plan, not data, says its range."""
+    """Return True if a rule or the plan, not data, gives the range."""
     return site.range is not None or site.scheme.observe.name == "fixed"
 
 
@@ -341,12 +342,12 @@ def _is_range_within(inner: Range, outer: Range) -> bool:
 
 
 def _note_differing_schemes(state: SolverState, members: list[int], edges: dict[int, _TieEdge], first: int) -> None:
-    """Says of sites whose schemes cannot share a scale with the rest of their group that they keep their own."""
+    """Note that sites whose schemes differ from the rest of their group keep their own scales."""
     for index in members:
         edge = edges.get(index)
         partner = state.sites[first if edge is None else edge.tied_index]
         site = state.sites[index]
-        state.add_note(index, f"is tied to {partner.tensor}, whose scheme differs, so each has its own scale")
+        state.add_note(index, f"it is tied to {partner.tensor}, whose scheme differs, so each has its own scale")
         if edge is not None and _sharing_key(site, 0) != _sharing_key(partner, 0):
             state.conflicts.append(
                 Conflict(
@@ -369,7 +370,7 @@ def _describe_scheme(site: Site) -> str:
 
 
 def _describe_tie(state: SolverState, edge: _TieEdge | None, mentioned: TensorRef) -> str:
-    """The rule that ties a site, and to what if that is not `mentioned` already, as the end of a sentence."""
+    """Describe the rule that ties a site, and the tied tensor unless it is `mentioned`, to end a sentence."""
     if edge is None or not edge.rule:
         return ""
     partner = state.sites[edge.tied_index].tensor
@@ -377,7 +378,7 @@ def _describe_tie(state: SolverState, edge: _TieEdge | None, mentioned: TensorRe
 
 
 def _widen_range(value_range: Range, min_width: float | None) -> Range:
-    """`value_range`, its upper end raised where less than `min_width` lies between the ends once 0.0 is inside."""
+    """Return `value_range` with its upper end raised to a width of at least `min_width`, 0.0 included."""
     if min_width is None:
         return value_range
     low = np.minimum(value_range.low, 0.0)

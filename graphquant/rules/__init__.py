@@ -1,4 +1,4 @@
-"""Rule files: what they may say, how they are found, and all their mistakes at once."""
+"""Rule files: loading, validation and their data."""
 
 from graphquant.rules.json_schema import rule_file_schema
 from graphquant.rules.load import find_rule_file, load_ruleset, rebase_rule_paths, shipped_rule_files
@@ -21,11 +21,11 @@ from graphquant.rules.toml_lines import KeyPath
 
 __all__ = [
     "ALGORITHM_NAMES",
+    "NEGATION",
     "ChainLink",
     "DocumentKind",
     "KeyPath",
     "Mistake",
-    "NEGATION",
     "ObserverConfig",
     "PatternOp",
     "Rule",

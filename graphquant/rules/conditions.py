@@ -1,4 +1,4 @@
-"""What is around an op: who reads it, what it computes on, and what is known of both; found out once each."""
+"""The neighborhood of an op: its readers, its main input, and their shapes, each computed once."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ TRANSPARENT_KINDS = frozenset({"identity", "dropout"})
 
 
 class OpNeighbors:
-    """The neighbours of the ops of `model`, which must not be edited meanwhile."""
+    """The neighbors of the ops of `model`, which must not be edited meanwhile."""
 
     def __init__(self, model: Model) -> None:
-        """Nothing is looked at before it is asked for."""
+        """Compute nothing before it is needed."""
         self.model = model
         self.parameters = Parameters(model)
         self._consumers_by_port: dict[tuple[str, str], dict[int, list[Use]]] = {}
@@ -55,7 +55,7 @@ class OpNeighbors:
         return [(TensorRef(graph.name, op.name), op.kind) for graph in graphs for op in graph.ops() if op.outputs]
 
     def shape(self, tensor: TensorRef) -> Shape | None:
-        """The static shape of `tensor`; a parameter's also from the variable or argument behind it."""
+        """Return the static shape of `tensor`; a parameter's also from the variable or argument behind it."""
         if tensor not in self._shapes:
             shape: Shape | None = self.model.output(tensor).shape
             if shape is None and self.parameters.is_parameter(tensor):
@@ -64,29 +64,29 @@ class OpNeighbors:
         return self._shapes[tensor]
 
     def is_kind(self, kinds: AbstractSet[str], tensor: TensorRef) -> bool:
-        """Whether `kinds` name the op of `tensor`."""
+        """Return True if `kinds` contain the op of `tensor`."""
         if "*" in kinds or self.model.op(tensor).kind in kinds:
             return True
         return "parameter" in kinds and self.parameters.is_parameter(tensor)
 
     def consumers_by_port(self, graph: Graph, op: str) -> dict[int, list[Use]]:
-        """The consumers of each output of an op."""
+        """Return the consumers of each output of an op."""
         key = (graph.name, op)
         if key not in self._consumers_by_port:
             self._consumers_by_port[key] = graph.consumers_by_port(op)
         return self._consumers_by_port[key]
 
     def consumers(self, tensor: TensorRef) -> list[Use]:
-        """The consumers of `tensor`."""
+        """Return the consumers of `tensor`."""
         return self.consumers_by_port(self.model.graphs[tensor.graph], tensor.op).get(tensor.port, [])
 
     def inputs(self, use: Use) -> list[tuple[TensorRef, Use]]:
-        """What the op of `use` reads, with the place where it does."""
+        """Return the inputs of the op of `use`, each with its use."""
         slots = enumerate(self.model.graphs[use.graph].slots(use.op))
         return [(tensor, Use(use.graph, use.op, slot)) for slot, tensor in slots if tensor is not None]
 
     def single_source(self, tensor: TensorRef, *, literal: bool) -> TensorRef | None:
-        """What the op of `tensor` computes on, if that has no other reader; beyond ops that pass it on."""
+        """Return the main input of the op of `tensor` if it has no other reader, through forwarding ops."""
         source = self.data_input(tensor)
         if source is None or literal:
             return source if source is not None and len(self.consumers(source)) == 1 else None
@@ -105,7 +105,7 @@ class OpNeighbors:
         return nearest
 
     def single_reader(self, graph: Graph, name: str, *, literal: bool) -> str | None:
-        """The op of this graph that alone reads output 0 of op `name`; beyond ops that pass it on."""
+        """Return the only op of this graph that reads output 0 of op `name`, looking through ops that forward it."""
         if literal:
             return self._sole_reader(graph, name)
         path: list[str] = []
@@ -126,7 +126,7 @@ class OpNeighbors:
         return readers[0].op if len(readers) == 1 and readers[0].graph == graph.name else None
 
     def data_input(self, tensor: TensorRef) -> TensorRef | None:
-        """What the op of `tensor` computes on: its first input that is no parameter, else its first."""
+        """Return the main input of the op of `tensor`: the first one that is no parameter, or the first one."""
         key = (tensor.graph, tensor.op)
         if key not in self._data_inputs:
             operands = [slot for slot in self.model.graphs[tensor.graph].slots(tensor.op) if slot is not None]
@@ -135,26 +135,26 @@ class OpNeighbors:
         return self._data_inputs[key]
 
 
-# Conditions on one op by itself: its type, its attributes, and the sizes of what it reads.
+# Conditions on a single op: its type, its attributes, and sizes of its inputs.
 
 _SIZE_FUNCTIONS = {
     "channels": output_channels,
     "input channels": input_channels,
     "rows": matrix_rows,
-    "sides of its kernel": kernel_size,
+    "kernel size": kernel_size,
 }
-"""Sizes of an op, from the shape of its weight; its rows from that of its input."""
+"""Functions that compute sizes of an op from the shape of its weight, or of its input for rows."""
 
 
 def size_miss_reason(neighbors: OpNeighbors, selector: Selector, tensor: TensorRef, use: Use | None) -> str:
-    """Which condition on sizes fails; one on a size that is not known does."""
+    """Return the condition on sizes that fails. A condition on an unknown size always fails."""
     bounds = (
         ("axes", selector.min_rank, selector.max_rank),
         ("elements", selector.min_size, selector.max_size),
         ("channels", selector.min_channels, selector.max_channels),
         ("input channels", selector.min_in_channels, selector.max_in_channels),
         ("rows", selector.min_rows, selector.max_rows),
-        ("sides of its kernel", selector.min_kernel, None),
+        ("kernel size", selector.min_kernel, None),
         ("groups", None, selector.max_groups),
     )
     for quantity, minimum, maximum in bounds:
@@ -176,7 +176,7 @@ def size_miss_reason(neighbors: OpNeighbors, selector: Selector, tensor: TensorR
 
 
 def _selected_size(neighbors: OpNeighbors, quantity: str, tensor: TensorRef, use: Use | None) -> int | None:
-    """A size of `tensor`, or of the op of `use`, counted in its weight. None if it is not known."""
+    """Return a size of `tensor`, or of the op of `use` according to its weight; None if it is unknown."""
     if quantity not in {"axes", "elements"}:
         return None if use is None else _weighted_op_size(neighbors, quantity, use)
     shape = neighbors.shape(tensor)
@@ -189,7 +189,7 @@ def _selected_size(neighbors: OpNeighbors, quantity: str, tensor: TensorRef, use
 
 
 def _weighted_op_size(neighbors: OpNeighbors, quantity: str, use: Use) -> int | None:
-    """A size of the weighted op of `use`."""
+    """Return a size of the weighted op of `use`."""
     graph = neighbors.model.graphs[use.graph]
     op = graph.op(use.op)
     if op.channel_axis is None:
@@ -205,14 +205,14 @@ def _weighted_op_size(neighbors: OpNeighbors, quantity: str, use: Use) -> int | 
 
 
 def type_miss_reason(selector: Selector, op: Op) -> str:
-    """Whether the condition on the type of `op` fails."""
+    """Return the failed condition on the type of `op`, "" if there is none."""
     if selector.type is not None and op.type not in selector.type.split("|"):
         return f"{op.name} is of type {op.type!r}, not {selector.type!r}"
     return ""
 
 
 def attribute_miss_reason(selector: Selector, op: Op) -> str:
-    """Which condition on an attribute of `op` fails."""
+    """Return the failed condition on an attribute of `op`, "" if there is none."""
     for name, condition in selector.attr.items():
         actual = _plain_attribute(op.attrs.get(name))
         if not _attribute_equals(actual, condition) and not (
@@ -223,7 +223,7 @@ def attribute_miss_reason(selector: Selector, op: Op) -> str:
 
 
 def _attribute_equals(actual: Any, expected: Any) -> bool:
-    """Whether an attribute has the value that a rule names; files keep numbers with a fraction as float32."""
+    """Return True if an attribute has the value that a rule names. Files store fractions as float32."""
     if isinstance(actual, list) and isinstance(expected, list):
         return len(actual) == len(expected) and all(map(_attribute_equals, actual, expected))
     if isinstance(actual, float) and isinstance(expected, int | float):
@@ -240,13 +240,13 @@ def _plain_attribute(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-# Chains of kinds, `conv > batchnorm? > relu`, against the ops that lead to a tensor or from a use.
+# Match chains of kinds, `conv > batchnorm? > relu`, against the ops before a tensor or after a use.
 
 cached_chain_links = lru_cache(maxsize=1024)(parse_chain)
 
 
 def matches_chain_up(neighbors: OpNeighbors, links: tuple[ChainLink, ...], tensor: TensorRef) -> bool:
-    """Whether the ops that lead to `tensor` are the chain; every tensor inside it has one reader."""
+    """Return True if the ops before `tensor` form the chain. Every tensor inside it must have one reader."""
     if len(links) == 1:
         return neighbors.is_kind(links[0].kinds, tensor)
     literal = _names_transparent_kind(links)
@@ -260,7 +260,7 @@ def matches_chain_up(neighbors: OpNeighbors, links: tuple[ChainLink, ...], tenso
 
 
 def matches_chain_down(neighbors: OpNeighbors, links: tuple[ChainLink, ...], use: Use) -> bool:
-    """Whether the op of `use` and its sole readers are the chain."""
+    """Return True if the op of `use` and its sole readers form the chain."""
     graph = neighbors.model.graphs[use.graph]
     literal = _names_transparent_kind(links)
     positions = _skip_optional_links(links, 0, 1)
@@ -274,7 +274,7 @@ def matches_chain_down(neighbors: OpNeighbors, links: tuple[ChainLink, ...], use
 
 
 def possible_last_links(text: str) -> list[ChainLink]:
-    """The links of a chain that its last op may be: the last one, and what it leaves if that is optional."""
+    """Return the links that may be the last op of a chain, considering optional links."""
     links = cached_chain_links(text)
     return [links[index - 1] for index in sorted(_skip_optional_links(links, len(links), -1)) if index]
 
@@ -284,7 +284,7 @@ def _names_transparent_kind(links: tuple[ChainLink, ...]) -> bool:
 
 
 def _skip_optional_links(links: tuple[ChainLink, ...], index: int, step: int) -> frozenset[int]:
-    """`index`, a place between links, and those that can be reached from it by leaving out optional links."""
+    """Return the positions between links that can be reached from `index` by skipping optional links."""
     positions = {index}
     while 0 <= (link := index if step > 0 else index - 1) < len(links) and links[link].optional:
         index += step
@@ -292,13 +292,13 @@ def _skip_optional_links(links: tuple[ChainLink, ...], index: int, step: int) ->
     return frozenset(positions)
 
 
-# Patterns, small graphs written as text, against the ops above each op.
+# Match patterns, small graphs written as text, against the ops above each op.
 
 COMMUTATIVE_KINDS = frozenset({"add", "mul", "max", "min"})
-"""Kinds whose operands a pattern tries in both orders."""
+"""Kinds whose operands are matched in both orders."""
 
 MAX_BINDING_STEPS = 2000
-"""How many operands may be tried for one match of a pattern: commuted operands of a hostile model never end."""
+"""Operands that are tried for one match of a pattern: commuted operands of a hostile model would never end."""
 
 pattern_ops_of = lru_cache(maxsize=1024)(parse_pattern)
 
@@ -306,7 +306,7 @@ pattern_ops_of = lru_cache(maxsize=1024)(parse_pattern)
 def find_pattern(
     neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]
 ) -> dict[str, set[tuple[str, str]]]:
-    """For each part the ops that play it; the first match found at each op counts."""
+    """Return for each part the ops that have its role. Only the first match at each op counts."""
     ops_by_name: dict[str, set[tuple[str, str]]] = {pattern_op.name: set() for pattern_op in pattern_ops}
     search = _PatternSearch(neighbors, name, pattern_ops)
     kinds = pattern_ops[-1].kinds
@@ -320,7 +320,7 @@ def find_pattern(
 
 
 class _PatternSearch:
-    """Reads the pattern `parts` into the ops above one op."""
+    """Matches the pattern `parts` against the ops above one op."""
 
     def __init__(self, neighbors: OpNeighbors, name: str, pattern_ops: tuple[PatternOp, ...]) -> None:
         self._neighbors = neighbors
@@ -330,12 +330,12 @@ class _PatternSearch:
         self._may_bind_cache: dict[tuple[str, TensorRef], bool] = {}
 
     def bind_pattern(self, root: TensorRef) -> dict[str, TensorRef] | None:
-        """What each name of the pattern stands for if its last op is that of `root`; None if it does not match.
+        """Return the tensor for each name of the pattern if its last op is that of `root`, None without a match.
 
-        Only what could fit by itself is tried, so that operands are tried again only where a name occurs twice.
+        Only operands that fit by themselves are tried, so that the search backtracks only if a name occurs twice.
 
         Raises:
-            UsageError: There are more ways to try than `MAX_BINDING_STEPS`.
+            UsageError: The search takes more than `MAX_STEPS`.
         """
         stack: list[tuple[tuple[tuple[str, TensorRef], ...], dict[str, TensorRef]]] = [(((self._root.name, root),), {})]
         steps = 0
@@ -346,8 +346,8 @@ class _PatternSearch:
                 return bound
             if steps > MAX_BINDING_STEPS:
                 raise UsageError(
-                    f"The pattern {self._name!r} can be read into the ops above {root} in too many ways. Give its"
-                    " operands distinct kinds, or leave out names that occur twice."
+                    f"The pattern {self._name!r} has too many possible matches in the ops above {root}. Give its"
+                    " operands distinct kinds, or remove names that occur twice."
                 )
             (name, tensor), rest = goals[0], goals[1:]
             if name == "_" or bound.get(name) == tensor:
@@ -358,7 +358,7 @@ class _PatternSearch:
         return None
 
     def _may_bind(self, name: str, tensor: TensorRef) -> bool:
-        """Whether the part could be the op of `tensor`, were all names in it distinct."""
+        """Return True if the part could be the op of `tensor` if all names in it were distinct."""
         key = (name, tensor)
         if key not in self._may_bind_cache:
             self._may_bind_cache[key] = self._neighbors.is_kind(self._pattern_ops[name].kinds, tensor) and any(
@@ -368,7 +368,7 @@ class _PatternSearch:
         return self._may_bind_cache[key]
 
     def _operand_orders(self, name: str, tensor: TensorRef) -> list[tuple[tuple[str, TensorRef], ...]]:
-        """The ways to give the part's operands the inputs of the op of `tensor`."""
+        """Return the assignments of the op's inputs to the part's operands."""
         operands = self._pattern_ops[name].operands
         model = self._neighbors.model
         slots = model.graphs[tensor.graph].slots(tensor.op)[: len(operands)]

@@ -1,4 +1,4 @@
-"""The JSON Schema of rule files, from the dataclasses and their docstrings."""
+"""The JSON Schema of rule files, generated from the dataclasses and their docstrings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-RULE_FILE_VERSION = 1
-"""Raised when a rule file that was valid no longer is."""
+RULE_FILE_VERSION = 2
+"""Version of the rule file format. It increases when a valid rule file becomes invalid."""
 
 RULE_FILE_KIND = DocumentKind(
     noun="rule file",
@@ -46,20 +46,20 @@ RULE_FILE_KIND = DocumentKind(
         "rule.consumer": "a consumer",
     },
     headings={
-        "rule": " A rule is headed [[rule]].",
-        "scheme": " A scheme is headed [scheme.NAME].",
-        "pattern": " A pattern is headed [pattern.NAME].",
+        "rule": " The header of a rule is [[rule]].",
+        "scheme": " The header of a scheme is [scheme.NAME].",
+        "pattern": " The header of a pattern is [pattern.NAME].",
     },
     named_tables=frozenset({"scheme", "pattern"}),
     hidden_fields={Scheme: "name"},
 )
-"""What messages and the schema say of rule files."""
+"""Nouns, tables and headings of rule files, for messages and the schema."""
 
 
 def rule_file_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) that editors complete and check rule files by.
+    """Return the JSON Schema (draft 2020-12) with which editors complete and validate rule files.
 
-    It knows all but what the values say of one another: names of schemes and patterns, and rules called the same.
+    The schema does not cover references between values, such as names of schemes and patterns, and duplicate names.
     """
     generated = TypeAdapter(RuleFile).json_schema()
     for table in (Scheme, ObserverConfig, FamilyArguments, Pattern, Rule, Selector):
@@ -74,7 +74,7 @@ def rule_file_schema() -> dict[str, Any]:
 
 
 def _add_constraints(tables: dict[str, Any]) -> None:
-    """Adds what the validators check and pydantic's schema does not say."""
+    """Add the conditions that validators check and that pydantic's schema omits."""
     from graphquant.ir.kinds import KINDS, ROLES
 
     scheme, observe = tables["Scheme"], tables["Observe"]

@@ -1,4 +1,4 @@
-"""From rule files to rules: where the files are, and all their mistakes at once."""
+"""Load rule files: find them, parse them, and report all mistakes at once."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from graphquant.rules.toml_lines import KeyPath
 
 
-# A rule in one line: the fixed-point recipe, `PRODUCER > CONSUMER: BITS, EXPONENT`, where a file would be named.
+# One-line rules, `PRODUCER > CONSUMER: BITS, EXPONENT`: the fixed-point recipe in place of a file name.
 
 INLINE_ARROW = " > "
-"""What tells such a rule from the name of a file."""
+"""The separator that distinguishes such a rule from a file name."""
 
 _INLINE_RULE = re.compile(
     r"\s*(?P<producer>.+?)\s+>\s+(?P<consumer>.+?)\s*:\s*(?P<bits>\d{1,3})\s*,\s*(?P<exponent>-?\d{1,4})\s*"
@@ -44,11 +44,11 @@ _INLINE_RULE = re.compile(
 
 
 def parse_inline_rule(text: str) -> dict[str, Any]:
-    """The data of a rule file with the one rule that `text` says; a ValueError if it says none."""
+    """Return the data of a rule file with the one rule in `text`. Raise a ValueError if the text is no rule."""
     match = _INLINE_RULE.fullmatch(text)
     if match is None:
         raise ValueError(
-            "this is no rule in one line. Those read 'PRODUCER > CONSUMER: BITS, EXPONENT', as in"
+            "this is not a one-line rule. Write 'PRODUCER > CONSUMER: BITS, EXPONENT', such as"
             " 'conv1/Relu:0 > conv2/*: 8, -4'."
         )
     observe = {"name": "fixed-point", "exponent": int(match["exponent"])}
@@ -64,32 +64,32 @@ def parse_inline_rule(text: str) -> dict[str, Any]:
     }
 
 
-# What is wrong with the data of a rule file, in sentences for whoever wrote it.
+# Mistakes in the data of a rule file that concern several of its values.
 
-BUILTIN_OUTCOMES = ("leave", "absorbed", "same-as-input", "passed-on")
-"""What a rule may say in `quantize` beside the name of a scheme."""
+BUILTIN_OUTCOMES = ("float", "fused", "same-as-input", "passthrough")
+"""Values of `quantize` other than the name of a scheme."""
 
 
 def parse_rule_file(data: dict[str, Any]) -> tuple[RuleFile | None, list[Mistake]]:
-    """The rule file that `data` describes, None if there are mistakes, and each mistake with the path of its key."""
+    """Return the rule file in `data`, None if there are mistakes, and each mistake with its key path."""
     mistakes = list(_reference_mistakes(data))
     file, validation_mistakes = validate_document(data, RuleFile, RULE_FILE_KIND)
     return (None if mistakes else file), [*mistakes, *validation_mistakes]
 
 
 def _reference_mistakes(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
-    """The mistakes that no value has by itself; values of a wrong type are passed over."""
+    """Yield mistakes that concern several values. Values of a wrong type are ignored here."""
     schemes, patterns = _tables_by_name(data.get("scheme")), _tables_by_name(data.get("pattern"))
     for name, scheme in schemes.items():
         if name in BUILTIN_OUTCOMES or not name:
-            yield ("scheme", name), f"a scheme cannot be called {name!r}. Give it another name."
+            yield ("scheme", name), f"{name!r} is no valid name for a scheme. Choose another name."
         if "name" in scheme:
-            yield ("scheme", name, "name"), "'name' is no key of a scheme. Its header, [scheme.NAME], has it."
+            yield ("scheme", name, "name"), "'name' is no key of a scheme. The header [scheme.NAME] names it."
     for name in patterns:
         if not re.fullmatch(r"[\w-]+", name):
             yield (
                 ("pattern", name),
-                f"a pattern cannot be called {format_value(name)}. Use letters, digits, '_' and '-'.",
+                f"{format_value(name)} is no valid name for a pattern. Use letters, digits, '_' and '-'.",
             )
     rules = data.get("rule")
     rules = [rule if isinstance(rule, dict) else {} for rule in rules] if isinstance(rules, list) else []
@@ -110,20 +110,20 @@ def _reference_mistakes(data: dict[str, Any]) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _sibling_mistakes(rules: list[dict[str, Any]]) -> Iterator[tuple[KeyPath, str]]:
-    """What is wrong with the rules that consumers stand `beside`."""
+    """Yield mistakes in the `sibling_rule` conditions of consumers."""
     selectors = [selector if isinstance(selector := rule.get("consumer"), dict) else {} for rule in rules]
     uses_sibling = {
-        rule.get("name"): "beside" in selector
+        rule.get("name"): "sibling_rule" in selector
         for rule, selector in zip(rules, selectors, strict=True)
         if _has_name(rule)
     }
     for index, selector in enumerate(selectors):
-        sibling, path = selector.get("beside"), ("rule", index, "consumer", "beside")
+        sibling, path = selector.get("sibling_rule"), ("rule", index, "consumer", "sibling_rule")
         if isinstance(sibling, str) and sibling not in uses_sibling:
             close = did_you_mean(sibling[:MAX_VALUE_LENGTH], [str(name) for name in uses_sibling])
             yield path, f"there is no rule {format_value(sibling)} in the file.{close}"
         elif isinstance(sibling, str) and uses_sibling[sibling]:
-            yield path, f"the rule {format_value(sibling)} is 'beside' another itself. Name that one."
+            yield path, f"the rule {format_value(sibling)} has a 'sibling_rule' itself. Name that one."
 
 
 def _has_name(rule: dict[str, Any]) -> bool:
@@ -131,7 +131,7 @@ def _has_name(rule: dict[str, Any]) -> bool:
 
 
 def _tables_by_name(value: object) -> dict[str, dict[str, Any]]:
-    """The tables by name in `value`, empty ones for what is no table."""
+    """Return the tables by name in `value`, an empty table for any other value."""
     if not isinstance(value, dict):
         return {}
     return {name: table if isinstance(table, dict) else {} for name, table in value.items()}
@@ -145,13 +145,13 @@ def _duplicate_name_mistakes(rules: list[dict[str, Any]]) -> Iterator[tuple[KeyP
             if occurrences[name]:
                 yield (
                     ("rule", index, "name"),
-                    f"another rule above is called {format_value(name)}. Give each its own name.",
+                    f"a rule above has the name {format_value(name)} already. Give each rule its own name.",
                 )
             occurrences[name] += 1
 
 
 def _pattern_op_names(pattern: dict[str, Any]) -> tuple[str, ...] | None:
-    """The names of a pattern's ops, None if it has mistakes of its own."""
+    """Return the names of a pattern's ops, None if the pattern itself has mistakes."""
     lines = pattern.get("ops")
     if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
         return None
@@ -162,11 +162,12 @@ def _pattern_op_names(pattern: dict[str, Any]) -> tuple[str, ...] | None:
 
 
 def _pattern_mistake(reference: str, pattern_ops: dict[str, tuple[str, ...] | None]) -> str:
-    """What is wrong with `NAME` or `NAME.op`, "" if nothing is."""
+    """Return the mistake in `NAME` or `NAME.op`, "" if there is none."""
     name, dot, op = reference.partition(".")
     if name not in pattern_ops:
         suggestion = words_sentence("Known are", pattern_ops) if pattern_ops else " The file has none."
-        return f"there is no pattern {format_value(name)}.{did_you_mean(name[:MAX_VALUE_LENGTH], pattern_ops) or suggestion}"
+        close = did_you_mean(name[:MAX_VALUE_LENGTH], pattern_ops)
+        return f"there is no pattern {format_value(name)}.{close or suggestion}"
     ops = pattern_ops[name]
     if not dot or ops is None or op in (*ops, ANY_OP):
         return ""
@@ -178,7 +179,7 @@ RULE_FILE_SUFFIX = ".toml"
 
 
 def shipped_rule_files() -> dict[str, Path]:
-    """The rule files that come with graphquant, by name: inside the installed package, or beside it in a checkout."""
+    """Return the shipped rule files by name: inside the installed package, or next to it in a checkout."""
     installed = Path(__file__).parent
     checkout = installed.parents[1] / "rules"
     folder = installed if any(installed.glob(f"*{RULE_FILE_SUFFIX}")) else checkout
@@ -186,7 +187,7 @@ def shipped_rule_files() -> dict[str, Path]:
 
 
 def find_rule_file(name_or_path: str) -> Path:
-    """The rule file that `name_or_path` means: a shipped one by its name, any by a path that ends in `.toml`.
+    """Return the rule file for a shipped name, or for a path that ends in `.toml`.
 
     Raises:
         UsageError: There is no such file.
@@ -199,11 +200,11 @@ def find_rule_file(name_or_path: str) -> Path:
     shipped = shipped_rule_files()
     if name_or_path in shipped:
         return shipped[name_or_path]
-    raise UsageError(f"There are no rules called {name_or_path!r}.{_rule_file_hint(name_or_path)}")
+    raise UsageError(f"There is no rule file {name_or_path!r}.{_rule_file_hint(name_or_path)}")
 
 
 def rebase_rule_paths(names: Iterable[str], folder: str) -> tuple[str, ...]:
-    """`names`, of which paths are named from `folder`, with paths as they are named from the current folder."""
+    """Return `names` with paths that are relative to `folder` made relative to the current folder."""
     return tuple(
         str(Path(folder, name))
         if name.endswith(RULE_FILE_SUFFIX) and INLINE_ARROW not in name and "\n" not in name
@@ -213,13 +214,15 @@ def rebase_rule_paths(names: Iterable[str], folder: str) -> tuple[str, ...]:
 
 
 def load_ruleset(names: Sequence[str]) -> RuleSet:
-    """The rules of all files in the order given, each a shipped name, a path, one rule in a line, or a file's text.
+    """Load the rules of all files in the given order.
 
-    A text has more than one line; messages call it by its place, `rules[0]`.
+    Each is a shipped name, a path, a one-line rule, or a file's text.
+
+    A text has more than one line; messages refer to it by its position, `rules[0]`.
 
     Raises:
         UsageError: There is no such file.
-        RuleError: Files have mistakes; the message has a line `path:line: what is wrong` for each of them.
+        RuleError: Files have mistakes. The message has a line `path:line: mistake` for each of them.
     """
     paths = [None if INLINE_ARROW in name or "\n" in name else find_rule_file(name) for name in names]
     failures: dict[str, None] = {}
@@ -273,7 +276,7 @@ def _bind_rules(name: str, file: RuleFile, lines: Mapping[KeyPath, int]) -> list
 
 
 def _parse_rule_content(path: Path, content: bytes) -> tuple[RuleFile, Mapping[KeyPath, int]]:
-    """The file's data and the lines of its keys; a RuleError with all its mistakes."""
+    """Return the file's data and the lines of its keys. Raise a RuleError with all mistakes."""
     data, lines = parse_document(path, content, RULE_FILE_KIND)
     file, mistakes = parse_rule_file(data)
     if file is None:
@@ -282,7 +285,7 @@ def _parse_rule_content(path: Path, content: bytes) -> tuple[RuleFile, Mapping[K
 
 
 def _parse_inline_rule(text: str) -> tuple[RuleFile, Mapping[KeyPath, int]]:
-    """The data of a rule that was given as text; a RuleError with all its mistakes."""
+    """Return the data of a one-line rule. Raise a RuleError with all mistakes."""
     try:
         file, mistakes = parse_rule_file(parse_inline_rule(text))
     except ValueError as error:
@@ -297,4 +300,5 @@ def _rule_file_hint(name: str) -> str:
     close = did_you_mean(name, shipped)
     if name and Path(f"{name}{RULE_FILE_SUFFIX}").is_file():
         close = f" Did you mean {name + RULE_FILE_SUFFIX!r}?"
-    return f"{close} Shipped are {', '.join(shipped) or 'none'}; a file of your own is named by its path, {RULE_FILE_SUFFIX} included."
+    names = ", ".join(shipped) or "missing"
+    return f"{close} The shipped rule files are {names}. Name your own file by its path, including {RULE_FILE_SUFFIX}."

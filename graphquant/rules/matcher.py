@@ -1,7 +1,7 @@
-"""Rules against a model: which uses each rule claims, and why the others do not match.
+"""Match rules against a model: find the uses that each rule claims, and the reasons why other rules do not match.
 
-A producer's conditions are tried once per tensor, a consumer's once per use, and each looks at one op and, for a chain
-or pattern, at a bounded number of neighbours: matching costs rules x (ops + edges), whatever the fan-out.
+A producer's conditions are evaluated once per tensor, and a consumer's once per use. Each condition examines one op
+and, for a chain or pattern, a bounded number of neighbors. So matching costs rules x (ops + edges) for any fan-out.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ from graphquant.rules.conditions import (
     type_miss_reason,
 )
 from graphquant.rules.pattern_syntax import compile_regex
-from graphquant.rules.rule import BoundRule, RuleSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from graphquant.rules.pattern_syntax import PatternOp
-    from graphquant.rules.rule import Selector
+    from graphquant.rules.rule import BoundRule, RuleSet, Selector
 
     TensorConsumers = Iterable[tuple[TensorRef, list[Use]]]
 
 
-# Which of the branches that an op joins is the longest.
+# Find the longest of the branches that an op joins.
 
 MAX_ANCESTORS = 256
-"""How many ops above each branch are looked at for the one where branches part."""
+"""Ops above each branch that are examined to find the common ancestor."""
 
 
 def branch_lengths(neighbors: OpNeighbors, ends: list[TensorRef]) -> list[int]:
-    """How many ops each of `ends` is away from the nearest op that all are computed from; 0 where there is none."""
+    """Return the distance of each of `ends` from the nearest op that all are computed from, 0 if there is none."""
     ancestors = [_ancestor_distances(neighbors, end) for end in ends]
     common = [op for op in ancestors[0] if all(op in distances for distances in ancestors[1:])]
     if not common:
@@ -55,7 +54,7 @@ def branch_lengths(neighbors: OpNeighbors, ends: list[TensorRef]) -> list[int]:
 
 
 def _ancestor_distances(neighbors: OpNeighbors, end: TensorRef) -> dict[tuple[str, str], int]:
-    """The ops that `end` is computed from, the nearest `MAX_ANCESTORS`, with the least number of steps to each."""
+    """Return the nearest `FARTHEST` ops that `end` is computed from, with the smallest number of steps to each."""
     distances = {(end.graph, end.op): 0}
     queue = [(end.graph, end.op)]
     for current in queue:
@@ -72,29 +71,29 @@ def _ancestor_distances(neighbors: OpNeighbors, end: TensorRef) -> dict[tuple[st
     return distances
 
 
-# Names as rules write them, and the check that those of a rule file are in the model.
+# Match names in rules, and check that they occur in the model.
 
 
 def name_matches(pattern: str, *names: str) -> bool:
-    """Whether one of `names` is `pattern`, or matches it as a glob, or as a regex between slashes, found anywhere."""
+    """Return True if a name equals `pattern`, or matches it as a glob or `/regular expression/`."""
     regex = _compile_name_pattern(pattern)
     return any(name and (name == pattern or regex.search(name)) for name in names)
 
 
 def op_selector_names(graph: str, op: str) -> tuple[str, ...]:
-    """The names by which a consumer's selector may call an op."""
+    """Return the names by which a consumer's selector may refer to an op."""
     return (op, f"{graph}/{op}") if graph else (op,)
 
 
 def tensor_selector_names(model: Model, tensor: TensorRef) -> tuple[str, ...]:
-    """The names by which a producer's selector may call `tensor`."""
+    """Return the names by which a producer's selector may refer to `tensor`."""
     op = model.op(tensor)
     names = (op.outputs[tensor.port].name, f"{op.name}:{tensor.port}", str(tensor))
     return (*names, *op_selector_names(tensor.graph, op.name)) if tensor.port == 0 else names
 
 
 def all_producer_names(model: Model) -> Iterator[str]:
-    """Every name that a producer's selector can match, in the live graphs."""
+    """Yield every name that a producer's selector can match, in the reachable graphs."""
     for name in model.reachable_graphs():
         for op in model.graphs[name].ops():
             for port in range(len(op.outputs)):
@@ -102,22 +101,22 @@ def all_producer_names(model: Model) -> Iterator[str]:
 
 
 def all_consumer_names(model: Model) -> Iterator[str]:
-    """Every name that a consumer's selector can match, in the live graphs."""
+    """Yield every name that a consumer's selector can match, in the reachable graphs."""
     for name in model.reachable_graphs():
         for op in model.graphs[name].ops():
             yield from op_selector_names(name, op.name)
 
 
 def check_name_selectors(model: Model, ruleset: RuleSet, tensors: Callable[[], TensorConsumers]) -> None:
-    """Checks that each name selector of a rule that is not optional matches something.
+    """Check that each name selector of a rule that is not optional matches something.
 
     Args:
         model: The model.
         ruleset: The rules.
-        tensors: Gives the tensors that rules are for, each with its consumers.
+        tensors: Returns the tensors that rules apply to, each with its consumers.
 
     Raises:
-        UsageError: One matches nothing, or the two of a rule never meet.
+        UsageError: A selector matches nothing, or the two selectors of a rule never meet.
     """
     sides = (("producer", all_producer_names), ("consumer", all_consumer_names))
     for side, names_of in sides:
@@ -129,8 +128,8 @@ def check_name_selectors(model: Model, ruleset: RuleSet, tensors: Callable[[], T
                 raise UsageError(
                     f"{rule.file}:{rule.line}: rule {rule.rule.name!r}: the {side} name {pattern!r} matches nothing"
                     " in the model."
-                    f"{did_you_mean(pattern, names) or ' Names are listed by: graphquant inspect MODEL.'}"
-                    " If it may be absent, say optional = true."
+                    f"{did_you_mean(pattern, names) or ' List the names with: graphquant inspect MODEL.'}"
+                    " If it may be absent, set optional = true."
                 )
     for rule in ruleset.rules:
         if rule.rule.producer.name and rule.rule.consumer.name and not rule.rule.optional:
@@ -140,7 +139,7 @@ def check_name_selectors(model: Model, ruleset: RuleSet, tensors: Callable[[], T
 def _check_producer_feeds_consumer(
     model: Model, tensors: TensorConsumers, rule: BoundRule, producer: str, consumer: str
 ) -> None:
-    """Refuses a rule whose two names match, but no op of the one name reads a tensor of the other."""
+    """Reject a rule whose two names match, although no op of one name reads a tensor of the other."""
     producers = [
         (tensor, uses) for tensor, uses in tensors if name_matches(producer, *tensor_selector_names(model, tensor))
     ]
@@ -149,8 +148,8 @@ def _check_producer_feeds_consumer(
         examples = ", ".join(repr(use.op) for use in list(readers)[:5])
         raise UsageError(
             f"{rule.file}:{rule.line}: rule {rule.rule.name!r}: no op called {consumer!r} reads a float tensor"
-            f" called {producer!r}.{f' Those are read by {examples}.' if examples else ''} If that may be, say optional ="
-            " true."
+            f" called {producer!r}.{f' Its readers are {examples}.' if examples else ''} If that is acceptable, set"
+            " optional = true."
         )
 
 
@@ -163,7 +162,7 @@ def _compile_name_pattern(pattern: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleMatch:
-    """A rule that holds for one use of a tensor."""
+    """A rule that matches one use of a tensor."""
 
     tensor: TensorRef
     use: Use
@@ -172,13 +171,13 @@ class RuleMatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleMiss:
-    """A rule that does not hold for one use.
+    """A rule that does not match one use.
 
     Attributes:
         rule: The rule.
-        reason: The first condition that failed; "" if another rule was first.
-        closeness: How close it came, 0 to 4: for the producer and the consumer 2 each if it is all that the rule wants, 1 if
-            it is that but for sizes and the like, or the rule does not say of which ops it is.
+        reason: The first condition that failed; "" if an earlier rule claimed the use.
+        near: Closeness of the match from 0 to 4. Producer and consumer each count 2 if they match, and 1 if only sizes
+            and similar conditions failed or the rule does not name an op.
     """
 
     rule: BoundRule
@@ -190,7 +189,7 @@ class RuleMatcher:
     """Matches the rules of `ruleset` against `model`, which must not be edited meanwhile."""
 
     def __init__(self, model: Model, ruleset: RuleSet) -> None:
-        """Checks the name selectors.
+        """Check the name selectors.
 
         Raises:
             UsageError: A name selector of a rule that is not optional matches nothing.
@@ -210,10 +209,10 @@ class RuleMatcher:
     # -- the two questions -----------------------------------------------------------------------
 
     def matches(self) -> Iterator[RuleMatch]:
-        """For each use of a float tensor in a live graph the first rule that holds, in the order of the model.
+        """Yield the first rule that matches for each use of a float tensor, in the order of the model.
 
         Raises:
-            UsageError: A pattern can be read into the model in too many ways.
+            UsageError: A pattern has too many possible matches in the model.
         """
         for tensor, uses in self.tensors():
             op_key = (tensor.graph, tensor.op)
@@ -233,7 +232,7 @@ class RuleMatcher:
                         break
 
     def _candidate_rules(self, tensor: TensorRef) -> list[BoundRule]:
-        """The rules whose producer may end in an op of that kind: most rules ask for a kind, and few kinds fit."""
+        """Return the rules whose producer may end in an op of that kind: few, as most rules name kinds."""
         key = (self.model.op(tensor).kind, self.parameters.is_parameter(tensor))
         if key not in self._rules_by_kind:
             self._rules_by_kind[key] = [
@@ -247,11 +246,11 @@ class RuleMatcher:
         return self._rules_by_kind[key]
 
     def miss_reason(self, rule: BoundRule, tensor: TensorRef, use: Use) -> str:
-        """Why `rule` does not hold for `use` reading `tensor`; "" if it holds."""
+        """Return the reason why `rule` does not match `use` of `tensor`, "" if it matches."""
         return self._producer_miss_reason(rule, tensor) or self._consumer_miss_reason(rule, tensor, use)
 
     def evaluate_rule(self, rule: BoundRule, tensor: TensorRef, use: Use) -> RuleMiss:
-        """Why `rule` does not hold for `use` reading `tensor`, and how close it comes."""
+        """Return the reason why `rule` does not match `use` of `tensor`, and how close it comes."""
         sides = (
             (rule.rule.producer, self._producer_mismatch(rule, tensor), self._producer_miss_reason(rule, tensor)),
             (rule.rule.consumer, self._consumer_mismatch(rule, use), self._consumer_miss_reason(rule, tensor, use)),
@@ -263,7 +262,7 @@ class RuleMatcher:
         return RuleMiss(rule=rule, reason=sides[0][2] or sides[1][2], closeness=closeness)
 
     def tensors(self) -> Iterator[tuple[TensorRef, list[Use]]]:
-        """Each float tensor of the live graphs with its consumers; one of unknown dtype may be float."""
+        """Yield each float tensor of the reachable graphs, or one of unknown dtype, with its consumers."""
         for name in self.model.reachable_graphs():
             graph = self.model.graphs[name]
             for op in graph.ops():
@@ -273,15 +272,15 @@ class RuleMatcher:
                         yield TensorRef(name, op.name, port), readers[port]
 
     def shape(self, tensor: TensorRef) -> Shape | None:
-        """The static shape of `tensor`; a parameter's also from the variable or argument behind it."""
+        """Return the static shape of `tensor`; a parameter's also from the variable or argument behind it."""
         return self.neighbors.shape(tensor)
 
     def labels(self, tensor: TensorRef) -> tuple[str, ...]:
-        """The names by which a producer's selector may call `tensor`."""
+        """Return the names by which a producer's selector may refer to `tensor`."""
         return tensor_selector_names(self.model, tensor)
 
     def all_labels(self) -> list[str]:
-        """Every name that a selector can match, in the live graphs."""
+        """Return every name that a selector can match, in the reachable graphs."""
         return list(dict.fromkeys((*all_producer_names(self.model), *all_consumer_names(self.model))))
 
     # -- selectors -------------------------------------------------------------------------------
@@ -290,14 +289,14 @@ class RuleMatcher:
         selector, op = rule.rule.producer, self.model.op(tensor)
         reason = self._producer_mismatch(rule, tensor)
         if not reason and selector.readers is not None and len(self.neighbors.consumers(tensor)) != selector.readers:
-            reason = f"{tensor} has {len(self.neighbors.consumers(tensor))} readers, not {selector.readers}"
+            reason = f"{tensor} has {len(self.neighbors.consumers(tensor))} consumers, not {selector.readers}"
         reason = (
             reason or attribute_miss_reason(selector, op) or size_miss_reason(self.neighbors, selector, tensor, None)
         )
         return f"producer {reason}" if reason else ""
 
     def _producer_mismatch(self, rule: BoundRule, tensor: TensorRef) -> str:
-        """Why another op makes `tensor` than `rule` is about; "" if it is that."""
+        """Return the reason why the op that produces `tensor` is not the rule's producer, "" if it is."""
         selector, op = rule.rule.producer, self.model.op(tensor)
         if selector.kind is not None and not matches_chain_up(
             self.neighbors, cached_chain_links(selector.kind), tensor
@@ -305,7 +304,7 @@ class RuleMatcher:
             actual = "a parameter" if self.parameters.is_parameter(tensor) else repr(op.kind)
             return f"{op.name} is {actual}, not {selector.kind!r}"
         if selector.name is not None and not name_matches(selector.name, *self.labels(tensor)):
-            return f"{tensor} is not called {selector.name!r}"
+            return f"{tensor} does not match the name {selector.name!r}"
         if selector.pattern is not None and (tensor.graph, tensor.op) not in self._ops_in_pattern(
             rule, selector.pattern
         ):
@@ -324,12 +323,12 @@ class RuleMatcher:
         return f"consumer {reason}" if reason else ""
 
     def _consumer_mismatch(self, rule: BoundRule, use: Use) -> str:
-        """Why another op reads than `rule` is about; "" if it is that."""
+        """Return the reason why the op that reads is not the rule's consumer, "" if it is."""
         selector, op = rule.rule.consumer, self.model.graphs[use.graph].op(use.op)
         if selector.kind is not None and not matches_chain_down(self.neighbors, cached_chain_links(selector.kind), use):
             return f"{op.name} is {op.kind!r}, not {selector.kind!r}"
         if selector.name is not None and not name_matches(selector.name, *op_selector_names(use.graph, op.name)):
-            return f"{op.name} is not called {selector.name!r}"
+            return f"{op.name} does not match the name {selector.name!r}"
         if selector.pattern is not None and (use.graph, use.op) not in self._ops_in_pattern(rule, selector.pattern):
             return f"{op.name} is not {selector.pattern!r} of that pattern"
         return type_miss_reason(selector, op)
@@ -337,18 +336,18 @@ class RuleMatcher:
     # -- the other inputs of an op -----------------------------------------------------------------
 
     def _inputs_miss_reason(self, rule: BoundRule, use: Use) -> str:
-        """Which condition fails that is on all inputs of the op of `use`."""
+        """Return the failed condition that concerns all inputs of the op of `use`."""
         selector = rule.rule.consumer
         if selector.path is not None and self._longest_path_use(rule, use) != use:
             return f"{use} is not at the end of the longest path"
         if selector.sibling_rule is not None:
             sibling = self._rules_by_name[rule.file, selector.sibling_rule]
             if not self._uses_claimed_by(sibling, use) - {use}:
-                return f"{use} is not beside an input that rule {selector.sibling_rule!r} claims"
+                return f"rule {selector.sibling_rule!r} claims no other input of {use.op}"
         return ""
 
     def _uses_claimed_by(self, rule: BoundRule, use: Use) -> frozenset[Use]:
-        """The uses of the op of `use` that `rule` holds for, and none before it; rules with `beside` do not count."""
+        """Return the uses of the op of `use` that `rule` matches first, ignoring rules with `sibling_rule`."""
         key = (id(rule), use.graph, use.op)
         if key not in self._claimed_uses:
             candidates = [candidate for candidate in self.ruleset.rules if candidate.rule.consumer.sibling_rule is None]
@@ -365,7 +364,7 @@ class RuleMatcher:
         return self._claimed_uses[key]
 
     def _longest_path_use(self, rule: BoundRule, use: Use) -> Use | None:
-        """The use of the op of `use` that is at the end of the longest path; None if there are no two to compare."""
+        """Return the use at the end of the longest path into the op of `use`, None without two paths."""
         key = (id(rule), use.graph, use.op)
         if key not in self._longest_path_uses:
             data = [
@@ -388,7 +387,7 @@ class RuleMatcher:
     # -- patterns --------------------------------------------------------------------------------
 
     def _ops_in_pattern(self, rule: BoundRule, reference: str) -> set[tuple[str, str]]:
-        """(graph, op) of every op that plays the named part in a match of the pattern."""
+        """Return (graph, op) of every op that has the named role in a match of the pattern."""
         key = (id(rule.patterns), reference)
         if key not in self._ops_by_reference:
             name, _, op_name = reference.partition(".")
@@ -400,5 +399,5 @@ class RuleMatcher:
 
 
 def _identifies_op(selector: Selector) -> bool:
-    """Whether a selector says of which ops it is; any weight is no particular one."""
+    """Return True if a selector names particular ops; any weight is not particular."""
     return selector.kind not in {None, "parameter"} or any((selector.name, selector.pattern, selector.type))

@@ -1,4 +1,4 @@
-"""The two small languages inside rule files: chains of kinds, and patterns written as text."""
+"""The two small languages in rule files: chains of kinds, and patterns as text."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _ALTERNATIVES = re.compile(rf"({_KIND}(?:\|{_KIND})*)(\?)?")
 _LINE = re.compile(rf"(\w+)\s*=\s*({_KIND}(?:\|{_KIND})*)\s*\(([^()]*)\)")
 
 ANY_OPERAND = "_"
-"""The operand of a pattern that stands for any input, each time another."""
+"""An operand of a pattern that matches any input, a different one each time."""
 
 ANY_OP = "*"
-"""What a selector says of a pattern for any of its ops."""
+"""Selects any op of a pattern."""
 
 MAX_CHAIN_LINKS = 16
 """Longest chain, in links."""
@@ -27,7 +27,7 @@ MAX_CHAIN_LINKS = 16
 
 @dataclass(frozen=True, slots=True)
 class ChainLink:
-    """One step of a chain: the kinds it allows, and whether it may be missing."""
+    """One link of a chain: the kinds that it allows, and True if it may be missing."""
 
     kinds: frozenset[str]
     optional: bool
@@ -44,20 +44,20 @@ class PatternOp:
 
 @lru_cache(maxsize=1024)
 def parse_chain(text: str) -> tuple[ChainLink, ...]:
-    """`conv > batchnorm? > relu|relu6?` as links, producer first.
+    """Parse `conv > batchnorm? > relu|relu6?` into links, producer first.
 
     Raises:
         ValueError: The text is no chain, or every link is optional.
     """
     link_texts = text.split(">")
     if len(link_texts) > MAX_CHAIN_LINKS:
-        raise ValueError(f"a chain of {len(link_texts)} links is too long; {MAX_CHAIN_LINKS} are possible")
+        raise ValueError(f"a chain of {len(link_texts)} links is too long; the limit is {MAX_CHAIN_LINKS}")
     links = []
     for link_text in link_texts:
         match = _ALTERNATIVES.fullmatch(link_text.strip())
         if not match:
             quoted = f"{link_text.strip()!r} in {text!r}" if len(link_texts) > 1 else repr(text)
-            raise ValueError(f"{quoted} is no kind; kinds read 'conv', 'conv|matmul' or 'conv > relu?'")
+            raise ValueError(f"{quoted} is no kind; write 'conv', 'conv|matmul' or 'conv > relu?'")
         links.append(ChainLink(frozenset(match[1].split("|")), match[2] is not None))
     if all(link.optional for link in links):
         raise ValueError(f"every link of {text!r} is optional; at least one must be required")
@@ -66,10 +66,10 @@ def parse_chain(text: str) -> tuple[ChainLink, ...]:
 
 @lru_cache(maxsize=1024)
 def compile_regex(text: str) -> Any:
-    """`text` as a regular expression whose search takes time linear in the name: RE2's, which never backtracks.
+    """Compile `text` as an RE2 regular expression, which never backtracks: a search takes time linear in the name.
 
     Raises:
-        ValueError: RE2 cannot read `text`; it has no look-around and no references back.
+        ValueError: RE2 does not support `text`; it has no look-around and no backreferences.
     """
     import re2
 
@@ -83,7 +83,7 @@ def compile_regex(text: str) -> Any:
 
 
 def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:
-    """A pattern's lines as ops in order; names that no line defines are its inputs.
+    """Parse a pattern's lines into ops. Names that no line defines are inputs of the pattern.
 
     Raises:
         ValueError: There is no line, a line does not read `name = kind(operand, ...)`, a name is defined twice or used
@@ -107,12 +107,12 @@ def parse_pattern(lines: Sequence[str]) -> tuple[PatternOp, ...]:
 def _parse_pattern_op(line: str) -> PatternOp:
     match = _LINE.fullmatch(line.strip())
     if not match:
-        raise ValueError(f"{line!r} does not read 'name = kind(operand, ...)'")
+        raise ValueError(f"{line!r} does not have the form 'name = kind(operand, ...)'")
     operands = tuple(word.strip() for word in match[3].split(",")) if match[3].strip() else ()
     if invalid := [word for word in operands if not re.fullmatch(r"\w+", word)]:
-        raise ValueError(f"operand {invalid[0]!r} of {line!r} is no name")
+        raise ValueError(f"operand {invalid[0]!r} of {line!r} is not a valid name")
     if match[1] == ANY_OPERAND:
-        raise ValueError(f"{ANY_OPERAND!r} in {line!r} stands for any operand; an op has another name")
+        raise ValueError(f"{ANY_OPERAND!r} in {line!r} stands for any operand; give the op another name")
     return PatternOp(match[1], frozenset(match[2].split("|")), operands)
 
 
@@ -135,5 +135,5 @@ def _check_connected(ops: list[PatternOp]) -> None:
             pending.extend(operands[name])
     if unconnected := [repr(op.name) for op in ops if op.name not in connected]:
         raise ValueError(
-            f"{', '.join(unconnected)} does not lead to the last op {ops[-1].name!r}; leave it out or use it"
+            f"{', '.join(unconnected)} is not connected to the last op {ops[-1].name!r}; remove it or use it"
         )

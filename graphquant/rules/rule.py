@@ -1,6 +1,6 @@
-"""What a rule file says, as data: rules and what a file has beside them.
+"""The data of rule files: rules, schemes, patterns and the requested steps.
 
-pydantic checks each value as it is made and gives the JSON Schema that editors complete from.
+pydantic validates each value on construction and generates the JSON Schema with which editors complete rule files.
 """
 
 from __future__ import annotations
@@ -19,44 +19,48 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-# What rule files say of ops: conditions on one, and small graphs of several.
+# Conditions on one op, and patterns of several ops, as rule files describe them.
 
 CONSUMER_CONDITIONS = (
     *("input", "min_channels", "max_channels", "min_in_channels", "max_in_channels", "multiple_of"),
-    *("min_rows", "max_rows", "min_kernel", "max_groups", "path", "beside"),
+    *("min_rows", "max_rows", "min_kernel", "max_groups", "path", "sibling_rule"),
 )
-"""The conditions of a selector that are on what reads a tensor."""
+"""Conditions of a selector that apply only to consumers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
 class Selector:
-    """Conditions on an op, all of which must hold. An empty one holds everywhere; one on an unknown size does not.
+    """Conditions on an op, all of which must hold.
+
+    An empty selector matches any op. A condition on an unknown size does not hold.
 
     Attributes:
-        kind: A framework-neutral kind, alternatives by `|`, or a chain `conv > batchnorm? > relu|relu6?`, producer
-            first; `parameter` stands for any weight, `*` for any op.
-        type: The framework's own op type, alternatives by `|`.
-        name: Glob on the op or tensor name, or a regex between slashes `/.../`.
-        input: Role of the slot that reads the tensor ("input", "weight", "bias"), alternatives by `|`. Consumers only.
-        pattern: `NAME` (its last op), `NAME.op` or `NAME.*` (any op) of a `[pattern.NAME]`.
-        attr: Attribute conditions: a value that must be equal, or a list of which one must be.
+        kind: A framework-neutral kind, alternatives separated by `|`, or a chain `conv > batchnorm? > relu|relu6?`,
+            producer first. `parameter` matches any weight, `*` any op.
+        type: The framework's own op type, alternatives separated by `|`.
+        name: A glob for the op or tensor name, or a regular expression between slashes `/.../`.
+        input: Role of the input that reads the tensor ("input", "weight", "bias"), alternatives separated by `|`.
+            Consumers only.
+        pattern: `NAME` (its last op), `NAME.op` or `NAME.*` (any op) of a `[pattern.NAME]` or of a pattern library.
+        attr: Attribute conditions: a value that must be equal, or a list of allowed values.
         readers: Number of consumers that the tensor must have. Producers only.
         min_rank: Smallest number of axes of the tensor.
         max_rank: Largest number of axes of the tensor.
         min_size: Smallest number of elements of the tensor.
         max_size: Largest number of elements of the tensor.
-        min_channels: Smallest number of output channels of the op, counted in its weight. Consumers only.
-        max_channels: Largest number of them.
-        min_in_channels: Smallest number of channels that the op reads, those of all groups; the rows of a matrix
-            product's weight. Consumers only.
-        max_in_channels: Largest number of them.
-        multiple_of: What that number must be a multiple of. Consumers only.
-        min_rows: Smallest number of rows of a matrix product's left side. Consumers only.
-        max_rows: Largest number of them.
+        min_channels: Smallest number of output channels of the op, according to its weight. Consumers only.
+        max_channels: Largest number of output channels. Consumers only.
+        min_in_channels: Smallest number of input channels of the op, over all groups; for a matrix product the rows of
+            its weight. Consumers only.
+        max_in_channels: Largest number of input channels. Consumers only.
+        multiple_of: A number that must divide the number of input channels. Consumers only.
+        min_rows: Smallest number of rows of a matrix product's left operand. Consumers only.
+        max_rows: Largest number of rows. Consumers only.
         min_kernel: Smallest size of the shortest side of a convolution's kernel. Consumers only.
         max_groups: Largest number of groups of a convolution. Consumers only.
-        path: "longest": of the op's inputs that `producer` fits this is the one that is farthest from where all of
-            them part, or else the first; the op reads two tensors at least that are no parameters. Consumers only.
+        path: "longest" selects, among the op's inputs that `producer` matches, the one farthest from the common
+            ancestor of all of them, or the first if there is none. The op must read at least two tensors that are no
+            parameters. Consumers only.
         sibling_rule: Name of a rule in the same file that claims another input of the op. Consumers only.
     """
 
@@ -104,7 +108,7 @@ class Selector:
     @classmethod
     def _check_op_types(cls, value: str | None) -> str | None:
         if value is not None and not all(re.fullmatch(r"[\w.:>-]+", word) for word in value.split("|")):
-            raise ValueError(f"{value!r} is no op type; types read 'Conv' or 'Conv|Gemm'")
+            raise ValueError(f"{value!r} is no op type; write 'Conv' or 'Conv|Gemm'")
         return value
 
     @field_validator("name")
@@ -116,7 +120,7 @@ class Selector:
             compile_regex(value[1:-1])
         except ValueError as error:
             raise ValueError(
-                f"{value!r} is no regular expression ({error}); a name without slashes is a glob"
+                f"{value!r} is no valid regular expression ({error}); a name without slashes is a glob"
             ) from error
         return value
 
@@ -131,9 +135,7 @@ class Selector:
                 for scalar in (alternative if isinstance(alternative, list) else [alternative])
             ]
             if not all(isinstance(scalar, bool | int | float | str) for scalar in scalars):
-                raise ValueError(
-                    f"the attribute {name!r} is compared with something else than strings, numbers and booleans"
-                )
+                raise ValueError(f"the attribute {name!r} can only be compared with strings, numbers and booleans")
         return value
 
     @model_validator(mode="after")
@@ -150,7 +152,7 @@ class Pattern:
     """A small graph as text: `ops = ["s = sigmoid(x)", "y = mul(x, s)"]`.
 
     Attributes:
-        ops: One op a line, `name = kind(operand, ...)`; the last one is the pattern's result.
+        ops: One op a line, `name = kind(operand, ...)`. The last op is the pattern's result.
     """
 
     ops: Annotated[tuple[ShortText, ...], Field(min_length=1, max_length=32)]
@@ -167,22 +169,23 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
 class Rule:
-    """One sentence: what produces the tensor, who reads it, how to quantize in between.
+    """One rule: the producer of a tensor, its consumer, and the quantization between them.
 
-    "same-as-input" gives the tensor the scale of what its producer reads; with "passed-on" nothing is inserted, since
-    the producer hands quantized values on. Where what the producer reads is float, both leave the use to later rules.
-    "leave" inserts nothing; nor does "absorbed", before a Relu or Clip that is one with the producer, unless the scale
-    behind it, as a tie may make it, does not end where that does: then the pair behind it stands before it too.
+    "same-as-input" gives the tensor the scale of its producer's input. "passthrough" inserts nothing, because the
+    producer passes quantized values through. If the producer's input is float, both leave the use to later rules.
+    "float" inserts nothing. "fused" inserts nothing either: it stands before a Relu or Clip that the backend fuses into
+    the producer. If the scale after that op does not end at its limits, as a tie may cause, the pair after the op is
+    also inserted before it.
 
     Attributes:
-        name: Unique in its file; letters, digits, '_', '-' and '.', as new ops may be named after it.
-        why: The reason, shown wherever the rule's work is shown.
-        producer: What makes the tensor.
-        consumer: Who reads it; only these uses are rerouted.
-        quantize: A scheme, "same-as-input", "passed-on", "absorbed" or "leave".
-        optional: A name selector that matches nothing is no error.
-        insert_in: For a tensor that the body of an op reads from outside, where it is quantized: beside its "producer",
-            once for all, or in the "body". It is dequantized in the body either way.
+        name: Unique in its file; letters, digits, '_', '-' and '.', because new ops may be named after it.
+        why: The reason, shown in every report about the rule's sites.
+        producer: Conditions on the op that produces the tensor.
+        consumer: Conditions on the op that reads it. Only these uses are rerouted.
+        quantize: A scheme, "same-as-input", "passthrough", "fused" or "float".
+        optional: Accept a name selector that matches nothing.
+        insert_in: For a tensor that a subgraph reads from outside, the graph in which it is quantized: once, next to
+            its "producer", or in the "body" of each subgraph. It is dequantized in the body in both cases.
     """
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)]
@@ -197,9 +200,9 @@ class Rule:
     def _check_conditions(self) -> Rule:
         for key in CONSUMER_CONDITIONS:
             if getattr(self.producer, key) is not None:
-                raise ValueError(f"{key!r} is a condition on what reads the tensor; put it into 'consumer'")
+                raise ValueError(f"{key!r} is a condition on the consumer; move it to 'consumer'")
         if self.consumer.readers is not None:
-            raise ValueError("'readers' counts who reads the tensor; put it into 'producer'")
+            raise ValueError("'readers' is a condition on the producer; move it to 'producer'")
         if self.producer == self.consumer == Selector():
             raise ValueError("the rule has no condition; give it a 'producer' or a 'consumer', kind = '*' for any op")
         return self
@@ -210,25 +213,24 @@ PREPARATION_NAMES = (
     *("initializer-inputs", "constant-nodes", "inference-batchnorm", "drop-identity", "drop-dropout"),
     "fold-batchnorm",
 )
-"""The steps before matching; `graphquant.prepare.STEPS` says what each is for."""
+"""Steps before matching; `PREPARATION_STEPS` in `graphquant.quantize.prepare` describes each."""
 
 ALGORITHM_NAMES = (
-    *("equalization", "migration", "weight-clipping"),
-    *("error-compensation", "adaptive-rounding", "bias-correction"),
+    *("cross-layer-equalization", "smoothquant", "weight-clipping"),
+    *("gptq", "adaround", "bias-correction"),
 )
-"""The steps before calibration and between scales and rewriting; `BALANCINGS` and `ALGORITHM_NAMES` of
-`graphquant.corrections` say what each is for."""
+"""Optimization algorithms before and after calibration; `graphquant.optimize.algorithms` describes each."""
 
 NEGATION = "not "
-"""What stands before the name of a step that a rule file does not want, whatever the files after it say."""
+"""Prefix of a step that a rule file switches off, whatever later files request."""
 
 
 def _check_steps(value: list[str], allowed: tuple[str, ...]) -> list[str]:
-    """`value`, a list of steps that are wanted or not, if it makes sense."""
+    """Validate a list of requested and switched-off steps."""
     check_known_words("step", [name.removeprefix(NEGATION) for name in value], allowed)
     contradicted = next((name for name in value if NEGATION + name in value), None)
     if contradicted is not None:
-        raise ValueError(f"{contradicted!r} is wanted and not wanted; leave out one of the two")
+        raise ValueError(f"{contradicted!r} is switched on and off; remove one of the two")
     return value
 
 
@@ -238,10 +240,9 @@ class RuleFile:
 
     Attributes:
         description: One line for `graphquant rules list`.
-        prepare: Steps the rules want before matching ("fold-batchnorm"), or do not want though a file after this one
-            does ("not fold-batchnorm").
-        algorithms: Corrections of weights and biases the rules want once scales are known ("bias-correction"), or do not
-            want ("not bias-correction").
+        prepare: Steps to run before matching ("fold-batchnorm"), or to switch off although a later file requests them
+            ("not fold-batchnorm").
+        algorithms: Optimization algorithms to run ("bias-correction"), or to switch off ("not bias-correction").
         scheme: Schemes by name.
         pattern: Patterns by name.
         rule: The rules, in order.
@@ -268,7 +269,7 @@ class RuleFile:
     def _check_preparations(cls, value: list[str]) -> list[str]:
         return _check_steps(value, PREPARATION_NAMES)
 
-    @field_validator("correct")
+    @field_validator("algorithms")
     @classmethod
     def _check_algorithms(cls, value: list[str]) -> list[str]:
         return _check_steps(value, ALGORITHM_NAMES)
@@ -276,7 +277,7 @@ class RuleFile:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class BoundRule:
-    """A rule with the file it came from: its schemes and patterns are that file's, and `find_line` finds its line there."""
+    """A rule with its file: the file's schemes and patterns, and `place` to find its line."""
 
     rule: Rule
     file: str
@@ -286,20 +287,20 @@ class BoundRule:
 
     @property
     def line(self) -> int:
-        """Where it begins in the file."""
+        """The line at which the rule begins."""
         return self.find_line()
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RuleSet:
-    """The rules of all files in the order given, the first that matches a use wins.
+    """The rules of all files in the given order. The first rule that matches a use wins.
 
     Attributes:
-        files: Names of the files as they were asked for.
-        descriptions: What each file says it is for.
+        files: Names of the files, as the caller named them.
+        descriptions: Description of each file.
         digest: Hex SHA-256 over the files' contents.
-        prepare: The steps the files want, each once; the first file that names a step decides.
-        algorithms: The corrections, likewise.
+        prepare: Steps to run before matching, each once. The first file that names a step decides.
+        algorithms: Optimization algorithms to run, likewise.
         rules: The rules.
     """
 

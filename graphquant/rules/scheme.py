@@ -1,4 +1,4 @@
-"""How a tensor is quantized, as rule files say it: schemes and their observers."""
+"""Quantization schemes and their observers, as rule files describe them."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from graphquant.ir import Shape
 
 
-# What the fields of rule files have in common.
+# Field types that rule files share.
 
 FORBID_EXTRA = ConfigDict(extra="forbid")
 
 _MAX_TEXT = 500
-"""Longest text of a selector or of a pattern's line, which also bounds what a regex can cost."""
+"""Longest text of a selector or of a pattern's line, which also bounds the cost of a regular expression."""
 
 ShortText = Annotated[str, Field(min_length=1, max_length=_MAX_TEXT)]
 NonNegativeInt = Annotated[StrictInt, Field(ge=0)]
 
 
 def check_known_words(noun: str, words: Iterable[str], allowed: Iterable[str]) -> None:
-    """Raises a ValueError that names the first of `words` that is not `allowed`."""
+    """Raise a ValueError about the first of `words` that is not in `allowed`."""
     for word in words:
         if word not in allowed:
             raise ValueError(f"there is no {noun} {word!r}.{did_you_mean(word, allowed) or _list_known_words(allowed)}")
 
 
 def _list_known_words(allowed: Iterable[str]) -> str:
-    return f" Known are {', '.join(sorted(allowed))}."
+    return f" Use one of {', '.join(sorted(allowed))}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
 class _ObserverConfig:
-    """What all observers have in common; `ObserverConfig` adds their arguments."""
+    """The part that all observers share. `ObserverConfig` adds their arguments."""
 
     name: ShortText
 
@@ -80,7 +80,7 @@ class _ObserverConfig:
 
     @property
     def arguments(self) -> dict[str, float]:
-        """The number of each argument that the observer takes, as given or by default."""
+        """The value of each argument that the observer takes, given or default."""
         accepted, specified = OBSERVERS[self.name].arguments, self._specified_arguments()
         return {name: float(specified.get(name, definition.default or 0.0)) for name, definition in accepted.items()}
 
@@ -91,7 +91,7 @@ _OBSERVER_ARGUMENTS = {
 
 
 def _argument_type(argument: ObserverArgument) -> Any:
-    """The type of an argument's field."""
+    """Return the type of an argument's field."""
     number_type = StrictInt if argument.is_integer else StrictFloat
     return Annotated[number_type, Field(ge=argument.minimum, le=argument.maximum)] | None
 
@@ -99,7 +99,7 @@ def _argument_type(argument: ObserverArgument) -> Any:
 if TYPE_CHECKING:
 
     class ObserverConfig(_ObserverConfig):
-        """Which observer turns statistics into a range, with its arguments."""
+        """An observer, which turns statistics into a range, with its arguments."""
 
         def __init__(self, *, name: str, **arguments: float | None) -> None: ...
 
@@ -114,12 +114,12 @@ else:
     )
     ObserverConfig.__doc__ = "\n".join(
         [
-            'Which observer turns values into a range, with its arguments: `{ name = "fixed", low = 0, high = 1 }`.',
+            'An observer, which turns values into a range: `{ name = "fixed", low = 0, high = 1 }`.',
             "",
             "Attributes:",
-            "    name: An observer of `graphquant.sketch.OBSERVERS`.",
+            "    name: An observer of `graphquant.observers.OBSERVERS`.",
             *(
-                f"    {name}: Of {' and '.join(repr(observer_name) for observer_name in OBSERVERS if name in OBSERVERS[observer_name].arguments)}: "
+                f"    {name}: Of {' and '.join(repr(key) for key in OBSERVERS if name in OBSERVERS[key].arguments)}: "
                 f"{argument.description}."
                 for name, argument in _OBSERVER_ARGUMENTS.items()
             ),
@@ -128,33 +128,34 @@ else:
 
 
 SCHEME_DTYPES = (*(f"{sign}int{bits}" for sign in ("", "u") for bits in range(2, 33)), *FLOAT8_NAMES)
-"""The types a scheme may have."""
+"""Data types of a scheme."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, config=FORBID_EXTRA)
 class Scheme:
-    """How a tensor is quantized.
+    """A quantization scheme.
 
     Attributes:
         name: The key of its `[scheme.NAME]` table.
-        dtype: "int8" or another integer type, "float8_e4m3fn" or "float8_e5m2"; or give `bits` and `signed`.
+        dtype: "int8" or another integer type, "float8_e4m3fn" or "float8_e5m2". Alternatively, give `bits` and
+            `signed`.
         bits: Width in bits.
-        signed: Whether negative values are represented without a zero point.
+        signed: True if the type represents negative values without a zero point.
         zero: "symmetric" fixes the zero point to 0 (unsigned: the middle); "asymmetric" chooses it.
-        narrow: Leaves out the most negative value, [-127, 127].
+        narrow: Omit the most negative value, [-127, 127].
         per: "tensor" (one scale), "channel" (one per output channel), or "block" (one per `block_size` elements).
-        block_size: How many elements of a weight, along the axis that its consumer sums over, have one scale.
-        axis: Which axis the channels or blocks lie along, where it is another one.
+        block_size: Number of elements of a weight with one scale, along the axis that its consumer sums over.
+        axis: The axis of the channels or blocks, if it is not the default one.
         scale: "any" or "power-of-two".
-        shifts: "dpu" keeps powers of two so near to each other that AMD's DPU can compute with them by shifting.
-        smallest_range: The least that lies between the ends of the range, in real units; a narrower one is widened.
-        observe: The observer that picks the range.
-        family: Which ops stand for the quantization; by default the format's own.
-        range: "observed", the one of which the scheme makes a scale and zero point; "given", told to the ops as it
-            stands; "dynamic", that of the values in each run, which needs no data; "learned", observed and then kept
-            in variables that training may change.
-        round: How values halfway between two steps are rounded; by default as the family does.
-        args: Arguments that only this family's ops have.
+        shifts: "dpu" keeps powers of two so close together that AMD's DPU can compute with shifts.
+        smallest_range: Smallest width of the range in real units. A narrower range is widened.
+        observe: The observer that chooses the range.
+        family: The family of Q/DQ ops. The default depends on the model's format.
+        range: "observed" computes scale and zero point from an observed range. "given" passes the range to the ops.
+            "dynamic" uses the range of each run and needs no data. "learned" starts with an observed range, in
+            variables that training may change.
+        round: Rounding of values halfway between two steps. The default depends on the family.
+        args: Arguments of this family's ops only.
     """
 
     name: str = ""
@@ -186,7 +187,7 @@ class Scheme:
         if value is not None and value not in SCHEME_DTYPES:
             close = did_you_mean(value, SCHEME_DTYPES)
             allowed = f"int2 to int32, uint2 to uint32, {' and '.join(FLOAT8_NAMES)}"
-            raise ValueError(f"{value!r} is no type; {allowed} are.{close}")
+            raise ValueError(f"{value!r} is no data type; use {allowed}.{close}")
         return value
 
     @field_validator("family")
@@ -199,42 +200,44 @@ class Scheme:
     @model_validator(mode="after")
     def _check_consistency(self) -> Scheme:
         if self.dtype and (self.bits is not None or self.signed is not None):
-            raise ValueError("'dtype' says what 'bits' and 'signed' say; give one or the other")
+            raise ValueError("'dtype' replaces 'bits' and 'signed'; give one or the other")
         if self.observe.name == "fixed-point" and self.zero != "symmetric":
             raise ValueError("the observer 'fixed-point' has zero point 0; the scheme must be symmetric")
         if self.range == "given" and self.scale == "power-of-two":
-            raise ValueError("the ops make the scale of a range that is 'given'; a power of two needs range 'observed'")
+            raise ValueError(
+                "the ops compute the scale of a range that is 'given'; a power of two needs range 'observed'"
+            )
         if self.shifts is not None and (self.scale != "power-of-two" or self.per != "tensor"):
-            raise ValueError('\'shifts\' is for one power of two; take scale = "power-of-two" and per = "tensor"')
+            raise ValueError('\'shifts\' needs scale = "power-of-two" and per = "tensor"')
         self._check_float8()
         self._check_blocks()
         self._check_family_support()
         return self
 
     def _check_float8(self) -> None:
-        """Raises a ValueError for what a float8 type does not have."""
+        """Raise a ValueError if the scheme needs a property that float8 types lack."""
         if isinstance(self.type, FloatType):
             if self.zero != "symmetric":
                 raise ValueError(f"{self.type.name} has no zero point; the scheme must be symmetric")
             if self.narrow:
-                raise ValueError(f"{self.type.name} has as many values on both sides of 0; leave 'narrow' out")
+                raise ValueError(f"{self.type.name} is symmetric around 0; remove 'narrow'")
 
     def _check_blocks(self) -> None:
-        """Raises a ValueError for blocks without a size, or with a range that is not had from smallest and largest."""
+        """Raise a ValueError for blocks without a size, or with an observer that does not support blocks."""
         if (self.per == "block") != (self.block_size is not None):
-            raise ValueError("'block_size' and per = \"block\" go together; give both, or neither")
+            raise ValueError("'block_size' and per = \"block\" need each other; give both, or neither")
         if self.per == "tensor" and self.axis is not None:
-            raise ValueError("one scale for the whole tensor has no 'axis'; leave it out, or take per = \"channel\"")
+            raise ValueError("a scheme per tensor has no 'axis'; remove it, or set per = \"channel\"")
         observer = self.observe.name
         if self.per == "block" and (OBSERVERS[observer].needs_histogram or observer in {"mean-minmax", "bias"}):
-            raise ValueError(f"the observer {observer!r} does not look at single blocks; take minmax or absmax")
+            raise ValueError(f"the observer {observer!r} does not support blocks; use minmax or absmax")
 
     def _check_family_support(self) -> None:
-        """Raises a ValueError for what the ops of the named family cannot do, whatever the tensor."""
+        """Raise a ValueError if the ops of the named family cannot implement the scheme for any tensor."""
         specified = self.args.specified()
         if self.family is None:
             if specified:
-                raise ValueError(f"{specified[0]!r} is an argument of one family's ops; name that with 'family'")
+                raise ValueError(f"{specified[0]!r} is an argument of one family's ops; name the 'family'")
             return
         family = FAMILIES[self.family]
         unknown = next((name for name in specified if name not in family.argument_names), None)
@@ -263,7 +266,7 @@ class Scheme:
     def family_request(
         self, *, axis: int | None, dtype: str, shape: Shape | None, is_parameter: bool, in_function: bool = False
     ) -> FamilyRequest:
-        """What the scheme asks of a family for such a tensor."""
+        """Return the request of the scheme to a family for such a tensor."""
         return FamilyRequest(
             type=self.type,
             axis=axis,
@@ -280,7 +283,7 @@ class Scheme:
 
     @property
     def grid(self) -> QuantizationGrid:
-        """What the scheme can represent, but for the scale."""
+        """The representable values, up to the scale."""
         return QuantizationGrid(
             type=self.type,
             symmetric=self.zero == "symmetric",
@@ -290,7 +293,7 @@ class Scheme:
 
     @property
     def type(self) -> QType:
-        """The type of the quantized values."""
+        """The data type of the quantized values."""
         if self.dtype:
             return parse_type(self.dtype)
         return IntType(self.bits or 8, True if self.signed is None else self.signed)

@@ -1,4 +1,4 @@
-"""From a file's bytes to its data, with the line of each key, or one error for all that is wrong."""
+"""Read a file's bytes into data with the line of each key, or into one error with all mistakes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 MAX_BYTES = 1 << 20
-"""Largest file; those that ship have a few thousand bytes."""
+"""Largest file. Shipped files have a few thousand bytes."""
 
 MAX_MISTAKES = 100
-"""How many mistakes of one file are told at once."""
+"""Mistakes of one file that are listed in one error."""
 
 
 def read_document(path: Path, kind: DocumentKind) -> bytes:
-    """The bytes of the file at `path`, one more than `MAX_BYTES` of a larger one.
+    """Return the bytes of the file at `path`, at most `MAX_BYTES` + 1 of a larger one.
 
     Raises:
-        GraphQuantError: It cannot be read; of the form's kind.
+        GraphQuantError: The file cannot be read. The exception class is the form's.
     """
     if path.is_dir():
         raise document_error(path, [(1, f"this is a folder. Name a {kind.noun} in it.")], kind)
     if not path.is_file():
-        raise document_error(path, [(1, "this is no regular file. Save its text to a file first.")], kind)
+        raise document_error(path, [(1, "this is not a regular file. Save its text to a file first.")], kind)
     try:
         with path.open("rb") as stream:
             return stream.read(MAX_BYTES + 1)
@@ -45,15 +45,14 @@ def read_document(path: Path, kind: DocumentKind) -> bytes:
 
 
 def parse_document(path: Path, content: bytes, kind: DocumentKind) -> tuple[dict[str, Any], Mapping[KeyPath, int]]:
-    """The data of a TOML file, and the line of each of its keys.
+    """Return the data of a TOML file, and the line of each of its keys.
 
     Raises:
-        GraphQuantError: It is none, or a very strange one; of the form's kind.
+        GraphQuantError: The text is not TOML, or is nested too deeply. The exception class is the form's.
     """
     if len(content) > MAX_BYTES:
-        noun = kind.noun.capitalize()
         raise document_error(
-            path, [(1, f"the file has more than {MAX_BYTES} bytes. {noun}s are small; is this one?")], kind
+            path, [(1, f"the file has more than {MAX_BYTES} bytes, too many for a {kind.noun}.")], kind
         )
     try:
         text = content.decode("utf-8-sig")
@@ -78,7 +77,7 @@ def _check_nesting(path: Path, text: str, kind: DocumentKind) -> None:
 
 
 def _is_deep(data: dict[str, Any]) -> bool:
-    """Whether tables and arrays are nested half as deeply as they may be, or more."""
+    """Return True if tables and arrays are nested to half of the limit or more."""
     level: list[Any] = [data]
     for _ in range(MAX_NESTING // 2):
         children = [list(node.values()) if isinstance(node, dict) else node for node in level]
@@ -89,20 +88,20 @@ def _is_deep(data: dict[str, Any]) -> bool:
 def mistakes_error(
     path: Path, lines: Mapping[KeyPath, int], mistakes: Iterable[Mistake], kind: DocumentKind, table_path: KeyPath = ()
 ) -> GraphQuantError:
-    """The error that tells all `mistakes`, whose keys stand under the table `table_path` of the file."""
+    """Return the error with all `mistakes`, whose key paths are relative to the table `under`."""
     return document_error(
         path, [(nearest_line(lines, (*table_path, *key)), sentence) for key, sentence in mistakes], kind
     )
 
 
 def document_error(path: Path, mistakes: Iterable[tuple[int, str]], kind: DocumentKind) -> GraphQuantError:
-    """One error for all mistakes (line, sentences) of a file, by line; each takes one line."""
+    """Return one error for all mistakes (line, sentences) of a file, sorted by line, one line each."""
     unique_mistakes = list(dict.fromkeys(sorted(mistakes, key=lambda mistake: mistake[0])))
     messages = [f"{path}:{line}: {sentence}" for line, sentence in unique_mistakes[:MAX_MISTAKES]]
     if len(unique_mistakes) > MAX_MISTAKES:
         remaining = unique_mistakes[MAX_MISTAKES:]
         messages.append(
-            f"{path}:{remaining[0][0]}: from here on there are {len(remaining)} more mistakes. Mend the others first."
+            f"{path}:{remaining[0][0]}: and {len(remaining)} more mistakes from here on. Correct the others first."
         )
     return kind.error_class("\n".join(escape_unprintable(line) for line in messages))
 
@@ -117,11 +116,11 @@ def _parse_toml(path: Path, text: str, kind: DocumentKind) -> dict[str, Any]:
         line = int(position[1]) if position and position[1] else text.count("\n") + 1 if position else 1
         column = f" at column {position[2]}" if position and position[2] else ""
         reason = message[: position.start()] if position else message
-        sentence = f"this is not TOML: {reason}{column}. Strings are quoted, as in {kind.example}."
+        sentence = f"this is not valid TOML: {reason}{column}. Strings need quotes, as in {kind.example}."
         raise document_error(path, [(line, sentence)], kind) from error
 
 
-# What a kind of file may say, as dataclasses and their docstrings, and what messages call its parts.
+# Kinds of TOML files: their dataclasses, the docstrings as descriptions, and the nouns for messages.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,14 +128,14 @@ class DocumentKind:
     """A kind of file.
 
     Attributes:
-        noun: What one is, without the article: "rule file".
-        example: A line of one, with a quoted string.
-        error_class: What its mistakes are raised as.
-        tables: The dataclass behind each table, by its keys from the file down, joined by dots; that of "" is the file.
-        table_labels: What a sentence calls each of these tables: "a scheme".
-        headings: For some tables the sentence on how they are headed, for whoever wrote something else.
-        named_tables: Tables of which there are several, each under a name of its own.
-        hidden_fields: Fields that are no keys, by their dataclass.
+        noun: Its noun without the article: "rule file".
+        example: An example line with a quoted string.
+        error: The exception for its mistakes.
+        tables: The dataclass of each table, by its dotted path; "" is the file itself.
+        names: The noun phrase for each of these tables: "a scheme".
+        headings: For some tables a sentence about their header, for users who wrote something else.
+        named: Tables that occur several times, each with a name.
+        hidden: Fields that are no keys, by dataclass.
     """
 
     noun: str
@@ -149,24 +148,24 @@ class DocumentKind:
     hidden_fields: Mapping[type, str] = field(default_factory=dict)
 
     def table_key(self, path: KeyPath) -> str:
-        """Which table `path` leads to, as a key of `tables`."""
+        """Return the key in `tables` that `path` leads to."""
         keys = [step for step in path if isinstance(step, str)]
         if keys and keys[0] in self.named_tables:
             del keys[1:2]
         return ".".join(keys)
 
     def keys(self, table: type) -> list[str]:
-        """The keys that a table may have, in the order of its fields."""
+        """Return the keys of a table in the order of its fields."""
         return table_keys(table, self.hidden_fields.get(table, ""))
 
 
 def table_keys(table: type, hidden: str = "") -> list[str]:
-    """The keys that a table may have, in the order of its fields, `hidden_fields` not being one."""
+    """Return the keys of a table in the order of its fields, without `hidden`."""
     return [table_field.name for table_field in fields(table) if table_field.name != hidden]
 
 
 def field_descriptions(table: type) -> dict[str, str]:
-    """What the docstring's "Attributes:" section, and those of the classes it is made of, say of each field."""
+    """Return each field's description from the "Attributes:" sections of the class and its bases."""
     descriptions: dict[str, str] = {}
     for base in reversed(table.__mro__):
         _, _, section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")
@@ -176,7 +175,7 @@ def field_descriptions(table: type) -> dict[str, str]:
 
 
 def describe_table_schema(node: dict[str, Any], table: type, hidden: str = "") -> None:
-    """Puts the docstring's words on a table of a JSON Schema; drops pydantic's titles and the choice of None."""
+    """Add docstring texts to a table of a JSON Schema; remove pydantic's titles and null alternatives."""
     node["description"] = inspect.cleandoc(table.__doc__ or "").partition("\n")[0]
     node["properties"] = {name: node["properties"][name] for name in table_keys(table, hidden)}
     for name, entry in node["properties"].items():
@@ -191,10 +190,10 @@ def describe_table_schema(node: dict[str, Any], table: type, hidden: str = "") -
             del entry["default"]
 
 
-# What is wrong with the data of a file, in sentences for whoever wrote it: pydantic's findings in plain words.
+# Mistakes in the data of a file as sentences: pydantic's errors in plain words.
 
 Mistake = tuple["KeyPath", str]
-"""The path of a key, and what is wrong there."""
+"""The path of a key, and the mistake there."""
 
 T = TypeVar("T")
 
@@ -215,17 +214,17 @@ _SENTENCES = {
     "greater_than_equal": "is {shown}; it must be at least {ge}.",
     "greater_than": "is {shown}; it must be above {gt}.",
     "less_than_equal": "is {shown}; it must be at most {le}.",
-    "string_too_short": "is empty. Leave it out or fill it.",
-    "too_short": "is empty. Leave it out or fill it.",
+    "string_too_short": "is empty. Remove it or fill it.",
+    "too_short": "is empty. Remove it or fill it.",
     "string_too_long": "has more than {max_length} characters. Make it shorter.",
     "too_long": "has more than {max_length} entries. Make it shorter.",
     "string_pattern_mismatch": "is {shown}; it must be letters, digits, '_', '-' and '.'.",
 }
-"""What follows the key's name for each type of error of pydantic, with the words of its context."""
+"""Sentence parts after the key's name for pydantic's error types, with placeholders for their context."""
 
 
 def validate_document(data: dict[str, Any], table: type[T], kind: DocumentKind) -> tuple[T | None, list[Mistake]]:
-    """What `data` says as the dataclass of the file, None if there are mistakes; and these, with the paths of keys."""
+    """Return `data` as the dataclass of the file, None if there are mistakes; and the mistakes with their key paths."""
     try:
         return TypeAdapter(table).validate_python(data), []
     except ValidationError as error:
@@ -250,16 +249,18 @@ def validate_document(data: dict[str, Any], table: type[T], kind: DocumentKind) 
 def _mistake_sentence(
     kind: DocumentKind, error_type: str, path: KeyPath, value: object, context: dict[str, Any]
 ) -> str:
-    """One sentence on the value at `path`, and one on what was meant."""
+    """Return a sentence about the value at `path`, and one about the expected value."""
     table = kind.table_key(path[:-1])
     match error_type:
         case "unexpected_keyword_argument":
             table_keys = kind.keys(kind.tables[table])
             close = did_you_mean(str(path[-1])[:MAX_VALUE_LENGTH], table_keys)
-            return f"{_describe_key(path)} is no key of {kind.table_labels[table]}.{close or words_sentence('Its keys are', table_keys)}"
+            hint = close or words_sentence("Its keys are", table_keys)
+            return f"{_describe_key(path)} is no key of {kind.table_labels[table]}.{hint}"
         case "missing":
             meaning = field_descriptions(kind.tables[table]).get(str(path[-1]), "")
-            return f"{kind.table_labels[table]} lacks the key {_describe_key(path)}.{f' It says: {meaning}' if meaning else ''}"
+            hint = f" Its meaning: {meaning}" if meaning else ""
+            return f"{kind.table_labels[table]} lacks the key {_describe_key(path)}.{hint}"
         case "value_error":
             text = str(context["error"])
             return text if text.endswith((".", "?")) else f"{text}."
@@ -271,7 +272,8 @@ def _mistake_sentence(
         case _:
             at_header = len(path) <= 2  # noqa: PLR2004  # the table itself, or one of several
             heading = kind.headings.get(str(path[0]), "") if path and at_header else ""
-            return f"{_describe_key(path)} is {format_value(value)}; it must be {_TYPES.get(error_type, 'something else')}.{heading}"
+            expected = _TYPES.get(error_type, "of another type")
+            return f"{_describe_key(path)} is {format_value(value)}; it must be {expected}.{heading}"
 
 
 def _describe_key(path: KeyPath) -> str:
@@ -281,7 +283,7 @@ def _describe_key(path: KeyPath) -> str:
 
 
 def format_value(value: object) -> str:
-    """A value as it may stand in a sentence: short, and on one line."""
+    """Format a value for a sentence: short, and on one line."""
     if isinstance(value, str):
         return repr(value if len(value) <= MAX_VALUE_LENGTH else f"{value[:MAX_VALUE_LENGTH]}...")
     if isinstance(value, bool):
@@ -294,5 +296,5 @@ def format_value(value: object) -> str:
 
 
 def words_sentence(sentence: str, words: Iterable[str]) -> str:
-    """A sentence that ends with `words`, as many as may stand there, with a leading space."""
+    """Return a sentence that ends with as many of `words` as fit, with a leading space."""
     return f" {sentence} {', '.join(words)[:_MAX_WORDS_LENGTH]}."

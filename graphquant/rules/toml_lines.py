@@ -1,4 +1,4 @@
-"""Which line of a TOML text holds which key: tomllib tells values apart, not where they stand."""
+"""Find the line of each key in a TOML text: tomllib returns values without positions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 KeyPath = tuple[str | int, ...]
-"""Keys and array positions from the document down, `("rule", 2, "consumer", "kind")`."""
+"""Keys and array positions from the top of the document, `("rule", 2, "consumer", "kind")`."""
 
 MAX_NESTING = 16
-"""Deepest nesting of keys, arrays and inline tables; no file needs half of that."""
+"""Deepest nesting of keys, arrays and inline tables. No real file needs half of that."""
 
 _TOKEN = re.compile(
     r"""
@@ -41,7 +41,7 @@ class _Token(NamedTuple):
 
 
 class NestingError(ValueError):
-    """A key, array or inline table is nested too deeply; `line` says where."""
+    """A key, array or inline table is nested too deeply; `line` is its line."""
 
     def __init__(self, line: int) -> None:
         super().__init__(f"nested more than {MAX_NESTING} levels deep")
@@ -49,9 +49,9 @@ class NestingError(ValueError):
 
 
 def locate_keys(text: str) -> dict[KeyPath, int]:
-    """The line, counted from 1, of each table, key and array element of a TOML text.
+    """Return the line, counted from 1, of each table, key and array element of a TOML text.
 
-    The text need not be valid: what cannot be understood is passed over, as tomllib reports it.
+    The text need not be valid. Parts that cannot be parsed are skipped, because tomllib reports them.
 
     Raises:
         NestingError: The text is nested more than `MAX_NESTING` levels deep.
@@ -60,7 +60,7 @@ def locate_keys(text: str) -> dict[KeyPath, int]:
 
 
 class KeyLines(Mapping[KeyPath, int]):
-    """The same, found when the first line is asked for: where nothing is wrong, nobody does."""
+    """The result of `locate`, computed on first access: it is needed only if there is a mistake."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -80,7 +80,7 @@ class KeyLines(Mapping[KeyPath, int]):
 
 
 def nearest_line(lines: Mapping[KeyPath, int], path: KeyPath) -> int:
-    """The line of `path`, or of the innermost table around it that has one."""
+    """Return the line of `path`, or of the innermost enclosing table that has one."""
     for depth in range(len(path), 0, -1):
         if path[:depth] in lines:
             return lines[path[:depth]]
@@ -88,7 +88,7 @@ def nearest_line(lines: Mapping[KeyPath, int], path: KeyPath) -> int:
 
 
 def _tokenize(text: str) -> Iterator[_Token]:
-    """The tokens of `text`; a string without an end stops it, so that the time stays linear."""
+    """Yield the tokens of `text`. An unterminated string ends the scan, so that the time stays linear."""
     line, position = 1, 0
     while match := _TOKEN.match(text, position):
         kind = match.lastgroup or ""
@@ -100,7 +100,7 @@ def _tokenize(text: str) -> Iterator[_Token]:
 
 
 class _KeyScanner:
-    """One pass over a text; `_next` is the token not yet used."""
+    """Scans a text once; `_next` is the next unused token."""
 
     def __init__(self, text: str) -> None:
         self._tokens = _tokenize(text)
@@ -140,7 +140,7 @@ class _KeyScanner:
             self._advance()
 
     def _header(self) -> KeyPath:
-        """`[a.b]` or `[[a.b]]`, to the path of the table that it opens."""
+        """Parse `[a.b]` or `[[a.b]]`; return the path of the table that it opens."""
         line = self._advance().line
         is_array = self._accept("[")
         keys = self._dotted_key()
@@ -159,7 +159,7 @@ class _KeyScanner:
         return path
 
     def _dotted_key(self) -> list[str]:
-        """`a."b c".d` as its parts."""
+        """Parse `a."b c".d` into its parts."""
         keys: list[str] = []
         while self._next.kind in {"word", "string"}:
             token = self._advance()
@@ -171,7 +171,7 @@ class _KeyScanner:
         return keys
 
     def _assignment(self, table: KeyPath, depth: int) -> None:
-        """`key = value` inside `table`; always uses at least one token."""
+        """Parse `key = value` inside `table`. Consume at least one token, so that the scan always advances."""
         line = self._next.line
         keys = self._dotted_key()
         if not keys:
@@ -212,7 +212,7 @@ class _KeyScanner:
 
 
 def _unquote_key(quoted: str) -> str:
-    """What a quoted key says."""
+    """Return the text of a quoted key."""
     try:
         return str(tomllib.loads(f"key = {quoted}")["key"])
     except tomllib.TOMLDecodeError:

@@ -11,7 +11,7 @@ from graphquant import api
 from graphquant.analysis import explain_uses
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
-from graphquant.quantize import PlanOptions, make_plan, plan_to_json
+from graphquant.quantize import SiteSelection, make_plan, plan_to_json
 from graphquant.rules import RuleMatcher, load_ruleset
 
 MODEL = """
@@ -33,7 +33,7 @@ zero = "asymmetric"
 name = "leave-tanh"
 why = "tanh stays float"
 consumer = { kind = "tanh" }
-quantize = "leave"
+quantize = "float"
 [[rule]]
 name = "relu"
 producer = { kind = "relu" }
@@ -51,7 +51,7 @@ def asked(tmp_path):
     onnx.save(onnx.parser.parse_model(MODEL), tmp_path / "model.onnx")
     (tmp_path / "rules.toml").write_text(RULES)
     matcher = RuleMatcher(load(tmp_path / "model.onnx"), load_ruleset([str(tmp_path / "rules.toml")]))
-    plan = make_plan(matcher.model, matcher.ruleset, PlanOptions(family="onnx-qdq"))
+    plan = make_plan(matcher.model, matcher.ruleset, SiteSelection(family="onnx-qdq"))
     return lambda name: explain_uses(matcher, plan, name)
 
 

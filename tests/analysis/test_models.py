@@ -248,7 +248,7 @@ def test_the_command(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> 
 def test_corrections_of_plans(samples: Path) -> None:
     """What only one of two plans corrects is told, once for each correction."""
     plan = replace(gq.plan(samples / "digits_cnn.onnx"), corrections=("bias-correction",))
-    change = only(plan, replace(plan, corrections=("error-compensation", "bias-correction")))
-    assert (change.kind, change.where, change.says) == ("plan", "correction error-compensation", "is made")
+    change = only(plan, replace(plan, corrections=("gptq", "bias-correction")))
+    assert (change.kind, change.where, change.says) == ("plan", "correction gptq", "is made")
     change = only(plan, replace(plan, corrections=()))
     assert (change.where, change.says) == ("correction bias-correction", "is not made")

@@ -197,7 +197,7 @@ def test_selector_that_matches_nothing(refused: Callable[..., str], option: str)
 
 def test_rule_whose_name_matches_nothing(refused: Callable[..., str]) -> None:
     """The rule's file and line, and the nearest names."""
-    Path("mine.toml").write_text('\n[[rule]]\nname = "r"\nproducer = { name = "stem/relo" }\nquantize = "leave"\n')
+    Path("mine.toml").write_text('\n[[rule]]\nname = "r"\nproducer = { name = "stem/relo" }\nquantize = "float"\n')
     text = refused("plan", CNN, "--rules", "mine.toml", code=2)
     assert "mine.toml" in text
     assert "stem/relo" in text

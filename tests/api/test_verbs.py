@@ -124,7 +124,7 @@ def test_progress_is_told(cnn: Path, calib: str) -> None:
 def test_nothing_to_insert_gives_the_source(cnn: Path, tmp_path: Path) -> None:
     """Where no rule matches, what is saved is the source, byte for byte."""
     rules = tmp_path / "none.toml"
-    rules.write_text('[[rule]]\nname = "r"\nconsumer = { kind = "lstm" }\nquantize = "leave"\n')
+    rules.write_text('[[rule]]\nname = "r"\nconsumer = { kind = "lstm" }\nquantize = "float"\n')
     result = gq.insert(cnn, rules=[str(rules)])
     assert (result.inserted, result.model) == ((), result.source)
     result.save(tmp_path / "out.onnx")

@@ -253,7 +253,7 @@ def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Pat
     """A file named first takes its exceptions out of what the second one says."""
     Path("mine.toml").write_text(
         '[[rule]]\nname = "keep"\nwhy = "it is small"\n'
-        'consumer = { name = "stem/conv", input = "input|weight" }\nquantize = "leave"\n'
+        'consumer = { name = "stem/conv", input = "input|weight" }\nquantize = "float"\n'
     )
 
     def planned(*names: str) -> Any:
@@ -271,19 +271,19 @@ def test_rules_stack_and_the_first_match_wins(cli: Callable[..., Any], here: Pat
 def test_rules_that_matched_nothing(cli: Callable[..., Any], here: Path) -> None:
     """A user's own rule that finds nothing is named, also by insert; shipped ones are counted in the plan."""
     Path("mine.toml").write_text(
-        '[[rule]]\nname = "mistaken"\nwhy = "x"\nconsumer = { kind = "lstm" }\nquantize = "leave"\n'
+        '[[rule]]\nname = "mistaken"\nwhy = "x"\nconsumer = { kind = "lstm" }\nquantize = "float"\n'
     )
     ours = ("--rules", "mine.toml", "--rules", "onnxruntime")
     unused = json.loads(cli("plan", "digits_cnn.onnx", "--format=json", *ours).stdout)["unused"]
     assert unused[0] == "mistaken"
     output = cli("plan", "digits_cnn.onnx", *ours).stdout
-    assert "Your rules that matched nothing: mistaken\n" in output
+    assert "Your rules without a match: mistaken\n" in output
     assert len(unused) > 2
     assert f"{len(unused) - 1} shipped rules matched nothing" in output
     assert unused[1] not in output
     data = ("--data", "digits_cnn_calib.npz", "--samples", "4", "--no-check", "--dry-run")
     output = cli("insert", "digits_cnn.onnx", *ours, *data).stdout
-    assert "Your rules that matched nothing: mistaken\n" in output
+    assert "Your rules without a match: mistaken\n" in output
     assert "shipped rule" not in output
     assert "matched nothing" not in cli("insert", "digits_cnn.onnx", *data).stdout
 
@@ -308,7 +308,7 @@ def test_plan_as_text_and_as_json_to_a_file(cli: Callable[..., Any], here: Path)
     data = json.loads(cli("plan", "digits_cnn.onnx", "--format", "json").stdout)
     assert (data["schema"], data["format"], data["rules"]) == (1, "onnx", ["onnxruntime"])
     uses = sum(len(site["uses"]) for site in data["sites"])
-    assert f"{len(data['sites'])} sites, {uses} uses rerouted, {len(data['skips'])} left with a reason." in text
+    assert f"{len(data['sites'])} sites, {uses} uses rerouted, {len(data['skips'])} skipped." in text
     assert cli("plan", "digits_cnn.onnx", "--format", "json", "-o", "plan.json").output == ""
     assert json.loads(Path("plan.json").read_text()) == data
     cli("plan", "digits_cnn.onnx", "-o", "plan.json", code=2)

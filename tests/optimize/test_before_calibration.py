@@ -98,14 +98,14 @@ def test_equalization_gains_with_one_scale_per_weight(tmp_path):
     """Both streams of an uneven depthwise net are scaled, which gains more than 10 dB."""
     path = saved(tmp_path, *DEPTHWISE)
     _, before = inserted(tmp_path, path, PER_TENSOR)
-    result, after = inserted(tmp_path, path, PER_TENSOR, "equalization")
+    result, after = inserted(tmp_path, path, PER_TENSOR, "cross-layer-equalization")
     assert applied_targets(result) == ["r", "s"]
     assert after > before + 10
 
 
 def test_equalization_leaves_weights_with_a_scale_per_channel(tmp_path):
     """Scales per channel even out weights by themselves, and the report says so."""
-    result, _ = inserted(tmp_path, saved(tmp_path, *DEPTHWISE), PER_CHANNEL, "equalization")
+    result, _ = inserted(tmp_path, saved(tmp_path, *DEPTHWISE), PER_CHANNEL, "cross-layer-equalization")
     assert applied_targets(result) == []
     assert {entry.detail for entry in result.corrected if entry.target in "rs"} == {
         balancing.equalize.HAS_CHANNEL_SCALES
@@ -117,7 +117,7 @@ def test_migration_gains_with_outliers(net, ops, tmp_path):
     """A norm with one large channel gains more than 6 dB, by its own constants or by a product where others read it."""
     path = saved(tmp_path, *net)
     _, before = inserted(tmp_path, path, PER_CHANNEL)
-    result, after = inserted(tmp_path, path, PER_CHANNEL, "migration")
+    result, after = inserted(tmp_path, path, PER_CHANNEL, "smoothquant")
     assert "l" in applied_targets(result)
     assert after > before + 6
     assert sum(op.type == "Mul" for op in result.model.main.ops()) == ops
@@ -128,7 +128,7 @@ def test_migration_gains_with_outliers(net, ops, tmp_path):
 
 @pytest.mark.parametrize(
     ("net", "rules", "name"),
-    [(DEPTHWISE, PER_TENSOR, "equalization"), (FOLDED, PER_CHANNEL, "migration"), (BRANCHED, PER_CHANNEL, "migration")],
+    [(DEPTHWISE, PER_TENSOR, "cross-layer-equalization"), (FOLDED, PER_CHANNEL, "smoothquant"), (BRANCHED, PER_CHANNEL, "smoothquant")],
 )
 def test_the_float_function_stays(net, rules, name, tmp_path):
     """The model that was scaled gives the bits of the source, and of float weights the source comes back as it was."""
@@ -149,7 +149,7 @@ def test_the_float_function_stays(net, rules, name, tmp_path):
 def test_scaled_tensors_are_not_compared(tmp_path):
     """The check has no figures of scaled tensors and weights beside the float model's, which hold other numbers."""
     path = saved(tmp_path, *DEPTHWISE)
-    result, _ = inserted(tmp_path, path, PER_TENSOR, "equalization")
+    result, _ = inserted(tmp_path, path, PER_TENSOR, "cross-layer-equalization")
     sites = {entry.tensor.partition("/")[0].removesuffix(":0"): entry for entry in result.check.comparison.sites}
     scaled = {name for name, entry in sites.items() if entry.note == "its channels were scaled before it was quantized"}
     assert scaled == {"r", "s", "w", "k", "v"}
@@ -162,21 +162,21 @@ def test_what_is_left_without_data_that_fits(tmp_path):
     """With statistics, or made-up data, nothing is scaled; where only weights are quantized, it needs none."""
     path = saved(tmp_path, *DEPTHWISE)
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[PER_TENSOR])
-    algorithms = ("equalization", "migration")
+    algorithms = ("cross-layer-equalization", "smoothquant")
     for options, reason in (({"stats": stats}, "statistics"), ({"data": "random:16"}, "made-up")):
         result = gq.insert(path, rules=[PER_TENSOR], algorithms=algorithms, **options)
         assert [entry.done for entry in result.corrected] == [False, False]
         assert all(reason in entry.detail for entry in result.corrected)
     result = gq.insert(path, rules=[RULES.replace("PER", "")], algorithms=algorithms)
     assert applied_targets(result) == ["r", "s"]
-    assert [entry.detail for entry in result.corrected if entry.algorithm == "migration"] == ["left out: it needs data"]
+    assert [entry.detail for entry in result.corrected if entry.algorithm == "smoothquant"] == ["left out: it needs data"]
 
 
 def test_what_gains_nothing_is_left_out(tmp_path, monkeypatch):
     """A correction after which no output gains is taken back, and the report says by how much it fell short."""
     monkeypatch.setattr(algorithm, "MIN_OUTPUT_GAIN_DB", 90.0)
     path = saved(tmp_path, *FOLDED)
-    result, after = inserted(tmp_path, path, PER_CHANNEL, "migration")
+    result, after = inserted(tmp_path, path, PER_CHANNEL, "smoothquant")
     assert applied_targets(result) == []
     assert "no output gains 90 dB" in result.corrected[-1].detail
     assert after == inserted(tmp_path, path, PER_CHANNEL)[1]

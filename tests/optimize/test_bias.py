@@ -17,7 +17,7 @@ from graphquant.rules import ALGORITHM_NAMES as NAMES
 
 HEAD = '<ir_version: 8, opset_import: ["": 13]>\n'
 RULES = """
-correct = ["bias-correction"]
+algorithms = ["bias-correction"]
 
 [scheme.weight]
 bits = 4
@@ -252,7 +252,7 @@ def test_variables_are_left(samples):
     assert not any(entry.done for entry in result.corrected)
 
 
-@pytest.mark.parametrize("name", ["adaptive-rounding", "error-compensation"])
+@pytest.mark.parametrize("name", ["adaround", "gptq"])
 def test_rounding_and_bias_together(tmp_path, name):
     """Weights of 4 bits are rounded for what they make, the bias on top of it, and outputs gain two decibels."""
     path = model(tmp_path, *NETS["conv"])
@@ -271,7 +271,7 @@ def test_rounding_of_weights_alone_sees_the_data(samples) -> None:
     """Where no activation wants a range, data is still for corrections; the check has samples that they did not see."""
     options = {"rules": "weight_only_int4", "data": str(samples / "digits_cnn_calib.npz")}
     plain = gq.insert(samples / "digits_cnn.onnx", **options)
-    rounded = gq.insert(samples / "digits_cnn.onnx", **options, algorithms="adaptive-rounding")
+    rounded = gq.insert(samples / "digits_cnn.onnx", **options, algorithms="adaround")
     assert (plain.corrected, plain.check.comparison.samples) == ((), 32)
     assert all(entry.done for entry in rounded.corrected if entry.target != "model")
     assert (rounded.check.reuses_samples, rounded.check.comparison.samples) == (False, 20)

@@ -8,7 +8,7 @@ import pytest
 
 import graphquant as gq
 from graphquant.analysis import Comparison, SiteFigures
-from graphquant.api.validation import Bounds, Validation
+from graphquant.analysis.validation import Bounds, Validation
 from graphquant.visualize.validation_report import validation_json, validation_view
 
 if TYPE_CHECKING:

@@ -182,7 +182,7 @@ PASSING = (
 [[rule]]
 name = "handed"
 producer = { kind = "reshape" }
-quantize = "passed-on"
+quantize = "passthrough"
 """
 )
 
@@ -192,7 +192,7 @@ quantize = "passed-on"
     [
         (PASSING, {"t:0": ["r[0]"], "r:0": ["y/else_branch/q[0]", "y/then_branch/p[0]"]}, ""),
         (
-            PASSING.replace('"passed-on"', '"leave"'),
+            PASSING.replace('"passthrough"', '"float"'),
             {},
             CAPTURED_BY_SUBGRAPH,
         ),

@@ -9,7 +9,7 @@ import pytest
 from graphquant.errors import UsageError
 from graphquant.formats.onnx import load
 from graphquant.ir import Graph, Model, Op, Output, TensorRef, Use
-from graphquant.quantize import PlanOptions, make_plan
+from graphquant.quantize import SiteSelection, make_plan
 from graphquant.rules import load_ruleset
 
 SCHEMES = """
@@ -34,7 +34,7 @@ def make_rule_plan(tmp_path, text, rules, **choice):
     path, file = tmp_path / "model.onnx", tmp_path / "rules.toml"
     onnx.save(onnx.parser.parse_model(HEAD + text), path)
     file.write_text(SCHEMES + rules)
-    return make_plan(load(path), load_ruleset([str(file)]), PlanOptions(family="onnx-qdq", **choice))
+    return make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq", **choice))
 
 
 def rule(name, quantize="q", producer='{ kind = "*" }', consumer="{}", more=""):
@@ -125,11 +125,11 @@ g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
     onnx.save(onnx.parser.parse_model(head + text), path)
     file.write_text(
         SCHEMES
-        + rule("free", "leave", consumer='{ kind = "output" }')
+        + rule("free", "float", consumer='{ kind = "output" }')
         + rule("channel", "channel", '{ name = "u" }')
         + rule("all", producer="{}", consumer='{ kind = "neg|quantize" }')
     )
-    plan = make_plan(load(path), load_ruleset([str(file)]), PlanOptions(family="onnx-qdq"))
+    plan = make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
     assert skip_reasons(plan) == []
     assert reasons(plan) == {
         "x:0 -> q[0]": "it is quantized already",
@@ -142,9 +142,9 @@ g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
         "e:0 -> @e[0]": "rule 'free' leaves it in float",
     }
     file.write_text(SCHEMES + rule("u", producer='{ name = "u" }'))
-    plan = make_plan(load(path), load_ruleset([str(file)]), PlanOptions(family="onnx-qdq"))
+    plan = make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
     assert reasons(plan) == {"u:0 -> e[0]": "its data type is not known without running the model"}
-    plan = make_plan(load(path), load_ruleset([str(file)]), PlanOptions(family="fake-quant"))
+    plan = make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="fake-quant"))
     assert skip_reasons(plan) == []
 
 
@@ -222,7 +222,7 @@ def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
     assert skip_reasons(plan) == ["y:0 q -> c[1]", "b:0 q -> c[0]", "c:0 q -> d[0] = c[0] c[1]", "d:0 q -> z[0] = d[0]"]
     assert [site.rule for site in plan.sites] == ["in", "in", "pass", "pass"]
     assert reasons(plan) == {"a:0 -> b[0]": "its input is not quantized, and the rule ties it to that"}
-    skipped_plan = make_rule_plan(tmp_path, TIED, PASS + rule("no", "leave", consumer='{ kind = "relu" }'))
+    skipped_plan = make_rule_plan(tmp_path, TIED, PASS + rule("no", "float", consumer='{ kind = "relu" }'))
     assert reasons(skipped_plan)["d:0 -> z[0]"] == "rule 'no' leaves it in float"
     plan = make_rule_plan(tmp_path, TIED, PASS + rule("out", consumer='{ kind = "relu" }'))
     assert skip_reasons(plan) == ["d:0 q -> z[0]"]
@@ -230,7 +230,7 @@ def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
 
 def test_what_is_passed_on_gets_nothing(tmp_path):
     """Behind an op that hands integers on nothing is inserted, and ties reach through to where they come from."""
-    passed = rule("pass", "passed-on", '{ kind = "reshape|transpose" }') + rule("tie", "same-as-input", kind("concat"))
+    passed = rule("pass", "passthrough", '{ kind = "reshape|transpose" }') + rule("tie", "same-as-input", kind("concat"))
     text = """
     g (float[1,4] x, float[4,1] y) => (float[1,8] z)
     {
@@ -280,7 +280,7 @@ def test_ties_in_a_ring(tmp_path, fed):
         + rule("ring", "same-as-input", '{ kind = "merge|reshape" }')
         + rule("x", producer='{ kind = "input" }', more="optional = true")
     )
-    plan = make_plan(ring(fed), load_ruleset([str(file)]), PlanOptions(family="onnx-qdq"))
+    plan = make_plan(ring(fed), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
     ringed = ["m:0 q -> i[0] = m[0] m[1]", "i:0 q -> n[0] = i[0]", "n:0 q -> m[1] = n[0]"]
     assert skip_reasons(plan) == (["x:0 q -> m[0]", *ringed] if fed else [])
     assert len(plan.skips) == (0 if fed else 3)
@@ -299,10 +299,10 @@ g (bool p, float[2] x) => (float[2] y)
 
 
 def test_place_of_captured_tensors(tmp_path):
-    """The ops go beside the producer, or into each body with `place = "body"`."""
+    """The ops go beside the producer, or into each body with `insert_in = "body"`."""
     plan = make_rule_plan(tmp_path, BRANCH, rule("t", producer='{ kind = "tanh" }'))
     assert [(site.graph, len(site.uses)) for site in plan.sites] == [("", 2)]
-    plan = make_rule_plan(tmp_path, BRANCH, rule("t", producer='{ kind = "tanh" }', more='place = "body"'))
+    plan = make_rule_plan(tmp_path, BRANCH, rule("t", producer='{ kind = "tanh" }', more='insert_in = "body"'))
     assert [(site.graph, str(site.uses[0])) for site in plan.sites] == [
         ("y/then_branch", "y/then_branch/a[0]"),
         ("y/else_branch", "y/else_branch/b[0]"),
@@ -330,7 +330,7 @@ def test_fifty_thousand_consumers(tmp_path):
             SCHEMES + rule("c", "same-as-input", '{ kind = "concat" }') + rule("x", producer='{ kind = "input|neg" }')
         )
         start = time.perf_counter()
-        plan = make_plan(model, load_ruleset([str(file)]), PlanOptions(family="onnx-qdq"))
+        plan = make_plan(model, load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
         times.append(time.perf_counter() - start)
         assert len(plan.sites) == count + 2
         assert len(plan.sites[-1].uses) == len(plan.sites[-1].tie) == count

@@ -235,8 +235,8 @@ def test_absorbed_is_kept_in_a_plan_file(tmp_path):
     onnx.save(onnx.parser.parse_model(text), tmp_path / "model.onnx")
     plan = gq.plan(tmp_path / "model.onnx", rules="qnn")
     assert [(skip.tensor.op, skip.fused) for skip in plan.skips] == [("c", True)]
-    assert plan_to_json(plan)["skips"][0]["absorbed"] is True
+    assert plan_to_json(plan)["skips"][0]["fused"] is True
     assert plan_from_json(plan_to_json(plan)) == plan
     vitis_plan = gq.plan(tmp_path / "model.onnx", rules="vitis_ai")
     assert [skip.fused for skip in vitis_plan.skips] == [False]
-    assert "absorbed" not in plan_to_json(vitis_plan)["skips"][0]
+    assert "fused" not in plan_to_json(vitis_plan)["skips"][0]

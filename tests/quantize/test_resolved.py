@@ -301,7 +301,7 @@ def test_a_tie_that_breaks_a_relu(tmp_path, backend):
     assert [str(change.tensor) for change in case.result.changes if "has the pair of r:0" in change.says] == ["c:0"]
     assert all(skip.tensor.op != "c" for skip in case.result.skips)
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend=backend).verdicts}
-    assert statuses["c"] == "low"
+    assert statuses["c"] == "int8"
     assert case.codes(backend) == []
     without = tmp_path / "without.onnx"
     model = onnx.load(case.path)
@@ -330,7 +330,7 @@ def test_a_relu_that_nothing_breaks_is_absorbed(tmp_path):
     case = Case(tmp_path, f"({IN}) => ({OUT} y) {{ c = Conv(x, w, b) y = Relu(c) }}", "onnxruntime", {"x": X}, w=W, b=B)
     assert [pair.site.tensor.op for pair in case.result.inserted] == ["x", "w", "y"]
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend="onnxruntime").verdicts}
-    assert statuses == {"c": "low", "y/float": "absorbed"}
+    assert statuses == {"c": "int8", "y/float": "fused"}
 
 
 def test_a_clip_whose_ends_no_integer_has(tmp_path):
@@ -347,7 +347,7 @@ def test_a_clip_whose_ends_no_integer_has(tmp_path):
     )
     assert {pair.site.tensor.op for pair in case.result.inserted} == {"x", "w", "c", "y"}
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend="onnxruntime").verdicts}
-    assert statuses["c"] == "low"
+    assert statuses["c"] == "int8"
     expected = np.clip(conv(case.rounded("x", X), case.rounded("w", W), B), -1, 1)
     for level in (OFF, ALL):
         step_distance, share = steps_between(case.run(level)[0], case.rounded("y", expected), case.params("y"))
@@ -369,7 +369,7 @@ def test_a_clip_is_absorbed_whatever_its_upper_end(tmp_path, high):
         high=np.float32(high),
     )
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend="onnxruntime").verdicts}
-    assert statuses == {"c": "low", "y/float": "absorbed"}
+    assert statuses == {"c": "int8", "y/float": "fused"}
     params = case.params("y")
     assert float(params.scale) * 255 <= high
     assert qparams_from_scale(params.scale, params.zero_point, params.type).range.high == pytest.approx(high)

@@ -61,7 +61,7 @@ def test_tensorflow_computes_the_same(tmp_path):
         graph = tf.Graph()
         with graph.as_default():
             tf.import_graph_def(message, name="")
-        with tf.compat.v1.TensorFlowSession(graph=graph) as session:
+        with tf.compat.v1.Session(graph=graph) as session:
             return session.run("y:0", {"x:0": np.random.default_rng(6).normal(size=(2, 9, 9, 3))})
 
     written = tf.compat.v1.GraphDef.FromString(proto.to_binary(tf_emit(folded)))

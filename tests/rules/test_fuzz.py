@@ -21,7 +21,7 @@ WORDS = sorted({key for table in RULE_FILE_KIND.tables.values() for key in RULE_
 VALUES = [
     *('""', '"x"', "3", "-1", "true", "nan", "inf", "1e400", "1979-05-27", "07:32:00", "0x" + "f" * 100),
     *("[]", "{}", "[[]]", "[1, 'a', {}]", "{a = {b = 1}}", '["y = relu(x)"]', "[", "{", '"', "="),
-    *('"conv"', '"conv > relu?"', '"weight"', '"leave"', '"fixed"', '"int8"', '"silu.s"'),
+    *('"conv"', '"conv > relu?"', '"weight"', '"float"', '"fixed"', '"int8"', '"silu.s"'),
     *('"/(/"', '"/a{9999999999}/"', '"\\u2028\\u0000"', '"""\n\n"""', "'''a'''"),
 ]
 

@@ -29,7 +29,7 @@ quantize = "weight"
 [[rule]]
 name = "inside"
 consumer = { pattern = "silu.s" }
-quantize = "leave"
+quantize = "float"
 """
 
 
@@ -210,7 +210,7 @@ def test_mistakes_of_all_files_in_order(write):
         "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, correct, scheme, pattern, rule.",
         (
             "b.toml:3: a rule lacks the key 'quantize'."
-            ' It says: A scheme, "same-as-input", "passed-on", "absorbed" or "leave".'
+            ' It says: A scheme, "same-as-input", "passthrough", "fused" or "float".'
         ),
         "a.toml:2: this is not TOML: Invalid value. Strings are quoted, as in kind = 'conv'.",
     ]

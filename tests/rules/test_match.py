@@ -208,7 +208,7 @@ def test_longest_path_and_sibling_rule(tmp_path, text, expected):
     rules = rules_of(
         tmp_path,
         rule("branch", '{ kind = "conv" }', '{ kind = "add", path = "longest" }')
-        + rule("skip", "{}", '{ kind = "add", beside = "branch" }'),
+        + rule("skip", "{}", '{ kind = "add", sibling_rule = "branch" }'),
     )
     assert dict(claimed_uses(load(tmp_path / "model.onnx"), rules)) == expected
 
@@ -398,7 +398,7 @@ def test_patterns_with_too_many_readings_are_an_error(tmp_path):
 
 def test_the_first_rule_wins_across_files(tmp_path):
     """Files are tried in the order given, rules in the order of the file, for each use by itself."""
-    first_file = rule("exception", '{ name = "r" }', '{ kind = "mul" }', "leave")
+    first_file = rule("exception", '{ name = "r" }', '{ kind = "mul" }', "float")
     second_file = rule("relu", '{ kind = "relu" }') + rule("rest", '{ kind = "*" }')
     claims = dict(claimed_uses(model_of(tmp_path, SMALL), rules_of(tmp_path, first_file, second_file)))
     assert claims["r:0 > y[0]"] == "exception"

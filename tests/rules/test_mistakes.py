@@ -33,7 +33,7 @@ family = "fake-quants"
 name = "fixed"
 observe = { name = "fixed", low = 0 }
 
-[scheme.leave]
+[scheme.float]
 signed = "yes"
 
 [pattern.silu]
@@ -60,7 +60,7 @@ why = """
 [[rule]]
 quantize = 3
 """
-quantize = "leave"
+quantize = "float"
 
 [[rule]]
 name = "no quantize"
@@ -68,7 +68,7 @@ producer.pattern = "okk"
 
 [[rule]]
 name = "three"
-quantize = "leave"
+quantize = "float"
 optional = "true"
 [rule.producer]
 kind = "conv > > relu"
@@ -80,17 +80,17 @@ attr = { strides = [1, 2], pads = 1979-05-27 }
 
 [[rule]]
 name = "four"
-quantize = "leave"
+quantize = "float"
 place = "bdy"
 
 [[rule]]
 name = "six"
-quantize = "leave"
+quantize = "float"
 producer = { input = "weight", kind = "conv" }
 
 [[rule]]
 name = "five"
-quantize = "leave"
+quantize = "float"
 consumer = { kind = "conv", min_rank = 4, max_rank = 2, attr = { } }
 '''
 
@@ -110,7 +110,7 @@ bad.toml:19: there is no observer 'minmx'. Did you mean 'minmax' or 'mean-minmax
 bad.toml:20: there is no family 'fake-quants'. Did you mean 'fake-quant'?
 bad.toml:23: 'name' is no key of a scheme. Its header, [scheme.NAME], has it.
 bad.toml:24: the observer 'fixed' needs 'high'; give it a number.
-bad.toml:26: a scheme cannot be called 'leave'. Give it another name.
+bad.toml:26: a scheme cannot be called 'float'. Give it another name.
 bad.toml:27: 'signed' is 'yes'; it must be true or false.
 bad.toml:30: there is no kind 'mull'. Did you mean 'mul' or 'matmul' or 'call'?
 bad.toml:38: a pattern cannot be called 'a.b'. Use letters, digits, '_' and '-'.
@@ -121,7 +121,7 @@ bad.toml:44: 'max_rank' is -1; it must be at least 0.
 bad.toml:45: there is no scheme 'wight'. Did you mean 'weight'?
 bad.toml:47: the rule has no condition; give it a 'producer' or a 'consumer', kind = '*' for any op.
 bad.toml:48: another rule above is called 'one'. Give each its own name.
-bad.toml:55: a rule lacks the key 'quantize'. It says: A scheme, "same-as-input", "passed-on", "absorbed" or "leave".
+bad.toml:55: a rule lacks the key 'quantize'. It says: A scheme, "same-as-input", "passthrough", "fused" or "float".
 bad.toml:56: 'name' is 'no quantize'; it must be letters, digits, '_', '-' and '.'.
 bad.toml:57: there is no pattern 'okk'. Did you mean 'ok'?
 bad.toml:62: 'optional' is 'true'; it must be true or false.
@@ -155,7 +155,7 @@ def test_all_mistakes_at_once(said):
     assert said(BAD_RULE_FILE) + "\n" == EXPECTED_MESSAGES.replace(" \\\n", " ")
 
 
-RULE = "[[rule]]\nname = 'a'\nquantize = 'leave'\n"
+RULE = "[[rule]]\nname = 'a'\nquantize = 'float'\n"
 
 
 @pytest.mark.parametrize(

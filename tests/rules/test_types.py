@@ -28,10 +28,10 @@ def test_selectors_are_keys():
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Rule(name="a", quantize="leave"),
-        lambda: Rule(name="a", quantize="leave", producer=Selector(input="weight")),
-        lambda: Rule(name="a", quantize="leave", producer=Selector(max_channels=3)),
-        lambda: Rule(name="a", quantize="leave", consumer=Selector(readers=1)),
+        lambda: Rule(name="a", quantize="float"),
+        lambda: Rule(name="a", quantize="float", producer=Selector(input="weight")),
+        lambda: Rule(name="a", quantize="float", producer=Selector(max_channels=3)),
+        lambda: Rule(name="a", quantize="float", consumer=Selector(readers=1)),
         lambda: Selector(min_rank=3, max_rank=2),
         lambda: Selector(min_size=3, max_size=2),
         lambda: Selector(min_channels=3, max_channels=2),

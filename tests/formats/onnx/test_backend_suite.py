@@ -44,7 +44,7 @@ observe = "minmax"
 [[rule]]
 name = "sizes"
 consumer = { kind = "*", input = "sizes|region|ratio|repeats|shape|axis|indices|count|lengths|padding" }
-quantize = "leave"
+quantize = "float"
 [[rule]]
 name = "any"
 consumer = { kind = "*" }

@@ -49,11 +49,11 @@ observe = {{ name = "fixed", low = -1.5, high = 2.5 }}
 [[rule]]
 name = "result"
 consumer = {{ kind = "output" }}
-quantize = "leave"
+quantize = "float"
 [[rule]]
 name = "sizes"
 consumer = {{ kind = "*", input = "sizes|region|ratio|repeats|shape|axis|indices|count|lengths|padding" }}
-quantize = "leave"
+quantize = "float"
 [[rule]]
 name = "any"
 consumer = {{ name = "*" }}

@@ -136,7 +136,7 @@ def test_encoder(rules, tmp_path):
         return
     report = gq.check(tmp_path / "quant.onnx", backend=rules)
     kinds = {op.name: op.kind for op in gq.load(tmp_path / "quant.onnx").main.ops()}
-    low = {verdict.op for verdict in report.verdicts if verdict.status == "low"}
+    low = {verdict.op for verdict in report.verdicts if verdict.status == "int8"}
     products = {name for name, kind in kinds.items() if kind in {"matmul", "gemm"}}
     assert products <= low
     assert not {"sm0", "sm1"} & low or rules == "openvino"  # which quantizes what a sum reads, each by its own scale

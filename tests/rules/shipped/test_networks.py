@@ -123,7 +123,7 @@ def test_networks(rules, number, name, tmp_path):
     report = gq.check(tmp_path / "quant.onnx", backend=rules)
     assert not report.findings
     kinds = {op.name: op.kind for op in gq.load(tmp_path / "quant.onnx").main.ops()}
-    runs = [verdict.op for verdict in report.verdicts if verdict.status == "low"]
+    runs = [verdict.op for verdict in report.verdicts if verdict.status == "int8"]
     low = {kinds[op] for op in runs if rules != "onnxruntime" or not op.startswith("sd")}  # whose scores are scaled so
     left = {kinds[verdict.op] for verdict in report.verdicts if verdict.status == "float"}
     assert "matmul" in low

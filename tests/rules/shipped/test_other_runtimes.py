@@ -489,7 +489,7 @@ def test_qnn_relu_stays_where_a_tie_moves_its_zero_point(quantized):
     assert (by_name["c"].scale, by_name["c"].zero_point) == (by_name["r"].scale, by_name["r"].zero_point)
     report = gq.check(path, backend="qnn")
     assert not report.findings
-    assert {verdict.status for verdict in report.verdicts} == {"low"}
+    assert {verdict.status for verdict in report.verdicts} == {"int8"}
 
 
 def test_qnn16_fixed_ranges(quantized):
@@ -498,7 +498,7 @@ def test_qnn16_fixed_ranges(quantized):
     found = {done.site.tensor.op: done.params for done in result.inserted}
     assert (found["s"].scale, found["s"].zero_point) == (np.float32(1 / 65536), 0)
     assert (found["t"].scale, found["t"].zero_point) == (np.float32(1 / 32768), 32768)
-    assert {verdict.status for verdict in gq.check(path, backend="qnn").verdicts} == {"low"}
+    assert {verdict.status for verdict in gq.check(path, backend="qnn").verdicts} == {"int8"}
 
 
 @pytest.mark.parametrize("rules", ["tensorrt", "qnn", "openvino", "vitis_ai"])
