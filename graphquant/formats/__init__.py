@@ -194,14 +194,8 @@ def detect_format(path: Path) -> str:
             return "tensorflow"
         raise ModelError(f"{path} is a folder without saved_model.pb. Give the folder of a SavedModel or a model file.")
     if not path.is_file():
-        nearby = (
-            sorted(file.name for file in path.parent.glob("*") if file.suffix in SUFFIXES)[:5]
-            if path.parent.is_dir()
-            else []
-        )
-        raise ModelError(
-            f"There is no file {path}." + (f" Models in that folder: {', '.join(nearby)}." if nearby else "")
-        )
+        near = sorted(p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES)[:5] if path.parent.is_dir() else []
+        raise ModelError(f"There is no file {path}." + (f" Models in that folder: {', '.join(near)}." if near else ""))
     if path.suffix not in SUFFIXES:
         raise ModelError(
             f"{path} has the unknown suffix {path.suffix!r}. Supported: {', '.join(SUFFIXES)} and SavedModel folders."

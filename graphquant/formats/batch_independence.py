@@ -65,7 +65,7 @@ class RowNode:
         shape = self.shapes[slot] if slot < len(self.shapes) else None
         return len(shape) if shape is not None else 0
 
-    def constant_numbers(self, slot: int, attr: str) -> list[Any] | None:
+    def numbers(self, slot: int, attr: str) -> list[Any] | None:
         """Return the numbers of a constant input or, in older opsets, of an attribute; None if there is neither."""
         if slot < len(self.kinds) and self.kinds[slot]:
             value = self.values[slot]
@@ -74,6 +74,10 @@ class RowNode:
             numbers = self.op.attrs.get(attr)
             numbers = [numbers] if isinstance(numbers, int | float) else numbers
         return None if numbers is None else list(numbers)
+
+    def shapes_of(self, kind: str) -> list[Shape | None]:
+        """Return the shapes of the inputs of a kind."""
+        return [shape for shape, slot_kind in zip(self.shapes, self.kinds, strict=True) if slot_kind == kind]
 
     def only_first_has_rows(self, *size_slots: int) -> bool:
         """Return True if input 0 has rows and all others are FIXED; those in `size_slots` may also be SIZE."""
@@ -210,12 +214,13 @@ def keeps_rows(node: RowNode) -> bool:
 def broadcast_keeps_rows(node: RowNode) -> bool:
     """Accept elementwise ops whose inputs are aligned at axis 0."""
     rank = len(node.output_shape)
-    row_shapes = [shape for shape, kind in zip(node.shapes, node.kinds, strict=True) if kind == ROWS]
-    fixed_shapes = [shape for shape, kind in zip(node.shapes, node.kinds, strict=True) if kind == FIXED]
     return (
         SIZE not in node.kinds
-        and all(shape is not None and len(shape) == rank and shape[0] == node.output_shape[0] for shape in row_shapes)
-        and all(shape is not None and (len(shape) < rank or shape[0] == 1) for shape in fixed_shapes)
+        and all(
+            shape is not None and len(shape) == rank and shape[0] == node.output_shape[0]
+            for shape in node.shapes_of(ROWS)
+        )
+        and all(shape is not None and (len(shape) < rank or shape[0] == 1) for shape in node.shapes_of(FIXED))
     )
 
 
@@ -227,12 +232,12 @@ def excludes_batch_axis(node: RowNode, axes: Sequence[int] | None, rank: int = 0
 
 def reduction_keeps_rows(node: RowNode) -> bool:
     """Accept reductions over known axes (input 1 or an attribute) other than the row axis."""
-    return node.only_first_has_rows() and excludes_batch_axis(node, node.constant_numbers(1, "axes"))
+    return node.only_first_has_rows() and excludes_batch_axis(node, node.numbers(1, "axes"))
 
 
 def tile_keeps_rows(node: RowNode) -> bool:
     """Accept Tile that does not repeat axis 0."""
-    repeats = node.constant_numbers(1, "repeats")
+    repeats = node.numbers(1, "repeats")
     return node.only_first_has_rows() and bool(repeats) and (repeats or [0])[0] == 1
 
 
@@ -244,9 +249,7 @@ def reshape_keeps_rows(node: RowNode) -> bool:
 
 def unsqueeze_keeps_rows(node: RowNode) -> bool:
     """Accept a new axis after axis 0."""
-    return node.only_first_has_rows() and excludes_batch_axis(
-        node, node.constant_numbers(1, "axes"), len(node.output_shape)
-    )
+    return node.only_first_has_rows() and excludes_batch_axis(node, node.numbers(1, "axes"), len(node.output_shape))
 
 
 def expand_keeps_rows(node: RowNode) -> bool:
@@ -267,9 +270,6 @@ def matmul_keeps_rows(node: RowNode) -> bool:
     if node.kinds == [ROWS, FIXED]:
         has_batch_axis = len(right_shape) > MATRIX_RANK and len(right_shape) == len(node.output_shape)
         return len(left_shape) == len(node.output_shape) >= MATRIX_RANK and (not has_batch_axis or right_shape[0] == 1)
-    have_batch_axes = [
-        len(shape) > MATRIX_RANK
-        for shape, kind in zip((left_shape, right_shape), node.kinds, strict=True)
-        if kind == ROWS
-    ]
-    return all(have_batch_axes) and broadcast_keeps_rows(node)
+    return all(
+        shape is not None and len(shape) > MATRIX_RANK for shape in node.shapes_of(ROWS)
+    ) and broadcast_keeps_rows(node)

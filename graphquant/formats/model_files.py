@@ -34,13 +34,8 @@ def model_files(path: Path) -> tuple[Path, ...]:
     if format_name == "onnx":
         return (path, *_onnx_external_files(path))
     if path.suffix == ".meta":
-        return (
-            path,
-            *(
-                path.with_name(name)
-                for name in _checkpoint_file_names(path, [file.name for file in path.parent.iterdir()])
-            ),
-        )
+        names = _checkpoint_file_names(path, [file.name for file in path.parent.iterdir()])
+        return (path, *map(path.with_name, names))
     return (path,)
 
 

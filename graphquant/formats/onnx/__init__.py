@@ -48,10 +48,9 @@ def __getattr__(name: str) -> Any:
 
 def input_specs(model: Model) -> Sequence[InputSpec]:
     """Return the graph's inputs without a default value."""
-    required_ops = [op for op in map(model.main.op, model.main.inputs) if op.read_value is None]
+    required = [op for op in map(model.main.op, model.main.inputs) if op.read_value is None]
     return [
-        InputSpec(name=op.name, dtype=op.outputs[0].dtype or "unknown", shape=op.outputs[0].shape)
-        for op in required_ops
+        InputSpec(name=op.name, dtype=op.outputs[0].dtype or "unknown", shape=op.outputs[0].shape) for op in required
     ]
 
 

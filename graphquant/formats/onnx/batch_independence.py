@@ -84,19 +84,15 @@ def _onnx_gather_keeps_rows(node: RowNode) -> bool:
 
 
 def _onnx_slice_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and excludes_batch_axis(node, node.constant_numbers(3, "axes"))
+    return node.only_first_has_rows() and excludes_batch_axis(node, node.numbers(3, "axes"))
 
 
 def _onnx_pad_keeps_rows(node: RowNode) -> bool:
-    pads = node.constant_numbers(1, "pads")
+    pads = node.numbers(1, "pads")
     rank = node.rank()
-    return (
-        node.only_first_has_rows()
-        and not node.kind(3)
-        and pads is not None
-        and len(pads) == 2 * rank > 0
-        and pads[0] == pads[rank] == 0
-    )
+    if not pads or len(pads) != 2 * rank or node.kind(3):
+        return False
+    return node.only_first_has_rows() and pads[0] == pads[rank] == 0
 
 
 def _onnx_resize_keeps_rows(node: RowNode) -> bool:
@@ -104,7 +100,7 @@ def _onnx_resize_keeps_rows(node: RowNode) -> bool:
     if {"axes", "keep_aspect_ratio_policy"} & set(attrs) or attrs.get(_COORDINATE_MODE) == "tf_crop_and_resize":
         return False
     without_region = node.op.type == "Upsample" or node.opset < RESIZE_REGION_OPSET
-    scales = node.constant_numbers(1 if without_region else 2, "scales")
+    scales = node.numbers(1 if without_region else 2, "scales")
     keeps_batch_size = node.kind(3) != "" and node.shapes[0] is not None and node.shapes[0][0] == node.output_shape[0]
     return node.only_first_has_rows(3) and (keeps_batch_size or (bool(scales) and (scales or [0])[0] == 1))
 
@@ -123,7 +119,7 @@ def _onnx_transpose_keeps_rows(node: RowNode) -> bool:
 
 
 def _onnx_squeeze_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and excludes_batch_axis(node, node.constant_numbers(1, "axes"))
+    return node.only_first_has_rows() and excludes_batch_axis(node, node.numbers(1, "axes"))
 
 
 def _gemm_keeps_rows(node: RowNode) -> bool:

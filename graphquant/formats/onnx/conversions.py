@@ -65,16 +65,15 @@ def upgrade_opset(model: Model, opset: int) -> Model:
     if model.opset >= opset:
         return model
     source = model.source.message
-    weightless, hoisted = _hoist_weights(source)
-    weightless.ir_version = max(
-        weightless.ir_version, FREE_INITIALIZERS_IR_VERSION
-    )  # with an older version, the converter ignores initializers
-    if any(True for _ in external_tensors(weightless)):
+    light, hoisted = _hoist_weights(source)
+    # With an older IR version, the converter ignores initializers.
+    light.ir_version = max(light.ir_version, FREE_INITIALIZERS_IR_VERSION)
+    if any(True for _ in external_tensors(light)):
         raise _upgrade_error(
             model, opset, "external data inside its functions, or of one name in two bodies, is not converted"
         )
     try:
-        converted = version_converter.convert_version(weightless, opset)
+        converted = version_converter.convert_version(light, opset)
     except CONVERTER_ERRORS as error:
         raise _upgrade_error(model, opset, f"onnx's converter says: {first_line(error)}") from error
     for field in ("functions", "training_info"):
@@ -127,8 +126,8 @@ def _op_signature(op_type: str, opset: int) -> tuple[Any, ...]:
 
 def encode_skeleton(model: Model) -> str:
     """Return the source message without its larger weights, as base64. An upgrade keeps the weights by name."""
-    weightless, _ = _hoist_weights(model.source.message)
-    return base64.b64encode(zlib.compress(weightless.SerializeToString(deterministic=True), 9)).decode()
+    light, _ = _hoist_weights(model.source.message)
+    return base64.b64encode(zlib.compress(light.SerializeToString(deterministic=True), 9)).decode()
 
 
 BodyPath = tuple[tuple[str, str], ...]
@@ -154,10 +153,10 @@ class _HoistedWeight:
 
 def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
     """Return a copy for the converter with inputs in place of the larger weights, and these weights."""
-    weightless = ModelProto()
-    weightless.CopyFrom(source)
-    inputs = {info.name for info in weightless.graph.input}
-    nested = _graphs_with_paths(weightless.graph)
+    light = ModelProto()
+    light.CopyFrom(source)
+    inputs = {info.name for info in light.graph.input}
+    nested = _graphs_with_paths(light.graph)
     name_counts = Counter(name for graph, _ in nested for name in _defined_names(graph))
     hoisted: list[_HoistedWeight] = []
     for graph, path in reversed(nested):  # inner bodies first: rebuilding a list of nodes copies their bodies
@@ -168,13 +167,13 @@ def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
             and (not path or name_counts[name] == 1)
         ]
         for proto, name, tensor in large_constants:
-            proto_copy = type(proto)()
-            proto_copy.CopyFrom(proto)
+            copy = type(proto)()
+            copy.CopyFrom(proto)
             hoisted.append(
-                _HoistedWeight(path=path, name=name, proto=proto_copy, adds_input=bool(path) or name not in inputs)
+                _HoistedWeight(path=path, name=name, proto=copy, adds_input=bool(path) or name not in inputs)
             )
             if hoisted[-1].adds_input:
-                weightless.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
+                light.graph.input.append(helper.make_tensor_value_info(name, tensor.data_type, tensor.dims))
         hoisted_names = {name for _, name, _ in large_constants}
         retain_entries(graph.initializer, lambda tensor, hoisted_names=hoisted_names: tensor.name not in hoisted_names)  # type: ignore[misc]  # the default
         retain_entries(
@@ -183,7 +182,7 @@ def _hoist_weights(source: Any) -> tuple[Any, list[_HoistedWeight]]:
                 node.op_type != "Constant" or not hoisted_names.intersection(node.output)
             ),
         )
-    return weightless, hoisted
+    return light, hoisted
 
 
 def _graphs_with_paths(main: Any) -> list[tuple[Any, BodyPath]]:
@@ -223,17 +222,12 @@ def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeig
         elif weight.path:
             graphs_by_path[weight.path].initializer.insert(0, weight.proto)
     graph = converted.graph
-    main_weights = {
-        weight.name: weight.proto for weight in hoisted if not weight.path and not isinstance(weight.proto, NodeProto)
-    }
-    converted_initializers = {tensor.name: tensor for tensor in graph.initializer}
-    restored_initializers = [
-        main_weights.get(tensor.name) or converted_initializers.get(tensor.name) for tensor in source.graph.initializer
-    ]
-    source_names = {tensor.name for tensor in source.graph.initializer}
-    initializers = [tensor for tensor in restored_initializers if tensor is not None] + [
-        tensor for tensor in converted_initializers.values() if tensor.name not in source_names
-    ]
+    main_weights = {w.name: w.proto for w in hoisted if not w.path and not isinstance(w.proto, NodeProto)}
+    remaining = {tensor.name: tensor for tensor in graph.initializer}
+    names = [tensor.name for tensor in source.graph.initializer]
+    restored = [main_weights.get(name) or remaining.get(name) for name in names]
+    initializers = [tensor for tensor in restored if tensor is not None]
+    initializers += [tensor for name, tensor in remaining.items() if name not in set(names)]
     added_names = {weight.name for weight in hoisted if weight.adds_input}
     inputs = [info for info in graph.input if info.name not in added_names]
     del graph.initializer[:], graph.input[:]

@@ -220,11 +220,10 @@ class _MessageEmitter:
 
     def _ensure_opset_import(self, imports: Any, domain: str) -> None:
         equivalent_domains = {"", "ai.onnx"} if domain in {"", "ai.onnx"} else {domain}
-        for imports_owner in (imports, self._message):
-            if all(entry.domain not in equivalent_domains for entry in imports_owner.opset_import):
-                imports_owner.opset_import.append(
-                    helper.make_opsetid(domain, 1 if domain else self._model.opset or DEFAULT_OPSET)
-                )
+        for owner in (imports, self._message):
+            if all(entry.domain not in equivalent_domains for entry in owner.opset_import):
+                version = 1 if domain else self._model.opset or DEFAULT_OPSET
+                owner.opset_import.append(helper.make_opsetid(domain, version))
 
     def _patch_inputs(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
         """Drop inputs that were removed or became constants, and add new ones."""
@@ -239,9 +238,8 @@ class _MessageEmitter:
         for op in new_ops:
             if op.kind == "input":
                 output = op.outputs[0]
-                target.input.append(
-                    helper.make_tensor_value_info(op.name, DTYPE_CODES[output.dtype or "float32"], output.shape)
-                )
+                info = helper.make_tensor_value_info(op.name, DTYPE_CODES[output.dtype or "float32"], output.shape)
+                target.input.append(info)
 
     def _patch_initializers(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
         """Drop, replace, rename and add initializers."""
@@ -279,16 +277,10 @@ class _MessageEmitter:
 
     def _patch_value_infos(self, graph: Graph, source: OnnxGraphSource, target: Any, new_ops: list[Op]) -> None:
         """Update value_info: drop removed and renamed values, and add the types of new and renamed tensors."""
-        renamed = [
-            tensor for tensor in self._output_renames[graph.name].renamed_tensors if tensor.op in source.loaded_ops
-        ]
+        renamed = [t for t in self._output_renames[graph.name].renamed_tensors if t.op in source.loaded_ops]
         stale_names = {source.loaded_ops[tensor.op].outputs[tensor.port].name for tensor in renamed}
-        stale_names.update(
-            output.name
-            for name, op in source.loaded_ops.items()
-            if _loaded_op(graph, name) is None
-            for output in op.outputs
-        )
+        removed = [op for name, op in source.loaded_ops.items() if _loaded_op(graph, name) is None]
+        stale_names.update(output.name for op in removed for output in op.outputs)
         retain_entries(target.value_info, lambda info: info.name not in stale_names)
         output_names = {info.name for info in target.output}
         new_tensors = [

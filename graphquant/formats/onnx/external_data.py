@@ -92,11 +92,7 @@ def new_weight_bytes(ops: Sequence[DeferredWeight]) -> int:
 def missing_weight_bytes(message: Any, ops: Sequence[DeferredWeight]) -> int:
     """Return the number of bytes of the deferred weights that a ModelProto lacks."""
     deferred = (_deferred_weight(tensor, ops) for tensor in message_tensors(message))
-    return sum(
-        constant_bytes(weight) if isinstance(weight, Op) else weight.ByteSize()
-        for weight in deferred
-        if weight is not None
-    )
+    return sum(constant_bytes(w) if isinstance(w, Op) else w.ByteSize() for w in deferred if w is not None)
 
 
 def constant_bytes(op: Op) -> int:
@@ -126,9 +122,8 @@ def _write_weightless(tensor: Any, target: Any, external_entries: Mapping[str, A
 def deferred_tensor(op: Op, name: str, index: int) -> Any:
     """Return the TensorProto of a constant without its value, to be filled with the deferred weight at `index`."""
     output = op.outputs[0]
-    tensor = TensorProto(
-        name=name, data_type=DTYPE_CODES[output.dtype or ""], dims=[size or 0 for size in output.shape or ()]
-    )
+    dims = [size or 0 for size in output.shape or ()]
+    tensor = TensorProto(name=name, data_type=DTYPE_CODES[output.dtype or ""], dims=dims)
     tensor.data_location = TensorProto.EXTERNAL
     tensor.external_data.add(key=_DEFERRED_KEY, value=str(index))
     return tensor

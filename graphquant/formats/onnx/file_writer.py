@@ -88,9 +88,8 @@ def _needs_external_weights(model: Model, emission: Emission) -> bool:
             return True
     except (EncodeError, ValueError):
         return True
-    return new_weight_bytes(emission.deferred) > EXTERNALIZE_BYTES and any(
-        True for _ in external_tensors(model.source.message)
-    )
+    has_external_data = any(True for _ in external_tensors(model.source.message))
+    return new_weight_bytes(emission.deferred) > EXTERNALIZE_BYTES and has_external_data
 
 
 def _save_with_external_weights(

@@ -45,10 +45,10 @@ def inline_marked_functions(message: Any) -> tuple[Any, list[tuple[int, int]]]:
     marked_message = ModelProto()
     marked_message.CopyFrom(message)
     origins: list[tuple[int, int]] = []
-    for function_index, function in enumerate(marked_message.functions):
+    for index, function in enumerate(marked_message.functions):
         for node_index, node in enumerate(node for graph in nested_graphs(function) for node in graph.node):
             node.doc_string = f"{NODE_MARK}{len(origins)}"
-            origins.append((function_index, node_index))
+            origins.append((index, node_index))
     return inliner.inline_local_functions(marked_message), origins
 
 
@@ -64,23 +64,16 @@ def add_function_types(functions: Sequence[Any], inlined_message: Any, origins: 
     input_names = [set(function.input) for function in functions]
     merged_types: dict[tuple[int, str], tuple[Any, TypeAndShape]] = {}
     for node, lookup_type in _marked_nodes(inlined_message):
-        function_index, node_index = origins[int(node.doc_string.removeprefix(NODE_MARK))]
-        graph, function_node = nodes[function_index][node_index]
-        input_pairs = [
-            pair
-            for pair in zip(function_node.input, node.input, strict=False)
-            if pair[0] in input_names[function_index]
-        ]
-        for name, call_name in [*input_pairs, *zip(function_node.output, node.output, strict=False)]:
+        index, node_index = origins[int(node.doc_string.removeprefix(NODE_MARK))]
+        graph, function_node = nodes[index][node_index]
+        pairs = [p for p in zip(function_node.input, node.input, strict=False) if p[0] in input_names[index]]
+        for name, call_name in [*pairs, *zip(function_node.output, node.output, strict=False)]:
             if not name:
                 continue
-            owner = functions[function_index] if name in input_names[function_index] else graph
+            owner = functions[index] if name in input_names[index] else graph
             call_type = lookup_type(call_name)
-            previous = merged_types.get((function_index, name))
-            merged_types[function_index, name] = (
-                owner,
-                call_type if previous is None else _common_type(previous[1], call_type),
-            )
+            previous = merged_types.get((index, name))
+            merged_types[index, name] = owner, call_type if previous is None else _common_type(previous[1], call_type)
     for (_, name), (owner, (dtype, shape)) in merged_types.items():
         if dtype is not None:
             owner.value_info.append(helper.make_tensor_value_info(name, DTYPE_CODES[dtype], shape))

@@ -23,6 +23,7 @@ from graphquant.formats.onnx.source import (
 )
 from graphquant.formats.onnx.tensors import (
     DTYPE_NAMES,
+    GRAPH_ATTRIBUTES,
     Array,
     OnnxAttributes,
     constant_value,
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
 
 MAX_NESTING = 30
 """Maximum nesting depth of bodies. The binary form of a message cannot hold more."""
-
-_GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
 
 KnownTypes = dict[str, tuple[str | None, Shape | None]]
 
@@ -280,7 +279,7 @@ class GraphIndexer:
         labels: set[str] = set()
         prefix = f"{scope.graph.name}/{name}" if scope.graph.name else name
         for attr, typed_attr in zip(node.attribute, typed_node.attribute, strict=True):
-            if attr.type not in _GRAPH_ATTRIBUTES or attr.ref_attr_name:
+            if attr.type not in GRAPH_ATTRIBUTES or attr.ref_attr_name:
                 continue
             bodies = [(attr.name, attr.g, typed_attr.g)] if attr.type == AttributeProto.GRAPH else []
             bodies += [
@@ -292,10 +291,11 @@ class GraphIndexer:
                     raise ModelError(f"{name} has two graphs called {label!r}. Export the model again.")
                 labels.add(label)
                 parent = (scope.graph.name, name)
-                inner_scope = self._open_graph(
-                    f"{prefix}/{label}", body, types, taken_names=scope.graph.reserved_names, outer=scope, parent=parent
+                names = scope.graph.reserved_names
+                inner = self._open_graph(
+                    f"{prefix}/{label}", body, types, taken_names=names, outer=scope, parent=parent
                 )
-                calls.append(Call(label, inner_scope.graph.name))
+                calls.append(Call(label, inner.graph.name))
         return tuple(calls)
 
     def _wire_graph(self, scope: _GraphScope) -> None:

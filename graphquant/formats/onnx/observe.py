@@ -109,10 +109,8 @@ class _WatchBuilder:
         self._message = ModelProto()
         self._message.CopyFrom(emission.message)
         functions = [name for name, graph in model.graphs.items() if name and graph.parent is None]
-        self._protos: dict[str, Any] = {
-            "": self._message.graph,
-            **dict(zip(functions, self._message.functions, strict=True)),
-        }
+        self._protos: dict[str, Any] = {"": self._message.graph}
+        self._protos.update(zip(functions, self._message.functions, strict=True))
         self._value_positions: dict[str, dict[str, int]] = {}
         self._flags: dict[TensorRef, str] = {}
         self._rejected: dict[TensorRef, UnobservableTensorError] = {}
@@ -132,9 +130,8 @@ class _WatchBuilder:
             else:
                 marked_tensors.append(tensor)
         if self._mode != "values":
-            marked_tensors = self._last_produced_first(
-                [*marked_tensors, *(output for output in self._detach_outputs() if output not in probes)]
-            )
+            outputs_first = [tensor for tensor in self._detach_outputs() if tensor not in probes]
+            marked_tensors = self._last_produced_first([*marked_tensors, *outputs_first])
         marked = self._mark_tensors(marked_tensors)
         lifter = SubgraphLifter(self._message, self._model.opset, self._new_name)
         for tensor, name in outputs.items():
@@ -193,13 +190,13 @@ class _WatchBuilder:
             op_types.insert(0, "Cast")
         nodes, value = [], self._emission.value_name(self._model, tensor)
         for op_type in op_types:
-            result_name = self._model.graphs[tensor.graph].unique_name(f"graphquant/shown/{next(self._counter)}")
+            made_name = self._model.graphs[tensor.graph].unique_name(f"graphquant/shown/{next(self._counter)}")
             nodes.append(
-                _cast_to_float(value, result_name)
+                _cast_to_float(value, made_name)
                 if op_type == "Cast"
-                else helper.make_node(op_type, [value], [result_name])
+                else helper.make_node(op_type, [value], [made_name])
             )
-            value = result_name
+            value = made_name
         if mark:
             nodes[-1].doc_string = mark
         return nodes
@@ -323,9 +320,7 @@ class _WatchBuilder:
         """Return the position of the producer of each value of a graph; nodes appended later do not change it."""
         if graph not in self._value_positions:
             nodes = self._protos[graph].node
-            self._value_positions[graph] = {
-                name: index for index, node in enumerate(nodes) for name in node.output if name
-            }
+            self._value_positions[graph] = {name: k for k, node in enumerate(nodes) for name in node.output if name}
         return self._value_positions[graph]
 
     def _parent_of(self, graph: str) -> tuple[str, str]:

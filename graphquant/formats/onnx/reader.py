@@ -81,12 +81,9 @@ def _single_node_model(node: NodeProto, inputs: list[Array], opset_import: Any) 
         for k, value in enumerate(inputs)
     ]
     outputs = [helper.make_empty_tensor_value_info(name) for name in node.output]
-    initializers = [
-        numpy_helper.from_array(value, f"i{k}") for k, value in enumerate(inputs) if value.size <= _SMALL_ELEMENTS
-    ]
-    return helper.make_model(
-        helper.make_graph([node], "one", infos, outputs, initializers), opset_imports=list(opset_import)
-    )
+    small = [numpy_helper.from_array(value, f"i{k}") for k, value in enumerate(inputs) if value.size <= _SMALL_ELEMENTS]
+    graph = helper.make_graph([node], "one", infos, outputs, small)
+    return helper.make_model(graph, opset_imports=list(opset_import))
 
 
 def _largest_output_elements(model: Any) -> int:

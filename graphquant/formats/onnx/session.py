@@ -84,9 +84,8 @@ class OnnxRunner:
         """Raise ModelError if the model cannot be emitted."""
         self._model = model
         self._emission = emit_message(model, defer_weights=True)
-        self._external_weights = take_session_weights(
-            self._emission.message, self._emission.deferred, _read_weight_names(model, self._emission)
-        )
+        read_names = _read_weight_names(model, self._emission)
+        self._external_weights = take_session_weights(self._emission.message, self._emission.deferred, read_names)
         self._session: Any = None
         self._full_watch: _WatchSession | None = None
         self._flagged_watch: _WatchSession | None = None
@@ -187,15 +186,8 @@ class OnnxRunner:
             watch_session = self._create_watch(tensors)
         run = watch_session.run_function(tensors)
         if on_result is not None and self._model_bytes <= SESSION_PER_THREAD_BYTES:
-            run = _run_per_thread(
-                [
-                    run,
-                    *(
-                        self._create_watch(list(watch_session.probes)).run_function(tensors)
-                        for _ in range(max_in_flight - 1)
-                    ),
-                ]
-            )
+            others = [self._create_watch(list(watch_session.probes)) for _ in range(max_in_flight - 1)]
+            run = _run_per_thread([run, *(other.run_function(tensors) for other in others)])
         yield from prefetch(run, feeds, max_in_flight, on_result)
 
     @property
@@ -334,47 +326,39 @@ def create_session(
     if folder is not None and external_bytes:
         options.add_session_config_entry(_EXTERNAL_FOLDER_OPTION, str(folder.resolve()))
     if weights:
-        options.add_external_initializers(
-            list(weights), [*map(onnxruntime.OrtValue.ortvalue_from_numpy, weights.values())]
-        )
+        values = [*map(onnxruntime.OrtValue.ortvalue_from_numpy, weights.values())]
+        options.add_external_initializers(list(weights), values)
     try:
-        inference_session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     except RUNTIME_ERRORS as error:
         raise ModelError(
             f"onnxruntime rejects the model: {first_line(error)}. Correct the model, or update onnxruntime."
         ) from error
-    inference_session.weights = weights  # the session reads their memory
-    return inference_session
+    session.weights = weights  # the session reads their memory
+    return session
 
 
 def serialize_for_session(message: Any, separate_weights: Container[str] = ()) -> tuple[bytes, int]:
     """Return a ModelProto as bytes, and the size of its external data without the weights `separate_weights`."""
     external = (tensor for tensor in external_tensors(message) if tensor.name not in separate_weights)
-    return message_bytes(message), sum(
-        stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims)) for tensor in external
-    )
+    external_bytes = sum(stored_bytes(DTYPE_NAMES[tensor.data_type], math.prod(tensor.dims)) for tensor in external)
+    return message_bytes(message), external_bytes
 
 
 def _read_weight_names(model: Model, emission: Emission) -> set[str]:
     """Return the names of large values that the main graph receives and that a node reads."""
-    large_names = (
-        op.name for op in model.main.ops() if op.read_value is not None and constant_bytes(op) >= EXTERNAL_MIN_BYTES
-    )
-    return {
-        emission.value_name(model, TensorRef("", name)) for name in large_names if model.main.consumers_by_port(name)
-    }
+    ops = (op for op in model.main.ops() if op.read_value is not None and constant_bytes(op) >= EXTERNAL_MIN_BYTES)
+    return {emission.value_name(model, TensorRef("", op.name)) for op in ops if model.main.consumers_by_port(op.name)}
 
 
-def run_session(
-    inference_session: Any, names: Sequence[str] | None, feeds: Feeds, flags: Feeds | None = None
-) -> list[Any]:
+def run_session(session: Any, names: Sequence[str] | None, feeds: Feeds, flags: Feeds | None = None) -> list[Any]:
     """Run a session and return the outputs called `names`, or all outputs if that is None.
 
     Raises:
         ModelError: The run failed.
     """
     try:
-        results: list[Any] = inference_session.run(names, {**feeds, **(flags or {})})
+        results: list[Any] = session.run(names, {**feeds, **(flags or {})})
     except RUNTIME_ERRORS as error:
         shapes = ", ".join(f"{name} {np.asarray(value).dtype}{list(np.shape(value))}" for name, value in feeds.items())
         raise ModelError(
@@ -410,10 +394,10 @@ def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], obje
         ModelError: onnxruntime rejects the model, or a run failed.
     """
     data, external_bytes = serialize_for_session(emit_message(model).message)
-    inference_session = create_session(data, model.source.folder, external_bytes, timed=True)
+    session = create_session(data, model.source.folder, external_bytes, timed=True)
     for feed in feeds:
-        run_session(inference_session, None, feed)
-    return lambda: [inference_session.run(None, feed) for feed in feeds]
+        run_session(session, None, feed)
+    return lambda: [session.run(None, feed) for feed in feeds]
 
 
 def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
@@ -426,17 +410,16 @@ def profile_ops(model: Model, feeds: Sequence[Feeds]) -> OpProfile:
     lookup = _number_nodes(message, model.path)
     data, external_bytes = serialize_for_session(message)
     with TemporaryDirectory() as folder:
-        inference_session = create_session(
-            data, model.source.folder, external_bytes, timed=True, profile=Path(folder, "run")
-        )
+        profile = Path(folder, "run")
+        session = create_session(data, model.source.folder, external_bytes, timed=True, profile=profile)
         for feed in feeds:
-            run_session(inference_session, None, feed)
+            run_session(session, None, feed)
         runs, deadline = 1, time.perf_counter() + MAX_PROFILED_SECONDS
         while runs < MIN_PROFILED_RUNS or (runs < MAX_PROFILED_RUNS and time.perf_counter() < deadline):
             for feed in feeds:
-                inference_session.run(None, feed)
+                session.run(None, feed)
             runs += 1
-        events = json.loads(Path(inference_session.end_profiling()).read_bytes())
+        events = json.loads(Path(session.end_profiling()).read_bytes())
     return _sum_by_op(_op_durations(events), lookup, runs)
 
 
@@ -490,9 +473,8 @@ def _sum_by_op(durations: Mapping[tuple[str, str], list[float]], lookup: _OpLook
         if op_key is not None:
             totals = conversions if kind in CONVERSION_OPS else ops
             count = len(durations[name, kind]) / runs
-            totals[op_key] = (
-                totals.get(op_key, 0.0) + max(mean_seconds - overhead, 0.0) * count + MIN_OP_SECONDS * count
-            )
+            seconds = max(mean_seconds - overhead, 0.0) * count + MIN_OP_SECONDS * count
+            totals[op_key] = totals.get(op_key, 0.0) + seconds
     return OpProfile(seconds=ops, conversion_seconds=conversions)
 
 

@@ -101,17 +101,15 @@ def reveal_safe_nodes(typed_message: Any) -> bool:
     revealed = False
     pending: list[tuple[Any, ChainMap[str, Any]]] = [(typed_message.graph, ChainMap())]
     for graph, outer_types in pending:  # grows while bodies are visited
-        guarded_nodes = [
-            node for node in graph.node if node.domain == HIDDEN_DOMAIN and node.op_type in _GUARDED_INPUT_SLOTS
-        ]
+        guarded = [n for n in graph.node if n.domain == HIDDEN_DOMAIN and n.op_type in _GUARDED_INPUT_SLOTS]
         nested_bodies = [(node, attr.g) for node in graph.node for attr in node.attribute if attr.HasField("g")]
-        if not guarded_nodes and not nested_bodies:
+        if not guarded and not nested_bodies:
             continue
         graph_types = dict(_declared_types(graph))
         graph_types.update((tensor.name, _tensor_type(tensor)) for tensor in graph.initializer)
         types = outer_types.new_child(graph_types)
         pending += [(body, types) for _, body in nested_bodies]
-        for node in guarded_nodes:
+        for node in guarded:
             if _is_safe_to_reveal(node, types):
                 node.domain = ""
                 revealed = True
@@ -280,10 +278,7 @@ def _check_function_calls(message: Any) -> None:
     if not message.functions:
         return
     main = ("", "", "")
-    callables = {
-        main: message.graph,
-        **{(function.domain, function.name, function.overload): function for function in message.functions},
-    }
+    callables = {main: message.graph, **{(f.domain, f.name, f.overload): f for f in message.functions}}
     calls: nx.DiGraph[Any] = nx.DiGraph()
     node_counts: dict[Any, Counter[Any]] = {}
     for key, callable_proto in callables.items():

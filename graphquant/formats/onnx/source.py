@@ -96,11 +96,8 @@ def clear_metadata(message: Any) -> None:
 def metadata_entries(message: Any) -> dict[str, str]:
     """Return graphquant's entries in a model's metadata by key."""
     entries = message.metadata_props
-    return {
-        entry.key.removeprefix(METADATA_PREFIX): entry.value
-        for entry in entries
-        if entry.key.startswith(METADATA_PREFIX)
-    }
+    prefix = METADATA_PREFIX
+    return {entry.key.removeprefix(prefix): entry.value for entry in entries if entry.key.startswith(prefix)}
 
 
 def restore_source_message(message: Any) -> tuple[Any, bool] | None:
@@ -129,11 +126,8 @@ def restore_source_message(message: Any) -> tuple[Any, bool] | None:
 def read_rule_notes(message: Any) -> RuleNotes:
     """Return rule and anchor of ops from the model's metadata, for nodes without metadata; {} if damaged."""
     try:
-        notes_by_graph = json.loads(metadata_entries(message).get(OPS_KEY, "{}"))
-        return {
-            graph: {op: (str(rule), str(anchor)) for op, (rule, anchor) in ops.items()}
-            for graph, ops in notes_by_graph.items()
-        }
+        notes = json.loads(metadata_entries(message).get(OPS_KEY, "{}"))
+        return {g: {op: (str(rule), str(anchor)) for op, (rule, anchor) in ops.items()} for g, ops in notes.items()}
     except (ValueError, TypeError, AttributeError, RecursionError):
         return {}
 

@@ -348,10 +348,7 @@ class SubgraphLifter:
     def _carry_infos(self, names: Sequence[str], dtype: int) -> list[Any]:
         if len(names) == 1:
             return [helper.make_tensor_sequence_value_info(names[0], dtype, None)]
-        return [
-            _unshaped_info(name, element_type)
-            for name, element_type in zip(names, (dtype, *[TensorProto.INT64] * 2), strict=True)
-        ]
+        return [_unshaped_info(name, kind) for name, kind in zip(names, (dtype, *[TensorProto.INT64] * 2), strict=True)]
 
     def _append_to_carry(self, body: Any, carried: tuple[str, ...], value: str) -> tuple[str, ...]:
         """Return the carried values of `body` after `value` is appended."""

@@ -36,6 +36,8 @@ DTYPE_NAMES: dict[int, str] = {
 }
 """numpy-like names of the element types."""
 
+GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+
 DTYPE_CODES: dict[str, int] = {name: code for code, name in DTYPE_NAMES.items()}
 
 _CONSTANT_VALUE_DTYPES: dict[str, Any] = {
@@ -51,13 +53,9 @@ _CONSTANT_VALUE_DTYPES: dict[str, Any] = {
 """The attributes that may hold the value of a Constant node, and the dtype of those that are no tensors."""
 
 SUB_BYTE_BITS = {
-    "int2": 2,
-    "uint2": 2,
-    "int4": 4,
-    "uint4": 4,
-    "float4_e2m1fn": 4,
-    "float6_e2m3fn": 6,
-    "float6_e3m2fn": 6,
+    **dict.fromkeys(("int2", "uint2"), 2),
+    **dict.fromkeys(("int4", "uint4", "float4_e2m1fn"), 4),
+    **dict.fromkeys(("float6_e2m3fn", "float6_e3m2fn"), 6),
 }
 """Bits of the types that store several elements in a byte."""
 
@@ -169,15 +167,10 @@ def external_path(tensor: Any, folder: Path | None) -> Path:
     """
     location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
     claim = f"The external data of tensor {tensor.name!r} should be in {location!r}"
-    relative_path = PurePosixPath(location)
+    pure = PurePosixPath(location)
     if folder is None:
         raise ModelError(f"{claim}, but the model has no folder. Load the model from its file.")
-    escapes = (
-        relative_path.is_absolute()
-        or ".." in relative_path.parts
-        or "\0" in location
-        or PureWindowsPath(location).drive
-    )
+    escapes = pure.is_absolute() or ".." in pure.parts or "\0" in location or PureWindowsPath(location).drive
     path = folder / location
     try:
         if escapes or not location or not path.resolve().is_relative_to(folder.resolve()):
@@ -206,12 +199,8 @@ class OnnxAttributes(Mapping[str, Any]):
 
     def _protos_by_name(self) -> dict[str, Any]:
         if self._protos is None:
-            skipped_types = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-            self._protos = {
-                attr.name: attr
-                for attr in self._node.attribute
-                if attr.type not in skipped_types and not attr.ref_attr_name
-            }
+            attrs = (attr for attr in self._node.attribute if attr.type not in GRAPH_ATTRIBUTES)
+            self._protos = {attr.name: attr for attr in attrs if not attr.ref_attr_name}
         return self._protos
 
     def __getitem__(self, name: str) -> Any:
@@ -286,8 +275,6 @@ def first_line(error: BaseException) -> str:
 RULE_KEY = "graphquant.rule"
 ANCHOR_KEY = "graphquant.anchor"
 
-_GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
-
 
 def new_node(op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
     """Return the NodeProto of a new op.
@@ -323,7 +310,7 @@ def patch_node(node: Any, op: Op, loaded_op: Op) -> None:
         del node.attribute[:]
         node.attribute.append(helper.make_attribute("value", constant_tensor(op, "")))
     elif op.attrs is not loaded_op.attrs:
-        preserved = [attr for attr in node.attribute if attr.type in _GRAPH_ATTRIBUTES or attr.ref_attr_name]
+        preserved = [attr for attr in node.attribute if attr.type in GRAPH_ATTRIBUTES or attr.ref_attr_name]
         types = {attr.name: attr.type for attr in node.attribute}
         del node.attribute[:]
         node.attribute.extend(preserved)
