@@ -192,13 +192,13 @@ def test_lists_of_different_length_and_kind(build, tmp_path):
     a0, b0 = ts(model, "a0", "b0")
     with pytest.raises(UsageError, match="2 tensors cannot be paired with 1"):
         ge.reroute_ts([a0, b0], [a0])
-    with pytest.raises(UsageError, match="The str 'a0:0' is no tensor"):
+    with pytest.raises(UsageError, match="The str 'a0:0' is not a tensor"):
         ge.reroute_ts("a0:0", a0)
-    with pytest.raises(UsageError, match="The Operation 'c0' is no tensor"):
+    with pytest.raises(UsageError, match="The Operation 'c0' is not a tensor"):
         ge.swap_ts(ops(model, "c0"), a0)
-    with pytest.raises(UsageError, match="The Tensor 'a0:0' is no op"):
+    with pytest.raises(UsageError, match="The Tensor 'a0:0' is not an op"):
         ge.reroute_ts(a0, b0, can_modify=a0)
-    with pytest.raises(UsageError, match="a0:0 and b0:0 are of two models"):
+    with pytest.raises(UsageError, match="a0:0 and b0:0 belong to two models"):
         ge.reroute_ts(a0, ts(second_model, "b0"))
 
 
@@ -220,7 +220,7 @@ def test_no_cycles(build):
     """Ancestors of the new tensor are not rerouted; a swap along a path is refused and fully undone."""
     model = build(CHAIN | nodes("o=2 p=2 q=o+p"))
     before = wiring(model)
-    with pytest.raises(UsageError, match=r"y:0 is computed from x:0 by way of y\[0\]"):
+    with pytest.raises(UsageError, match=r"y:0 is computed from x:0 through y\[0\]"):
         ge.swap_ts(ts(model, "o", "y"), ts(model, "p", "x"))
     assert wiring(model) == before
     check_invariants(model, "refused swap")
@@ -292,13 +292,13 @@ def test_selecting_by_object_and_filter(build):
 def test_invalid_selections_are_refused(build):
     """Expressions need a graph and must be valid; unknown and ambiguous names are refused."""
     model = build(SCOPES)
-    with pytest.raises(UsageError, match="needs a graph to look in"):
+    with pytest.raises(UsageError, match="needs a graph"):
         ge.select_ops("^foo")
-    with pytest.raises(UsageError, match="no regular expression"):
+    with pytest.raises(UsageError, match="not a regular expression"):
         ge.select_ts("(", graph=model)
-    with pytest.raises(UsageError, match="this is a dict"):
+    with pytest.raises(UsageError, match="a dict"):
         ge.select_ts("a", graph={})
-    with pytest.raises(UsageError, match="The int '7' is no op"):
+    with pytest.raises(UsageError, match="The int '7' is not an op"):
         ge.select_ops(7)
     with pytest.raises(UsageError, match=r"no tensor 'foo/bar/ee'\. Did you mean 'foo/bar/e"):
         ge.get_tensor_by_name(model, "foo/bar/ee")
@@ -357,7 +357,7 @@ def test_no_cycle_through_a_body(branch):
     """A body that reads a tensor prevents rerouting it to a result of that body."""
     t, y = ts(branch, "t", "y")
     assert ge.reroute_ts(y, t) == 0
-    with pytest.raises(UsageError, match="by way of y/then_branch/s"):
+    with pytest.raises(UsageError, match="through y/then_branch/s"):
         ge.swap_ts(y, t)
 
 
@@ -468,7 +468,7 @@ def test_names_that_match_no_consumer(file, samples):
         gq.insert_quant_op(model, "max_pol:0", BLOCK, gq.FixedPoint(8, -4))
     assert wiring(model) == before
     gq.insert_quant_op(model, "max_pool:0", BLOCK, gq.FixedPoint(8, -4))
-    with pytest.raises(UsageError, match=r"'residual_1/SlimQuant/.*' was inserted before"):
+    with pytest.raises(UsageError, match=r"'residual_1/SlimQuant/.*' was inserted"):
         gq.insert_quant_op(model, "max_pool:0", BLOCK, gq.FixedPoint(8, -4))
 
 
@@ -487,7 +487,7 @@ def test_fixed_point():
         params = quantizer.params()
         assert (params.range.low, params.range.high, params.narrow) == (-top, top, True)
     for bits, exponent in ((1, 0), (17, 0), (8, -127), (8, 121), (16, 113), (8.0, 0), (True, 0), (8, -4.0)):
-        with pytest.raises(UsageError, match="FixedPoint has no"):
+        with pytest.raises(UsageError, match="FixedPoint does not support"):
             gq.FixedPoint(bits, exponent)
     with pytest.raises(UsageError, match=r"no family 'fake-qant'\. Did you mean 'fake-quant'"):
         gq.FixedPoint(8, 0, family="fake-qant")
@@ -496,21 +496,21 @@ def test_fixed_point():
 def test_unsupported_formats_are_refused(samples, tmp_path, branch):
     """Another format's family, integers, old opsets, invalid scopes and foreign tensors are refused."""
     model = gq.load(samples / "digits_cnn.pb")
-    with pytest.raises(UsageError, match=r"'onnx-qdq' is for onnx models\. For this one there are: .*fake-quant"):
+    with pytest.raises(UsageError, match=r"'onnx-qdq' is for onnx models\. .*fake-quant"):
         gq.insert_quant_op(model, "max_pool", BLOCK, gq.FixedPoint(8, -4, family="onnx-qdq"))
     with pytest.raises(UsageError, match=r"flatten/shape:0 cannot be quantized by fake-quant: .*int32"):
         gq.insert_quant_op(model, "flatten/shape:0", "flatten", gq.FixedPoint(8, -4))
     for name in ("_", ""):
-        with pytest.raises(UsageError, match=f"cannot live under the name '{name}'"):
+        with pytest.raises(UsageError, match=f"'{name}' is not a valid scope"):
             gq.insert_quant_op(model, "max_pool", name, gq.FixedPoint(8, -4))
-    with pytest.raises(UsageError, match="t:0 is of another model"):
+    with pytest.raises(UsageError, match="t:0 belongs to another model"):
         gq.insert_quant_op(model, ge.get_tensor_by_name(branch, "t"), "b", gq.FixedPoint(8, -4))
-    with pytest.raises(UsageError, match="needs the model, and this is a Graph"):
+    with pytest.raises(UsageError, match="needs the model.* Graph"):
         gq.insert_quant_op(model.main, "max_pool", BLOCK, gq.FixedPoint(8, -4))
     old = onnx_message(CHAIN)
     old.opset_import[0].version = 9
     onnx.save(old, tmp_path / "old.onnx")
-    with pytest.raises(UsageError, match="has opset 9, and onnx-qdq needs 11"):
+    with pytest.raises(UsageError, match="opset 9.* onnx-qdq needs 11"):
         gq.insert_quant_op(gq.load(tmp_path / "old.onnx"), "x", "y", gq.FixedPoint(8, -4))
 
 
@@ -552,10 +552,10 @@ def test_rule_line_equals_the_recipe(file, samples, tmp_path, cli):
         ("max_pool > residual_2/*: 8, -4", "no op called 'residual_2/*' reads a float tensor called 'max_pool'"),
         ("max_pol > residual_1/*: 8, -4", "the producer name 'max_pol' matches nothing"),
         ("max_pool > residual_7/*: 8, -4", "the consumer name 'residual_7/*' matches nothing"),
-        ("max_pool > residual_1/*: 8", "this is no rule in one line"),
+        ("max_pool > residual_1/*: 8", "this is not a one-line rule"),
         ("max_pool > residual_1/*: 80, -4", "'bits' is 80; it must be at most 32"),
         ("max_pool > residual_1/*: 8, -400", "'exponent' is -400; it must be at least -126"),
-        ("max_pool > /(/: 8, -4", "no regular expression"),
+        ("max_pool > /(/: 8, -4", "regular expression"),
     ],
 )
 def test_mistakes_in_a_rule_line(line, message, samples, cli):

@@ -109,18 +109,6 @@ def builtin_table() -> OpTable:
     return OpTable({name: rest for name, _, rest in rows}, {})
 
 
-def op_inputs(op_type: str) -> tuple[ArgSpec, ...] | None:
-    """Return the input arguments of one of TensorFlow's operations, None if it does not exist."""
-    spec = builtin_table().find_spec(op_type)
-    return spec.inputs if spec else None
-
-
-def op_outputs(op_type: str) -> tuple[ArgSpec, ...] | None:
-    """Return the output arguments of one of TensorFlow's operations, None if it does not exist."""
-    spec = builtin_table().find_spec(op_type)
-    return spec.outputs if spec else None
-
-
 def is_stateful_op(op_type: str) -> bool | None:
     """Return True if a TensorFlow operation has state or side effects, None if it does not exist."""
     spec = builtin_table().find_spec(op_type)
@@ -134,19 +122,6 @@ def extended_op_table(op_defs: Iterable[Any]) -> OpTable:
         ModelError: An argument has an unknown type.
     """
     return builtin_table().with_op_defs(op_defs)
-
-
-def input_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:
-    """Return the data inputs of a `NodeDef` in order, without its control inputs.
-
-    Returns:
-        For each port the argument's name, the port's index within the argument, and its dtype's numpy-like name.
-
-    Raises:
-        ModelError: The operation is unknown, or an attribute that its ports depend on is missing or impossible.
-    """
-    spec = _require_spec(node, table)
-    return _expand_ports(node, spec, spec.inputs)
 
 
 def output_ports(node: Any, table: OpTable) -> list[tuple[str, int, str]]:

@@ -329,13 +329,13 @@ def test_unknown_variable(prefix):
         ("float32", (3,), {"offset": 1}, "lies outside the file"),
         ("float32", (3,), {"offset": -1}, "lies outside the file"),
         ("float32", (3,), {"offset": (1 << 63) - 1}, "lies outside the file"),
-        ("float32", (3,), {"size": 8}, "takes 8 bytes, its shape and dtype need 12"),
+        ("float32", (3,), {"size": 8}, "8 bytes.* 12"),
         ("float32", (1 << 40,), {"size": 1 << 42}, "lies outside the file"),
         ("float32", (1 << 62, 1 << 62), {}, "impossible shape"),
         ("float32", (0, 1 << 62), {"size": 0}, "impossible shape"),
         ("float32", (-3,), {}, "impossible shape"),
         ("float32", (1,) * 65, {}, "impossible shape"),
-        ("float32", (4,), {}, "takes 12 bytes"),
+        ("float32", (4,), {}, "12 bytes.* 16"),
         ("float32", (3,), {"dtype": 999}, "unknown type"),
         ("float32", (3,), {"dtype": 0}, "unknown type"),
         ("string", (3,), {}, "is of type string"),
@@ -379,7 +379,7 @@ def test_keys_cannot_exhaust_memory():
     entries = b"\0" + varint(len(long)) + b"\0" + long
     entries += b"".join(varint(len(long) + number) + b"\1\0b" for number in range(500))
     data = table_file([(entries + bytes(4) + b"\1\0\0\0", 0)])
-    with pytest.raises(ModelError, match="more room"):
+    with pytest.raises(ModelError, match="keys"):
         leveldb_table.read_table(data, source="x")
 
 

@@ -211,7 +211,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_emit import insert, load, emit, proto, Use
 model = load(Path({str(SAMPLES / "digits_rnn_saved_model")!r})).copy()
-for name in model.live():
+for name in model.reachable_graphs():
     for op in list(model.graphs[name].ops()):
         if "weight" in op.roles:
             insert(model, Use(name, op.name, 0))

@@ -126,9 +126,9 @@ def test_other_backend(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keras with another backend is refused."""
     network().save("net.keras")
     monkeypatch.setattr(keras.config, "backend", lambda: "jax")
-    with pytest.raises(UsageError, match=r"Keras runs on jax here\. Set KERAS_BACKEND=tensorflow"):
+    with pytest.raises(UsageError, match="jax.*KERAS_BACKEND=tensorflow"):
         gq.load(here / "net.keras")
-    with pytest.raises(UsageError, match="Keras runs on jax here"):
+    with pytest.raises(UsageError, match="Keras runs on jax"):
         gq.load(network())
 
 
@@ -160,7 +160,7 @@ def test_code_is_not_run(here: Path, cli: Callable[..., Any], name: str) -> None
         error_text = cli("inspect", name, code=3).stderr
     finally:
         keras.src.backend.common.global_state.set_global_attribute("safe_mode_saving", None)
-    assert f"{name} has the Lambda layer 'evil', which is code in the model's file" in error_text
+    assert f"{name} has the Lambda layer 'evil'" in error_text
     assert "model.export(folder)" in error_text
     assert not (here / "ran").exists()
 
@@ -197,7 +197,7 @@ def test_foreign_classes_are_not_imported(here: Path) -> None:
         return config
 
     changed(renamed)
-    with pytest.raises(ModelError, match="needs the class 'Layer', which is not of Keras"):
+    with pytest.raises(ModelError, match="needs the class 'Layer'"):
         gq.load(here / "bad.keras")
     assert not (here / "ran").exists()
 
@@ -206,7 +206,7 @@ def test_foreign_classes_are_not_imported(here: Path) -> None:
         return config
 
     changed(custom)
-    with pytest.raises(ModelError, match="needs the class 'Mine', which is not of Keras"):
+    with pytest.raises(ModelError, match="needs the class 'Mine'"):
         gq.load(here / "bad.keras")
 
 
@@ -219,7 +219,7 @@ def test_links_are_not_followed(here: Path) -> None:
     with h5py.File("linked.h5", "r+") as file:
         del file["model_weights"]
         file["model_weights"] = h5py.ExternalLink("net.h5", "model_weights")
-    with pytest.raises(ModelError, match="'model_weights' is kept in another file"):
+    with pytest.raises(ModelError, match="'model_weights' is stored in another file"):
         gq.load(here / "linked.h5")
     Path("secret").write_bytes(bytes(64))
     with h5py.File("model.weights.h5", "w") as file:
@@ -227,7 +227,7 @@ def test_links_are_not_followed(here: Path) -> None:
     with zipfile.ZipFile("net.keras") as old, zipfile.ZipFile("bad.keras", "w") as new:
         new.writestr("config.json", old.read("config.json"))
         new.write("model.weights.h5")
-    with pytest.raises(ModelError, match="'0' is kept in another file"):
+    with pytest.raises(ModelError, match="'0' is stored in another file"):
         gq.load(here / "bad.keras")
 
 
@@ -244,11 +244,11 @@ def test_damaged_files(here: Path) -> None:
             bad.write_bytes(intact_bytes[:size])
             with pytest.raises(ModelError, match=f"bad{bad.suffix}"):
                 gq.load(bad)
-    with pytest.raises(ModelError, match="holds weights alone"):
+    with pytest.raises(ModelError, match="weights without the layers"):
         gq.load(here / "only.weights.h5")
     with zipfile.ZipFile("bad.keras", "w") as file:
         file.writestr("config.json", "[" * 100_000)
-    with pytest.raises(ModelError, match=r"bad\.keras is no Keras model"):
+    with pytest.raises(ModelError, match=r"bad\.keras is not a Keras model"):
         gq.load(here / "bad.keras")
     with zipfile.ZipFile("bad.keras", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("config.json", " " * (1 << 27))

@@ -260,7 +260,7 @@ def test_calibrated_session(tmp_path: Any) -> None:
     assert site.params.scale == pytest.approx((X.max() - X.min()) / 255, rel=1e-2)
     frozen = gq.freeze(gq.load(started(graph)))
     assert not [op for op in frozen.main.ops() if op.kind == "variable"]
-    with pytest.raises(ModelError, match=r"'kernel' first, have values only in a session\. Give gq\.load the session"):
+    with pytest.raises(ModelError, match=r"'kernel'.*gq\.load"):
         gq.insert(graph, rules=["tflite"], data=str(tmp_path / "x.npz"), validate=False)
 
 
@@ -503,7 +503,7 @@ def test_function_with_a_lookup_table(tmp_path: Any) -> None:
     outputs = gq.to_tf(model)(tf.constant("b"), tf.constant(X))
     assert np.array_equal(outputs, tf.matmul(by_hand(X), KERNEL) * 2)
     np.savez(tmp_path / "data.npz", word=["a"] * 4, x=X)
-    with pytest.raises(ModelError, match="captured something that is no variable"):
+    with pytest.raises(ModelError, match="captured something"):
         gq.calibrate(concrete, data=str(tmp_path / "data.npz"), rules=["tflite"])
 
 
@@ -637,11 +637,11 @@ def test_refusals(tmp_path: Any, samples: Any) -> None:
     """Objects that are not models, graphs of functions, and models without files are refused with advice."""
     net = Net()
     concrete = net.concrete()
-    with pytest.raises(UsageError, match=r"variables of the function '__call__' are gone\. Keep"):
+    with pytest.raises(UsageError, match=r"variables of the function '__call__'"):
         gq.load(Net().concrete())
-    with pytest.raises(UsageError, match=r"A dict is no model\. Give a path, a tf.Graph"):
+    with pytest.raises(UsageError, match=r"A dict is not a model"):
         gq.load({})
-    with pytest.raises(UsageError, match=r"inside of a function\. Give the ConcreteFunction"):
+    with pytest.raises(UsageError, match="Give the ConcreteFunction"):
         gq.load(concrete.graph)
     with pytest.raises(UsageError, match="is empty"):
         gq.load(tf.Graph())
@@ -650,20 +650,20 @@ def test_refusals(tmp_path: Any, samples: Any) -> None:
     for name in ("logits:1", "logits:x", "^logits"):
         with pytest.raises(UsageError, match="The graph has no tensor"):
             gq.load(dense(), outputs=[name])
-    with pytest.raises(UsageError, match="A function says itself what it returns"):
+    with pytest.raises(UsageError, match="Name outputs only for"):
         gq.load(concrete, outputs=["x"])
     with pytest.raises(UsageError, match=r"only a tf\.Graph or a session is given outputs"):
         gq.load(samples / "digits_cnn.pb", outputs=["x"])
     model = gq.load(concrete)
     tensor = ge.get_tensor_by_name(model, f"{model.main.inputs[0]}:0")
     ge.reroute_ts(ge.make_quant_op(model, tensor, "outside", Q8), tensor)
-    with pytest.raises(UsageError, match="stands between the function and its caller"):
+    with pytest.raises(UsageError, match="between the function and its caller"):
         gq.to_tf(model)
     with pytest.raises(UsageError, match=r"made of the ConcreteFunction, in memory.*gq\.to_tf"):
         gq.load(concrete).save(tmp_path / "x.pb")
     with pytest.raises(UsageError, match=r"is in the format onnx\. Only TensorFlow models"):
         gq.to_tf(gq.load(samples / "digits_cnn.onnx"))
-    with pytest.raises(UsageError, match="is a SavedModel, which is more than a graph"):
+    with pytest.raises(UsageError, match=r"is a SavedModel.*tf\.saved_model\.load"):
         gq.to_tf(gq.load(samples / "digits_cnn_saved_model"))
 
 

@@ -44,7 +44,7 @@ class ByHand:
         self.by_use = {
             (use.op, use.slot): insertion
             for insertion in result.inserted
-            if insertion.site.twin is None
+            if insertion.site.clone_of is None
             for use in insertion.site.uses
         }
         self.taken: set[tuple[str, int]] = set()
@@ -272,7 +272,7 @@ def gate_by_hand(tf: Any, result: gq.Result, loaded: Any, x: Array) -> tuple[Arr
         (use.op, use.slot): insertion
         for insertion in result.inserted
         for use in insertion.site.uses
-        if use.graph == name and insertion.site.twin is None
+        if use.graph == name and insertion.site.clone_of is None
     }
     weight = inside.quantized(variables["gate/a" if branch == "true" else "gate/b"], "cond/MatMul", 1)
     y = inside.quantized(y, "cond/MatMul") @ weight

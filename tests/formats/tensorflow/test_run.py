@@ -132,9 +132,9 @@ def test_feeds(tf: Any) -> None:
     model_runner = create_runner(load(SAMPLES / "digits_cnn.pb"))
     with pytest.raises(DataError, match="lacks the model's input 'image'"):
         model_runner.run({})
-    with pytest.raises(DataError, match=r"'imago', which is no input.*Did you mean 'image"):
+    with pytest.raises(DataError, match=r"'imago'.*Did you mean 'image"):
         model_runner.run({"imago": images("digits_cnn")})
-    with pytest.raises(DataError, match=r"shape \(20, 8, 8\), and the model wants \[any, 8, 8, 1\]"):
+    with pytest.raises(DataError, match=r"shape \(20, 8, 8\), but the model needs \[any, 8, 8, 1\]"):
         model_runner.run({"image": images("digits_cnn")[..., 0]})
 
 

@@ -23,7 +23,7 @@ WEIGHTED = {"conv", "depthwise_conv", "matmul"}
 
 def copies(model: gq.Model) -> list[tuple[str, str]]:
     """Return the weighted ops in graphs that only saved functions reach."""
-    live = set(model.live())
+    live = set(model.reachable_graphs())
     reached = [name for name in model.graphs_reachable_from(model.saved) if name not in live]
     return [(name, op.name) for name in reached for op in model.graphs[name].ops() if op.kind in WEIGHTED]
 
@@ -36,14 +36,14 @@ def test_function_clones_of_kws_have_the_same_sites(shared: Path) -> None:
     model = gq.load(shared / "kws/saved_model")
     plan = gq.plan(model, rules=["weight_only"])
     weights = [site for site in plan.sites if site.parameter]
-    by_use = {use: site for site in weights if site.twin is None for use in site.uses}
-    planned = {(use.graph, use.op) for site in weights for use in site.uses if site.twin is not None}
+    by_use = {use: site for site in weights if site.clone_of is None for use in site.uses}
+    planned = {(use.graph, use.op) for site in weights for use in site.uses if site.clone_of is not None}
     assert planned == set(copies(model))
     assert len({graph for graph, _ in planned}) == 18
     clones = FunctionClones(model, Parameters(model))
     for site in weights:
-        if site.twin is not None:
-            assert clones.variable_name(site.tensor) == clones.variable_name(by_use[site.twin].tensor)
+        if site.clone_of is not None:
+            assert clones.variable_name(site.tensor) == clones.variable_name(by_use[site.clone_of].tensor)
 
 
 def test_plan_with_function_clones_round_trip(shared: Path) -> None:
@@ -52,9 +52,9 @@ def test_plan_with_function_clones_round_trip(shared: Path) -> None:
     plan = gq.plan(model, rules=["weight_only"])
     data = plan_to_json(plan)
     assert plan_from_json(data) == plan
-    original_indices = [index for index, site in enumerate(plan.sites) if site.twin is None]
+    original_indices = [index for index, site in enumerate(plan.sites) if site.clone_of is None]
     del data["sites"][original_indices[0]]
-    with pytest.raises(gq.GraphQuantError, match="which has no site of its own"):
+    with pytest.raises(gq.GraphQuantError, match="is invalid: it takes the scale"):
         gq.insert(model, plan=plan_from_json(data))
 
 
@@ -64,12 +64,12 @@ def test_function_clones_share_scales(shared: Path, tmp_path: Path) -> None:
     params_by_use = {
         use: insertion.params
         for insertion in result.inserted
-        if insertion.site.twin is None
+        if insertion.site.clone_of is None
         for use in insertion.site.uses
     }
-    followers = [insertion for insertion in result.inserted if insertion.site.twin is not None]
+    followers = [insertion for insertion in result.inserted if insertion.site.clone_of is not None]
     assert len(followers) > len(params_by_use)
-    assert all(insertion.params is params_by_use[insertion.site.twin] for insertion in followers)
+    assert all(insertion.params is params_by_use[insertion.site.clone_of] for insertion in followers)
     again = gq.load(result.save(tmp_path / "kws"))
     assert summarize_model(again).float_clone_ops == ()
 
@@ -138,7 +138,7 @@ def by_hand(result: gq.Result, folder: Path, x: Array) -> Array:
     ranges = {
         insertion.site.tensor.op: (insertion.params, insertion.site)
         for insertion in result.inserted
-        if insertion.site.twin is None
+        if insertion.site.clone_of is None
     }
 
     def quantized(value: Any, op: str) -> Any:
@@ -274,7 +274,7 @@ def test_gradients_aliases_and_debug_info_are_kept(tmp_path: Path) -> None:
     )
     tf.saved_model.save(net, str(tmp_path / "net"), signatures=net.__call__, options=options)
     result = gq.insert(tmp_path / "net", rules=["weight_only"])
-    assert [insertion.site.uses[0].op for insertion in result.inserted if insertion.site.twin is None] == ["matmul"]
+    assert [insertion.site.uses[0].op for insertion in result.inserted if insertion.site.clone_of is None] == ["matmul"]
     (skip,) = [skip for skip in result.skips if "inner" in skip.tensor.graph]
     assert "calls of its function that pass different weights" in skip.reason
     path = result.save(tmp_path / "quantized")

@@ -114,34 +114,34 @@ def test_a_file_is_not_rewritten(build, sample, tmp_path, cli):
     path = tmp_path / "model.tflite"
     path.write_bytes(places_far_data(build(sample)))
     for command in (["insert", path, "-o", tmp_path / "out.tflite"], ["plan", path]):
-        assert "which can be read, not rewritten. Quantize the TensorFlow model" in cli(*command, code=2).stderr
+        assert "model.tflite is a TFLite model" in cli(*command, code=2).stderr
     assert not (tmp_path / "out.tflite").exists()
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
-        (lambda m: m["subgraphs"][0]["tensors"][0].update(type=("b", 77)), "Tensor 0 has the unknown type 77"),
+        (lambda m: m["subgraphs"][0]["tensors"][0].update(type=("b", 77)), "unknown type 77"),
         (lambda m: m["subgraphs"][0]["tensors"][0].update(shape=np.array([-5], np.int32)), "has the shape [-5]"),
         (lambda m: m["subgraphs"][0]["tensors"][1].update(buffer=("I", 9)), "in buffer 9 of 4"),
         (lambda m: m["subgraphs"][0].update(inputs=np.array([9], np.int32)), "the inputs 9 to 9 are listed"),
-        (lambda m: m["subgraphs"][0].update(inputs=np.array([-1], np.int32)), "one of its inputs is no tensor"),
-        (lambda m: m["subgraphs"][0].update(inputs=np.array([0, 0], np.int32)), "tensor 0, 'x', is made twice"),
+        (lambda m: m["subgraphs"][0].update(inputs=np.array([-1], np.int32)), "one of its inputs"),
+        (lambda m: m["subgraphs"][0].update(inputs=np.array([0, 0], np.int32)), "tensor 0, 'x'"),
         (lambda m: m["subgraphs"][0]["operators"][0].update(opcode_index=("I", 9)), "an op has the code 9 of 3"),
         (
             lambda m: m["subgraphs"][0]["operators"][2]["builtin_options"].update(body_subgraph_index=("i", 2)),
             "WHILE runs graph 2 of 2",
         ),
         (lambda m: m["buffers"][3].update(size=("Q", 1 << 50)), "bytes at 1099511627776 is outside"),
-        (lambda m: m.update(subgraphs=[]), "The file holds no graph"),
+        (lambda m: m.update(subgraphs=[]), "no graph"),
     ],
 )
-def test_inconsistent_files_are_refused(build, sample, change, said):
+def test_inconsistent_files_are_refused(build, sample, change, message):
     """Each inconsistency has its message."""
     change(sample)
-    with pytest.raises(ModelError, match=r"Export|does not read") as error:
-        parse_tflite(build(sample) if "1099511627776" in said else places_far_data(build(sample)))
-    assert said in str(error.value)
+    with pytest.raises(ModelError, match=r"Export|cannot read") as error:
+        parse_tflite(build(sample) if "1099511627776" in message else places_far_data(build(sample)))
+    assert message in str(error.value)
 
 
 def test_a_constant_of_the_wrong_size_is_refused_when_read(build, sample):
@@ -154,7 +154,11 @@ def test_a_constant_of_the_wrong_size_is_refused_when_read(build, sample):
 
 def test_no_tflite_model(tmp_path):
     """An empty file, another kind of file and the name of a folder are refused."""
-    for data, message in ((b"", "The file is empty"), (b"PK\3\4" * 99, "no TFLite model"), (b"ab", "no TFLite model")):
+    for data, message in (
+        (b"", "The file is empty"),
+        (b"PK\3\4" * 99, "not a TFLite model"),
+        (b"ab", "not a TFLite model"),
+    ):
         (tmp_path / "x.tflite").write_bytes(data)
         with pytest.raises(ModelError, match=message):
             gq.load(tmp_path / "x.tflite")
@@ -168,7 +172,7 @@ def test_endlessly_shared_tables_are_refused(build, sample):
     sample["buffers"][3] = {}
     data = build(sample)
     assert len(data) < 60_000
-    with pytest.raises(ModelError, match="refer to each other over and over"):
+    with pytest.raises(ModelError, match="refer to each other"):
         parse_tflite(data)
 
 
@@ -184,8 +188,8 @@ def look(model: gq.Model) -> None:
     summarize_model(model)
     for graph in model.graphs.values():
         for op in graph.ops():
-            if op.value is not None:
-                op.value()
+            if op.read_value is not None:
+                op.read_value()
 
 
 @pytest.mark.parametrize("seed", range(4))
