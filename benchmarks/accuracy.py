@@ -108,7 +108,7 @@ class Row:
         agree = "" if self.agreement is None else f"{self.agreement:.1%}"
         mine = [self.name, f"{self.sqnr['graphquant']:.1f}", agree, f"{self.share:.0%}"]
         others = [f"{self.sqnr[tool]:.1f}" if tool in self.sqnr else "—" for tool in (*THEIRS, "NNCF")]
-        return [*mine, *others, ", ".join(self.missed) or "holds"]
+        return [*mine, *others, ", ".join(self.failures) or "holds"]
 
 
 def models(given: Path, folder: Path, only: Collection[str]) -> Iterator[Case]:
@@ -220,7 +220,7 @@ def searched(model: Path, data: Path, held_out: Path, folder: Path) -> list[str]
     result = gq.insert(model, data=str(data), min_sqnr=WANTED)
     made = result.save(folder / f"searched{''.join(model.suffixes)}", force=True)
     figure = worst(gq.compare(model, made, str(held_out), sites=False))
-    left = [] if result.searched is None else [str(tensor) for tensor in result.searched.left]
+    left = [] if result.search is None else [str(tensor) for tensor in result.search.float_tensors]
     share = in_float(result, made, held_out)[0]
     return [
         f"--min-sqnr {WANTED:g}: {figure:.1f} dB with {share:.0%} in int8; left float: {', '.join(left) or 'nothing'}"
@@ -282,12 +282,12 @@ def main() -> int:
             print(*(f"    {note}" for note in notes), sep="\n", end="\n" * bool(notes), flush=True)
             told += [f"{case.name}: {note}" for note in notes]
         words, missed = keywords(options.models, Path(scratch)) if wants_keywords(options) else ([], False)
-    print("", *words, f"{len(rows)} models, {sum(bool(row.missed) for row in rows)} with a bar missed.", sep="\n")
+    print("", *words, f"{len(rows)} models, {sum(bool(row.failures) for row in rows)} with a bar missed.", sep="\n")
     if options.out:
         body = [[*COLUMNS, "verdict"], ["---"] * (len(COLUMNS) + 1), *(row.cells() for row in rows)]
         table = "\n".join(f"| {' | '.join(cells)} |" for cells in body)
         options.out.write_text(f"{table}\n\n" + "\n".join(f"* {one}" for one in [*told, *words]) + "\n", "utf-8")
-    return int(missed or any(row.missed for row in rows))
+    return int(missed or any(row.failures for row in rows))
 
 
 def wants_keywords(options: argparse.Namespace) -> bool:

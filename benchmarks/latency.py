@@ -86,7 +86,7 @@ class Row:
 
     def shown(self) -> list[str]:
         """The line of the table."""
-        verdict, took = "MISSED" if self.missed else "", f"{self.milliseconds:.3f}" if self.milliseconds else NONE
+        verdict, took = "MISSED" if self.failures else "", f"{self.milliseconds:.3f}" if self.milliseconds else NONE
         return [self.name, took, *(self.cells[kind] for kind in KINDS), self.sites, verdict]
 
     def judge(self, kind: str, start: Start, plain: Start, samples: int = 1) -> None:
@@ -94,11 +94,11 @@ class Row:
         found = timed(start, plain)
         self.cells[kind] = f"{found.median:.2f} ({found.low:.2f} to {found.high:.2f})"
         self.milliseconds = 1000 * found.second_seconds / samples
-        self.missed |= kind == "optimized" and found.low > 1
+        self.failures |= kind == "optimized" and found.low > 1
 
     def optimized(self, made: gq.Result, start: Callable[[], Start], plain: Start, samples: int = 1) -> None:
         """Times what was optimized, unless it is the float model itself."""
-        left = len(made.timed.left) if made.timed else 0
+        left = len(made.latency.left) if made.latency else 0
         self.sites = f"{len(made.inserted)} of {len(made.inserted) + left}"
         if made.inserted:
             self.judge("optimized", start(), plain, samples)
@@ -241,7 +241,7 @@ def show(rows: list[Row], out: Path | None) -> int:
     body = [list(COLUMNS), ["---"] * len(COLUMNS), *(row.shown() for row in rows)]
     table = "\n".join(f"| {' | '.join(cells)} |" for cells in body) + "\n"
     print(table)
-    missed = sum(row.missed for row in rows)
+    missed = sum(row.failures for row in rows)
     print(f"{len(rows)} rows, {missed} with the bar missed.")
     if out is not None:
         out.write_text(table, "utf-8")

@@ -61,10 +61,15 @@ MODELS = {
     "odd/taxi_tfma_saved_model": "random:16",
 }
 
-KEYS: dict[str, str] = {}
+KEYS: dict[str, str] = {"corrections": "algorithms", "absorbed": "fused", "twin": "clone_of"}
 """Keys of the plan that were renamed, old to new."""
 
-VALUES: dict[str, str] = {}
+VALUES: dict[str, str] = {
+    "equalization": "cross-layer-equalization",
+    "migration": "smoothquant",
+    "error-compensation": "gptq",
+    "adaptive-rounding": "adaround",
+}
 """Values of the plan that were renamed, old to new."""
 
 IGNORED = frozenset({"schema", "reason", "message", "why", "digest", "detail", "code"})

@@ -82,7 +82,7 @@ def graphquant_stages(path: Path, out: Path) -> dict[str, float]:
     from graphquant.ir import check_invariants
     from graphquant.numerics import Range
     from graphquant.observers import Sketch
-    from graphquant.quantize import PlanOptions, make_plan, prepare, solve_scales
+    from graphquant.quantize import SiteSelection, make_plan, prepare, solve_scales
     from graphquant.quantize.rewrite import rewrite
     from graphquant.rules import load_ruleset
 
@@ -94,7 +94,7 @@ def graphquant_stages(path: Path, out: Path) -> dict[str, float]:
     check_invariants(model, "load")
     marks.append(time.thread_time())
     prepared, steps = prepare(model, rules.prepare)
-    plan = make_plan(prepared, rules, PlanOptions(family="onnx-qdq"), steps=steps)
+    plan = make_plan(prepared, rules, SiteSelection(family="onnx-qdq"), steps=steps)
     marks.append(time.thread_time())
     sketches = {site.tensor: Sketch(seen.low, seen.high, 1) for site in plan.sites}
     changed, inserted = rewrite(prepared, plan, solve_scales(prepared, plan, sketches).params)

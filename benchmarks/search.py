@@ -96,7 +96,7 @@ def every(folder: Path) -> float:
     np.savez(folder / "data.npz", x=x.astype(np.float32))
     for name in NETS:
         path = small(name, folder / "net.onnx")
-        first = gq.insert(path, data=str(folder / "data.npz"), min_sqnr=0.1).searched.tried
+        first = gq.insert(path, data=str(folder / "data.npz"), min_sqnr=0.1).search.search_validation
         plain = min(one.sqnr_lower_bound for one in first.comparison.outputs)
         for more in (1, 2, 3, 5, 8):
             tried = Every()
@@ -186,13 +186,13 @@ def unseen(models: Path, folder: Path, draws: range, only: list[str]) -> int:
         for draw, bound in product(draws if not only or case.name in only else (), case.bounds):
             seen, others = case.draw(draw, folder)
             result = gq.insert(case.path, data=str(seen), **bound)
-            (option, wanted), found = next(iter(bound.items())), result.searched
+            (option, wanted), found = next(iter(bound.items())), result.search
             figures = gq.compare(case.path, result.model, str(others), sites=False).outputs
             worst, here = (
                 min(beyond(one, option, wanted) for one in some) for some in (figures, found.tried.comparison.outputs)
             )
-            shown = found.met and result.check is not None and not result.check.missed
-            said = "yes" if shown else ("not surely" if result.check and not result.check.missed else "no")
+            shown = found.met and result.validation is not None and not result.validation.failures
+            said = "yes" if shown else ("not surely" if result.validation and not result.validation.failures else "no")
             met, broken = met + shown, broken + (shown and worst < 0)
             cells = f"{said} | {here:+.3g} | {100 * found.found.cost:.0f}% | {worst:+.3g}"
             print(f"| {case.name} | {option} {wanted:g} | {draw} | {cells} |", flush=True)

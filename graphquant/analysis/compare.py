@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from graphquant import formats
 from graphquant.analysis.comparison import (
     Comparison,
     ErrorSums,
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
     from graphquant.calibration.calibrate import RunFootprint
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds, InputSpec, Runner
-    from graphquant.ir import TensorRef
+    from graphquant.ir import Model, TensorRef
     from graphquant.numerics import Array
 
     ObservedTensors = Mapping[TensorRef, list[Array]]
@@ -417,3 +420,27 @@ class ModelPairRunner:
         )
         self._pending.clear()
         self._pending_values = 0
+
+
+def reference_runner(float_model: Model, sites: ComparedSites | None, runner: Runner) -> Runner | None:
+    """Return a runner of the float model as `sites` refers to it, or None without sites.
+
+    This is `runner` itself unless the sites refer to a prepared copy of the model.
+    """
+    if sites is None:
+        return None
+    if sites.float_model is float_model:
+        return runner
+    return formats.format_module(float_model.format).create_runner(sites.float_model)
+
+
+def with_sensitivity(comparison: Comparison, sqnr_of: Callable[[str, str], float | None]) -> Comparison:
+    """Return the comparison with the sensitivity of each quantized tensor, the most sensitive first.
+
+    Args:
+        comparison: The comparison.
+        sqnr_of: Returns the SQNR in dB of the worst output if only this op, given by graph and name, quantizes.
+    """
+    sites = [replace(site, sensitivity=sqnr_of(site.graph, site.op)) for site in comparison.sites]
+    sites.sort(key=lambda site: math.inf if site.sensitivity is None else site.sensitivity)
+    return replace(comparison, sites=tuple(sites))

@@ -1,4 +1,4 @@
-"""The public verbs, each a story of a few lines: load, plan, calibrate, insert, compare, explain, inspect, save."""
+"""The public functions, one module for each."""
 
 from graphquant.api.calibrate import calibrate, merge_stats
 from graphquant.api.compare import compare
@@ -6,13 +6,11 @@ from graphquant.api.diff import align_preparation, diff, plan_or_none
 from graphquant.api.insert import insert
 from graphquant.api.inspect import check, check_data, explain, inspect_stats
 from graphquant.api.models import load, save
-from graphquant.api.options import Progress
 from graphquant.api.plan import plan, prepare_for_plan
 from graphquant.api.result import Result, to_tf
 from graphquant.api.strip import Proof, StripResult, prove_stripped, strip
 
 __all__ = [
-    "Progress",
     "Proof",
     "Result",
     "StripResult",

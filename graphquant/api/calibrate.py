@@ -1,4 +1,4 @@
-"""Running on data: statistics, alone and merged."""
+"""Calibration: statistics of a model on data, and their merging."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
 from graphquant.api.models import as_model
-from graphquant.api.options import stage_progress
+from graphquant.api.options import CalibrateOptions, PlanOptions, resolve_options, takes_options
 from graphquant.api.plan import prepare_and_plan
 from graphquant.calibration import (
     Stats,
+    all_float_targets,
+    collect_stats,
     combine_stats,
     estimate_footprint,
     finest_histogram_bits,
@@ -19,84 +21,77 @@ from graphquant.calibration import (
     plan_targets,
     preserved_fingerprints,
 )
-from graphquant.calibration import all_float_targets as _everything
-from graphquant.calibration import collect_stats as _calibrate
 from graphquant.errors import DataError, UsageError
+from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphquant.api.options import NameOrNames, Progress
+    from graphquant.api.options import PlanSource, StatsSource
     from graphquant.calibration import ObservationTargets
     from graphquant.calibration.data import Dataset
     from graphquant.ir import Model
     from graphquant.quantize import Plan
+    from graphquant.utils.progress import Progress
 
 
+@takes_options(CalibrateOptions)
 def calibrate(
     model: Model | str | Path,
-    plan: Plan | str | Path | None = None,
+    plan: PlanSource | None = None,
     data: str | Dataset | None = None,
+    options: CalibrateOptions | None = None,
     *,
-    rules: NameOrNames = (),
-    everything: bool = False,
-    full: bool = True,
-    samples: int | None = None,
-    shard: tuple[int, int] = (1, 1),
-    max_memory: int | None = None,
     partial_stats: Stats | None = None,
     should_stop: Callable[[], bool] | None = None,
     progress: Progress | None = None,
+    **values: Any,
 ) -> Stats:
-    """Runs the model on samples and keeps the statistics of each tensor that a plan needs, or of every float tensor.
+    """Run the model on data and collect statistics of each tensor that a plan needs, or of each float tensor.
 
     Args:
-        model: A model, or the path of one.
-        plan: The plan, or the path of one; by default the one that the rules make.
+        model: A model, or its path.
+        plan: A plan, or its path; by default the plan of the rules.
         data: A calibration data spec, or opened data.
-        rules: Names, paths or texts of rule files, where no plan is given; by default the format's own.
-        everything: Observe every float tensor of the model, so that the statistics serve other rules too.
-        full: Keep histograms also where no observer of the plan reads them, so that other methods can.
-        samples: Use only that many samples.
-        shard: Which of how many parts of the data to run, counted from 1.
-        max_memory: Bytes that observed values may take; by default half of what is free.
-        partial_stats: What an earlier call for the same found before it was stopped, to go on from.
-        should_stop: Asked after each block of samples whether to end with what there is.
-        progress: Is told how far the work is.
+        options: The options, in place of keyword arguments.
+        partial_stats: Statistics of an interrupted call with the same arguments, to continue.
+        should_stop: Called after each block of samples; calibration ends when it returns True.
+        progress: Progress callback.
+        values: The options as keyword arguments.
 
     Raises:
-        DataError: The data does not fit the model, or `partial_stats` is of something else.
+        DataError: The data does not fit the model, or `partial_stats` belongs to other arguments.
         MissingDependencyError: The model's framework is not installed.
         ModelError: The model cannot be read, prepared or run.
         RuleError: A rule file has mistakes.
-        UsageError: The plan is of another model, or no data was named.
+        UsageError: The plan belongs to another model, an option is invalid, or there is no data.
     """
+    settings = resolve_options(CalibrateOptions, options, values)
     if data is None:
-        raise UsageError("There is no data to calibrate with. Give an .npz file, or random:8 to try things out.")
+        raise UsageError("There is no calibration data. Pass an .npz file, or random:8 for a test.")
     source = as_model(model)
-    prepared, resolved_plan = prepare_and_plan(source, plan, rules, (), (), None)
-    if everything:
-        prepared, targets = source, _everything(source, finest_histogram_bits(resolved_plan))
+    prepared, resolved_plan = prepare_and_plan(source, PlanOptions(rules=settings.rules), plan)
+    if settings.everything:
+        prepared, targets = source, all_float_targets(source, finest_histogram_bits(resolved_plan))
     else:
-        targets = plan_targets(
-            prepared, resolved_plan, full_histograms=full, overrides=preserved_fingerprints(source, prepared)
-        )
+        fingerprints = preserved_fingerprints(source, prepared)
+        targets = plan_targets(prepared, resolved_plan, full_histograms=settings.full, overrides=fingerprints)
     return run_calibration(
         prepared,
         targets,
         data,
-        samples,
+        settings.samples,
         progress,
-        model=source.digest,
-        shard=shard,
-        max_memory=max_memory,
-        before=partial_stats,
-        stop=should_stop,
+        model_digest=source.digest,
+        shard=settings.shard,
+        max_memory=settings.max_memory,
+        resume_from=partial_stats,
+        should_stop=should_stop,
     )
 
 
-def resolve_stats(stats: Stats | str | Path) -> Stats:
-    """The statistics that are given, or in the file at a path.
+def resolve_stats(stats: StatsSource) -> Stats:
+    """Return the statistics, loaded from their file if `stats` is a path.
 
     Raises:
         DataError: The file cannot be read.
@@ -104,23 +99,23 @@ def resolve_stats(stats: Stats | str | Path) -> Stats:
     return stats if isinstance(stats, Stats) else load_stats(Path(stats))
 
 
-def merge_stats(stats_list: Sequence[Stats | str | Path]) -> Stats:
-    """The statistics of all `stats_list`, or of the files at these paths, together.
+def merge_stats(stats_list: Sequence[StatsSource]) -> Stats:
+    """Merge statistics of several shards, given as objects or paths.
 
     Raises:
-        DataError: A file cannot be read, or they are of different models or tensors, or count samples twice.
-        UsageError: There are none.
+        DataError: A file cannot be read; or the statistics belong to different models or tensors, or share samples.
+        UsageError: The list is empty.
     """
     merged: Stats | None = None
     for stats in stats_list:
-        loaded_stats = resolve_stats(stats)
+        loaded = resolve_stats(stats)
         try:
-            merged = loaded_stats if merged is None else combine_stats([merged, loaded_stats])
+            merged = loaded if merged is None else combine_stats([merged, loaded])
         except DataError as error:
-            prefix = f"{stats} does not go with those before it. " if isinstance(stats, str | Path) else ""
+            prefix = f"{stats} cannot be merged with the files before it. " if isinstance(stats, str | Path) else ""
             raise DataError(f"{prefix}{error}") from error
     if merged is None:
-        raise UsageError("There are no statistics to merge. Give two or more.")
+        raise UsageError("There are no statistics to merge. Pass two or more statistics files.")
     return merged
 
 
@@ -132,21 +127,20 @@ def run_calibration(
     progress: Progress | None,
     **options: Any,
 ) -> Stats:
-    """Runs the data through the model; `options` are those of `graphquant.calibration.calibrate`."""
+    """Run the data through the model; `options` are those of `graphquant.calibration.collect_stats`."""
     from graphquant.calibration.data import open_data
 
     runner = formats.format_module(prepared.format).create_runner(prepared)
     batches = (
         open_data(data, runner.inputs, samples=samples, check_in_background=True) if isinstance(data, str) else data
     )
-    load = estimate_footprint(prepared, batch_independent=runner.batch_independent)
-    return _calibrate(
-        targets, runner, batches, footprint=load, progress=stage_progress(progress, "calibrating"), **options
-    )
+    footprint = estimate_footprint(prepared, batch_independent=runner.batch_independent)
+    report = stage_progress(progress, "calibrating")
+    return collect_stats(targets, runner, batches, footprint=footprint, progress=report, **options)
 
 
 def calibrate_command_line(source: Model, resolved_plan: Plan, plan: object) -> str:
-    """The command whose statistics serve the plan `resolved_plan`; any rules' may not serve one that was given."""
+    """Return the command that collects the statistics for a plan; of all tensors if no rules were the source of it."""
     model_path = shlex.quote(str(source.path or "MODEL"))
-    rule_options = "".join(f" --rules {shlex.quote(name)}" for name in resolved_plan.rules)
-    return f"graphquant calibrate {model_path} --data SPEC{rule_options}{' --all' if plan else ''} -o stats.gqs"
+    rules = "".join(f" --rules {shlex.quote(name)}" for name in resolved_plan.rules)
+    return f"graphquant calibrate {model_path} --data SPEC{rules}{' --all' if plan else ''} -o stats.gqs"

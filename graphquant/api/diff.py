@@ -1,4 +1,4 @@
-"""Two models, or two plans, beside each other; nothing is run."""
+"""Structural comparison of two models or two plans, without running them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 
 PREPARED_FORMATS = ("onnx", "tensorflow")
-"""The formats whose models say how they were prepared."""
+"""Formats whose models record their preparation."""
 
 PLAN_MARKER = '"schema"'
-"""What the start of a plan's file has, and that of a model in JSON has not."""
+"""Text near the start of each plan file, which ONNX models in JSON do not have."""
 
 
 def diff(
     first: Model | Plan | str | Path, second: Model | Plan | str | Path, *, quantization: bool = True
 ) -> Differences:
-    """What differs between two models, or two plans.
+    """Return the differences between two models, or two plans.
 
     Args:
-        first: The first, or its path.
-        second: The second, or its path.
-        quantization: Tell what differs in quantization too.
+        first: The first model or plan, or its path.
+        second: The second model or plan, or its path.
+        quantization: If True, include differences in quantization.
 
     Raises:
         ModelError: A model cannot be read.
-        UsageError: One is a model and the other a plan, or they are models of two formats.
+        UsageError: A model and a plan are mixed, or the models have different formats.
     """
     from graphquant.analysis import diff_models, diff_plans
 
@@ -45,39 +45,36 @@ def diff(
     if plans[0] is not None and plans[1] is not None:
         return diff_plans(plans[0], plans[1])
     if plans != [None, None]:
-        raise UsageError("One of the two is a plan and the other a model. Compare models, or plans.")
+        raise UsageError("A plan cannot be compared with a model. Pass two models, or two plans.")
     before, after, steps = align_preparation(as_model(first), as_model(second))
     differences = diff_models(before, after, quantization=quantization)
-    return replace(differences, changes=(_preparation_change(steps), *differences.changes)) if steps else differences
+    if not steps:
+        return differences
+    message = f"{steps}; the other changes are relative to the prepared model"
+    preparation = ModelChange(kind="model", location="preparation", message=message)
+    return replace(differences, changes=(preparation, *differences.changes))
 
 
 def align_preparation(before: Model, after: Model) -> tuple[Model, Model, str]:
-    """Two models, the first prepared as the second says if that was made of it, and the steps of that.
+    """Prepare the first model like the second, if the second was quantized from it; return both and the steps.
 
     Raises:
-        ModelError: The opset cannot be raised.
+        ModelError: The opset cannot be upgraded.
     """
     steps = _recorded_steps(before, after)
     return (prepare_with_steps(before, steps, after.opset) if steps else before), after, steps
 
 
 def _recorded_steps(before: Model, after: Model) -> str:
-    """How `after` says that it was prepared, if it says that it was made of `before`; else ""."""
+    """Return the preparation steps that `after` records, or "" if it was not quantized from `before`."""
     if after.format != before.format or after.format not in PREPARED_FORMATS:
         return ""
     provenance = formats.format_module(after.format).read_metadata(after)
     return provenance.get("steps", "") if provenance.get("source") == before.digest else ""
 
 
-def _preparation_change(steps: str) -> ModelChange:
-    """What tells that one model is held beside the other as it was prepared."""
-    return ModelChange(
-        kind="model", location="preparation", message=f"{steps}; what follows is beside the prepared model"
-    )
-
-
 def plan_or_none(source: object) -> Plan | None:
-    """The plan that is given, or that is at a path; None for a model."""
+    """Return the plan, read from its file if `source` is a path, or None for a model."""
     if isinstance(source, str | Path) and Path(source).suffix == ".json" and Path(source).is_file():
         with Path(source).open("rb") as file:
             start = file.read(64).decode(errors="replace")

@@ -1,10 +1,10 @@
-"""What is in a model, in statistics and in data, and why; nothing is changed."""
+"""Inspection without changes: explanations, checks of models and data, and reports on statistics."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from graphquant import formats
 from graphquant.analysis import (
@@ -12,14 +12,15 @@ from graphquant.analysis import (
     ExplanationReport,
     backend_of_rules,
     explain_quantized,
+    explain_uses,
     predict_verdicts,
     range_report,
 )
-from graphquant.analysis import explain_uses as _explain
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.api.calibrate import calibrate_command_line, resolve_stats, run_calibration
 from graphquant.api.models import as_model
-from graphquant.api.plan import parse_selection, plan_with_rules, prepare_for_plan, resolve_ruleset
+from graphquant.api.options import ExplainOptions, resolve_options, takes_options
+from graphquant.api.plan import plan_with_rules, prepare_for_plan, resolve_ruleset, select_sites
 from graphquant.calibration import Stats, plan_targets, preserved_fingerprints, select_stats
 from graphquant.errors import RuleError, UsageError
 from graphquant.ir import QUANTIZATION_KINDS
@@ -28,191 +29,161 @@ from graphquant.rules import RuleMatcher, RuleSet, load_ruleset
 
 if TYPE_CHECKING:
     from graphquant.analysis.range_report import RangeReport
-    from graphquant.api.options import NameOrNames
+    from graphquant.api.options import NameOrNames, StatsSource
     from graphquant.backends import CheckReport
     from graphquant.calibration.data.check import DataReport
     from graphquant.ir import Model
+    from graphquant.quantize import Solution
 
 
-def explain(
-    model: Model,
-    name: str,
-    *,
-    rules: NameOrNames = (),
-    plan: Plan | str | Path | None = None,
-    data: str | None = None,
-    stats: Stats | str | Path | None = None,
-    backend: str | None = None,
-) -> ExplanationReport:
-    """For each use of the tensor or op `name`, the rules in order and why each did or did not apply.
+@takes_options(ExplainOptions)
+def explain(model: Model, name: str, options: ExplainOptions | None = None, /, **values: Any) -> ExplanationReport:
+    """Explain each use of a tensor or op: the rules in order, and the reason why each does or does not apply.
 
-    Of a model that is quantized already it tells what is in it instead, unless rules, data or statistics are given.
+    A model that is quantized already is described as it is, unless rules, a plan, data or statistics are given.
 
     Args:
         model: The model.
-        name: The name of a tensor or an op.
-        rules: Names, paths or texts of rule files, the first that matches wins; by default the format's own.
-        plan: A plan, or the path of one, instead of rules: edited, searched for, or narrowed by options.
-        data: A calibration data spec; with it, or `stats`, scales are explained too.
-        stats: Statistics from `calibrate`, or the path of a file of them.
-        backend: What is to run the model; by default what the rules are for.
+        name: Name of a tensor or op.
+        options: The options, in place of keyword arguments.
+        values: The options as keyword arguments.
 
     Raises:
-        DataError: The data does not fit the model, or the statistics lack what the plan needs.
+        DataError: The data does not fit the model, or the statistics lack tensors of the plan.
         ModelError: The model cannot be prepared or run.
-        UsageError: Nothing float is called that, there is no such backend, or the plan is of another model.
+        UsageError: No float tensor or op has this name, there is no such backend, the plan belongs to another model,
+            or an option is invalid.
     """
-    requested_plan = plan if plan is None or isinstance(plan, Plan) else read_plan(Path(plan))
-    ruleset, omitted_reason = (
-        (resolve_ruleset(model, rules), "") if requested_plan is None else _ruleset_of_plan(requested_plan)
-    )
-    target_backend = backend or backend_of_rules(model, ruleset.files)
-    if requested_plan is None and not rules and data is None and stats is None and _is_quantized(model):
+    settings = resolve_options(ExplainOptions, options, values)
+    plan = settings.plan if settings.plan is None or isinstance(settings.plan, Plan) else read_plan(Path(settings.plan))
+    ruleset, omitted_reason = (resolve_ruleset(model, settings.rules), "") if plan is None else _ruleset_of_plan(plan)
+    backend = settings.backend or backend_of_rules(model, ruleset.files)
+    has_data = settings.data is not None or settings.stats is not None
+    if plan is None and not settings.rules and not has_data and _is_quantized(model):
         uses = explain_quantized(model, name)
-        verdicts = predict_verdicts(model, target_backend, uses) if target_backend else ()
-        return ExplanationReport(uses=uses, verdicts=verdicts, backend=target_backend, already_quantized=True)
-    if requested_plan is not None:
-        prepared, resolved_plan = prepare_for_plan(model, requested_plan), requested_plan
+        verdicts = predict_verdicts(model, backend, uses) if backend else ()
+        return ExplanationReport(uses=uses, verdicts=verdicts, backend=backend, already_quantized=True)
+    if plan is not None:
+        prepared = prepare_for_plan(model, plan)
     else:
-        prepared, resolved_plan = plan_with_rules(model, ruleset, parse_selection(model, (), (), None))
-    matcher, solution = RuleMatcher(prepared, ruleset), None
-    if data is not None or stats is not None:
-        calibration_stats = None if stats is None else resolve_stats(stats)
-        targets = plan_targets(
-            prepared, resolved_plan, full_histograms=False, overrides=preserved_fingerprints(model, prepared)
-        )
-        if calibration_stats is not None:
-            calibration_stats = select_stats(
-                calibration_stats, targets, model.digest, calibrate_command_line(model, resolved_plan, plan)
-            )
-        elif data is not None:
-            calibration_stats = run_calibration(prepared, targets, data, None, None, model=model.digest)
-        solution = (
-            solve_scales(prepared, resolved_plan, calibration_stats.sketches, calibration_stats.unobservable)
-            if calibration_stats is not None
-            else None
-        )
-    uses = _explain(matcher, resolved_plan, name, solution)
-    verdicts = predict_verdicts(prepared, target_backend, uses, resolved_plan, solution) if target_backend else ()
+        prepared, plan = plan_with_rules(model, ruleset, select_sites(model))
+    solution = _solve_with_data(model, prepared, plan, settings) if has_data else None
+    uses = explain_uses(RuleMatcher(prepared, ruleset), plan, name, solution)
+    verdicts = predict_verdicts(prepared, backend, uses, plan, solution) if backend else ()
     return ExplanationReport(
         uses=uses,
         verdicts=verdicts,
-        backend=target_backend,
+        backend=backend,
         placeholder_ranges=solution is None,
         omitted_reason=omitted_reason,
     )
 
 
+def _solve_with_data(model: Model, prepared: Model, plan: Plan, settings: ExplainOptions) -> Solution:
+    """Solve the scales of a plan with statistics, or with data."""
+    targets = plan_targets(prepared, plan, full_histograms=False, overrides=preserved_fingerprints(model, prepared))
+    if settings.stats is not None:
+        stats = resolve_stats(settings.stats)
+        stats = select_stats(stats, targets, model.digest, calibrate_command_line(model, plan, settings.plan))
+    else:
+        stats = run_calibration(prepared, targets, settings.data or "", None, None, model_digest=model.digest)
+    return solve_scales(prepared, plan, stats.sketches, stats.unobservable)
+
+
 def _ruleset_of_plan(plan: Plan) -> tuple[RuleSet, str]:
-    """The rules that a plan was made by; none where they are not at hand any more, and why."""
+    """Return the rules of a plan; if they are not available, an empty rule set and the reason."""
     empty_ruleset = replace(NO_RULES, files=plan.rules)
     try:
         ruleset = load_ruleset(plan.rules)
     except (RuleError, UsageError) as error:
-        return empty_ruleset, f"Which rules came close cannot be told, since those of the plan are not at hand. {error}"
+        return empty_ruleset, f"Other rules are not listed, because the rule files of the plan cannot be read. {error}"
     if plan.digest not in {"", ruleset.digest}:
-        return (
-            empty_ruleset,
-            "Which rules came close cannot be told, since those of the plan have changed since it was made.",
-        )
+        return empty_ruleset, "Other rules are not listed, because the rule files changed after the plan was created."
     return ruleset, ""
 
 
 def _is_quantized(model: Model) -> bool:
-    """Whether quantization ops are in the graphs that run."""
     graphs = [model.graphs[name] for name in model.reachable_graphs()]
     return any(op.kind in QUANTIZATION_KINDS for graph in graphs for op in graph.ops())
 
 
-def check(
-    model: Model | str | Path, *, backend: str | None = None, stats: Stats | str | Path | None = None
-) -> CheckReport:
-    """What is probably wrong with a quantized model, and how `backend` will run each of its ops; nothing is run.
+def check(model: Model | str | Path, *, backend: str | None = None, stats: StatsSource | None = None) -> CheckReport:
+    """Find probable mistakes in a quantized model, and predict how a backend runs each op, without running it.
 
     Args:
-        model: A model, or the path of one.
-        backend: What is to run it.
-        stats: Statistics, or the path of a file of them, of the model before it was quantized: they tell which
-            quantizations no sample reaches.
+        model: A model, or its path.
+        backend: The backend, or None for mistakes alone.
+        stats: Statistics of the float model, or their path. They show quantizations that no sample reaches.
 
     Raises:
-        DataError: The statistics cannot be read, or are of none of the tensors that are quantized.
+        DataError: The statistics cannot be read, or contain none of the quantized tensors.
         ModelError: The model cannot be read.
-        UsageError: There is no such backend, or it does not run models of this format.
+        UsageError: There is no such backend, or it does not run this format.
     """
-    from graphquant.backends import check_quantized_model as _check
+    from graphquant.backends import check_quantized_model
 
-    return _check(as_model(model), backend, None if stats is None else resolve_stats(stats))
+    return check_quantized_model(as_model(model), backend, None if stats is None else resolve_stats(stats))
 
 
 def check_data(model: Model | str | Path, data: str, *, samples: int | None = None) -> DataReport:
-    """The data that a spec names beside the model's inputs, and what is probably wrong with it; nothing is run.
+    """Compare data with the inputs of a model and find probable mistakes, without running the model.
 
     Raises:
         DataError: The data cannot be read, or does not fit the model.
         MissingDependencyError: A package that this kind of data needs is not installed.
         ModelError: The model cannot be read.
-        UsageError: It is a TFLite model.
+        UsageError: The model is a TFLite model.
     """
     from graphquant.calibration.data import open_data
-    from graphquant.calibration.data.check import check_dataset as _check_data
+    from graphquant.calibration.data.check import check_dataset
 
     source = as_model(model)
     if source.format == "tflite":
-        raise UsageError(f"{source.path} is a TFLite model, which is not run. Give the model that it was made from.")
+        raise UsageError(
+            f"{source.path} is a TFLite model, which cannot be run. Pass the model from which it was converted."
+        )
     inputs = formats.format_module(source.format).input_specs(source)
-    return _check_data(open_data(data, inputs, samples=samples, require_finite=False), inputs)
+    return check_dataset(open_data(data, inputs, samples=samples, require_finite=False), inputs)
 
 
 def inspect_stats(
-    stats: Stats | str | Path,
+    stats: StatsSource,
     model: Model | str | Path | None = None,
     *,
     rules: NameOrNames = (),
     compare_methods: bool = False,
 ) -> RangeReport:
-    """What statistics hold, and which range the tensors of `model` get from them, at what cost.
+    """Report statistics, and the ranges and errors that the tensors of a model get from them.
 
     Args:
-        stats: Statistics, or the path of their file.
-        model: The model that they are of, or one that insert made from it, which is taken as it is.
-        rules: Names, paths or texts of rule files, which plan for the model; by default the format's own.
-        compare_methods: Find out what other methods would pick, which takes some 50 ms a tensor.
+        stats: Statistics, or their path.
+        model: The model of the statistics, or a model that was quantized from it.
+        rules: Rule files for the plan; by default those of the model's format.
+        compare_methods: If True, also compute the ranges of the other methods, which takes about 50 ms per tensor.
 
     Raises:
-        DataError: The file cannot be read, is of another model, or lacks tensors of the plan.
+        DataError: The file cannot be read, belongs to another model, or lacks tensors of the plan.
         ModelError: The model cannot be read or prepared.
         RuleError: A rule file has mistakes.
-        UsageError: It is a TFLite model.
+        UsageError: The model is a TFLite model.
     """
     path = None if isinstance(stats, Stats) else Path(stats)
-    loaded_stats = resolve_stats(stats)
+    loaded = resolve_stats(stats)
     if model is None:
-        return range_report.stats_range_report(loaded_stats, path)
+        return range_report.stats_range_report(loaded, path)
     source = as_model(model)
     if source.format != "tflite" and not rules:
         summary = summarize_model(source)
-        if any(
-            quantization_op.rule or source.digest != loaded_stats.model_digest
-            for quantization_op in summary.quantization_ops
-        ):
-            return range_report.model_range_report(summary, loaded_stats, path, compare_methods=compare_methods)
-    ruleset = resolve_ruleset(source, rules)
-    prepared, resolved_plan = plan_with_rules(source, ruleset, parse_selection(source, (), (), None))
+        # A model that graphquant quantized has its ranges in the graph, and a plan for it would be empty.
+        if any(op.rule or source.digest != loaded.model_digest for op in summary.quantization_ops):
+            return range_report.model_range_report(summary, loaded, path, compare_methods=compare_methods)
+    prepared, plan = plan_with_rules(source, resolve_ruleset(source, rules), select_sites(source))
     fingerprints = preserved_fingerprints(source, prepared)
-    targets = plan_targets(prepared, resolved_plan, full_histograms=False, overrides=fingerprints)
-    needed = select_stats(loaded_stats, targets, source.digest, calibrate_command_line(source, resolved_plan, None))
-    solution = solve_scales(prepared, resolved_plan, needed.sketches, needed.unobservable)
-    sketches = {
-        **range_report.sketches_of_fixed_ranges(loaded_stats, prepared, resolved_plan, fingerprints),
-        **needed.sketches,
-    }
+    targets = plan_targets(prepared, plan, full_histograms=False, overrides=fingerprints)
+    needed = select_stats(loaded, targets, source.digest, calibrate_command_line(source, plan, None))
+    solution = solve_scales(prepared, plan, needed.sketches, needed.unobservable)
+    fixed = range_report.sketches_of_fixed_ranges(loaded, prepared, plan, fingerprints)
+    name = str(source.path or "the model")
     return range_report.plan_range_report(
-        resolved_plan,
-        solution,
-        sketches,
-        loaded_stats,
-        path,
-        str(source.path or "the model"),
-        compare_methods=compare_methods,
+        plan, solution, {**fixed, **needed.sketches}, loaded, path, name, compare_methods=compare_methods
     )

@@ -7,19 +7,19 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from graphquant import formats
-from graphquant.api.options import stage_progress
 from graphquant.api.search import insertions_by_site, replace_sites
+from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from graphquant.api.options import Progress
     from graphquant.calibration.data import Dataset
     from graphquant.formats import Feeds
     from graphquant.ir import Model, TensorRef
     from graphquant.optimize import LatencyProfile, TimeRatio
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
+    from graphquant.utils.progress import Progress
 
     FloatSites = tuple[int, ...]
     MakeModel = Callable[[Plan], tuple[Model, Sequence[InsertedPair]]]

@@ -1,4 +1,4 @@
-"""Models come in and go out: load and save."""
+"""Loading and saving of models, and checks of output paths before any work is done."""
 
 from __future__ import annotations
 
@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-# Where a result may be written: names by default, and what is refused before any work is done.
-
-
 def default_output(path: Path) -> Path:
-    """`model.onnx` to `model.quant.onnx`, the SavedModel `net/` to `net.quant/`, and `net.keras` to `net.quant/`."""
+    """Return the default output: `model.quant.onnx` for `model.onnx`, `net.quant/` for `net/` and `net.keras`."""
     if path.suffix in formats.KERAS_SUFFIXES:
         return path.with_suffix(".quant")
     if path.is_dir():
@@ -29,10 +26,10 @@ def default_output(path: Path) -> Path:
 
 
 def check_model_output(path: Path, source: Path | None, model_format: str, *, force: bool = False) -> None:
-    """Refuses an output that the model at `source`, of format `model_format`, cannot be written to, before any work is done.
+    """Reject an output to which the model at `source`, of format `model_format`, cannot be written.
 
     Raises:
-        UsageError: The name is not one of that format's, or what `check_output` says.
+        UsageError: The suffix belongs to another format, or `check_output` rejects the path.
     """
     is_keras = source is not None and source.suffix in formats.KERAS_SUFFIXES
     is_folder = is_keras or (source is not None and source.is_dir())
@@ -44,83 +41,84 @@ def check_model_output(path: Path, source: Path | None, model_format: str, *, fo
     ]
     if is_keras and path.suffix in formats.KERAS_SUFFIXES:
         raise UsageError(
-            f"{path} is named like a Keras file, which holds layers and no ops. The result is a SavedModel: give the"
-            f" name of a folder, {path.with_suffix('')}; keras.layers.TFSMLayer puts it into a Keras model."
+            f"{path} has the suffix of a Keras file, which stores layers instead of ops. The result is a SavedModel. Use the"
+            f" folder name {path.with_suffix('')}; keras.layers.TFSMLayer loads it into a Keras model."
         )
     if is_folder:
         if path.suffix in formats.SUFFIXES:
             raise UsageError(
-                f"{path} is named like a file, and a SavedModel is written as a folder."
-                f" Leave {path.suffix!r} out of the name."
+                f"{path} has the suffix of a file, but a SavedModel is a folder. Remove {path.suffix!r} from the name."
             )
     elif path.suffix not in suffixes:
         if path.suffix == ".tflite":
             raise UsageError(
-                f"{path} is named like a TFLite file, which is made of a TensorFlow model by TensorFlow's converter,"
-                f" and the model is {source or 'of another format'}. Give {path.with_suffix(suffixes[0])}, or insert"
-                " into the TensorFlow model that it was made from."
+                f"{path} has the suffix of a TFLite file, but only TensorFlow models can be converted to TFLite, and the"
+                f" model is {source or 'of another format'}. Use {path.with_suffix(suffixes[0])}, or quantize the"
+                " TensorFlow model from which it was converted."
             )
         suffix_text = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
         raise UsageError(
-            f"{path} has {suffix_text}, and the model is written in its own format. Give it one of {', '.join(suffixes)}."
+            f"{path} has {suffix_text}, but the model keeps its format. Use one of these suffixes: {', '.join(suffixes)}."
         )
 
 
 def check_output(path: Path, source: Path | None = None, *, force: bool = False, folder: bool = False) -> None:
-    """Refuses an output that cannot or must not be written, before any work is done.
+    """Reject an output that cannot or must not be written.
 
     Args:
         path: The output.
-        source: The model, which stays as it is.
-        force: Whether what is at `path` may be replaced.
-        folder: Whether a folder will be written.
+        source: The source model, which is never overwritten.
+        force: If True, existing files may be replaced.
+        folder: True if the output is a folder.
 
     Raises:
-        UsageError: The folder is missing or read-only, the source would be lost, or something is there already.
+        UsageError: The parent folder is missing or read-only, the output exists, or it is the source.
     """
     if source is not None and path.exists() and source.exists() and path.samefile(source):
-        raise UsageError(f"{path} is the model itself. Give another output with -o; the source is never overwritten.")
+        raise UsageError(f"{path} is the source model, which is never overwritten. Use another output with -o.")
     if source is not None and source.is_dir() and source.resolve() in path.resolve().parents:
         raise UsageError(
-            f"{path} is inside the model's own folder. Give an output elsewhere; the source is not changed."
+            f"{path} is inside the folder of the source model, which is not changed. Use an output outside it."
         )
-    if path.is_symlink():  # it would be replaced, not what it leads to: /dev/stdout is one
-        raise UsageError(f"{path} is a link. Give the path that it leads to, or another output.")
+    if path.is_symlink():  # the link itself would be replaced, for example /dev/stdout
+        raise UsageError(f"{path} is a symbolic link. Use the path that it points to, or another output.")
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise UsageError(f"{path} is a device or a pipe, which cannot be replaced. Give the path of a file.")
+        raise UsageError(f"{path} is a device or a pipe, which cannot be replaced. Use the path of a file.")
     if path.is_dir() and not folder:
-        raise UsageError(f"{path} is a folder, and a file is to be written. Give the path of a file.")
+        raise UsageError(f"{path} is a folder, but the output is a file. Use the path of a file.")
     if path.exists() and not force:
-        raise UsageError(f"{path} exists already. Give another output with -o, or --force to replace it.")
+        raise UsageError(f"{path} exists already. Use another output with -o, or --force to replace it.")
     if not path.parent.is_dir():
-        raise UsageError(f"There is no folder {path.parent}. Make it first, or give another output with -o.")
+        raise UsageError(f"The folder {path.parent} does not exist. Create it, or use another output with -o.")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):  # permissions alone do not tell
+        with tempfile.TemporaryFile(dir=path.parent):  # permission bits do not show read-only mounts
             pass
     except OSError as error:
         raise UsageError(
-            f"The folder {path.parent} cannot be written: {error.strerror}. Give another output with -o."
+            f"The folder {path.parent} is not writable: {error.strerror}. Use another output with -o."
         ) from error
 
 
 def load(source: Any, *, outputs: Sequence[Any] = ()) -> Model:
-    """The model at a path, or the model that is an object of TensorFlow.
+    """Load a model from a path, or from a TensorFlow object.
 
     Args:
-        source: The path of an ONNX file, a TensorFlow GraphDef, MetaGraphDef or SavedModel folder, a Keras file, or a
-            TFLite file; or a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model, which stays as it
-            is: `to_tf` gives back one like it.
-        outputs: What a tf.Graph or a session's graph is for, tensors or their names; by default all tensors that nobody
-            reads. What leads to none of them, as initializers and optimizers do, is left as it is.
+        source: Path of an ONNX file, a TensorFlow GraphDef, MetaGraphDef or SavedModel folder, a Keras file, or a
+            TFLite file; or a tf.Graph, a session, a ConcreteFunction, a tf.function or a Keras model. The object is not
+            changed; `to_tf` returns a new one of the same kind.
+        outputs: Output tensors of a tf.Graph or a session, or their names; by default all tensors without consumers.
+            Ops that lead to no output, such as initializers and optimizers, are not quantized.
 
     Raises:
-        MissingDependencyError: It is a Keras file, and tensorflow is not installed.
-        ModelError: It cannot be read or is not supported.
-        UsageError: It is no model.
+        MissingDependencyError: The model is a Keras file, and tensorflow is not installed.
+        ModelError: The model cannot be read, or is not supported.
+        UsageError: The source is not a model.
     """
     if isinstance(source, str | Path):
         if outputs:
-            raise UsageError(f"{source} is a file, and only a tf.Graph or a session is given outputs. Leave them out.")
+            raise UsageError(
+                f"{source} is a file, but outputs can be chosen only for a tf.Graph or a session. Remove outputs."
+            )
         model = formats.format_module(formats.detect_format(Path(source))).load(Path(source))
     else:
         from graphquant.formats.tensorflow import from_tensorflow
@@ -132,17 +130,17 @@ def load(source: Any, *, outputs: Sequence[Any] = ()) -> Model:
 
 
 def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
-    """Writes `model` to `path`, whole or not at all; returns the path.
+    """Write `model` to `path` atomically and return the path.
 
     Raises:
-        UsageError: There is something at `path` and `force` is not given, it cannot be written, the suffix is another
-            format's, or the model was made of an object in memory.
-        ModelError: The model has no such form.
+        UsageError: The path exists and `force` is False, it is not writable, its suffix belongs to another format, or
+            the model was loaded from an object in memory.
+        ModelError: The model cannot be stored in this form.
     """
     if model.live_object:
         raise UsageError(
-            f"The model was made of {model.live_object}, in memory, and has no file's form. gq.to_tf(result) gives back one"
-            " like it; write that as you would write your own."
+            f"The model was loaded from {model.live_object} in memory and has no file format. gq.to_tf(result) returns such"
+            " an object, which you can save like your own."
         )
     destination = Path(path)
     check_model_output(destination, model.path, model.format, force=force)
@@ -151,5 +149,5 @@ def save(model: Model, path: str | Path, *, force: bool = False) -> Path:
 
 
 def as_model(model: Any) -> Model:
-    """`model` itself, or the model at that path."""
+    """Return `model`, loaded from its path if it is a path or a TensorFlow object."""
     return model if isinstance(model, Model) else load(model)

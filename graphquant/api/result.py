@@ -1,4 +1,4 @@
-"""What `insert` made, and how it becomes a model of TensorFlow in memory."""
+"""Result of `insert`, and its conversion to a TensorFlow object."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from graphquant.analysis.range_report import Loss
+    from graphquant.analysis.validation import Validation
     from graphquant.api.latency import LatencyResult
     from graphquant.api.search import PlanSearchResult
     from graphquant.api.size_budget import SizeBudgetResult
-    from graphquant.api.validation import Validation
     from graphquant.calibration import Stats
     from graphquant.ir import Model, TensorRef
     from graphquant.optimize import AlgorithmResult
@@ -28,26 +28,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result(HtmlRepresentation):
-    """What `insert` made.
+    """Result of `insert`.
 
     Attributes:
-        model: The rewritten model.
-        source: The model as it was given.
-        plan: What was to be done.
-        inserted: What was done, a site each.
-        skips: What the plan or the solver left out, with the reason.
-        site_notes: A word on some sites, by their tensor.
-        scale_reasons: For each of `inserted` why its scale is what it is, in sentences.
-        changes: Scales that were raised, copies that were made, pairs that were added, with the reason.
-        conflicts: Where not everything that rules want could be had.
-        stats: What the ranges of activations come from, None where no data was needed.
-        stats_path: The statistics file, None where they were made now.
-        tflite_ranges: What a TFLite file's scales were used for, None where none was given.
-        algorithm_results: What corrections did, an op each, and what they left, with the reason.
-        search: What the search for a plan that meets bounds did, None where there are none.
-        latency: What was found about time, None where that was not to be least.
-        size_budget: What was chosen for a size budget, None where there is none.
-        validation: How far the rewritten model is from the source, None without data to measure on.
+        model: The quantized model.
+        source: The float model.
+        plan: The applied plan.
+        inserted: The inserted Q/DQ pairs, one for each site.
+        skips: Tensors that the plan or the solver skipped, with the reason.
+        site_notes: Notes on sites, by tensor.
+        scale_reasons: Explanations of the scale, for each of `inserted`.
+        changes: Raised scales, copied weights and added pairs, with the reason.
+        conflicts: Requirements of rules that contradict each other.
+        stats: Statistics of the activations, or None if no data was needed.
+        stats_path: The statistics file, or None if they were collected by this call.
+        tflite_ranges: Use of a TFLite file's scales, or None without a file.
+        algorithm_results: Changes by optimization algorithms, and ops that they skipped, with the reason.
+        search: Result of the search for a plan that meets the bounds, or None without bounds.
+        latency: Measured latencies, or None unless latency was optimized.
+        size_budget: Chosen bit widths, or None without a size budget.
+        validation: Errors of the quantized model on the hold-out, or None without data.
     """
 
     model: Model
@@ -75,36 +75,37 @@ class Result(HtmlRepresentation):
 
     @property
     def has_random_data(self) -> bool:
-        """Whether any of them were made up."""
+        """True if any calibration samples were generated."""
         return self.stats is not None and self.stats.random
 
     @property
     def activation_sqnr(self) -> tuple[Loss, ...]:
-        """What quantized activations lose by themselves, that which loses most first; see `graphquant.losses`."""
+        """Estimated SQNR of the quantized activations, lowest first."""
         return activation_sqnr(self.inserted, self.stats.sketches if self.stats is not None else {})
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Writes the rewritten model; see `save`."""
+        """Write the quantized model and return its path; see `save`."""
         return save(self.model, path, force=force)
 
 
 def to_tf(model: Model | Result) -> Any:
-    """A TensorFlow model as an object in memory, edits included: of the kind that `load` was given.
+    """Convert a TensorFlow model to an object in memory, of the kind from which it was loaded.
 
     Returns:
-        A tf.Graph for a tf.Graph or a graph's file, with the collections; for a session a new one, whose variables have
-        the same values; for a ConcreteFunction, a tf.function or a Keras model a ConcreteFunction of the same
-        signature, which reads the same variables.
+        A tf.Graph with its collections, if the model is a tf.Graph or a graph file. A new session with the same variable
+        values, if it is a session. A ConcreteFunction with the same signature and the same variables, if it is a
+        ConcreteFunction, a tf.function or a Keras model.
 
     Raises:
         MissingDependencyError: tensorflow is not installed.
-        ModelError: TensorFlow refuses the model.
-        UsageError: It is no TensorFlow model or a SavedModel, or what was inserted has no place in such an object.
+        ModelError: TensorFlow rejects the model.
+        UsageError: It is not a TensorFlow model, it is a SavedModel, or such an object cannot hold the inserted ops.
     """
     tensorflow_model = model.model if isinstance(model, Result) else model
     if tensorflow_model.format != "tensorflow":
         raise UsageError(
-            f"{tensorflow_model.path or 'The model'} is in the format {tensorflow_model.format}. Only TensorFlow models become objects."
+            f"{tensorflow_model.path or 'The model'} has the format {tensorflow_model.format}. Only TensorFlow models can"
+            " be converted to objects."
         )
     from graphquant.formats.tensorflow import to_tensorflow
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from graphquant import formats
 from graphquant.analysis import match_sites
-from graphquant.api.compare import with_sensitivity
-from graphquant.api.options import stage_progress
-from graphquant.api.validation import measure_tensor_sizes
+from graphquant.analysis.compare import with_sensitivity
+from graphquant.analysis.validation import measure_tensor_sizes
 from graphquant.calibration import estimate_footprint
 from graphquant.errors import UsageError
 from graphquant.ir import Model, TensorRef
@@ -34,14 +33,16 @@ from graphquant.optimize import (
 )
 from graphquant.quantize import Plan, Skip
 from graphquant.quantize.rewrite import InsertedPair
+from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
-    from graphquant.api.options import Progress
-    from graphquant.api.validation import Bounds, HoldOut, Validation
+    from graphquant.analysis.validation import Bounds, Validation
+    from graphquant.calibration.holdout import HoldOut
     from graphquant.ir import Use
     from graphquant.numerics import QParams
     from graphquant.optimize import ScaleGroup
     from graphquant.quantize import Site
+    from graphquant.utils.progress import Progress
 
     ValidateModel = Callable[[Model], Validation]
     OpId = tuple[str, str]
@@ -372,7 +373,7 @@ def attach_sensitivity(
         for output in insertion.outputs
     }
     sensitivity = Sensitivity(errors=errors, runs=0, samples=0)
-    return replace(validation, comparison=with_sensitivity(validation.comparison, sensitivity))
+    return replace(validation, comparison=with_sensitivity(validation.comparison, sensitivity.sqnr))
 
 
 def _empty_trace(rules_validation: Validation) -> SelectionResult:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from graphquant.analysis import match_sites
-from graphquant.api.options import stage_progress
 from graphquant.api.search import SensitivityTrials, insertions_by_site, quantizing_op, replace_sites
 from graphquant.calibration import parse_size
 from graphquant.errors import UsageError
@@ -24,16 +23,18 @@ from graphquant.optimize import (
     make_scale_groups,
 )
 from graphquant.qdq import FAMILIES
+from graphquant.utils.progress import stage_progress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from graphquant.api.options import Progress
+    from graphquant.analysis.validation import Bounds, Validation
     from graphquant.api.search import MakeModel
-    from graphquant.api.validation import Bounds, HoldOut, Validation
+    from graphquant.calibration.holdout import HoldOut
     from graphquant.ir import Model, TensorRef, Use
     from graphquant.quantize import Plan
     from graphquant.quantize.rewrite import InsertedPair
+    from graphquant.utils.progress import Progress
 
 
 MAX_BISECTIONS = 7

@@ -1,4 +1,4 @@
-"""Quantization taken out again."""
+"""Removal of quantization, and the comparison of the result with the original model."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StripResult:
-    """What `strip` gave back.
+    """Result of `strip`.
 
     Attributes:
         model: The float model.
-        exact: Whether it is the very model that was quantized, from the record in the quantized one.
-        ops: The quantization ops that were taken out, empty with `exact`.
-        weights: Constants that were stored as integers and are floats again, and how they are rounded.
-        remaining: Quantization ops that are still there, with the reason.
-        steps: How it stays prepared for quantization, "" if it was not.
-        notes: What else there is to say of it.
+        exact: True if it is the source model bit for bit, from the record in the quantized model.
+        ops: The removed quantization ops; empty with `exact`.
+        weights: Constants that were stored as integers, with the parameters of their rounding.
+        remaining: Quantization ops that were not removed, with the reason.
+        steps: Preparation steps that the model keeps, or "".
+        notes: Other messages about the result.
     """
 
     model: Model
@@ -49,37 +49,38 @@ class StripResult:
 
 
 def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult:
-    """The float model that a quantized one was made of.
+    """Restore the float model of a quantized model.
 
-    Where graphquant kept the weights float, the model has a record that gives the source back bit for bit. Where it
-    stored them as integers, the graph is given back as it was prepared, and weights keep their rounding.
+    A model with float weights contains a record that restores the source bit for bit. A model with integer weights
+    is restored to the prepared graph, and its weights keep their rounding error.
 
     Args:
         model: The quantized model, or its path.
-        everything: Take out quantization ops of other tools too, op by op.
+        everything: If True, also remove quantization ops of other tools, op by op.
 
     Raises:
         ModelError: The model cannot be read.
-        UsageError: There is nothing to take out, or it is a TFLite model.
+        UsageError: There is nothing to remove, or the model is a TFLite model.
     """
     source = as_model(model)
     if source.format == "tflite":
         raise UsageError(
-            f"{source.path} is a TFLite model, which can be read, not rewritten. Strip the TensorFlow model that it was"
-            " made from."
+            f"{source.path} is a TFLite model, which graphquant reads but cannot rewrite. Strip the TensorFlow model from"
+            " which it was converted."
         )
     module, notes = formats.format_module(source.format), []
     if not everything:
         try:
             origin = module.restore_original(source)
         except ModelError as error:
-            notes.append(f"{error} What was inserted is taken out op by op.")
+            notes.append(f"{error} The inserted ops are removed one by one.")
         else:
             if origin is not None and origin[1]:
-                return StripResult(model=_with_saver(origin[0], source), exact=True)
+                origin[0].save_model = source.save_model
+                return StripResult(model=origin[0], exact=True)
             if origin is not None:
                 notes.append(
-                    "The graph was changed since graphquant wrote it. What was inserted is taken out op by op."
+                    "The graph was changed after graphquant wrote it. The inserted ops are removed one by one."
                 )
     removed = strip_quantization(source)
     model, ops, remaining = removed.model, removed.ops, removed.remaining
@@ -92,9 +93,9 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
         model.provenance = {}
     if not ops:
         missing = (
-            "no pairs of quantization and dequantization to take out. Take the float model that it was made of."
+            "no Q/DQ pairs to remove. Use the float model from which it was quantized."
             if everything
-            else "no quantization ops that graphquant inserted. --all takes out quantization ops of other tools too."
+            else "no quantization ops from graphquant. --all also removes quantization ops of other tools."
         )
         raise UsageError(f"{source.path or 'The model'} has {missing}")
     provenance = module.read_metadata(source)
@@ -102,7 +103,7 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
     if removed.replaced_arguments:
         weight_names = ", ".join(map(str, removed.replaced_arguments))
         notes.append(
-            f"Weights that calls passed to their function are constants in it now, as they were stored: {weight_names}."
+            f"These weights were arguments of function calls, and are constants of the function now: {weight_names}."
         )
     return StripResult(
         model=model,
@@ -116,33 +117,24 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
 
 
 def _lasting_changes(provenance: Mapping[str, str]) -> list[str]:
-    """What of the work stays in a model whose quantization is gone, as the model said it."""
+    """Return notes about recorded changes that remain in the model without its quantization."""
     notes = []
     if provenance.get("steps"):
-        notes.append(f"It stays prepared as it was for quantization: {provenance['steps']}.")
-    if provenance.get("corrections"):
-        notes.append(f"Its weights and biases stay corrected for rounding that is gone: {provenance['corrections']}.")
+        notes.append(f"The model keeps its preparation for quantization: {provenance['steps']}.")
+    if provenance.get("algorithms"):
+        notes.append(f"Weights and biases keep the changes of optimization algorithms: {provenance['algorithms']}.")
     return notes
-
-
-def _with_saver(model: Model, source: Model) -> Model:
-    """The model with what its loader would have set."""
-    model.save_model = source.save_model
-    return model
-
-
-# The proof that a stripped model is the float model it was made of.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof:
-    """What holds a stripped model beside its original.
+    """Comparison of a stripped model with its original.
 
     Attributes:
-        equal: The two are one message.
-        rounded_weights: How many weights differ by their rounding alone.
-        other_differences: What else differs.
-        steps: How the original was prepared to be held beside it, "" if it was not.
+        equal: True if both models are identical.
+        rounded_weights: Number of weights that differ only by their rounding error.
+        other_differences: All other differences.
+        steps: Preparation steps that were applied to the original before the comparison, or "".
     """
 
     equal: bool
@@ -152,16 +144,16 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """Whether it is the original, but for rounded weights."""
+        """True if the model equals the original except for rounded weights."""
         return self.equal or not self.other_differences
 
 
 def prove_stripped(stripped: StripResult, original: Model | str | Path) -> Proof:
-    """Holds what `strip` gave back beside the float model.
+    """Compare the result of `strip` with the original float model.
 
     Raises:
         ModelError: The float model cannot be read or prepared.
-        UsageError: It is of another format.
+        UsageError: The float model has another format.
     """
     expected, stripped_model = as_model(original), stripped.model
     if stripped_model.format == expected.format:
@@ -186,7 +178,7 @@ def prove_stripped(stripped: StripResult, original: Model | str | Path) -> Proof
 
 
 def _rounded_weight_names(original: Model, stripped: StripResult) -> set[str]:
-    """The weights that are those of the original, quantized with the scales they had, and dequantized."""
+    """Return the names of weights that equal the original weights after quantization and dequantization."""
     stripped_parameters, original_parameters = Parameters(stripped.model), Parameters(original)
     rounded_names = set()
     for tensor, params in stripped.weights:
@@ -195,7 +187,7 @@ def _rounded_weight_names(original: Model, stripped: StripResult) -> set[str]:
         stripped_value = stripped_parameters.value(tensor)
         if original_value is None or stripped_value is None or original_value.shape != stripped_value.shape:
             continue
-        # An op of integers does not say that the lowest one was left out.
+        # The stored integers do not show that the range was narrow, so both variants are tried.
         rounding_params = (params, replace(params, narrow=True)) if isinstance(params.type, IntType) else (params,)
         if any(
             np.array_equal(

@@ -11,7 +11,7 @@ import onnx.parser
 import pytest
 
 import graphquant as gq
-from graphquant.api.validation import Bounds
+from graphquant.analysis.validation import Bounds
 from graphquant.batch.work import outcome_metrics
 from graphquant.errors import UsageError
 from graphquant.visualize.validation_report import validation_json, validation_view
@@ -53,21 +53,21 @@ def net(tmp_path: Path) -> Callable[..., tuple[Path, str]]:
 
 def text_report(result: Any) -> str:
     """The lines of the check."""
-    return "\n".join(map(str, validation_view(result.check)))
+    return "\n".join(map(str, validation_view(result.validation)))
 
 
 def test_one_that_is_empty(net: Callable[..., tuple[Path, str]]) -> None:
     """An output without values is neither equal nor measured, is told, and leaves a doubt where a bound is given."""
     model, data = net(TEXT, 1e6)
     result = gq.insert(model, data=data)
-    y, scores, indices = result.check.comparison.outputs
+    y, scores, indices = result.validation.comparison.outputs
     assert (y.values, scores.values, indices.values, scores.empty, y.empty) == (16, 0, 0, True, False)
     assert (scores.sqnr, scores.cosine, scores.agreement, indices.agreement, scores.sqnr_lower_bound) == (None,) * 5
     assert "found, places nothing to compare: they were empty for all 4 samples" in text_report(result)
     assert "equal" not in text_report(result)
-    assert result.check.missed == ()
-    assert [output["equal"] for output in validation_json(result.check)["comparison"]["outputs"][1:]] == [False, False]
-    bound = replace(result.check, bounds=Bounds(min_sqnr=20))
+    assert result.validation.failures == ()
+    assert [output["equal"] for output in validation_json(result.validation)["comparison"]["outputs"][1:]] == [False, False]
+    bound = replace(result.validation, bounds=Bounds(min_sqnr=20))
     assert "output 'found' was empty for all 4 samples, which tell nothing of it" in bound.caveats
 
 
@@ -77,7 +77,7 @@ def test_all_that_are_empty(net: Callable[..., tuple[Path, str]], cli: Callable[
     out = tmp_path / "out.onnx"
     result = gq.insert(model, data=data)
     result.save(out)
-    assert result.check.missed == ("nothing was compared, since every output was empty for all 4 samples",)
+    assert result.validation.failures == ("nothing was compared, since every output was empty for all 4 samples",)
     assert not outcome_metrics(result).exact
     assert outcome_metrics(result).problem == "every output was empty for all samples"
     with pytest.raises(UsageError, match=r"every output was empty for all \d+ samples"):
@@ -92,7 +92,7 @@ def test_all_that_are_empty(net: Callable[..., tuple[Path, str]], cli: Callable[
 def test_what_is_there_for_some_samples(net: Callable[..., tuple[Path, str]]) -> None:
     """An output that has values for one sample is compared on these."""
     model, data = net(ONLY, -1e6)
-    (scores, indices) = gq.insert(model, data=data).check.comparison.outputs
+    (scores, indices) = gq.insert(model, data=data).validation.comparison.outputs
     assert (scores.values, indices.values) == (16, 32)
     assert scores.sqnr > 20
     assert indices.agreement == 1.0

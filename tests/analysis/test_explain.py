@@ -124,7 +124,7 @@ def test_how_close_rules_came(asked):
 
 def test_which_op_was_asked_for(asked):
     """A tensor's name asks for what makes it, an op's for what it reads too, and each use tells if it is quantized."""
-    assert {(str(explanation.use), explanation.asked, explanation.quantized) for explanation in asked("r")} == {
+    assert {(str(explanation.use), explanation.requested_op, explanation.quantized) for explanation in asked("r")} == {
         ("r[0]", ("", "r"), False),
         ("/layer[0]/tanh[0]", ("", "r"), False),
         ("v[0]", ("", "r"), True),

@@ -61,7 +61,7 @@ def test_a_scale(samples: Path, tmp_path: Path, name: str) -> None:
 
     change = only(path, changed(path, edit))
     assert (change.kind, change.size) == ("scale", pytest.approx(0.5))
-    assert change.where.rpartition(":")[0] == scale.removesuffix("/quant/scale")
+    assert change.location.rpartition(":")[0] == scale.removesuffix("/quant/scale")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -77,7 +77,7 @@ def test_an_added_site(samples: Path, tmp_path: Path, name: str) -> None:
     change = only(first, second)
     site = plan.sites[index]
     assert change.kind == "site-added"
-    assert change.where == str(site.tensor)
+    assert change.location == str(site.tensor)
     assert gq.diff(first, second).rerouted == len(site.uses)
     assert only(second, first).kind == "site-removed"
     assert not gq.diff(first, second, quantization=False)
@@ -102,8 +102,8 @@ def test_a_renamed_op(samples: Path, tmp_path: Path, name: str) -> None:
     path = tmp_path / "source.onnx"
     path.write_bytes(source.read_bytes())
     change = only(path, changed(path, edit))
-    assert (change.kind, change.where) == ("op-renamed", "renamed")
-    assert change.says == f"was {node.name}"
+    assert (change.kind, change.location) == ("op-renamed", "renamed")
+    assert change.message == f"was {node.name}"
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -121,7 +121,7 @@ def test_an_attribute(samples: Path, tmp_path: Path, name: str) -> None:
         "nothing",
     )
     change = only(path, changed(path, edit))
-    assert (change.kind, change.says) == ("attribute", f"axis: {before} became 0")
+    assert (change.kind, change.message) == ("attribute", f"axis: {before} became 0")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,9 +140,9 @@ def test_a_weight(samples: Path, tmp_path: Path, name: str) -> None:
                 tensor.CopyFrom(numpy_helper.from_array(value, tensor.name))
 
     change = only(path, changed(path, edit))
-    assert (change.kind, change.where) == ("weight", large.name)
+    assert (change.kind, change.location) == ("weight", large.name)
     assert change.size == pytest.approx(0.25, abs=1e-6)
-    assert change.says.startswith(f"1 of {numpy_helper.to_array(large).size} values are others, by up to 0.25")
+    assert change.message.startswith(f"1 of {numpy_helper.to_array(large).size} values are others, by up to 0.25")
 
 
 def test_quantization_is_told_apart(samples: Path, tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_a_model_beside_what_it_was_prepared_to(samples: Path, tmp_path: Path) -
     source = samples / "digits_cnn_bn.onnx"
     result = gq.insert(source, data=str(samples / "digits_cnn_calib.npz"), samples=2)
     first, *rest = gq.diff(source, result.save(tmp_path / "out.onnx")).changes
-    assert (first.kind, first.where) == ("model", "preparation")
-    assert "opset (1)" in first.says
-    assert "fold-batchnorm (5)" in first.says
+    assert (first.kind, first.location) == ("model", "preparation")
+    assert "opset (1)" in first.message
+    assert "fold-batchnorm (5)" in first.message
     assert {change.kind for change in rest} == {"site-added"}
     assert len(rest) == len(result.inserted)
 
@@ -190,7 +190,7 @@ def test_nested_graphs(samples: Path, tmp_path: Path) -> None:
         next(node for node in body.node if node.op_type == "MatMul").name = "renamed"
 
     change = only(path, changed(path, edit))
-    assert (change.kind, change.where.rpartition("/")[2]) == ("op-renamed", "renamed")
+    assert (change.kind, change.location.rpartition("/")[2]) == ("op-renamed", "renamed")
 
 
 def test_ops_and_wiring(samples: Path, tmp_path: Path) -> None:
@@ -217,14 +217,14 @@ def test_plans(samples: Path, tmp_path: Path) -> None:
     assert not gq.diff(plan, plan)
     differences = gq.diff(replace(plan, sites=plan.sites[1:]), plan)
     (change,) = differences.changes
-    assert (change.kind, change.where) == ("site-added", str(plan.sites[0].tensor))
+    assert (change.kind, change.location) == ("site-added", str(plan.sites[0].tensor))
     paths = [tmp_path / name for name in ("a.json", "b.json")]
     for path, sites in zip(
         paths, (plan.sites, (replace(plan.sites[0], range=(0.0, 1.0)), *plan.sites[1:])), strict=True
     ):
         path.write_text(json.dumps(plan_to_json(replace(plan, sites=sites))))
     (change,) = gq.diff(*paths).changes
-    assert change.says == "range: None became (0.0, 1.0)"
+    assert change.message == "range: None became (0.0, 1.0)"
     with pytest.raises(gq.GraphQuantError, match="One of the two is a plan"):
         gq.diff(plan, samples / "digits_cnn.onnx")
 
@@ -249,6 +249,6 @@ def test_corrections_of_plans(samples: Path) -> None:
     """What only one of two plans corrects is told, once for each correction."""
     plan = replace(gq.plan(samples / "digits_cnn.onnx"), corrections=("bias-correction",))
     change = only(plan, replace(plan, corrections=("gptq", "bias-correction")))
-    assert (change.kind, change.where, change.says) == ("plan", "correction gptq", "is made")
+    assert (change.kind, change.location, change.message) == ("plan", "correction gptq", "is made")
     change = only(plan, replace(plan, corrections=()))
-    assert (change.where, change.says) == ("correction bias-correction", "is not made")
+    assert (change.location, change.message) == ("correction bias-correction", "is not made")

@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 import graphquant as gq
-from graphquant.api.validation import Bounds, split_holdout
+from graphquant.analysis.validation import Bounds
+from graphquant.calibration.holdout import split_holdout
 from graphquant.calibration.data import open_data
 from graphquant.cli import main
 from graphquant.errors import UsageError
@@ -79,13 +80,13 @@ def test_figures_are_those_of_the_kept_samples(net: Path) -> None:
     expected, actual = (
         format_module("onnx").create_runner(model).run({"x": x})["y"] for model in (result.source, result.model)
     )
-    (output,) = result.check.comparison.outputs
+    (output,) = result.validation.comparison.outputs
     assert result.samples == 16
     assert output.sqnr == pytest.approx(10 * np.log10((expected**2).sum() / ((expected - actual) ** 2).sum()), abs=1e-3)
     assert output.agreement == (expected.argmax(-1) == actual.argmax(-1)).mean()
     assert output.accuracy == ((expected.argmax(-1) == labels).mean(), (actual.argmax(-1) == labels).mean())
-    assert (result.check.low, result.check.multiply_adds, result.check.share) == (32, 32, 1.0)
-    assert result.check.missed == ()
+    assert (result.validation.quantized_macs, result.validation.total_macs, result.validation.quantized_share) == (32, 32, 1.0)
+    assert result.validation.failures == ()
 
 
 def test_ruined_models_are_told(net: Path) -> None:
@@ -136,8 +137,8 @@ def test_bounds(net: Path, option: str, value: str) -> None:
 def test_bounds_of_classes(net: Path, option: str, said: str) -> None:
     """Accuracy by the data's labels and agreement are held to their bounds."""
     bounds = Bounds(**{{"--max-accuracy-drop": "drop", "--min-agreement": "agreement"}[option]: 0.99})
-    check = gq.insert(net / "net.onnx", rules=net / "ruined.toml", data=str(net / "data.npz")).check
-    (missed,) = replace(check, bounds=bounds).missed
+    check = gq.insert(net / "net.onnx", rules=net / "ruined.toml", data=str(net / "data.npz")).validation
+    (missed,) = replace(check, bounds=bounds).failures
     assert said in missed
     call = ("insert", net / "net.onnx", "--rules", net / "ruined.toml", "--data", net / "data.npz", "--dry-run")
     searched = run(*call, option, "0.99")
@@ -169,7 +170,7 @@ def test_labels_that_are_no_classes_are_refused_at_once(net: Path, labels: Any, 
 def test_labels_of_other_classes_measure_nothing(net: Path, first: int) -> None:
     """Numbers that the output has no class for give no accuracy, instead of one of 0 that nothing can worsen."""
     np.savez(net / "data.npz", x=np.load(net / "data.npz")["x"], labels=np.arange(first, first + 20))
-    check = gq.insert(net / "net.onnx", data=str(net / "data.npz")).check
+    check = gq.insert(net / "net.onnx", data=str(net / "data.npz")).validation
     assert check.comparison.outputs[0].accuracy is None
     with pytest.raises(UsageError, match="the data has no 'labels' that fit an output"):
         gq.insert(net / "net.onnx", data=str(net / "data.npz"), max_accuracy_drop=1.0)
@@ -196,15 +197,15 @@ def test_no_bound_is_no_number(net: Path, option: str) -> None:
 def test_statistics_and_data(net: Path) -> None:
     """With statistics the data is for the check: all of it, or the last fifth of what they are of, which is said."""
     stats = gq.calibrate(net / "net.onnx", data=str(net / "data.npz"))
-    same = gq.insert(net / "net.onnx", stats=stats, data=str(net / "data.npz")).check
+    same = gq.insert(net / "net.onnx", stats=stats, data=str(net / "data.npz")).validation
     assert (same.reuses_samples, same.comparison.samples) == (True, 4)
-    random_validation = gq.insert(net / "net.onnx", stats=stats, data="random:6").check
+    random_validation = gq.insert(net / "net.onnx", stats=stats, data="random:6").validation
     assert (
         random_validation.reuses_samples,
         random_validation.comparison.samples,
         random_validation.comparison.random,
     ) == (False, 6, True)
-    assert (random_validation.elsewhere, same.elsewhere) == (True, False)
+    assert (random_validation.calibrated_on_other_data, same.calibrated_on_other_data) == (True, False)
     assert "Checked on 6 samples of other data than the statistics are of: y " in str(
         validation_view(random_validation)[0]
     )
@@ -212,15 +213,15 @@ def test_statistics_and_data(net: Path) -> None:
         validation_view(same)[0]
     )
     calibrated = gq.insert(net / "net.onnx", data=str(net / "data.npz"))
-    again = gq.insert(net / "net.onnx", stats=calibrated.stats, data=str(net / "data.npz")).check
+    again = gq.insert(net / "net.onnx", stats=calibrated.stats, data=str(net / "data.npz")).validation
     assert (again.reuses_samples, again.comparison.samples) == (False, 4)
-    assert gq.insert(net / "net.onnx", stats=stats).check is None
+    assert gq.insert(net / "net.onnx", stats=stats).validation is None
 
 
 def test_no_check(net: Path) -> None:
     """Without a check calibration has all samples, and the output says that nothing was measured."""
     assert gq.insert(net / "net.onnx", data=str(net / "data.npz"), validate=False).samples == 20
-    output = run("insert", net / "net.onnx", "--data", net / "data.npz", "--no-check", "--dry-run").stdout
+    output = run("insert", net / "net.onnx", "--data", net / "data.npz", "--no-validate", "--dry-run").stdout
     assert "Not checked against the float model." in output
 
 
@@ -233,7 +234,7 @@ def test_what_cannot_be_measured_is_told(net: Path, monkeypatch: pytest.MonkeyPa
         raise ModelError("It is refused. Mend it.")
 
     monkeypatch.setattr(OnnxRunner, "start", refuse)
-    plain = ("--correct", "not bias-correction")  # which runs the model too
+    plain = ("--algorithm", "not bias-correction")  # which runs the model too
     result = run("insert", net / "net.onnx", "--data", net / "data.npz", "-o", net / "out.onnx", "--strict", *plain)
     assert result.exit_code == 1
     assert "The check failed: it could not be measured: It is refused. Mend it." in result.stdout

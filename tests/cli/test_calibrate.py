@@ -46,7 +46,7 @@ def test_calibrate_then_insert(cli: Callable[..., Any], here: Path) -> None:
     assert result.stderr == ""
     result = cli("insert", "digits_cnn.onnx", "--stats", "stats.gqs", "-o", "stats.onnx", "--report", "report.json")
     assert "calibrated on 100 samples (statistics of stats.gqs)" in result.stdout
-    cli("insert", *CNN, "--no-check", "-o", "data.onnx")
+    cli("insert", *CNN, "--no-validate", "-o", "data.onnx")
     assert Path("stats.onnx").read_bytes() == Path("data.onnx").read_bytes()
     report = json.loads(Path("report.json").read_text())
     data = report["data"]
@@ -120,7 +120,7 @@ def test_all_serves_any_rules(cli: Callable[..., Any], here: Path) -> None:
                 rules,
                 "--method",
                 "minmax",
-                "--no-check",
+                "--no-validate",
                 "--force",
                 "--report",
             ]  # auto picks among steps
@@ -214,7 +214,7 @@ def test_usage(cli: Callable[..., Any], here: Path) -> None:
         (["calibrate", "--merge", "a.gqs", "b.gqs", "-o", "s.gqs"], "There is no file a.gqs."),
         (["insert", "digits_cnn.onnx", "--samples", "3"], "--samples counts samples of --data."),
         (["insert", "digits_cnn.onnx", "--strict"], "--strict and bounds are for the check, which takes --data."),
-        (["insert", *CNN, "--no-check", "--min-sqnr", "3"], "--strict and bounds are for the check"),
+        (["insert", *CNN, "--no-validate", "--min-sqnr", "3"], "--strict and bounds are for the check"),
         (["insert", "digits_cnn.onnx", "--stats", "s.gqs"], "There is no file s.gqs."),
         (["insert", "digits_cnn.onnx", "--stats", "digits_cnn.onnx"], "digits_cnn.onnx cannot be read as statistics"),
         (["calibrate", *CNN, "-o", "digits_cnn.onnx"], "digits_cnn.onnx is the model itself"),

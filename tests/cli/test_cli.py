@@ -281,7 +281,7 @@ def test_rules_that_matched_nothing(cli: Callable[..., Any], here: Path) -> None
     assert len(unused) > 2
     assert f"{len(unused) - 1} shipped rules matched nothing" in output
     assert unused[1] not in output
-    data = ("--data", "digits_cnn_calib.npz", "--samples", "4", "--no-check", "--dry-run")
+    data = ("--data", "digits_cnn_calib.npz", "--samples", "4", "--no-validate", "--dry-run")
     output = cli("insert", "digits_cnn.onnx", *ours, *data).stdout
     assert "Your rules without a match: mistaken\n" in output
     assert "shipped rule" not in output

@@ -54,7 +54,7 @@ def test_random_data_is_reported(cli: Callable[..., Any], here: Path) -> None:
     cli("insert", "digits_cnn.onnx", "--data", "random:1", "--html", "random.html")
     packed = re.search(r'octet-stream">([^<]*)<', Path("random.html").read_text("utf-8"))[1]
     assert json.loads(decompress(b64decode(packed)))["notes"] == [
-        "The data is RANDOM: what it shows is for tests only."
+        "The data is RANDOM: use the statistics for tests only."
     ]
 
 
@@ -94,7 +94,7 @@ def test_a_neighborhood_printed(cli: Callable[..., Any], here: Path) -> None:
         (["plan", "MODEL", "--html", "a.html", "-o", "a.html"], "--html a.html is the file of -o."),
         (
             ["inspect", "MODEL", "--around", "stem/rel"],
-            "Nothing that is drawn is called 'stem/rel'. Did you mean 'stem/relu'",
+            "The drawing has nothing named 'stem/rel'. Did you mean 'stem/relu'",
         ),
         (["inspect", "MODEL", "--around", "x", "--format", "json"], "--format json lists the whole model."),
     ],

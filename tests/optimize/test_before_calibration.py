@@ -91,7 +91,7 @@ def inserted(tmp_path, path, rules, *correct, **options):
 
 def applied_targets(result):
     """The streams that were scaled, or weights that were clipped."""
-    return [entry.target for entry in result.corrected if entry.done]
+    return [entry.target for entry in result.algorithm_results if entry.applied]
 
 
 def test_equalization_gains_with_one_scale_per_weight(tmp_path):
@@ -107,7 +107,7 @@ def test_equalization_leaves_weights_with_a_scale_per_channel(tmp_path):
     """Scales per channel even out weights by themselves, and the report says so."""
     result, _ = inserted(tmp_path, saved(tmp_path, *DEPTHWISE), PER_CHANNEL, "cross-layer-equalization")
     assert applied_targets(result) == []
-    assert {entry.detail for entry in result.corrected if entry.target in "rs"} == {
+    assert {entry.detail for entry in result.algorithm_results if entry.target in "rs"} == {
         balancing.equalize.HAS_CHANNEL_SCALES
     }
 
@@ -150,7 +150,7 @@ def test_scaled_tensors_are_not_compared(tmp_path):
     """The check has no figures of scaled tensors and weights beside the float model's, which hold other numbers."""
     path = saved(tmp_path, *DEPTHWISE)
     result, _ = inserted(tmp_path, path, PER_TENSOR, "cross-layer-equalization")
-    sites = {entry.tensor.partition("/")[0].removesuffix(":0"): entry for entry in result.check.comparison.sites}
+    sites = {entry.tensor.partition("/")[0].removesuffix(":0"): entry for entry in result.validation.comparison.sites}
     scaled = {name for name, entry in sites.items() if entry.note == "its channels were scaled before it was quantized"}
     assert scaled == {"r", "s", "w", "k", "v"}
     assert sites["r"].accumulated is None
@@ -165,11 +165,11 @@ def test_what_is_left_without_data_that_fits(tmp_path):
     algorithms = ("cross-layer-equalization", "smoothquant")
     for options, reason in (({"stats": stats}, "statistics"), ({"data": "random:16"}, "made-up")):
         result = gq.insert(path, rules=[PER_TENSOR], algorithms=algorithms, **options)
-        assert [entry.done for entry in result.corrected] == [False, False]
-        assert all(reason in entry.detail for entry in result.corrected)
+        assert [entry.applied for entry in result.algorithm_results] == [False, False]
+        assert all(reason in entry.detail for entry in result.algorithm_results)
     result = gq.insert(path, rules=[RULES.replace("PER", "")], algorithms=algorithms)
     assert applied_targets(result) == ["r", "s"]
-    assert [entry.detail for entry in result.corrected if entry.algorithm == "smoothquant"] == ["left out: it needs data"]
+    assert [entry.detail for entry in result.algorithm_results if entry.algorithm == "smoothquant"] == ["left out: it needs data"]
 
 
 def test_what_gains_nothing_is_left_out(tmp_path, monkeypatch):
@@ -178,7 +178,7 @@ def test_what_gains_nothing_is_left_out(tmp_path, monkeypatch):
     path = saved(tmp_path, *FOLDED)
     result, after = inserted(tmp_path, path, PER_CHANNEL, "smoothquant")
     assert applied_targets(result) == []
-    assert "no output gains 90 dB" in result.corrected[-1].detail
+    assert "no output gains 90 dB" in result.algorithm_results[-1].detail
     assert after == inserted(tmp_path, path, PER_CHANNEL)[1]
 
 

@@ -88,9 +88,9 @@ def test_means_come_back(tmp_path, net, monkeypatch):
     monkeypatch.setattr(algorithm, "rejection_reason", lambda *_: "")
     path = model(tmp_path, *NETS[net])
     result, corrected = inserted(tmp_path, path)
-    assert [entry.detail for entry in result.corrected if not entry.done] == []
-    assert {entry.algorithm for entry in result.corrected} == {"bias-correction"}
-    _, plain = inserted(tmp_path, path, "plain.onnx", correct=["not bias-correction"])
+    assert [entry.detail for entry in result.algorithm_results if not entry.applied] == []
+    assert {entry.algorithm for entry in result.algorithm_results} == {"bias-correction"}
+    _, plain = inserted(tmp_path, path, "plain.onnx", algorithms=["not bias-correction"])
     expected = mean(gq.load(path))
     off, before = (np.square(mean(entry) - expected).sum() for entry in (corrected, plain))
     assert off < before / 4
@@ -101,7 +101,7 @@ def test_a_bias_that_two_ops_share_gets_a_copy(tmp_path):
     body = "c = Conv (x, w, b)\n d = Conv (x, v, b)\n y = Concat <axis = 1> (c, d)"
     path = model(tmp_path, body, {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)})
     result, quantized_path = inserted(tmp_path, path, float_weights=True)
-    assert [entry.done for entry in result.corrected] == [True, True]
+    assert [entry.applied for entry in result.algorithm_results] == [True, True]
     values = {op.name: op.value() for op in quantized_path.main.ops() if op.kind == "constant" and "bias" in op.name}
     assert sorted(values) == ["c/bias_corrected", "d/bias_corrected"]
     assert not np.array_equal(*values.values())
@@ -125,15 +125,15 @@ def test_what_is_left_is_told(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(algorithm, "rejection_reason", lambda *_: "")
         result, _ = inserted(tmp_path, path)
-    details = {entry.detail for entry in result.corrected if not entry.done}
+    details = {entry.detail for entry in result.algorithm_results if not entry.applied}
     assert details == {"it has no bias, and no op that adds one follows"}
     stats = gq.calibrate(path, data=str(tmp_path / "data.npz"), rules=[RULES])
     from_stats = gq.insert(path, rules=[RULES], stats=stats)
-    assert [entry.detail for entry in from_stats.corrected] == ["left out: it needs samples, and statistics keep none"]
+    assert [entry.detail for entry in from_stats.algorithm_results] == ["left out: it needs samples, and statistics keep none"]
     random = gq.insert(path, rules=[RULES], data="random:8")
-    assert [entry.detail for entry in random.corrected] == ["left out: made-up data says nothing of means"]
+    assert [entry.detail for entry in random.algorithm_results] == ["left out: made-up data says nothing of means"]
     few = gq.insert(path, rules=[RULES], data=str(tmp_path / "data.npz"), samples=4)
-    assert [entry.detail for entry in few.corrected] == [
+    assert [entry.detail for entry in few.algorithm_results] == [
         "left out: there are 2 samples to check it with, and 3 are the least"
     ]
 
@@ -151,7 +151,7 @@ def test_it_is_left_out_where_it_does_not_help(tmp_path):
         data=str(tmp_path / "data.npz"),
         exclude=["x"],
     )
-    assert [entry.done for entry in result.corrected] == [False]
+    assert [entry.applied for entry in result.algorithm_results] == [False]
     assert result.model.main.op("b").value() is not None
 
 
@@ -238,7 +238,7 @@ def test_frozen_tensorflow(samples, tmp_path, monkeypatch):
         figures.append(
             gq.compare(samples / "digits_cnn.pb", quantized_path, stored_weights, samples=200, sites=False).sqnr
         )
-        assert [entry.done for entry in result.corrected] == [True] * 9 * (correct[0] == "b")
+        assert [entry.applied for entry in result.algorithm_results] == [True] * 9 * (correct[0] == "b")
     assert figures[0] > figures[1] + 1
 
 
@@ -247,18 +247,18 @@ def test_variables_are_left(samples):
     """A SavedModel's biases are variables: they stay, and each op says so."""
     pytest.importorskip("tensorflow")
     result = gq.insert(samples / "digits_cnn_saved_model", data=str(samples / "digits_cnn_calib.npz"))
-    details = {entry.detail for entry in result.corrected}
+    details = {entry.detail for entry in result.algorithm_results}
     assert "its bias is a variable, with which training goes on; freeze the model to correct it" in details
-    assert not any(entry.done for entry in result.corrected)
+    assert not any(entry.applied for entry in result.algorithm_results)
 
 
 @pytest.mark.parametrize("name", ["adaround", "gptq"])
 def test_rounding_and_bias_together(tmp_path, name):
     """Weights of 4 bits are rounded for what they make, the bias on top of it, and outputs gain two decibels."""
     path = model(tmp_path, *NETS["conv"])
-    plain = inserted(tmp_path, path, "plain.onnx", correct=["not bias-correction"])[1]
-    result, quantized_path = inserted(tmp_path, path, correct=[name])
-    assert {entry.algorithm for entry in result.corrected if entry.done} >= {name}
+    plain = inserted(tmp_path, path, "plain.onnx", algorithms=["not bias-correction"])[1]
+    result, quantized_path = inserted(tmp_path, path, algorithms=[name])
+    assert {entry.algorithm for entry in result.algorithm_results if entry.applied} >= {name}
     expected, *outputs = (
         next(iter(onnx_format.create_runner(gq.load(entry.path)).run({"x": IMAGES}).values()))
         for entry in (gq.load(path), plain, quantized_path)
@@ -272,10 +272,10 @@ def test_rounding_of_weights_alone_sees_the_data(samples) -> None:
     options = {"rules": "weight_only_int4", "data": str(samples / "digits_cnn_calib.npz")}
     plain = gq.insert(samples / "digits_cnn.onnx", **options)
     rounded = gq.insert(samples / "digits_cnn.onnx", **options, algorithms="adaround")
-    assert (plain.corrected, plain.check.comparison.samples) == ((), 32)
-    assert all(entry.done for entry in rounded.corrected if entry.target != "model")
-    assert (rounded.check.reuses_samples, rounded.check.comparison.samples) == (False, 20)
-    assert rounded.check.comparison.sqnr > plain.check.comparison.sqnr + 2
+    assert (plain.algorithm_results, plain.validation.comparison.samples) == ((), 32)
+    assert all(entry.applied for entry in rounded.algorithm_results if entry.target != "model")
+    assert (rounded.validation.reuses_samples, rounded.validation.comparison.samples) == (False, 20)
+    assert rounded.validation.comparison.sqnr > plain.validation.comparison.sqnr + 2
 
 
 def test_statistics_of_the_first_samples_tell_which_corrections_may_see(samples) -> None:
@@ -283,5 +283,5 @@ def test_statistics_of_the_first_samples_tell_which_corrections_may_see(samples)
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     stats = gq.calibrate(model, data=data, samples=40)
     inserted_result = gq.insert(model, stats=stats, data=data)
-    assert all("needs samples" not in entry.detail for entry in inserted_result.corrected)
-    assert (inserted_result.check.reuses_samples, inserted_result.check.elsewhere) == (False, False)
+    assert all("needs samples" not in entry.detail for entry in inserted_result.algorithm_results)
+    assert (inserted_result.validation.reuses_samples, inserted_result.validation.calibrated_on_other_data) == (False, False)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import graphquant as gq
+from graphquant.api.options import PlanOptions
 from graphquant.api.plan import prepare_and_plan
 from graphquant.optimize import make_candidate_plans, make_scale_groups
 from graphquant.quantize import check_plan
@@ -37,7 +38,7 @@ quantize = "output"
 
 def make_candidates(model: Path, rules: str, family: str | None = None) -> tuple[Any, Any, dict[str, Any]]:
     """The prepared model, its plan, and the plans of all other ways."""
-    prepared, plan = prepare_and_plan(gq.load(model), None, rules, (), (), family)
+    prepared, plan = prepare_and_plan(gq.load(model), PlanOptions(rules=rules, family=family))
     return prepared, plan, make_candidate_plans(prepared, plan)
 
 
@@ -72,7 +73,7 @@ def test_which_there_are(samples: Path) -> None:
 
 def test_what_multiplies_on_what_a_pool_hands_on_needs_the_site_before_it() -> None:
     """QNN's rules quantize what a MaxPool reads and not what it gives; its reader is on integers by that site alone."""
-    model, plan = prepare_and_plan(gq.load(SAMPLES / "digits_cnn.onnx"), None, "qnn", (), (), None)
+    model, plan = prepare_and_plan(gq.load(SAMPLES / "digits_cnn.onnx"), PlanOptions(rules="qnn"))
     position = next(index for index, site in enumerate(plan.sites) if str(site.tensor) == "pointwise/relu:0")
     among = make_scale_groups(model, plan, range(len(plan.sites)), {})
     (mine,) = [group for group in among if position in group.sites]
@@ -96,7 +97,7 @@ def test_a_split_hands_on_what_it_reads_wherever_its_axis_comes(tmp_path: Path, 
             tf.nn.conv2d(piece, rng.normal(size=(3, 3, 4, 8)).astype(np.float32), 1, "SAME", name=f"c{number}")
     (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
     (tmp_path / "rules.toml").write_text(OUTPUTS, "utf-8")
-    model, plan = prepare_and_plan(gq.load(tmp_path / "net.pb"), None, str(tmp_path / "rules.toml"), (), (), None)
+    model, plan = prepare_and_plan(gq.load(tmp_path / "net.pb"), PlanOptions(rules=str(tmp_path / "rules.toml")))
     among = make_scale_groups(model, plan, range(len(plan.sites)), {})
     (mine,) = [group for group in among for index in group.sites if plan.sites[index].tensor.op == "limited"]
     assert {name for _, name in mine.ops} == {"first", "c0", "c1"}

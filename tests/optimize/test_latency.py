@@ -118,7 +118,7 @@ def test_interrupted() -> None:
 
 def test_parts_of_a_model(samples: Path) -> None:
     """Sites of one scale are one part, and an op counts with the bias and the limit that it absorbs."""
-    prepared, plan = prepare_and_plan(gq.load(samples / "digits_cnn.onnx"), None, (), (), (), None)
+    prepared, plan = prepare_and_plan(gq.load(samples / "digits_cnn.onnx"))
     scale_groups = make_latency_groups(prepared, plan, range(len(plan.sites)))
     assert sorted(site for group in scale_groups for site in group.sites) == list(range(len(plan.sites)))
     by_tensor = {str(plan.sites[site].tensor): group for group in scale_groups for site in group.sites}
@@ -207,9 +207,9 @@ def test_quantized_where_that_is_faster(samples: Path, tmp_path: Path, monkeypat
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(model, data=data, optimize="latency")
     assert len(inserted_result.inserted) == len(gq.insert(model, data=data).inserted)
-    assert inserted_result.timed is not None
-    assert inserted_result.timed.outcome is not None
-    assert inserted_result.timed.outcome.median < 1
+    assert inserted_result.latency is not None
+    assert inserted_result.latency.outcome_ratio is not None
+    assert inserted_result.latency.outcome_ratio.median < 1
     again = gq.insert(model, data=data, plan=inserted_result.plan)
     first_path, second_path = inserted_result.save(tmp_path / "one.onnx"), again.save(tmp_path / "other.onnx")
     assert first_path.read_bytes() == second_path.read_bytes()
@@ -221,15 +221,15 @@ def test_with_a_bound(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ratios(monkeypatch, lambda first_run, second_run: 1 - 0.01 * (inserted(first_run) - inserted(second_run)))
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45)
-    assert inserted_result.searched is not None
-    assert inserted_result.timed is not None
-    assert inserted_result.timed.plan is inserted_result.plan
+    assert inserted_result.search is not None
+    assert inserted_result.latency is not None
+    assert inserted_result.latency.plan is inserted_result.plan
     assert inserted_result.inserted
     ratios(monkeypatch, lambda first_run, second_run: 1 - 0.0001 * (inserted(first_run) - inserted(second_run)))
     inserted_result = gq.insert(model, data=data, optimize="latency", min_sqnr=45)
     assert not inserted_result.inserted
-    assert inserted_result.timed is not None
-    assert inserted_result.timed.floats
+    assert inserted_result.latency is not None
+    assert inserted_result.latency.all_float
 
 
 @pytest.mark.usefixtures("by_pairs")

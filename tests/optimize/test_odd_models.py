@@ -48,10 +48,10 @@ def test_scaled_weights_are_blamed_as_they_are(uneven: tuple[Path, str]) -> None
     """Where channels were scaled first, what a weight adds is its rounding, not its scale."""
     model, data = uneven
     result = gq.insert(model, data=data, algorithms=("smoothquant",), min_sqnr=41.0)
-    assert "smoothquant" in [entry.algorithm for entry in result.corrected if entry.done]
-    assert result.searched is not None
-    assert result.searched.left
-    assert all(sensitivity is None or sensitivity > 20 for sensitivity in result.searched.left.values())
+    assert "smoothquant" in [entry.algorithm for entry in result.algorithm_results if entry.applied]
+    assert result.search is not None
+    assert result.search.float_tensors
+    assert all(sensitivity is None or sensitivity > 20 for sensitivity in result.search.float_tensors.values())
 
 
 def test_a_budget_that_is_interrupted_decides_nothing(
@@ -78,8 +78,8 @@ def test_a_runtime_that_tells_no_op_s_time(uneven: tuple[Path, str], monkeypatch
     monkeypatch.setattr(onnx_format, "profile_ops", lambda *_: None)
     monkeypatch.setattr(latency, "TIMING_SECONDS", 0.01)
     result = gq.insert(model, data=data, optimize="latency", min_sqnr=41.0)
-    assert result.timed is not None
-    assert result.searched is not None
+    assert result.latency is not None
+    assert result.search is not None
 
 
 def test_no_products_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_no_products_to_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     np.savez(tmp_path / "sum.npz", a=values, b=values)
     monkeypatch.setattr(latency, "TIMING_SECONDS", 0.01)
     result = gq.insert(tmp_path / "sum.onnx", data=str(tmp_path / "sum.npz"), optimize="latency", min_sqnr=30.0)
-    assert result.timed is not None
+    assert result.latency is not None
 
 
 def test_a_bound_that_nothing_can_be_held_to(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_a_bound_that_nothing_can_be_held_to(tmp_path: Path) -> None:
     onnx.save(model, tmp_path / "top.onnx")
     np.savez(tmp_path / "top.npz", x=rng.normal(size=(16, 3, 8, 8)).astype(np.float32))
     options = {"data": str(tmp_path / "top.npz")}
-    usual = gq.insert(tmp_path / "top.onnx", **options).check
+    usual = gq.insert(tmp_path / "top.onnx", **options).validation
     assert usual is not None
-    assert usual.missed == ()
+    assert usual.failures == ()
     with pytest.raises(UsageError, match="no output holds floats, which alone have a signal to noise"):
         gq.insert(tmp_path / "top.onnx", **options, min_sqnr=80.0)
 

@@ -137,7 +137,7 @@ def test_groups_are_sites_of_one_scale(samples: Path) -> None:
 def _prepared(samples: Path) -> Any:
     from graphquant.api.plan import prepare_and_plan
 
-    return prepare_and_plan(gq.load(samples / "digits_cnn.onnx"), None, (), (), (), None)
+    return prepare_and_plan(gq.load(samples / "digits_cnn.onnx"))
 
 
 def test_the_search_ends_with_the_cheapest_that_meets() -> None:
@@ -192,7 +192,7 @@ def test_interrupted() -> None:
 def test_insert_meets_its_bound(samples: Path, tmp_path: Path, cli: Callable[..., Any]) -> None:
     """A bound is met on samples that neither calibration nor the search saw; what is left float says why."""
     model, data, bound = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz", 60
-    plain = gq.insert(model, data=str(data)).check
+    plain = gq.insert(model, data=str(data)).validation
     assert plain.comparison.sqnr < bound
     output = cli(
         "insert", model, "--data", data, "--min-sqnr", bound, "-o", tmp_path / "out.onnx", "--report", tmp_path / "r"
@@ -220,7 +220,7 @@ def test_what_meets_its_bound_is_left_as_it_is(samples: Path) -> None:
     """Where the rules' plan meets the bound there is nothing to search for."""
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     result = gq.insert(model, data=data, min_sqnr=30, min_agreement=0.9)
-    assert result.searched.left == {}
+    assert result.search.float_tensors == {}
     assert result.plan == gq.plan(model)
 
 
@@ -230,7 +230,7 @@ def test_by_size(samples: Path) -> None:
     floats = {}
     for optimize in ("macs", "size"):
         result = gq.insert(model, data=data, min_sqnr=60, optimize=optimize)
-        assert result.check.missed == ()
+        assert result.validation.failures == ()
         stored = {str(pair.site.tensor) for pair in result.inserted if pair.folded}
         planned = [site for site in gq.plan(model).sites if site.parameter and str(site.tensor) not in stored]
         floats[optimize] = sum(
@@ -246,10 +246,10 @@ def test_voice_detector(shared: Path) -> None:
     """The voice detector gets 36 dB with half of its multiply-adds in float, on samples kept for the check."""
     data = str(shared / "silero_vad.npz")
     result = gq.insert(shared / "silero_vad_16k_op15.onnx", data=data, min_sqnr=36)
-    assert result.check.missed == ()
-    assert result.check.comparison.sqnr >= 36
-    assert 0 < result.searched.found.cost < 1 / 2
-    assert "/model/stft/Sqrt:0" in {str(tensor) for tensor in result.searched.left}
+    assert result.validation.failures == ()
+    assert result.validation.comparison.sqnr >= 36
+    assert 0 < result.search.trace.cost < 1 / 2
+    assert "/model/stft/Sqrt:0" in {str(tensor) for tensor in result.search.float_tensors}
 
 
 def test_interrupted_while_blaming(samples: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,11 +265,11 @@ def test_interrupted_while_blaming(samples: Path, monkeypatch: pytest.MonkeyPatc
     result = gq.insert(model, data=data, min_sqnr=60, progress=progress)
     assert stages.count("blaming") == 5
     assert "searching" not in stages
-    assert result.searched.found.interrupted
-    assert result.searched.runs > 0
+    assert result.search.trace.interrupted
+    assert result.search.runs_per_site > 0
     assert result.plan == gq.plan(model)
-    assert "the best plan that it had" in "".join(str(line) for line in search_view(result.searched))
-    assert result.check.missed
+    assert "the best plan that it had" in "".join(str(line) for line in search_view(result.search))
+    assert result.validation.failures
 
 
 def test_interrupted_while_measuring(samples: Path) -> None:
@@ -285,8 +285,8 @@ def test_interrupted_while_measuring(samples: Path) -> None:
 
     result = gq.insert(model, data=data, min_sqnr=60, progress=progress)
     assert stages == [1, 2, 3]
-    assert result.searched.found.interrupted
-    assert result.searched.tried.comparison.sqnr > gq.insert(model, data=data).check.comparison.sqnr
+    assert result.search.trace.interrupted
+    assert result.search.search_validation.comparison.sqnr > gq.insert(model, data=data).validation.comparison.sqnr
     assert result.plan != gq.plan(model)
 
 
@@ -296,13 +296,13 @@ def test_with_statistics(samples: Path, tmp_path: Path) -> None:
     gq.calibrate(model, data=data, samples=40).save(tmp_path / "stats.gqs")
     result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=60)
     assert result.samples == 40
-    assert result.searched.tried.comparison.samples == 40
-    assert result.check.comparison.samples == 20
-    assert result.searched.left
-    assert result.searched.met
+    assert result.search.search_validation.comparison.samples == 40
+    assert result.validation.comparison.samples == 20
+    assert result.search.float_tensors
+    assert result.search.bounds_met
     without = gq.insert(model, data=data, min_sqnr=60)
     assert result.plan.sites == without.plan.sites
-    assert result.searched.tried.comparison.outputs == without.searched.tried.comparison.outputs
+    assert result.search.search_validation.comparison.outputs == without.search.search_validation.comparison.outputs
 
 
 def test_statistics_of_all_samples(samples: Path, tmp_path: Path) -> None:
@@ -310,13 +310,13 @@ def test_statistics_of_all_samples(samples: Path, tmp_path: Path) -> None:
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     gq.calibrate(model, data=data).save(tmp_path / "stats.gqs")
     result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=20)
-    assert result.searched.tried.comparison.samples == 80
-    assert result.searched.tried.confirmed
-    assert not result.searched.met
-    assert result.searched.tried.caveats == (
+    assert result.search.search_validation.comparison.samples == 80
+    assert result.search.search_validation.confirmed
+    assert not result.search.bounds_met
+    assert result.search.search_validation.caveats == (
         "these samples were used before, for ranges, corrections or a search, which fit no others as well",
     )
-    assert "not sure: these samples were used before" in "".join(str(line) for line in search_view(result.searched))
+    assert "not sure: these samples were used before" in "".join(str(line) for line in search_view(result.search))
 
 
 def test_what_is_not_shown_is_not_said_to_be_met(
@@ -370,8 +370,8 @@ def test_weights_alone_are_searched_for_too(samples: Path) -> None:
     quantize = "few"
     """
     result = gq.insert(model, rules=rules, data=data, min_sqnr=36)
-    assert result.searched.tried.confirmed
-    candidates = result.searched.changed
+    assert result.search.search_validation.confirmed
+    candidates = result.search.changed_tensors
     assert set(candidates.values()) <= {"8-bit weights", "weights per channel"}
     assert "8-bit weights" in candidates.values()
     assert all("as the rules say" in site.why for site in result.plan.sites if site.rule == "search")

@@ -37,7 +37,7 @@ def test_no_plan_that_meets_the_bound_costs_less(
     onnx.save(model, tmp_path / "net.onnx")
     x = rng.normal(size=(100, 8)) * np.exp(rng.normal(size=(100, 1)))
     np.savez(tmp_path / "data.npz", x=x.astype(np.float32))
-    plain = gq.insert(tmp_path / "net.onnx", data=str(tmp_path / "data.npz"), min_sqnr=0.1).searched
+    plain = gq.insert(tmp_path / "net.onnx", data=str(tmp_path / "data.npz"), min_sqnr=0.1).search
     least = plain.tried.comparison.outputs[0].sqnr_lower_bound
     cheaper_met: list[bool] = []
 
@@ -56,6 +56,6 @@ def test_no_plan_that_meets_the_bound_costs_less(
 
     monkeypatch.setattr(search, "search_cheapest_plan", every)
     result = gq.insert(tmp_path / "net.onnx", data=str(tmp_path / "data.npz"), min_sqnr=least + more)
-    assert result.searched.met
-    assert 0 < result.searched.found.cost < 1
+    assert result.search.bounds_met
+    assert 0 < result.search.trace.cost < 1
     assert cheaper_met == [False] * cheaper

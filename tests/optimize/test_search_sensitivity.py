@@ -20,14 +20,14 @@ def test_the_check_has_the_blame(samples: Path, tmp_path: Path) -> None:
     model, data, out = samples / "digits_cnn.onnx", samples / "digits_cnn_calib.npz", tmp_path / "out.onnx"
     result = gq.insert(model, data=str(data), min_sqnr=55)
     result.save(out)
-    sites = validation_json(result.check)["comparison"]["sites"]
-    message = "\n".join(map(str, validation_view(result.check)))
+    sites = validation_json(result.validation)["comparison"]["sites"]
+    message = "\n".join(map(str, validation_view(result.validation)))
     blames = [planned_site["blame"] for planned_site in sites]
     assert len(blames) > 3
     assert blames == sorted(blames)
     assert f"costing the outputs most, each alone: {sites[0]['tensor']} {blames[0]:.1f} dB" in message
     assert "by themselves" not in message
-    measured = {entry.tensor: entry.blame for entry in gq.compare(model, out, str(data), sensitivity=True).sites}
+    measured = {entry.tensor: entry.sensitivity for entry in gq.compare(model, out, str(data), sensitivity=True).sites}
     assert measured.keys() == {planned_site["tensor"] for planned_site in sites}
     # on other samples, and where all else is as the rules say; by themselves all lose 20 dB more
     assert blames == pytest.approx([measured[planned_site["tensor"]] for planned_site in sites], abs=8)
@@ -58,9 +58,9 @@ def test_without_a_search_biases_are_not_named() -> None:
 def test_biases_are_told(samples: Path) -> None:
     """Biases are what is rounded to 32 bits."""
     result = gq.insert(samples / "digits_cnn.onnx", data=str(samples / "digits_cnn_calib.npz"))
-    sites = result.check.comparison.sites
+    sites = result.validation.comparison.sites
     assert sorted(planned_site.tensor for planned_site in sites if planned_site.bias) == sorted(
         planned_site.tensor for planned_site in sites if "bias" in planned_site.rule
     )
-    assert not {entry.tensor for entry in result.check.worst_sites if "bias" in entry.rule}
+    assert not {entry.tensor for entry in result.validation.worst_sites if "bias" in entry.rule}
     assert sum(planned_site.bias for planned_site in sites) >= 2

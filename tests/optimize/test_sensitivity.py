@@ -130,8 +130,8 @@ def test_in_functions(made: Callable[[str], gq.Result], samples: Path) -> None:
     )
     inside = [entry for entry in comparison.sites if entry.graph == "sample_models:Block"]
     assert len(inside) >= 4
-    assert all(entry.blame is not None and 30 < entry.blame < 120 for entry in inside)
-    sensitivities = [entry.blame for entry in comparison.sites if entry.blame is not None]
+    assert all(entry.sensitivity is not None and 30 < entry.sensitivity < 120 for entry in inside)
+    sensitivities = [entry.sensitivity for entry in comparison.sites if entry.sensitivity is not None]
     assert sensitivities == sorted(sensitivities)
 
 
@@ -168,7 +168,7 @@ def test_the_worst_is_first(tmp_path: Path, cli: Callable[..., Any]) -> None:
     gq.insert(tmp_path / "net.onnx", rules=str(tmp_path / "rules.toml")).save(tmp_path / "quant.onnx")
     call = (tmp_path / "net.onnx", tmp_path / "quant.onnx", "--data", tmp_path / "data.npz")
     assert "at outputs dB" not in cli("compare", *call).stdout
-    assert "at outputs dB" in cli("compare", *call, "--blame").stdout
+    assert "at outputs dB" in cli("compare", *call, "--sensitivity").stdout
     first, second = gq.compare(
         tmp_path / "net.onnx", tmp_path / "quant.onnx", str(tmp_path / "data.npz"), sensitivity=True
     ).sites
@@ -177,10 +177,10 @@ def test_the_worst_is_first(tmp_path: Path, cli: Callable[..., Any]) -> None:
     rounded = np.round(-x * 16) / 16
     exact, actual = (np.tanh(0.001 * np.maximum(x, 0) - c) for c in (-x, rounded))
     expected = 10 * np.log10((exact**2).sum() / ((exact - actual) ** 2).sum())
-    assert first.blame == pytest.approx(expected, abs=0.01)
+    assert first.sensitivity == pytest.approx(expected, abs=0.01)
 
 
 def test_usage(cli: Callable[..., Any], tmp_path: Path) -> None:
     """Blame is of quantized tensors."""
-    output = cli("compare", "a.onnx", "b.onnx", "--data", "random:1", "--blame", "--outputs-only", code=2).stderr
+    output = cli("compare", "a.onnx", "b.onnx", "--data", "random:1", "--sensitivity", "--outputs-only", code=2).stderr
     assert output.startswith("Error: --blame is of quantized tensors.")

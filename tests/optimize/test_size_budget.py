@@ -95,9 +95,9 @@ def test_within_a_budget(samples: Path, tmp_path: Path, cli: Callable[..., Any])
 def test_without_data(samples: Path) -> None:
     """Weights alone need no data, may stay float, and an absolute size is one."""
     result = gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10.3KB")
-    assert result.fitted.most == 10300
-    assert 10000 < result.fitted.size <= 10300
-    assert set(result.fitted.ways.values()) == {FLOAT_CANDIDATE}
+    assert result.size_budget.max_size == 10300
+    assert 10000 < result.size_budget.size <= 10300
+    assert set(result.size_budget.candidates.values()) == {FLOAT_CANDIDATE}
     assert {skip.reason for skip in result.plan.skips if skip.rule == "size-budget"} == {
         "there is room for it in a budget of 10.3KB"
     }
@@ -145,21 +145,21 @@ def test_sizes_that_are_not_those_of_the_file(samples: Path, monkeypatch: pytest
     monkeypatch.setattr(size_budget, "_weight_bytes", lambda *given: int(size(*given) * (1 if given[3] else much)))
     model = samples / "digits_cnn.onnx"
     result = gq.insert(model, rules="weight_only", size_budget="10.3KB")
-    assert result.fitted.size == model_constant_bytes(result.model) <= 10300
+    assert result.size_budget.size == model_constant_bytes(result.model) <= 10300
     with pytest.raises(UsageError, match="with the fewest bits") as raised:
         gq.insert(model, rules="weight_only", size_budget="10%")
     least = int(str(raised.value).split("--size-budget ")[1].split()[0])
-    assert gq.insert(model, rules="weight_only", size_budget=str(least)).fitted.size == least
+    assert gq.insert(model, rules="weight_only", size_budget=str(least)).size_budget.size == least
 
 
 def test_weights_that_are_inputs_too(samples: Path) -> None:
     """Initializers of old ONNX, which are inputs as well, are constants of the float model."""
     result = gq.insert(samples / "digits_cnn_bn.onnx", rules="weight_only", size_budget="25%")
     model = onnx.load(samples / "digits_cnn_bn.onnx")
-    assert result.fitted.whole == sum(
+    assert result.size_budget.float_size == sum(
         onnx.numpy_helper.to_array(initializer).nbytes for initializer in model.graph.initializer
     )
-    assert 0 < result.fitted.size <= result.fitted.whole // 4
+    assert 0 < result.size_budget.size <= result.size_budget.float_size // 4
 
 
 def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
@@ -167,8 +167,8 @@ def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
     model = samples / "digits_nested.onnx"
     data = str(samples / "digits_nested_calib.npz")
     result = gq.insert(model, data=data, samples=10, size_budget="24%")
-    assert result.fitted.size <= result.fitted.most
-    few = {tensor.graph for tensor, candidate in result.fitted.ways.items() if candidate == "4-bit weights"}
+    assert result.size_budget.size <= result.size_budget.max_size
+    few = {tensor.graph for tensor, candidate in result.size_budget.candidates.items() if candidate == "4-bit weights"}
     assert few
     assert "sample_models:Block" not in few
     rules = """
@@ -183,7 +183,7 @@ def test_weights_in_functions(samples: Path, tmp_path: Path) -> None:
     inserted_result = gq.insert(model, rules=rules, data=data, samples=10)
     assert "sample_models:Block" in {pair.site.tensor.graph for pair in inserted_result.inserted}
     assert inserted_result.model.opset == 21
-    assert inserted_result.check.comparison is not None
+    assert inserted_result.validation.comparison is not None
 
 
 def test_beside_a_bound(samples: Path) -> None:
@@ -191,11 +191,11 @@ def test_beside_a_bound(samples: Path) -> None:
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     result = gq.insert(model, data=data, size_budget="24%", min_sqnr=38)
     assert {site.tensor: site.scheme.dtype for site in result.plan.sites if site.rule == "size-budget"} == {
-        site.tensor: "int4" for site in result.searched.plan.sites if site.rule == "size-budget"
+        site.tensor: "int4" for site in result.search.plan.sites if site.rule == "size-budget"
     }
-    assert result.fitted.plan.sites != result.plan.sites
-    site_by_use = {site.uses[0]: site for site in result.fitted.plan.sites}
-    assert {site_by_use[use] for use in result.fitted.weights} <= set(result.plan.sites)
+    assert result.size_budget.plan.sites != result.plan.sites
+    site_by_use = {site.uses[0]: site for site in result.size_budget.plan.sites}
+    assert {site_by_use[use] for use in result.size_budget.weights} <= set(result.plan.sites)
 
 
 def test_what_cannot_be(samples: Path) -> None:
@@ -205,7 +205,7 @@ def test_what_cannot_be(samples: Path) -> None:
     ) as raised:
         gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget="10%")
     least = str(raised.value).split("--size-budget ")[1].split()[0]
-    assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).fitted.size == int(least)
+    assert gq.insert(samples / "digits_cnn.onnx", rules="weight_only", size_budget=least).size_budget.size == int(least)
     with pytest.raises(UsageError, match="round weights that stay float in the file"):
         gq.insert(samples / "digits_cnn.pb", rules="weight_only", size_budget="50%")
     for budget in ("much", "nan", "%", "-2MB"):
@@ -227,13 +227,13 @@ def test_the_fewest_bytes_that_meet_a_bound(samples: Path) -> None:
     for bound in (15, 27, 38):
         inserted_result = gq.insert(model, **options, min_sqnr=bound)
         sizes[bound] = model_constant_bytes(inserted_result.model)
-        assert inserted_result.check.comparison.sqnr >= bound
-        assert (inserted_result.fitted is None) == (bound == 38)
-        if inserted_result.fitted is not None:
-            assert (inserted_result.fitted.size, inserted_result.fitted.most) == (sizes[bound], None)
-            assert set(inserted_result.fitted.ways.values()) == {"4-bit weights"}
+        assert inserted_result.validation.comparison.sqnr >= bound
+        assert (inserted_result.size_budget is None) == (bound == 38)
+        if inserted_result.size_budget is not None:
+            assert (inserted_result.size_budget.size, inserted_result.size_budget.max_size) == (sizes[bound], None)
+            assert set(inserted_result.size_budget.candidates.values()) == {"4-bit weights"}
             assert all(skip.rule != "search" for skip in inserted_result.skips)
-    assert sizes[15] == int(gq.insert(model, size_budget=str(sizes[15]), **{**options, "optimize": "macs"}).fitted.size)
+    assert sizes[15] == int(gq.insert(model, size_budget=str(sizes[15]), **{**options, "optimize": "macs"}).size_budget.size)
     with pytest.raises(UsageError, match="with the fewest bits"):
         gq.insert(model, data=options["data"], size_budget=str(sizes[15] - 1))
     assert sizes[15] < sizes[27] < sizes[38]
@@ -244,4 +244,4 @@ def test_a_format_that_keeps_weights_float_gets_no_smaller(samples: Path) -> Non
     """There the least size is that of the rules, and nothing is refused."""
     data = str(samples / "digits_cnn_calib.npz")
     inserted_result = gq.insert(samples / "digits_cnn.pb", data=data, samples=40, min_sqnr=20, optimize="size")
-    assert (inserted_result.fitted, inserted_result.searched.tried.confirmed) == (None, True)
+    assert (inserted_result.size_budget, inserted_result.search.search_validation.confirmed) == (None, True)

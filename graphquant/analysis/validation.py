@@ -1,0 +1,356 @@
+"""Validation of a quantized model against its float model, and the bounds that it must meet."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from graphquant import formats
+from graphquant.analysis.compare import compare_runners, reference_runner
+from graphquant.analysis.comparison import rows_to_show_share
+from graphquant.analysis.site_errors import match_sites
+from graphquant.calibration import estimate_footprint
+from graphquant.calibration.holdout import open_optional_labels, sample_range
+from graphquant.errors import MissingDependencyError, ModelError, UsageError
+from graphquant.ir.macs import count_macs, unsized_tensors
+from graphquant.utils.progress import stage_progress
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures
+    from graphquant.analysis.site_errors import ComparedSites
+    from graphquant.calibration.data import Dataset
+    from graphquant.calibration.holdout import HoldOut
+    from graphquant.formats import Runner
+    from graphquant.ir import Model, TensorRef
+    from graphquant.utils.progress import Progress
+
+
+DEFAULT_MIN_SQNR = 20.0
+"""SQNR in dB that each output should reach if no bound is set; 8 bits usually give 25 to 45."""
+
+MAX_UNBOUNDED_SAMPLES = 32
+"""Maximum number of validation samples without a bound: enough to detect a ruined model quickly."""
+
+CONCENTRATED_ERROR_DIVISOR = 8
+"""An error is concentrated if fewer than one in this many samples cause half of it."""
+
+SITE_SAMPLES = 4
+"""Number of samples on which each quantized tensor is measured."""
+
+CONFIDENCE = "with 95% confidence"
+
+NO_SQNR = "no output holds floats, so there is no SQNR"
+NO_AGREEMENT = "no output holds class scores or integers, so there is no agreement"
+NO_ACCURACY = "the data has no 'labels' that match an output with one class per row, so there is no accuracy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Accuracy bounds of a quantized model, relative to its float model. None means no bound.
+
+    Attributes:
+        min_sqnr: Minimum SQNR of each output, in dB.
+        min_agreement: Minimum share of rows of each output whose top-1 class does not change, 0 to 1.
+        max_accuracy_drop: Maximum loss of accuracy of each output, as a share of rows, 0 to 1.
+    """
+
+    min_sqnr: float | None = None
+    min_agreement: float | None = None
+    max_accuracy_drop: float | None = None
+
+    def __post_init__(self) -> None:
+        """Reject bounds that are NaN or infinite, which every or no model would meet.
+
+        Raises:
+            UsageError: A bound is not finite.
+        """
+        for bound in filter(None, (self.min_sqnr, self.min_agreement, self.max_accuracy_drop)):
+            if not math.isfinite(bound):
+                raise UsageError(f"The bound {bound} is not a finite number. Use a finite number.")
+
+    def __bool__(self) -> bool:
+        return (self.min_sqnr, self.min_agreement, self.max_accuracy_drop) != (None, None, None)
+
+    def __str__(self) -> str:
+        texts = [
+            f"{self.min_sqnr:g} dB" if self.min_sqnr is not None else "",
+            f"{100 * self.min_agreement:g}% agreement" if self.min_agreement is not None else "",
+            f"at most {_points(self.max_accuracy_drop)} accuracy drop" if self.max_accuracy_drop is not None else "",
+        ]
+        return ", ".join(filter(None, texts)) or f"{DEFAULT_MIN_SQNR:g} dB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validation:
+    """Result of the validation at the end of `insert`.
+
+    Attributes:
+        comparison: Errors of each output and each quantized tensor, or None if they could not be measured.
+        problem: Reason for a missing comparison, or "".
+        reuses_samples: True if calibration, an optimization algorithm or a search used the validation samples.
+        bounds: The requested bounds.
+        quantized_macs: Multiply-adds per sample of ops whose inputs are all quantized.
+        total_macs: Multiply-adds per sample of all ops with known sizes.
+        calibrated_on_other_data: True if the statistics are from other data.
+    """
+
+    comparison: Comparison | None
+    problem: str = ""
+    reuses_samples: bool
+    bounds: Bounds
+    quantized_macs: int = 0
+    total_macs: int = 0
+    calibrated_on_other_data: bool = False
+
+    @property
+    def quantized_share(self) -> float | None:
+        """Share of multiply-adds with quantized inputs, or None if there are none."""
+        return self.quantized_macs / self.total_macs if self.total_macs else None
+
+    @property
+    def worst_sites(self) -> tuple[SiteFigures, ...]:
+        """Quantized tensors with the largest error first: by sensitivity if it was measured, else by local error.
+
+        Biases are omitted without sensitivities. The local error of a small bias is large, but it is negligible in the
+        sum to which the bias is added.
+        """
+        sites = () if self.comparison is None else self.comparison.sites
+        if self.has_sensitivity:
+            return tuple(site for site in sites if site.sensitivity is not None and site.sensitivity < math.inf)
+        return tuple(site for site in sites if site.local is not None and site.local < math.inf and not site.bias)
+
+    @property
+    def has_sensitivity(self) -> bool:
+        """True if the sensitivity of the tensors was measured, which also sorts them."""
+        return self.comparison is not None and any(site.sensitivity is not None for site in self.comparison.sites)
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Messages about missed bounds. Without bounds, each output must reach `DEFAULT_MIN_SQNR`."""
+        if self.comparison is None:
+            return (f"the model could not be measured: {self.problem}",)
+        comparison, bounds = self.comparison, self.bounds or Bounds(min_sqnr=DEFAULT_MIN_SQNR)
+        problems = [
+            f"output {output.name!r} cannot be compared: {output.problem}"
+            for output in comparison.outputs
+            if output.problem
+        ]
+        if comparison.all_empty:
+            problems.append(_empty_outputs_message(comparison))
+        return tuple(problems) or (
+            *_sqnr_failures(comparison, bounds, requested=bool(self.bounds)),
+            *_agreement_failures(comparison, bounds),
+            *_accuracy_failures(comparison, bounds),
+        )
+
+    @property
+    def unmeasurable_bounds(self) -> tuple[str, ...]:
+        """Messages about bounds that apply to no output, so that no model could meet them."""
+        if self.comparison is None:
+            return ()
+        if self.comparison.all_empty:
+            return (_empty_outputs_message(self.comparison),)
+        outputs, bounds = self.comparison.outputs, self.bounds
+        measurable = (
+            (bounds.min_sqnr, any(output.sqnr is not None for output in outputs), NO_SQNR),
+            (bounds.min_agreement, any(output.agreement is not None for output in outputs), NO_AGREEMENT),
+            (bounds.max_accuracy_drop, any(output.accuracy is not None for output in outputs), NO_ACCURACY),
+        )
+        return tuple(message for bound, is_measurable, message in measurable if bound is not None and not is_measurable)
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Messages about bounds that the samples meet, but do not confirm with 95% confidence."""
+        return tuple(caveat for caveat, _ in self._caveats())
+
+    @property
+    def confirmed(self) -> bool:
+        """True if the bounds are met and confirmed. Caveats that apply to every model on these samples do not count."""
+        return not self.failures and not any(avoidable for _, avoidable in self._caveats())
+
+    def _caveats(self) -> list[tuple[str, bool]]:
+        """Return the caveats, each with a flag that is True if a better model could avoid it."""
+        if self.comparison is None:
+            return []
+        samples = self.comparison.samples
+        caveats = [
+            caveat for output in self.comparison.outputs for caveat in _output_caveats(output, self.bounds, samples)
+        ]
+        if self.reuses_samples and self.bounds:
+            reuse = "calibration, an optimization algorithm or a search used these samples, so the error on others may be larger"
+            caveats.append((reuse, False))
+        return caveats
+
+
+def _points(share: float) -> str:
+    """Format a difference of two shares as percentage points."""
+    return f"{100 * share:g} points"
+
+
+def _output_caveats(output: OutputFigures, bounds: Bounds, samples: int) -> Iterator[tuple[str, bool]]:
+    """Yield the bounds of an output that may be met by chance, each with a flag for avoidable caveats."""
+    if output.empty and bounds:
+        yield f"output {output.name!r} was empty for all {samples} samples, so it was not measured", False
+    sqnr, agreement, lost = output.sqnr_lower_bound, output.agreement_lower_bound, output.lost_share_upper_bound or 0
+    if bounds.min_sqnr is not None and sqnr is not None and sqnr < bounds.min_sqnr:
+        measurable = sqnr > -math.inf
+        message = (
+            f"has at least {sqnr:.2f} dB {CONFIDENCE}"
+            if measurable
+            else "was measured on too few samples for a confident statement"
+        )
+        if measurable and CONCENTRATED_ERROR_DIVISOR * output.half_error_samples < samples:
+            message += f", because {output.half_error_samples} of {samples} samples cause half of its error"
+        yield f"output {output.name!r} {message}", measurable
+    if bounds.min_agreement is not None and agreement is not None and agreement < bounds.min_agreement:
+        message = f"at least {100 * agreement:.2f}% of output {output.name!r} agree {CONFIDENCE}"
+        yield f"{message}{_rows_needed_note(output.rows, 1 - bounds.min_agreement)}", output.agreement != 1
+    if bounds.max_accuracy_drop is not None and output.accuracy is not None and lost > bounds.max_accuracy_drop:
+        message = f"the accuracy of output {output.name!r} drops by at most {100 * lost:.2f} points {CONFIDENCE}"
+        note = _rows_needed_note(output.rows, bounds.max_accuracy_drop)
+        yield f"{message}{note}", output.accuracy[1] < output.accuracy[0]
+
+
+def _rows_needed_note(count: int, share: float) -> str:
+    """Return a note about the number of rows that the bound needs, if there are fewer."""
+    needed = rows_to_show_share(share)
+    return f"; to confirm the bound takes {needed:,} rows, and there are {count:,}" if count < needed else ""
+
+
+def _empty_outputs_message(comparison: Comparison) -> str:
+    return f"nothing was compared, because every output was empty for all {comparison.samples} samples"
+
+
+def _sqnr_failures(comparison: Comparison, bounds: Bounds, *, requested: bool) -> list[str]:
+    if bounds.min_sqnr is None:
+        return []
+    measured = [(output.name, output.sqnr) for output in comparison.outputs if output.sqnr is not None]
+    failures = [
+        f"output {name!r} has {sqnr:.2f} dB, and the bound is {bounds.min_sqnr:g} dB"
+        for name, sqnr in measured
+        if not sqnr >= bounds.min_sqnr
+    ]
+    return failures if measured or not requested else [NO_SQNR]
+
+
+def _agreement_failures(comparison: Comparison, bounds: Bounds) -> list[str]:
+    if bounds.min_agreement is None:
+        return []
+    measured = [(output.name, output.agreement) for output in comparison.outputs if output.agreement is not None]
+    failures = [
+        f"{100 * agreement:.2f}% of output {name!r} agree, and the bound is {100 * bounds.min_agreement:g}%"
+        for name, agreement in measured
+        if agreement < bounds.min_agreement
+    ]
+    return failures if measured else [NO_AGREEMENT]
+
+
+def _accuracy_failures(comparison: Comparison, bounds: Bounds) -> list[str]:
+    if bounds.max_accuracy_drop is None:
+        return []
+    measured = [(output.name, output.accuracy) for output in comparison.outputs if output.accuracy is not None]
+    failures = [
+        f"the accuracy of output {name!r} drops from {100 * float_accuracy:.2f}% to {100 * quantized_accuracy:.2f}%,"
+        f" and the bound is {_points(bounds.max_accuracy_drop)}"
+        for name, (float_accuracy, quantized_accuracy) in measured
+        if float_accuracy - quantized_accuracy > bounds.max_accuracy_drop
+    ]
+    return failures if measured else [NO_ACCURACY]
+
+
+def validate_model(
+    source: Model,
+    quantized: Model,
+    holdout: HoldOut,
+    bounds: Bounds,
+    progress: Progress | None,
+    *,
+    include_sites: bool = True,
+) -> Validation:
+    """Compare a quantized model with its float model on a hold-out; on few samples if there is no bound.
+
+    Args:
+        source: The float model.
+        quantized: The quantized model.
+        holdout: The samples, with labels if their data has some.
+        bounds: The requested bounds.
+        progress: Progress callback.
+        include_sites: If True, also measure quantized tensors and count multiply-adds.
+
+    Raises:
+        DataError: A sample does not fit the model.
+    """
+    try:
+        runner = formats.format_module(source.format).create_runner(source)
+        batches, labels = open_optional_labels(holdout.batches, holdout.spec, runner.inputs, holdout.max_samples)
+        # Data that was opened again with labels is not cut off where the hold-out ends.
+        batches = replace(batches, count=holdout.batches.count)
+        batches = sample_range(batches, holdout.start, None if bounds else MAX_UNBOUNDED_SAMPLES)
+        sites = match_sites(source, quantized) if include_sites else None
+        comparison = _compare_on_samples(source, quantized, sites, runner, batches, labels, progress)
+        quantized_macs, total_macs = (0, 0) if sites is None else _count_macs(source, sites, runner, batches, labels)
+    except (MissingDependencyError, ModelError) as error:
+        return Validation(comparison=None, problem=str(error), reuses_samples=holdout.reuses_samples, bounds=bounds)
+    return Validation(
+        comparison=comparison,
+        reuses_samples=holdout.reuses_samples,
+        bounds=bounds,
+        quantized_macs=quantized_macs,
+        total_macs=total_macs,
+        calibrated_on_other_data=holdout.calibrated_on_other_data,
+    )
+
+
+def _compare_on_samples(
+    source: Model,
+    quantized: Model,
+    sites: ComparedSites | None,
+    runner: Runner,
+    batches: Dataset,
+    labels: str,
+    progress: Progress | None,
+) -> Comparison:
+    """Run both models on the samples, and measure the quantized tensors on the first few."""
+    footprint = estimate_footprint(source, batch_independent=runner.batch_independent)
+    return compare_runners(
+        runner,
+        formats.format_module(quantized.format).create_runner(quantized),
+        batches,
+        load=replace(footprint, block_size=min(footprint.block_size, SITE_SAMPLES)),
+        sites=sites,
+        site_runner=reference_runner(source, sites, runner),
+        outputs={},
+        labels=labels,
+        max_site_samples=SITE_SAMPLES,
+        progress=stage_progress(progress, "validating"),
+    )
+
+
+def _count_macs(source: Model, sites: ComparedSites, runner: Runner, batches: Dataset, labels: str) -> tuple[int, int]:
+    """Return the multiply-adds per sample with quantized inputs, and all of them."""
+    counts = count_macs(source, measure_tensor_sizes(source, batches, runner, labels))
+    quantized_ops = {(op_coverage.graph, op_coverage.op) for op_coverage in sites.coverage if op_coverage.quantized}
+    return sum(count for op_id, count in counts.items() if op_id in quantized_ops), sum(counts.values())
+
+
+def measure_tensor_sizes(
+    model: Model, batches: Dataset, runner: Runner | None = None, labels: str = ""
+) -> dict[TensorRef, int]:
+    """Measure on the first sample the element counts that multiply-adds depend on and shapes do not give.
+
+    Args:
+        model: The model.
+        batches: The samples.
+        runner: Runner of the model; created if needed.
+        labels: Key of the labels in `batches`, or "".
+    """
+    tensors_to_measure = unsized_tensors(model)
+    if not tensors_to_measure:
+        return {}
+    runner = runner or formats.format_module(model.format).create_runner(model)
+    hidden = runner.unobservable(tensors_to_measure)
+    feed = {name: value for name, value in next(batches.feeds_between(0, 1)).items() if name != labels}
+    return runner.element_counts([tensor for tensor in tensors_to_measure if tensor not in hidden], feed)
