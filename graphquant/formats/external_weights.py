@@ -44,11 +44,7 @@ class HashingWriter:
         self._file, self._hash, self._size = file, hashlib.sha256(), 0
 
     def write(self, data: Any) -> None:
-        """Append bytes.
-
-        Raises:
-            OSError: The bytes cannot be written.
-        """
+        """Append bytes; raise OSError if the bytes cannot be written."""
         self._size += self._file.write(data)
         self._hash.update(data)
 

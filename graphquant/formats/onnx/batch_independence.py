@@ -28,7 +28,7 @@ from graphquant.formats.batch_independence import (
     unsqueeze_keeps_rows,
 )
 from graphquant.formats.onnx.shape_inference import add_inferred_types, strip_weight_data
-from graphquant.formats.onnx.tensors import type_and_shape
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, type_and_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -192,7 +192,7 @@ ONNX_ROW_RULES: Final = RowRuleTable(
         {"Add", "Cast", "Concat", "Div", "Gather", "Identity", "Mul", "Reshape", "Slice", "Squeeze", "Sub", "Unsqueeze"}
     ),
     fill_ops=frozenset({"ConstantOfShape", "Expand"}),
-    domains=frozenset({"", "ai.onnx"}),
+    domains=DEFAULT_DOMAINS,
 )
 
 

@@ -24,7 +24,7 @@ from graphquant.formats.onnx.functions import NODE_MARK, nested_graphs
 from graphquant.formats.onnx.reader import model_from_message
 from graphquant.formats.onnx.session import OnnxRunner
 from graphquant.formats.onnx.shape_inference import INFERENCE_ERRORS
-from graphquant.formats.onnx.tensors import first_line, is_external
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line, is_external
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -102,10 +102,10 @@ def upgrade_opset(model: Model, opset: int) -> Model:
 
 def _raise_function_opset(function: Any, opset: int) -> str:
     """Raise the opset of a function, which onnx's converter ignores; return an op whose meaning changes, or ""."""
-    entries = [entry for entry in function.opset_import if entry.domain in {"", "ai.onnx"} and entry.version < opset]
+    entries = [entry for entry in function.opset_import if entry.domain in DEFAULT_DOMAINS and entry.version < opset]
     for entry in entries:
         for node in (
-            node for graph in nested_graphs(function) for node in graph.node if node.domain in {"", "ai.onnx"}
+            node for graph in nested_graphs(function) for node in graph.node if node.domain in DEFAULT_DOMAINS
         ):
             try:
                 signatures = [_op_signature(node.op_type, version) for version in (entry.version, opset)]
@@ -205,12 +205,12 @@ def _constant_tensors(graph: Any) -> Iterator[tuple[Any, str, Any]]:
     """Yield initializers and Constant nodes: the message, the name of its value, and its tensor."""
     yield from ((tensor, tensor.name, tensor) for tensor in graph.initializer)
     for node in graph.node:
-        if node.op_type == "Constant" and node.domain in {"", "ai.onnx"} and len(node.output) == 1:
+        if node.op_type == "Constant" and node.domain in DEFAULT_DOMAINS and len(node.output) == 1:
             yield from ((node, node.output[0], attr.t) for attr in node.attribute if attr.name == "value")
 
 
 def _restore_weights(source: Any, converted: Any, hoisted: Sequence[_HoistedWeight]) -> None:
-    """Restore what the converter drops: weights in their order, sparse initializers and annotations.
+    """Restore the parts that the converter drops: weights in their order, sparse initializers and annotations.
 
     Raises:
         KeyError: The body of a weight does not exist any more.

@@ -21,6 +21,7 @@ from graphquant.formats.onnx.external_data import (
 )
 from graphquant.formats.onnx.source import METADATA_IR_VERSION, output_value_name, write_onnx_metadata
 from graphquant.formats.onnx.tensors import (
+    DEFAULT_DOMAINS,
     DTYPE_CODES,
     constant_node,
     constant_tensor,
@@ -219,7 +220,7 @@ class _MessageEmitter:
         return node
 
     def _ensure_opset_import(self, imports: Any, domain: str) -> None:
-        equivalent_domains = {"", "ai.onnx"} if domain in {"", "ai.onnx"} else {domain}
+        equivalent_domains = DEFAULT_DOMAINS if domain in DEFAULT_DOMAINS else {domain}
         for owner in (imports, self._message):
             if all(entry.domain not in equivalent_domains for entry in owner.opset_import):
                 version = 1 if domain else self._model.opset or DEFAULT_OPSET

@@ -130,11 +130,7 @@ def deferred_tensor(op: Op, name: str, index: int) -> Any:
 
 
 def fill_deferred_weights(message: Any, ops: Sequence[DeferredWeight]) -> None:
-    """Fill in the values of all deferred weights of a ModelProto.
-
-    Raises:
-        ModelError: ONNX cannot represent a value.
-    """
+    """Fill in the values of all deferred weights of a ModelProto; raise ModelError if ONNX cannot represent a value."""
     take_session_weights(message, ops, ())
 
 

@@ -19,7 +19,8 @@ from itertools import count
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from onnx import ModelProto, TensorProto, helper, inliner
+from onnx import ModelProto, TensorProto, inliner
+from onnx.helper import make_graph, make_node, make_tensor_value_info
 
 from graphquant.errors import UnobservableTensorError
 from graphquant.formats.onnx.emitter import node_bodies
@@ -130,8 +131,8 @@ class _WatchBuilder:
             else:
                 marked_tensors.append(tensor)
         if self._mode != "values":
-            outputs_first = [tensor for tensor in self._detach_outputs() if tensor not in probes]
-            marked_tensors = self._last_produced_first([*marked_tensors, *outputs_first])
+            detached = [tensor for tensor in self._detach_outputs() if tensor not in probes]
+            marked_tensors = self._last_produced_first([*marked_tensors, *detached])
         marked = self._mark_tensors(marked_tensors)
         lifter = SubgraphLifter(self._message, self._model.opset, self._new_name)
         for tensor, name in outputs.items():
@@ -192,9 +193,7 @@ class _WatchBuilder:
         for op_type in op_types:
             made_name = self._model.graphs[tensor.graph].unique_name(f"graphquant/shown/{next(self._counter)}")
             nodes.append(
-                _cast_to_float(value, made_name)
-                if op_type == "Cast"
-                else helper.make_node(op_type, [value], [made_name])
+                _cast_to_float(value, made_name) if op_type == "Cast" else make_node(op_type, [value], [made_name])
             )
             value = made_name
         if mark:
@@ -231,29 +230,29 @@ class _WatchBuilder:
         """Replace the marked node by a Loop that returns its input once if the flag is 1, and never if 0."""
         if tensor not in self._flags:
             self._flags[tensor] = self._new_name()
-            self._message.graph.input.append(_tensor_info(self._flags[tensor], TensorProto.INT64, []))
+            self._message.graph.input.append(make_tensor_value_info(self._flags[tensor], TensorProto.INT64, []))
         flag = self._flags[tensor]
         iteration, condition, condition_out, carried, carried_out, value, final_carried, values = (
             self._new_name() for _ in range(8)
         )
         copies = {condition: condition_out, carried: carried_out, mark.node.input[0]: value}
-        body = helper.make_graph(
-            [helper.make_node("Identity", [source], [target]) for source, target in copies.items()],
+        body = make_graph(
+            [make_node("Identity", [source], [target]) for source, target in copies.items()],
             value,
             [
-                _tensor_info(iteration, TensorProto.INT64, []),
-                _tensor_info(condition, TensorProto.BOOL, []),
-                _tensor_info(carried, TensorProto.INT64, []),
+                make_tensor_value_info(iteration, TensorProto.INT64, []),
+                make_tensor_value_info(condition, TensorProto.BOOL, []),
+                make_tensor_value_info(carried, TensorProto.INT64, []),
             ],
             [
-                _tensor_info(condition_out, TensorProto.BOOL, []),
-                _tensor_info(carried_out, TensorProto.INT64, []),
-                _tensor_info(value, self._element_type(tensor, mark), None),
+                make_tensor_value_info(condition_out, TensorProto.BOOL, []),
+                make_tensor_value_info(carried_out, TensorProto.INT64, []),
+                make_tensor_value_info(value, self._element_type(tensor, mark), None),
             ],
         )
-        publish_node = helper.make_node("Identity", [values], list(mark.node.output))
+        publish_node = make_node("Identity", [values], list(mark.node.output))
         # Before opset 11 a Loop must carry something.
-        mark.node.CopyFrom(helper.make_node("Loop", [flag, "", flag], [final_carried, values], body=body))
+        mark.node.CopyFrom(make_node("Loop", [flag, "", flag], [final_carried, values], body=body))
         nodes = (mark.levels[0].body if mark.levels else self._message.graph).node
         nodes.append(publish_node)
         return replace(mark, node=nodes[-1])
@@ -343,13 +342,9 @@ class _WatchBuilder:
         return self._model.main.unique_name(f"graphquant/observed/{next(self._counter)}")
 
 
-def _tensor_info(name: str, dtype: int, shape: list[int] | None) -> Any:
-    return helper.make_tensor_value_info(name, dtype, shape)
-
-
 def _cast_to_float(value: str, name: str) -> Any:
     """Return a node that casts bfloat16, which onnxruntime does not return, to float32."""
-    return helper.make_node("Cast", [value], [name], to=TensorProto.FLOAT)
+    return make_node("Cast", [value], [name], to=TensorProto.FLOAT)
 
 
 def _expand_sequence_maps(message: Any) -> Any:

@@ -21,7 +21,7 @@ from onnx.reference import ReferenceEvaluator
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.index import GraphIndexer
 from graphquant.formats.onnx.source import OnnxSource, restore_source_message
-from graphquant.formats.onnx.tensors import first_line
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, first_line
 from graphquant.ir import Model, paused_gc
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def model_from_message(message: Any, *, path: Path | None = None, digest: str = 
     """
     if not message.HasField("graph"):
         raise ModelError("The model has no graph. Export or copy the model again.")
-    opset = next((entry.version for entry in message.opset_import if entry.domain in {"", "ai.onnx"}), 0)
+    opset = next((entry.version for entry in message.opset_import if entry.domain in DEFAULT_DOMAINS), 0)
     source = OnnxSource(message=message, graphs={}, folder=path.parent if path else None)
     model = Model(format="onnx", source=source, path=path, opset=opset)
     model.digest = digest or hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()

@@ -186,8 +186,8 @@ class OnnxRunner:
             watch_session = self._create_watch(tensors)
         run = watch_session.run_function(tensors)
         if on_result is not None and self._model_bytes <= SESSION_PER_THREAD_BYTES:
-            others = [self._create_watch(list(watch_session.probes)) for _ in range(max_in_flight - 1)]
-            run = _run_per_thread([run, *(other.run_function(tensors) for other in others)])
+            copies = [self._create_watch(list(watch_session.probes)) for _ in range(max_in_flight - 1)]
+            run = _run_per_thread([run, *(copy.run_function(tensors) for copy in copies)])
         yield from prefetch(run, feeds, max_in_flight, on_result)
 
     @property

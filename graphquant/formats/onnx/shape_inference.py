@@ -18,7 +18,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, checker, h
 
 from graphquant.errors import ModelError
 from graphquant.formats.onnx.functions import add_function_types, inline_marked_functions, nested_graphs
-from graphquant.formats.onnx.tensors import is_external, tensor_value
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS, is_external, tensor_value
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -67,7 +67,7 @@ def hide_crashing_nodes(message: Any) -> None:
             imports.opset_import.add(domain=HIDDEN_DOMAIN, version=1)
         for graph in nested_graphs(root):
             for node in graph.node:
-                if node.domain in {"", "ai.onnx"}:
+                if node.domain in DEFAULT_DOMAINS:
                     hidden = node.op_type in _GUARDED_INPUT_SLOTS or _may_crash_inference(node)
                 else:
                     hidden = node.domain == "ai.onnx.ml" and node.op_type in _ALWAYS_HIDDEN_OPS

@@ -1,4 +1,4 @@
-"""Outputs for values inside the bodies of a message: every body on the way out gains an output.
+"""Outputs for values inside the bodies of a message: each enclosing body gains an output.
 
 1. A branch of If returns the value. The other branch returns an empty tensor of shape [0].
 2. The body of Scan returns it as a scan output. A Scan around an If or Loop is first converted to a Loop.
@@ -18,14 +18,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from onnx import TensorProto, ValueInfoProto, helper
+from onnx import TensorProto, ValueInfoProto
+from onnx.helper import make_node, make_tensor_sequence_value_info, make_tensor_value_info
 
 from graphquant.errors import UnobservableTensorError
 from graphquant.formats.onnx.emitter import node_bodies
+from graphquant.formats.onnx.tensors import DEFAULT_DOMAINS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
+
+Array = np.ndarray[Any, Any]
+
+SEQUENCE_LOOP_OPSET = 13
+"""First opset whose Loop carries sequences."""
+
+SCAN_WITHOUT_BATCH_OPSET = 9
+"""First opset whose Scan has no batch axis."""
 
 SLICE_STEPS_OPSET = 10
 """First opset whose Slice has steps, which reverse the values that a Scan collects."""
@@ -70,16 +80,16 @@ def convert_scan_to_loop(graph: Any, node: Any, body: Any, opset: int, new_name:
         node.output[position] = loop_output
     nodes_before, length, last_index = _length_nodes(scanned[0], axes[0], new_name)
     iteration, condition, condition_out = new_name(), new_name(), new_name()
-    body_head = [helper.make_node("Identity", [condition], [condition_out])]
+    body_head = [make_node("Identity", [condition], [condition_out])]
     for source, value, axis, is_reversed in zip(scanned, slices, axes, input_reversals, strict=True):
         index = new_name() if is_reversed else iteration
-        body_head += [helper.make_node("Sub", [last_index, iteration], [index])] if is_reversed else []
-        body_head.append(helper.make_node("Gather", [source, index], [value], axis=axis))
+        body_head += [make_node("Sub", [last_index, iteration], [index])] if is_reversed else []
+        body_head.append(make_node("Gather", [source, index], [value], axis=axis))
     _insert_at(body.node, 0, body_head)
     del body.input[states:]
-    iteration_infos = [helper.make_tensor_value_info(iteration, TensorProto.INT64, [])]
-    _insert_at(body.input, 0, [*iteration_infos, helper.make_tensor_value_info(condition, TensorProto.BOOL, [])])
-    _insert_at(body.output, 0, [helper.make_tensor_value_info(condition_out, TensorProto.BOOL, [])])
+    iteration_infos = [make_tensor_value_info(iteration, TensorProto.INT64, [])]
+    _insert_at(body.input, 0, [*iteration_infos, make_tensor_value_info(condition, TensorProto.BOOL, [])])
+    _insert_at(body.output, 0, [make_tensor_value_info(condition_out, TensorProto.BOOL, [])])
     for attr in [attr for attr in node.attribute if attr.name != "body"]:
         node.attribute.remove(attr)
     node.op_type = "Loop"
@@ -95,9 +105,9 @@ def _length_nodes(value: str, axis: int, new_name: Callable[[], str]) -> tuple[l
     nodes = [
         _int64_constant_node(axis_name, axis),
         _int64_constant_node(one_name, 1),
-        helper.make_node("Shape", [value], [shape]),
-        helper.make_node("Gather", [shape, axis_name], [length], axis=0),
-        helper.make_node("Sub", [length, one_name], [last_index]),
+        make_node("Shape", [value], [shape]),
+        make_node("Gather", [shape, axis_name], [length], axis=0),
+        make_node("Sub", [length, one_name], [last_index]),
     ]
     return nodes, length, last_index
 
@@ -115,7 +125,7 @@ def _rearrangement_nodes(
             _int64_constant_node(start, -1, dims=[1]),
             _int64_constant_node(end, SLICE_END_BEFORE_FIRST, dims=[1]),
             _int64_constant_node(slice_axis, 0, dims=[1]),
-            helper.make_node("Slice", [stacked, start, end, slice_axis, start], [reversed_values if axis else result]),
+            make_node("Slice", [stacked, start, end, slice_axis, start], [reversed_values if axis else result]),
         ]
         stacked = reversed_values
     if axis:
@@ -124,27 +134,18 @@ def _rearrangement_nodes(
         rank = len(type_.shape.dim) + 1
         perm = list(range(1, rank))
         perm.insert(axis % rank, 0)
-        nodes.append(helper.make_node("Transpose", [stacked], [result], perm=perm))
+        nodes.append(make_node("Transpose", [stacked], [result], perm=perm))
     return nodes
 
 
 def _int64_constant_node(name: str, value: int, dims: Sequence[int] = ()) -> Any:
     tensor = TensorProto(data_type=TensorProto.INT64, dims=dims, int64_data=[value])
-    return helper.make_node("Constant", [], [name], value=tensor)
+    return make_node("Constant", [], [name], value=tensor)
 
 
 def _insert_at(repeated: Any, position: int, entries: Sequence[Any]) -> None:
     for offset, entry in enumerate(entries):
         repeated.insert(position + offset, entry)
-
-
-Array = np.ndarray[Any, Any]
-
-SEQUENCE_LOOP_OPSET = 13
-"""First opset whose Loop carries sequences."""
-
-SCAN_WITHOUT_BATCH_OPSET = 9
-"""First opset whose Scan has no batch axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +188,7 @@ class BodyLevel:
     @property
     def op_type(self) -> str:
         """Type of the node, with its domain if that is not ONNX's own."""
-        foreign = self.node.domain not in {"", "ai.onnx"}
+        foreign = self.node.domain not in DEFAULT_DOMAINS
         return f"{self.node.domain}:{self.node.op_type}" if foreign else str(self.node.op_type)
 
 
@@ -289,7 +290,7 @@ class SubgraphLifter:
 
     def _add_scan_output(self, level: BodyLevel, value: str, dtype: int) -> str:
         """Handle case 2: return the name of the stacked values outside."""
-        level.body.output.append(_unshaped_info(value, dtype))
+        level.body.output.append(make_tensor_value_info(value, dtype, None))
         for attr in level.node.attribute:
             if attr.name in {"scan_output_axes", "scan_output_directions"}:
                 attr.ints.append(0)
@@ -297,9 +298,9 @@ class SubgraphLifter:
 
     def _add_branch_output(self, level: BodyLevel, value: str, dtype: int) -> tuple[str]:
         """Handle case 1: return the value's name outside."""
-        level.body.output.append(_unshaped_info(value, dtype))
+        level.body.output.append(make_tensor_value_info(value, dtype, None))
         for sibling in _sibling_bodies(level):
-            sibling.output.append(_unshaped_info(self._add_empty_constant(sibling, dtype), dtype))
+            sibling.output.append(make_tensor_value_info(self._add_empty_constant(sibling, dtype), dtype, None))
         return (self._add_node_output(level, len(level.body.output) - 1),)
 
     def _add_carried_values(self, levels: Sequence[BodyLevel], value: str, dtype: int) -> tuple[str, ...]:
@@ -336,36 +337,39 @@ class SubgraphLifter:
             graph = self._message.graph
             if self._opset >= SEQUENCE_LOOP_OPSET:
                 names: tuple[str, ...] = (self._new_name(),)
-                graph.node.insert(0, helper.make_node("SequenceEmpty", [], list(names), dtype=dtype))
+                graph.node.insert(0, make_node("SequenceEmpty", [], list(names), dtype=dtype))
             else:
                 names = (self._new_name(), self._new_name(), self._new_name())
                 for name, element_type in zip(names, (dtype, TensorProto.INT64, TensorProto.INT64), strict=True):
                     constant = TensorProto(data_type=element_type, dims=[0])
-                    graph.node.insert(0, helper.make_node("Constant", [], [name], value=constant))
+                    graph.node.insert(0, make_node("Constant", [], [name], value=constant))
             self._initial_carries[dtype] = names
         return self._initial_carries[dtype]
 
     def _carry_infos(self, names: Sequence[str], dtype: int) -> list[Any]:
         if len(names) == 1:
-            return [helper.make_tensor_sequence_value_info(names[0], dtype, None)]
-        return [_unshaped_info(name, kind) for name, kind in zip(names, (dtype, *[TensorProto.INT64] * 2), strict=True)]
+            return [make_tensor_sequence_value_info(names[0], dtype, None)]
+        return [
+            make_tensor_value_info(name, kind, None)
+            for name, kind in zip(names, (dtype, *[TensorProto.INT64] * 2), strict=True)
+        ]
 
     def _append_to_carry(self, body: Any, carried: tuple[str, ...], value: str) -> tuple[str, ...]:
         """Return the carried values of `body` after `value` is appended."""
         extended = tuple(self._new_name() for _ in carried)
         if len(carried) == 1:
-            body.node.append(helper.make_node("SequenceInsert", [carried[0], value], list(extended)))
+            body.node.append(make_node("SequenceInsert", [carried[0], value], list(extended)))
             return extended
         flat_shape, elements, sizes, rank = (self._new_name() for _ in range(4))
         minus_one = TensorProto(data_type=TensorProto.INT64, dims=[1], int64_data=[-1])
         body.node.extend(
             [
-                helper.make_node("Constant", [], [flat_shape], value=minus_one),
-                helper.make_node("Reshape", [value, flat_shape], [elements]),
-                helper.make_node("Shape", [value], [sizes]),
-                helper.make_node("Shape", [sizes], [rank]),
+                make_node("Constant", [], [flat_shape], value=minus_one),
+                make_node("Reshape", [value, flat_shape], [elements]),
+                make_node("Shape", [value], [sizes]),
+                make_node("Shape", [sizes], [rank]),
                 *(
-                    helper.make_node("Concat", [old, addition], [new], axis=0)
+                    make_node("Concat", [old, addition], [new], axis=0)
                     for old, addition, new in zip(carried, (elements, sizes, rank), extended, strict=True)
                 ),
             ]
@@ -377,12 +381,12 @@ class SubgraphLifter:
         if len(carried) == 1:
             return self._append_to_carry(body, carried, self._add_empty_constant(body, dtype))
         passed = tuple(self._new_name() for _ in carried)
-        body.node.extend(helper.make_node("Identity", [old], [new]) for old, new in zip(carried, passed, strict=True))
+        body.node.extend(make_node("Identity", [old], [new]) for old, new in zip(carried, passed, strict=True))
         return passed
 
     def _add_empty_constant(self, body: Any, dtype: int) -> str:
         name = self._new_name()
-        body.node.append(helper.make_node("Constant", [], [name], value=TensorProto(data_type=dtype, dims=[0])))
+        body.node.append(make_node("Constant", [], [name], value=TensorProto(data_type=dtype, dims=[0])))
         return name
 
 
@@ -395,10 +399,6 @@ def _split_packed_values(elements: Array, sizes: Array, ranks: Array) -> list[Ar
         values.append(elements[element_offset : element_offset + math.prod(shape)].reshape(shape))
         element_offset += math.prod(shape)
     return values
-
-
-def _unshaped_info(name: str, dtype: int) -> Any:
-    return helper.make_tensor_value_info(name, dtype, None)
 
 
 def _sibling_bodies(level: BodyLevel) -> list[Any]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 MAX_DENSE_ELEMENTS = 1 << 24
-"""Number of elements up to which every sparse tensor is made dense; its shape says nothing about the file size."""
+"""Number of elements up to which every sparse tensor is made dense; a small file may have a huge shape."""
 
 MAX_SPARSITY = 1 << 10
 """Number of elements per stored element up to which a larger sparse tensor is made dense too."""
@@ -37,6 +37,9 @@ DTYPE_NAMES: dict[int, str] = {
 """numpy-like names of the element types."""
 
 GRAPH_ATTRIBUTES = (AttributeProto.GRAPH, AttributeProto.GRAPHS)
+
+DEFAULT_DOMAINS = frozenset({"", "ai.onnx"})
+"""Names of ONNX's own domain."""
 
 DTYPE_CODES: dict[str, int] = {name: code for code, name in DTYPE_NAMES.items()}
 
@@ -72,11 +75,7 @@ def type_and_shape(proto: Any) -> tuple[str | None, Shape | None]:
 
 
 def tensor_shape(tensor: Any) -> Shape:
-    """Return the shape of a TensorProto.
-
-    Raises:
-        ModelError: A size is negative.
-    """
+    """Return the shape of a TensorProto; raise ModelError if a size is negative."""
     sizes = tuple(tensor.dims)
     if any(size < 0 for size in sizes):
         raise ModelError(
@@ -277,11 +276,7 @@ ANCHOR_KEY = "graphquant.anchor"
 
 
 def new_node(op: Op, inputs: Sequence[str], outputs: Sequence[str]) -> Any:
-    """Return the NodeProto of a new op.
-
-    Raises:
-        ModelError: An attribute cannot be written.
-    """
+    """Return the NodeProto of a new op; raise ModelError if an attribute cannot be written."""
     node = NodeProto(name=op.name, op_type=op.type, domain=op.domain, input=inputs, output=outputs)
     _write_attributes(node, op, {})
     return node
@@ -318,11 +313,7 @@ def patch_node(node: Any, op: Op, loaded_op: Op) -> None:
 
 
 def constant_tensor(op: Op, name: str) -> Any:
-    """Return the TensorProto of the value of the constant `op`.
-
-    Raises:
-        ModelError: ONNX cannot represent the value.
-    """
+    """Return the TensorProto of the value of the constant `op`; raise ModelError if ONNX cannot represent the value."""
     try:
         return numpy_helper.from_array(constant_op_value(op), name)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -332,11 +323,7 @@ def constant_tensor(op: Op, name: str) -> Any:
 
 
 def constant_op_value(op: Op) -> Any:
-    """Return the value of a constant.
-
-    Raises:
-        ModelError: The constant has no value.
-    """
+    """Return the value of a constant; raise ModelError if the constant has no value."""
     if op.read_value is None:
         raise ModelError(f"The constant {op.name!r} has no value. Give it one.")
     return op.read_value()
