@@ -1,6 +1,6 @@
-"""The errors a user can meet; each kind carries the exit code the command line ends with.
+"""Errors that users can see. Each class has the exit code of the command line.
 
-An error's first sentence says what is wrong here (file:line, op, tensor), the second what to do about it.
+The first sentence of a message states the problem (file:line, op, tensor), the second one the remedy.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ if TYPE_CHECKING:
 
 
 class GraphQuantError(Exception):
-    """Anything graphquant refuses to do; `exit_code` is what the command line ends with."""
+    """Base class of all errors that graphquant raises on purpose; `exit_code` is the exit code of the command line."""
 
     exit_code: ClassVar[int] = 2
 
 
 class UsageError(GraphQuantError):
-    """The call cannot be carried out as asked: an option, a selector, the output path."""
+    """An argument is invalid: an option, a selector, an output path."""
 
 
 class RuleError(GraphQuantError):
-    """A rule file has mistakes; the message lists all of them, a line each, as `file:line: ...`."""
+    """A rule file has mistakes. The message lists all of them, one per line, as `file:line: ...`."""
 
 
 class ManifestError(GraphQuantError):
-    """A manifest has mistakes; the message lists all of them, a line each, as `file:line: ...`."""
+    """A manifest has mistakes. The message lists all of them, one per line, as `file:line: ...`."""
 
 
 class DataError(GraphQuantError):
@@ -35,43 +35,43 @@ class DataError(GraphQuantError):
 
 
 class NeedsDataError(GraphQuantError):
-    """The plan has activations whose range only data can tell."""
+    """The plan has activations whose ranges require calibration data."""
 
 
 class ModelError(GraphQuantError):
-    """The model cannot be read, is not supported, or would not be valid after the change."""
+    """The model cannot be read, is not supported, or would become invalid by the change."""
 
     exit_code: ClassVar[int] = 3
 
 
 class UnobservableTensorError(ModelError):
-    """A tensor is where its framework shows nobody its values."""
+    """The framework cannot return the values of a tensor."""
 
 
 class MissingDependencyError(GraphQuantError):
-    """An optional package is not installed; the message has the line that installs it."""
+    """An optional package is not installed. The message has the command that installs it."""
 
     exit_code: ClassVar[int] = 4
 
 
 class FindingsError(GraphQuantError):
-    """The command did its work and what it found makes it fail."""
+    """The command succeeded, and its findings make it fail."""
 
     exit_code: ClassVar[int] = 1
 
 
 class InternalError(GraphQuantError):
-    """An invariant of graphquant's own broke; the message names the room that must act."""
+    """An internal invariant of graphquant is broken. The message names the module that must be fixed."""
 
     exit_code: ClassVar[int] = 3
 
 
 def escape_unprintable(text: str) -> str:
-    """`text` with everything that a terminal would act on, line breaks too, spelled as Python does: names are data."""
+    """Escape line breaks and control characters. Names in models are data and must not control a terminal."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def did_you_mean(word: str, candidates: Iterable[str], *, limit: int = 3) -> str:
-    """A sentence naming the known words closest to `word`, with a leading space, or nothing."""
+    """Return a sentence, with a leading space, that names the candidates closest to `word`; "" if none is close."""
     close = get_close_matches(word, list(candidates), n=limit, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(name) for name in close)}?" if close else ""

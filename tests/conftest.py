@@ -1,4 +1,4 @@
-"""What the tests of the whole program share: sample models and a way to call the command line."""
+"""Fixtures of all tests: sample models, a browser, and the command line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import settings
+from support.cli import run_cli
 
-from graphquant.cli import main
 from graphquant.utils.tf_determinism import disable_onednn
 
 if TYPE_CHECKING:
@@ -24,30 +23,30 @@ ROOT = Path(__file__).resolve().parents[1]
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
-disable_onednn()  # whichever test imports TensorFlow first
+disable_onednn()  # before any test imports TensorFlow
 
-settings.register_profile("any machine", deadline=None)  # a machine that others use too may take its time
+settings.register_profile("any machine", deadline=None)  # a shared machine may be slow
 settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)
 def unfolded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output is as wide as it likes: workers of pytest-xdist have COLUMNS in their environment, which folds it."""
+    """Remove COLUMNS from the environment, which pytest-xdist sets for its workers and which would wrap output."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
 def samples() -> Path:
-    """The folder of sample models."""
+    """Return the folder of sample models."""
     return ROOT / "sample_models"
 
 
 @pytest.fixture
 def shared() -> Path:
-    """The folder of real models that are no part of the project; the test is skipped where there is none."""
+    """Return the folder of real models outside of the repository. Skips the test if it does not exist."""
     folder = ROOT.parent / "shared" / "models"
     if not folder.is_dir():
-        pytest.skip("the shared models are not here")
+        pytest.skip("the folder of shared models does not exist")
     return folder
 
 
@@ -82,14 +81,5 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def cli() -> Callable[..., Any]:
-    """A function that calls graphquant in this process and checks its exit code and that no traceback is ours."""
-
-    def call(*arguments: object, code: int = 0) -> Any:
-        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        assert result.exit_code == code, result.stderr
-        assert "Traceback" not in result.stderr
-        assert "\x1b" not in result.output
-        return result
-
-    return call
+    """Return a function that calls graphquant in this process and checks its exit code."""
+    return run_cli

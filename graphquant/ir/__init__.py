@@ -3,21 +3,37 @@
 from graphquant.ir.function_clones import FunctionClones
 from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, paused_gc
 from graphquant.ir.invariants import check_invariants
-from graphquant.ir.parameters import FORWARDING_KINDS, Parameters, require_finite_weight
-from graphquant.ir.types import (
+from graphquant.ir.kinds import (
+    BIAS_ADD_KINDS,
+    BOUNDARY_KINDS,
     CLAMPING_KINDS,
+    COMMUTATIVE_KINDS,
+    CONVOLUTION_KINDS,
+    FORWARDING_KINDS,
+    LOOP_KINDS,
+    MATRIX_PRODUCT_KINDS,
+    QUANTIZATION_KINDS,
+    RECURRENT_KINDS,
+    RESHAPING_KINDS,
+    STORED_KINDS,
+    TRANSPARENT_KINDS,
+    WEIGHTED_KINDS,
+)
+from graphquant.ir.parameters import Parameters, require_finite_weight
+from graphquant.ir.traversal import connected_groups, follow, follow_to_end, reachable, unique_name
+from graphquant.ir.types import (
     FLOAT_TYPES,
     NO_ATTRS,
-    QUANTIZATION_KINDS,
-    WEIGHTED_KINDS,
     Call,
     DataType,
     Op,
+    OpKey,
     Output,
     Shape,
     StoredQuantization,
     TensorRef,
     Use,
+    fully_known_shape,
     qualified_op_name,
 )
 from graphquant.ir.weight_layout import (
@@ -31,27 +47,42 @@ from graphquant.ir.weight_layout import (
 )
 
 __all__ = [
+    "BIAS_ADD_KINDS",
+    "BOUNDARY_KINDS",
     "CLAMPING_KINDS",
+    "COMMUTATIVE_KINDS",
     "CONTROL_EDGE",
-    "Call",
-    "DataType",
+    "CONVOLUTION_KINDS",
     "FLOAT_TYPES",
     "FORWARDING_KINDS",
+    "LOOP_KINDS",
+    "MATRIX_PRODUCT_KINDS",
+    "NO_ATTRS",
+    "QUANTIZATION_KINDS",
+    "RECURRENT_KINDS",
+    "RESHAPING_KINDS",
+    "STORED_KINDS",
+    "TRANSPARENT_KINDS",
+    "WEIGHTED_KINDS",
+    "Call",
+    "DataType",
     "FunctionClones",
     "Graph",
     "Model",
-    "NO_ATTRS",
     "Op",
+    "OpKey",
     "Output",
     "Parameters",
-    "QUANTIZATION_KINDS",
     "Shape",
     "StoredQuantization",
     "TensorRef",
     "Use",
-    "WEIGHTED_KINDS",
     "channel_axis",
     "check_invariants",
+    "connected_groups",
+    "follow",
+    "follow_to_end",
+    "fully_known_shape",
     "input_channels",
     "kernel_size",
     "matrix_rows",
@@ -59,6 +90,8 @@ __all__ = [
     "output_channels",
     "paused_gc",
     "qualified_op_name",
+    "reachable",
     "reduction_axis",
     "require_finite_weight",
+    "unique_name",
 ]

@@ -1,10 +1,11 @@
-"""Twins: what an op of a copy computes, an op of the graphs that run computes too.
+"""Function clones: copies of a function whose ops compute the same as ops of the graphs that run.
 
-A SavedModel holds a computation several times: signatures call one copy of a function, whoever loads the model calls
-others. Ops that read the same variables in the same slots, and have the same attributes, are twins; where several are,
-those whose paths (the names of the calls that lead to them, and their own) end alike. From there on, what twins read
-and what reads them are twins, as long as type, attributes and constants agree and no other op comes into question.
-Calls, branches and Identities are looked through. Functions that share no variable with what runs are no copies.
+A SavedModel contains a computation several times. Signatures call one copy of a function; Python code that loads the
+model calls others. Ops that read the same variables in the same slots, with the same attributes, are clones. If there
+are several candidates, their call paths (the names of the calls that lead to them, and their own name) must end
+alike. From there, sources and consumers of clones are clones if type, attributes and constants agree and there is no
+other candidate. Calls, branches and Identities are skipped. Functions that share no variable with the graphs that run
+are not clones (docs/decisions/0026-copies-in-savedmodels.md).
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from graphquant.ir.types import FLOAT_TYPES, Call, Op, TensorRef, Use
+from graphquant.ir.kinds import BOUNDARY_KINDS, STORED_KINDS
+from graphquant.ir.traversal import MAX_HOPS, follow_to_end
+from graphquant.ir.types import FLOAT_TYPES, Call, Op, OpKey, TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -22,33 +25,25 @@ if TYPE_CHECKING:
     from graphquant.ir.graph import Model
     from graphquant.ir.parameters import Parameters
 
-
 MAX_PATH_CHANGES: Final = 4
-"""How often the path of a function may grow while its callers are found; one that calls itself has none."""
+"""Limit of changes to the path of a function while its callers are collected. A recursive function has no path."""
 
 MAX_WEIGHT_DISTANCE: Final = 4
-"""How many ops may stand between a weight and what it is quantized for."""
-
-MAX_FORWARDING_HOPS: Final = 256
-"""How many calls, branches and Identities are looked through: a damaged model may hold a ring of them."""
+"""Limit of ops between a weight and the op that reads it quantized."""
 
 _CALL_NAME: Final = re.compile(r"\A(Stateful)?PartitionedCall(_\d+)?\Z")
-_FORWARDING_AND_STORED_KINDS: Final = frozenset(
-    {"input", "output", "constant", "variable", "identity", "call", "read_variable"}
-)
+_UNMATCHED_KINDS: Final = BOUNDARY_KINDS | STORED_KINDS | {"identity", "call", "read_variable"}
+"""Kinds that store or forward values. Matching skips them."""
 
 _TRAINING_ATTRS: Final = frozenset({"is_training", "exponential_avg_factor", "seed", "seed2"})
-"""Attributes in which a copy for training may differ."""
-
-OpKey = tuple[str, str]
-"""Graph and name of an op."""
+"""Attributes in which a clone for training may differ."""
 
 VariableReads = tuple[str, tuple[tuple[int, str], ...]]
 """Type of an op, and the variables that it reads by slot."""
 
 
 class FunctionClones:
-    """The twins of ops in copies, which are the graphs that only saved functions reach."""
+    """Matches ops in clones, which are the graphs that only saved functions reach, with ops of the graphs that run."""
 
     def __init__(self, model: Model, parameters: Parameters) -> None:
         """The model must not be edited while this is in use."""
@@ -69,13 +64,13 @@ class FunctionClones:
             self._spread_pairs(list(self._pairs_by_variables()))
 
     def original_op(self, clone_graph: str, op_name: str) -> OpKey | None:
-        """The op of the graphs that run that is the twin of op `op_name` in a copy; None if there is none, or several."""
+        """Return the running op that op `op_name` is a clone of; None if there is none, or several."""
         return self._originals.get((clone_graph, op_name))
 
     def may_be_same_value(self, clone_tensor: TensorRef, original_tensor: TensorRef) -> bool:
-        """Whether what is computed for a tensor of a copy may be what is computed for one of the graphs that run.
+        """Return True if a tensor of a clone may have the same values as a tensor of the graphs that run.
 
-        Twins made them, or whoever calls the copy gives it, as a layer's input.
+        That is so if clones compute them, or if the caller of the clone passes the tensor, such as a layer's input.
         """
         clone_source, original_source = self._computed_source(clone_tensor), self._computed_source(original_tensor)
         if clone_source is None or original_source is None:
@@ -86,18 +81,17 @@ class FunctionClones:
         )
 
     def variable_name(self, tensor: TensorRef) -> str | None:
-        """The variable that `tensor` is, quantized or not; None if it is none."""
-        for _ in range(MAX_WEIGHT_DISTANCE):
-            op = self._model.op(tensor)
-            source = next(iter(self._model.graphs[tensor.graph].slots(tensor.op)), None)
-            if op.kind not in {"qdq", "reshape"} or source is None:
-                break
-            tensor = source
-        origin = self._parameters.root_tensor(tensor)
-        return origin.op if self._model.op(origin).kind == "variable" else None
+        """Return the name of the variable whose value `tensor` is, quantized or not; None if it is not one."""
+
+        def source(current: TensorRef) -> TensorRef | None:
+            is_skipped = self._model.op(current).kind in {"qdq", "reshape"}
+            return next(iter(self._model.graphs[current.graph].slots(current.op)), None) if is_skipped else None
+
+        root = self._parameters.root_tensor(follow_to_end(tensor, source, MAX_WEIGHT_DISTANCE))
+        return root.op if self._model.op(root).kind == "variable" else None
 
     def _pairs_by_variables(self) -> Iterator[tuple[OpKey, OpKey]]:
-        """The pairs that variables make known."""
+        """Yield pairs of clone and original that are certain because they read the same variables."""
         originals_by_reads: dict[VariableReads, list[tuple[OpKey, str | None]]] = {}
         for op_key, path in self._variable_readers(_call_paths(self._model, self._model.entry_graphs)):
             originals_by_reads.setdefault(self._variable_reads_of(op_key), []).append((op_key, path))
@@ -118,30 +112,25 @@ class FunctionClones:
                 yield op_key, candidates[0][0]
 
     def _variable_readers(self, paths: dict[str, str | None]) -> Iterator[tuple[OpKey, str | None]]:
-        """The ops of these graphs that read variables, with their paths."""
+        """Yield the ops of these graphs that read variables, with their paths."""
         for name, path in paths.items():
             for op in self._model.graphs[name].ops():
-                if op.kind not in _FORWARDING_AND_STORED_KINDS and self._variable_reads_of((name, op.name))[1]:
+                if op.kind not in _UNMATCHED_KINDS and self._variable_reads_of((name, op.name))[1]:
                     yield (name, op.name), None if path is None else _join_call_path(path, op.name)
 
     def _variable_reads_of(self, op_key: OpKey) -> VariableReads:
         if op_key not in self._variable_reads:
-            self._variable_reads[op_key] = self._collect_variable_reads(op_key)
+            slots = enumerate(self._model.graphs[op_key[0]].slots(op_key[1]))
+            reads = ((slot, self.variable_name(tensor)) for slot, tensor in slots if tensor is not None)
+            known_reads = tuple((slot, variable) for slot, variable in reads if variable is not None)
+            self._variable_reads[op_key] = self._op_of(op_key).type, known_reads
         return self._variable_reads[op_key]
-
-    def _collect_variable_reads(self, op_key: OpKey) -> VariableReads:
-        reads = []
-        for slot, tensor in enumerate(self._model.graphs[op_key[0]].slots(op_key[1])):
-            variable = None if tensor is None else self.variable_name(tensor)
-            if variable is not None:
-                reads.append((slot, variable))
-        return self._op_of(op_key).type, tuple(reads)
 
     def _op_of(self, op_key: OpKey) -> Op:
         return self._model.graphs[op_key[0]].op(op_key[1])
 
     def _spread_pairs(self, queue: list[tuple[OpKey, OpKey]]) -> None:
-        """Notes the pairs in `queue` and those beside them."""
+        """Record the pairs in `queue`, and those that follow from them. An op with two originals gets none."""
         for clone, original in queue:
             if clone in self._originals:
                 if self._originals[clone] != original:
@@ -155,7 +144,7 @@ class FunctionClones:
             )
 
     def _neighbor_pairs(self, clone: OpKey, original: OpKey) -> Iterator[tuple[OpKey, OpKey]]:
-        """The pairs of ops that two twins read, and of those that read the twins."""
+        """Yield the pairs of ops that a clone and its original read, and of ops that read these two."""
         slots = [self._model.graphs[name].slots(op) for name, op in (clone, original)]
         for clone_operand, original_operand in zip(*slots, strict=False):
             sources = self._computed_source(clone_operand), self._computed_source(original_operand)
@@ -170,8 +159,8 @@ class FunctionClones:
                 yield from _pair_candidates(clones, consumers[1].get(kind, []))
 
     def _computed_source(self, tensor: TensorRef | None) -> TensorRef | None:
-        """What computes `tensor`, behind Identities, calls and arguments; None where that may be several."""
-        for _ in range(MAX_FORWARDING_HOPS):
+        """Return the tensor that Identities, calls and arguments forward as `tensor`; None if there may be several."""
+        for _ in range(MAX_HOPS):
             if tensor is None:
                 break
             graph, op = self._model.graphs[tensor.graph], self._model.op(tensor)
@@ -189,7 +178,7 @@ class FunctionClones:
         return None
 
     def _caller_operands(self, graph_name: str, argument: str) -> list[TensorRef]:
-        """What callers pass for an argument of a function or branch; nothing for one of a loop."""
+        """Return the tensors that callers pass for an argument of a function or branch; none for one of a loop."""
         if graph_name not in self._input_positions:
             inputs = self._model.graphs[graph_name].inputs
             self._input_positions[graph_name] = {label: position for position, label in enumerate(inputs)}
@@ -203,23 +192,23 @@ class FunctionClones:
         return list(dict.fromkeys(operands))
 
     def _computing_consumers(self, tensor: TensorRef) -> dict[tuple[str, int], list[OpKey]]:
-        """The ops that read `tensor`, behind Identities, calls and results, by their type and slot."""
+        """Return the ops that read `tensor`, directly or through Identities, calls and results, by type and slot."""
         by_type_and_slot: dict[tuple[str, int], list[OpKey]] = {}
         pending, visited = [tensor], {tensor}
         for current in pending:
             for use in self._model.graphs[current.graph].consumers(current):
                 op = self._op_of((use.graph, use.op))
                 forwarded = list(self._forwarded_tensors(op, use))
-                if not forwarded and op.kind not in _FORWARDING_AND_STORED_KINDS:
+                if not forwarded and op.kind not in _UNMATCHED_KINDS:
                     by_type_and_slot.setdefault((op.type, use.slot), []).append((use.graph, use.op))
                 pending.extend(successor for successor in forwarded if successor not in visited)
                 visited.update(forwarded)
-            if len(pending) > MAX_FORWARDING_HOPS:
+            if len(pending) > MAX_HOPS:
                 return {}
         return by_type_and_slot
 
     def _forwarded_tensors(self, op: Op, use: Use) -> Iterator[TensorRef]:
-        """Where what `op` reads at `use` is handed on to."""
+        """Yield the tensors to which `op` forwards its operand at `use`."""
         graph = self._model.graphs[use.graph]
         if op.kind == "identity":
             yield TensorRef(use.graph, op.name)
@@ -236,9 +225,9 @@ class FunctionClones:
                     yield TensorRef(caller.graph, caller.op, port)
 
     def _may_be_clone(self, clone: OpKey, original: OpKey) -> bool:
-        """Whether two ops have one type and the same attributes, and one is in a copy, the other in what runs."""
+        """Return True if a clone's op and a running op have the same type and attributes."""
         clone_op, original_op = self._op_of(clone), self._op_of(original)
-        if clone_op.type != original_op.type or clone_op.kind in _FORWARDING_AND_STORED_KINDS or clone_op.calls:
+        if clone_op.type != original_op.type or clone_op.kind in _UNMATCHED_KINDS or clone_op.calls:
             return False
         if clone[0] not in self._clone_graph_set or original[0] in self._clone_graph_set:
             return False
@@ -246,14 +235,14 @@ class FunctionClones:
         return all(repr(clone_op.attrs.get(name)) == repr(original_op.attrs.get(name)) for name in names)
 
     def _read_same_values(self, clone: OpKey, original: OpKey) -> bool:
-        """Whether two ops read the same variables and the same float constants."""
+        """Return True if two ops read the same variables and the same float constants."""
         if self._variable_reads_of(clone) != self._variable_reads_of(original):
             return False
         slots = [self._model.graphs[name].slots(op) for name, op in (clone, original)]
         return len(slots[0]) == len(slots[1]) and all(map(self._operands_equal, *slots))
 
     def _operands_equal(self, clone_operand: TensorRef | None, original_operand: TensorRef | None) -> bool:
-        """Whether two operands, if one is a float constant, have one value."""
+        """Return True if two operands have the same value, or if neither is a float constant."""
         if (
             clone_operand is None
             or original_operand is None
@@ -270,7 +259,7 @@ class FunctionClones:
 
 
 def _pair_candidates(clones: list[OpKey], originals: list[OpKey]) -> Iterator[tuple[OpKey, OpKey]]:
-    """The pairs of ops among those of one type that read one value: one of each, or such as have one name."""
+    """Pair ops of one type that read one value: if there is one of each, or by name."""
     if len(clones) == len(originals) == 1:
         yield clones[0], originals[0]
         return
@@ -281,7 +270,7 @@ def _pair_candidates(clones: list[OpKey], originals: list[OpKey]) -> Iterator[tu
 
 
 def _call_paths(model: Model, starts: Iterable[str]) -> dict[str, str | None]:
-    """For each graph that `starts` reach the names of the calls that lead to it; None where these differ."""
+    """Return the names of the calls that lead to each graph reachable from `starts`; None if callers disagree."""
     paths: dict[str, str | None] = dict.fromkeys(starts, "")
     changes: dict[str, int] = {}
     queue = list(paths)
@@ -299,9 +288,10 @@ def _call_paths(model: Model, starts: Iterable[str]) -> dict[str, str | None]:
 
 
 def _call_scope(op: Op, call: Call) -> str:
-    """What a call adds to the path of what it calls; the name that TensorFlow makes up for a plain call says nothing.
+    """Return the part that a call adds to the path of its callee.
 
-    The ops of `model.saved` stand for the caller's own code.
+    Names that TensorFlow generates for plain calls add nothing. Ops whose name starts with "@" are calls from Python
+    code.
     """
     segments = op.name.split("/")
     if _CALL_NAME.match(segments[-1]) or segments[0].startswith("@"):
@@ -314,14 +304,14 @@ def _join_call_path(path: str, name: str) -> str:
 
 
 def _longer_path(first_path: str | None, second_path: str | None) -> str | None:
-    """The longer of two paths of which one ends in the other, else None."""
+    """Return the longer of two paths if it ends in the other, else None."""
     if first_path is None or second_path is None or not _paths_meet(first_path, second_path):
         return None
     return max(first_path, second_path, key=len)
 
 
 def _paths_meet(first_path: str, second_path: str) -> bool:
-    """Whether one of two paths ends in the other."""
+    """Return True if one of two paths ends in the other."""
     return (
         f"/{first_path}".endswith(f"/{second_path}")
         or f"/{second_path}".endswith(f"/{first_path}")

@@ -1,9 +1,10 @@
-"""`Graph` and `Model`: networkx graphs of ops, and the few edits that everything is made of.
+"""`Graph` and `Model`: networkx graphs of ops, and the few edits that all passes use.
 
-Ops are nodes. A filled input slot is an edge keyed by the slot's number; a control edge is keyed `CONTROL_EDGE`. A tensor
-that is read inside the body of an op (ONNX If, Loop, Scan) is a capture: in the producer's graph an edge from the
-producer to the op that owns the body, keyed `("capture", use)`. Each node also keeps its slots in order, so that
-"what feeds this slot" and "who reads this tensor" both cost only their own edges.
+Ops are nodes. A filled input slot is an edge keyed by the slot's number. A control edge is keyed `CONTROL_EDGE`. A
+tensor that is read inside the body of an op (ONNX If, Loop, Scan) is a capture: an edge in the producer's graph, from
+the producer to the op that owns the body, keyed `("capture", use)`. Each node also has a list of its slots, so that
+both questions, the source of a slot and the consumers of a tensor, cost only their own edges
+(docs/decisions/0007-slots-beside-edges.md).
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.ir.types import Op, Output, TensorRef, Use
+from graphquant.ir.traversal import reachable, unique_name
+from graphquant.ir.types import Op, Output, Shape, TensorRef, Use
 from graphquant.utils.notebook_html import HtmlRepresentation
+from graphquant.utils.text import join_limited
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +32,7 @@ CONTROL_EDGE = "control"
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Pauses Python's cyclic collector while many ops are made; without it the cost per op grows with the graph."""
+    """Pause Python's cyclic garbage collector while many ops are created. Else the cost per op grows with the graph."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -44,13 +47,15 @@ class Graph:
 
     Attributes:
         name: "" for the main graph.
-        nx: The `networkx.MultiDiGraph`; node data `op` is the `Op`, `slots` the list of what each input slot reads.
+        nx: The `networkx.MultiDiGraph`. Node data: `op` is the `Op`, `slots` the list of its source tensors.
         graphs: The graphs of the model by name, shared by all of them.
         parent: Graph and op that own this body; None for the main graph and for functions.
         inputs: Names of the ops of kind "input", in the order of the graph's signature.
         outputs: Names of the ops of kind "output", in the same order.
         rerouted_uses: Uses whose source changed since load.
-        anchor: What ops that are added are for, "" if that is not to be noted.
+        removed_ops: Names of ops that were removed since load.
+        anchor: Recorded as `Op.anchor` of ops that are added; "" records nothing.
+        reserved_names: Names that new ops must not get. Graphs whose values share one name space share the set.
     """
 
     def __init__(
@@ -61,8 +66,7 @@ class Graph:
         parent: tuple[str, str] | None = None,
         reserved_names: set[str] | None = None,
     ) -> None:
-        """`reserved_names` holds names that new ops must not get; graphs whose values share one name space share the set."""
-        import networkx as nx  # here, so that rule files can be read without it
+        import networkx as nx  # imported when needed, so that rule files are read without it
 
         self.name = name
         self.graphs = graphs
@@ -79,29 +83,32 @@ class Graph:
 
     @property
     def is_function(self) -> bool:
-        """Whether it is a function of the model: not the main graph, and no body of an op."""
+        """True for a function of the model: neither the main graph nor the body of an op."""
         return bool(self.name) and self.parent is None
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.nx
 
     def __len__(self) -> int:
         return len(self.nx)
 
     def ops(self) -> Iterator[Op]:
-        """All ops, in the order they were added."""
+        """Yield all ops, in the order they were added."""
         for _, data in self.nx.nodes(data=True):
             yield data["op"]
 
     def topological_order(self) -> list[str]:
-        """The names of the ops, each after those it has edges from; those in a ring, or behind one, are left out."""
+        """Return the names of the ops, each after its sources. Ops in a cycle, or after one, are omitted.
+
+        `networkx.topological_sort` raises for a graph with a cycle; TF1 loops are cycles.
+        """
         successors = {name: list(targets) for name, targets in self.nx.adjacency()}
         pending_inputs = dict.fromkeys(successors, 0)
         for targets in successors.values():
             for target in targets:
                 pending_inputs[target] += 1
         ready = [name for name, count in pending_inputs.items() if not count]
-        for name in ready:  # grows meanwhile
+        for name in ready:  # grows during the loop
             for target in successors[name]:
                 pending_inputs[target] -= 1
                 if not pending_inputs[target]:
@@ -109,27 +116,27 @@ class Graph:
         return ready
 
     def op(self, name: str) -> Op:
-        """The op called `name`; a KeyError if there is none."""
+        """Return the op called `name`. Raises a KeyError if there is none."""
         return self.nx.nodes[name]["op"]  # type: ignore[no-any-return]  # node data is untyped
 
     def slots(self, name: str) -> list[TensorRef | None]:
-        """What each input slot of op `name` reads, None for an empty slot. Not to be changed by the caller."""
+        """Return the source tensor of each input slot of op `name`, None for an empty slot. Do not change the list."""
         return self.nx.nodes[name]["slots"]  # type: ignore[no-any-return]  # node data is untyped
 
     def source_of(self, use: Use) -> TensorRef | None:
-        """The tensor read at `use`, which must be in this graph."""
+        """Return the tensor read at `use`, which must be in this graph."""
         slots = self.slots(use.op)
         return slots[use.slot] if 0 <= use.slot < len(slots) else None
 
     def consumers(self, tensor: TensorRef) -> list[Use]:
-        """Every place that reads `tensor`, in bodies too, in the order in which their ops were first wired to it."""
+        """Return all uses of `tensor`, including those in bodies, in the order in which their ops were connected."""
         return self.graphs[tensor.graph].consumers_by_port(tensor.op).get(tensor.port, [])
 
     def consumers_by_port(self, name: str) -> dict[int, list[Use]]:
-        """The consumers of each output port of op `name`."""
+        """Return the consumers of each output port of op `name`."""
         by_port: dict[int, list[Use]] = {}
         for target, edges in self.nx.adj[name].items():
-            key: Any  # a slot, CONTROL or ("capture", use)
+            key: Any  # a slot, CONTROL_EDGE or ("capture", use)
             for key, data in edges.items():
                 if isinstance(key, int):
                     by_port.setdefault(data["port"], []).append(Use(self.name, target, key))
@@ -138,15 +145,15 @@ class Graph:
         return by_port
 
     def control_inputs(self, name: str) -> list[str]:
-        """Ops that must run before op `name` by a control edge."""
+        """Return the ops that must run before op `name` because of a control edge."""
         return [source for source, edges in self.nx.pred[name].items() if CONTROL_EDGE in edges]
 
     def output(self, tensor: TensorRef) -> Any:
-        """What is known of `tensor`, an `Output`; the tensor may live in an enclosing graph."""
+        """Return the `Output` of `tensor`, which may belong to an enclosing graph."""
         return self.graphs[tensor.graph].op(tensor.op).outputs[tensor.port]
 
     def edge_data(self, use: Use, tensor: TensorRef) -> dict[str, Any] | None:
-        """The data of the edge that stands for `use`, of this graph, reading `tensor`; None if it is missing."""
+        """Return the data of the edge for `use`, of this graph, reading `tensor`; None if it is missing."""
         source_graph, target, key = self._edge_key(use, tensor)
         data: dict[str, Any] | None = source_graph.nx.get_edge_data(tensor.op, target, key=key)
         return data
@@ -154,20 +161,15 @@ class Graph:
     # -- building and editing --------------------------------------------------------------------
 
     def unique_name(self, name: str) -> str:
-        """`name`, or with the smallest free `_k` behind it."""
-        if name not in self.reserved_names and name not in self.nx:
-            return name
-        suffix = 1
-        while f"{name}_{suffix}" in self.reserved_names or f"{name}_{suffix}" in self.nx:
-            suffix += 1
-        return f"{name}_{suffix}"
+        """Return `name`, or `name` with the smallest unused suffix `_k`."""
+        return unique_name(name, self.reserved_names, self)
 
     def add_op(
         self, op: Op, inputs: Sequence[TensorRef | None] = (), *, control_sources: Iterable[str] = ()
     ) -> TensorRef:
-        """Adds `op` reading `inputs`, with control edges from the ops `control_sources`; returns its first output."""
+        """Add `op` reading `inputs`, with control edges from the ops `control_sources`. Returns its first output."""
         if op.name in self.nx:
-            raise InternalError(f"op {op.name!r} is already in graph {self.name!r}.")
+            raise InternalError(f"Op {op.name!r} already exists in graph {self.name!r}.")
         self.nx.add_node(op.name, op=replace(op, anchor=self.anchor) if self.anchor else op, slots=[])
         self.reserved_names.add(op.name)
         self.reserved_names.update(output.name for output in op.outputs if output.name)
@@ -177,7 +179,7 @@ class Graph:
     def connect_inputs(
         self, name: str, inputs: Sequence[TensorRef | None], *, control_sources: Iterable[str] = ()
     ) -> None:
-        """Gives an op that was added without inputs its inputs; loops need their ops before their edges."""
+        """Connect the inputs of an op that was added without them. Loops need their ops before their edges."""
         slots = self.slots(name)
         slots.extend([None] * len(inputs))
         for slot, tensor in enumerate(inputs):
@@ -186,13 +188,13 @@ class Graph:
                 self._add_data_edge(Use(self.name, name, slot), tensor)
         for source in control_sources:
             if source not in self.nx:
-                raise InternalError(f"op {name!r} is to run after {source!r}, which graph {self.name!r} does not hold.")
+                raise InternalError(f"Op {name!r} must run after {source!r}, which does not exist in {self.name!r}.")
             self.nx.add_edge(source, name, key=CONTROL_EDGE)
 
     def set_source(self, use: Use, tensor: TensorRef | None) -> None:
-        """Makes `use` read `tensor` (None empties the slot), whatever it read before."""
+        """Set the source of `use` to `tensor`, or empty the slot if it is None."""
         if tensor is not None:
-            self._checked_edge_key(use, tensor)  # refuses before anything is changed
+            self._checked_edge_key(use, tensor)  # raises before the first change
         slots = self.slots(use.op)
         slots.extend([None] * (use.slot + 1 - len(slots)))
         old_source = slots[use.slot]
@@ -204,27 +206,28 @@ class Graph:
         self.rerouted_uses.add(use)
 
     def reroute(self, tensor: TensorRef, uses: Iterable[Use], target: TensorRef) -> int:
-        """Makes exactly `uses`, which read `tensor` now, read `target`; returns how many there were.
+        """Change the source of exactly `uses` from `tensor` to `target`. Returns the number of uses.
 
         Raises:
-            UsageError: A tensor does not exist, a use does not read `tensor`, or `target` has another dtype or shape, or is
-                out of the use's sight. Nothing is changed then.
+            UsageError: A tensor does not exist, a use does not read `tensor`, or `target` has another dtype or shape
+                or is out of scope. Nothing is changed then.
         """
         old_output, new_output = self._require_output(tensor), self._require_output(target)
         if old_output.dtype is not None and new_output.dtype is not None and old_output.dtype != new_output.dtype:
             raise UsageError(
-                f"{target} is {new_output.dtype} and {tensor} is {old_output.dtype}. Only tensors of one dtype can be swapped."
+                f"{target} is {new_output.dtype} and {tensor} is {old_output.dtype}. Choose a target of the same dtype."
             )
         if not _shapes_compatible(old_output.shape, new_output.shape):
             raise UsageError(
-                f"{target} has shape {new_output.shape} and {tensor} has {old_output.shape}. Their shapes must agree."
+                f"{target} has shape {new_output.shape} and {tensor} has {old_output.shape}. Choose a target of the"
+                " same shape."
             )
         unique_uses = list(dict.fromkeys(uses))
         for use in unique_uses:
             reader_graph = self.graphs.get(use.graph)
             if reader_graph is None or use.op not in reader_graph or reader_graph.source_of(use) != tensor:
-                valid_uses = _format_uses(self.consumers(tensor))
-                raise UsageError(f"{use} does not read {tensor}. Name a use that does: {valid_uses}.")
+                valid_uses = join_limited(self.consumers(tensor)) or "none"
+                raise UsageError(f"{use} does not read {tensor}. Choose a use that does: {valid_uses}.")
             if not reader_graph.can_read(target.graph):
                 raise UsageError(f"{use} cannot read {target}: graph {target.graph!r} does not enclose {use.graph!r}.")
         for use in unique_uses:
@@ -232,22 +235,20 @@ class Graph:
         return len(unique_uses)
 
     def replace_op(self, op: Op) -> None:
-        """Puts `op` in the place of the op of the same name; its inputs stay wired."""
+        """Replace the op of the same name with `op`. Its inputs and consumers stay connected."""
         self.nx.nodes[op.name]["op"] = op
         self.reserved_names.update(output.name for output in op.outputs if output.name)
 
     def remove_op(self, name: str) -> None:
-        """Takes out op `name`, which nothing may read any more."""
+        """Remove op `name`, which must not have consumers."""
         remaining_uses = [use for uses in self.consumers_by_port(name).values() for use in uses]
         if remaining_uses:
             raise InternalError(
-                f"op {name!r} is still read by {_format_uses(remaining_uses)}; reroute its consumers before removing it."
+                f"Op {name!r} is still read by {join_limited(remaining_uses)}. Reroute these uses before removing it."
             )
         owned_bodies = [call.graph for call in self.op(name).calls if self._owns_body(name, call.graph)]
         if owned_bodies:
-            raise InternalError(
-                f"op {name!r} still owns the body {owned_bodies[0]!r}; it cannot be removed without it."
-            )
+            raise InternalError(f"Op {name!r} still owns the body {owned_bodies[0]!r}. Remove the body before the op.")
         for slot, tensor in enumerate(self.slots(name)):
             use = Use(self.name, name, slot)
             self.rerouted_uses.discard(use)
@@ -260,7 +261,7 @@ class Graph:
         return body in self.graphs and self.graphs[body].parent == (self.name, name)
 
     def can_read(self, graph: str) -> bool:
-        """Whether ops of this graph may read tensors of `graph`: the graph itself or one that encloses it."""
+        """Return True if ops of this graph may read tensors of `graph`: the graph itself or one that encloses it."""
         enclosing: Graph = self
         while enclosing.name != graph:
             if enclosing.parent is None:
@@ -275,7 +276,7 @@ class Graph:
             or tensor.op not in source_graph
             or not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs)
         ):
-            raise UsageError(f"The model has no tensor {tensor}. `graphquant inspect` lists those it has.")
+            raise UsageError(f"The model has no tensor {tensor}. `graphquant inspect` lists its tensors.")
         return source_graph.op(tensor.op).outputs[tensor.port]
 
     def _add_data_edge(self, use: Use, tensor: TensorRef) -> None:
@@ -287,20 +288,20 @@ class Graph:
         source_graph.nx.remove_edge(tensor.op, target, key=key)
 
     def _checked_edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
-        """`_edge_key`, which must be one between ops that are there."""
+        """Return `_edge_key` of an edge between existing ops."""
         source_graph, target, key = self._edge_key(use, tensor)
         if use.slot < 0 or tensor.op not in source_graph.nx or target not in source_graph.nx:
-            raise InternalError(f"{use} reads {tensor}, which graph {tensor.graph!r} does not hold.")
+            raise InternalError(f"{use} reads {tensor}, but the tensor or its reader does not exist.")
         return source_graph, target, key
 
     def _edge_key(self, use: Use, tensor: TensorRef) -> tuple[Graph, str, Any]:
-        """Graph, target op and key of the edge that stands for `use` reading `tensor`."""
+        """Return graph, target op and key of the edge for `use` reading `tensor`."""
         if tensor.graph == self.name:
             return self, use.op, use.slot
         enclosing, target = self, use.op
         while enclosing.name != tensor.graph:
             if enclosing.parent is None:
-                raise InternalError(f"{use} cannot read {tensor}: it is in no enclosing graph.")
+                raise InternalError(f"{use} cannot read {tensor}, which is not in an enclosing graph.")
             parent, target = enclosing.parent
             enclosing = self.graphs[parent]
         return enclosing, target, ("capture", use)
@@ -308,24 +309,25 @@ class Graph:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Model(HtmlRepresentation):
-    """A loaded model: its graphs, and the source message that emit patches a copy of.
+    """A loaded model: its graphs, and the source message. Emitting patches a copy of the message.
 
     Attributes:
         format: Key of the format table ("onnx", "tensorflow", "tflite").
         graphs: Graphs by name, the main one ("") first.
-        source: What the format read; only the format knows its type.
-        path: Where the model came from, None for one built in memory.
-        digest: Hex SHA-256 of the source, external data and variables not included.
-        evaluate_op: Gives the outputs of one pure op for input arrays, or None if it cannot; None where the format cannot.
-        opset: The ONNX default domain's opset; 0 for the others.
+        source: The message or object that the format read; only the format knows its type.
+        path: File or folder of the model, None for a model in memory.
+        digest: Hex SHA-256 of the source, without external data and variables.
+        evaluate_op: Function that returns the outputs of one pure op for input arrays, or None if it cannot; None if
+            the format cannot evaluate ops.
+        opset: Opset of the ONNX default domain; 0 in other formats.
         entry_graphs: The graphs that a run may start with; a TFLite file has one for each signature.
-        saved_functions: Graphs that no run starts with and that say what whoever loads the model may call, and with which
-            variables: the saved functions of a SavedModel.
-        live_object: The object in memory that the model was made of ("the session"), "" for a file. Its variables go on
-            training, so that none may become a constant.
-        save_model: Writes the model, set by whoever loaded it.
-        provenance: What a written model is to say of where it came from, by key; None leaves what it says.
-        original_model: The model that the record in a written one is to give back; None where there is to be none.
+        saved_functions: Graphs that declare the functions, with their variables, that Python code may call after
+            loading a SavedModel. No run starts with them.
+        live_object: Name of the object in memory that the model came from ("the session"), "" for a file. Training may
+            continue to change its variables, so none of them may become a constant.
+        save_model: Function that writes the model, set by the loader.
+        provenance: Metadata for a written model, by key; None keeps the metadata of the source.
+        original_model: The model that `strip` restores from the record in a written model; None writes no record.
     """
 
     format: str
@@ -343,14 +345,14 @@ class Model(HtmlRepresentation):
     original_model: Model | None = None
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
-        """Writes the model to `path`, whole or not at all; returns the path.
+        """Write the model to `path` atomically. Returns the path.
 
         Raises:
-            UsageError: There is something at `path` and `force` is not given, or it cannot be written.
-            ModelError: The model has no such form.
+            UsageError: `path` exists and `force` is not set, or it cannot be written.
+            ModelError: The model cannot be written in the format of `path`.
         """
         if self.save_model is None:
-            raise InternalError("this model was built without a loader; use graphquant.save(model, path).")
+            raise InternalError("This model was built without a loader. Use graphquant.save(model, path).")
         return self.save_model(self, Path(path), force)
 
     @property
@@ -359,15 +361,15 @@ class Model(HtmlRepresentation):
         return self.graphs[""]
 
     def op(self, tensor: TensorRef) -> Op:
-        """The op that produces `tensor`."""
+        """Return the op that produces `tensor`."""
         return self.graphs[tensor.graph].op(tensor.op)
 
     def output(self, tensor: TensorRef) -> Any:
-        """What is known of `tensor`, an `Output`."""
+        """Return the `Output` of `tensor`."""
         return self.op(tensor).outputs[tensor.port]
 
     def callers(self) -> dict[str, list[tuple[Use, Any]]]:
-        """For each graph the ops that run it: (`Use` of the op with slot 0, `Call`)."""
+        """Return the ops that run each graph, as (`Use` of the op with slot 0, `Call`)."""
         callers_of: dict[str, list[tuple[Use, Any]]] = {}
         for graph in self.graphs.values():
             for op in graph.ops():
@@ -376,23 +378,20 @@ class Model(HtmlRepresentation):
         return callers_of
 
     def reachable_graphs(self) -> list[str]:
-        """Graphs that a run can reach, the main one first."""
+        """Return the graphs that a run can reach, the main one first."""
         return self.graphs_reachable_from(self.entry_graphs)
 
     def graphs_reachable_from(self, starts: Iterable[str]) -> list[str]:
-        """The graphs `starts` and all that they call."""
-        queue = list(starts)
-        visited = set(queue)
-        for name in queue:
-            for op in self.graphs[name].ops():
-                for call in op.calls:
-                    if call.graph not in visited and call.graph in self.graphs:
-                        visited.add(call.graph)
-                        queue.append(call.graph)
-        return queue
+        """Return the graphs `starts` and all graphs that they call."""
+
+        def callees(name: str) -> Iterator[str]:
+            calls = (call for op in self.graphs[name].ops() for call in op.calls)
+            return (call.graph for call in calls if call.graph in self.graphs)
+
+        return reachable(starts, callees)
 
     def copy(self) -> Model:
-        """A model whose graphs can be edited without touching this one; ops and the source are shared."""
+        """Return a model whose graphs can be edited without changing this one. Ops and the source are shared."""
         graphs: dict[str, Graph] = {}
         name_spaces: dict[int, set[str]] = {}
         with paused_gc():
@@ -420,14 +419,9 @@ class Model(HtmlRepresentation):
         )
 
 
-def _shapes_compatible(first_shape: tuple[int | None, ...] | None, second_shape: tuple[int | None, ...] | None) -> bool:
-    if first_shape is None or second_shape is None:
+def _shapes_compatible(first: Shape | None, second: Shape | None) -> bool:
+    if first is None or second is None:
         return True
-    return len(first_shape) == len(second_shape) and all(
-        a is None or b is None or a == b for a, b in zip(first_shape, second_shape, strict=True)
+    return len(first) == len(second) and all(
+        None in pair or pair[0] == pair[1] for pair in zip(first, second, strict=True)
     )
-
-
-def _format_uses(uses: Sequence[Use], limit: int = 5) -> str:
-    text = ", ".join(str(use) for use in uses[:limit])
-    return (text + (", ..." if len(uses) > limit else "")) or "none"

@@ -1,4 +1,4 @@
-"""The invariants of a model, checked after each stage in time linear in its size."""
+"""Check the invariants of a model after each stage, in time linear in its size."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from graphquant.ir.types import TensorRef, Use
 
 
 def check_invariants(model: Model, stage: str) -> None:
-    """Checks that `model` holds together.
+    """Check that slots, edges and lists of `model` agree.
 
-    1. Each node has an op of its own name, and a body's owner exists.
-    2. Each slot reads an existing port of an existing op in sight, by exactly one edge, of the body's owner if it is a
-       capture.
+    1. Each node has the op of its name, and the owner of each body exists.
+    2. Each slot reads an existing port of an existing op in scope, by exactly one edge. A capture's edge ends at the op
+       that owns the body.
     3. There are no other data edges.
-    4. The listed inputs and outputs exist and are of that kind.
+    4. The listed inputs and outputs exist and have that kind.
     5. An ONNX graph has no cycle.
 
     Args:
         model: The model.
-        stage: What was just done, for the message.
+        stage: The stage that just ended, for the message.
 
     Raises:
-        InternalError: An invariant is broken; the message names the stage, which is where the fault is.
+        InternalError: An invariant is broken. The message names the stage, which caused it.
     """
     for graph in model.graphs.values():
         _check_graph_ends(graph, stage)
     for graph in model.graphs.values():
         _check_slots(graph, stage)
         if model.format == "onnx" and len(graph.topological_order()) < len(graph):
-            import networkx as nx  # which takes a while to find the first cycle
+            import networkx as nx  # imported for the message only; find_cycle is slow
 
             cycle = " -> ".join(edge[0] for edge in nx.find_cycle(graph.nx))
-            raise _invariant_error(stage, graph, f"the ops {cycle} form a cycle")
+            raise _invariant_error(stage, graph, f"The ops {cycle} form a cycle.")
 
 
 def _check_slots(graph: Graph, stage: str) -> None:
@@ -40,7 +40,7 @@ def _check_slots(graph: Graph, stage: str) -> None:
     for name, data in graph.nx.nodes(data=True):
         # Case 1: the node is its op.
         if "op" not in data or data["op"].name != name:
-            raise _invariant_error(stage, graph, f"node {name!r} does not hold the op of that name")
+            raise _invariant_error(stage, graph, f"Node {name!r} does not have the op of that name.")
         # Case 2: every slot is one edge.
         for slot, tensor in enumerate(data["slots"]):
             if tensor is not None:
@@ -56,23 +56,22 @@ def _check_slots(graph: Graph, stage: str) -> None:
             source_tensor = reader_graph.source_of(use) if reader_graph is not None and use.op in reader_graph else None
             if source_tensor != TensorRef(graph.name, source, edge["port"]):
                 raise _invariant_error(
-                    stage, graph, f"capture edge {source} -> {target} stands for {use}, which reads elsewhere"
+                    stage, graph, f"The capture edge {source} -> {target} is for {use}, which reads another tensor."
                 )
     if unmatched_edges:
-        raise _invariant_error(stage, graph, f"{-unmatched_edges} data edges belong to no slot")
+        raise _invariant_error(stage, graph, f"{-unmatched_edges} data edges belong to no slot.")
 
 
 def _check_slot(graph: Graph, use: Use, tensor: TensorRef, stage: str) -> None:
     source_graph = graph.graphs.get(tensor.graph)
     if source_graph is None or tensor.op not in source_graph or not graph.can_read(tensor.graph):
-        raise _invariant_error(stage, graph, f"{use} reads {tensor}, which does not exist or is out of sight")
-    if not 0 <= tensor.port < len(source_graph.op(tensor.op).outputs):
-        raise _invariant_error(
-            stage, graph, f"{use} reads {tensor}, but that op has {len(source_graph.op(tensor.op).outputs)} outputs"
-        )
+        raise _invariant_error(stage, graph, f"{use} reads {tensor}, which does not exist or is out of scope.")
+    outputs = len(source_graph.op(tensor.op).outputs)
+    if not 0 <= tensor.port < outputs:
+        raise _invariant_error(stage, graph, f"{use} reads {tensor}, but that op has {outputs} outputs.")
     edge = graph.edge_data(use, tensor)
     if edge is None or edge["port"] != tensor.port:
-        raise _invariant_error(stage, graph, f"{use} reads {tensor}, but the edge for it is missing")
+        raise _invariant_error(stage, graph, f"{use} reads {tensor}, but its edge is missing.")
 
 
 def _check_graph_ends(graph: Graph, stage: str) -> None:
@@ -80,15 +79,15 @@ def _check_graph_ends(graph: Graph, stage: str) -> None:
     for kind, names in (("input", graph.inputs), ("output", graph.outputs)):
         for name in names:
             if name not in graph or (kind == "output" and graph.op(name).kind != kind):
-                raise _invariant_error(stage, graph, f"{name!r} is listed as {kind} but is none")
+                raise _invariant_error(stage, graph, f"The {kind} {name!r} does not exist, or is not an {kind}.")
     if graph.parent is not None:
         owner_graph, owner = graph.parent
         if owner_graph not in graph.graphs or owner not in graph.graphs[owner_graph]:
-            raise _invariant_error(stage, graph, f"its owner {owner!r} is gone")
+            raise _invariant_error(stage, graph, f"Its owner {owner!r} does not exist.")
 
 
 def _invariant_error(stage: str, graph: Graph, problem: str) -> InternalError:
     graph_label = f"graph {graph.name!r}" if graph.name else "the main graph"
     return InternalError(
-        f"After {stage}, {graph_label} is broken: {problem}. This is a fault of graphquant's {stage}; please report it."
+        f"After {stage}, {graph_label} is invalid: {problem} This is an error in graphquant; please report it."
     )

@@ -1,20 +1,20 @@
-"""The framework-neutral vocabulary: what an op is (its kind) and what its inputs are to it (their roles).
+"""The framework-neutral vocabulary of op kinds and input roles, and the sets of kinds that several passes share.
 
-The op tables of all formats and the rule files speak in these words; whoever adds one explains it here.
+The op tables of all formats and the rule files use these words. Add a description here for each new one.
 """
 
 from __future__ import annotations
 
 PSEUDO_KINDS = {
-    "parameter": "any tensor whose value is known before the model runs, wherever it comes from",
+    "parameter": "any tensor whose value is known before the model runs",
     "*": "any op",
 }
-"""Words that rule files may use in place of a kind, and what they stand for; no op has one as its kind."""
+"""Words that rule files may use in place of a kind, with their meaning. No op has one of them as its kind."""
 
 KINDS = {
     **PSEUDO_KINDS,
     "conv": "convolution",
-    "depthwise_conv": "convolution of each channel by itself",
+    "depthwise_conv": "convolution of each channel separately",
     "conv_transpose": "transposed convolution",
     "matmul": "matrix product, batched or not",
     "gemm": "matrix product plus bias",
@@ -35,7 +35,7 @@ KINDS = {
     "sigmoid": "1 / (1 + exp(-x))",
     "hard_sigmoid": "piecewise linear sigmoid",
     "tanh": "hyperbolic tangent",
-    "softmax": "exp(x) normalised to sum 1",
+    "softmax": "exp(x) normalized to sum 1",
     "log_softmax": "logarithm of softmax",
     "gelu": "Gaussian error linear unit",
     "hard_swish": "x * hard_sigmoid(x)",
@@ -50,11 +50,11 @@ KINDS = {
     "max_pool": "maximum over a window",
     "avg_pool": "mean over a window",
     "global_avg_pool": "mean over all positions",
-    "batchnorm": "batch normalisation",
-    "layernorm": "layer normalisation",
-    "instancenorm": "instance normalisation",
-    "groupnorm": "group normalisation",
-    "lrn": "local response normalisation",
+    "batchnorm": "batch normalization",
+    "layernorm": "layer normalization",
+    "instancenorm": "instance normalization",
+    "groupnorm": "group normalization",
+    "lrn": "local response normalization",
     "reduce_mean": "mean over axes",
     "reduce_sum": "sum over axes",
     "reduce_max": "maximum over axes",
@@ -75,7 +75,7 @@ KINDS = {
     "depth_to_space": "moves channels into positions",
     "space_to_depth": "moves positions into channels",
     "pack": "stacks tensors along a new axis",
-    "unpack": "takes a tensor apart along an axis",
+    "unpack": "splits a tensor along an axis",
     "cast": "converts to another dtype",
     "shape": "the shape of a tensor",
     "where": "picks from two tensors by a condition",
@@ -91,16 +91,16 @@ KINDS = {
     "while": "runs a graph while a condition holds",
     "call": "runs a function",
     "constant": "a value stored in the model",
-    "variable": "a value stored beside the graph",
+    "variable": "a value stored outside of the graph",
     "read_variable": "the value of a variable",
     "identity": "its input, unchanged",
     "dropout": "identity, except in training",
     "enter": "into a loop frame",
     "exit": "out of a loop frame",
-    "switch": "hands its input to one of two outputs",
+    "switch": "passes its input to one of two outputs",
     "merge": "the one of its inputs that exists",
-    "next_iteration": "into the next round of a loop",
-    "loop_cond": "whether a loop goes on",
+    "next_iteration": "into the next iteration of a loop",
+    "loop_cond": "the condition for another iteration of a loop",
     "quantize": "float to integer",
     "dequantize": "integer to float",
     "qdq": "quantizes and dequantizes in one op",
@@ -108,41 +108,68 @@ KINDS = {
     "stateful": "reads or changes state",
     "input": "an input of the graph",
     "output": "an output of the graph",
-    "integer": "computes on integers by itself, as QLinearConv and MatMulInteger do",
+    "integer": "computes on integers, as QLinearConv and MatMulInteger do",
     "other": "anything without a kind of its own",
 }
-"""Every word that may stand where a rule file wants a kind, and what it means."""
+"""Every word that a rule file may use as a kind, with its meaning."""
+
+STORED_KINDS = frozenset({"constant", "variable"})
+BOUNDARY_KINDS = frozenset({"input", "output"})
+RESHAPING_KINDS = frozenset({"reshape", "squeeze", "unsqueeze", "transpose"})
+"""Kinds that move values to other positions and change none."""
+
+TRANSPARENT_KINDS = frozenset({"identity", "dropout"})
+"""Kinds that compute nothing when a model is not trained."""
+
+FORWARDING_KINDS = frozenset({"identity", "enter", "switch", "read_variable"})
+"""Kinds whose output 0 (for "switch": each output) equals slot 0."""
+
+MATRIX_PRODUCT_KINDS = frozenset({"matmul", "gemm"})
+CONVOLUTION_KINDS = frozenset({"conv", "depthwise_conv"})
+RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn"})
+LOOP_KINDS = frozenset({"loop", "scan", "while"})
+BIAS_ADD_KINDS = frozenset({"add", "bias_add"})
+COMMUTATIVE_KINDS = frozenset({"add", "mul", "max", "min"})
+
+WEIGHTED_KINDS = MATRIX_PRODUCT_KINDS | CONVOLUTION_KINDS | {"conv_transpose"}
+"""Kinds that multiply by one weight and sum. Runtimes fuse later ops into them."""
+
+QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
+"""Kinds that are quantization. Their inputs and outputs are not quantized again."""
+
+CLAMPING_KINDS = frozenset({"max", "min"})
+"""Kinds that families add before a quantization whose type is narrower than its container."""
 
 ROLES = {
-    "input": "what the op computes on",
-    "weight": "what a convolution or matrix product multiplies by",
-    "bias": "what it adds",
-    "recurrent_weight": "what a recurrent op multiplies its state by",
-    "state": "a state that a recurrent op starts from",
+    "input": "the data that the op computes on",
+    "weight": "the weight of a convolution or matrix product",
+    "bias": "the bias that the op adds",
+    "recurrent_weight": "the weight by which a recurrent op multiplies its state",
+    "state": "the initial state of a recurrent op",
     "slope": "the slope of prelu below 0",
-    "mean": "mean of a normalisation",
-    "variance": "variance of a normalisation",
-    "scale": "scale of a normalisation or a quantization",
-    "offset": "offset of a normalisation",
+    "mean": "mean of a normalization",
+    "variance": "variance of a normalization",
+    "scale": "scale of a normalization or a quantization",
+    "offset": "offset of a normalization",
     "zero_point": "zero point of a quantization",
     "min": "lower limit",
     "max": "upper limit",
     "shape": "a shape",
     "axis": "an axis, or several",
     "indices": "indices or bounds along axes",
-    "condition": "what decides",
-    "count": "how many",
+    "condition": "the condition of a choice",
+    "count": "a number of items",
     "lengths": "length of each sequence",
-    "like": "a tensor whose shape or type is taken",
+    "like": "a tensor whose shape or type is used",
     "padding": "sizes of a border",
     "peephole": "peephole weights of an LSTM",
     "ratio": "share of values that dropout drops",
     "region": "region of interest of a resize",
     "repeats": "how often each axis is repeated",
     "sizes": "sizes along axes, or of parts",
-    "training_mode": "whether the model is being trained",
+    "training_mode": "true while the model is trained",
     "value": "the value that fills or replaces",
     "variable": "the handle of a variable",
     "other": "anything without a role of its own",
 }
-"""Every role an input may have (`Op.roles`), and what it means."""
+"""Every role that an input may have (`Op.roles`), with its meaning."""

@@ -1,35 +1,31 @@
-"""How many multiply-adds each op of a model takes for one sample, from sizes."""
+"""Count the multiply-adds of each op of a model for one sample, from tensor sizes."""
 
 from __future__ import annotations
 
 import math
 from typing import TYPE_CHECKING
 
+from graphquant.ir.kinds import CONVOLUTION_KINDS, MATRIX_PRODUCT_KINDS, RECURRENT_KINDS, WEIGHTED_KINDS
 from graphquant.ir.parameters import Parameters
-from graphquant.ir.types import TensorRef
+from graphquant.ir.types import TensorRef, fully_known_shape
 from graphquant.ir.weight_layout import output_channels
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from graphquant.ir.graph import Graph, Model
-    from graphquant.ir.types import Op, Shape
+    from graphquant.ir.types import Op, OpKey, Shape
+
+MAC_KINDS = WEIGHTED_KINDS | RECURRENT_KINDS
+"""Kinds that are counted. The multiplications of all other kinds are negligible."""
 
 
-MATRIX_PRODUCT_KINDS = frozenset({"matmul", "gemm"})
-CONVOLUTION_KINDS = frozenset({"conv", "depthwise_conv"})
-RECURRENT_KINDS = frozenset({"lstm", "gru", "rnn"})
-
-MAC_KINDS = MATRIX_PRODUCT_KINDS | CONVOLUTION_KINDS | RECURRENT_KINDS | {"conv_transpose"}
-"""Kinds that are counted: what others multiply is little beside these."""
-
-
-def count_macs(model: Model, sizes: Mapping[TensorRef, int] | None = None) -> dict[tuple[str, str], int]:
-    """Graph and name of each op that is counted, with its multiply-adds; ops of unknown sizes are left out.
+def count_macs(model: Model, sizes: Mapping[TensorRef, int] | None = None) -> dict[OpKey, int]:
+    """Count the multiply-adds of each op of `MAC_KINDS`. Ops of unknown sizes are omitted.
 
     Args:
         model: The model.
-        sizes: How many elements the tensors of `unsized_tensors` have, where that was measured.
+        sizes: Measured numbers of elements of the tensors that `unsized_tensors` lists.
     """
     parameters, known_sizes = Parameters(model), sizes or {}
     macs = {}
@@ -42,7 +38,7 @@ def count_macs(model: Model, sizes: Mapping[TensorRef, int] | None = None) -> di
 
 
 def unsized_tensors(model: Model) -> list[TensorRef]:
-    """The tensors whose number of elements only a run can tell."""
+    """Return the tensors that `count_macs` needs and whose number of elements is known only when the model runs."""
     tensors = (
         _driving_tensor(graph, op)
         for graph, op in _ops_with_macs(model)
@@ -52,14 +48,18 @@ def unsized_tensors(model: Model) -> list[TensorRef]:
 
 
 def _ops_with_macs(model: Model) -> Iterator[tuple[Graph, Op]]:
-    """The ops that are counted, of graphs that a run can reach."""
+    """Yield the counted ops of all graphs that a run can reach."""
     for name in model.reachable_graphs():
         graph = model.graphs[name]
         yield from ((graph, op) for op in graph.ops() if op.kind in MAC_KINDS)
 
 
 def _driving_tensor(graph: Graph, op: Op) -> TensorRef | None:
-    """The tensor each of whose elements takes equally many multiply-adds: the output, or what is spread out."""
+    """Return the tensor whose elements each cost the same number of multiply-adds.
+
+    That is the output of convolutions and products. A transposed convolution or a recurrent op uses each element of its
+    input equally often.
+    """
     if op.kind in CONVOLUTION_KINDS | MATRIX_PRODUCT_KINDS:
         return TensorRef(graph.name, op.name)
     return _operand_with_role(graph, op, "input")
@@ -70,43 +70,47 @@ def _operand_with_role(graph: Graph, op: Op, role: str) -> TensorRef | None:
 
 
 def _elements_per_sample(graph: Graph, tensor: TensorRef | None, sizes: Mapping[TensorRef, int]) -> int | None:
-    """The elements of a tensor for one sample; a first axis of unknown size counts samples."""
+    """Return the elements of a tensor for one sample. A first axis of unknown size is taken to count samples."""
     if tensor is None or tensor in sizes:
         return None if tensor is None else sizes[tensor]
     shape: Shape | None = graph.output(tensor).shape
-    trailing_sizes = [size for size in (shape or ())[1:] if size is not None]
-    if shape is None or len(trailing_sizes) < len(shape[1:]):
+    trailing_sizes = fully_known_shape(None if shape is None else shape[1:])
+    if shape is None or trailing_sizes is None:
         return None
     return math.prod(trailing_sizes) * ((shape[0] or 1) if shape else 1)
 
 
 def _macs_per_element(graph: Graph, op: Op, parameters: Parameters) -> float | None:
-    """The multiply-adds of `op` for each element of the tensor that drives it."""
-    weight = _weight_shape(graph, _operand_with_role(graph, op, "weight"), parameters)
+    """Return the multiply-adds of `op` for each element of its driving tensor."""
+    weight = _weight_shape(_operand_with_role(graph, op, "weight"), parameters)
     if op.kind in MATRIX_PRODUCT_KINDS:
-        return _summed_products(graph, op, weight)
+        return _inner_size(graph, op, weight)
     if weight is None or not math.prod(weight):
         return None
     if op.kind in CONVOLUTION_KINDS:
         channels = output_channels(op, weight)
         return math.prod(weight) / channels if channels else None
     if op.kind in RECURRENT_KINDS:
-        recurrent_weight = _weight_shape(graph, _operand_with_role(graph, op, "recurrent_weight"), parameters)
+        recurrent_weight = _weight_shape(_operand_with_role(graph, op, "recurrent_weight"), parameters)
+        # The weights [directions, gates x hidden, features] are applied once per time step, which has `features`
+        # elements.
         return None if recurrent_weight is None else (math.prod(weight) + math.prod(recurrent_weight)) / weight[-1]
     return math.prod(weight) / (weight[0] if op.channel_axis == 1 else weight[-1])
 
 
-def _summed_products(graph: Graph, op: Op, weight: tuple[int, ...] | None) -> float | None:
-    """Over how many products each element of a matrix product is a sum."""
+def _inner_size(graph: Graph, op: Op, weight: tuple[int, ...] | None) -> float | None:
+    """Return the number of products that each element of a matrix product is the sum of."""
     left_shape, right_shape = (
         _output_shape(graph, _operand_with_role(graph, op, role)) for role in ("input", "weight")
     )
-    transposed = [bool(op.numeric_attr(name, 0)) for name in ("transA", "transpose_a", "adj_x")]
-    size = None if not left_shape else left_shape[-2 if any(transposed) and len(left_shape) > 1 else -1]
-    if size is None:
-        transposed = [bool(op.numeric_attr(name, 0)) for name in ("transB", "transpose_b", "adj_y")]
-        shape = weight or right_shape
-        size = None if not shape else shape[-1 if any(transposed) or len(shape) == 1 else -2]
+    size = None
+    if left_shape:
+        transposed = any(op.numeric_attr(name, 0) for name in ("transA", "transpose_a", "adj_x"))
+        size = left_shape[-2 if transposed and len(left_shape) > 1 else -1]
+    shape = weight or right_shape
+    if size is None and shape:
+        transposed = any(op.numeric_attr(name, 0) for name in ("transB", "transpose_b", "adj_y"))
+        size = shape[-1 if transposed or len(shape) == 1 else -2]
     return size
 
 
@@ -115,11 +119,6 @@ def _output_shape(graph: Graph, tensor: TensorRef | None) -> Shape | None:
     return shape
 
 
-def _weight_shape(graph: Graph, tensor: TensorRef | None, parameters: Parameters) -> tuple[int, ...] | None:
-    """The shape of a weight; None where it is not known."""
-    shape = _output_shape(graph, tensor)
-    if tensor is not None and shape is None and parameters.is_parameter(tensor):
-        root = parameters.root_tensor(tensor)
-        shape = _output_shape(graph.graphs[root.graph], root)
-    known_sizes = None if shape is None else tuple(size for size in shape if size is not None)
-    return known_sizes if shape is not None and known_sizes is not None and len(known_sizes) == len(shape) else None
+def _weight_shape(tensor: TensorRef | None, parameters: Parameters) -> tuple[int, ...] | None:
+    """Return the shape of a weight, or None if it is unknown."""
+    return None if tensor is None else fully_known_shape(parameters.shape(tensor))

@@ -1,7 +1,7 @@
-"""Which op of one model is which op of another: by name, and by their place in the graph where names differ.
+"""Match the ops of two models: by name, and by position in the graph if names differ.
 
-Quantization ops, and reshapes that were inserted beside them, are looked through: an op is the same whether it reads a
-tensor or that tensor quantized and dequantized.
+Matching looks through Q/DQ ops, and through reshapes and clamps that were inserted with them: an op is the same
+whether it reads a tensor or that tensor quantized and dequantized.
 """
 
 from __future__ import annotations
@@ -11,27 +11,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from graphquant.ir.graph import Graph, Model
-from graphquant.ir.types import QUANTIZATION_KINDS, Op, TensorRef, Use
+from graphquant.ir.kinds import QUANTIZATION_KINDS, STORED_KINDS
+from graphquant.ir.traversal import follow_to_end
+from graphquant.ir.types import Op, OpKey, TensorRef, Use
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-
-OpKey = tuple[str, str]
-"""A graph's name and an op's."""
-
 INSERTED_HELPER_KINDS = frozenset({"reshape", "max", "min", "clip"})
-"""Kinds that are inserted with quantization ops: so that channels are one axis, and values within a narrow range."""
+"""Kinds that are inserted with Q/DQ ops, to merge channel axes and to limit values to a narrow range."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpMatching:
-    """Ops of one model and what they are in the other.
+    """Matched ops of a first and a second model.
 
     Attributes:
-        forward: The other's op for each op of the one, but quantization ops.
-        backward: The other way round.
-        graphs: The other's graph for each graph of the one.
+        forward: Ops of the second model by those of the first. Q/DQ ops are not matched.
+        backward: Ops of the first model by those of the second.
+        graphs: Graphs of the second model by those of the first.
     """
 
     forward: dict[OpKey, OpKey] = field(default_factory=dict)
@@ -39,13 +37,13 @@ class OpMatching:
     graphs: dict[str, str] = field(default_factory=dict)
 
     def matching_tensor(self, tensor: TensorRef) -> TensorRef | None:
-        """The other model's tensor for one of this, None if its op has no partner."""
+        """Return the tensor of the second model for one of the first, or None if its op has no match."""
         op_key = self.forward.get((tensor.graph, tensor.op))
         return None if op_key is None else TensorRef(*op_key, tensor.port)
 
 
 def match_ops(first: Model, second: Model) -> OpMatching:
-    """Pairs the ops of two models."""
+    """Match the ops of two models."""
     matching = OpMatching()
     pending = [("", "")]
     pending += [(name, name) for name, graph in first.graphs.items() if name and graph.parent is None]
@@ -59,42 +57,42 @@ def match_ops(first: Model, second: Model) -> OpMatching:
         for op in first.graphs[name].ops():
             if not op.calls or (name, op.name) not in matching.forward:
                 continue
-            second_callees = {
-                call.attr: call.graph
-                for call in second.graphs[second_name].op(matching.forward[name, op.name][1]).calls
-            }
+            second_op = second.graphs[second_name].op(matching.forward[name, op.name][1])
+            second_callees = {call.attr: call.graph for call in second_op.calls}
             pending += [(call.graph, second_callees[call.attr]) for call in op.calls if call.attr in second_callees]
     return matching
 
 
 def is_inserted(op: Op) -> bool:
-    """Whether `op` is a quantization op, or was inserted beside one to be looked through."""
+    """Return True for a Q/DQ op, or an op that was inserted with one."""
     return op.kind in QUANTIZATION_KINDS or (bool(op.anchor) and op.kind in INSERTED_HELPER_KINDS)
 
 
 def unquantized_source(model: Model, tensor: TensorRef) -> TensorRef:
-    """What `matching_tensor` is before it is quantized and dequantized; itself where nothing does that."""
-    for _ in range(len(model.graphs[tensor.graph])):  # a broken model may hold a ring
-        source = model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
-        if not is_inserted(model.op(tensor)) or source is None:
-            break
-        tensor = source
-    return tensor
+    """Return `tensor` before it is quantized and dequantized, or `tensor` itself if it is not."""
+
+    def source(current: TensorRef) -> TensorRef | None:
+        return _first_operand(model, current) if is_inserted(model.op(current)) else None
+
+    return follow_to_end(tensor, source, len(model.graphs[tensor.graph]))
 
 
 def unclipped_source(model: Model, tensor: TensorRef) -> TensorRef:
-    """What `matching_tensor` is before what was inserted to quantize it changes it."""
-    for _ in range(len(model.graphs[tensor.graph])):
-        op = model.op(tensor)
-        source = model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
-        if op.kind in QUANTIZATION_KINDS or not is_inserted(op) or source is None:
-            break
-        tensor = source
-    return tensor
+    """Return `tensor` before the reshapes and clamps that were inserted to quantize it."""
+
+    def source(current: TensorRef) -> TensorRef | None:
+        op = model.op(current)
+        return _first_operand(model, current) if is_inserted(op) and op.kind not in QUANTIZATION_KINDS else None
+
+    return follow_to_end(tensor, source, len(model.graphs[tensor.graph]))
+
+
+def _first_operand(model: Model, tensor: TensorRef) -> TensorRef | None:
+    return model.graphs[tensor.graph].source_of(Use(tensor.graph, tensor.op, 0))
 
 
 def consumers_through_qdq(model: Model, tensor: TensorRef) -> Iterator[Use]:
-    """What reads `matching_tensor`, also quantized and dequantized."""
+    """Yield the uses of `tensor`, and of `tensor` quantized and dequantized."""
     pending, visited = [tensor], {tensor}
     for current in pending:
         for use in model.graphs[current.graph].consumers(current):
@@ -107,7 +105,7 @@ def consumers_through_qdq(model: Model, tensor: TensorRef) -> Iterator[Use]:
 
 
 def _match_graphs(first: Graph, second: Graph, matching: OpMatching) -> None:
-    """Pairs the ops of two graphs and what they read of graphs around them, by name and type, then by place."""
+    """Match the ops of two graphs, and of enclosing graphs that they read: by name and type, then by position."""
     second_ops = {op.name: op for op in second.ops() if not is_inserted(op)}
     linked: list[tuple[OpKey, OpKey]] = []
 
@@ -121,47 +119,39 @@ def _match_graphs(first: Graph, second: Graph, matching: OpMatching) -> None:
         if same_name is not None and not is_inserted(op) and _may_be_same_op(op, same_name):
             link((first.name, op.name), (second.name, op.name))
     models = Model(format="", graphs=first.graphs), Model(format="", graphs=second.graphs)
-    for first_key, second_key in linked:  # grows while ops are found
+    for first_key, second_key in linked:  # grows while matches are added
         for first_neighbor, second_neighbor in (
             *_source_pairs(models, first_key, second_key, matching),
             *_consumer_pairs(models, first_key, second_key, matching),
         ):
-            op, second_op = (
-                first.graphs[first_neighbor[0]].op(first_neighbor[1]),
-                second.graphs[second_neighbor[0]].op(second_neighbor[1]),
-            )
+            op = first.graphs[first_neighbor[0]].op(first_neighbor[1])
+            second_op = second.graphs[second_neighbor[0]].op(second_neighbor[1])
             unmatched = first_neighbor not in matching.forward and second_neighbor not in matching.backward
             if unmatched and _may_be_same_op(op, second_op) and _same_output_dtype(op, second_op):
                 link(first_neighbor, second_neighbor)
 
 
 def _may_be_same_op(op: Op, candidate: Op) -> bool:
-    """Whether the two may be the same op."""
-    stored_kinds = {"constant", "variable"}
-    return (op.type, op.domain) == (candidate.type, candidate.domain) or (
-        op.kind in stored_kinds and candidate.kind in stored_kinds
-    )
+    if (op.type, op.domain) == (candidate.type, candidate.domain):
+        return True
+    return op.kind in STORED_KINDS and candidate.kind in STORED_KINDS
 
 
 def _same_output_dtype(op: Op, candidate: Op) -> bool:
-    """Whether what they make may be the same: a weight and the integers that it is stored as are not."""
+    """Compare output dtypes. A float weight does not match the integers in which it is stored."""
     return [output.dtype for output in op.outputs[:1]] == [output.dtype for output in candidate.outputs[:1]]
 
 
 def _source_pairs(
     models: tuple[Model, Model], first_key: OpKey, second_key: OpKey, matching: OpMatching
 ) -> Iterator[tuple[OpKey, OpKey]]:
-    """The ops that the same slots of two ops read."""
-    slots = (
-        model.graphs[graph].slots(name) for model, (graph, name) in zip(models, (first_key, second_key), strict=True)
-    )
+    """Yield the ops that the same slots of two matched ops read."""
+    slots = [models[index].graphs[graph].slots(op) for index, (graph, op) in enumerate((first_key, second_key))]
     for first_operand, second_operand in zip(*slots, strict=False):
         if first_operand is None or second_operand is None:
             continue
-        first_source, second_source = (
-            unquantized_source(models[0], first_operand),
-            unquantized_source(models[1], second_operand),
-        )
+        first_source = unquantized_source(models[0], first_operand)
+        second_source = unquantized_source(models[1], second_operand)
         if first_source.port == second_source.port and matching.graphs.get(first_source.graph) == second_source.graph:
             yield (first_source.graph, first_source.op), (second_source.graph, second_source.op)
 
@@ -169,23 +159,19 @@ def _source_pairs(
 def _consumer_pairs(
     models: tuple[Model, Model], first_key: OpKey, second_key: OpKey, matching: OpMatching
 ) -> Iterator[tuple[OpKey, OpKey]]:
-    """The unpaired ops of the same graphs that read the same outputs of two ops with the same slots."""
-    (first_graph, first_name), (second_graph, second_name) = first_key, second_key
-    for port in range(len(models[0].graphs[first_graph].op(first_name).outputs)):
-        first_readers = _unmatched_readers(models[0], TensorRef(first_graph, first_name, port), matching.forward)
-        second_readers = (
-            _unmatched_readers(models[1], TensorRef(second_graph, second_name, port), matching.backward)
-            if first_readers
-            else {}
-        )
-        for key, op_keys in first_readers.items():
-            yield from zip(op_keys, second_readers.get(key, []), strict=False)
+    """Yield the unmatched ops of the same graphs that read the same outputs of two matched ops with the same slots."""
+    for port in range(len(models[0].graphs[first_key[0]].op(first_key[1]).outputs)):
+        first_readers = _unmatched_readers(models[0], TensorRef(*first_key, port), matching.forward)
+        if first_readers:
+            second_readers = _unmatched_readers(models[1], TensorRef(*second_key, port), matching.backward)
+            for key, op_keys in first_readers.items():
+                yield from zip(op_keys, second_readers.get(key, []), strict=False)
 
 
 def _unmatched_readers(
     model: Model, tensor: TensorRef, matched: dict[OpKey, OpKey]
 ) -> dict[tuple[int, str], list[OpKey]]:
-    """The ops that read `matching_tensor` in its own graph and are not `matched`, by slot and type."""
+    """Return the ops that read `tensor` in its own graph and are not `matched`, by slot and type."""
     by_slot_and_type: dict[tuple[int, str], list[OpKey]] = defaultdict(list)
     for use in consumers_through_qdq(model, tensor):
         if use.graph == tensor.graph and (use.graph, use.op) not in matched:

@@ -1,7 +1,7 @@
-"""Which tensors are parameters: values that are known before the model runs, wherever they come from.
+"""Parameters: tensors whose value is known before the model runs.
 
-A constant or variable is one; so is what Identity, Enter, Switch and ReadVariableOp make of one, what a pure op makes
-of parameters alone, and a function's argument if every caller passes one.
+Constants and variables are parameters. So are the results of Identity, Enter, Switch and ReadVariableOp on a
+parameter, the results of pure ops on parameters only, and arguments of functions if every caller passes a parameter.
 """
 
 from __future__ import annotations
@@ -12,38 +12,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from graphquant.errors import ModelError
-from graphquant.ir.types import Op, TensorRef, Use
+from graphquant.ir.kinds import FORWARDING_KINDS, QUANTIZATION_KINDS, STORED_KINDS
+from graphquant.ir.traversal import follow_to_end, reachable
+from graphquant.ir.types import Op, Shape, TensorRef, Use
 
 if TYPE_CHECKING:
     from graphquant.ir.graph import Model
 
-
-FORWARDING_KINDS = frozenset({"identity", "enter", "switch", "read_variable"})
-"""Kinds whose output 0 (for "switch" every output) is their slot 0, unchanged."""
-
-IMPURE_KINDS = frozenset(
-    {"input", "output", "constant", "variable", "call", "merge", "random", "stateful"}
-    | {"quantize", "dequantize", "qdq", "integer"}
-)
-"""Kinds whose outputs do not follow from their inputs alone, or which are quantization already."""
+IMPURE_KINDS = STORED_KINDS | QUANTIZATION_KINDS | {"input", "output", "call", "merge", "random", "stateful", "integer"}
+"""Kinds whose outputs do not follow from their inputs alone, or that are quantization already."""
 
 MAX_FOLDED_ELEMENTS = 1 << 28
-"""Largest number of elements that evaluating a chain of constants may make: a hostile model must not fill memory."""
+"""Limit of elements when a chain of constants is evaluated, so that a malicious model cannot fill memory."""
 
-STORED_KINDS = FORWARDING_KINDS | {"constant", "variable", "input"}
+UNCOMPUTED_KINDS = FORWARDING_KINDS | STORED_KINDS | {"input"}
 """Kinds of parameters whose value is one of the model's own, not computed."""
 
 
 class Parameters:
-    """Answers whether a tensor of `model` is a parameter, and its value; remembers what it found."""
+    """Determines which tensors of `model` are parameters, and their values. Caches results."""
 
     def __init__(self, model: Model) -> None:
         """The model must not be edited while this is in use."""
         self._model = model
-        reachable = set(model.graphs_reachable_from((*model.entry_graphs, *model.saved_functions)))
+        runnable = set(model.graphs_reachable_from((*model.entry_graphs, *model.saved_functions)))
         self._callers = {
-            # What only unreachable graphs pass to a graph that runs, or that can be called, never arrives there.
-            name: [(use, call) for use, call in calls if name not in reachable or use.graph in reachable]
+            # Arguments from unreachable graphs never arrive in a graph that runs or that can be called.
+            name: [(use, call) for use, call in calls if name not in runnable or use.graph in runnable]
             for name, calls in model.callers().items()
         }
         self._sources: dict[TensorRef, tuple[TensorRef, ...] | None] = {}
@@ -51,75 +46,60 @@ class Parameters:
         self._root_tensors: dict[TensorRef, TensorRef] = {}
 
     def is_parameter(self, tensor: TensorRef) -> bool:
-        """Whether the value of `tensor` is known before the model runs."""
+        """Return True if the value of `tensor` is known before the model runs."""
         if tensor not in self._sources:
             self._resolve(tensor)
         return self._sources[tensor] is not None
 
     def value(self, tensor: TensorRef) -> np.ndarray[Any, Any] | None:
-        """The value of parameter `tensor`, None if `tensor` is no parameter or its value is not in the files.
+        """Return the value of a parameter, or None if `tensor` is not one or its value is not in the files.
 
         Raises:
             ModelError: The value is in the files and cannot be read.
         """
         if not self.is_parameter(tensor):
             return None
-        order: list[TensorRef] = []
-        pending, visited = [tensor], set()
-        while pending:
-            current = pending.pop()
-            if current not in visited:
-                visited.add(current)
-                order.append(current)
-                pending.extend(self._sources[current] or ())
         values: dict[TensorRef, np.ndarray[Any, Any] | None] = {}
         computed_elements = 0
-        for current in self._topological_order(order):
+        for current in self._topological_order(reachable([tensor], self._known_sources)):
             value = self._compute(current, values)
-            computed_elements += (
-                value.size if value is not None and self._model.op(current).kind not in STORED_KINDS else 0
-            )
+            if value is not None and self._model.op(current).kind not in UNCOMPUTED_KINDS:
+                computed_elements += value.size
             values[current] = None if computed_elements > MAX_FOLDED_ELEMENTS else value
         return values[tensor]
 
     def is_variable(self, tensor: TensorRef) -> bool:
-        """Whether `tensor` is a parameter whose value comes, as it is or computed, from a variable."""
-        pending, visited = [tensor] if self.is_parameter(tensor) else [], {tensor}
-        for current in pending:
-            if self._model.op(current).kind == "variable":
-                return True
-            pending.extend(source for source in self._sources[current] or () if source not in visited)
-            visited.update(pending)
-        return False
+        """Return True for a parameter whose value is that of a variable, or is computed from one."""
+        starts = [tensor] if self.is_parameter(tensor) else []
+        return any(self._model.op(source).kind == "variable" for source in reachable(starts, self._known_sources))
 
     def root_tensor(self, tensor: TensorRef) -> TensorRef:
-        """The constant or variable behind a chain of forwarding ops, or the tensor where the chain ends.
+        """Return the constant or variable that forwarding ops pass on as `tensor`, or the tensor at which they begin.
 
-        An argument for which all callers of its function pass the same constant or variable is that.
+        An argument of a function has a root if all callers pass the same constant or variable.
         """
         if not self.is_parameter(tensor):
             return tensor
-        for current in (
-            self._topological_order(self._forwarding_closure(tensor)) if tensor not in self._root_tensors else ()
-        ):
-            roots = {self._root_tensors[source] for source in self._forwarded_sources(current)}
-            self._root_tensors[current] = roots.pop() if len(roots) == 1 else current
+        if tensor not in self._root_tensors:
+            for current in self._topological_order(reachable([tensor], self._forwarded_sources)):
+                roots = {self._root_tensors[source] for source in self._forwarded_sources(current)}
+                self._root_tensors[current] = roots.pop() if len(roots) == 1 else current
         return self._root_tensors[tensor]
 
-    def _forwarded_sources(self, tensor: TensorRef) -> tuple[TensorRef, ...]:
-        """What a parameter may be, unchanged; nothing where it is computed."""
-        return self._sources[tensor] or () if self._model.op(tensor).kind in FORWARDING_KINDS | {"input"} else ()
+    def shape(self, tensor: TensorRef) -> Shape | None:
+        """Return the static shape of `tensor`. A parameter without one has the shape of its root tensor."""
+        shape: Shape | None = self._model.output(tensor).shape
+        if shape is None and self.is_parameter(tensor):
+            shape = self._model.output(self.root_tensor(tensor)).shape
+        return shape
 
-    def _forwarding_closure(self, tensor: TensorRef) -> list[TensorRef]:
-        """`tensor` and what it may be, unchanged."""
-        order, pending, visited = [], [tensor], set()
-        while pending:
-            current = pending.pop()
-            if current not in visited:
-                visited.add(current)
-                order.append(current)
-                pending.extend(self._forwarded_sources(current))
-        return order
+    def _known_sources(self, tensor: TensorRef) -> tuple[TensorRef, ...]:
+        return self._sources[tensor] or ()
+
+    def _forwarded_sources(self, tensor: TensorRef) -> tuple[TensorRef, ...]:
+        """Return the tensors that a parameter may be equal to; none if it is computed."""
+        forwarded = self._model.op(tensor).kind in FORWARDING_KINDS | {"input"}
+        return self._known_sources(tensor) if forwarded else ()
 
     def _topological_order(self, tensors: list[TensorRef]) -> list[TensorRef]:
         members = set(tensors)
@@ -134,7 +114,7 @@ class Parameters:
                     stack.append((current, True))
                     stack.extend(
                         (source, False)
-                        for source in self._sources[current] or ()
+                        for source in self._known_sources(current)
                         if source in members and source not in ordered
                     )
         return list(ordered)
@@ -143,26 +123,24 @@ class Parameters:
         self, tensor: TensorRef, values: dict[TensorRef, np.ndarray[Any, Any] | None]
     ) -> np.ndarray[Any, Any] | None:
         op = self._model.op(tensor)
-        sources = self._sources[tensor] or ()
-        if op.kind in {"constant", "variable"}:
-            return op.read_value() if op.read_value is not None else None
+        sources = self._known_sources(tensor)
         if op.kind in STORED_KINDS:
-            single_value = len(sources) == 1 or self.root_tensor(tensor) != tensor
-            return values[sources[0]] if single_value else None
-        inputs = [values[source] for source in sources]
-        known_inputs = [value for value in inputs if value is not None]
-        if self._model.evaluate_op is None or len(known_inputs) != len(inputs):
+            return op.read_value() if op.read_value is not None else None
+        if op.kind in UNCOMPUTED_KINDS:
+            has_single_value = len(sources) == 1 or self.root_tensor(tensor) != tensor
+            return values[sources[0]] if has_single_value else None
+        inputs = [value for value in (values[source] for source in sources) if value is not None]
+        if self._model.evaluate_op is None or len(inputs) != len(sources):
             return None
-        if (
-            sum(value.size for value in known_inputs) > MAX_FOLDED_ELEMENTS
-            or _output_elements(op, tensor.port) > MAX_FOLDED_ELEMENTS
-        ):
-            return None
-        outputs = self._model.evaluate_op(op, known_inputs)
+        elements = max(sum(value.size for value in inputs), _output_elements(op, tensor.port))
+        outputs = None if elements > MAX_FOLDED_ELEMENTS else self._model.evaluate_op(op, inputs)
         return None if outputs is None or tensor.port >= len(outputs) else outputs[tensor.port]
 
     def _resolve(self, tensor: TensorRef) -> None:
-        """Decides `tensor` and all it depends on, without recursion: constant chains can be long."""
+        """Decide if `tensor` and all tensors that it depends on are parameters.
+
+        There is no recursion, because chains of constants can be longer than Python's stack.
+        """
         stack = [tensor]
         expanded: set[TensorRef] = set()
         while stack:
@@ -177,7 +155,7 @@ class Parameters:
                 continue
             unresolved = [source for source in sources if source not in self._sources]
             if current in expanded:
-                # Second visit: what is still open depends on itself (a loop), so it is no parameter.
+                # On the second visit, an unresolved source depends on this tensor: a loop, so it is not a parameter.
                 is_known = not unresolved and all(self._sources[source] is not None for source in sources)
                 self._sources[current] = sources if is_known else None
                 stack.pop()
@@ -186,10 +164,10 @@ class Parameters:
             stack.extend(source for source in unresolved if source not in expanded)
 
     def _required_sources(self, tensor: TensorRef) -> tuple[TensorRef, ...] | None:
-        """The tensors that must be parameters for `tensor` to be one; None if it cannot be one."""
+        """Return the tensors that must be parameters for `tensor` to be one; None if it cannot be one."""
         graph = self._model.graphs[tensor.graph]
         op = graph.op(tensor.op)
-        if op.kind in {"constant", "variable"}:
+        if op.kind in STORED_KINDS:
             return ()
         if op.kind == "input":
             return self._argument_sources(tensor, op)
@@ -201,12 +179,12 @@ class Parameters:
         return tuple(slot for slot in slots if slot is not None)
 
     def _argument_sources(self, tensor: TensorRef, op: Op) -> tuple[TensorRef, ...] | None:
-        """What the callers of a function pass for the argument `op`."""
-        graph = self._model.graphs[tensor.graph]
+        """Return the tensors that callers of a function pass for the argument `op`; None if some are unknown."""
         if not self._callers.get(tensor.graph):
             return None
         if tensor.graph not in self._input_positions:
-            self._input_positions[tensor.graph] = {name: position for position, name in enumerate(graph.inputs)}
+            names = self._model.graphs[tensor.graph].inputs
+            self._input_positions[tensor.graph] = {name: position for position, name in enumerate(names)}
         position = self._input_positions[tensor.graph].get(op.name)
         if position is None:
             return None
@@ -221,40 +199,42 @@ class Parameters:
         return tuple(operands)
 
     def _main_graph_tensor(self, tensor: TensorRef) -> TensorRef:
-        """The main graph's variable or constant where `tensor` is the same one in a graph of `model.saved`."""
+        """Return the main graph's variable or constant for the same one in a saved function, else `tensor`."""
         candidate = TensorRef(self._model.entry_graphs[0], tensor.op, tensor.port)
-        exists_in_main = (
-            tensor.graph in self._model.saved_functions and tensor.op in self._model.graphs[candidate.graph]
-        )
-        return candidate if exists_in_main and self._model.op(candidate).kind == self._model.op(tensor).kind else tensor
+        if tensor.graph not in self._model.saved_functions or tensor.op not in self._model.graphs[candidate.graph]:
+            return tensor
+        return candidate if self._model.op(candidate).kind == self._model.op(tensor).kind else tensor
 
     def _is_passed_through(self, body: str, position: int) -> bool:
-        """Whether a loop body hands its input `position` on unchanged."""
+        """Return True if a loop body returns its input `position` unchanged."""
         graph = self._model.graphs[body]
         if position >= len(graph.outputs):
             return False
-        current = graph.source_of(Use(body, graph.outputs[position], 0))
-        for _ in range(len(graph)):  # a broken model may hold a ring of identities
-            if current is None or current.graph != body or graph.op(current.op).kind != "identity":
-                break
-            current = graph.source_of(Use(body, current.op, 0))
-        return current == TensorRef(body, graph.inputs[position], 0)
+        result = graph.source_of(Use(body, graph.outputs[position], 0))
+        if result is None:
+            return False
+
+        def identity_source(tensor: TensorRef) -> TensorRef | None:
+            is_identity = tensor.graph == body and graph.op(tensor.op).kind == "identity"
+            return graph.source_of(Use(body, tensor.op, 0)) if is_identity else None
+
+        return follow_to_end(result, identity_source, len(graph)) == TensorRef(body, graph.inputs[position], 0)
 
 
 def _output_elements(op: Op, port: int) -> int:
-    """The number of elements of an output, as far as its static shape tells."""
+    """Return the number of elements of an output, with 1 for each unknown size."""
     return math.prod(size or 1 for size in op.outputs[port].shape or ())
 
 
 def require_finite_weight(value: np.ndarray[Any, Any], tensor: TensorRef) -> np.ndarray[Any, Any]:
-    """`value` if it is finite.
+    """Return `value` if it is finite.
 
     Raises:
-        ModelError: It holds NaN or infinity, for which there is no scale.
+        ModelError: It holds NaN or infinity, for which no scale exists.
     """
     if value.size and not np.isfinite(value).all():
         raise ModelError(
-            f"The weight {tensor} holds NaN or infinity. No scale exists for it; mend the model or leave it out with"
-            " --exclude."
+            f"The weight {tensor} holds NaN or infinity, for which no scale exists. Repair the model, or exclude the"
+            " tensor with --exclude."
         )
     return value

@@ -1,4 +1,4 @@
-"""The values of the IR: names of tensors and their uses, and what is known of an op."""
+"""The values of the intermediate representation: references to tensors and their uses, and the description of an op."""
 
 from __future__ import annotations
 
@@ -16,20 +16,13 @@ from graphquant.errors import ModelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-
 Shape = tuple[int | None, ...]
-"""Static sizes, outermost first; None stands for a size known only when the model runs."""
+"""Static sizes, outermost first. None is a size that is known only when the model runs."""
+
+OpKey = tuple[str, str]
+"""The name of a graph and the name of an op in it."""
 
 FLOAT_TYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
-
-QUANTIZATION_KINDS = frozenset({"quantize", "dequantize", "qdq"})
-"""Kinds that are quantization already: what they make or read is not quantized again."""
-
-WEIGHTED_KINDS = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
-"""Kinds that multiply by one weight and add up; what fuses with them comes behind."""
-
-CLAMPING_KINDS = frozenset({"max", "min"})
-"""Kinds that families put before a quantization whose type leaves some of its container out."""
 
 NO_ATTRS: Mapping[str, Any] = MappingProxyType({})
 
@@ -41,7 +34,7 @@ class DataType(str):
 
 
 class TensorRef(NamedTuple):
-    """Output `port` of op `op` in graph `graph` ("" is the main one)."""
+    """Output `port` of op `op` in graph `graph`, which is "" for the main graph."""
 
     graph: str
     op: str
@@ -52,7 +45,7 @@ class TensorRef(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Input `slot` of op `op` in graph `graph`: one place where a tensor is read."""
+    """Input `slot` of op `op` in graph `graph`: one use of a tensor."""
 
     graph: str
     op: str
@@ -63,23 +56,29 @@ class Use(NamedTuple):
 
 
 def qualified_op_name(graph: str, op: str) -> str:
-    """An op as people read it, with its graph where that is not the main one."""
+    """Return the name of an op for messages, with its graph unless that is the main graph."""
     return f"{graph}/{op}" if graph else op
+
+
+def fully_known_shape(shape: Shape | None) -> tuple[int, ...] | None:
+    """Return `shape` if every size is known, else None."""
+    sizes = tuple(size for size in shape or () if size is not None)
+    return sizes if shape is not None and len(sizes) == len(shape) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StoredQuantization:
-    """What a file says of a tensor itself, where scales belong to tensors and not to ops beside them (TFLite).
+    """The quantization that a file stores with a tensor itself, as TFLite does, and not in Q/DQ ops.
 
     Attributes:
-        index: Its position in the graph's list of tensors.
-        sizes: The sizes that are written for it; `Output.shape` has None where they may change.
+        index: Position in the graph's list of tensors.
+        sizes: Sizes stored in the file. `Output.shape` has None for those that may change.
         scale: float32 (C,), real units per step; (0,) if the tensor is not quantized.
         zero_point: int64 (C,), steps.
-        axis: The axis that the scales lie along, where there are several.
-        low: float32 (C,), the smallest value that training or calibration saw; mostly (0,).
-        high: float32 (C,), the largest.
-        details: The form of a quantization that is not one scale and zero point per tensor or channel, else "".
+        axis: Axis of the scales if there are several.
+        low: float32 (C,), smallest value during training or calibration; usually (0,).
+        high: float32 (C,), largest value.
+        details: Name of a quantization that is not one scale and zero point per tensor or channel, else "".
     """
 
     index: int
@@ -94,9 +93,9 @@ class StoredQuantization:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What is known of one output: its name in the file, numpy-like dtype name and static shape.
+    """One output of an op: its name in the file, numpy-like dtype name and static shape.
 
-    `name` is "" for an optional output that the op leaves out; `quantization` is None where scales are in ops.
+    `name` is "" for an optional output that the op does not have. `quantization` is None in formats with Q/DQ ops.
     """
 
     name: str
@@ -107,13 +106,14 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A graph that an op runs: a branch or loop body, or a function.
+    """A graph that an op runs: a branch, a loop body or a function.
 
     Attributes:
         attr: The op's attribute that names or holds the graph.
         graph: The graph's name in the model.
-        offset: Operand `i + offset` of the op becomes input `i` of the graph; None where they do not correspond.
-        loop: The graph's outputs come back as its inputs, so that an input is a parameter only if it is passed through.
+        offset: Operand `i + offset` of the op becomes input `i` of the graph; None if they do not correspond.
+        loop: The graph's outputs become its inputs in the next iteration. An input is then a parameter only if the
+            body passes it through.
     """
 
     attr: str
@@ -131,15 +131,15 @@ class Op:
         kind: The framework-neutral kind ("conv", "matmul", ...) or "other".
         type: The framework's own op type.
         domain: The ONNX domain, "" for the default one and for TensorFlow.
-        roles: What each input slot is ("input", "weight", "bias", ...); the last one stands for all that follow.
+        roles: Role of each input slot ("input", "weight", "bias", ...); the last one applies to all further slots.
         channel_axis: The output channel axis of the "weight" slot's tensor, None if there is none.
         outputs: One entry per output port.
         attrs: The op's attributes, decoded when they are read.
-        read_value: Gives the value of a constant or variable when called, None for all else or if it cannot be read.
+        read_value: Function that returns the value of a constant or variable; None for other ops and unreadable values.
         calls: The graphs that the op runs.
-        source: The node of the source message; None for an op that graphquant made.
-        rule: The rule or step that made the op, "" for one of the source.
-        anchor: The tensor that a rule made it for, "" for one of the source.
+        source: The node of the source message; None for an op that graphquant added.
+        rule: The rule or step that added the op, "" for one of the source.
+        anchor: The tensor that a rule added the op for, "" for one of the source.
     """
 
     name: str
@@ -157,21 +157,24 @@ class Op:
     anchor: str = ""
 
     def role(self, slot: int) -> str:
-        """The role of input `slot`."""
+        """Return the role of input `slot`."""
         return self.roles[min(slot, len(self.roles) - 1)] if self.roles else "input"
 
     @property
     def main_slot(self) -> int:
-        """The first slot that reads data; 0 if none does."""
+        """The first slot with the role "input"; 0 if there is none."""
         return self.roles.index("input") if "input" in self.roles else 0
 
     def numeric_attr(self, attr: str, default: float) -> float:
-        """The attribute `attr` as a number, `default` if the op has none.
+        """Return the attribute `attr` as a number, or `default` if the op does not have it.
 
         Raises:
-            ModelError: It is something else.
+            ModelError: The attribute is not a finite number.
         """
         value = self.attrs.get(attr, default)
         if isinstance(value, Real) and math.isfinite(value):
             return float(value)
-        raise ModelError(f"{self.name} has {attr} = {str(value)[:60]!r}, which is no number. Export the model again.")
+        raise ModelError(
+            f"Op {self.name!r} has the attribute {attr} = {str(value)[:60]!r}, which is not a number."
+            " Export the model again."
+        )

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of models: atomic file writes, deterministic TensorFlow kernels."""
+"""Helpers that are independent of models: atomic files, reproducible TensorFlow, notebook HTML, text of messages."""

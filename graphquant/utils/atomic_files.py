@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic writes: a file or folder appears complete under its name, or the name does not change."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from typing import IO, TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-"""Of Linux: AT_FDCWD, from which relative paths go on, and RENAME_EXCHANGE."""
+"""Linux constants: paths are relative to the current folder, and `renameat2` exchanges two paths."""
 
 
 @contextmanager
 def atomic_file(path: Path, final_path: Callable[[], Path] | None = None) -> Iterator[IO[bytes]]:
-    """A file beside `path`, to be written, that takes its place at the end; if that is not reached, nothing is changed.
+    """Open a temporary file next to `path`, and rename it to `path` if the block ends without an error.
 
     Args:
-        path: Its place, which what is left of a killed process is called like.
-        final_path: Gives the place in that folder, where it is only known at the end.
+        path: The final path. The temporary name begins with its name, so that files of killed processes can be recognized.
+        final_path: Returns the final path, in the same folder, if it is known only at the end.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
-    temporary = path.with_name(
-        f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.part"
-    )  # containers have equal numbers
+    # The random part is needed because processes in different containers can have the same process id.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{os.urandom(4).hex()}.part")
     try:
         with temporary.open("xb") as file:
             yield file
@@ -40,10 +38,10 @@ def atomic_file(path: Path, final_path: Callable[[], Path] | None = None) -> Ite
 
 
 def make_staging_folder(path: Path) -> Path:
-    """A new folder beside `path`, to make there what is to take its place; its name tells whose it is.
+    """Create a folder next to `path` in which to prepare its replacement. Its name begins with that of `path`.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be created.
     """
     import tempfile
 
@@ -51,12 +49,13 @@ def make_staging_folder(path: Path) -> Path:
 
 
 def replace_folder(new: Path, path: Path, staging: Path) -> None:
-    """Puts a folder where another one may be, which goes into `staging`; where the system can, in a single step.
+    """Move the folder `new` to `path`. A folder that exists there moves into `staging`.
 
-    Elsewhere there is a moment between two steps in which nothing is at `path`, and the old folder is `old` in `staging`.
+    Linux exchanges the two in one step. On other systems there is a moment without a folder at `path`, when the old one is
+    `old` in `staging`.
 
     Raises:
-        OSError: It cannot be moved; what was there still is.
+        OSError: The folder cannot be moved; the old one stays.
     """
     if not path.is_dir() or path.is_symlink():
         new.replace(path)
@@ -72,7 +71,7 @@ def replace_folder(new: Path, path: Path, staging: Path) -> None:
 
 
 def _exchange_paths(first: Path, second: Path) -> bool:
-    """Whether two paths could be exchanged at once, as Linux does on most of its file systems."""
+    """Exchange two paths in one step. Returns False if the system or file system cannot; most of Linux's can."""
     if sys.platform != "linux":
         return False
     import ctypes
@@ -85,17 +84,17 @@ def _exchange_paths(first: Path, second: Path) -> bool:
 
 
 def flush_to_disk(paths: Iterable[Path]) -> None:
-    """Returns when these files, and their names, will be there after a crash of the whole machine.
+    """Write files and their folder entries to disk, so that they survive a power failure.
 
     Raises:
-        OSError: The disk is full, or damaged.
+        OSError: The disk is full or damaged.
     """
     files = list(paths)
     for file in files:
         with file.open("rb" if os.name == "posix" else "rb+") as opened:
             os.fsync(opened.fileno())
     for folder in sorted({parent for file in files for parent in (file.parent, file.parent.parent)}):
-        with suppress(OSError):  # Windows opens no folders
+        with suppress(OSError):  # Windows cannot open folders
             opened_folder = os.open(folder, os.O_RDONLY)
             try:
                 os.fsync(opened_folder)

@@ -1,20 +1,20 @@
-"""The one setting of a runtime that decides whether results come out the same each time."""
+"""Make TensorFlow's results reproducible by disabling oneDNN (docs/decisions/0071-kernels-that-round-the-same.md)."""
 
 from __future__ import annotations
 
 import os
 
 ONEDNN_VARIABLE = "TF_ENABLE_ONEDNN_OPTS"
-"""What switches the kernels of oneDNN in TensorFlow, which round by where memory happens to lie."""
+"""Environment variable that enables TensorFlow's oneDNN kernels. Their rounding depends on memory alignment."""
 
 ONEDNN_OFF = "0"
 
 
 def disable_onednn() -> None:
-    """Has TensorFlow, where it is imported after this, run without them, unless somebody said otherwise."""
+    """Disable oneDNN in a TensorFlow that is imported later, unless the user has set the variable."""
     os.environ.setdefault(ONEDNN_VARIABLE, ONEDNN_OFF)
 
 
 def onednn_setting() -> str:
-    """What is asked for of them; results with and without them differ."""
+    """Return the setting in effect. Results with and without oneDNN differ."""
     return os.environ.get(ONEDNN_VARIABLE, ONEDNN_OFF)

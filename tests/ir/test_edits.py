@@ -292,7 +292,7 @@ def test_reroute_moves_only_the_selected_slot() -> None:
 
 
 def test_unique_names() -> None:
-    """A taken name gets the smallest free number; a removed op's name stays taken."""
+    """A used name gets the smallest unused suffix. The name of a removed op stays reserved."""
     graph = small().main
     assert graph.unique_name("y") == "y"
     assert graph.unique_name("x") == "x_1"
@@ -303,12 +303,12 @@ def test_unique_names() -> None:
 
 
 def test_impossible_edits_raise_internal_errors() -> None:
-    """What no caller may do is refused before anything is changed."""
+    """Impossible edits raise before anything is changed."""
     model = small()
     graph = model.main
-    with pytest.raises(InternalError, match="already in graph"):
+    with pytest.raises(InternalError, match="already exists"):
         graph.add_op(op("x"))
-    with pytest.raises(InternalError, match="to run after 'nothing'"):
+    with pytest.raises(InternalError, match="must run after 'nothing'"):
         graph.connect_inputs("x", [], control_sources=["nothing"])
     before = snapshot(model)
     for tensor in (TensorRef("", "nothing"), TensorRef("elsewhere", "x")):
@@ -320,23 +320,23 @@ def test_impossible_edits_raise_internal_errors() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda g: g.nx.remove_edge("x", "add", key=1), "the edge for it is missing"),
+        (lambda g: g.nx.remove_edge("x", "add", key=1), "its edge is missing"),
         (lambda g: g.nx.add_edge("x", "out", key=7, port=0), "1 data edges belong to no slot"),
-        (lambda g: g.nx.add_node("ghost", slots=[]), "'ghost' does not hold the op"),
-        (lambda g: g.outputs.append("add"), "'add' is listed as output but is none"),
-        (lambda g: g.inputs.append("gone"), "'gone' is listed as input but is none"),
+        (lambda g: g.nx.add_node("ghost", slots=[]), "Node 'ghost'"),
+        (lambda g: g.outputs.append("add"), "output 'add'"),
+        (lambda g: g.inputs.append("gone"), "input 'gone'"),
         (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", 3)), "that op has 1 outputs"),
         (lambda g: g.slots("add").__setitem__(0, TensorRef("", "x", -1)), "that op has 1 outputs"),
-        (lambda g: g.slots("add").__setitem__(0, TensorRef("", "gone")), "does not exist or is out of sight"),
-        (lambda g: g.connect(Use("", "add", 0), TensorRef("", "add")), "the ops add form a cycle"),
+        (lambda g: g.slots("add").__setitem__(0, TensorRef("", "gone")), "does not exist or is out of scope"),
+        (lambda g: g.set_source(Use("", "add", 0), TensorRef("", "add")), "ops add form a cycle"),
     ],
 )
 def test_invariants_detect_damage(damage, message: str) -> None:
-    """Each broken invariant is named, with the stage at fault."""
+    """The error names the broken invariant and the stage that caused it."""
     model = small()
     check_invariants(model, "test")
     damage(model.main)
-    with pytest.raises(InternalError, match=f"After test, the main graph is broken: .*{message}"):
+    with pytest.raises(InternalError, match=f"After test, the main graph is invalid: .*{message}"):
         check_invariants(model, "test")
 
 
@@ -350,22 +350,22 @@ def nested() -> Model:
 
 
 def test_invariants_detect_damaged_captures() -> None:
-    """A capture without its edge, an edge without its capture, and a lost owner are found."""
+    """A capture without its edge, an edge without its capture, and a missing owner are detected."""
     key = ("capture", Use("if/then", "relu", 0))
     model = nested()
     assert model.main.consumers(TensorRef("", "x"))[-1] == key[1]
     assert model.graphs["if/then"].consumers(TensorRef("", "x")) == model.main.consumers(TensorRef("", "x"))
     check_invariants(model, "test")
     model.main.nx.remove_edge("x", "if", key=key)
-    with pytest.raises(InternalError, match=r"graph 'if/then' is broken: .*the edge for it is missing"):
+    with pytest.raises(InternalError, match=r"graph 'if/then' is invalid: .*its edge is missing"):
         check_invariants(model, "test")
     model = nested()
     model.graphs["if/then"].nx.remove_node("relu")
-    with pytest.raises(InternalError, match="which reads elsewhere"):
+    with pytest.raises(InternalError, match="which reads another tensor"):
         check_invariants(model, "test")
     model = nested()
     model.main.nx.remove_node("if")
-    with pytest.raises(InternalError, match="its owner 'if' is gone"):
+    with pytest.raises(InternalError, match="owner 'if'"):
         check_invariants(model, "test")
 
 
@@ -373,7 +373,7 @@ def test_values_are_shared_by_copies() -> None:
     """A copy's ops are the same objects; its graphs are not."""
     model = small()
     value = np.zeros(3)
-    model.main.add_op(op("c", kind="constant", value=lambda: value))
+    model.main.add_op(op("c", kind="constant", read_value=lambda: value))
     copied = model.copy()
     assert copied.main.op("c") is model.main.op("c")
     assert copied.main.nx is not model.main.nx

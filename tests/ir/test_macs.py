@@ -1,4 +1,4 @@
-"""How many multiply-adds ops take."""
+"""Multiply-adds of ops."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NETS = {
 
 @pytest.mark.parametrize("name", NETS)
 def test_counts(name: str, tmp_path: Path) -> None:
-    """Counts are those of the definition, for one sample."""
+    """Counts follow the definition of each op, for one sample."""
     inputs, body, shape, expected = NETS[name]
     model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 13]> net ({inputs}) => (y) {{ {body} }}')
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(shape, np.float32), "w"))
@@ -40,8 +40,20 @@ def test_counts(name: str, tmp_path: Path) -> None:
     assert list(count_macs(loaded).values()) == [expected]
 
 
+@pytest.mark.parametrize(("op", "gates"), [("LSTM", 4), ("GRU", 3), ("RNN", 1)])
+def test_recurrent_ops(op: str, gates: int, tmp_path: Path) -> None:
+    """A recurrent op multiplies its input and its state in each of 6 time steps: 5 features, 3 hidden units."""
+    text = f"net (float[6, 1, 5] x) => (y) {{ y = {op}<hidden_size = 3>(x, w, r) }}"
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : 13]> {text}')
+    for name, columns in (("w", 5), ("r", 3)):
+        weight = np.ones((1, gates * 3, columns), np.float32)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(weight, name))
+    onnx.save(onnx.shape_inference.infer_shapes(model), tmp_path / "m.onnx")
+    assert list(count_macs(gq.load(tmp_path / "m.onnx")).values()) == [6 * gates * 3 * (5 + 3)]
+
+
 def test_unknown_sizes_are_measured(samples: Path) -> None:
-    """What static shapes do not tell comes from the sizes of a run; without them the op is left out."""
+    """Measured sizes replace unknown static shapes. Without them the op is omitted."""
     model = gq.load(samples / "digits_rnn.onnx")
     tensors = unsized_tensors(model)
     assert {"query/matmul", "scores", "attended"} < {tensor.op for tensor in tensors}
@@ -56,7 +68,7 @@ def test_unknown_sizes_are_measured(samples: Path) -> None:
 
 
 def test_tensorflow_counts_as_onnx_does(samples: Path) -> None:
-    """The SavedModel and its twin in ONNX take equally many."""
+    """A SavedModel and the same model in ONNX have the same number of multiply-adds."""
     onnx_macs, tensorflow_macs = (
         count_macs(gq.load(samples / f"digits_cnn{end}")) for end in (".onnx", "_saved_model")
     )

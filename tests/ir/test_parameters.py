@@ -39,7 +39,7 @@ class ModelBuilder:
 
     def constant(self, value=EIGHT, graph: str = "") -> TensorRef:
         """A constant."""
-        return self.add("constant", graph=graph, value=lambda: value)
+        return self.add("constant", graph=graph, read_value=lambda: value)
 
     def value(self, tensor: TensorRef):
         """The value of a tensor, None if it has none."""

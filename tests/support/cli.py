@@ -1,0 +1,27 @@
+"""Call the command line in this process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from click.testing import CliRunner
+
+from graphquant.cli import main
+
+if TYPE_CHECKING:
+    from click.testing import Result
+
+
+def invoke_cli(*arguments: object) -> Result:
+    """Call graphquant and return click's result, whatever the exit code."""
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def run_cli(*arguments: object, code: int = 0) -> Result:
+    """Call graphquant, and check its exit code and that it prints neither tracebacks nor terminal escapes."""
+    result = invoke_cli(*arguments)
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "\x1b" not in result.output
+    return result

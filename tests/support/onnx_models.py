@@ -1,0 +1,58 @@
+"""Build ONNX models from text, and run them in ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+import onnx.parser
+import onnxruntime
+from onnx import numpy_helper
+
+from graphquant.formats import onnx as onnx_format
+from graphquant.ir import Model
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import numpy as np
+
+    Source = Path | onnx.ModelProto | Model
+
+
+def onnx_model(
+    text: str, initializers: Mapping[str, np.ndarray] | None = None, *, opset: int = 13, infer_shapes: bool = True
+) -> onnx.ModelProto:
+    """Parse a graph such as `net (float[N, 4] x) => (float[N, 4] y) { y = Relu(x) }`, and add initializers."""
+    model = onnx.parser.parse_model(f'<ir_version: 8, opset_import: ["" : {opset}]> {text}')
+    for name, value in (initializers or {}).items():
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    return onnx.shape_inference.infer_shapes(model) if infer_shapes else model
+
+
+def onnx_session(source: Source, level: str = "ORT_ENABLE_ALL", *, check: bool = False) -> onnxruntime.InferenceSession:
+    """Create a session on one thread for a file, a message or a loaded model.
+
+    Args:
+        source: The model.
+        level: Name of a `GraphOptimizationLevel`; "ORT_DISABLE_ALL" runs the model as it is.
+        check: Runs ONNX's checker first.
+    """
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
+    options.intra_op_num_threads = 1
+    options.log_severity_level = 3
+    message = onnx_format.emit(source) if isinstance(source, Model) else source
+    if check:
+        onnx.checker.check_model(onnx.load(message) if isinstance(message, Path) else message, full_check=True)
+    content = str(message) if isinstance(message, Path) else message.SerializeToString()
+    return onnxruntime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def run_onnx(
+    source: Source, feeds: Mapping[str, np.ndarray], level: str = "ORT_ENABLE_ALL", *, check: bool = False
+) -> list[np.ndarray]:
+    """Return all outputs of a model; see `onnx_session`."""
+    outputs: list[np.ndarray] = onnx_session(source, level, check=check).run(None, dict(feeds))
+    return outputs
