@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 
-RunStatus = Literal["low", "absorbed", "float"]
+RunStatus = Literal["int8", "fused", "float"]
 """"int8" runs on integers. "fused" does not run, because another op does its work. "float" runs in float."""
 
 FindingLevel = Literal["error", "warning", "note"]
@@ -139,10 +139,10 @@ class CheckReport:
     def counts(self) -> dict[str, int]:
         """Number of ops by status."""
         counter = Counter(verdict.status for verdict in self.verdicts)
-        return {status: counter[status] for status in ("low", "absorbed", "float")}
+        return {status: counter[status] for status in ("int8", "fused", "float")}
 
     @property
     def runs_as(self) -> dict[str, int]:
         """Number of int8 ops by the op that they run as."""
-        counter = Counter(verdict.runs_as for verdict in self.verdicts if verdict.status == "low")
+        counter = Counter(verdict.runs_as for verdict in self.verdicts if verdict.status == "int8")
         return dict(sorted(counter.items()))

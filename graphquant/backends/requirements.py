@@ -217,7 +217,7 @@ class _TablePredictor:
         )
 
     def _make_verdict(self, graph: Graph, op: Op, broken_rule: BrokenRule | None, note: str = "") -> Verdict:
-        status: RunStatus = "low" if broken_rule is None else "float"
+        status: RunStatus = "int8" if broken_rule is None else "float"
         runs_as = op.type if broken_rule is not None else f"{op.type} on integers"
         return Verdict(
             graph=graph.name,
@@ -235,8 +235,8 @@ class _TablePredictor:
         if host_name is None:
             return by_op[graph.name, op.name]
         host_verdict = by_op[graph.name, host_name]
-        if host_verdict.status == "low":
-            return Verdict(graph=graph.name, op=op.name, type=op.type, status="absorbed", runs_as=host_verdict.runs_as)
+        if host_verdict.status == "int8":
+            return Verdict(graph=graph.name, op=op.name, type=op.type, status="fused", runs_as=host_verdict.runs_as)
         return Verdict(
             graph=graph.name,
             op=op.name,

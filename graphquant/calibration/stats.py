@@ -104,7 +104,7 @@ class Stats:
         sketch = self.sketches.get(tensor)
         if sketch is None:
             return self.unobservable.get(tensor, "no sample reached it")
-        return "" if sketch.count else f"it was empty all {sketch.empty_arrays} times that it was seen"
+        return "" if sketch.count else f"it was empty in all {sketch.empty_arrays} observations"
 
     def save(self, path: str | Path) -> None:
         """Write the statistics to `path` atomically.

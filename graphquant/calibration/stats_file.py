@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 STATS_FORMAT = "graphquant statistics"
-STATS_VERSION = 2
+STATS_VERSION = 3
 
 HEADER_MEMBER = "header.json"
 ARRAY_DTYPES = {"low": "<f8", "high": "<f8", "bins": "<u4", "counts": "<i8", "sums": "<u8"}
@@ -84,7 +84,7 @@ class _StatsTensorEntry:
     count: _Count
     nan: _Count
     inf: _Count
-    blank: _Count
+    empty_arrays: _Count
     blocks: _Count
     low_sum: _HexSum
     high_sum: _HexSum
@@ -189,7 +189,7 @@ def _make_tensor_entry(tensor: TensorRef, target: ObservationTarget, sketch: Ske
         count=sketch.count if sketch else 0,
         nan=sketch.nan if sketch else 0,
         inf=sketch.inf if sketch else 0,
-        blank=sketch.empty_arrays if sketch else 0,
+        empty_arrays=sketch.empty_arrays if sketch else 0,
         blocks=sketch.blocks if sketch else 0,
         low_sum=f"{sketch.low_sum if sketch else 0:x}",
         high_sum=f"{sketch.high_sum if sketch else 0:x}",
@@ -270,7 +270,7 @@ def _build_stats(header: _StatsHeader, arrays: Mapping[str, Array]) -> Stats:
             raise ValueError(f"it contains {tensor} twice, or with unsupported bins of {entry.bits} bits")
         targets[tensor] = ObservationTarget(entry.fingerprint, entry.axis, entry.bits)
         end_count = 1 if entry.channels is None else entry.channels
-        if entry.count or entry.blank:
+        if entry.count or entry.empty_arrays:
             sketches[tensor] = _build_sketch(
                 entry,
                 {
@@ -324,7 +324,7 @@ def _build_sketch(entry: _StatsTensorEntry, arrays: dict[str, Array]) -> Sketch:
         count=entry.count,
         nan=entry.nan,
         inf=entry.inf,
-        empty_arrays=entry.blank,
+        empty_arrays=entry.empty_arrays,
         bits=entry.bits if entry.axis is None else 0,
         bins=bins.astype(np.uint32),
         counts=counts,

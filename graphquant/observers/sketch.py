@@ -107,7 +107,7 @@ class Sketch:
 
 
 SKETCH_ARRAYS = ("low", "high", "bins", "counts", "sums")
-SKETCH_NUMBERS = ("count", "nan", "inf", "blank", "bits", "blocks", "low_sum", "high_sum")
+SKETCH_NUMBERS = ("count", "nan", "inf", "empty_arrays", "bits", "blocks", "low_sum", "high_sum")
 
 EMPTY_SKETCH = Sketch(np.array(np.inf), np.array(-np.inf))
 """Of no values at all; merging it changes nothing."""

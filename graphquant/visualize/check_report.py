@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from graphquant import __version__
 from graphquant.backends import LINT_CODES
 from graphquant.errors import escape_unprintable
-from graphquant.visualize.ci_annotations import Notice
-from graphquant.visualize.ci_annotations import github_annotations as as_github
-from graphquant.visualize.ci_annotations import sarif_log as as_sarif
 from graphquant.visualize.json_export import JSON_SCHEMA_VERSION
-from graphquant.visualize.tables import NameTable
-from graphquant.visualize.text import join_names, plain_line, pluralize
+from graphquant.visualize.text import NameTable, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from graphquant.backends import CheckReport, LintFinding, Verdict
+    from graphquant.backends.findings import FindingLevel
+    from graphquant.backends.lint import LintCode
     from graphquant.calibration.data.check import DataReport, InputSummary
-
 
 CHECK_NAMES_SHOWN = 6
 """Number of op names in a line; the remaining ops are counted."""
@@ -35,7 +34,7 @@ _LEVEL_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
 def check_view(report: CheckReport) -> RenderableType:
     """Render predicted execution of the ops, reasons for float ops, and findings."""
     sections: list[RenderableType] = [Text(escape_unprintable(_check_heading(report)), style="bold")]
-    if report.backend and not report.quantization_ops and not report.counts["low"]:
+    if report.backend and not report.quantization_ops and not report.counts["int8"]:
         message = "The model has no quantization ops, so every op runs in float. `graphquant insert` inserts them."
         sections.append(Text(message))
     elif report.backend:
@@ -50,9 +49,9 @@ def _check_heading(report: CheckReport) -> str:
     if not report.backend:
         return f"{path}: {report.quantization_ops} quantization ops, {finding_count}."
     counts, all_ops = report.counts, len(report.verdicts)
-    fused_text = f", {counts['absorbed']} more are fused" if counts["absorbed"] else ""
+    fused_text = f", {counts['fused']} more are fused" if counts["fused"] else ""
     return (
-        f"{path} for {report.backend}: {counts['low']} of {all_ops} ops run in low precision{fused_text};"
+        f"{path} for {report.backend}: {counts['int8']} of {all_ops} ops run in low precision{fused_text};"
         f" {finding_count}."
     )
 
@@ -135,12 +134,12 @@ def check_notices(report: CheckReport) -> list[Notice]:
 
 def check_sarif(reports: Sequence[CheckReport]) -> dict[str, Any]:
     """Return the findings of all models as one SARIF 2.1.0 log for code scanning."""
-    return as_sarif((notice for report in reports for notice in check_notices(report)), LINT_CODES)
+    return sarif_log((notice for report in reports for notice in check_notices(report)), LINT_CODES)
 
 
 def check_annotations(report: CheckReport) -> str:
     """Return the findings as GitHub workflow commands."""
-    return as_github(check_notices(report))
+    return github_annotations(check_notices(report))
 
 
 DATA_CHECK_COLUMNS = ("input", "dtype", "in the model", "in the data", "low", "high", "mean", "NaN, inf")
@@ -175,7 +174,7 @@ def data_check_json(report: DataReport) -> dict[str, Any]:
                 "name": input_summary.name,
                 "dtype": input_summary.dtype,
                 "shape": None if input_summary.shape is None else list(input_summary.shape),
-                "data_shape": None if input_summary.fed_shape is None else list(input_summary.fed_shape),
+                "data_shape": None if input_summary.data_shape is None else list(input_summary.data_shape),
                 "low": input_summary.low,
                 "high": input_summary.high,
                 "mean": input_summary.mean,
@@ -199,7 +198,7 @@ def _input_cells(input_summary: InputSummary) -> tuple[str, ...]:
         input_summary.name,
         input_summary.dtype,
         _bracketed_shape(input_summary.shape),
-        _bracketed_shape(input_summary.fed_shape),
+        _bracketed_shape(input_summary.data_shape),
         *values,
         f"{input_summary.nan}, {input_summary.inf}",
     )
@@ -207,3 +206,97 @@ def _input_cells(input_summary: InputSummary) -> tuple[str, ...]:
 
 def _bracketed_shape(shape: Sequence[int | None] | None) -> str:
     return "any" if shape is None else "[" + ", ".join("?" if size is None else str(size) for size in shape) + "]"
+
+
+SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+_LONE_SURROGATES = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+"""Surrogates that represent no byte of a file name."""
+
+_GITHUB_LEVELS = {"error": "error", "warning": "warning", "note": "notice"}
+
+
+class Notice(NamedTuple):
+    """A finding in a report.
+
+    Attributes:
+        code: Kind of finding, a key of the code table.
+        level: Severity.
+        path: Path of the model.
+        site: Name of the op with its graph; "" for the whole model.
+        op: Name of the op.
+        message: The problem and its remedy.
+    """
+
+    code: str
+    level: FindingLevel
+    path: str
+    site: str
+    op: str
+    message: str
+
+    @property
+    def text(self) -> str:
+        """Message with the site before it."""
+        return f"{self.site}: {self.message}" if self.site else self.message
+
+
+def sarif_log(notices: Iterable[Notice], codes: Mapping[str, LintCode]) -> dict[str, Any]:
+    """Return notices as one SARIF 2.1.0 log for code scanning."""
+    rules = [
+        {
+            "id": code,
+            "shortDescription": {"text": code_info.description},
+            "defaultConfiguration": {"level": code_info.level},
+        }
+        for code, code_info in codes.items()
+    ]
+    indexes = {code: index for index, code in enumerate(codes)}
+    results = [
+        {
+            "ruleId": notice.code,
+            "ruleIndex": indexes[notice.code],
+            "level": notice.level,
+            "message": {"text": "\n".join(map(escape_unprintable, notice.text.split("\n")))},
+            "locations": [_sarif_location(notice)],
+        }
+        for notice in notices
+    ]
+    driver = {"name": "graphquant", "version": __version__, "rules": rules}
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    return {"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
+
+
+def _sarif_location(notice: Notice) -> dict[str, Any]:
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": {"uri": _artifact_uri(notice.path)}}}
+    if notice.site:
+        logical = {"name": notice.op, "fullyQualifiedName": notice.site, "kind": "element"}
+        location["logicalLocations"] = [logical]
+    return location
+
+
+def _artifact_uri(path: str) -> str:
+    """Return a path as a URI, an address unchanged; names may contain bytes that are not text."""
+    from urllib.parse import quote
+
+    scheme, separator, remainder = path.partition("://")
+    path_ = remainder if separator else path
+    encodable = _LONE_SURROGATES.sub("\N{REPLACEMENT CHARACTER}", path_.replace("\\", "/"))
+    return scheme * bool(separator) + separator + quote(encodable.encode("utf-8", "surrogateescape"))
+
+
+def github_annotations(notices: Iterable[Notice]) -> str:
+    """Return notices as GitHub workflow commands."""
+    lines = []
+    for notice in notices:
+        path, text = escape_annotation(notice.path, property_=True), escape_annotation(notice.text)
+        lines.append(f"::{_GITHUB_LEVELS[notice.level]} file={path},title={notice.code}::{text}\n")
+    return "".join(lines)
+
+
+def escape_annotation(text: str, *, property_: bool = False) -> str:
+    """Escape text for a workflow command, and remove terminal control characters."""
+    text = "".join(char if char in "\r\n" else escape_unprintable(char) for char in text)
+    for char, replacement in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
+        text = text.replace(char, replacement)
+    return text.replace(":", "%3A").replace(",", "%2C") if property_ else text

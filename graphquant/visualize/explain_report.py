@@ -59,14 +59,14 @@ def _op_section(explanations: ExplanationReport, op_key: tuple[str, str]) -> lis
 
 def _inputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
     """Count the quantized inputs of an op, or name the op that it is fused with."""
-    if verdict is not None and verdict.status == "absorbed":
+    if verdict is not None and verdict.status == "fused":
         return next((f"fused with {use.tensor.op}" for use in uses if use.fused), "fused with its producer")
     return f"reads {sum(use.quantized for use in uses)} of {pluralize(len(uses), 'float input')} quantized"
 
 
 def _outputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
     """Count the uses of an op's output that are quantized."""
-    if verdict is not None and verdict.status == "low" and all(use.fused for use in uses):
+    if verdict is not None and verdict.status == "int8" and all(use.fused for use in uses):
         return f"fused with {uses[0].use.op}"
     quantized_count = sum(use.quantized for use in uses)
     if quantized_count in {0, len(uses)}:
@@ -77,9 +77,9 @@ def _outputs_phrase(uses: list[Explanation], verdict: Verdict | None) -> str:
 def _backend_line(verdict: Verdict, explanations: ExplanationReport) -> str:
     """Describe how the backend runs an op."""
     subject = f"{explanations.backend} {'runs' if explanations.already_quantized else 'will run'}"
-    if verdict.status == "absorbed":
+    if verdict.status == "fused":
         return f"{subject} it as part of {verdict.runs_as}."
-    if verdict.status == "low":
+    if verdict.status == "int8":
         return f"{subject} it on integers, as {verdict.runs_as}."
     if verdict.broken_rule is None:
         return f"{subject} it in float{f': {verdict.note}' if verdict.note else ''}."

@@ -137,13 +137,13 @@ def differences(verdicts: Iterable[Any], actual: dict[str, str]) -> list[str]:
     for verdict in verdicts:
         seen = actual.get(verdict.op, "gone")
         low.add(verdict.op)
-        told = verdict.runs_as if verdict.status == "low" else verdict.status
-        if verdict.status == "low" and seen == "gone" and merged[verdict.runs_as]:
+        told = verdict.runs_as if verdict.status == "int8" else verdict.status
+        if verdict.status == "int8" and seen == "gone" and merged[verdict.runs_as]:
             merged[verdict.runs_as] -= 1
             seen = verdict.runs_as
         right = {
-            "low": seen == verdict.runs_as,
-            "absorbed": seen == "gone",
+            "int8": seen == verdict.runs_as,
+            "fused": seen == "gone",
             "float": not is_low(seen),
         }[verdict.status]
         if not right:

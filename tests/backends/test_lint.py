@@ -188,7 +188,7 @@ def test_what_no_sample_reached(tmp_path, cli):
     made = gq.insert(path, rules=fixed).save(tmp_path / "quantized.onnx")
     assert [finding.code for finding in gq.check(made).findings] == []
     found = gq.check(made, stats=stats).findings
-    assert [(finding.code, finding.graph, finding.says) for finding in found] == [
+    assert [(finding.code, finding.graph, finding.message) for finding in found] == [
         ("GQ107", "y/else_branch", "no sample of the statistics reached y/else_branch/qa:0")
     ]
     result = gq.insert(path, rules=minmax, stats=stats)
@@ -206,7 +206,7 @@ def test_float_models_have_no_findings(samples):
     """A model without quantization has verdicts, all of them float, and no findings."""
     for backend in BACKENDS:
         report = check_quantized_model(gq.load(samples / "digits_cnn.onnx"), backend)
-        assert report.counts["low"] == 0
+        assert report.counts["int8"] == 0
         assert report.counts["float"] == len(report.verdicts) > 20
         assert report.findings == ()
 

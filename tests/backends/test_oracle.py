@@ -146,7 +146,7 @@ CASES = {
         A + W + "r = Conv(a, v) t = Relu(r) u = Sqrt(r)" + pair("t", "y", zero="z0"),
         "float-reader",
     ),
-    "the relu behind a conv": (A + W + "t = Conv(a, v) r = Relu(t)" + pair("r", "y", zero="z0"), "absorbed"),
+    "the relu behind a conv": (A + W + "t = Conv(a, v) r = Relu(t)" + pair("r", "y", zero="z0"), "fused"),
     "conv clip inside": (
         A + W + "r = Conv(a, v) t = Clip(r, c0, c6)" + pair("t", "y", "s6", "z0"),
         "QLinearConv",
@@ -159,7 +159,7 @@ CASES = {
     "conv clip signed": (A + W + "r = Conv(a, v) t = Clip(r, cn, c6)" + pair("t", "y", "tiny", "z"), "QLinearConv"),
     "the clip behind a conv": (
         A + W + "t = Conv(a, v) r = Clip(t, c0, c6)" + pair("r", "y", "s6", "z0"),
-        "absorbed",
+        "fused",
     ),
     "conv batchnorm": (A + W + "t = Conv(a, v) r = BatchNormalization(t, bf, bf, bf, vec)" + Y, "no-kernel"),
     "conv before batchnorm": (
@@ -181,7 +181,7 @@ CASES = {
     "matmul relu, float behind": (A + M + "r = MatMul(a, v) t = Relu(r) y = Sqrt(t)", "no-quantized-output"),
     "matmul relu Q": (A + M + "r = MatMul(a, v) t = Relu(r)" + pair("t", "y", zero="z0"), "QLinearMatMul"),
     "matmul add Q": (A + M + "r = MatMul(a, v) t = Add(r, bf)" + pair("t", "y"), "QGemm"),
-    "the add of a matmul": (A + M + "t = MatMul(a, v) r = Add(t, bf)" + Y, "absorbed"),
+    "the add of a matmul": (A + M + "t = MatMul(a, v) r = Add(t, bf)" + Y, "fused"),
     "add matmul, bias first": (A + M + "r = MatMul(a, v) t = Add(bf, r)" + pair("t", "y"), "QGemm"),
     "matmul add without Q": (A + M + "r = MatMul(a, v) y = Add(r, bf)", "float-bias"),
     "the add of a float gemm": (A + M + "t = MatMul(a, v) y = Add(t, bf)", "float-bias", "y"),
@@ -399,9 +399,9 @@ CASES = {
     "prelu": (op("PRelu(a, kf)"), "no-kernel"),
     "elu": (op("Elu(a)"), "no-kernel"),
     "relu": (op("Relu(a)"), "no-kernel"),
-    "relu, zero point at the end": (op("Relu(a)", zero="z0"), "absorbed"),
+    "relu, zero point at the end": (op("Relu(a)", zero="z0"), "fused"),
     "clip": (op("Clip(a, c0, c6)"), "no-kernel"),
-    "clip, range inside": (op("Clip(a, c0, c6)", scale="s6", zero="z0"), "absorbed"),
+    "clip, range inside": (op("Clip(a, c0, c6)", scale="s6", zero="z0"), "fused"),
     # pairs
     "two pairs in a row": (
         A + "p = DequantizeLinear(a_q, s, z)" + pair("p", "q2", "s2", "z0") + "r = Sigmoid(q2)" + Y,
@@ -526,7 +526,7 @@ def test_small_graphs(name, tmp_path):
     verdicts, actual = compare(message, tmp_path)
     assert truth.differences(verdicts, actual) == []
     found = next(verdict for verdict in verdicts if verdict.op.split("@")[0] == about)
-    told = found.broken_rule.rule if found.broken_rule else (found.runs_as if found.status == "low" else found.status)
+    told = found.broken_rule.rule if found.broken_rule else (found.runs_as if found.status == "int8" else found.status)
     assert told == expected
 
 
@@ -657,6 +657,6 @@ def test_refused_models(text, given, tmp_path, monkeypatch):
 
 def test_both_verdicts():
     """There are enough cases of either verdict."""
-    low = [name for name, case in CASES.items() if truth.is_low(case[1]) or case[1] == "absorbed"]
+    low = [name for name, case in CASES.items() if truth.is_low(case[1]) or case[1] == "fused"]
     assert len(low) >= 60
     assert len(CASES) - len(low) >= 60

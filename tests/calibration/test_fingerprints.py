@@ -175,11 +175,11 @@ def test_rings_of_tensorflow(samples: Path, name: str) -> None:
     copy = model.copy()
     const, graph = next(
         (op, copy.graphs[name])
-        for name in copy.live()
+        for name in copy.reachable_graphs()
         for op in copy.graphs[name].ops()
-        if op.value is not None and "float" in (op.outputs[0].dtype or "") + str(op.value().dtype)
+        if op.read_value is not None and "float" in (op.outputs[0].dtype or "") + str(op.read_value().dtype)
     )
-    graph.replace(replace(const, value=lambda: np.float32(77)))
+    graph.replace_op(replace(const, read_value=lambda: np.float32(77)))
     after = all_cones(copy)
     assert 0 < sum(before[tensor] != after[tensor] for tensor in before) <= len(before)
 

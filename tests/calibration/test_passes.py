@@ -54,7 +54,7 @@ def run(runner: Runner, count: int, **options) -> list:
     """What is seen of A and B, and which blocks end, while numbers are fed, in blocks of two."""
     feeds = ((number, number // 2 if number % 2 else None) for number in range(count))
     seen: list = []
-    given = {"elements": None, "space": 1 << 30, "threads": 4, **options}
+    given = {"max_elements": None, "budget": 1 << 30, "max_concurrent_runs": 4, **options}
     for number, _ in enumerate(observe_feeds(runner, (A, B), feeds, lambda *one: seen.append(one), **given), 1):
         assert len(seen) == number
     return seen
@@ -73,14 +73,14 @@ def test_one_pass_where_all_fits() -> None:
 def test_known_sizes_are_not_measured() -> None:
     """Where all is known to fit, no run is spent on it."""
     runner = Runner(1 << 40)
-    assert len(run(runner, 2, elements=20)) == 2
+    assert len(run(runner, 2, max_elements=20)) == 2
     assert runner.fed == [((A, B), 0), ((A, B), 1)]
 
 
 def test_groups_take_turns_on_each_feed() -> None:
     """In little memory a feed is run for one group after the other; the last of them ends the block; one at a time."""
     runner = Runner(100)
-    seen = run(runner, 2, space=900)
+    seen = run(runner, 2, budget=900)
     assert seen == [({A: [0]}, None), ({B: [0]}, None), ({A: [1]}, None), ({B: [1]}, 0)]
     assert runner.requests == [((A,), (B,), 1), ((B,), (A,), 1)]
 

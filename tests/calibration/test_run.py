@@ -67,7 +67,7 @@ class Runner:
             yield observation
 
 
-def everything(**options) -> Runner:
+def three_tensor_runner(**options) -> Runner:
     """A runner of three tensors."""
     return Runner(
         a=lambda x: [-x, 2 * x],
@@ -79,7 +79,7 @@ def everything(**options) -> Runner:
 
 def test_statistics_of_all_samples() -> None:
     """Samples and passes of a loop are merged; NaN is counted; the ends of blocks are summed."""
-    found = calibrate(TARGETS, everything(), batches(10))
+    found = calibrate(TARGETS, three_tensor_runner(), batches(10))
     assert list(found.sketches) == [A, B, C]
     a, b, _ = found.sketches.values()
     assert (a.low, a.high, a.count, a.blocks) == (-9, 18, 20, 3)
@@ -106,7 +106,7 @@ def test_what_is_not_reached_is_absent() -> None:
     assert (list(found.sketches), found.unobservable) == ([A, B], {C: "it is hidden"})
     assert (found.sketches[B].count, found.sketches[B].empty_arrays) == (0, 3)
     assert found.missing_reason(A) == ""
-    assert found.missing_reason(B) == "it was empty all 3 times that it was seen"
+    assert found.missing_reason(B) == "it was empty in all 3 observations"
     assert found.missing_reason(C) == "it is hidden"
     assert found.sketches[A] == sketch_values(np.array([1.0]), bits=7)
     assert (list(found.targets), found.samples) == ([A, B, C], 3)
@@ -122,10 +122,10 @@ def test_nothing_wanted_runs_nothing() -> None:
 
 def test_a_block_is_one_batch_where_it_can_be() -> None:
     """Blocks are joined along axis 0 if the model takes batches and the samples of the block are alike."""
-    runner = everything(batchable=True)
+    runner = three_tensor_runner(batchable=True)
     calibrate(TARGETS, runner, batches(6, lambda i: 2 if i == 5 else 1))
     assert runner.fed == [[0, 1, 2, 3], [4], [5, 5]]
-    runner = everything()
+    runner = three_tensor_runner()
     calibrate(TARGETS, runner, batches(3))
     assert runner.fed == [[0], [1], [2]]
 
@@ -135,7 +135,7 @@ def test_inputs_with_other_numbers_of_rows_are_not_joined() -> None:
 
     def run(rows: int) -> list:
         feeds = [{"x": np.full(1, i), "z": np.full(rows, i)} for i in range(2)]
-        runner = everything(batchable=True)
+        runner = three_tensor_runner(batchable=True)
         calibrate(
             TARGETS, runner, Dataset(count=2, digest="da7a", open_feeds=lambda start, stop: iter(feeds[start:stop]))
         )
@@ -148,8 +148,8 @@ def test_inputs_with_other_numbers_of_rows_are_not_joined() -> None:
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
 def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:
     """Any number of shards, merged in any order, is what one call finds, and runs each block once."""
-    whole = calibrate(TARGETS, everything(batchable=batchable), batches(22))
-    runner = everything(batchable=batchable)
+    whole = calibrate(TARGETS, three_tensor_runner(batchable=batchable), batches(22))
+    runner = three_tensor_runner(batchable=batchable)
     shards = [calibrate(TARGETS, runner, batches(22), shard=(part + 1, parts)) for part in range(parts)]
     assert sorted(number for fed in runner.fed for number in fed) == list(range(22))
     assert combine_stats(shards) == combine_stats(shards[::-1]) == combine_stats([*shards[1::2], *shards[::2]]) == whole
@@ -169,10 +169,10 @@ def test_shards_come_to_the_same(parts: int, *, batchable: bool) -> None:
 )
 def test_groups_come_to_the_same(room: int, groups: list) -> None:
     """What does not fit into memory is observed in several passes, and nothing changes."""
-    runner = everything(sizes=800)
+    runner = three_tensor_runner(sizes=800)
     found = calibrate(TARGETS, runner, batches(9), max_memory=room)
     assert runner.asked == groups
-    assert found == calibrate(TARGETS, everything(), batches(9))
+    assert found == calibrate(TARGETS, three_tensor_runner(), batches(9))
     assert len(runner.fed) == 9 * len(groups)
 
 
@@ -180,21 +180,21 @@ def test_the_digest_may_come_later() -> None:
     """Samples are run before all were read; the digest is there in the end, and an error ends the run that it meets."""
     data = replace(batches(22), digest=Future())
     found = calibrate(
-        TARGETS, everything(), data, should_stop=lambda: data.digest.done() or data.digest.set_result("da7a22")
+        TARGETS, three_tensor_runner(), data, should_stop=lambda: data.digest.done() or data.digest.set_result("da7a22")
     )
-    assert found == calibrate(TARGETS, everything(), batches(22), shard=(1, 3))
-    runner, data = everything(), replace(batches(22), digest=Future())
+    assert found == calibrate(TARGETS, three_tensor_runner(), batches(22), shard=(1, 3))
+    runner, data = three_tensor_runner(), replace(batches(22), digest=Future())
     data.digest.set_exception(DataError("NaN"))
     with pytest.raises(DataError, match="NaN"):
         calibrate(TARGETS, runner, data)
     assert len(runner.fed) < 8
     with pytest.raises(DataError, match="NaN"):
-        calibrate(TARGETS, runner, data, before=found)
+        calibrate(TARGETS, runner, data, resume_from=found)
 
 
 def test_known_sizes_need_no_measuring() -> None:
     """Where static shapes say that all is small, no run is spent on sizes."""
-    runner = everything(sizes=1 << 60)
+    runner = three_tensor_runner(sizes=1 << 60)
     calibrate(TARGETS, runner, batches(5), footprint=RunFootprint(block_size=4, elements_per_sample=100))
     assert runner.asked == [(A, B, C)]
 
@@ -204,34 +204,36 @@ def test_stopping_keeps_blocks_and_goes_on(blocks: int) -> None:
     """What was gathered until a stop, continued, is what an uninterrupted call finds."""
     left = iter([False] * (blocks - 1) + [True])
     told: list[tuple[int, int]] = []
-    part = calibrate(TARGETS, everything(), batches(22), should_stop=lambda: next(left))
+    part = calibrate(TARGETS, three_tensor_runner(), batches(22), should_stop=lambda: next(left))
     assert (part.samples, part.complete) == (4 * blocks, False)
-    rest = calibrate(TARGETS, everything(), batches(22), before=part, progress=lambda *what: told.append(what))
-    assert rest == calibrate(TARGETS, everything(), batches(22))
+    rest = calibrate(
+        TARGETS, three_tensor_runner(), batches(22), resume_from=part, progress=lambda *what: told.append(what)
+    )
+    assert rest == calibrate(TARGETS, three_tensor_runner(), batches(22))
     assert told == [(min(4 * done, 22), 22) for done in range(blocks, 7)]
 
 
 def test_going_on_with_something_else_is_refused() -> None:
     """Other tensors, data, models and shards, and what is complete already, are not continued."""
-    stop = partial(calibrate, TARGETS, everything(), stop=lambda: True)
-    again = partial(calibrate, TARGETS, everything())
+    stop = partial(calibrate, TARGETS, three_tensor_runner(), should_stop=lambda: True)
+    again = partial(calibrate, TARGETS, three_tensor_runner())
     for before, call, reason in (
         (stop(batches(22)), partial(again, batches(21)), "of another model, other tensors or other data"),
         (
             stop(batches(22)),
-            partial(again, batches(22), model="other"),
+            partial(again, batches(22), model_digest="other"),
             "of another model, other tensors or other data",
         ),
         (
             stop(batches(22)),
-            partial(again, batches(22), load=RunFootprint(block_size=2, elements_per_sample=1)),
+            partial(again, batches(22), footprint=RunFootprint(block_size=2, elements_per_sample=1)),
             "of another model",
         ),
         (stop(batches(22)), partial(again, batches(22), shard=(2, 2)), "of another shard"),
         (again(batches(22)), partial(again, batches(22)), "complete"),
     ):
-        with pytest.raises(DataError, match=f"There are statistics already, and they are {reason}"):
-            call(before=before)
+        with pytest.raises(DataError, match=reason):
+            call(resume_from=before)
 
 
 def test_memory_does_not_grow_with_samples() -> None:
@@ -261,7 +263,7 @@ def test_an_error_while_running_ends_it() -> None:
 
 def test_stats_is_plain_data() -> None:
     """Its sums are those of its runs."""
-    found = calibrate(TARGETS, everything(), batches(22), shard=(2, 4))
+    found = calibrate(TARGETS, three_tensor_runner(), batches(22), shard=(2, 4))
     assert isinstance(found, Stats)
     assert (found.runs[0].block_ranges, found.samples, found.blocks, found.random) == (((1, 3),), 8, 2, False)
 

@@ -130,10 +130,10 @@ def test_a_bias_that_overflows_int32(tmp_path, rules):
     if rules == "onnxruntime":
         assert 2**31 * (1 - 1e-5) < steps[1] < 2**31 - 1
         assert "its scale was raised" in case.result.notes[TensorRef("", "w")]
-        assert "in 1 of 4 channels, so that bias b:0 fits int32" in case.result.notes[TensorRef("", "w")]
+        assert "in 1 of 4 channels so that bias b:0 fits int32" in case.result.notes[TensorRef("", "w")]
     else:  # the smallest range of QNN makes room by itself
         assert steps[1] < 2**31 - 1
-        assert "its range was raised to 0.0001 in 1 of 4 channels, the least of its scheme" in case.choices("w")
+        assert "its range was widened to 0.0001 in 1 of 4 channels, the smallest of its scheme" in case.choices("w")
         assert case.params("b").scale.tolist() == pytest.approx((float(x.scale) * w.scale).tolist())
     expected = conv(case.rounded("x", X), case.rounded("w", small_channel()), B)
     for level in (OFF, ALL):
@@ -163,7 +163,7 @@ def test_without_the_solver_that_bias_is_lost(tmp_path):
     [actual] = case.run(ALL)
     assert np.abs(actual[:, 1] - B[1]).max() > 1
     assert [str(change) for change in inserted_result.changes] == [
-        "w:0: with its scale, which is given, bias b:0 does not fit int32; readers that make it so will cut it"
+        "w:0: its scale is fixed, and bias b:0 does not fit int32 with it; backends that convert the bias will clip it"
     ]
 
 
@@ -181,7 +181,7 @@ def test_a_weight_scale_that_is_given_is_not_touched(tmp_path):
     [conflict] = inserted_result.conflicts
     assert conflict.rules == ("conv-weight", "bias")
     assert conflict.tensors == (TensorRef("", "w"), TensorRef("", "b"))
-    assert conflict.done == "the bias stays float"
+    assert conflict.resolution == "the bias stays float"
     assert "more than int32 holds" in inserted_result.skips[-1].reason
     report = result_json(inserted_result, None)
     assert report["conflicts"][0]["rules"] == ["conv-weight", "bias"]
@@ -201,7 +201,7 @@ def test_weights_and_activations_of_16_bits(tmp_path, per):
     steps = np.abs(bias) / (float(x.scale) * w.scale.astype(np.float64))
     assert steps.max() < 2**31 - 1
     channels = " in 2 of 4 channels" if per == "channel" else ""
-    assert f"times{channels}, so that bias b:0 fits int32" in case.result.notes[TensorRef("", "w")]
+    assert f"times{channels} so that bias b:0 fits int32" in case.result.notes[TensorRef("", "w")]
     expected = conv(X.astype(np.float64), W.astype(np.float64), bias)
     noise = case.run(ALL)[0] - expected
     assert 10 * np.log10((expected**2).mean() / (noise**2).mean()) > 70
@@ -227,10 +227,10 @@ def test_a_shared_bias_that_needs_two_scales(tmp_path):
         ("b/quant/bias/dequant", (Use("", "y", 2), Use("", "v", 2))),
         ("b/quant/bias_1/dequant", (Use("", "z", 2),)),
     ]
-    message = "is one of 2 copies, as its consumers need different scales: that for"
+    message = "is one of 2 copies because its consumers need different scales: that for"
     assert [entry for entry in case.choices("b") if "copies" in entry] == [f"{message} y[2], v[2]", f"{message} z[2]"]
     assert [str(change) for change in case.result.changes] == [
-        "b:0: it has 2 copies, as its consumers need different scales"
+        "b:0: it has 2 copies because its consumers need different scales"
     ]
     stored = {initializer.name for initializer in onnx.load(case.path).graph.initializer}
     assert {"b/quant/bias/int32", "b/quant/bias_1/int32"} <= stored
@@ -293,12 +293,12 @@ def test_a_tie_that_breaks_a_relu(tmp_path, backend):
     assert int(relu.zero_point) > 0
     assert (before.scale, before.zero_point) == (relu.scale, relu.zero_point)
     tied = {
-        "qnn": "shares scale and zero point with t:0, as rule 'concat-output' ties it to j:0",
-        "onnxruntime": "shares scale and zero point with s:0, by rule 'pass-through'",
+        "qnn": "it shares scale and zero point with t:0, as rule 'concat-output' ties it to j:0",
+        "onnxruntime": "it shares scale and zero point with s:0, by rule 'pass-through'",
     }
     assert tied[backend] in case.choices("r")
-    assert any(reason.startswith("has the pair of r:0, as r cannot be absorbed") for reason in case.choices("c"))
-    assert [str(change.tensor) for change in case.result.changes if "has the pair of r:0" in change.says] == ["c:0"]
+    assert any(reason.startswith("it has the pair of r:0, as r cannot be absorbed") for reason in case.choices("c"))
+    assert [str(change.tensor) for change in case.result.changes if "it has the pair of r:0" in change.message] == ["c:0"]
     assert all(skip.tensor.op != "c" for skip in case.result.skips)
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend=backend).verdicts}
     assert statuses["c"] == "int8"

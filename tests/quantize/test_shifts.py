@@ -159,7 +159,7 @@ def test_what_was_done_for_nothing_is_taken_back(tmp_path):
     [conflict] = solution.conflicts
     assert conflict.tensors == (TensorRef("", "m"), TensorRef("", "t"))
     assert str(conflict) == (
-        "rule 'output' for m:0 wants a scale that leaves int8 some integers, and rule 'input' for t:0 wants one beside"
+        "rule 'output' for m:0 wants a scale with integers of int8 some integers, and rule 'input' for t:0 wants one beside"
         " it that the hardware shifts to: m has a shift of the product 9 beyond its limit"
     )
 

@@ -134,7 +134,7 @@ def _ort_verdict(removed_ops: RemovedOps, outcomes: dict[OpKey, str | BrokenRule
     while host_key in removed_ops.host_names:
         host_key = graph.name, removed_ops.host_names[host_key]
     outcome = outcomes.get(host_key, "")
-    status: RunStatus = "low" if host_name is None else "absorbed"
+    status: RunStatus = "int8" if host_name is None else "fused"
     if isinstance(outcome, BrokenRule) or not outcome:
         if key in removed_ops.host_types:
             outcome = removed_ops.host_types[key]

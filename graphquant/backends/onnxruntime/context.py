@@ -193,7 +193,7 @@ def _broken_clip_rule(working_copy: WorkingCopy, graph: Graph, clip: str, qs: tu
     return BrokenRule(
         rule="clip-range",
         message=f"the quantized range behind the Clip {clip} (scale {format_optional_number(step)}, zero point"
-            f" {format_optional_number(zero_value)}) is wider"
+        f" {format_optional_number(zero_value)}) is wider"
         f" than its limits [{format_optional_number(low)}, {format_optional_number(high)}]",
         fix=f"give the output of {clip} a range inside of its limits",
     )

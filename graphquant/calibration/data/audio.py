@@ -65,16 +65,16 @@ def open_audio(source: DataSource, request: DataRequest) -> Dataset:
     files = source.files
     if request.samples is not None:
         files = files[: request.samples * fixed_batch_size(model_input)]
-    expected = settings.rate, "are required by rate="
+    expected = settings.rate, "required by the key rate"
     if settings.rate is None and files:
-        expected = _read_wave(files[0])[0], f"a second are in {files[0].name}"
+        expected = _read_wave(files[0])[0], f"the rate of {files[0].name}"
 
     def read_waves(start: int, stop: int) -> Iterator[tuple[str, Feed]]:
         for file in files[start:stop]:
             rate, wave = _read_wave(file)
             if rate != expected[0]:
                 raise DataError(
-                    f"{file.name} has {rate} samples a second, and {expected[0]} {expected[1]}."
+                    f"{file.name} has a rate of {rate} Hz, but {expected[0]} Hz is {expected[1]}."
                     f" Convert it with: ffmpeg -i FILE -ar {expected[0]} OUT.wav"
                 )
             yield file.name, {model_input.name: _wave_to_feed(file, wave, settings)}

@@ -43,7 +43,7 @@ class InputSummary:
         name: The input.
         dtype: Its dtype.
         shape: Its shape in the model.
-        fed_shape: The shape of a feed. An axis is None if its size differs between samples; the shape is None if the
+        data_shape: The shape of a feed. An axis is None if its size differs between samples; the shape is None if the
             rank does.
         low: Smallest finite value; None if there is none.
         high: Largest finite value.
@@ -55,7 +55,7 @@ class InputSummary:
     name: str
     dtype: str
     shape: Shape | None
-    fed_shape: Shape | None
+    data_shape: Shape | None
     low: float | None
     high: float | None
     mean: float | None
@@ -208,7 +208,7 @@ def _summarize_input(model_input: ModelInput, stats: _InputStats) -> InputSummar
         name=model_input.name,
         dtype=model_input.dtype,
         shape=model_input.shape,
-        fed_shape=stats.shape,
+        data_shape=stats.shape,
         low=stats.low if has_values else None,
         high=stats.high if has_values else None,
         mean=stats.total / stats.finite_count if has_values else None,
@@ -302,15 +302,15 @@ def _layout_findings(model_input: ModelInput, stats: _InputStats) -> Iterable[Da
             " Transpose it"
             f" instead: array.transpose({axes}).",
         )
-    input_shape, fed_shape = model_input.shape, stats.shape
-    if input_shape is None or fed_shape is None or len(input_shape) != 4 or len(fed_shape) != 4:  # noqa: PLR2004  # N, C, H and W
+    input_shape, data_shape = model_input.shape, stats.shape
+    if input_shape is None or data_shape is None or len(input_shape) != 4 or len(data_shape) != 4:  # noqa: PLR2004  # N, C, H and W
         return
     if (
         input_shape[1] is None
         and input_shape[3] is None
-        and (fed_shape[1] in {1, COLOUR_CHANNELS}) != (fed_shape[3] in {1, COLOUR_CHANNELS})
+        and (data_shape[1] in {1, COLOUR_CHANNELS}) != (data_shape[3] in {1, COLOUR_CHANNELS})
     ):
-        channels_last = fed_shape[3] in {1, COLOUR_CHANNELS}
+        channels_last = data_shape[3] in {1, COLOUR_CHANNELS}
         yield DataFinding(
             kind="layout-open",
             input=model_input.name,

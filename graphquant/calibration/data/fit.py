@@ -241,7 +241,7 @@ def _stacking_layout(label: str, model_input: ModelInput, shape: tuple[int, ...]
         if _fits_input_shape((rows_per_feed, *shape[1:]), input_shape):
             if shape[0] % rows_per_feed:
                 raise DataError(
-                    f"{label} has {shape[0]} entries, and input {model_input.name!r} takes {rows_per_feed} at a time:"
+                    f"{label} has {shape[0]} entries, but input {model_input.name!r} takes {rows_per_feed} at a time:"
                     f" {shape[0] % rows_per_feed} are left over. Provide a multiple of {rows_per_feed}."
                 )
             return rows_per_feed, False

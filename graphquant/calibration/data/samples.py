@@ -47,7 +47,10 @@ def dataset_of_samples(
     """
     if not count:
         raise DataError(f"{source.spec} contains no samples. Provide at least one.")
-    _, first_sample = next(read_samples(0, 1))
+    labeled_sample = next(read_samples(0, 1), None)
+    if labeled_sample is None:  # damaged metadata may declare samples that are not there
+        raise DataError(f"{source.spec} has fewer samples than it declares. Replace the file.")
+    first_sample = labeled_sample[1]
     samples_per_feed = max(
         (_samples_per_feed(model_input, first_sample[model_input.name].shape) for model_input in request.inputs),
         default=1,

@@ -73,7 +73,7 @@ def test_resizing() -> None:
     np.testing.assert_array_equal(padded[1:4], resized(5, 3))
     assert set(padded[[0, 4]].ravel().tolist()) == {114}
     np.testing.assert_array_equal(fed(taker(1, 6, 10, 3, dtype="uint8"), resize="none")[0], PHOTO)
-    with pytest.raises(DataError, match="it is 10x6, and 5x5 is wanted"):
+    with pytest.raises(DataError, match="it is 10x6, but 5x5 is required"):
         fed(square, resize="none")
 
 
@@ -131,30 +131,34 @@ def test_any_size(width: int, height: int, resize: str, pct: float) -> None:
 @pytest.mark.parametrize(
     ("one", "keys", "message"),
     [
-        (taker(1, 3, 5, 5), {}, r"nothing says how pixels become that.*photos,preset=imagenet"),
-        (taker(1, 3, 5, 5), {"size": "4"}, "nothing says how pixels"),
+        (taker(1, 3, 5, 5), {}, r"conversion of pixels.*photos,preset=imagenet"),
+        (taker(1, 3, 5, 5), {"size": "4"}, "conversion of pixels"),
         (taker(1, 3, 5, 5), {"preset": "imagnet"}, "Did you mean 'imagenet'"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "resize": "cover"}, "resize=cover is unknown. Known are stretch, crop"),
-        (taker(1, 3, 5, 5), {"mean": "a"}, "mean=a is no number"),
-        (taker(1, 3, 5, 5), {"mean": "1/0"}, "mean=1/0 is no number"),
-        (taker(1, 3, 5, 5), {"mean": "nan"}, "mean=nan is no number"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "resize": "cover"}, "resize=cover is unknown. Use one of stretch, crop"),
+        (taker(1, 3, 5, 5), {"mean": "a"}, "mean=a is not a number"),
+        (taker(1, 3, 5, 5), {"mean": "1/0"}, "mean=1/0 is not a number"),
+        (taker(1, 3, 5, 5), {"mean": "nan"}, "mean=nan is not a number"),
         (taker(1, 3, 5, 5), {"mean": "1:2"}, "has 2 numbers for 3 channels"),
         (taker(1, 3, 5, 5), {"mean": "1", "std": "0"}, "std=0 divides by zero"),
-        (taker(1, 3, 5, 5), {"mean": "0.485", "std": "0.229"}, "are for pixels of 0 to 1.* Add scale=1/255"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "size": "6x5"}, "size=6x5 is 6 wide and 5 high.*Leave size out"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "size": "axb"}, "size=a is no whole number"),
+        (taker(1, 3, 5, 5), {"mean": "0.485", "std": "0.229"}, "are for pixels from 0 to 1.* Add scale=1/255"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "size": "6x5"}, "size=6x5 is 6 wide and 5 high.*Remove size"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "size": "axb"}, "size=a is not a(n| positive) integer"),
         (taker(1, 3, None, None), {"preset": "raw"}, r"\[1, 3, \?, \?\], which leaves the size open. Add size="),
         (taker(1, 3, None, None), {"preset": "raw", "size": "99999"}, "99999x99999 is too large"),
-        (taker(1, None, None, None), {"preset": "raw"}, "may be several layouts. Add layout=nchw or nhwc"),
-        (taker(1, 3, 9, 3), {"preset": "raw"}, "may be several layouts"),
-        (taker(), {"preset": "raw"}, "takes any shape, which may be several layouts"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "layout": "chw"}, "has 3 axes, and input 'x' takes"),
-        (taker(1, 5, 4, 4), {"preset": "raw", "layout": "nchw"}, "have 1, 3 or 4 channels, and input 'x' takes 5"),
+        (taker(1, None, None, None), {"preset": "raw"}, "matches several layouts. Add layout=nchw or nhwc"),
+        (taker(1, 3, 9, 3), {"preset": "raw"}, "matches several layouts"),
+        (taker(), {"preset": "raw"}, "takes any shape, which matches several layouts"),
+        (taker(1, 3, 5, 5), {"preset": "raw", "layout": "chw"}, "has 3 axes, but input 'x' takes"),
+        (taker(1, 5, 4, 4), {"preset": "raw", "layout": "nchw"}, "have 1, 3 or 4 channels, but input 'x' takes 5"),
         (taker(1, 1, 5, 5), {"preset": "raw", "order": "bgr"}, "order=bgr needs 3 channels"),
-        (taker(1, 3, 5, 5), {"preset": "raw", "crop_pct": "0.5"}, "crop_pct=0.5 is the part that resize=crop keeps"),
-        (taker(1, 3, 5, 5, dtype="uint8"), {"preset": "imagenet"}, "so pixels stay whole numbers"),
-        (taker(1, 3, 5, 5, dtype="bool"), {}, "takes bool, no numbers"),
-        (taker(1, 3, 5, 5, dtype="string"), {}, "takes string, no numbers"),
+        (
+            taker(1, 3, 5, 5),
+            {"preset": "raw", "crop_pct": "0.5"},
+            "crop_pct=0.5 is the fraction that resize=crop keeps",
+        ),
+        (taker(1, 3, 5, 5, dtype="uint8"), {"preset": "imagenet"}, "so pixels stay integers"),
+        (taker(1, 3, 5, 5, dtype="bool"), {}, "takes bool, which is not numeric"),
+        (taker(1, 3, 5, 5, dtype="string"), {}, "takes string, which is not numeric"),
     ],
 )
 def test_what_cannot_be(one: InputSpec, keys: dict[str, str], message: str) -> None:
@@ -168,11 +172,11 @@ def test_pictures_that_are_refused(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("graphquant.calibration.data.images.MAX_PIXELS", 100)
     one = taker(1, 5, 5, 3, dtype="uint8")
     for content, message in (
-        (b"no picture", "it is no picture that can be read"),
-        (encoded(PHOTO)[:60], "it is no picture that can be read"),
+        (b"no picture", "it cannot be read as an image"),
+        (encoded(PHOTO)[:60], "it cannot be read as an image"),
         (encoded(np.zeros((20, 20), np.uint8)), "it has 20x20 pixels. Make it smaller"),
-        (encoded(np.zeros((2, 2), np.uint16)), r"it has more than 8 bits for a pixel \(I;16\). Save it as an .npy"),
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 2 2\n", "it is no picture"),
+        (encoded(np.zeros((2, 2), np.uint16)), r"it has more than 8 bits per channel \(I;16\). Save it as an .npy"),
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 2 2\n", "it cannot be read as an image"),
     ):
         (tmp_path / "a.png").write_bytes(content)
         with pytest.raises(DataError, match=rf"a\.png: {message}"):
@@ -187,7 +191,7 @@ def test_one_input(tmp_path: Path) -> None:
     """Pictures feed a model with one input; another is told what to give."""
     (tmp_path / "a.png").write_bytes(encoded(PHOTO))
     other = InputSpec(name="y", dtype="float32", shape=())
-    with pytest.raises(DataError, match="holds images, which feed one input, and the model takes 'x', 'y'"):
+    with pytest.raises(DataError, match="feed one input, but the model takes 'x', 'y'"):
         open_data(str(tmp_path), [taker(1, 6, 10, 3), other])
 
 

@@ -51,13 +51,13 @@ def test_features(tmp_path, stored) -> None:
 @pytest.mark.parametrize(
     ("features", "one", "message"),
     [
-        ({"x": [1.0]}, X, r"record 0: 'x' has 1 values, and input 'x' takes \[\?, 2\]"),
-        ({"x": [1, 2]}, X, "record 0 is int64, and input 'x' takes float32. Convert it"),
+        ({"x": [1.0]}, X, r"record 0: 'x' has 1 values, but input 'x' takes \[\?, 2\]"),
+        ({"x": [1, 2]}, X, "record 0 is int64, but input 'x' takes float32. Convert it"),
         ({"x": [np.nan, 1.0]}, X, "record 0 has 1 NaN"),
-        ({"y": [1.0]}, X, "record 0 has no array for input 'x': it holds 'y'"),
-        ({"x": b"abc"}, X, "record 0: 'x' has 3 bytes, which are no numbers of float32"),
-        ({"x": [1.0, 2.0]}, taker(None, None, None), r"list of 2, and input 'x' takes .* leaves its shape open"),
-        ({"x": b"\x89PNG"}, taker(1, 3, 5, 5), "nothing says how pixels become that"),
+        ({"y": [1.0]}, X, "record 0 has no array for input 'x'. It contains 'y'"),
+        ({"x": b"abc"}, X, "record 0: 'x' has 3 bytes, which are not numbers of float32"),
+        ({"x": [1.0, 2.0]}, taker(None, None, None), r"list of 2 values, but input 'x' takes .* leaves its shape open"),
+        ({"x": b"\x89PNG"}, taker(1, 3, 5, 5), "conversion of pixels"),
     ],
 )
 def test_features_that_do_not_fit(tmp_path, stored, features, one, message: str) -> None:
@@ -74,20 +74,20 @@ def test_records_that_are_none(tmp_path, stored, monkeypatch) -> None:
     for content, message in (
         (good[:12] + b"\0" + good[13:], "a checksum is wrong"),
         (good[:8] + b"\0\0\0\0" + good[12:], "a checksum is wrong"),
-        (huge + stored.masked(huge), "says that it has 1099511627776 bytes"),
-        (gzip.compress(huge + stored.masked(huge)), "says that it has 1099511627776 bytes"),
+        (huge + stored.masked(huge), "claims to have 1099511627776 bytes"),
+        (gzip.compress(huge + stored.masked(huge)), "claims to have 1099511627776 bytes"),
         (gzip.compress(good)[:-12], "cannot be read"),
         (good[:-2], "it ends inside a record"),
         (good + good[:5], "it ends inside a record"),
-        (stored.framed(b"\xff\xff"), r"record 0 is no tf.train.Example"),
-        (b"", "holds no samples"),
+        (stored.framed(b"\xff\xff"), r"record 0 is not a tf.train.Example"),
+        (b"", "contains no samples"),
     ):
         (tmp_path / "a.tfrecord").write_bytes(content)
         with pytest.raises(DataError, match=message):
             list(open_data(str(tmp_path / "a.tfrecord"), [X]))
     monkeypatch.setattr(tfrecord, "MAX_RECORD_BYTES", 4)
     (tmp_path / "a.tfrecord").write_bytes(gzip.compress(good))
-    with pytest.raises(DataError, match="a record says that it has"):
+    with pytest.raises(DataError, match="a record claims to have"):
         open_data(str(tmp_path / "a.tfrecord"), [X])
 
 
@@ -97,7 +97,7 @@ def test_any_bytes_as_example(content: bytes) -> None:
     try:
         tfrecord._parse_features("here", content)
     except DataError as error:
-        assert "here is no tf.train.Example" in str(error)  # noqa: PT017  # either end is right
+        assert "here is not a tf.train.Example" in str(error)  # noqa: PT017  # either end is right
 
 
 @pytest.mark.slow
@@ -144,9 +144,9 @@ def test_columns(tmp_path) -> None:
     ("column", "message"),
     [
         (pa.array([[1.0, 2.0], None]), "row 1: 'x' is null"),
-        (pa.array([[1.0, None], [1.0, 2.0]]), "row 0: 'x' holds null"),
-        (pa.array([{"a": 1}, {"a": 2}]), "row 0: 'x' is a struct without bytes"),
-        (pa.array([[1, 2], [3, 4]]), "row 0 is int64, and input 'x' takes float32"),
+        (pa.array([[1.0, None], [1.0, 2.0]]), "row 0: 'x' contains null"),
+        (pa.array([{"a": 1}, {"a": 2}]), "row 0: 'x' is a struct without image bytes"),
+        (pa.array([[1, 2], [3, 4]]), "row 0 is int64, but input 'x' takes float32"),
         (pa.array([[1.0], [2.0]]), "row 0: 'x' has 1 values"),
         (pa.array(["a", "b"]), "row 0: 'x' has 1 values|is object|is <U1"),
     ],
@@ -218,12 +218,12 @@ def test_sets_that_are_refused(tmp_path, stored) -> None:
         (sequence.SerializeToString(), "sequence"),
         (outside.SerializeToString(), "its values are in another file"),
         (lying.SerializeToString(), "it has 2 values for the shape"),
-        (b"\xff", "it is no tensor"),
+        (b"\xff", "it is not a tensor"),
         (b"", "a tensor of the type 0"),
     ):
         path.write_bytes(content)
-        with pytest.raises(DataError, match=rf"input_0.pb cannot be read: .*{message}.* Give a TensorProto"):
+        with pytest.raises(DataError, match=rf"input_0.pb cannot be read: .*{message}.* Use a TensorProto"):
             open_data(str(tmp_path), [X])
     path.write_bytes(good.SerializeToString())
-    with pytest.raises(DataError, match="holds 1 inputs, and the model takes 'x', 'y'"):
+    with pytest.raises(DataError, match="contains 1 inputs, but the model takes 'x', 'y'"):
         open_data(str(tmp_path), [X, taker(1, name="y")])

@@ -74,7 +74,7 @@ def test_folders(memory, tmp_path, stored) -> None:
 
 def test_what_is_not_there(memory, monkeypatch) -> None:
     """Nothing, an unknown service and a missing package are told apart."""
-    with pytest.raises(DataError, match=r"There is nothing at memory://nowhere|cannot be listed"):
+    with pytest.raises(DataError, match=r"memory://nowhere"):
         check_data_spec("memory://nowhere")
     with pytest.raises(DataError, match="nosuch://a cannot be listed: Protocol not known: nosuch"):
         check_data_spec("nosuch://a")
@@ -98,7 +98,7 @@ def test_services_that_fail(memory, tmp_path, monkeypatch) -> None:
     with pytest.raises(DataError, match=r"a\.npz cannot be read: token expired"):
         open_data("memory://bucket/a.npz", [X])
     monkeypatch.setattr(MemoryFileSystem, "isfile", fails)
-    with pytest.raises(DataError, match=r"cannot be listed: token expired. See that it exists"):
+    with pytest.raises(DataError, match=r"cannot be listed: token expired"):
         check_data_spec("memory://bucket/a.npz")
 
 

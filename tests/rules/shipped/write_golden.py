@@ -10,7 +10,7 @@ from graphquant.rules import shipped_rule_files
 from graphquant.visualize.text import plan_view
 
 HERE = Path(__file__).parent
-MODELS = HERE.parents[1] / "sample_models"
+MODELS = HERE.parents[2] / "sample_models"
 CASES = [(rules, model) for rules in shipped_rule_files() for model in ("digits_cnn.onnx", "digits_cnn.pb")]
 
 
