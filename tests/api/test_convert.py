@@ -38,7 +38,7 @@ def simulation() -> Any:
     return module
 
 
-def report(text: str) -> None:
+def print_measurement(text: str) -> None:
     """Print a measurement, visible with `pytest -rP`."""
     sys.stdout.write(f"{text}\n")
 
@@ -178,10 +178,10 @@ def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, 
     pytest.importorskip("tensorflow")
     path, data, values = make(samples, tmp_path, shared)
     result = gq.insert(freeze(gq.load(path)), rules=["tflite"], data=data, validate=False)
-    receipt = convert_to_tflite(result, tmp_path / "model.tflite")
-    assert [line for line in receipt.tensors if line.problem] == []
-    assert len(receipt.tensors) == len(result.inserted) > 10
-    assert [op for op in receipt.float_ops if op.type != "GATHER"] == []
+    conversion = convert_to_tflite(result, tmp_path / "model.tflite")
+    assert [line for line in conversion.tensors if line.problem] == []
+    assert len(conversion.tensors) == len(result.inserted) > 10
+    assert [op for op in conversion.float_ops if op.type != "GATHER"] == []
     runtime_interpreter = interpreter((tmp_path / "model.tflite").read_bytes())
     after = answers(runtime_interpreter, values)
     differences: dict[str, float] = {}
@@ -193,8 +193,8 @@ def test_runtime_scales_equal_the_plan(make: Callable[..., Any], samples: Path, 
     assert {name: steps for name, steps in differences.items() if steps > 1} == {}
     before = float_answers(result.source, values)
     agreement = float((before.argmax(-1) == after.argmax(-1)).mean())
-    report(
-        f"{make.__name__}: {len(receipt.tensors)} tensors agree, {receipt.op_count} ops, {len(differences)} simulated,"
+    print_measurement(
+        f"{make.__name__}: {len(conversion.tensors)} tensors agree, {conversion.op_count} ops, {len(differences)} simulated,"
         f" agreement {agreement:.4f}, SQNR {sqnr(before, after):.1f} dB"
     )
     assert agreement >= 0.98
@@ -210,7 +210,7 @@ def test_kws_keeps_its_accuracy(shared: Path, tmp_path: Path) -> None:
     after = answers(interpreter((tmp_path / "kws.tflite").read_bytes()), values)
     before = float_answers(gq.load(path), values)
     points = [float((logits.argmax(-1) == labels).mean()) for logits in (before, after)]
-    report(f"KWS accuracy: float {points[0]:.4f}, TFLite int8 {points[1]:.4f}")
+    print_measurement(f"KWS accuracy: float {points[0]:.4f}, TFLite int8 {points[1]:.4f}")
     assert points[1] >= points[0] - 0.005
 
 
@@ -221,15 +221,15 @@ def test_command_line_writes_file_and_conversion_report(cli: Callable[..., Any],
     text = cli(
         "insert", samples / "digits_cnn_saved_model", "--data", data, "-o", output_path, "--report", report_path
     ).stdout
-    assert "27 of 27 planned tensors are as planned, 0 of 15 ops stayed float." in text
-    receipt = json.loads(report_path.read_text())["receipt"]
-    assert (receipt["agrees"], len(receipt["tensors"]), receipt["float"]) == (True, 27, [])
+    assert "27 of 27 planned tensors match the plan, 0 of 15 ops stayed float." in text
+    conversion = json.loads(report_path.read_text())["conversion"]
+    assert (conversion["agrees"], len(conversion["tensors"]), conversion["float_ops"]) == (True, 27, [])
     text = cli(
         "insert", samples / "digits_cnn.pb", "--ranges", output_path, "-o", tmp_path / "x.pb", "--report", report_path
     ).stdout
     assert "15 of them its very scale and zero point" in text
     report = json.loads(report_path.read_text())
-    runtime = {tensor["tensor"]["op"]: tensor["runtime"] for tensor in receipt["tensors"]}
+    runtime = {tensor["tensor"]["op"]: tensor["runtime"] for tensor in conversion["tensors"]}
     for site in report["sites"]:
         if site["tensor"]["op"] in {"stem/relu", "residual/relu", "branches/concat", "logits/bias_add"}:
             numbers = runtime[site["tensor"]["op"]]
@@ -240,8 +240,8 @@ def test_powers_of_two_are_exact(samples: Path, tmp_path: Path) -> None:
     """Scales of exactly 2**exponent are preserved exactly."""
     pytest.importorskip("tensorflow")
     result = gq.insert(gq.freeze(gq.load(samples / "digits_cnn.pb")), rules=["fixed_point"])
-    receipt = gq.convert_to_tflite(result, None)
-    lines = {line.tensor.op: line for line in receipt.lines if line.found is not None}
+    conversion = gq.convert_to_tflite(result, None)
+    lines = {line.tensor.op: line for line in conversion.tensors if line.runtime is not None}
     assert len(lines) > 10
     assert all(
         np.array_equal(line.found[0], np.full_like(line.found[0], line.planned[0][0])) for line in lines.values()
@@ -269,10 +269,10 @@ def test_ops_that_stay_float_are_named(samples: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorflow")
     model = gq.freeze(gq.load(samples / "digits_cnn.pb"))
     data = str(samples / "digits_cnn_calib.npz")
-    receipt = gq.convert_to_tflite(
+    conversion = gq.convert_to_tflite(
         gq.insert(model, rules=["tflite"], data=data, exclude=["residual/relu:0"], validate=False), None
     )
-    assert ("ADD", "its output has no range") in {(float_op.type, float_op.reason) for float_op in receipt.floats}
+    assert ("ADD", "its output has no range") in {(float_op.type, float_op.reason) for float_op in conversion.float_ops}
 
 
 def test_a_difference_ends_with_1(
@@ -293,5 +293,5 @@ def test_a_difference_ends_with_1(
     data = samples / "digits_cnn_calib.npz"
     result = cli("insert", samples / "digits_cnn.pb", "--data", data, "-o", tmp_path / "x.tflite", code=1)
     assert "its scale differs" in result.stdout
-    assert "0 of 24 planned tensors are as planned" in result.stdout
+    assert "0 of 24 planned tensors match the plan" in result.stdout
     assert "does not have every scale that was planned" in result.stderr

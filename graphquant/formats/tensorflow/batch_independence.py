@@ -38,7 +38,7 @@ from graphquant.formats.tensorflow import proto
 from graphquant.formats.tensorflow.emit import emit
 from graphquant.formats.tensorflow.session import infer_static_shapes
 from graphquant.formats.tensorflow.values import type_number
-from graphquant.ir import Graph, Op, TensorRef, paused_gc
+from graphquant.ir import Graph, Op, TensorRef, paused_gc, reachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 
     from graphquant.formats import InputSpec
     from graphquant.ir import Model, Shape
-
-
-# Rules for the batch independence of TensorFlow ops: the conditions under which rows stay independent.
 
 
 def _tf_last_axis_keeps_rows(node: RowNode) -> bool:
@@ -96,9 +93,7 @@ def _tf_split_by_sizes_keeps_rows(node: RowNode) -> bool:
 
 def _tf_slice_keeps_rows(node: RowNode) -> bool:
     begin, size = node.numbers(1, ""), node.numbers(2, "")
-    return (
-        node.only_first_has_rows() and bool(begin) and bool(size) and (begin or [1])[0] == 0 and (size or [0])[0] == -1
-    )
+    return node.only_first_has_rows() and (begin or [1])[0] == 0 and (size or [0])[0] == -1
 
 
 def _tf_strided_slice_keeps_rows(node: RowNode) -> bool:
@@ -124,11 +119,9 @@ def _tf_gather_keeps_rows(node: RowNode) -> bool:
 
 def _tf_squeeze_keeps_rows(node: RowNode) -> bool:
     axes = node.op.attrs.get("squeeze_dims")
-    return (
-        node.only_first_has_rows()
-        and isinstance(axes, list | tuple)
-        and excludes_batch_axis(node, [int(axis) for axis in axes])
-    )
+    if not node.only_first_has_rows() or not isinstance(axes, list | tuple):
+        return False
+    return excludes_batch_axis(node, [int(axis) for axis in axes])
 
 
 def _tf_transpose_keeps_rows(node: RowNode) -> bool:
@@ -139,10 +132,6 @@ def _tf_pad_keeps_rows(node: RowNode) -> bool:
     return node.only_first_has_rows() and (node.numbers(1, "") or [])[:2] == [0, 0]
 
 
-def _tf_matmul_keeps_rows(node: RowNode) -> bool:
-    return node.kinds == [ROWS, FIXED] and not node.op.attrs.get("transpose_a", False)
-
-
 def _tf_batch_matmul_keeps_rows(node: RowNode) -> bool:
     adjoint_slots = [slot for slot, name in enumerate(("adj_x", "adj_y")) if node.op.attrs.get(name, False)]
     transposes_rows = any(node.kind(slot) == ROWS and node.rank(slot) <= MATRIX_RANK for slot in adjoint_slots)
@@ -151,14 +140,6 @@ def _tf_batch_matmul_keeps_rows(node: RowNode) -> bool:
 
 def _tf_conv_transpose_keeps_rows(node: RowNode) -> bool:
     return node.kind(0) in {FIXED, SIZE} and node.kinds[1:] == [FIXED, ROWS]
-
-
-def _tf_resize_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows(1)
-
-
-def _tf_fill_keeps_rows(node: RowNode) -> bool:
-    return node.kinds == [SIZE, FIXED]
 
 
 _ROW_KEEPING_OPS: Final = """
@@ -187,14 +168,16 @@ _ROW_RULES: Final[Mapping[str, RowRule]] = {
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _tf_batch_matmul_keeps_rows),
     **dict.fromkeys(("Gather", "GatherV2", "ResourceGather"), _tf_gather_keeps_rows),
     **dict.fromkeys(("MirrorPad", "Pad", "PadV2"), _tf_pad_keeps_rows),
-    **dict.fromkeys(("ResizeBicubic", "ResizeBilinear", "ResizeNearestNeighbor"), _tf_resize_keeps_rows),
+    **dict.fromkeys(
+        ("ResizeBicubic", "ResizeBilinear", "ResizeNearestNeighbor"), lambda node: node.only_first_has_rows(1)
+    ),
     "BroadcastTo": expand_keeps_rows,
     "Concat": _tf_concat_keeps_rows(0),
     "ConcatV2": _tf_concat_keeps_rows(-1),
     "Conv2DBackpropInput": _tf_conv_transpose_keeps_rows,
     "ExpandDims": unsqueeze_keeps_rows,
-    "Fill": _tf_fill_keeps_rows,
-    "MatMul": _tf_matmul_keeps_rows,
+    "Fill": lambda node: node.kinds == [SIZE, FIXED],
+    "MatMul": lambda node: node.kinds == [ROWS, FIXED] and not node.op.attrs.get("transpose_a", False),
     "Pack": _tf_pack_keeps_rows,
     "Reshape": reshape_keeps_rows,
     "Slice": _tf_slice_keeps_rows,
@@ -247,11 +230,8 @@ def is_tf_batch_independent(
             inlined.add_output(position, tensor)
     except _NotInlinableError:
         return False
-    input_names = [
-        inlined.new_tensors[TensorRef("", spec.name)].op
-        for spec in inputs
-        if TensorRef("", spec.name) in inlined.new_tensors
-    ]
+    specs = (inlined.new_tensors.get(TensorRef("", spec.name)) for spec in inputs)
+    input_names = [tensor.op for tensor in specs if tensor is not None]
     try:
         shapes = [infer_static_shapes(tensorflow, inlined.with_row_count(input_names, count)) for count in ROW_COUNTS]
     except ModelError:  # some row count does not fit the model
@@ -294,7 +274,7 @@ class _InlinedGraph:
         self.graph.add_op(Op(name=f"@{position}", kind="output", type="_Retval"), [source])
 
     def with_row_count(self, inputs: Sequence[str], rows: int) -> Any:
-        """Return the GraphDef in which each of the inputs `fed` has `rows` rows."""
+        """Return the GraphDef in which each of `inputs` has `rows` rows."""
         graph_def = proto.GraphDef()
         graph_def.CopyFrom(self._graph_def)
         input_names = set(inputs)
@@ -331,13 +311,8 @@ class _InlinedGraph:
         if graph_name in call_stack:
             raise _NotInlinableError
         graph, requested = self._model.graphs[graph_name], list(tensors)
-        ancestors = {tensor.op for tensor in requested}
-        pending = list(ancestors)
-        while pending:
-            for source in graph.slots(pending.pop()):
-                if source is not None and source.op not in ancestors:
-                    ancestors.add(source.op)
-                    pending.append(source.op)
+        starts = (tensor.op for tensor in requested)
+        ancestors = set(reachable(starts, lambda op: (slot.op for slot in graph.slots(op) if slot is not None)))
         for label in nx.topological_sort(graph.nx):
             if label in ancestors and TensorRef(graph_name, label) not in new_tensors:
                 self._inline_op(graph, graph.op(label), new_tensors, (*call_stack, graph_name))
@@ -360,9 +335,8 @@ class _InlinedGraph:
             if slot is not None
         }
         results = [body.slots(label)[0] for label in body.outputs]
-        return self._inline_tensors(
-            body.name, [result for result in results if result is not None], arguments, call_stack
-        )
+        connected = [result for result in results if result is not None]
+        return self._inline_tensors(body.name, connected, arguments, call_stack)
 
     def _copy_op(self, graph: Graph, op: Op, slots: Sequence[TensorRef | None]) -> list[TensorRef]:
         if len(self.graph) >= MAX_OPS:

@@ -13,7 +13,7 @@ from graphquant.formats.tensorflow.values import ConstValue, NodeAttrs, encode_a
 from graphquant.ir import Graph, Model, Op, TensorRef, Use, paused_gc
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from graphquant.formats.tensorflow.source import TensorFlowSource
 
@@ -37,16 +37,13 @@ def emit(model: Model) -> Any:
     table = opdefs.extended_op_table(custom_op_defs).with_op_defs(
         function.signature for function in graph_def.library.function
     )
-    new_nodes: list[Any] = []
-    graph_patch = _GraphPatch(model.main, table, in_function=False)
-    new_nodes += graph_patch.apply(graph_def.node)
+    new_nodes = _GraphPatch(model.main, table, in_function=False).apply(graph_def.node)
     if meta is not None:
         _patch_signatures(model.main, meta.signature_def, source.meta_graph(source.message).signature_def)
     for function in graph_def.library.function:
-        graph = model.graphs[function.signature.name]
-        graph_patch = _GraphPatch(graph, table, in_function=True)
+        graph_patch = _GraphPatch(model.graphs[function.signature.name], table, in_function=True)
         new_nodes += graph_patch.apply(function.node_def)
-        _patch_results(graph_patch, function)
+        graph_patch.apply_results(function)
     if meta is None:
         add_initializers(graph_def, learned_ranges(model))
     if meta is not None and meta.meta_info_def.stripped_op_list.op:
@@ -58,9 +55,7 @@ class _GraphPatch:
     """Writes the changes of one graph into its nodes."""
 
     def __init__(self, graph: Graph, table: opdefs.OpTable, *, in_function: bool) -> None:
-        self._graph = graph
-        self._table = table
-        self._in_function = in_function
+        self._graph, self._table, self._in_function = graph, table, in_function
         self._ports: dict[str, list[tuple[str, int, str]]] = {}
 
     def apply(self, nodes: Any) -> list[Any]:
@@ -87,6 +82,17 @@ class _GraphPatch:
         self._replace_nodes(nodes, new_nodes, new_ops)
         return new_nodes
 
+    def apply_results(self, function: Any) -> None:
+        """Point the function's results at the tensors now read, and drop control outputs of removed nodes."""
+        graph = self._graph
+        for label, tensor in _rerouted_outputs(graph):
+            function.ret[label.removeprefix("@")] = self.input_name(tensor)
+        for key in sorted(function.control_ret) if graph.removed_ops else ():
+            if function.control_ret[key] not in graph:
+                del function.control_ret[key]
+                if key in function.signature.control_output:
+                    function.signature.control_output.remove(key)
+
     def input_name(self, tensor: TensorRef) -> str:
         """Return the text that names `tensor` as an input of a node of this graph."""
         op = self._graph.op(tensor.op)
@@ -103,19 +109,15 @@ class _GraphPatch:
         by_name = {node.name: node for node in new_nodes}
         if any(node.name in new_ops or node.name not in self._graph for node in nodes):
             remaining = [by_name.pop(node.name, node) for node in nodes if node.name in self._graph]
-            copies = [_copy_node(node) for node in remaining]
-            del nodes[:]
-            nodes.extend(copies)
+            proto.replace_nodes(nodes, remaining)
         nodes.extend(by_name.values())
 
     def _node_changed(self, node: Any) -> bool:
-        op = self._graph.op(node.name)
+        graph, op = self._graph, self._graph.op(node.name)
+        uses = (Use(graph.name, op.name, slot) for slot in range(len(graph.slots(op.name))))
         return (
-            any(
-                Use(self._graph.name, op.name, slot) in self._graph.rerouted_uses
-                for slot in range(len(self._graph.slots(op.name)))
-            )
-            or {text[1:] for text in proto.split_inputs(node)[1]} != set(self._graph.control_inputs(op.name))
+            any(use in graph.rerouted_uses for use in uses)
+            or {text[1:] for text in proto.split_inputs(node)[1]} != set(graph.control_inputs(op.name))
             or op.type != node.op
             or not isinstance(op.attrs, NodeAttrs)
             or (op.kind == "constant" and op.read_value is not None and not isinstance(op.read_value, ConstValue))
@@ -140,7 +142,8 @@ class _GraphPatch:
         if not isinstance(op.attrs, NodeAttrs):
             source_attrs = NodeAttrs(op.source.attr, {})
             for name, value in op.attrs.items():
-                if name not in source_attrs or not _same_attr(source_attrs[name], value):
+                old = source_attrs.get(name)
+                if name not in source_attrs or type(old) is not type(value) or encode_attr(old) != encode_attr(value):
                     node.attr[name].CopyFrom(encode_attr(value))
         if op.kind == "constant" and op.read_value is not None and not isinstance(op.read_value, ConstValue):
             _set_constant(node, op)
@@ -195,12 +198,6 @@ class _GraphPatch:
         return str(current.source.device) if current.source is not None and current.type not in _BOUNDARY_TYPES else ""
 
 
-def _copy_node(node: Any) -> Any:
-    duplicate = proto.NodeDef()
-    duplicate.CopyFrom(node)
-    return duplicate
-
-
 def _set_constant(node: Any, op: Op) -> None:
     if op.read_value is None:
         raise InternalError(f"the constant {op.name!r} has no value.")
@@ -209,42 +206,25 @@ def _set_constant(node: Any, op: Op) -> None:
     node.attr["value"].tensor.CopyFrom(tensor)
 
 
-def _same_attr(first: Any, second: Any) -> bool:
-    return type(first) is type(second) and encode_attr(first) == encode_attr(second)
+def _rerouted_outputs(graph: Graph) -> Iterator[tuple[str, TensorRef]]:
+    """Yield the rerouted outputs of a graph with their tensors."""
+    for label in graph.outputs:
+        if Use(graph.name, label, 0) in graph.rerouted_uses:
+            tensor = graph.source_of(Use(graph.name, label, 0))
+            if tensor is None:
+                raise InternalError(f"the output {label!r} of {graph.name or 'the main graph'} reads nothing.")
+            yield label, tensor
 
 
 def _patch_signatures(main: Graph, signatures: Any, source_signatures: Any) -> None:
     """Point the signatures' outputs at the tensors that the model's outputs now read."""
-    rerouted = {}
-    for label in main.outputs:
-        if Use("", label, 0) in main.rerouted_uses:
-            tensor = main.source_of(Use("", label, 0))
-            if tensor is None:
-                raise InternalError(f"the output {label!r} reads nothing.")
-            rerouted[main.op(label).attrs.get("tensor")] = str(tensor)
+    rerouted = {main.op(label).attrs.get("tensor"): str(tensor) for label, tensor in _rerouted_outputs(main)}
     for key in sorted(source_signatures) if rerouted else ():
         for name in sorted(source_signatures[key].outputs):
             old_name = source_signatures[key].outputs[name].name
             new_name = rerouted.get(old_name if ":" in old_name else f"{old_name}:0")
             if new_name is not None:
                 signatures[key].outputs[name].name = new_name
-
-
-def _patch_results(graph_patch: _GraphPatch, function: Any) -> None:
-    """Point a function's results at the tensors now read, and drop control outputs of removed nodes."""
-    graph = graph_patch._graph  # noqa: SLF001  # same module
-    for label in graph.outputs:
-        if Use(graph.name, label, 0) in graph.rerouted_uses:
-            tensor = graph.source_of(Use(graph.name, label, 0))
-            if tensor is None:
-                raise InternalError(f"the output {label!r} of {graph.name!r} reads nothing.")
-            function.ret[label.removeprefix("@")] = graph_patch.input_name(tensor)
-    if graph.removed_ops:
-        removed_keys = [key for key in sorted(function.control_ret) if function.control_ret[key] not in graph]
-        for key in removed_keys:
-            del function.control_ret[key]
-            if key in function.signature.control_output:
-                function.signature.control_output.remove(key)
 
 
 def _add_op_defs(op_list: Any, new_nodes: Iterable[Any], table: opdefs.OpTable) -> None:

@@ -280,9 +280,7 @@ def _replace_by_arguments(body: Any, replacements: Mapping[str, str]) -> None:
         for slot, tensor in enumerate(node.input):
             if tensor.partition(":")[0] in replacements:
                 node.input[slot] = replacements[tensor.partition(":")[0]]
-    copies = [proto.NodeDef.FromString(proto.to_binary(node)) for node in remaining]
-    del body.node_def[:]
-    body.node_def.extend(copies)
+    proto.replace_nodes(body.node_def, remaining)
 
 
 def _add_main_handles(graph_def: Any, variables: list[LearnedRange], needed: set[str]) -> dict[str, str]:

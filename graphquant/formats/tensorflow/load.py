@@ -224,9 +224,7 @@ class TensorNames:
         self._positions: dict[str, dict[tuple[str, int], int]] = {}
         for node in nodes:
             if not node.name or node.name in self._ports or node.name in arguments:
-                raise ModelError(
-                    f"Two nodes of {self._graph_label} are called {node.name!r}. The model file is damaged."
-                )
+                raise self._damaged(f"two nodes are called {node.name!r}")
             if node.op in table:
                 self._ports[node.name] = list(opdefs.output_ports(node, table))
             else:
@@ -241,10 +239,7 @@ class TensorNames:
     def control_input(self, node_name: str, reader: str) -> str:
         """Return the op that a control input names."""
         if node_name not in self._ports and node_name not in self._arguments:
-            raise ModelError(
-                f"In {self._graph_label}, {reader} waits for {node_name!r}, which does not exist. The model file is"
-                " damaged."
-            )
+            raise self._damaged(f"{reader} waits for {node_name!r}, which does not exist")
         return node_name
 
     def output_name(self, node: str, port: int) -> str:
@@ -260,22 +255,19 @@ class TensorNames:
         if self._in_function and not suffix and name in self._arguments:
             return name, 0
         if name not in self._ports:
-            raise ModelError(
-                f"In {self._graph_label}, {reader} reads {tensor_name!r}, which does not exist. The model file is"
-                " damaged."
-            )
+            raise self._damaged(f"{reader} reads {tensor_name!r}, which does not exist")
         port = self._function_port(name, suffix) if self._in_function else self._graph_port(name, suffix)
         if port is None:
-            raise ModelError(
-                f"In {self._graph_label}, {reader} reads {tensor_name!r}, which {name!r} does not have. The model file"
-                " is damaged."
-            )
+            raise self._damaged(f"{reader} reads {tensor_name!r}, which {name!r} does not have")
         return name, port
 
+    def _damaged(self, problem: str) -> ModelError:
+        return ModelError(f"In {self._graph_label}, {problem}. The model file is damaged.")
+
     def _graph_port(self, node: str, suffix: str) -> int | None:
-        if suffix and not (suffix.isascii() and suffix.isdigit() and len(suffix) < 6):  # noqa: PLR2004  # more digits than any port number has
+        port = _port_number(suffix)
+        if port is None:
             return None
-        port = int(suffix or 0)
         ports = self._ports[node]
         if node in self._undeclared:
             ports.extend(("", index, None) for index in range(len(ports), port + 1))
@@ -284,9 +276,7 @@ class TensorNames:
     def _function_port(self, node: str, suffix: str) -> int | None:
         arg, _, index = suffix.partition(":")
         if node not in self._positions:
-            self._positions[node] = {
-                (name, position): port for port, (name, position, _) in enumerate(self._ports[node])
-            }
+            self._positions[node] = {(name, at): port for port, (name, at, _) in enumerate(self._ports[node])}
         positions = self._positions[node]
         if not arg or not (index or "0").isdecimal():
             return None
@@ -323,18 +313,17 @@ def _argument_shape(function: Any, index: int, arg: Any) -> Shape | None:
     return None
 
 
+def _inherits_shape(op: Op) -> bool:
+    return op.kind in _SHAPE_PRESERVING_KINDS and bool(op.outputs) and op.outputs[0].shape is None
+
+
 def _propagate_shapes(graph: Graph) -> None:
     """Copy shapes through passthrough ops. A read of a variable has the variable's shape."""
     visited: set[str] = set()
     for start_name in graph.nx:
         chain: list[Op] = []
         current = graph.op(start_name)
-        while (
-            current.name not in visited
-            and current.kind in _SHAPE_PRESERVING_KINDS
-            and current.outputs
-            and current.outputs[0].shape is None
-        ):
+        while current.name not in visited and _inherits_shape(current):
             visited.add(current.name)
             chain.append(current)
             source = next(iter(graph.slots(current.name)), None)
@@ -357,14 +346,21 @@ def _signature_tensor(main: Graph, name: str, label: str) -> TensorRef | None:
         raise ModelError(
             f"The signature's output {label!r} is {name!r}, which does not exist. The model file is damaged."
         )
-    outputs = main.op(op).outputs
+    outputs, number = main.op(op).outputs, _port_number(port)
     if not outputs and not port:
         return None
-    if (port and not (port.isascii() and port.isdigit() and len(port) < 6)) or int(port or 0) >= len(outputs):  # noqa: PLR2004  # more than any op has
+    if number is None or number >= len(outputs):
         raise ModelError(
             f"The signature's output {label!r} is {name!r}, but {op!r} has no such output. The model file is damaged."
         )
-    return TensorRef("", op, int(port or 0))
+    return TensorRef("", op, number)
+
+
+def _port_number(text: str) -> int | None:
+    """Return the number of a port, 0 for an empty text; None if it is not a number or impossibly large."""
+    if text and not (text.isascii() and text.isdigit() and len(text) < 6):  # noqa: PLR2004  # no op has as many ports
+        return None
+    return int(text or 0)
 
 
 def add_output(graph: Graph, label: str, tensor: tuple[str, int], attrs: Mapping[str, Any] = NO_ATTRS) -> None:
@@ -382,8 +378,6 @@ def _add_sink_outputs(graph: Graph) -> None:
             continue
         first_only = op.kind in {"batchnorm", "merge", "exit"}
         for port, output in enumerate(op.outputs[:1] if first_only else op.outputs):
-            if output.dtype in _NON_RESULT_DTYPES or (
-                op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")
-            ):
-                continue
-            add_output(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))
+            is_control = op.kind in {"merge", "exit"} and not str(output.dtype).startswith("float")
+            if output.dtype not in _NON_RESULT_DTYPES and not is_control:
+                add_output(graph, f"@{op.name}" + (f":{port}" if port else ""), (op.name, port))

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError, EncodeError
 from graphquant.errors import ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 _FIELD_DESCRIPTOR: Any = descriptor_pb2.FieldDescriptorProto
@@ -291,6 +291,15 @@ def split_inputs(node: Any) -> tuple[list[str], list[str]]:
     """Return the data inputs of a NodeDef and its control inputs, which start with "^"."""
     data = [text for text in node.input if not text.startswith("^")]
     return data, [text for text in node.input if text.startswith("^")]
+
+
+def replace_nodes(field: Any, nodes: Sequence[Any]) -> None:
+    """Refill a repeated field with `nodes`. They are copied first, because clearing the field frees its own nodes."""
+    copies = [NodeDef() for _ in nodes]
+    for copy, node in zip(copies, nodes, strict=True):
+        copy.CopyFrom(node)
+    del field[:]
+    field.extend(copies)
 
 
 def function_attrs(node: Any) -> Iterator[tuple[str, Any]]:

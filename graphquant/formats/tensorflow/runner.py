@@ -18,7 +18,7 @@ from graphquant.formats.tensorflow.session import (
     instrument_with_queues,
     unfetchable_ops,
 )
-from graphquant.ir import Model, TensorRef, Use
+from graphquant.ir import Model, TensorRef, Use, reachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -66,9 +66,8 @@ class TensorFlowRunner:
         self._fetches = output_fetches(model, message)
         self.outputs: Sequence[str] = tuple(self._fetches)
         required = {spec.name for spec in self.inputs}
-        optional = [
-            _input_spec(model, name) for name in model.main.inputs if name not in required and model.main.slots(name)
-        ]
+        main = model.main
+        optional = [_input_spec(model, name) for name in main.inputs if name not in required and main.slots(name)]
         self._specs_by_key = {key: spec for spec in (*optional, *self.inputs) for key in (*spec.aliases, spec.name)}
         self._unfetchable = unfetchable_ops(model.main)
         self._output_watch: TensorWatch | None = None
@@ -106,10 +105,8 @@ class TensorFlowRunner:
             DataError: An input is missing, unknown, or of a shape that the model does not accept.
             ModelError: TensorFlow cannot run the model.
         """
-        session, feed_dicts = (
-            TensorFlowSession.start(self._tf, self._model, for_timing=True),
-            [self._make_feed_dict(feed) for feed in feeds],
-        )
+        session = TensorFlowSession.start(self._tf, self._model, for_timing=True)
+        feed_dicts = [self._make_feed_dict(feed) for feed in feeds]
         target_ops = [session.operation(name) for name in self._fetches.values()]
         for feed_dict in feed_dicts:
             session.run(target_ops, feed_dict)
@@ -139,9 +136,8 @@ class TensorFlowRunner:
         """
         watch = self._start_watch(tensors, count_elements=True)
         try:
-            return {
-                tensor: sum(map(int, values)) for tensor, values in watch.observe(self._make_feed_dict(feed)).items()
-            }
+            counts = watch.observe(self._make_feed_dict(feed))
+            return {tensor: sum(map(int, values)) for tensor, values in counts.items()}
         finally:
             watch.close()
 
@@ -181,27 +177,22 @@ class TensorFlowRunner:
         self, tensors: Sequence[TensorRef], other_tensors: Sequence[TensorRef] = (), *, count_elements: bool = False
     ) -> TensorWatch:
         """Start a watch of the values of `tensors`, or their element counts, and of counts of `other_tensors`."""
-        watched_tensors = dict.fromkeys([*tensors, *other_tensors])
-        counted, live_graphs = (
-            frozenset(watched_tensors if count_elements else other_tensors),
-            set(self._model.reachable_graphs()),
-        )
-        queued = [
-            tensor
-            for tensor in watched_tensors
-            if tensor.graph in live_graphs and (tensor.graph or tensor.op in self._unfetchable)
-        ]
-        direct = [tensor for tensor in watched_tensors if not tensor.graph and tensor.op not in self._unfetchable]
+        watched = dict.fromkeys([*tensors, *other_tensors])
+        counted = frozenset(watched if count_elements else other_tensors)
+        direct = [tensor for tensor in watched if not tensor.graph and tensor.op not in self._unfetchable]
+        live_graphs = set(self._model.reachable_graphs())
+        hidden = self._unfetchable
+        queued = [ref for ref in watched if ref.graph in live_graphs and (ref.graph or ref.op in hidden)]
         instrumented = instrument_with_queues(self._model, queued, counted) if queued else self._model
         session = TensorFlowSession.start(self._tf, instrumented) if queued else self._session
         dtypes = ["int64" if tensor in counted else self._model.output(tensor).dtype or "float32" for tensor in queued]
         names = {tensor: f"{tensor.op}:{tensor.port}" for tensor in direct}
+        sizes = session.add_size_tensors({tensor: names[tensor] for tensor in direct if tensor in counted})
         return TensorWatch(
             session=session,
             owns_session=bool(queued),
             tensors=list(dict.fromkeys(tensors)),
-            direct_fetches=names
-            | session.add_size_tensors({tensor: names[tensor] for tensor in direct if tensor in counted}),
+            direct_fetches=names | sizes,
             queued_tensors=dict(zip(queued, session.add_queues(dtypes), strict=True)),
             # Outputs are run and not fetched: on the untaken branch of a TF1 cond they have no value.
             target_ops=[session.operation(name) for name in output_fetches(instrumented, session.message).values()],
@@ -232,10 +223,7 @@ def _serving_signature(meta: Any) -> Any:
     """Return the serving signature: `serving_default`, else the first with outputs; None if there is none."""
     names = [SERVING_SIGNATURE, *sorted(meta.signature_def)]
     signatures = (meta.signature_def[name] for name in names if name in meta.signature_def and name != INIT_SIGNATURE)
-    return next(
-        (signature for signature in signatures if any(tensor_info.name for tensor_info in signature.outputs.values())),
-        None,
-    )
+    return next((sig for sig in signatures if any(info.name for info in sig.outputs.values())), None)
 
 
 def _signature_input_specs(model: Model, signature: Any) -> tuple[InputSpec, ...]:
@@ -256,12 +244,7 @@ def _input_spec(model: Model, name: str, *keys: str) -> InputSpec:
 
 def _placeholder_specs(model: Model) -> tuple[InputSpec, ...]:
     """Return the placeholders that the outputs depend on."""
-    ancestors, pending = set(model.main.outputs), list(model.main.outputs)
-    while pending:
-        for source in model.main.nx.pred[pending.pop()]:
-            if source not in ancestors:
-                ancestors.add(source)
-                pending.append(source)
+    ancestors = set(reachable(model.main.outputs, model.main.nx.pred.__getitem__))
     names = [name for name in model.main.inputs if name in ancestors and not model.main.slots(name)]
     return tuple(_input_spec(model, name) for name in names)
 
@@ -285,20 +268,14 @@ def _main_tensor(name: str) -> TensorRef:
 
 
 def _sink_fetches(model: Model) -> dict[str, str]:
-    fetches = {}
-    for label in model.main.outputs:
-        tensor = model.main.source_of(Use("", label, 0))
-        if tensor is not None:
-            fetches[label.removeprefix("@")] = f"{tensor.op}:{tensor.port}"
-    return fetches
+    sources = {label: model.main.source_of(Use("", label, 0)) for label in model.main.outputs}
+    return {label.removeprefix("@"): f"{ref.op}:{ref.port}" for label, ref in sources.items() if ref is not None}
 
 
 def _shape_matches(spec: InputSpec, shape: tuple[int, ...]) -> bool:
     if spec.shape is None:
         return True
-    return len(shape) == len(spec.shape) and all(
-        expected is None or expected == actual for expected, actual in zip(spec.shape, shape, strict=True)
-    )
+    return len(shape) == len(spec.shape) and all(size in {None, n} for size, n in zip(spec.shape, shape, strict=True))
 
 
 def _format_input_shape(spec: InputSpec) -> str:

@@ -238,30 +238,21 @@ class TensorFlowSession:
         """Assign initial values to the learned ranges that were added to the model."""
         raw_ops = self.tf.raw_ops
         with self.graph.as_default(), translate_tf_errors(self.tf):
-            assignments = [
-                raw_ops.AssignVariableOp(
-                    resource=raw_ops.VarHandleOp(
-                        dtype=variable.value.dtype, shape=variable.value.shape, shared_name=variable.shared_name
-                    ),
-                    value=variable.value,
-                )
-                for variable in variables
-            ]
+            assignments = []
+            for variable in variables:
+                value, name = variable.value, variable.shared_name
+                handle = raw_ops.VarHandleOp(dtype=value.dtype, shape=value.shape, shared_name=name)
+                assignments.append(raw_ops.AssignVariableOp(resource=handle, value=value))
         self.run(assignments, {})
 
     def _restore_missing(self, model: Model) -> None:
         """Assign values that the saver omits: Keras may save two nodes of a variable but list only one."""
-        values = [
-            (op.name, op.read_value)
-            for op in model.main.ops()
-            if op.type == "VarHandleOp" and op.read_value is not None
-        ]
+        ops = model.main.ops()
+        values = [(op.name, op.read_value) for op in ops if op.type == "VarHandleOp" and op.read_value is not None]
         with self.graph.as_default():
             handles = [self.graph.get_tensor_by_name(f"{name}:0") for name, _ in values]
             initialized = self.run([self.tf.raw_ops.VarIsInitializedOp(resource=handle) for handle in handles], {})
-        missing = {
-            name: read() for (name, read), is_restored in zip(values, initialized, strict=True) if not is_restored
-        }
+        missing = {name: read() for (name, read), restored in zip(values, initialized, strict=True) if not restored}
         assign_variables(self.tf, self.tf_session, missing)
 
     def _copy_live_values(self, live_object: LiveObject) -> None:
@@ -307,9 +298,8 @@ class TensorWatch:
         """Return the values of each tensor in one run."""
         values = self.session.run([*self.direct_fetches.values(), *self.target_ops], feed_dict)
         observed = {tensor: [value] for tensor, value in zip(self.direct_fetches, values, strict=False)}
-        observed.update(
-            zip(self.queued_tensors, self.session.drain_queues(list(self.queued_tensors.values())), strict=True)
-        )
+        queued = self.session.drain_queues(list(self.queued_tensors.values()))
+        observed.update(zip(self.queued_tensors, queued, strict=True))
         return {tensor: observed.get(tensor, []) for tensor in self.tensors}
 
     def close(self) -> None:

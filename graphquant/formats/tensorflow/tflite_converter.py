@@ -221,7 +221,7 @@ def freeze_graph(model: Model) -> Model:
 
 def _needs_freezing(model: Model) -> bool:
     """Return True if there is something to freeze: functions, variables with values, or learned ranges."""
-    values = model.source.live.values if model.source.live else {}
+    values = model.source.live_object.values if model.source.live_object else {}
     ranges = any(op.kind == "variable" and LEARNED_ATTR in op.attrs for op in model.main.ops())
     return len(model.graphs) > 1 or bool(values) or ranges
 

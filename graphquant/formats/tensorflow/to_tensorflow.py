@@ -79,7 +79,7 @@ def _to_graph(tensorflow: Any, model: Model, live_object: LiveObject | None) -> 
         source_graph = getattr(live_object.instance, "graph", live_object.instance)
         with source_graph.as_default():
             meta = v1.train.export_meta_graph(graph=source_graph)
-    elif model.source.form == "MetaGraphDef":
+    elif model.source.message_type == "MetaGraphDef":
         meta = v1.MetaGraphDef.FromString(proto.to_binary(message))
         meta.ClearField("saver_def")
     meta.meta_info_def.ClearField("stripped_op_list")

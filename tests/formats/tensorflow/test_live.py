@@ -625,7 +625,7 @@ def test_keras_model_frozen() -> None:
 
 def test_missing_data_is_told_in_python() -> None:
     """For a model in memory the error suggests Python calls, not commands."""
-    with pytest.raises(NeedsDataError, match="Give calibration data") as raised:
+    with pytest.raises(NeedsDataError, match="Pass calibration data") as raised:
         gq.insert(keras_model())
     lines = str(raised.value).splitlines()[1:]
     assert lines[0] == '  gq.insert(model, data="calibration.npz")'
@@ -652,7 +652,7 @@ def test_refusals(tmp_path: Any, samples: Any) -> None:
             gq.load(dense(), outputs=[name])
     with pytest.raises(UsageError, match="Name outputs only for"):
         gq.load(concrete, outputs=["x"])
-    with pytest.raises(UsageError, match=r"only a tf\.Graph or a session is given outputs"):
+    with pytest.raises(UsageError, match=r"outputs can be chosen only for a tf\.Graph or a session"):
         gq.load(samples / "digits_cnn.pb", outputs=["x"])
     model = gq.load(concrete)
     tensor = ge.get_tensor_by_name(model, f"{model.main.inputs[0]}:0")

@@ -434,7 +434,7 @@ def test_meta_graph(tf: Any, tmp_path: Path, text: bool) -> None:
         if text:
             saver.export_meta_graph(str(tmp_path / "old.meta"), as_text=True)
     model = load(tmp_path / "old.meta").copy()
-    assert (model.source.form, model.source.text) == ("MetaGraphDef", text)
+    assert (model.source.message_type, model.source.text) == ("MetaGraphDef", text)
     parameters = Parameters(model)
     np.testing.assert_array_equal(parameters.value(model.main.slots("MatMul")[1]), KERNEL)
     np.testing.assert_array_equal(parameters.value(model.main.slots("add")[1]), [1, 2, 3, 4])

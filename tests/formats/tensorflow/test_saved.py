@@ -24,7 +24,7 @@ WEIGHTED = {"conv", "depthwise_conv", "matmul"}
 def copies(model: gq.Model) -> list[tuple[str, str]]:
     """Return the weighted ops in graphs that only saved functions reach."""
     live = set(model.reachable_graphs())
-    reached = [name for name in model.graphs_reachable_from(model.saved) if name not in live]
+    reached = [name for name in model.graphs_reachable_from(model.saved_functions) if name not in live]
     return [(name, op.name) for name in reached for op in model.graphs[name].ops() if op.kind in WEIGHTED]
 
 
@@ -276,7 +276,7 @@ def test_gradients_aliases_and_debug_info_are_kept(tmp_path: Path) -> None:
     result = gq.insert(tmp_path / "net", rules=["weight_only"])
     assert [insertion.site.uses[0].op for insertion in result.inserted if insertion.site.clone_of is None] == ["matmul"]
     (skip,) = [skip for skip in result.skips if "inner" in skip.tensor.graph]
-    assert "calls of its function that pass different weights" in skip.reason
+    assert "different weights" in skip.reason
     path = result.save(tmp_path / "quantized")
     debug = "debug/saved_model_debug_info.pb"
     assert (path / debug).read_bytes() == (tmp_path / "net" / debug).read_bytes()
@@ -309,6 +309,6 @@ def test_a_model_without_a_signature_is_refused(tmp_path: Path) -> None:
     module.call = tf.function(lambda x: x @ module.w)
     module.call(tf.zeros([2, 5]))
     tf.saved_model.save(module, str(tmp_path / "net"))
-    with pytest.raises(gq.GraphQuantError, match=r"has no signature, .* Save it again with"):
+    with pytest.raises(gq.GraphQuantError, match=r"has no signature.*tf\.saved_model\.save"):
         gq.plan(tmp_path / "net")
     assert len(summarize_model(gq.load(tmp_path / "net")).float_clone_ops) == 1

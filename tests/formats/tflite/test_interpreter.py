@@ -92,9 +92,9 @@ def constants(interpreter: Any, model: Any, number: int, graph: str) -> int:
     """Compare the values of a graph's constants."""
     count = 0
     for op in model.graphs[graph].ops():
-        if op.kind == "constant" and op.value is not None and op.outputs[0].dtype != "int4":
+        if op.kind == "constant" and op.read_value is not None and op.outputs[0].dtype != "int4":
             value = interpreter.get_tensor(op.outputs[0].stored.index, number)
-            np.testing.assert_array_equal(op.value(), value.reshape(op.outputs[0].stored.sizes))
+            np.testing.assert_array_equal(op.read_value(), value.reshape(op.outputs[0].quantization.sizes))
             count += 1
     return count
 
