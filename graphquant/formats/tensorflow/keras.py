@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from graphquant.errors import MissingDependencyError, ModelError, UsageError
 from graphquant.formats.tensorflow.from_tensorflow import normalize_function_names
 from graphquant.formats.tensorflow.load import build_model
-from graphquant.formats.tensorflow.session import first_error_line, silence_stderr
-from graphquant.formats.tensorflow.session import import_tensorflow as installed
+from graphquant.formats.tensorflow.session import first_error_line, import_tensorflow, silence_stderr
 from graphquant.formats.tensorflow.source import read_source
 
 if TYPE_CHECKING:
@@ -99,7 +98,7 @@ def load_keras(path: Path) -> Model:
         UsageError: Keras does not run on TensorFlow.
     """
     try:
-        tensorflow = installed()
+        tensorflow = import_tensorflow()
     except MissingDependencyError as error:
         raise MissingDependencyError(
             f"{path} is a Keras file, which Keras reads with TensorFlow, and tensorflow is not installed."

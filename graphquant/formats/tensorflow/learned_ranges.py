@@ -35,7 +35,7 @@ INITIALIZER_OP: Final = "init_learned_ranges"
 """The operation of a frozen graph that assigns all initial values."""
 
 
-INVALID_NAME_CHARS: Final = re.compile(r"[^A-Za-z0-9_./-]")
+_INVALID_NAME_CHARS: Final = re.compile(r"[^A-Za-z0-9_./-]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -111,8 +111,7 @@ def add_initializers(
     for variable in by_shared_name(variables).values():
         handle = handles.get(variable.shared_name, variable.node)
         if not variable.is_fetchable and variable.shared_name not in handles:
-            handle = unique_node_name(used_names, f"learned_ranges/{INVALID_NAME_CHARS.sub('_', variable.shared_name)}")
-            graph_def.node.append(make_handle_node(handle, variable))
+            handle = _add_handle_node(graph_def, used_names, variable)
         value_node = proto.NodeDef(name=unique_node_name(used_names, f"{handle}/initial_value"), op="Const")
         tensor = encode_tensor(variable.value)
         value_node.attr["dtype"].type = tensor.dtype
@@ -128,9 +127,10 @@ def add_initializers(
         )
 
 
-def make_handle_node(name: str, variable: LearnedRange) -> Any:
-    """Make a VarHandleOp in the main graph for a variable inside a function."""
-    node = proto.NodeDef(name=name, op="VarHandleOp")
+def _add_handle_node(graph_def: Any, used_names: set[str], variable: LearnedRange) -> str:
+    """Add a VarHandleOp to the main graph for a variable inside a function; return its name."""
+    name = unique_node_name(used_names, f"learned_ranges/{_INVALID_NAME_CHARS.sub('_', variable.shared_name)}")
+    node = graph_def.node.add(name=name, op="VarHandleOp")
     attrs = {
         "dtype": DataType(str(variable.value.dtype)),
         "shape": variable.value.shape,
@@ -139,7 +139,7 @@ def make_handle_node(name: str, variable: LearnedRange) -> Any:
     }
     for key, value in attrs.items():
         node.attr[key].CopyFrom(encode_attr(value))
-    return node
+    return name
 
 
 def unique_node_name(used_names: set[str], name: str) -> str:
@@ -161,7 +161,7 @@ _STATEFUL_TYPES: Final = {
 _TYPE_ATTRS: Final = ("Tin", "T")
 _SHAPE_ATTRS: Final = ("output_shapes", "_output_shapes")
 _OUTPUT_COUNT_ATTR: Final = "_num_original_outputs"
-"""The number of a loop's own outputs, without those added for a gradient. Gradients are made of the own ones."""
+"""The number of a loop's own outputs, without those added for a gradient. Gradients are computed from these."""
 
 
 def capture_in_functions(graph_def: Any, variables: Iterable[LearnedRange]) -> dict[str, list[str]]:
@@ -186,26 +186,18 @@ def capture_in_functions(graph_def: Any, variables: Iterable[LearnedRange]) -> d
     by_shared = by_shared_name(learned)
     order = {shared_name: position for position, shared_name in enumerate(by_shared)}
     propagated = calls.propagate({name: set(nodes_by_graph.get(name, {}).values()) for name in bodies})
-    needed = {
-        name: sorted(shared_names, key=order.__getitem__) for name, shared_names in propagated.items() if shared_names
-    }
+    needed = {name: sorted(shared, key=order.__getitem__) for name, shared in propagated.items() if shared}
     arguments = {name: _add_arguments(bodies[name], needed[name], by_shared) for name in needed}
-    arguments[""] = _add_main_handles(
-        graph_def, learned, {shared_name for shared_names in needed.values() for shared_name in shared_names}
-    )
-    for name, shared_names in needed.items():
+    arguments[""] = _add_main_handles(graph_def, learned, {key for shared in needed.values() for key in shared})
+    for name, shared in needed.items():
         for caller, node in calls.callers[name]:
             if calls.is_first_callee(node, name):
-                _add_call_inputs(node, [arguments[caller][shared_name] for shared_name in shared_names])
+                _add_call_inputs(node, [arguments[caller][key] for key in shared])
         if any(node.op in _LOOP_TYPES and node.attr["body"].func.name == name for _, node in calls.callers[name]):
-            _return_captures(
-                bodies[name], {arguments[name][shared_name]: by_shared[shared_name] for shared_name in shared_names}
-            )
+            _return_captures(bodies[name], {arguments[name][key]: by_shared[key] for key in shared})
     for name in needed:  # last, because it replaces the remaining nodes by copies
-        _replace_by_arguments(
-            bodies[name],
-            {node: arguments[name][shared_name] for node, shared_name in nodes_by_graph.get(name, {}).items()},
-        )
+        nodes = nodes_by_graph.get(name, {})
+        _replace_by_arguments(bodies[name], {node: arguments[name][key] for node, key in nodes.items()})
     return needed
 
 
@@ -289,10 +281,7 @@ def _add_main_handles(graph_def: Any, variables: list[LearnedRange], needed: set
     used_names = {node.name for node in graph_def.node}
     for shared_name, variable in by_shared_name(variables).items():
         if shared_name in needed and shared_name not in handles:
-            handles[shared_name] = unique_node_name(
-                used_names, f"learned_ranges/{INVALID_NAME_CHARS.sub('_', shared_name)}"
-            )
-            graph_def.node.append(make_handle_node(handles[shared_name], variable))
+            handles[shared_name] = _add_handle_node(graph_def, used_names, variable)
     return handles
 
 
@@ -337,12 +326,12 @@ def add_to_object_graph(objects: Any, variables: Iterable[LearnedRange], needed:
     """Add the variables to a SavedObjectGraph as a list of its root, and bind them to functions.
 
     Args:
-        objects: The SavedObjectGraph, which is changed.
+        objects: The SavedObjectGraph, changed in place.
         variables: The variables.
-        needed: Those that are the last arguments of functions, by their shared names.
+        needed: The shared names of the variables that are the last arguments of each function.
 
     Returns:
-        What the list is called: `learned_ranges`.
+        The name of the list: `learned_ranges`.
     """
     root, by_shared = objects.nodes[0], by_shared_name(variables)
     label = unique_node_name({child.local_name for child in root.children}, "learned_ranges")
@@ -355,17 +344,12 @@ def add_to_object_graph(objects: Any, variables: Iterable[LearnedRange], needed:
         node_ids[shared_name] = len(objects.nodes)
         list_node.children.add(node_id=node_ids[shared_name], local_name=str(position))
         variable_proto = objects.nodes.add().variable
-        variable_proto.dtype, variable_proto.trainable, variable_proto.name = (
-            type_number(variable.value.dtype.name),
-            variable.trainable,
-            shared_name,
-        )
+        variable_proto.dtype = type_number(variable.value.dtype.name)
+        variable_proto.trainable, variable_proto.name = variable.trainable, shared_name
         variable_proto.shape.SetInParent()
         for size in variable.value.shape:
             variable_proto.shape.dim.add(size=size)
     for function, shared_names in needed.items():
         if function in objects.concrete_functions:
-            objects.concrete_functions[function].bound_inputs.extend(
-                node_ids[shared_name] for shared_name in shared_names
-            )
+            objects.concrete_functions[function].bound_inputs.extend(map(node_ids.__getitem__, shared_names))
     return label

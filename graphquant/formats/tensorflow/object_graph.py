@@ -1,5 +1,6 @@
-"""The functions of a SavedModel's object graph, which a caller may use although no signature calls them.
+"""The variables of a SavedModel with their checkpoint keys, and the functions of its object graph.
 
+A user may call these functions although no signature calls them.
 `tf.saved_model.load` passes each of them the variables that the object graph binds to its last arguments. In a `Model`
 the ops of an extra graph, "@saved", call them. That graph is never written. A variable has the same name there as in
 the main graph, and an argument from the caller is an empty slot.
@@ -144,8 +145,6 @@ def _checkpoint_keys(nodes: Any, variables: CheckpointVariables) -> Mapping[int,
     return keys
 
 
-# Find the checkpoint key of each variable of a SavedModel.
-
 _ASSIGN_OPS: Final = frozenset({"AssignVariableOp", "Assign"})
 _MAX_HOPS: Final = 16  # a damaged graph may contain a cycle
 
@@ -263,10 +262,10 @@ def _restored_variables(nodes: Iterable[Any]) -> Iterator[tuple[str, str]]:
             continue
         value = node.input[1]
         hops = 0
-        while (
-            (source := by_name.get(_producer_name(value))) is not None and source.op == "Identity" and hops < _MAX_HOPS
-        ):
+        source = by_name.get(_producer_name(value))
+        while source is not None and source.op == "Identity" and hops < _MAX_HOPS:
             value = source.input[0] if source.input else ""
+            source = by_name.get(_producer_name(value))
             hops += 1
         if source is None or source.op != "RestoreV2" or len(source.input) < 3:  # noqa: PLR2004 - prefix, names, slices
             continue

@@ -1,13 +1,15 @@
-"""Save a model atomically, as a file or as a SavedModel folder."""
+"""Save a model atomically, as a file or as a SavedModel folder.
+
+Variables of learned ranges are added to models that have variables: to checkpoint, object graph, collections and saver.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
@@ -37,31 +39,15 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 
-# Save learned ranges with models that have variables: checkpoint values, object graph, collections and saver.
-
 VARIABLE_COLLECTIONS: Final = ("variables", "trainable_variables")
 MAIN_OP_COLLECTION: Final = "saved_model_main_op"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointAdditions:
-    """Values and objects to add to a checkpoint.
-
-    Attributes:
-        values: Initial values by their keys.
-        object_graph: The object graph that replaces that of the checkpoint, None in a model of TF1.
-    """
+class CheckpointAdditions(NamedTuple):
+    """Initial values by their keys, and the object graph that replaces that of the checkpoint (None in TF1)."""
 
     values: Mapping[str, Array]
     object_graph: Any | None
-
-    def write_to(self, prefix: Path) -> None:
-        """Write the additions to the checkpoint with that path prefix.
-
-        Raises:
-            ModelError: The checkpoint is damaged.
-        """
-        extend_checkpoint(prefix, self.values, self.object_graph)
 
 
 def checkpoint_additions(
@@ -83,22 +69,17 @@ def checkpoint_additions(
     by_shared = by_shared_name(learned)
     if len(meta.object_graph_def.nodes):
         label = add_to_object_graph(meta.object_graph_def, learned, captures)
-        keys = {
-            shared_name: f"{label}/{position}/.ATTRIBUTES/{VARIABLE_VALUE}"
-            for position, shared_name in enumerate(by_shared)
-        }
+        keys = {name: f"{label}/{index}/.ATTRIBUTES/{VARIABLE_VALUE}" for index, name in enumerate(by_shared)}
         object_graph = _extend_object_graph(source, label, keys)
     else:
-        keys, object_graph = {shared_name: shared_name for shared_name in by_shared}, None
+        keys, object_graph = dict(zip(by_shared, by_shared, strict=True)), None
     handles = _handle_nodes(meta.graph_def, by_shared)
-    values = {keys[shared_name]: by_shared[shared_name].value for shared_name in by_shared}
+    values = {keys[name]: variable.value for name, variable in by_shared.items()}
     if object_graph is None:
         _register_in_collections(meta, by_shared, handles)
     if meta.saver_def.restore_op_name:
-        _extend_restore_op(
-            meta, {keys[shared_name]: (handles[shared_name], by_shared[shared_name].value) for shared_name in handles}
-        )
-    return CheckpointAdditions(values=values, object_graph=object_graph)
+        _extend_restore_op(meta, {keys[name]: (handle, by_shared[name].value) for name, handle in handles.items()})
+    return CheckpointAdditions(values, object_graph)
 
 
 def _handle_nodes(
@@ -188,10 +169,8 @@ def _extend_restore_op(meta: Any, variables: Mapping[str, tuple[str, Array]]) ->
     if restore_op is None or prefix.partition(":")[0] not in nodes:
         return
     types = [type_number(value.dtype.name) for _, value in variables.values()]
-    keys, slices = (
-        _add_string_constant(graph_def, used_names, "keys", [key.encode() for key in variables]),
-        _add_string_constant(graph_def, used_names, "slices", [b""] * len(types)),
-    )
+    keys = _add_string_constant(graph_def, used_names, "keys", [key.encode() for key in variables])
+    slices = _add_string_constant(graph_def, used_names, "slices", [b""] * len(types))
     restore_read = graph_def.node.add(name=unique_node_name(used_names, "learned_ranges/restore"), op="RestoreV2")
     restore_read.input.extend([prefix.removesuffix(":0"), keys, slices])
     restore_read.attr["dtypes"].list.type.extend(types)
@@ -257,9 +236,9 @@ def save(model: Model, path: Path) -> None:
     source: TensorFlowSource = model.source
     message = emit(model)
     write_metadata(message, model)
-    additions = (
-        checkpoint_additions(source, message, learned_ranges(model)) if source.message_type != "GraphDef" else None
-    )
+    additions = None
+    if source.message_type != "GraphDef":
+        additions = checkpoint_additions(source, message, learned_ranges(model))
     try:
         if source.folder is not None:
             _save_folder(source, message, path, additions)
@@ -272,7 +251,7 @@ def save(model: Model, path: Path) -> None:
         if source.message_type == "MetaGraphDef":
             _copy_checkpoint(source, path.with_suffix(""))
         if additions is not None:
-            additions.write_to(path.with_suffix(""))
+            extend_checkpoint(path.with_suffix(""), *additions)
         with atomic_file(path) as file:
             file.write(data)
     except OSError as error:
@@ -338,7 +317,7 @@ def _save_folder(source: TensorFlowSource, message: Any, path: Path, additions: 
         with atomic_file(new_folder / source.file.name) as file:
             file.write(data)
         if additions is not None:
-            additions.write_to(new_folder / "variables" / "variables")
+            extend_checkpoint(new_folder / "variables" / "variables", *additions)
         replace_folder(new_folder, path, staging)
     except shutil.Error as error:
         name, _, reason = error.args[0][0]

@@ -1,4 +1,4 @@
-"""Convert a quantized GraphDef to TFLite with TensorFlow's converter, and read the runtime's scales.
+"""Freeze a model into one graph of constants, convert it to TFLite with TensorFlow, and read the runtime's scales.
 
 The FakeQuants hold every range, so no representative dataset is needed.
 https://www.tensorflow.org/api_docs/python/tf/lite/TFLiteConverter
@@ -25,10 +25,10 @@ from graphquant.formats.tensorflow.runner import input_specs, output_fetches
 from graphquant.formats.tensorflow.session import (
     TensorFlowSession,
     first_error_line,
+    import_tensorflow,
     silence_stderr,
     translate_tf_errors,
 )
-from graphquant.formats.tensorflow.session import import_tensorflow as installed
 from graphquant.formats.tensorflow.source import TensorFlowSource
 from graphquant.ir import FLOAT_TYPES, TensorRef, Use
 
@@ -63,8 +63,6 @@ class RuntimeTensor:
 _SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")
 """The converter's reference to a line of the calling program, which says nothing about the model."""
 
-_EXCLUDE_HINT = " Exclude that op with --exclude, or export the model without it."
-
 
 def run_tflite_converter(model: Model) -> bytes:
     """Convert a frozen model with FakeQuants to a TFLite file. Float inputs and outputs with a range become int8.
@@ -73,7 +71,7 @@ def run_tflite_converter(model: Model) -> bytes:
         MissingDependencyError: tensorflow is not installed.
         ModelError: The converter refuses the model.
     """
-    tensorflow = installed()
+    tensorflow = import_tensorflow()
     v1 = tensorflow.compat.v1
     graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(emit(model))))
     with _silence_converter(), translate_tf_errors(tensorflow):
@@ -109,18 +107,13 @@ def prepare_interpreter(data: bytes) -> Callable[[], object]:
         MissingDependencyError: tensorflow is not installed.
         ModelError: The runtime refuses the file.
     """
-    tensorflow = installed()
-    try:
-        with _silence_converter():
-            interpreter = tensorflow.lite.Interpreter(model_content=data, num_threads=1)
-            interpreter.allocate_tensors()
-            for tensor in interpreter.get_input_details():
-                interpreter.set_tensor(tensor["index"], np.zeros(tensor["shape"], tensor["dtype"]))
-            interpreter.invoke()
-    except (ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"TFLite's runtime refuses the converted model: {first_error_line(str(error))}.{_EXCLUDE_HINT}"
-        ) from error
+    tensorflow = import_tensorflow()
+    with _silence_converter(), _translate_runtime_errors():
+        interpreter = tensorflow.lite.Interpreter(model_content=data, num_threads=1)
+        interpreter.allocate_tensors()
+        for tensor in interpreter.get_input_details():
+            interpreter.set_tensor(tensor["index"], np.zeros(tensor["shape"], tensor["dtype"]))
+        interpreter.invoke()
     run: Callable[[], object] = interpreter.invoke
     return run
 
@@ -132,17 +125,12 @@ def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
         MissingDependencyError: tensorflow is not installed.
         ModelError: The runtime refuses the file.
     """
-    tensorflow = installed()
+    tensorflow = import_tensorflow()
     resolver = tensorflow.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
-    try:
-        with _silence_converter():
-            interpreter = tensorflow.lite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
-            interpreter.allocate_tensors()
-            details = interpreter.get_tensor_details()
-    except (ValueError, RuntimeError) as error:
-        raise ModelError(
-            f"TFLite's runtime refuses the converted model: {first_error_line(str(error))}.{_EXCLUDE_HINT}"
-        ) from error
+    with _silence_converter(), _translate_runtime_errors():
+        interpreter = tensorflow.lite.Interpreter(model_content=data, experimental_op_resolver_type=resolver)
+        interpreter.allocate_tensors()
+        details = interpreter.get_tensor_details()
     return tuple(
         RuntimeTensor(
             index=int(detail["index"]),
@@ -154,6 +142,17 @@ def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
         )
         for detail in details
     )
+
+
+@contextlib.contextmanager
+def _translate_runtime_errors() -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        raise ModelError(
+            f"TFLite's runtime refuses the converted model: {first_error_line(str(error))}. Exclude that op with"
+            " --exclude, or export the model without it."
+        ) from error
 
 
 def _input_is_quantized(model: Model, input_name: str) -> bool:
@@ -184,8 +183,6 @@ def _silence_converter() -> Iterator[None]:
         yield
 
 
-# Freeze a model with TensorFlow into one graph of ops and constants, as the TFLite converter needs it.
-
 _CALL_PREFIX: Final = re.compile(r"^(?:Func/)?(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
 """The prefix that inlining puts before the names of a function's ops."""
 
@@ -203,7 +200,7 @@ def freeze_graph(model: Model) -> Model:
         ModelError: TensorFlow cannot freeze the model.
     """
     source: TensorFlowSource = model.source
-    tensorflow = installed()
+    tensorflow = import_tensorflow()
     with translate_tf_errors(tensorflow), silence_stderr():
         if source.message_type == "GraphDef" and not _needs_freezing(model):
             graph_def = type(source.message)()
@@ -236,10 +233,8 @@ def _write_inferred_shapes(tensorflow: Any, graph_def: Any) -> None:
         outputs = graph.get_operation_by_name(node.name).outputs
         node.attr.pop("_output_shapes", None)
         if outputs:
-            shapes = node.attr["_output_shapes"].list.shape
-            shapes.extend(
-                proto.TensorShapeProto.FromString(output.shape.as_proto().SerializeToString()) for output in outputs
-            )
+            shapes = (output.shape.as_proto().SerializeToString() for output in outputs)
+            node.attr["_output_shapes"].list.shape.extend(map(proto.TensorShapeProto.FromString, shapes))
 
 
 def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[str, tuple[str, int]]]:
@@ -250,10 +245,8 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
     session = TensorFlowSession.start(tensorflow, model)
     fetches, specs = output_fetches(model), input_specs(model)
     with session.tf_session:
-        output_ops = [name.partition(":")[0] for name in fetches.values()]
-        constant = v1.graph_util.convert_variables_to_constants(
-            session.tf_session, session.graph.as_graph_def(), output_ops
-        )
+        ops = [name.partition(":")[0] for name in fetches.values()]
+        constant = v1.graph_util.convert_variables_to_constants(session.tf_session, session.graph.as_graph_def(), ops)
 
     def rebuild() -> Any:
         placeholders = {}
@@ -268,10 +261,8 @@ def _freeze_with_tensorflow(tensorflow: Any, model: Model) -> tuple[bytes, dict[
     function = v1.wrap_function(lambda: traced.extend(rebuild()), [])
     pruned = function.prune(*traced)
     frozen_function = convert_variables_to_constants_v2(pruned)
-    outputs = {
-        key: (output.name, output.dtype.as_datatype_enum)
-        for key, output in zip(fetches, frozen_function.outputs, strict=True)
-    }
+    pairs = zip(fetches, frozen_function.outputs, strict=True)
+    outputs = {key: (output.name, output.dtype.as_datatype_enum) for key, output in pairs}
     return frozen_function.graph.as_graph_def().SerializeToString(), outputs
 
 
@@ -281,7 +272,11 @@ def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) ->
     for key, (tensor, dtype) in outputs.items():
         name = unique_node_name(used_names, key)
         graph_def.node.add(name=name, op="Identity", input=[tensor]).attr["T"].type = dtype
-    bypassed_inputs = {node.name: node.input[0] for node in graph_def.node if _is_inliner_identity(node)}
+    bypassed_inputs = {
+        node.name: node.input[0]
+        for node in graph_def.node
+        if node.op == "Identity" and len(node.input) == 1 and _INLINER_IDENTITY.match(node.name)
+    }
     remaining = [node for node in graph_def.node if node.name not in bypassed_inputs]
     inner_names = {node.name: _CALL_PREFIX.sub("", node.name) for node in remaining}
     counts = Counter(inner_names.values())
@@ -295,11 +290,6 @@ def _restore_op_names(graph_def: Any, outputs: Mapping[str, tuple[str, int]]) ->
         for index, tensor_name in enumerate(node.input):
             new_node.input[index] = _rename_input(tensor_name, bypassed_inputs, new_names)
     return renamed
-
-
-def _is_inliner_identity(node: Any) -> bool:
-    """Return True if the inliner made `node` for an argument or a result."""
-    return bool(node.op == "Identity" and len(node.input) == 1 and _INLINER_IDENTITY.match(node.name))
 
 
 def _rename_input(tensor_name: str, bypassed: Mapping[str, str], new_names: Mapping[str, str]) -> str:

@@ -20,8 +20,7 @@ from graphquant.formats.tensorflow.learned_ranges import (
     learned_ranges,
 )
 from graphquant.formats.tensorflow.save import add_to_collections
-from graphquant.formats.tensorflow.session import assign_variables, translate_tf_errors
-from graphquant.formats.tensorflow.session import import_tensorflow as installed
+from graphquant.formats.tensorflow.session import assign_variables, import_tensorflow, translate_tf_errors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -47,22 +46,23 @@ def to_tensorflow(model: Model) -> Any:
         ModelError: TensorFlow refuses the model.
         UsageError: It is a SavedModel, or an op was inserted around a function instead of inside it.
     """
-    model_source: TensorFlowSource = model.source
-    if model_source.live_object is None and model_source.message_type == "SavedModel":
+    source: TensorFlowSource = model.source
+    live_object = source.live_object
+    if live_object is None and source.message_type == "SavedModel":
         raise UsageError(
             f"{model.path} is a SavedModel, and a tf.Graph cannot hold all of it. Save the result and pass its folder"
             " to tf.saved_model.load."
         )
-    tensorflow = installed()
+    tensorflow = import_tensorflow()
     from tensorflow.python.eager.context import eager_mode
 
     with translate_tf_errors(tensorflow):
-        if model_source.live_object is not None and model_source.message_type == "MetaGraphDef":
+        if live_object is not None and source.message_type == "MetaGraphDef":
             with eager_mode():  # the caller may be building a graph, which must not receive the functions
-                return _to_concrete_function(tensorflow, model, model_source.live_object)
-        graph = _to_graph(tensorflow, model, model_source.live_object)
-        if model_source.live_object is not None and hasattr(model_source.live_object.instance, "run"):
-            return _to_session(tensorflow, graph, model_source.live_object, ranges=bool(learned_ranges(model)))
+                return _to_concrete_function(tensorflow, model, live_object)
+        graph = _to_graph(tensorflow, model, live_object)
+        if live_object is not None and hasattr(live_object.instance, "run"):
+            return _to_session(tensorflow, graph, live_object, ranges=bool(learned_ranges(model)))
         return graph
 
 
@@ -119,12 +119,10 @@ def _add_to_control_flow_contexts(meta: Any, model: Model) -> None:
             context = kind.FromString(data)
             member_ops = {name.partition(":")[0] for name in context.values_def.values}
             for name in new_ops:
-                sources = model.main.nx.pred[name]
-                if any(source in member_ops for source in sources):
+                if any(source in member_ops for source in model.main.nx.pred[name]):
                     member_ops.add(name)
-                    context.values_def.values.extend(
-                        f"{name}:{port}" for port in range(len(model.main.op(name).outputs))
-                    )
+                    ports = range(len(model.main.op(name).outputs))
+                    context.values_def.values.extend(f"{name}:{port}" for port in ports)
             contexts[index] = context.SerializeToString()
 
 

@@ -15,7 +15,7 @@ import pytest
 import graphquant as gq
 from graphquant import formats
 from graphquant.analysis.model_summary import summarize_model
-from graphquant.numerics import fake_quant
+from graphquant.numerics import tf_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,7 +55,7 @@ class ByHand:
 
         params = self.by_use[consumer, slot].params
         self.taken.add((consumer, slot))
-        limits = fake_quant.range_for_fake_quant(params)
+        limits = tf_ranges.range_for_fake_quant(params)
         low, high = limits.low.astype(np.float32), limits.high.astype(np.float32)
         narrow = params.narrow and params.type.signed
         if params.axis is None:

@@ -14,7 +14,7 @@ import pytest
 from graphquant.errors import DataError, MissingDependencyError, ModelError
 from graphquant.formats.tensorflow import create_runner, load, save, session
 from graphquant.ir import Model, Parameters, TensorRef, Use, check_invariants
-from graphquant.numerics import IntType, Range, choose_qparams, dequantize, fake_quant, quantize
+from graphquant.numerics import IntType, Range, choose_qparams, dequantize, quantize, tf_ranges
 from graphquant.qdq import FAMILIES, QDQSite
 from graphquant.utils.tf_determinism import ONEDNN_VARIABLE
 
@@ -177,7 +177,7 @@ def test_mtcnn_frames(tf: Any) -> None:
         params = choose_qparams(
             Range(value.min(reduced_axes), value.max(reduced_axes)), INT8, symmetric=True, axis=axis
         )
-        limits = fake_quant.range_for_fake_quant(params)
+        limits = tf_ranges.range_for_fake_quant(params)
         low, high = limits.low.astype(np.float32), limits.high.astype(np.float32)
         with tf.device("CPU"):
             fixed = tf.quantization.fake_quant_with_min_max_vars_per_channel(value, low, high).numpy()

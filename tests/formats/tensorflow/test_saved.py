@@ -10,7 +10,7 @@ import pytest
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.ir import FunctionClones, Parameters
-from graphquant.numerics import fake_quant
+from graphquant.numerics import tf_ranges
 from graphquant.quantize import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def test_unmatched_ops_get_scales_of_their_own(result: gq.Result, folder: Path) 
     assert [(site.parameter, use.op, use.slot) for site in sites for use in site.uses] == [(True, "Conv2D", 1)]
     net, x = tf.saved_model.load(str(folder)), samples(2)
     (params,) = [insertion.params for insertion in result.inserted if insertion.site == sites[0]]
-    limits = fake_quant.range_for_fake_quant(params)
+    limits = tf_ranges.range_for_fake_quant(params)
     low, high = limits.low.astype(np.float32), limits.high.astype(np.float32)
     kernel = tf.quantization.fake_quant_with_min_max_vars_per_channel(net.k, low, high, 8, narrow_range=params.narrow)
     expected = tf.nn.conv2d(tf.nn.relu(100.0 * x), kernel, 1, "SAME")
@@ -288,7 +288,7 @@ def test_gradients_aliases_and_debug_info_are_kept(tmp_path: Path) -> None:
     loaded, x = tf.saved_model.load(str(path)), np.linspace(-1, 1, 20, dtype=np.float32).reshape(4, 5)
     np.testing.assert_array_equal(loaded.both(x), net.both(x))
     params = result.inserted[0].params
-    limits = fake_quant.range_for_fake_quant(params)
+    limits = tf_ranges.range_for_fake_quant(params)
     call = tf.quantization.fake_quant_with_min_max_vars
     if params.axis is not None:
         call = tf.quantization.fake_quant_with_min_max_vars_per_channel
