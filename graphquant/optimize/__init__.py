@@ -1,4 +1,4 @@
-"""Corrections: named steps that change weights or biases so that rounding costs less, before calibration and after."""
+"""Optimization algorithms that reduce the rounding error, and the search for the cheapest plan."""
 
 from graphquant.optimize.algorithm import AlgorithmData, AlgorithmResult, WeightEdits
 from graphquant.optimize.algorithms import (

@@ -1,4 +1,4 @@
-"""What a correction is, and what it says of what it did."""
+"""The interface of optimization algorithms, and the validation that accepts or rejects each of them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmResult:
-    """One op whose weights or bias a correction changed, or left.
+    """Result of one optimization algorithm for one op.
 
     Attributes:
-        algorithm: The correction's name.
-        target: The op, with its graph where that is not the main one.
-        detail: What was done, or why nothing was.
-        applied: Whether it was changed.
+        algorithm: Name of the algorithm.
+        target: The op, with its graph unless that is the main graph.
+        detail: The change, or the reason why nothing changed.
+        applied: True if the op was changed.
     """
 
     algorithm: str
@@ -40,12 +40,12 @@ class AlgorithmResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlgorithmData:
-    """Data to correct by, and what runs it.
+    """Samples for the optimization algorithms.
 
     Attributes:
-        feeds: What corrections are made by, one sample each; few, so that it costs little.
-        validation_feeds: What they are checked with.
-        create_runner: Makes what runs a model.
+        feeds: Samples that the algorithms fit to, one feed each. There are few, to limit the cost.
+        validation_feeds: Samples that accept or reject each algorithm.
+        create_runner: Create a runner for a model.
     """
 
     feeds: Sequence[Feeds]
@@ -55,15 +55,15 @@ class AlgorithmData:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightEdits:
-    """A solved plan and its model, as far as they are corrected.
+    """Solved plan and model with the weight changes so far.
 
     Attributes:
         prepared_model: The prepared model.
-        model: The same, perhaps with other weights.
-        solution: Scales and zero points of its plan.
-        edited_weights: Weights that are others now, float32, by where they are read.
-        integer_cache: Keeps the integers of weights while the model is quantized time and again; None where it is not.
-        results: What was done.
+        model: The prepared model with changed weights.
+        solution: Scales and zero points of the plan.
+        edited_weights: Changed float32 weights by the use that reads them.
+        integer_cache: Cache of quantized weights, because the model is quantized many times. None disables it.
+        results: Results so far.
     """
 
     prepared_model: Model
@@ -74,11 +74,11 @@ class WeightEdits:
     results: tuple[AlgorithmResult, ...] = ()
 
     def with_results(self, results: tuple[AlgorithmResult, ...]) -> WeightEdits:
-        """The same, having told this."""
+        """Return a copy with further results."""
         return replace(self, results=results)
 
     def quantized_model(self) -> Model:
-        """The model with all of its quantization.
+        """Rewrite the model with all its Q/DQ pairs.
 
         Raises:
             UsageError: The plan does not fit the model.
@@ -88,12 +88,12 @@ class WeightEdits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PostCalibrationAlgorithm:
-    """One kind of correction.
+    """Optimization algorithm that runs after calibration.
 
     Attributes:
-        purpose: What it is good for, for people.
-        apply: Corrects a draft.
-        min_standard_errors: Standard errors that the gain of some output must be above 0.
+        purpose: Benefit, for reports.
+        apply: Apply the algorithm to weight edits.
+        min_standard_errors: The gain of at least one output must exceed 0 by this number of standard errors.
     """
 
     purpose: str
@@ -101,42 +101,42 @@ class PostCalibrationAlgorithm:
     min_standard_errors: float
 
 
-# Corrections made one after the other, each kept only where samples that it was not made by show that it gains.
+# An algorithm is kept only if hold-out samples show a gain.
 #
-# Sums of squares over a few samples are mostly those of the worst one to three. So no output may lose, neither with all
-# samples nor, unless most samples gain, without the three that gain most; and the roots of some output's errors must fall
-# by more than chance.
+# A few samples dominate a sum of squared errors. Therefore no output may lose over all samples, nor without the three
+# samples that gain most (unless most samples gain). In addition, the root mean square error of at least one output must
+# fall by more than chance explains.
 
 MIN_VALIDATION_SAMPLES: Final = 3
-"""Samples that say anything."""
+"""Fewest samples that allow a decision."""
 
 MIN_GAIN_STANDARD_ERRORS: Final = 2.5
-"""Standard errors that the mean fall of an output's errors must be above 0."""
+"""Standard errors by which the mean error reduction must exceed 0."""
 
 MIN_TARGETED_GAIN_STANDARD_ERRORS: Final = 1.0
-"""The same where the correction lowers errors of single ops that it can see, so that a gain is what is expected."""
+"""The same for algorithms that minimize the error of single ops directly, for which a gain is expected."""
 
 MAX_LOSS_STANDARD_ERRORS: Final = 1.0
-"""Standard errors that the mean fall of no output's errors may be below 0."""
+"""Standard errors by which the mean error reduction of any output may fall below 0."""
 
 MAX_LOSS_DB: Final = 0.5
-"""dB that no output may lose over all samples."""
+"""Largest loss of any output over all samples, in dB."""
 
 MIN_OUTPUT_GAIN_DB: Final = 0.5
-"""dB that some output must gain."""
+"""Smallest gain of the best output, in dB."""
 
 MAX_OUTLIERS: Final = 3
-"""Samples that may not decide by themselves, or a quarter of few."""
+"""Number of samples that must not decide alone; at most a quarter of all samples."""
 
 NEGLIGIBLE_ERROR: Final = 1e-20
-"""Of an output's power, the error that is taken for none."""
+"""Squared error, as a share of an output's power, that counts as zero."""
 
 SampleOutputs = list[dict[str, "Array"]]
-"""What a model gives, sample by sample, by name."""
+"""Outputs of a model by name, one dictionary per sample."""
 
 
 class AlgorithmState(Protocol):
-    """A model as far as it is corrected."""
+    """State of a model between optimization algorithms."""
 
     @property
     def model(self) -> Model:
@@ -144,10 +144,10 @@ class AlgorithmState(Protocol):
 
     @property
     def results(self) -> tuple[AlgorithmResult, ...]:
-        """What was done."""
+        """Results so far."""
 
     def with_results(self, results: tuple[AlgorithmResult, ...]) -> Self:
-        """The same, having told this."""
+        """Return a copy with further results."""
 
 
 StateT = TypeVar("StateT", bound=AlgorithmState)
@@ -159,13 +159,13 @@ def apply_validated(
     solve_state: Callable[[StateT], WeightEdits],
     samples: AlgorithmData,
 ) -> StateT:
-    """What is left of `state` after these corrections, those taken back after which outputs are not nearer.
+    """Apply algorithms in order, and undo each one that does not bring the outputs closer to the float model.
 
     Args:
-        state: The model before them, which stays as it is.
-        algorithms: Names of corrections, what makes them, and how sure each gain must be, in standard errors.
-        solve_state: Gives a model its scales.
-        samples: What to correct by, and to check with.
+        state: Model before the algorithms. It is not modified.
+        algorithms: Name, function and required standard errors of each algorithm.
+        solve_state: Solve the scales of a state.
+        samples: Samples to fit to and to validate with.
 
     Raises:
         ModelError: The model cannot be run.
@@ -197,12 +197,12 @@ def apply_validated(
 
 
 def rejected_algorithm(name: str, reason: str) -> AlgorithmResult:
-    """What is told of a correction that was not made."""
+    """Return the result of a rejected algorithm."""
     return AlgorithmResult(algorithm=name, target="model", detail=f"left out: {reason}", applied=False)
 
 
 def run_float_model(edits: WeightEdits, samples: AlgorithmData) -> SampleOutputs:
-    """What the float model gives for the samples that corrections are checked with.
+    """Run the float model on the validation samples.
 
     Raises:
         ModelError: The model cannot be run.
@@ -212,7 +212,7 @@ def run_float_model(edits: WeightEdits, samples: AlgorithmData) -> SampleOutputs
 
 
 def measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, samples: AlgorithmData) -> Array:
-    """Squared errors of the quantized model's float outputs, of each output's power: float64 (samples, outputs).
+    """Measure the squared error of each float output relative to its power: float64 (samples, outputs).
 
     Raises:
         ModelError: The model cannot be run.
@@ -235,12 +235,12 @@ def measure_output_errors(edits: WeightEdits, float_outputs: SampleOutputs, samp
 
 
 def rejection_reason(before: Array, after: Array, min_standard_errors: float = MIN_GAIN_STANDARD_ERRORS) -> str:
-    """Why a correction is not kept, given outputs' `measure_output_errors` before and after it; "" if it is.
+    """Return the reason to reject an algorithm, or "".
 
     Args:
-        before: float64 (samples, outputs).
-        after: Likewise.
-        min_standard_errors: Standard errors that the mean fall of some output's errors must be above 0.
+        before: Result of `measure_output_errors` before the algorithm, float64 (samples, outputs).
+        after: The same after the algorithm.
+        min_standard_errors: Standard errors by which the mean error reduction of some output must exceed 0.
     """
     gains = np.sqrt(before) - np.sqrt(after)
     standard_error = gains.std(0, ddof=1) / np.sqrt(len(gains))
@@ -260,7 +260,7 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
         factor = 10 ** (-typical_gain.min() / 20)
         return f"without the {outlier_count} samples that gain most an output is off by {factor:.2f} times as much"
     if not np.any(mean_gain > min_standard_errors * standard_error):
-        return f"no output is nearer to the float model's by more than chance explains ({total_gain.max(initial=0):.1f} dB)"
+        return f"no output gains more than chance explains ({total_gain.max(initial=0):.1f} dB)"
     best_gain = total_gain.max(initial=0)
     return (
         ""
@@ -270,7 +270,7 @@ def rejection_reason(before: Array, after: Array, min_standard_errors: float = M
 
 
 def _error_reduction_db(before: Array, after: Array) -> Array:
-    """How far squared errors fell, in dB."""
+    """Reduction of the squared error in dB."""
     return np.asarray(10 * np.log10((before + NEGLIGIBLE_ERROR) / (after + NEGLIGIBLE_ERROR)))
 
 
@@ -279,7 +279,7 @@ def _signal_power(values: Array) -> float:
 
 
 def _squared_error(expected: Array, actual: Array | None) -> float:
-    """The squared error of an output; infinite where it is not there, or of another shape."""
+    """Squared error of an output; infinite if it is missing or has another shape."""
     if actual is None or actual.shape != expected.shape:
         return float("inf")
     return float(np.square(np.subtract(actual, expected, dtype=np.float64)).sum())

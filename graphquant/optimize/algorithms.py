@@ -1,7 +1,7 @@
-"""Steps before calibration: channels scaled, and weights clipped, so that rounding will cost less.
+"""The optimization algorithms by name, before and after calibration.
 
-Factors are powers of two, so every float of the scaled model is that of the model before, or the same with another
-exponent: the function stays the same to the bit.
+Before calibration, cross-layer equalization and SmoothQuant scale channels, and weight clipping narrows weight ranges.
+All factors are powers of two, which change only the exponents of floats. The function stays equal to the bit.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan, Site, Solution
 
 
-# Weights clipped where that costs less than it saves: their ranges by mean squared error instead of by largest value.
+# Weight clipping replaces the largest absolute value by the range of least squared error.
 #
-# Source: Banner et al. 2018, "Post Training 4-bit Quantization of Convolutional Networks for Rapid-Deployment",
-# section 3; the range is searched for on the weight itself (observer "mse"), whatever its distribution.
+# Source: Banner et al. 2018, "Post Training 4-bit Quantization of Convolutional Networks for Rapid-Deployment", section
+# 3. The observer "mse" searches the range on the weight itself, so no distribution is assumed.
 
 WEIGHT_CLIPPING: Final = "weight-clipping"
 
@@ -56,7 +56,7 @@ MAX_CLIPPED_BITS: Final = 8
 
 
 def clip_weights_in_plan(plan: Plan) -> tuple[Plan, list[AlgorithmResult]]:
-    """The plan with the observer "mse" for weights whose whole range was to be kept; the float function stays."""
+    """Give clipped ranges to low-bit weights that have no explicit range. The float function does not change."""
     sites, results = [], []
     for site in plan.sites:
         should_clip = _should_clip_weight(site)
@@ -86,14 +86,14 @@ INEXACT_SCALING: Final = "its values are so large or small that scaling them wou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreCalibrationState:
-    """A prepared model and its plan before calibration, as far as they are corrected.
+    """Prepared model and plan before calibration, with the changes so far.
 
     Attributes:
-        model: The model, perhaps with other weights.
+        model: The model with changed weights.
         plan: Its plan.
-        rescaled_tensors: The tensors whose channels are scaled, and the constants beside them.
-        factor_products: The products by factors that were put in, each with what it multiplies.
-        results: What was done.
+        rescaled_tensors: Tensors with scaled channels, and the constants that changed with them.
+        factor_products: Inserted products, each with the tensor it multiplies.
+        results: Results so far.
     """
 
     model: Model
@@ -103,22 +103,22 @@ class PreCalibrationState:
     results: tuple[AlgorithmResult, ...] = ()
 
     def with_results(self, results: tuple[AlgorithmResult, ...]) -> PreCalibrationState:
-        """The same, having told this."""
+        """Return a copy with further results."""
         return replace(self, results=results)
 
     def plan_without_factors(self, plan: Plan) -> Plan:
-        """`plan`, made of this one's, as a plan for the model that nothing was put into."""
+        """Convert `plan` to a plan for the model without inserted products."""
         sites = (replace(site, tensor=self.factor_products.get(site.tensor, site.tensor)) for site in plan.sites)
         return replace(plan, sites=tuple(sites)) if self.factor_products else plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreCalibrationAlgorithm:
-    """One kind of correction that is made before calibration.
+    """Optimization algorithm that runs before calibration.
 
     Attributes:
-        purpose: What it is good for, for people.
-        apply: Corrects a model and its plan by samples, if there are any.
+        purpose: Benefit, for reports.
+        apply: Apply the algorithm to a model and its plan; samples may be None.
     """
 
     purpose: str
@@ -127,7 +127,7 @@ class PreCalibrationAlgorithm:
 
 @paused_gc()
 def apply_cross_layer_equalization(state: PreCalibrationState, _: AlgorithmData | None) -> PreCalibrationState:
-    """Scales channels so that the weights before and behind them have like ranges; see `equalize`."""
+    """Scale channels so that adjacent weights have similar ranges per channel."""
     statistics = collect_static_statistics(state.model, state.plan)
     results, chosen = [], []
     for number, group in enumerate(statistics.groups):
@@ -171,7 +171,7 @@ def apply_cross_layer_equalization(state: PreCalibrationState, _: AlgorithmData 
 
 @paused_gc()
 def apply_smoothquant(state: PreCalibrationState, samples: AlgorithmData | None) -> PreCalibrationState:
-    """Scales channels so that activations fill their common range; see `migrate`."""
+    """Scale channels so that activations use their common range evenly."""
     if samples is None:
         return replace(
             state, results=(*state.results, _skipped_group(smoothquant.SMOOTHQUANT, "model", "left out: it needs data"))
@@ -226,7 +226,7 @@ def apply_smoothquant(state: PreCalibrationState, samples: AlgorithmData | None)
 
 @paused_gc()
 def apply_weight_clipping(state: PreCalibrationState, _: AlgorithmData | None) -> PreCalibrationState:
-    """Gives weights the range of least squared error; see `clipping`."""
+    """Give low-bit weights the range of least squared error."""
     plan, results = clip_weights_in_plan(state.plan)
     return replace(state, plan=plan, results=(*state.results, *results))
 
@@ -245,21 +245,21 @@ PRE_CALIBRATION_ALGORITHMS: dict[str, PreCalibrationAlgorithm] = {
         apply=apply_weight_clipping,
     ),
 }
-"""The corrections that are made before calibration by name, in their order."""
+"""Algorithms that run before calibration, in order."""
 
 
 def run_pre_calibration(
     model: Model, plan: Plan, requested: Sequence[str], samples: AlgorithmData | None
 ) -> PreCalibrationState:
-    """The model and its plan after those of the corrections named in `requested` that are made before calibration.
+    """Run the requested algorithms that come before calibration.
 
-    One after which outputs are not nearer to the float model's, on samples that it was not made by, is left out.
+    An algorithm that does not bring the outputs closer to the float model on the validation samples is undone.
 
     Args:
-        model: The prepared model, which stays as it is.
+        model: The prepared model. It is not modified.
         plan: Its plan.
-        requested: Names of corrections.
-        samples: What to correct by; None where nothing needs data, so that nothing is known of values.
+        requested: Names of algorithms.
+        samples: Samples; None if no site needs data, so that nothing is known of the activations.
 
     Raises:
         ModelError: The model cannot be run.
@@ -296,12 +296,10 @@ def _scaled_group(name: str, target: str, divisors: Array, detail: str = "") -> 
     return AlgorithmResult(
         algorithm=name,
         target=target,
-        detail=f"{np.count_nonzero(divisors != 1)} of {len(divisors)} channels scaled by 1/{divisors.max():g} to {1 / divisors.min():g}"
-        + (f"; {detail}" if detail else ""),
+        detail=f"{np.count_nonzero(divisors != 1)} of {len(divisors)} channels scaled by"
+        f" 1/{divisors.max():g} to {1 / divisors.min():g}" + (f"; {detail}" if detail else ""),
     )
 
-
-# The table of corrections, and the ones that are asked for, made one after the other.
 
 POST_CALIBRATION_ALGORITHMS: dict[str, PostCalibrationAlgorithm] = {
     weight_rounding.GPTQ: PostCalibrationAlgorithm(
@@ -320,19 +318,19 @@ POST_CALIBRATION_ALGORITHMS: dict[str, PostCalibrationAlgorithm] = {
         min_standard_errors=MIN_GAIN_STANDARD_ERRORS,
     ),
 }
-"""The corrections by name, in the order in which they are made."""
+"""Algorithms that run after calibration, in order."""
 
 
 def run_post_calibration(
     model: Model, solution: Solution, requested: Sequence[str], samples: AlgorithmData
 ) -> WeightEdits:
-    """The model and its solution after the corrections named in `requested`, and what they did; see `keep`.
+    """Run the requested algorithms that come after calibration; see `apply_validated`.
 
     Args:
-        model: The prepared model, which stays as it is.
+        model: The prepared model. It is not modified.
         solution: Scales and zero points of its plan.
-        requested: Names of corrections.
-        samples: What to correct by.
+        requested: Names of algorithms.
+        samples: Samples to fit to and to validate with.
 
     Raises:
         ModelError: The model cannot be run.

@@ -1,12 +1,13 @@
-"""Biases moved by what rounding moves the mean of each output channel by.
+"""Bias correction: shift biases by the change of each output channel's mean that rounding causes.
 
 Sources: Nagel et al. 2019, "Data-Free Quantization Through Weight Equalization and Bias Correction", section 4.2 and
 appendix D (the empirical form); Banner et al. 2018, "Post Training 4-bit Quantization of Convolutional Networks for
-Rapid-Deployment", section 4. The paper corrects op by op, each on what all before it were corrected to, which takes a
-run of the data for each op. Here each op is first corrected for what rounding its weights and its input alone moves its
-output by, all in one go; what noise adds behind a Relu is seen in the whole quantized model only, and for it a level of
-ops halfway through and the last ones are corrected once more. Means of few samples are noisy: each channel's is drawn
-towards 0 by the share of it that chance explains (James and Stein 1961, the positive part).
+Rapid-Deployment", section 4.
+
+The paper corrects ops one by one, which takes a run of the data per op. Here all ops are first corrected at once for
+the rounding of their own weights and input. Only the whole quantized model shows the noise behind a Relu, so one level
+of ops halfway through and the last ops are then corrected again. Means of few samples are noisy. Each channel's mean is
+therefore shrunk towards 0 by the share that chance explains (James and Stein 1961, positive part).
 """
 
 from __future__ import annotations
@@ -42,24 +43,24 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan, Solution
 
 
-# Where biases are held, and how they get another value without any other reader seeing it.
+# A bias can be shared or missing. BiasStore changes it without affecting any other reader.
 
 BIAS_BITS: Final = 32
-"""Bits of a bias that integers are added to; one of fewer has steps as large as what corrections are about."""
+"""Smallest bit width of a bias that can be corrected. With fewer bits, one step is as large as the corrections."""
 
 VARIABLE_BIAS: Final = "its bias is a variable, with which training goes on; freeze the model to correct it"
 
 
 class BiasStore:
-    """A model whose biases move, with its solution.
+    """Model and solution with movable biases.
 
     Attributes:
-        model: A copy of the draft's model, which is changed.
-        solution: The draft's, with sites for biases that were added.
+        model: Copy of the model. It is modified.
+        solution: The solution, extended by sites of added biases.
     """
 
     def __init__(self, edits: WeightEdits) -> None:
-        """The draft stays as it is."""
+        """Copy the model of the weight edits."""
         self.model: Model = edits.model.copy()
         self.solution: Solution = edits.solution
         self._original_model = edits.model
@@ -70,19 +71,19 @@ class BiasStore:
         self._sites = {use: index for index, site in enumerate(edits.solution.plan.sites) for use in site.uses}
 
     def is_variable(self, weighted: WeightedOp) -> bool:
-        """Whether a bias is a variable, with which training goes on."""
+        """Return True if the bias is a variable, because training may continue with it."""
         tensor = (
             None if weighted.bias is None else self._original_model.graphs[weighted.bias.graph].source_of(weighted.bias)
         )
         return tensor is not None and self._parameters.is_variable(tensor)
 
     def move_bias(self, weighted: WeightedOp, shift: Array) -> str:
-        """Moves a bias by what is missing in what the op makes; why that cannot be, "" if it was done.
+        """Shift a bias by the error of the op's mean. Return the reason if that is impossible, else "".
 
         Args:
             weighted: The op.
-            shift: float64 (C,). Where another op adds the bias, it is not part of what the op makes, nor then is what
-                the bias was moved by before.
+            shift: float64 (C,). If another op adds the bias, the op's own output does not contain it, nor earlier
+                shifts.
         """
         use = weighted.bias
         if use is None:
@@ -100,12 +101,12 @@ class BiasStore:
         return ""
 
     def describe_change(self, weighted: WeightedOp) -> str:
-        """What was done to a bias, for people."""
+        """Describe the change of a bias for reports."""
         moved = np.abs(self._moved[weighted.bias]).max(initial=0) if weighted.bias is not None else 0.0
         return f"its bias moved by up to {moved:.3g}"
 
     def _read_bias(self, weighted: WeightedOp, use: Use, channels: int) -> Array | str:
-        """The value of a bias, float64, with its own shape, or why it cannot be moved."""
+        """Read a bias as float64 in its own shape, or return the reason why it cannot change."""
         params = self._params_at(use)
         if params is not None and params.type.bits < BIAS_BITS:
             return f"its bias has {params.type.bits} bits, whose steps are as large as the correction"
@@ -134,7 +135,7 @@ class BiasStore:
         return params if isinstance(params, QParams) else None
 
     def _write_bias(self, weighted: WeightedOp, use: Use, value: Array) -> None:
-        """Gives the bias a constant of its own, and that its value."""
+        """Replace the bias by a new constant, and set its value."""
         if use not in self._constants:
             unshared = find_unshared_constant(self._original_model, use, value.shape)
             self._constants[use] = unshared or self._add_bias_constant(weighted, use, value)
@@ -145,7 +146,7 @@ class BiasStore:
         graph.replace_op(replace(graph.op(target.op), read_value=lambda: value))
 
     def _add_bias_constant(self, weighted: WeightedOp, use: Use, value: Array) -> TensorRef:
-        """A new constant that the use reads from now on, quantized as the one before it was."""
+        """Add a constant that only this use reads, quantized like the previous one."""
         graph = self.model.graphs[use.graph]
         in_frame = any(op.kind in FRAME_KINDS for op in graph.ops())
         control_inputs = (weighted.op.name,) if in_frame else ()
@@ -163,7 +164,7 @@ class BiasStore:
         return new_bias
 
     def _move_site(self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array, *, is_new: bool) -> None:
-        """Moves the use's site to the new constant; a bias that was none gets one as other biases have."""
+        """Move the use's site to the new constant, or add a site where there was no bias."""
         sites, params = list(self.solution.plan.sites), dict(self.solution.params)
         index = self._sites.get(use)
         if index is not None:
@@ -190,7 +191,7 @@ class BiasStore:
     def _make_site_like_others(
         self, weighted: WeightedOp, use: Use, new_bias: TensorRef, value: Array
     ) -> tuple[Site, QParams] | None:
-        """A site for a bias that was none, where other biases are integers; its scale is input times weight."""
+        """Make a site for a new bias if other biases are integers. Its scale is input scale times weight scale."""
         biases = (
             candidate
             for candidate in self.solution.plan.sites
@@ -234,14 +235,14 @@ BIAS_CORRECTION: Final = "bias-correction"
 NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
 
 MIN_BIAS_SAMPLES: Final = 2
-"""Samples that tell how far chance alone moves a mean."""
+"""Fewest samples for an estimate of the noise of a mean."""
 
 
 @paused_gc()
 def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
-    """Gives ops with quantized weights the bias with which the mean of each output channel is that of the float model.
+    """Give ops with quantized weights the bias that restores the mean of each output channel.
 
-    Without rounding nothing moves: the float function is another one by as much as the rounding is made up for.
+    Without rounding, nothing changes. The float function changes by the amount that compensates the rounding.
     """
     weighted_ops = list(find_weighted_ops(edits.model, edits.solution))
     store = BiasStore(edits)
@@ -272,11 +273,11 @@ def apply_bias_correction(edits: WeightEdits, samples: AlgorithmData) -> WeightE
 
 
 SampleMeans = dict[TensorRef, "Array"]
-"""Means of the channels of tensors, (samples, C)."""
+"""Means of channels, (samples, C), by tensor."""
 
 
 def _correct_bias(store: BiasStore, weighted: WeightedOp, float_means: SampleMeans, rounded_means: SampleMeans) -> str:
-    """Moves a bias by what is missing in the mean; why not, "" if it was done."""
+    """Shift one bias. Return the reason if that is impossible, else ""."""
     expected, measured = float_means.get(weighted.output), rounded_means.get(weighted.output)
     if expected is None or measured is None or len(expected) < MIN_BIAS_SAMPLES:
         return NOT_OBSERVED
@@ -284,7 +285,7 @@ def _correct_bias(store: BiasStore, weighted: WeightedOp, float_means: SampleMea
 
 
 def shrink_mean(rows: Array) -> Array:
-    """The mean of `rows`, less what chance explains of it.
+    """Shrink the mean of `rows` by the share that chance explains.
 
     Args:
         rows: float64 (samples, C).
@@ -302,7 +303,7 @@ def shrink_mean(rows: Array) -> Array:
 def _isolated_means(
     edits: WeightEdits, weighted_ops: Sequence[WeightedOp], samples: AlgorithmData
 ) -> tuple[SampleMeans, SampleMeans]:
-    """Means of what ops make of the float model's values: as they are, and with weights and input rounded."""
+    """Measure the output means of each op on float inputs: exact, and with rounded weights and input."""
     model = edits.prepared_model.copy()
     rounded_ops: dict[tuple[str, str], str] = {}
     means: list[tuple[WeightedOp, ChannelMean, ChannelMean]] = []
@@ -338,7 +339,7 @@ def _isolated_means(
 def _restrict_to_rounded_ops(
     solution: Solution, rounded_ops: Mapping[tuple[str, str], str], rounded_weights: Mapping[Use, TensorRef]
 ) -> tuple[Plan, dict[int, QParams | DynamicQParams]]:
-    """The part of a solution that concerns ops with a twin, for these twins and the weights that they read."""
+    """Restrict a solution to the duplicated ops and the weights they read."""
     sites: list[Site] = []
     params: dict[int, QParams | DynamicQParams] = {}
     for index, site in enumerate(solution.plan.sites):
@@ -354,7 +355,7 @@ def _restrict_to_rounded_ops(
 
 
 def _correction_stages(model: Model, corrected_ops: Sequence[WeightedOp]) -> Iterator[list[WeightedOp]]:
-    """Ops of which none leads to another, in the graph that has most: a level halfway through, then the last ones."""
+    """Choose the ops to correct again: a level halfway through the graph with most weighted ops, then the last ops."""
     by_graph: dict[str, list[WeightedOp]] = {}
     for weighted in corrected_ops:
         by_graph.setdefault(weighted.graph, []).append(weighted)
@@ -372,7 +373,7 @@ def _correction_stages(model: Model, corrected_ops: Sequence[WeightedOp]) -> Ite
 
 
 def _quantized_model_means(edits: WeightEdits, stage: Sequence[WeightedOp], samples: AlgorithmData) -> SampleMeans:
-    """Means of what ops make in the whole quantized model, as far as it is corrected."""
+    """Measure the output means of ops in the whole quantized model."""
     model = edits.model.copy()
     means = [
         add_channel_mean(model, model.graphs[weighted.graph], weighted.output, weighted.axes)

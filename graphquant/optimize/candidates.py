@@ -1,4 +1,4 @@
-"""The ways in which the tensors of a plan may be quantized, each as a plan of its own, beside that which rules want."""
+"""Candidate configurations of the tensors of a plan, each as a complete plan, and the cost of float ops."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from graphquant.analysis.model_summary import DATA_MOVEMENT_KINDS
 from graphquant.calibration import sites_needing_data
 from graphquant.ir import Parameters, TensorRef, Use, channel_axis, merged_channel_shape
-from graphquant.ir.macs import CONVOLUTION_KINDS, MAC_KINDS, count_macs
+from graphquant.ir import CONVOLUTION_KINDS
+from graphquant.ir.macs import MAC_KINDS, count_macs
 from graphquant.numerics import IntType
 from graphquant.qdq import FAMILIES
 from graphquant.rules import ObserverConfig
@@ -24,30 +25,30 @@ if TYPE_CHECKING:
 
 
 RULE_CANDIDATE, FLOAT_CANDIDATE = "as the rules say", "float"
-"""The ways that each tensor has."""
+"""Candidates that every tensor has."""
 
 RANGE_OBSERVERS = ("minmax", "mse")
-"""Observers that are tried: the one clips nothing, the other as much as it pays where each value is by itself."""
+"""Observers to try: one that clips nothing, and one that clips where the squared error falls."""
 
 WEIGHT_BITS, SMALL_WEIGHT_BITS, WIDE_ACTIVATION_BITS = 8, 4, 16
-"""Bits of weights that have fewer, of weights that are to be small, and of activations that 8 are too few for."""
+"""Bit widths: of small weights, of the smallest weights, and of activations that need more than 8 bits."""
 
 HIGH_PRECISION_CANDIDATES = frozenset({f"{WIDE_ACTIVATION_BITS} bits", FLOAT_CANDIDATE})
-"""Ways in which the ops that multiply on a tensor run in high precision: kernels for 16 bits are rare."""
+"""Candidates whose ops run in high precision, because kernels for 16 bits are rare."""
 
 FLOAT_EMULATION_FAMILY = "quantize-and-dequantize"
-"""Families whose ops stand for hardware that is not known; others are run in float where activations have 16 bits."""
+"""Prefix of families that emulate unknown hardware. Ops with 16-bit activations of other families run in float."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """One way in which a group of tensors may be quantized.
+    """Candidate configuration of a group of tensors.
 
     Attributes:
-        name: What it is called: "minmax range", "8-bit weights", "float".
-        error: What the group then adds to the outputs, as a share of these.
-        high_precision: Whether the ops that multiply on the group then run in high precision.
-        size: Bytes that its weights then take.
+        name: Name for reports: "minmax range", "8-bit weights", "float".
+        error: Error at the outputs that the group adds, as a share of the outputs' power.
+        high_precision: True if the ops that multiply on the group run in high precision.
+        size: Bytes of its weights.
     """
 
     name: str
@@ -57,12 +58,12 @@ class Candidate:
 
 
 def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> dict[str, Plan]:
-    """For each way its name and the plan in which all sites have it that can; the others are as they were.
+    """Make one plan per candidate, in which every site that supports the candidate uses it.
 
     Args:
         model: The prepared model.
-        plan: What the rules make.
-        small: Whether weights of few bits are wanted.
+        plan: The plan of the rules.
+        small: True to offer weights of few bits.
     """
     if small:
         small_weights = {
@@ -89,7 +90,7 @@ def make_candidate_plans(model: Model, plan: Plan, *, small: bool = False) -> di
 
 
 def _make_changed_plans(plan: Plan, sites_by_name: Mapping[str, Mapping[int, Site | None]]) -> dict[str, Plan]:
-    """The plans that differ from `plan`."""
+    """Yield the plans that differ from `plan`."""
     index_by_use = {use: index for index, site in enumerate(plan.sites) if site.clone_of is None for use in site.uses}
     plans = {}
     for name, sites in sites_by_name.items():
@@ -104,12 +105,12 @@ def _make_changed_plans(plan: Plan, sites_by_name: Mapping[str, Mapping[int, Sit
 
 
 def _with_observer(site: Site, observer: str) -> Site | None:
-    """The site with another observer."""
+    """Return the site with another observer."""
     return replace(site, scheme=replace(site.scheme, observe=ObserverConfig(name=observer)))
 
 
 def _with_weight_bits(model: Model, site: Site, bits: int) -> Site | None:
-    """A weight with so many bits: with few, if it has more, or with many, if it has fewer."""
+    """Return a weight with the given bits if that reduces (few bits) or increases (many bits) its width."""
     dtype = site.scheme.type
     if (
         not _is_observed_weight(site)
@@ -133,12 +134,12 @@ def _with_dtype_bits(site: Site, dtype: IntType, bits: int) -> Site:
 
 
 def _is_observed_weight(site: Site) -> bool:
-    """Whether the site is of a weight with values and scales of its own: no bias, whose scale is that of its op."""
+    """Return True for a weight whose scale comes from its own values. The scale of a bias does not."""
     return site.parameter and site.clone_of is None and site.scale is None and site.scheme.observe.name != "bias"
 
 
 def _with_channel_scales(model: Model, parameters: Parameters, site: Site) -> Site | None:
-    """A convolution's weight with a scale for each channel, which each backend takes that takes zero point 0."""
+    """Return a convolution weight with per-channel scales, which all backends with symmetric weights support."""
     readers = [model.graphs[use.graph].op(use.op) for use in site.uses]
     is_changeable = site.scheme.per == "tensor" and site.scheme.zero == "symmetric" and site.scheme.scale == "any"
     shape = model.output(site.tensor).shape or model.output(parameters.root_tensor(site.tensor)).shape
@@ -156,7 +157,7 @@ def _with_channel_scales(model: Model, parameters: Parameters, site: Site) -> Si
 
 
 def _with_wide_activation(model: Model, site: Site) -> Site | None:
-    """An activation with more bits, where something but onnxruntime, which then runs the op in float, may run it."""
+    """Return an activation with more bits, unless ONNX Runtime would then run the op in float."""
     dtype, family = site.scheme.type, site.scheme.family or ""
     if (
         not isinstance(dtype, IntType)
@@ -168,7 +169,7 @@ def _with_wide_activation(model: Model, site: Site) -> Site | None:
 
 
 def _if_supported(model: Model, site: Site) -> Site | None:
-    """The site, if its family has such ops at the model's opset."""
+    """Return the site if its family supports it at the model's opset."""
     family, output = FAMILIES[site.scheme.family or ""], model.output(site.tensor)
     request = site.scheme.family_request(
         axis=site.axis,
@@ -184,29 +185,29 @@ def _if_supported(model: Model, site: Site) -> Site | None:
     )
 
 
-# Which ops multiply on which sites of a plan, and what it costs to run these in float.
+# The next part finds the weighted ops that read each site, and the cost of running them in float.
 
 PASSTHROUGH_KINDS = frozenset({"reshape", "identity", "transpose", "squeeze", "unsqueeze"})
-"""Kinds between a site and an op that multiplies on it."""
+"""Kinds between a site and the weighted op that reads it."""
 
 FUSED_OUTPUT_KINDS = PASSTHROUGH_KINDS | {"bias_add", "batchnorm", "relu", "relu6", "clip", "leaky_relu", "hard_swish"}
-"""Kinds between an op that multiplies and the site behind it."""
+"""Kinds between a weighted op and the site of its output."""
 
 MAX_HOPS = 6
-"""How many of these are looked through."""
+"""Largest number of such ops in a row."""
 
 FLOAT_GROUP_COST = 1e-6
-"""The cost of leaving a group float that no op multiplies on, as a share of all: they are not left without need."""
+"""Cost, as a share of the total, of a float group that no weighted op reads; it avoids useless ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleGroup:
-    """Sites that are quantized together or not at all, since they share a scale.
+    """Sites that share a scale, and are therefore quantized together.
 
     Attributes:
-        sites: Their positions in the plan.
-        ops: The ops that multiply on them, or make them: while one of these is quantized, so are they.
-        candidates: How they may be quantized; the first is what the rules want, and high ones come last.
+        sites: Indices of the sites in the plan.
+        ops: Weighted ops that read or produce the sites. A group can be float only if all its ops are.
+        candidates: Candidates; the first is that of the rules, high-precision ones come last.
     """
 
     sites: tuple[int, ...]
@@ -221,14 +222,14 @@ def make_scale_groups(
     errors: Mapping[int, Mapping[str, float]],
     fixed: Collection[int] = (),
 ) -> list[ScaleGroup]:
-    """The sites `site_indices` of a plan in groups, in their order.
+    """Group the sites `site_indices` of a plan, in order.
 
     Args:
         model: The prepared model.
         plan: The plan.
-        site_indices: Positions of the sites that are quantized.
-        errors: What each adds alone, by position, in each way that it has; those not known add nothing.
-        fixed: Positions of sites that stay as they are.
+        site_indices: Indices of the quantized sites.
+        errors: Error of each site by candidate. Unknown errors count as 0.
+        fixed: Indices of sites that must not change.
     """
     index_by_use = {use: index for index in site_indices for use in plan.sites[index].uses}
     ops_by_site = _find_ops_by_site(model, plan, site_indices, index_by_use)
@@ -245,7 +246,7 @@ def make_scale_groups(
 
 
 def group_shared_scales(plan: Plan, site_indices: Collection[int]) -> list[list[int]]:
-    """The sites `site_indices` of a plan, those together that must have one scale."""
+    """Group the sites that must share one scale."""
     roots = {index: index for index in site_indices}
 
     def find_root(index: int) -> int:
@@ -268,7 +269,7 @@ def group_shared_scales(plan: Plan, site_indices: Collection[int]) -> list[list[
 
 
 def _group_candidates(errors: Sequence[Mapping[str, float]]) -> tuple[Candidate, ...]:
-    """The ways of sites that share a scale; where only some have one, the others stay as they are."""
+    """Candidates of a group. If only some of its sites have a candidate, the others keep their rule."""
     names = dict.fromkeys(name for site_errors in errors for name in site_errors if name != RULE_CANDIDATE)
     candidates = [
         Candidate(name=RULE_CANDIDATE, error=sum(site_errors.get(RULE_CANDIDATE, 0.0) for site_errors in errors))
@@ -283,7 +284,7 @@ def _group_candidates(errors: Sequence[Mapping[str, float]]) -> tuple[Candidate,
 def _find_ops_by_site(
     model: Model, plan: Plan, site_indices: Collection[int], index_by_use: Mapping[Use, int]
 ) -> dict[int, set[OpKey]]:
-    """For each site the ops that multiply on it or make it."""
+    """Find the weighted ops that read or produce each site."""
     ops_by_site: dict[int, set[OpKey]] = {index: set() for index in site_indices}
     live = dict.fromkeys(model.reachable_graphs())  # a SavedModel keeps copies of functions that nothing here calls
     for name in live:
@@ -304,7 +305,7 @@ def _find_ops_by_site(
 def find_site_read(
     model: Model, use: Use, index_by_use: Mapping[Use, int], kinds: Container[str] = PASSTHROUGH_KINDS
 ) -> int | None:
-    """The site that `use` reads, through ops of these kinds."""
+    """Find the site that `use` reads, through passthrough kinds."""
     for _ in range(MAX_HOPS):
         tensor = model.graphs[use.graph].source_of(use)
         if use in index_by_use or tensor is None or model.op(tensor).kind not in kinds:
@@ -314,7 +315,7 @@ def find_site_read(
 
 
 def _find_weighted_producer(model: Model, tensor: TensorRef) -> OpKey | None:
-    """The op that multiplies and whose result, but for a bias and what limits it, `tensor` is."""
+    """Find the weighted op that produces `tensor`, through bias and clamping ops."""
     current: TensorRef | None = tensor
     for _ in range(MAX_HOPS):
         if current is None:
@@ -329,13 +330,13 @@ def _find_weighted_producer(model: Model, tensor: TensorRef) -> OpKey | None:
 
 
 def mac_costs(model: Model, sizes: Mapping[TensorRef, int]) -> dict[OpKey, float]:
-    """The cost of each op that multiplies: its multiply-adds; one of unknown size costs as much as the dearest."""
+    """Cost of each weighted op in multiply-adds. An op of unknown size costs as much as the largest."""
     costs = {op_key: float(count) for op_key, count in count_macs(model, sizes).items()}
     return _fill_unknown_costs(model, costs)
 
 
 def byte_costs(model: Model) -> dict[OpKey, float]:
-    """The cost of each op that multiplies: what its weights take more in float than in 8 bits."""
+    """Cost of each weighted op: additional bytes of its weights in float, compared with 8 bits."""
     parameters = Parameters(model)
     costs: dict[OpKey, float] = {}
     for name in model.reachable_graphs():

@@ -1,8 +1,8 @@
-"""Streams: tensors whose channels can be multiplied by any positive numbers, since what makes them and reads them can.
+"""Channel groups: tensors whose channels can be scaled without changing the function.
 
-Where a convolution makes channels, a Relu and a pool hand them on and another convolution sums over them, a channel may
-be divided by a number and the weights that multiply it be multiplied by it: what comes out is the same. Sums of such
-tensors belong together, as the branches of a residual net do.
+If a convolution produces channels, a Relu and a pool pass them through, and another convolution sums over them, then a
+channel can be divided by a number and the weights that multiply it can be multiplied by that number. The output stays
+the same. The inputs of a sum, such as the branches of a residual block, belong to one group.
 """
 
 from __future__ import annotations
@@ -34,24 +34,25 @@ if TYPE_CHECKING:
 HOMOGENEOUS_KINDS: Final = frozenset(
     {"relu", "leaky_relu", "identity", "dropout", "max_pool", "avg_pool", "global_avg_pool"}
 )
-"""Kinds that give twice as much of twice as much, each channel by itself, where they leave the axes as they are."""
+"""Kinds that are positively homogeneous in each channel, if they keep the axes."""
 
 NORM_KINDS: Final = frozenset({"batchnorm", "layernorm", "instancenorm"})
-"""Kinds that multiply each channel by a scale and add an offset at the end."""
+"""Kinds that end with a scale and an offset per channel."""
 
 WEIGHT_PRODUCT_KINDS: Final = frozenset({"conv", "depthwise_conv", "conv_transpose", "matmul", "gemm"})
 
 
 class ChannelConstant(NamedTuple):
-    """A constant that changes with a stream.
+    """Constant that changes with a channel group.
 
     Attributes:
-        use: Where it is read.
-        tensor: The constant, which nothing else reads.
-        channel_index: int64, broadcast to its shape: the channel that each of its elements belongs to.
-        reads_group: Whether it multiplies the stream, and grows as the stream shrinks; else it makes it, and shrinks too.
-        is_weight: Whether it is what a convolution or product multiplies by.
-        is_scale: Whether it multiplies channels one by one; what is neither is added to them.
+        use: The use that reads it.
+        tensor: The constant, which has no other reader.
+        channel_index: int64, broadcast to its shape: the channel of each element.
+        reads_group: True if the constant multiplies the group and grows as the group shrinks. Otherwise it produces the
+            group.
+        is_weight: True for the weight of a convolution or matrix product.
+        is_scale: True for a scale per channel. A constant that is neither is added.
     """
 
     use: Use
@@ -67,12 +68,12 @@ class ChannelGroup:
     """Tensors with common channels.
 
     Attributes:
-        start: The tensor that it was found by, which something multiplies by a weight.
-        channels: How many channels it has.
-        tensors: All of them, with where their channels lie.
-        constants: The constants beside them.
-        weight_uses: The tensors that are multiplied by weights, with the uses of these.
-        obstacle: Why its channels cannot be scaled, "" if they can.
+        start: Tensor at which the group was found; a weighted op reads it.
+        channels: Number of channels.
+        tensors: All tensors, with their channel layout.
+        constants: Constants that change with the group.
+        weight_uses: Tensors that weights multiply, with the uses of these weights.
+        obstacle: Reason why the channels cannot be scaled, or "".
     """
 
     start: TensorRef
@@ -84,12 +85,12 @@ class ChannelGroup:
 
     @property
     def name(self) -> str:
-        """What it starts with, as people read it."""
+        """Name of the first op, for reports."""
         return qualified_op_name(self.start.graph, self.start.op)
 
 
 def find_channel_groups(model: Model) -> list[ChannelGroup]:
-    """The streams of the graphs that run: each tensor that a known weight multiplies is in one of them."""
+    """Find the channel groups of all reachable graphs; each input of a known weight is in one."""
     finder, groups = _ChannelGroupFinder(model), []
     for find_start in (
         finder.produced_channels,
@@ -106,7 +107,7 @@ def find_channel_groups(model: Model) -> list[ChannelGroup]:
 
 
 class _ChannelGroupFinder:
-    """Goes from tensor to tensor as far as common channels reach."""
+    """Expand a channel group from tensor to tensor."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -115,7 +116,7 @@ class _ChannelGroupFinder:
         self._parameters = Parameters(model)
 
     def produced_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
-        """What an op makes by its weight, where the channels lie, and how many there are; None if not known."""
+        """Output tensor, layout and channel count of a weighted op; None if unknown."""
         if op.kind not in WEIGHT_PRODUCT_KINDS or "weight" not in op.roles or op.type.startswith("_Fused"):
             return None
         weight_ref = graph.source_of(Use(graph.name, op.name, op.roles.index("weight")))
@@ -128,7 +129,7 @@ class _ChannelGroupFinder:
         )
 
     def consumed_channels(self, graph: Graph, op: Op) -> tuple[TensorRef, ChannelLayout, int] | None:
-        """What an op multiplies by its weight, where the channels lie, and how many there are; None if not known."""
+        """Input tensor, layout and channel count of a weighted op; None if unknown."""
         if op.kind not in WEIGHT_PRODUCT_KINDS or "weight" not in op.roles or "input" not in op.roles:
             return None
         slots = graph.slots(op.name)
@@ -147,7 +148,7 @@ class _ChannelGroupFinder:
         return None if channels is None else (tensor, channels[1], int(channels[0].max(initial=-1)) + 1)
 
     def expand_group(self, start: TensorRef, layout: ChannelLayout, channels: int) -> ChannelGroup:
-        """The stream of a tensor."""
+        """Expand the group of a tensor."""
         group = ChannelGroup(start=start, channels=channels)
         pending = [(start, layout)]
         while pending:
@@ -183,7 +184,7 @@ class _ChannelGroupFinder:
     def _join_producer(
         self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout
     ) -> list[tuple[TensorRef, ChannelLayout]] | str:
-        """What else is in the stream by the op that makes `tensor`."""
+        """Add the constants and tensors of the op that produces `tensor`."""
         graph, op = self.model.graphs[tensor.graph], self.model.op(tensor)
         if tensor.port:
             return "an op with several outputs makes it"
@@ -196,7 +197,7 @@ class _ChannelGroupFinder:
     def _join_product(
         self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout
     ) -> list[tuple[TensorRef, ChannelLayout]] | str:
-        """The weight and bias that make a stream."""
+        """Add the weight and bias that produce a group."""
         if op.type.startswith("_Fused"):
             return "an op that is fused with others makes it"
         use = Use(graph.name, op.name, op.roles.index("weight")) if "weight" in op.roles else None
@@ -216,7 +217,7 @@ class _ChannelGroupFinder:
     def _join_vectors(
         self, group: ChannelGroup, graph: Graph, op: Op, roles: tuple[str, ...], layout: ChannelLayout
     ) -> list[tuple[TensorRef, ChannelLayout]] | str:
-        """The constants with one value per channel that an op reads as `roles`."""
+        """Add the constants with one value per channel that an op reads in `roles`."""
         for role in roles:
             slot = op.roles.index(role) if role in op.roles else -1
             if slot < 0 or graph.source_of(Use(graph.name, op.name, slot)) is None:
@@ -229,7 +230,7 @@ class _ChannelGroupFinder:
     def _add_vector(
         self, group: ChannelGroup, use: Use, layout: ChannelLayout, op: Op, *, reads_group: bool = False
     ) -> str:
-        """Takes a constant with one value per channel into the stream; why not, "" if it was done."""
+        """Add a constant with one value per channel. Return the obstacle, or ""."""
         tensor = self.model.graphs[use.graph].source_of(use)
         shape = None if tensor is None else self._parameter_shape(tensor)
         if shape is None:
@@ -260,7 +261,7 @@ class _ChannelGroupFinder:
         is_weight: bool = False,
         is_scale: bool = False,
     ) -> str:
-        """Takes a constant into the stream; why not, "" if it was done."""
+        """Add a constant. Return the obstacle, or ""."""
         tensor = self.model.graphs[use.graph].source_of(use)
         shape = None if tensor is None else self._parameter_shape(tensor)
         constant = None if shape is None else find_unshared_constant(self.model, use, shape)
@@ -272,7 +273,7 @@ class _ChannelGroupFinder:
     def _join_readers(
         self, group: ChannelGroup, tensor: TensorRef, layout: ChannelLayout
     ) -> list[tuple[TensorRef, ChannelLayout]] | str:
-        """What else is in the stream by what reads `tensor`; all of it, also where something blocks."""
+        """Add everything that reads `tensor`, even after an obstacle, so that the group is complete."""
         joined: list[tuple[TensorRef, ChannelLayout]] = []
         obstacle = ""
         for use in self.model.graphs[tensor.graph].consumers(tensor):
@@ -314,7 +315,7 @@ class _ChannelGroupFinder:
     def _join_through_op(
         self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout, *, forward: bool = False
     ) -> list[tuple[TensorRef, ChannelLayout]] | str:
-        """What an op that hands channels on ties together: its other tensors, as seen from its output or an input."""
+        """Add the other tensors of a passthrough op."""
         output = TensorRef(graph.name, op.name)
         slots = [slot for slot in graph.slots(op.name) if slot is not None]
         if op.kind in {"add", "bias_add", "sub", "mul", "div"}:
@@ -335,7 +336,7 @@ class _ChannelGroupFinder:
     def _join_elementwise(
         self, group: ChannelGroup, graph: Graph, op: Op, layout: ChannelLayout, *, forward: bool
     ) -> list[tuple[TensorRef, ChannelLayout]] | str:
-        """What a sum ties together; a product with one value per channel ends one stream and makes another."""
+        """Add the operands of a sum. A product with one value per channel ends one group and starts another."""
         output = TensorRef(graph.name, op.name)
         joined, vectors = [(output, layout)], []
         for slot, tensor in enumerate(graph.slots(op.name)):
@@ -357,7 +358,7 @@ class _ChannelGroupFinder:
         return self._add_vector(group, use, layout, op, reads_group=forward) or []
 
     def _parameter_shape(self, tensor: TensorRef) -> tuple[int, ...] | None:
-        """The shape of a parameter, None if it is none or has no known size."""
+        """Shape of a parameter; None if it is unknown or the tensor is not a parameter."""
         if not self._parameters.is_parameter(tensor):
             return None
         for source in (tensor, self._parameters.root_tensor(tensor)):
@@ -368,22 +369,22 @@ class _ChannelGroupFinder:
         return None if value is None else value.shape
 
 
-# Channels of streams divided by powers of two, and the constants beside them made to fit: an exact change.
+# Scaling by powers of two is exact: it changes only exponents.
 
 MAX_FACTOR_EXPONENT: Final = 12
-"""The largest power of two of a factor; real ones are below 8."""
+"""Largest exponent of a factor. Real factors stay below 2**8."""
 
 ALGORITHM_RULE: Final = "correction"
 
 
 def nearest_powers_of_two(factors: Array) -> Array:
-    """Powers of two near to `factors`, which are positive: float64, likewise; their mean exponent is about 0."""
+    """Round positive float64 factors to powers of two with a mean exponent near 0."""
     exponents = np.log2(factors)
     return np.asarray(2.0 ** np.clip(np.rint(exponents - exponents.mean()), -MAX_FACTOR_EXPONENT, MAX_FACTOR_EXPONENT))
 
 
 def rescale_group(model: Model, group: ChannelGroup, divisors: Array) -> bool:
-    """Divides the channels of a stream by `divisors`, (C,) powers of two; False, and nothing done, if that is not exact."""
+    """Divide the channels of a group by `divisors`, (C,) powers of two; return False if that is not exact."""
     changed: dict[TensorRef, tuple[Array, Callable[[], Array]]] = {}
     for channel_constant in group.constants:
         read_value = (
@@ -410,16 +411,16 @@ def rescale_group(model: Model, group: ChannelGroup, divisors: Array) -> bool:
 
 
 def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: Array) -> tuple[Plan, TensorRef]:
-    """Puts a product with 1 / `divisors` between a tensor and what multiplies it, and what quantized it for that behind it.
+    """Insert a product with 1 / `divisors` before a weighted op, and move the site of its input behind the product.
 
     Args:
-        model: The model, which is changed.
+        model: The model. It is modified.
         plan: Its plan.
-        branch: The tensor as a part of a stream, its weights scaled already.
+        branch: The tensor as part of a channel group, whose weights are already scaled.
         divisors: float64 (C,), powers of two.
 
     Returns:
-        The plan for the changed model, and the product.
+        The plan for the changed model, and the inserted product.
     """
     tensor = branch.start
     graph = model.graphs[tensor.graph]
@@ -446,7 +447,7 @@ def insert_factor_op(model: Model, plan: Plan, branch: ChannelGroup, divisors: A
 
 def _make_factor_op(model: Model, graph: Graph, tensor: TensorRef) -> Op:
     name, output = graph.unique_name(f"{tensor.op}/scaled"), model.output(tensor)
-    attrs: Mapping[str, DataType] = {"T": DataType("float32")} if model.format == "tensorflow" else {}
+    attrs: Mapping[str, DataType] = {"T": DataType("float32")} if model.traits.type_attrs else {}
     outputs = (Output(name, output.dtype, output.shape),)
     return Op(name=name, kind="mul", type="Mul", outputs=outputs, attrs=attrs, rule=ALGORITHM_RULE)
 

@@ -1,4 +1,4 @@
-"""Where the channels of tensors and weights lie, and what ops that move values make of that."""
+"""Positions of the channels in tensors and weights, and their propagation through data-movement ops."""
 
 from __future__ import annotations
 
@@ -18,34 +18,35 @@ MATRIX_RANK = 2
 
 
 class ChannelLayout(NamedTuple):
-    """Where a tensor's channels lie.
+    """Position of a tensor's channels.
 
     Attributes:
         axis: The axis, counted from the end: -1 is the last.
-        block: How many neighbours along it belong to one channel; the channels may follow each other several times.
+        block: Number of adjacent elements that belong to one channel. The sequence of channels may repeat along the
+            axis.
     """
 
     axis: int
     block: int = 1
 
     def axis_size(self, shape: Shape | None) -> int | None:
-        """The size of `shape` along the axis; None where it is not known."""
+        """Size of `shape` along the axis; None if unknown."""
         return shape[self.axis] if shape is not None and len(shape) >= -self.axis else None
 
     def vector_channels(self, shape: Sequence[int], channels: int) -> Array | None:
-        """The channel of each element of a value of `shape` that is added to such a tensor; None if it has none."""
+        """Channel of each element of an added value of `shape`; None if it has no channels."""
         if len(shape) < -self.axis or shape[self.axis] != channels or math.prod(shape) != channels or self.block > 1:
             return None
         return np.arange(channels).reshape(tuple(shape))
 
 
 def find_weight_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
-    """The channel of each element of a weight of `shape`, int64, and where the op's tensor has it; None if not known.
+    """Find the channel of each element of a weight, int64, and the channel layout of the op's tensor; None if unknown.
 
     Args:
-        op: The op that multiplies by the weight.
-        shape: The weight's.
-        reads: Whether channels are those that the op reads; else those that it makes.
+        op: The weighted op.
+        shape: Shape of the weight.
+        reads: True for the channels that the op reads, False for those that it produces.
     """
     rank = len(shape)
     match op.type:
@@ -63,7 +64,7 @@ def find_weight_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[
 
 
 def normalization_layout(op: Op, rank: int | None) -> ChannelLayout | None:
-    """Where an op that has one value per channel has the channels of a tensor of `rank` axes; None if not known."""
+    """Channel layout of an op with one value per channel for a tensor of `rank` axes; None if unknown."""
     if op.kind == "layernorm":
         return ChannelLayout(-1) if op.numeric_attr("axis", -1) in {-1, (rank or 0) - 1} else None
     data_format = op.attrs.get("data_format", "NCHW" if op.type.endswith("Normalization") else "NHWC")
@@ -74,14 +75,14 @@ def normalization_layout(op: Op, rank: int | None) -> ChannelLayout | None:
 
 
 def _index_along_axis(shape: Sequence[int], axis: int) -> Array:
-    """The place of each element of `shape` along an axis, broadcast."""
+    """Index along an axis of each element of `shape`, broadcast."""
     sizes = [1] * len(shape)
     sizes[axis] = shape[axis]
     return np.arange(shape[axis]).reshape(sizes)
 
 
 def _onnx_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
-    """[output, input of a group, kernel...]."""
+    """Channels of an ONNX kernel [output, input of a group, kernel...]."""
     groups, layout = int(op.numeric_attr("group", 1)), ChannelLayout(1 - len(shape))
     if len(shape) < MATRIX_RANK or groups < 1 or shape[0] % groups:
         return None
@@ -93,7 +94,7 @@ def _onnx_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[A
 
 
 def _tensorflow_conv_channels(op: Op, shape: Sequence[int], *, reads: bool) -> tuple[Array, ChannelLayout] | None:
-    """TensorFlow's [height, width, input, output], or of depthwise ones [height, width, input, multiplier]."""
+    """Channels of a TensorFlow kernel [height, width, input, output], or [..., multiplier] if depthwise."""
     data_format = op.attrs.get("data_format", "NHWC")
     text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
     layout = ChannelLayout(-3 if text.startswith("NC") else -1)
@@ -113,15 +114,15 @@ def propagate_layout(
     *,
     forward: bool,
 ) -> ChannelLayout | None:
-    """Where the channels lie on the other side of an op that only moves values, or averages them; None if not known.
+    """Propagate a channel layout through an op that moves or averages values; None if unknown.
 
     Args:
         op: The op.
-        layout: Where they lie on the side that they are known of.
-        shapes: Of its input and its output.
-        values: What it reads beside its input, where that is known.
-        channels: How many there are.
-        forward: Whether its input is the side that is known.
+        layout: Layout on the known side.
+        shapes: Shapes of its input and its output.
+        values: Known values of its other inputs.
+        channels: Number of channels.
+        forward: True if the known side is the input.
     """
     match op.kind:
         case "clip":
@@ -142,7 +143,7 @@ def propagate_layout(
 
 
 def _is_relu_clip(op: Op, values: Sequence[Array | None]) -> bool:
-    """Whether a Clip is a Relu: from 0 up, with no upper limit."""
+    """Return True if a Clip is a Relu: lower limit 0, no upper limit."""
     if "min" in op.attrs or "max" in op.attrs:
         return op.numeric_attr("min", -math.inf) == 0 and "max" not in op.attrs
     low = values[0] if values else None
@@ -174,7 +175,7 @@ def _transpose_layout(
 def _reshape_layout(
     layout: ChannelLayout, shapes: tuple[Shape | None, Shape | None], channels: int, *, forward: bool
 ) -> ChannelLayout | None:
-    """Through a reshape: the last axis stays, or all axes but the first become one."""
+    """Propagate through a reshape that keeps the last axis, or merges all axes but the first."""
     before, after = shapes if forward else shapes[::-1]
     if before is None or after is None or not before or not after or layout.axis_size(before) is None:
         return None
@@ -203,7 +204,7 @@ def _reduce_mean_layout(
     *,
     forward: bool,
 ) -> ChannelLayout | None:
-    """Through a mean over other axes."""
+    """Propagate through a mean over other axes."""
     rank = None if shapes[0] is None else len(shapes[0])
     axes_attribute = op.attrs.get("axes")
     axes = axes_attribute if axes_attribute is not None else (values[0] if values else None)

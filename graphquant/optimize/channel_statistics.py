@@ -1,4 +1,4 @@
-"""What a few samples show of a model before calibration: ranges of what its plan quantizes, channels of its streams."""
+"""Statistics of channels before calibration, and the rounding cost of channel groups that follows from them."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from graphquant.quantize import Plan, Site
 
 
-# What rounding costs a stream, of the power of what its weights make of it, as its channels are scaled.
+# The next part predicts the rounding noise at the weighted ops of a group as a function of its channel scales.
 
 STEP_VARIANCE_DIVISOR: Final = 12
-"""A step's square, over the power of its rounding errors."""
+"""A uniform rounding error has a twelfth of the squared step as its power."""
 
 
 class ChannelMoments(NamedTuple):
-    """What the channels of a tensor were seen to hold.
+    """Observed values of a tensor by channel.
 
     Attributes:
-        low: float64 (C,), their smallest values.
-        high: Likewise, the largest.
-        power: Likewise, the mean squares.
+        low: float64 (C,), minimum.
+        high: float64 (C,), maximum.
+        power: float64 (C,), mean square.
     """
 
     low: Array
@@ -45,21 +45,21 @@ class ChannelMoments(NamedTuple):
     power: Array
 
     def scaled(self, divisors: Array) -> ChannelMoments:
-        """The same of channels that are divided by `divisors`, (C,)."""
+        """Return the moments after division by `divisors`, (C,)."""
         return ChannelMoments(self.low / divisors, self.high / divisors, self.power / np.square(divisors))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupWeight:
-    """A weight beside a stream, as far as its rounding needs it: reduced along axes that no scale lies along.
+    """Weight of a channel group, reduced along the axes that carry no scale.
 
     Attributes:
-        constant: Where it is.
-        magnitudes: float64, largest magnitudes.
+        constant: The constant.
+        magnitudes: float64, largest absolute values.
         squares: float64, sums of squares, of the same shape.
-        elements_per_cell: How many elements each of these is of.
-        integer_steps: From 0 to the largest integer; None where it stays float.
-        axis: The axis that its scales lie along; None where it has one.
+        elements_per_cell: Number of elements that each value summarizes.
+        integer_steps: Steps from 0 to the largest integer; None for a float weight.
+        axis: Axis of its scales; None for one scale.
     """
 
     constant: ChannelConstant
@@ -70,21 +70,21 @@ class GroupWeight:
     axis: int | None
 
     def cell_factors(self, divisors: Array) -> Array:
-        """What each part is multiplied by as the stream is divided by `divisors`, (C,)."""
+        """Factor of each cell if the group is divided by `divisors`, (C,)."""
         expanded = divisors[self.constant.channel_index]
         return np.asarray(expanded if self.constant.reads_group else 1 / expanded)
 
     def channel_maxima(self, channels: int) -> Array:
-        """The largest magnitude that belongs to each channel, float64 (C,)."""
+        """Largest absolute value per channel, float64 (C,)."""
         maxima = np.zeros(channels)
         np.maximum.at(maxima, np.broadcast_to(self.constant.channel_index, self.magnitudes.shape), self.magnitudes)
         return maxima
 
     def rounding_noise(self, divisors: Array) -> Array | None:
-        """The power of each part's rounding errors, before anything is scaled; None if it is not rounded.
+        """Power of the rounding errors of each cell at its original scale; None if the weight stays float.
 
         Args:
-            divisors: float64 (C,), what the stream is divided by.
+            divisors: float64 (C,), divisors of the group.
         """
         if self.integer_steps is None:
             return None
@@ -95,7 +95,7 @@ class GroupWeight:
         return np.asarray(np.square(step / factors) * (self.elements_per_cell / STEP_VARIANCE_DIVISOR))
 
     def sum_by_channel(self, cell_values: Array, channels: int) -> Array:
-        """What belongs to each channel, of what belongs to each part: float64 (C,)."""
+        """Sum the values of cells by channel: float64 (C,)."""
         index = np.broadcast_to(self.constant.channel_index, self.magnitudes.shape).reshape(-1)
         return np.bincount(index, np.broadcast_to(cell_values, self.magnitudes.shape).reshape(-1), channels)
 
@@ -103,7 +103,7 @@ class GroupWeight:
 def reduce_group_weight(
     model: Model, constant: ChannelConstant, value: Array, site: Site | None, preserved_axes: Collection[int]
 ) -> GroupWeight:
-    """A weight beside a stream; the axes `preserved_axes` are not reduced, since channels of some stream lie along them."""
+    """Reduce a weight along all axes but `preserved_axes`, which carry channels of some group."""
     axis = None
     if site is not None and site.axis is not None:
         channel_axis_of_op = channel_axis(model.graphs[constant.use.graph].op(constant.use.op), value.shape)
@@ -133,14 +133,14 @@ def _integer_step_count(site: Site | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingCosts:
-    """What rounding costs a stream.
+    """Inputs of the rounding-cost model of one channel group.
 
     Attributes:
-        group: The stream.
-        moments: What its quantized tensors, and those that are multiplied, were seen to hold.
-        step_counts: The steps of each of its tensors that is quantized.
-        reading_weights: The weights that multiply it.
-        producing_weights: The weights that make it.
+        group: The channel group.
+        moments: Moments of its quantized tensors and of the inputs of weighted ops.
+        step_counts: Number of quantization steps of each quantized tensor.
+        reading_weights: Weights that multiply the group.
+        producing_weights: Weights that produce the group.
     """
 
     group: ChannelGroup
@@ -150,10 +150,10 @@ class RoundingCosts:
     producing_weights: Sequence[GroupWeight]
 
     def total_error(self, divisors: Array) -> float:
-        """The power of errors at what the stream's weights make, of the power of that itself, summed over them.
+        """Predict the error power at the outputs of the group's weighted ops, relative to their signal power, summed.
 
         Args:
-            divisors: float64 (C,), what each channel is divided by.
+            divisors: float64 (C,), divisor of each channel.
         """
         channels, total = self.group.channels, 0.0
         tensor_by_use = {use: tensor for tensor, uses in self.group.weight_uses.items() for use in uses}
@@ -183,19 +183,19 @@ class RoundingCosts:
         return total
 
     def _tensor_noise(self, tensor: TensorRef, divisors: Array) -> float:
-        """The power of a tensor's rounding errors, before anything is scaled back."""
+        """Power of a tensor's rounding errors at the original scale."""
         scaled = self.moments[tensor].scaled(divisors)
         step = (max(scaled.high.max(), 0) - min(scaled.low.min(), 0)) / self.step_counts[tensor]
         return float(step * step / STEP_VARIANCE_DIVISOR)
 
 
 def sites_by_use(plan: Plan) -> dict[Use, Site]:
-    """The site of each use."""
+    """Map each use to its site."""
     return {use: site for site in plan.sites for use in site.uses}
 
 
 def quantization_step_count(site: Site) -> float | None:
-    """How many steps a tensor's range is cut into; None where that is not known."""
+    """Number of steps of a tensor's range; None if unknown."""
     if not isinstance(site.scheme.type, IntType):
         return None
     low, high = site.scheme.type.limits(narrow=site.scheme.narrow)
@@ -207,20 +207,20 @@ HAS_FIXED_RANGE: Final = "a tensor of it has a range that is given, not observed
 NOT_OBSERVED: Final = "no sample reaches it, or it cannot be observed"
 
 MIN_FINE_BITS, FINE_MANTISSA_BITS, COARSE_MANTISSA_BITS = 8, 10, 7
-"""Bits above which histograms are fine, and mantissa bits of fine and coarse ones."""
+"""Bit width above which histograms are fine, and mantissa bits of fine and coarse histograms."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ChannelStatistics:
-    """A model with its plan, and what is known of its streams.
+    """Model and plan with statistics of the channel groups.
 
     Attributes:
         model: The prepared model.
         plan: Its plan.
-        groups: The model's streams.
-        weights: The weights beside each stream, by its number.
-        moments: What the channels of streams' tensors hold.
-        sites: The sites that quantize each tensor.
+        groups: Channel groups of the model.
+        weights: Weights of each group, by index of the group.
+        moments: Moments of the groups' tensors.
+        sites: Sites that quantize each tensor.
     """
 
     model: Model
@@ -231,7 +231,7 @@ class ChannelStatistics:
     sites: dict[TensorRef, list[Site]] = field(default_factory=dict)
 
     def find_obstacle(self, group: ChannelGroup) -> str:
-        """Why the channels of a stream cannot be scaled, "" if they can."""
+        """Return the reason why a group cannot be scaled, or ""."""
         if group.obstacle:
             return group.obstacle
         observed_sites = {id(site) for site in sites_needing_data(self.plan)}
@@ -244,11 +244,11 @@ class ChannelStatistics:
         return HAS_FIXED_RANGE if any(fixed_sites) else ""
 
     def rounding_costs(self, number: int, group: ChannelGroup) -> RoundingCosts | None:
-        """What rounding costs a stream; None where samples do not tell.
+        """Make the rounding-cost model of a group; None without samples.
 
         Args:
-            number: Whose weights to take.
-            group: The stream, or a part of it.
+            number: Index of the group whose weights to use.
+            group: The group, or a part of it.
         """
         step_counts: dict[TensorRef, float] = {}
         for tensor in group.tensors:
@@ -271,7 +271,7 @@ class ChannelStatistics:
 
 
 def collect_static_statistics(model: Model, plan: Plan) -> ChannelStatistics:
-    """What is known of a model without running it.
+    """Collect the statistics that need no run of the model.
 
     Raises:
         ModelError: A weight cannot be read.
@@ -286,7 +286,7 @@ def collect_static_statistics(model: Model, plan: Plan) -> ChannelStatistics:
 
 
 def _add_group_weights(statistics: ChannelStatistics, by_use: dict[Use, Site]) -> None:
-    """Adds the weights beside each stream, reduced along the axes that no channels lie along."""
+    """Add the weights of each group, reduced along the axes that carry no channels."""
     parameters = Parameters(statistics.model)
     preserved_axes: defaultdict[TensorRef, set[int]] = defaultdict(set)
     for group in statistics.groups:
@@ -307,7 +307,7 @@ def _add_group_weights(statistics: ChannelStatistics, by_use: dict[Use, Site]) -
 
 
 def observe_channels(statistics: ChannelStatistics, groups: Sequence[ChannelGroup], samples: AlgorithmData) -> None:
-    """Adds what the samples that corrections are made by show of some streams.
+    """Add the moments of some groups, measured on the samples of the optimization algorithms.
 
     Raises:
         ModelError: The model cannot be run.
@@ -333,7 +333,7 @@ def observe_channels(statistics: ChannelStatistics, groups: Sequence[ChannelGrou
 
 
 def sketch_sample_ranges(model: Model, plan: Plan, samples: AlgorithmData) -> dict[TensorRef, Sketch]:
-    """What calibration would keep of the samples that corrections are made by.
+    """Sketch the values that calibration would observe on the samples of the optimization algorithms.
 
     Raises:
         ModelError: The model cannot be run.
@@ -355,7 +355,7 @@ def sketch_sample_ranges(model: Model, plan: Plan, samples: AlgorithmData) -> di
 
 
 def measure_channel_moments(value: Array, layout: ChannelLayout, channels: int) -> ChannelMoments | None:
-    """What the channels of a tensor hold in one run; None where it does not have as many, or has other numbers."""
+    """Moments of one run; None if the number of channels differs or values are not finite."""
     if value.ndim < -layout.axis or not value.size or value.shape[layout.axis] % (channels * layout.block):
         return None
     channels_last = np.moveaxis(value, layout.axis, -1)
@@ -371,7 +371,7 @@ def measure_channel_moments(value: Array, layout: ChannelLayout, channels: int) 
 
 
 def largest_magnitudes(moments: Sequence[ChannelMoments]) -> Array:
-    """The largest magnitudes of channels over several tensors, (C,)."""
+    """Largest absolute values of the channels over several tensors, (C,)."""
     return np.asarray(
         np.maximum.reduce([np.maximum(-tensor_moments.low, tensor_moments.high) for tensor_moments in moments])
     )

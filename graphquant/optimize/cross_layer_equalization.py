@@ -1,8 +1,8 @@
-"""Channels scaled so that the weights before and behind them have like ranges: cross-layer equalization.
+"""Cross-layer equalization: scale channels so that adjacent weights have similar ranges per channel.
 
 Source: Nagel et al. 2019, "Data-Free Quantization Through Weight Equalization and Bias Correction", section 4.1 and
-appendix A: of two layers with ranges r1 and r2 of a channel's weights, the channel is divided by sqrt(r1 / r2). Rounds
-are made over all streams until nothing moves, since a depthwise convolution belongs to two.
+appendix A: for two layers whose weights of a channel have ranges r1 and r2, the channel is divided by sqrt(r1 / r2).
+The rounds repeat over all channel groups until they converge, because a depthwise convolution belongs to two groups.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 CROSS_LAYER_EQUALIZATION: Final = "cross-layer-equalization"
 
 MAX_ROUNDS: Final = 20
-"""Rounds over all streams, at most."""
+"""Maximum number of rounds."""
 
 CONVERGED_CHANGE: Final = 0.01
-"""Of a factor, in powers of two, what is no movement."""
+"""Change of a factor, in powers of two, that counts as converged."""
 
 HAS_CHANNEL_SCALES: Final = "the weights that make it have a scale for each channel, which evens them out already"
 
@@ -36,11 +36,11 @@ ALREADY_EQUALIZED: Final = "its weights are even already"
 def equalization_factors(
     groups: Sequence[ChannelGroup], weights: Mapping[int, Sequence[GroupWeight]]
 ) -> dict[int, Array]:
-    """What to divide the channels of each stream by, float64 (C,), by the stream's number.
+    """Compute the divisors of each channel group, float64 (C,), by index of the group.
 
     Args:
-        groups: The streams to look at.
-        weights: The weights beside each, those of norms and biases left out.
+        groups: The channel groups.
+        weights: Weights of each group, without those of norms and biases.
     """
     factors = {number: np.ones(group.channels) for number, group in enumerate(groups)}
     weights_by_constant: dict[TensorRef, list[tuple[int, GroupWeight]]] = {}
@@ -66,7 +66,7 @@ def equalization_factors(
 def _channel_ranges(
     weight: GroupWeight, neighbors: Sequence[tuple[int, GroupWeight]], factors: Mapping[int, Array], number: int
 ) -> Array:
-    """The range of each channel's weights as they are scaled so far, (C,)."""
+    """Range of each channel's weights at the present scale, (C,)."""
     magnitudes = weight.magnitudes
     for neighbor_number, neighbor in neighbors:
         if neighbor.magnitudes.shape == magnitudes.shape:
@@ -77,6 +77,6 @@ def _channel_ranges(
 
 
 def _balancing_factors(makes: Array, reads: Array) -> Array:
-    """sqrt(r1 / r2), and 1 for channels that are not made or not read."""
+    """sqrt(r1 / r2), and 1 for channels that no weight produces or reads."""
     is_balanced = (makes > 0) & (reads > 0)
     return np.sqrt(np.divide(makes, reads, out=np.ones_like(makes), where=is_balanced))

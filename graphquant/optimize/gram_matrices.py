@@ -1,4 +1,4 @@
-"""Weights as matrices, and what multiplies them: for each op the products of its inputs with each other, X^T X."""
+"""Gram matrices X^T X of the inputs of weighted ops, and weights as matrices."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ if TYPE_CHECKING:
 
 
 MAX_GRAM_ROWS: Final = 1024
-"""Positions of a feature map that are looked at, from all over it."""
+"""Maximum number of positions of a feature map, spread over all of it."""
 
 MAX_GRAM_INPUTS: Final = 4096
-"""Inputs that are summed over; the products of more take more memory than they are worth."""
+"""Maximum number of inputs of a sum. Larger Gram matrices need more memory than they gain."""
 
 UNSEEN_POWER_SHARE: Final = 0.3
-"""Of the power of each input, what is taken to go its own way in samples that were not looked at."""
+"""Share of each input's power that is assumed to be independent in samples outside of the measured ones."""
 
 MATRIX_OP_TYPES: Final = frozenset({"Conv", "Conv2D", "DepthwiseConv2dNative", "Gemm", "MatMul"})
-"""Types of which it is known how they multiply."""
+"""Op types with a known matrix form."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixForm:
-    """How a weight is the matrices (groups, outputs, inputs).
+    """Axis order that turns a weight into matrices (groups, outputs, inputs).
 
     Attributes:
-        order: The axes in the order output, input, kernel, or, of TensorFlow's depthwise kernels, channel, multiplier,
-            kernel.
-        groups: How many groups there are.
-        kernel: The sizes of the kernel, () for a product.
+        order: Axes in the order output, input, kernel; for TensorFlow's depthwise kernels channel, multiplier, kernel.
+        groups: Number of groups.
+        kernel: Kernel sizes; () for a matrix product.
     """
 
     order: tuple[int, ...]
@@ -44,20 +43,20 @@ class MatrixForm:
     kernel: tuple[int, ...]
 
     def to_matrices(self, weight: Array) -> Array:
-        """`weight` as (groups, outputs, inputs)."""
+        """Convert `weight` to (groups, outputs, inputs)."""
         transposed = weight.transpose(self.order)
         if self.kernel and self.groups > 1 and self.order[0] == len(self.order) - 2:  # channel, multiplier
             return transposed.reshape(self.groups, transposed.shape[1], -1)
         return transposed.reshape(self.groups, transposed.shape[0] // self.groups, -1)
 
     def from_matrices(self, matrices: Array, shape: Sequence[int]) -> Array:
-        """The weight of `shape` of which `to_matrices` makes `matrices`."""
+        """Convert `matrices` back to a weight of `shape`."""
         transposed = matrices.reshape([shape[axis] for axis in self.order])
         return np.ascontiguousarray(transposed.transpose(np.argsort(self.order)))
 
 
 def matrix_form(op: Op, shape: Sequence[int]) -> MatrixForm | None:
-    """How the weight of `op`, of this shape, is matrices; None if that is not known."""
+    """Matrix form of the weight of `op`; None if unknown."""
     rank = len(shape)
     if op.type not in MATRIX_OP_TYPES or (not op.kind.endswith("conv") and rank != len(("inputs", "outputs"))):
         return None
@@ -76,9 +75,9 @@ def matrix_form(op: Op, shape: Sequence[int]) -> MatrixForm | None:
 def measure_gram_matrices(
     model: Model, inputs: Sequence[tuple[TensorRef, Op, MatrixForm]], samples: AlgorithmData
 ) -> list[Array | None]:
-    """X^T X for each op, float64 (groups, inputs, inputs), off its diagonal less what chance explains; see `shrink_gram_matrix`.
+    """Measure X^T X of each op, float64 (groups, inputs, inputs); see `shrink_gram_matrix`.
 
-    None where no sample reaches an op, or its rows do not fit.
+    The value is None if no sample reaches the op or its rows do not fit.
 
     Raises:
         ModelError: The model cannot be run.
@@ -102,12 +101,12 @@ def measure_gram_matrices(
 
 @dataclass(frozen=True, slots=True)
 class GramSum:
-    """Products of rows, each sample's divided by its power, summed over samples.
+    """Sum of the samples' Gram matrices, each divided by the power of its sample.
 
     Attributes:
         total: float64 (groups, inputs, inputs).
-        power: The squares of what is off the diagonal, summed over the samples' own products.
-        count: How many samples there are.
+        power: Sum over the samples of the squared off-diagonal entries.
+        count: Number of samples.
     """
 
     total: Array
@@ -116,10 +115,10 @@ class GramSum:
 
 
 def add_gram_product(previous: GramSum | None, product: Array) -> GramSum | None:
-    """The sum with one more sample's product, as if the sample were as loud as all others.
+    """Add the Gram matrix of one sample with the same weight as all others.
 
-    Else it is the loudest few that decide how weights are rounded, and other loud ones lose. One with NaN or infinite
-    values says nothing.
+    Otherwise the few loudest samples would decide how weights are rounded, at the expense of all other samples. A
+    sample with NaN or infinite values is ignored.
     """
     trace = float(np.einsum("gii->", product))
     if not np.isfinite(trace):
@@ -132,13 +131,13 @@ def add_gram_product(previous: GramSum | None, product: Array) -> GramSum | None
 
 
 def shrink_gram_matrix(gram_sum: GramSum) -> Array:
-    """The summed products, drawn towards their diagonal by the share of what is off it that chance explains.
+    """Shrink the off-diagonal entries towards 0 by the share that chance explains.
 
-    Of fewer rows than inputs the products know directions without any error, and rounding would put all of its errors
-    there. Samples tell how far chance moves the products: rows of one sample are alike.
+    With fewer rows than inputs, a Gram matrix has directions of zero error, and rounding would move all its errors
+    there. The variance is estimated from samples, because rows of one sample are similar.
 
-    Source: Schäfer and Strimmer 2005, "A Shrinkage Approach to Large-Scale Covariance Matrix Estimation", with the
-    target that they call D; one share for all groups. The diagonal is raised by `UNSEEN_POWER_SHARE` beside.
+    Source: Schäfer and Strimmer 2005, "A Shrinkage Approach to Large-Scale Covariance Matrix Estimation", target D,
+        with one share for all groups. In addition, the diagonal grows by `UNSEEN_POWER_SHARE`.
     """
     off_diagonal = _off_diagonal_power(gram_sum.total)
     share = 0.0
@@ -152,13 +151,13 @@ def shrink_gram_matrix(gram_sum: GramSum) -> Array:
 
 
 def _off_diagonal_power(product: Array) -> float:
-    """The sum of the squares off the diagonals."""
+    """Sum of the squared off-diagonal entries."""
     diagonals = np.diagonal(product, axis1=1, axis2=2)
     return float(np.square(product).sum() - np.square(diagonals).sum())
 
 
 def matrix_input_rows(op: Op, form: MatrixForm, value: Array) -> Array | None:
-    """What the matrices multiply, float32 (groups, rows, inputs): some of all positions."""
+    """Inputs of the matrices, float32 (groups, rows, inputs), at a sample of the positions."""
     if not form.kernel:
         transposed = op.numeric_attr("transA", 0) or op.numeric_attr("transpose_a", 0)
         rows = (value.T if transposed else value).reshape(-1, value.shape[0] if transposed else value.shape[-1])
@@ -183,7 +182,7 @@ def matrix_input_rows(op: Op, form: MatrixForm, value: Array) -> Array | None:
 
 
 def _sample_window_rows(windows: Array, form: MatrixForm) -> Array:
-    """Windows (samples, channels, positions..., kernel...) as (groups, rows, inputs)."""
+    """Convert windows (samples, channels, positions..., kernel...) to (groups, rows, inputs)."""
     positions = np.moveaxis(windows, 1, -1 - len(form.kernel))  # samples, positions, channels, kernel
     leading_shape = positions.shape[: 1 + len(form.kernel)]
     count = int(np.prod(leading_shape))
@@ -196,7 +195,7 @@ def _sample_window_rows(windows: Array, form: MatrixForm) -> Array:
 def _window_geometry(
     op: Op, kernel: Sequence[int], sizes: Sequence[int], *, channels_first: bool
 ) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """Strides, dilations and pads of a convolution."""
+    """Strides, dilations and padding of a convolution."""
     spatial_rank = len(kernel)
 
     def spatial_attribute(name: str) -> list[int]:

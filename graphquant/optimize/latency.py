@@ -1,4 +1,4 @@
-"""The fastest plan: what takes longer quantized than float is left float, as measured; docs/decisions/0067."""
+"""Find the fastest plan by timing: sites that are slower on integers stay float (see docs/decisions)."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 
 MAX_TIMED_PLANS = 16
-"""Plans that are timed at most."""
+"""Maximum number of timed plans."""
 
 MAX_TIME_RATIO = 0.995
-"""What a plan takes of the time of the one before at most, for it to be kept."""
+"""Time of a plan relative to the previous one, below which it is accepted."""
 
 MIN_TIME_SHARE = 0.002
-"""The share of a run's time that is looked for."""
+"""Smallest share of a run's time that is worth a trial."""
 
 UNTIMED_KINDS = frozenset({"input", "constant", "variable", "read_variable"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyGroup:
-    """Sites that are quantized together or not at all.
+    """Sites that are quantized together.
 
     Attributes:
-        sites: Their positions in the plan.
-        ops: What computes on them or makes them.
+        sites: Indices of the sites in the plan.
+        ops: Ops that read or produce the sites.
     """
 
     sites: tuple[int, ...]
@@ -56,11 +56,11 @@ class LatencyGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatencyProfile:
-    """Where the time of one plan goes.
+    """Distribution of one plan's run time.
 
     Attributes:
-        op_seconds: Seconds of each op, with those that it absorbs.
-        site_seconds: Seconds of the conversions that each site takes.
+        op_seconds: Seconds of each op, including the ops fused into it.
+        site_seconds: Seconds of the conversions of each site.
     """
 
     op_seconds: Mapping[OpKey, float]
@@ -68,18 +68,18 @@ class LatencyProfile:
 
     @property
     def total_seconds(self) -> float:
-        """Seconds in all."""
+        """Total in seconds."""
         return sum(self.op_seconds.values()) + sum(self.site_seconds.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloatSitesResult:
-    """What was found.
+    """Result of the latency search.
 
     Attributes:
-        float_sites: Positions of the sites that are to be left float.
-        plans: How many plans were timed.
-        interrupted: Whether that was stopped before its end.
+        float_sites: Indices of the sites that stay float.
+        plans: Number of timed plans.
+        interrupted: True if Ctrl-C ended the search early.
     """
 
     float_sites: FloatSites
@@ -93,22 +93,22 @@ def minimize_latency(
     compare_plans: Callable[[FloatSites, FloatSites], TimeRatio],
     progress: Callable[[int, int], None] | None = None,
 ) -> FloatSitesResult:
-    """Leaves float what makes the model faster.
+    """Find the sites that make the model faster in float.
 
-    Profiles say what may be gained, and in which order to try; what is kept was faster when timed beside the plan
-    before. What does not help together is tried by halves.
+    Profiles predict the gain and give the order of trials. A trial is accepted if it is faster than the best plan when
+    the two are timed side by side. If several groups together bring no gain, halves of them are tried.
 
     Args:
         groups: The sites.
-        profile_plan: Where the time goes with these sites left float.
-        compare_plans: How long the plan that leaves the first sites takes, as a share of the one that leaves the second.
-        progress: Told how many plans were timed, and of how many at most.
+        profile_plan: Profile the plan with these sites in float.
+        compare_plans: Time the plan with the first sites in float relative to the plan with the second.
+        progress: Callback with the number of timed plans and its maximum.
     """
     return _LatencySearch(groups, profile_plan, compare_plans, progress).run()
 
 
 class _LatencySearch:
-    """One search: the best plan so far, and what was tried in vain."""
+    """State of the latency search: the best plan, and the trials without gain."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class _LatencySearch:
         self._plans = 0
 
     def run(self) -> FloatSitesResult:
-        """Leaves more and more, until nothing is to be gained."""
+        """Accept trials until none promises a gain."""
         interrupted = False
         try:
             float_profile = self._profile_plan(self._float_sites(frozenset(range(len(self._groups)))))
@@ -139,7 +139,7 @@ class _LatencySearch:
         return FloatSitesResult(float_sites=self._float_sites(self._best), plans=self._plans, interrupted=interrupted)
 
     def _try_step(self, float_profile: LatencyProfile) -> bool:
-        """Tries to leave what the profile of the best plan says, then less of it; whether anything helped."""
+        """Try the groups that the profile of the best plan suggests, then halves of them. Return True if one helped."""
         best_profile = self._profile_plan(self._float_sites(self._best))
         gains = {
             op: best_profile.op_seconds.get(op, 0.0) - float_profile.op_seconds.get(op, 0.0)
@@ -159,7 +159,7 @@ class _LatencySearch:
     def _promising_groups(
         self, gains: Mapping[OpKey, float], site_seconds: Mapping[int, float], min_gain: float
     ) -> list[int]:
-        """Parts that take less float, with all that this makes float, the largest gain first."""
+        """Groups whose float form is faster, with everything that becomes float with them, by gain."""
         float_ops = {op for index in self._best for op in self._groups[index].ops}
 
         def group_gain(index: int) -> float:
@@ -176,7 +176,7 @@ class _LatencySearch:
         return chosen
 
     def _close_over_ops(self, chosen: Collection[int]) -> frozenset[int]:
-        """`chosen`, and the parts that no op computes on any more where these are float."""
+        """Add the groups that no quantized op uses any more."""
         float_ops = {op for index in chosen for op in self._groups[index].ops}
         freed = {index for index, group in enumerate(self._groups) if group.ops and group.ops <= float_ops}
         computing = {index for index, group in enumerate(self._groups) if group.ops}
@@ -194,12 +194,12 @@ class _LatencySearch:
 
 
 def make_latency_groups(model: Model, plan: Plan, site_indices: Collection[int]) -> list[LatencyGroup]:
-    """The sites `site_indices` of a plan in parts, in their order.
+    """Group the sites `site_indices` of a plan, in order.
 
     Args:
         model: The prepared model.
         plan: The plan.
-        site_indices: Positions of the sites that are quantized.
+        site_indices: Indices of the quantized sites.
     """
     index_by_use = {use: index for index in site_indices for use in plan.sites[index].uses}
     fusion = FusionMap(model)
@@ -229,14 +229,14 @@ def make_latency_groups(model: Model, plan: Plan, site_indices: Collection[int])
 
 
 class FusionMap:
-    """Which op of a model others are absorbed by, as runtimes do."""
+    """Ops that runtimes fuse into a preceding op."""
 
     def __init__(self, model: Model) -> None:
-        """Of `model`."""
+        """Map the ops of `model`."""
         self._model, self._parameters = model, Parameters(model)
 
     def fusion_target(self, op_key: OpKey) -> OpKey:
-        """The op whose result `op_key` adds a bias to, limits, or hands on; itself if it does none of these."""
+        """Op into which `op_key` is fused as a bias, clamp or passthrough; `op_key` itself if it is not fused."""
         for _ in range(MAX_HOPS):
             source = self._fused_source(op_key)
             if source is None:
@@ -256,34 +256,34 @@ class FusionMap:
         return None
 
 
-# How long one thing takes beside another, by running them in turn.
+# Two models are timed in alternation, because the load of the machine then affects both.
 
 SLICE_SECONDS = 0.005
-"""Seconds that each runs in a round, at least once; the shortest of some blocks of runs counts."""
+"""Seconds of each slice, at least one run; the shortest block of the slice counts."""
 
 BLOCK_SECONDS = 0.0003
-"""Seconds of a block, at least one run: reading the clock takes a part of a microsecond."""
+"""Seconds of a block, at least one run. Reading the clock takes a fraction of a microsecond."""
 
 MIN_ROUNDS = 9
-"""Rounds at least."""
+"""Minimum number of rounds."""
 
 MAX_RATIO_WIDTH = 0.02
-"""Where the true ratio is known as closely, no more rounds are needed."""
+"""Width of the confidence interval at which timing ends."""
 
 CONFIDENCE_DEVIATIONS = 1.96
-"""Standard deviations of how many of the rounds' ratios lie below the true median."""
+"""Standard deviations of the number of rounds below the true median, for 95% confidence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeRatio:
-    """How many times as long one takes as the other: the median over rounds, and where the true one is, 19 in 20 times.
+    """Median ratio of two run times over all rounds, with a 95% confidence interval.
 
     Attributes:
         median: The ratio.
-        low: It is hardly less.
-        high: It is hardly more.
-        first_seconds: Seconds of one run of the first, median.
-        second_seconds: Of the second.
+        low: Lower end of the interval.
+        high: Upper end of the interval.
+        first_seconds: Median seconds of one run of the first model.
+        second_seconds: Median seconds of one run of the second model.
     """
 
     median: float
@@ -296,16 +296,16 @@ class TimeRatio:
 def measure_time_ratio(
     first_run: TimedRun, second_run: TimedRun, *, seconds: float, clock: Clock = time.process_time
 ) -> TimeRatio:
-    """Runs both in turn, in slices of a few runs, each round in the other order.
+    """Time two functions in alternating slices of a few runs; the order alternates too.
 
-    The clock is the processor's, so that what runs on one thread takes as long where other programs want the processor.
-    What else the machine does in a round falls on both, so that ratios of rounds tell more than times do.
+    The clock counts processor time, so other programs do not lengthen the runs of one thread. Other load of the machine
+    in a round affects both functions, so ratios are more reliable than times.
 
     Args:
-        first_run: What is timed.
-        second_run: What it is held against.
-        seconds: When to end, if the ratio is not known closely before.
-        clock: Tells seconds.
+        first_run: Function to time.
+        second_run: Function to compare with.
+        seconds: Time limit, unless the ratio is known precisely before.
+        clock: Clock in seconds.
     """
     block_runs = [_count_block_runs(run, clock) for run in (first_run, second_run)]
     end, pairs = clock() + seconds, list[tuple[float, float]]()
@@ -323,7 +323,7 @@ def measure_time_ratio(
 
 
 def _count_block_runs(run: TimedRun, clock: Clock) -> int:
-    """How many runs a block has; the first run of all is left out of it."""
+    """Number of runs in a block. The first run ever is not timed."""
     run()
     start = clock()
     run()
@@ -344,7 +344,7 @@ def _shortest_block_seconds(run: TimedRun, count: int, clock: Clock) -> float:
 
 
 def _median_with_bounds(pairs: Sequence[tuple[float, float]]) -> TimeRatio:
-    """The median with the order statistics between which it lies."""
+    """Median with its confidence interval from order statistics."""
     ratios = sorted(first / max(second, 1e-12) for first, second in pairs)
     trimmed = max(math.floor((len(ratios) - CONFIDENCE_DEVIATIONS * math.sqrt(len(ratios))) / 2), 0)
     return TimeRatio(

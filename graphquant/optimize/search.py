@@ -1,4 +1,4 @@
-"""The search for the cheapest plan that meets a bound; docs/decisions/0060 and 0065 have the reasons."""
+"""Search for the cheapest selection of candidates that meets a bound (see docs/decisions)."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     Selection = tuple[int, ...]
 
 
-# The cheapest ways for a wanted sum of errors.
+# This part solves the selection for one target sum of errors. The search below varies the target.
 
 MAX_EXHAUSTIVE_OPS = 12
-"""Ops of which every set is tried."""
+"""Number of ops up to which every subset is tried."""
 
 MAX_DROPPED_OPS = 32
-"""Of more ops, how many may be given back in a look for cheaper ways."""
+"""With more ops, the maximum number of ops that are returned to integers in trials."""
 
 NEGLIGIBLE_ERROR_SHARE = 0.05
-"""Of a sum of errors: so much is lost among what estimates and chance are off by."""
+"""Share of the error sum that is below the uncertainty of the estimates."""
 
 SUM_TOLERANCE = 1e-9
-"""Of a sum of errors: that much more is as good."""
+"""Relative tolerance of a sum of errors."""
 
 
 def choose_selection(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> Selection:
-    """The way of each group, as its position, so that errors add up to `max_error` at most.
+    """Choose the candidate of each group, by index, so that the errors add up to at most `max_error`.
 
     Args:
-        groups: What there is to choose for.
-        costs: What each op costs in high precision.
-        max_error: The sum of errors, as a share of the outputs.
+        groups: The groups.
+        costs: Cost of each op in high precision.
+        max_error: Limit of the sum of errors, as a share of the outputs.
     """
     ops = sorted({op for group in groups for op in group.ops})
     if len(ops) > MAX_EXHAUSTIVE_OPS:
@@ -62,12 +62,12 @@ def choose_selection(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float],
 
 
 def selection_cost(groups: Sequence[ScaleGroup], selection: Sequence[int], costs: Mapping[OpKey, float]) -> float:
-    """What it costs: each op that multiplies on a group in high precision runs in that."""
+    """Cost of the ops that run in high precision."""
     return fsum(costs[op] for op in high_precision_ops(groups, selection))
 
 
 def high_precision_ops(groups: Sequence[ScaleGroup], selection: Sequence[int]) -> frozenset[OpKey]:
-    """The ops that run in high precision."""
+    """Ops that run in high precision."""
     return frozenset(
         op
         for group, candidate in zip(groups, selection, strict=True)
@@ -77,15 +77,15 @@ def high_precision_ops(groups: Sequence[ScaleGroup], selection: Sequence[int]) -
 
 
 def total_error(groups: Sequence[ScaleGroup], selection: Sequence[int]) -> float:
-    """What the errors add up to."""
+    """Sum of the errors."""
     return fsum(group.candidates[candidate].error for group, candidate in zip(groups, selection, strict=True))
 
 
 def settle_selection(groups: Sequence[ScaleGroup], ops: frozenset[OpKey], max_error: float) -> Selection:
-    """The ways where `ops` run in high precision: as few as it takes are others than those that rules want.
+    """Choose the candidates if `ops` run in high precision, with as few deviations from the rules as possible.
 
-    What only these ops multiply on is in high precision too, since nothing is gained by less. Of all else the largest
-    gain comes first, until `max_error` is met, or nothing is left to gain.
+    Groups that only these ops read become high precision too, because less would gain nothing. The other groups change
+    in the order of their gain until `max_error` is met.
     """
     can_be_high = [bool(group.ops) and group.ops <= ops for group in groups]
     selection = [
@@ -106,7 +106,7 @@ def settle_selection(groups: Sequence[ScaleGroup], ops: frozenset[OpKey], max_er
 def _candidate_gains(
     groups: Sequence[ScaleGroup], selection: Sequence[int], can_be_high: Sequence[bool]
 ) -> Iterator[tuple[float, int, int]]:
-    """For each group that has one the best other way: the fall of its error, its position, the way's."""
+    """Yield gain, group and candidate of the best alternative of each group."""
     for index, group in enumerate(groups):
         allowed = [
             position
@@ -122,15 +122,15 @@ def _candidate_gains(
 def cheaper_selections(
     groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], ops: frozenset[OpKey], max_ratio: float
 ) -> list[Selection]:
-    """Ways that cost less than those where `ops` run in high precision, those of least error first.
+    """List selections that cost less than those with `ops` in high precision, by increasing error.
 
-    Of few ops all sets are looked at; of many those with one op less.
+    With few ops all subsets are listed, with many those with one op less.
 
     Args:
-        groups: What there is to choose for.
-        costs: What each op costs in high precision.
+        groups: The groups.
+        costs: Cost of each op in high precision.
         ops: Ops that run in high precision.
-        max_ratio: By which factor less it must cost.
+        max_ratio: Largest cost relative to that of `ops`.
     """
     all_ops = sorted({op for group in groups for op in group.ops})
     max_cost = fsum(costs[op] for op in ops) * max_ratio
@@ -147,7 +147,7 @@ def cheaper_selections(
 
 
 def lighter_selection(groups: Sequence[ScaleGroup], selection: Selection) -> Selection:
-    """The same, but what adds next to nothing as rules want it stays so, which costs no more."""
+    """Return the selection with the rules' candidate wherever the error is negligible. It costs no more."""
     negligible = NEGLIGIBLE_ERROR_SHARE * total_error(groups, selection)
     return tuple(
         0 if group.candidates[0].error <= negligible else candidate
@@ -156,7 +156,7 @@ def lighter_selection(groups: Sequence[ScaleGroup], selection: Selection) -> Sel
 
 
 def _op_sets_by_cost(ops: Sequence[OpKey], costs: Mapping[OpKey, float]) -> list[tuple[float, frozenset[OpKey]]]:
-    """All sets of ops with their costs, the cheapest first."""
+    """All subsets of ops with their costs, by cost."""
     subsets = [subset for count in range(len(ops) + 1) for subset in combinations(ops, count)]
     return sorted(
         ((fsum(costs[op] for op in subset), frozenset(subset)) for subset in subsets), key=lambda priced: priced[0]
@@ -164,7 +164,7 @@ def _op_sets_by_cost(ops: Sequence[OpKey], costs: Mapping[OpKey, float]) -> list
 
 
 def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float], max_error: float) -> frozenset[OpKey]:
-    """By the largest fall of error for its cost, again and again; then ops are given back, the dearest first."""
+    """Choose ops by their error reduction per cost, then return ops to integers, the most expensive first."""
     state = _GreedyState(groups)
     while state.error > max_error:
         best: tuple[float, int] | None = None
@@ -184,7 +184,7 @@ def _greedy_high_ops(groups: Sequence[ScaleGroup], costs: Mapping[OpKey, float],
 
 
 class _GreedyState:
-    """The ops in high precision so far, what is left of the errors, and by how much each group's falls in that."""
+    """State of the greedy choice: high-precision ops, the remaining error, and the reduction per group."""
 
     def __init__(self, groups: Sequence[ScaleGroup]) -> None:
         self._groups = groups
@@ -205,19 +205,19 @@ class _GreedyState:
         self.error = sum(lowest)
 
     def freed_groups(self, ops: frozenset[OpKey]) -> set[int]:
-        """The groups that nothing keeps quantized any more if `ops` run in high precision too."""
+        """Groups that no quantized op reads once `ops` run in high precision."""
         touched = {index for op in ops for index in self._by_op[op]} - self.float_groups
         return {index for index in touched if self._groups[index].ops <= self.high_ops | ops}
 
     def make_float(self, index: int) -> None:
-        """Leaves a group float, with its ops and all that they alone kept quantized."""
+        """Make a group float, with its ops and everything that only they kept quantized."""
         freed = self.freed_groups(self._groups[index].ops) | {index}
         self.high_ops |= self._groups[index].ops
         self.float_groups |= freed
         self.error -= fsum(self.reductions[freed_index] for freed_index in freed)
 
     def restore_op(self, op: OpKey, max_error: float) -> None:
-        """Lets `op` run on integers again, if the errors still add up to no more than `max_error`."""
+        """Return `op` to integers if the errors still add up to at most `max_error`."""
         restored = [index for index in self._by_op[op] if index in self.float_groups]
         error = self.error + fsum(self.reductions[index] for index in restored)
         if error <= max_error:
@@ -227,34 +227,34 @@ class _GreedyState:
 
 
 MAX_MEASUREMENTS = MAX_SEARCH_PLANS
-"""Plans that are made and measured at most."""
+"""Maximum number of measured plans."""
 
 MAX_CLIMB_PLANS, MAX_REFINE_PLANS = 8, 3
-"""Of these, how many may go by until one meets the bound, and how many look for a smaller sum of errors then."""
+"""Maximum number of plans until one meets the bound, and then to reduce the aim."""
 
 CLIMB_STEP_DB = 3.0
-"""Decibels more that are wanted where a plan misses by an unknown amount."""
+"""Step of the aim in dB if the distance to the bound is unknown."""
 
 MIN_AIM_STEP_DB = 0.3
-"""Decibels between two aims that are not worth a plan."""
+"""Smallest difference of two aims in dB that is worth a plan."""
 
 NEAR_MISS_DB = 2.0
-"""Decibels by which a plan may miss so that one that differs next to nothing may meet: heavy tails make that much."""
+"""Miss in dB that a nearly equal plan may correct, because errors have heavy tails."""
 
 MAX_CONSECUTIVE_MISSES = 6
-"""Cheaper plans that may miss one after the other."""
+"""Maximum number of cheaper plans in a row that miss the bound."""
 
 MAX_COST_RATIO = 0.98
-"""A cheaper plan is tried if it costs less by that factor."""
+"""Relative cost below which a cheaper plan is tried."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanQuality:
-    """How good one plan is.
+    """Quality of one plan.
 
     Attributes:
-        met: Whether it meets the bounds on the samples of the search.
-        sqnr: Signal to noise of its worst output, dB; infinite where nothing is lost.
+        met: True if it meets the bounds on the search samples.
+        sqnr: SQNR of the worst output in dB; infinite without any loss.
     """
 
     met: bool
@@ -263,14 +263,14 @@ class PlanQuality:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectionResult:
-    """What the search found.
+    """Result of a selection search.
 
     Attributes:
-        selection: For each group the position of its way.
-        quality: How good that is.
-        cost: What it costs, as a share of all ops in float.
-        plans: How many plans were measured.
-        interrupted: Whether it was stopped before its end.
+        selection: Index of the candidate of each group.
+        quality: Quality of its plan.
+        cost: Cost as a share of all ops in float.
+        plans: Number of measured plans.
+        interrupted: True if Ctrl-C ended the search early.
     """
 
     selection: Selection
@@ -288,20 +288,20 @@ def search_cheapest_plan(
     target_sqnr: float | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SelectionResult:
-    """Looks for the cheapest ways of all groups that meet a bound.
+    """Search the cheapest selection that meets a bound.
 
     Args:
-        groups: The sites, with their ways and the error that each adds in these.
-        costs: What each op costs in high precision.
-        measure: Makes and measures the plan of these ways.
-        target_sqnr: The bound on SQNR, dB; None where it is on something else.
-        progress: Told how many plans were measured, and of how many at most.
+        groups: The groups with the error of each candidate.
+        costs: Cost of each op in high precision.
+        measure: Build and measure the plan of a selection.
+        target_sqnr: Bound on the SQNR in dB; None for other bounds.
+        progress: Callback with the number of measured plans and its maximum.
     """
     return _PlanSearch(groups, costs, measure, progress).run(target_sqnr)
 
 
 class _PlanSearch:
-    """Plans that were measured, and the best of them."""
+    """State of a selection search: the measured plans and the best of them."""
 
     def __init__(
         self,
@@ -316,7 +316,7 @@ class _PlanSearch:
         self._best = self._measure_selection((0,) * len(groups))
 
     def run(self, target_sqnr: float | None) -> SelectionResult:
-        """Tries plans until one is the cheapest that can be told, or there are none left."""
+        """Measure plans until no cheaper one is promising."""
         interrupted = False
         try:
             if not self._best[1].met:
@@ -334,7 +334,7 @@ class _PlanSearch:
         )
 
     def _climb_to_bound(self, target_sqnr: float | None) -> tuple[float, float]:
-        """Wants more and more until the bound is met; returns the last aim that missed and the one that met."""
+        """Raise the aim until a plan meets the bound. Return the last aim that missed and the aim that met."""
         quality, aim = self._best[1], _error_to_decibels(total_error(self._groups, self._best[0]))
         for _ in range(MAX_CLIMB_PLANS):
             missed = aim
@@ -349,7 +349,7 @@ class _PlanSearch:
         return aim, aim
 
     def _refine_aim(self, missed: float, met: float) -> None:
-        """Halves what lies between two aims."""
+        """Bisect the interval between two aims."""
         for _ in range(MAX_REFINE_PLANS):
             if met - missed <= MIN_AIM_STEP_DB:
                 break
@@ -360,7 +360,7 @@ class _PlanSearch:
                 missed = middle
 
     def _search_cheaper(self, target_sqnr: float | None) -> None:
-        """Tries cheaper plans than the best, those of least error first, as long as plans may be measured."""
+        """Measure cheaper plans than the best, by increasing error, within the limit of plans."""
         waiting: list[Selection] = []
         base_selection: Selection | None = None
         missed = 0
@@ -376,7 +376,7 @@ class _PlanSearch:
             waiting.append(selection)
 
     def _next_untried(self, waiting: list[Selection], target_sqnr: float | None) -> Selection | None:
-        """The last that is waiting and was not measured, or one that costs as much as one that just misses."""
+        """Next selection that was not measured, or one of equal cost after a near miss."""
         while waiting:
             selection = waiting.pop()
             if selection not in self._qualities:
@@ -391,7 +391,7 @@ class _PlanSearch:
         return choose_selection(self._groups, self._costs, 10 ** (-aim / 10))
 
     def _try_selection(self, selection: Selection) -> PlanQuality:
-        """Measures a plan, unless that was done, and keeps it if it is the best."""
+        """Measure a selection once, and keep it if it is the best."""
         scored = self._measure_selection(selection)
         if _quality_rank(*scored[1:]) < _quality_rank(*self._best[1:]):
             self._best = scored
@@ -406,24 +406,24 @@ class _PlanSearch:
 
 
 def _quality_rank(quality: PlanQuality, price: float) -> tuple[bool, float]:
-    """Those that meet the bound come first, the cheapest of them first; of the others the nearest."""
+    """Order of plans: those that meet the bound by cost, then the others by their distance."""
     return (not quality.met, price if quality.met else -quality.sqnr)
 
 
 def _error_to_decibels(error: float) -> float:
-    """The signal to noise that a sum of errors leaves."""
+    """SQNR in dB of a sum of errors."""
     return -10 * math.log10(error) if error else math.inf
 
 
-# The ways of weights that lose least within so many bytes.
+# Bit allocation needs no measured plans: sizes and errors of weights add up.
 
 
 def allocate_weight_bits(groups: Sequence[ScaleGroup], max_bytes: float) -> Selection:
-    """The way of each group, as its position, so that sizes add up to `max_bytes` at most, if they can.
+    """Choose the candidate of each group, by index, so that sizes add up to at most `max_bytes`, if possible.
 
-    From the smallest ways on, the step to another that saves most errors for its bytes is taken, if it fits, again and
-    again. Of each group only ways on the convex hull of sizes and errors are looked at, so that steps of one group come
-    in their order; the outcome is at most one step from the best.
+    Starting with the smallest candidates, the step with the largest error reduction per byte is taken repeatedly, if it
+    fits. Only candidates on the convex hull of size and error are used, so that the steps of a group come in order. The
+    result is at most one step from the optimum.
     """
     selection = [
         min(range(len(group.candidates)), key=lambda candidate: _size_then_error(group, candidate)) for group in groups
@@ -449,7 +449,7 @@ def _size_then_error(group: ScaleGroup, candidate: int) -> tuple[float, float]:
 
 
 def _hull_upgrades(group: ScaleGroup, start: int) -> Iterator[tuple[float, int]]:
-    """From the smallest way on, each step along the hull: what it saves for each byte, and to which way."""
+    """Yield the steps along the convex hull: error reduction per byte, and the new candidate."""
     current = start
     while True:
         ratios = [

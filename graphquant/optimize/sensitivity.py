@@ -1,4 +1,4 @@
-"""Blame: the error that each quantization adds alone at the outputs of a model."""
+"""Sensitivity analysis: the error that each quantization alone adds at the outputs of a model."""
 
 from __future__ import annotations
 
@@ -26,24 +26,19 @@ if TYPE_CHECKING:
     OpKey = tuple[str, str]
 
 
-# A quantized model in which each quantization is taken out, left in, or switched by an input of the model.
+# Switches make the analysis fast: one session serves many quantizations, each enabled by a boolean input of the model.
 
 SWITCH_PREFIX = "graphquant/switch"
-"""What the inputs are called, each with the number of its quantization."""
-
-SELECT_OP_TYPES = {"onnx": "Where", "tensorflow": "SelectV2"}
-"""The op that takes its second input where the first is true, else its third."""
-
-CONSTANT_OP_TYPES = {"onnx": "Constant", "tensorflow": "Const"}
+"""Prefix of the names of switch inputs; the index of the quantization follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SwitchPoint:
-    """A quantization of a model, and what there is without it.
+    """Quantization op that can be bypassed.
 
     Attributes:
-        quantized: What it makes.
-        float_source: The float tensor that it stands for; what gives the values where the model stores integers alone.
+        quantized: Its output.
+        float_source: The float tensor that it replaces; if only integers are stored, the op that dequantizes them.
     """
 
     quantized: TensorRef
@@ -52,23 +47,23 @@ class SwitchPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchedModel:
-    """A model with switches.
+    """Model with switches.
 
     Attributes:
         model: The model.
-        inputs: For each choice that has a switch, by its position, the input that is its switch.
+        inputs: Name of the switch input by index of the switch point.
     """
 
     model: Model
     inputs: Mapping[int, str]
 
     def feed(self, on: Collection[int] = ()) -> dict[str, Array]:
-        """The inputs that leave the choices `on` quantized, and no other that has a switch."""
+        """Make the feed that enables only the switch points `on`."""
         return {name: np.array(index in on) for index, name in self.inputs.items()}
 
 
 def find_switchable(model: Model, switch_points: Sequence[SwitchPoint]) -> list[int]:
-    """The positions of the choices that an input can rule: not those in functions, nor in TensorFlow 1's frames."""
+    """Find the switch points that an input can control. Functions and TensorFlow 1 frames cannot read new inputs."""
     blind = {
         name
         for name, graph in model.graphs.items()
@@ -85,13 +80,13 @@ def find_switchable(model: Model, switch_points: Sequence[SwitchPoint]) -> list[
 def insert_switches(
     model: Model, switch_points: Sequence[SwitchPoint], *, by_input: Iterable[int], on: Collection[int] = ()
 ) -> SwitchedModel:
-    """`model` with some quantizations behind switches, those `on` as they are, and all others taken out.
+    """Insert switches for some quantizations, keep those in `on`, and bypass all others.
 
     Args:
         model: The quantized model.
         switch_points: Its quantizations.
-        by_input: Positions of those that get a switch; they must be `find_switchable`.
-        on: Positions of those that stay.
+        by_input: Indices of those that get a switch; they must be `find_switchable`.
+        on: Indices of those that stay.
     """
     changed, inputs = model.copy(), {}
     replacements: dict[TensorRef, TensorRef] = {}
@@ -110,7 +105,7 @@ def insert_switches(
 
 
 def _graphs_of_switch(model: Model, switch_point: SwitchPoint) -> set[str]:
-    """The graphs that make and read what is chosen."""
+    """Graphs that produce and read the switch point."""
     quantized = switch_point.quantized
     return {quantized.graph, *(use.graph for use in model.graphs[quantized.graph].consumers(quantized))}
 
@@ -118,19 +113,19 @@ def _graphs_of_switch(model: Model, switch_point: SwitchPoint) -> set[str]:
 def _make_float_tensor(
     model: Model, switch_point: SwitchPoint, replacements: Mapping[TensorRef, TensorRef]
 ) -> TensorRef:
-    """The float tensor in place of a quantized one."""
+    """Make the float tensor that replaces a quantized one."""
     if isinstance(switch_point.float_source, TensorRef):
         return replacements.get(switch_point.float_source, switch_point.float_source)
     graph = model.graphs[switch_point.quantized.graph]
     name = graph.unique_name(f"{switch_point.quantized.op}/float")
-    return add_constant(graph, name, switch_point.float_source(), op_type=CONSTANT_OP_TYPES[model.format], rule="")
+    return add_constant(graph, name, switch_point.float_source(), op_type=model.traits.constant_type, rule="")
 
 
 def _add_switch_input(model: Model, index: int) -> str:
-    """A new boolean input of the main graph, off by default where the format has such."""
+    """Add a boolean input to the main graph; it is false by default if the format supports defaults."""
     main = model.main
     name = main.unique_name(f"{SWITCH_PREFIX}_{index}")
-    if model.format == "onnx":
+    if model.traits.named_values:
         main.add_op(Op(name=name, kind="input", type="", roles=(), outputs=(Output(name, "bool", ()),)))
     else:
         default = add_constant(main, main.unique_name(f"{name}/off"), np.array(0, np.bool_), op_type="Const", rule="")
@@ -143,39 +138,37 @@ def _add_switch_input(model: Model, index: int) -> str:
 
 
 def _add_select_op(model: Model, switch: str, quantized: TensorRef, float_tensor: TensorRef) -> TensorRef:
-    """Adds an op that is `quantized` where the switch is on, else `float_tensor`."""
+    """Add an op that selects `quantized` if the switch is true, else `float_tensor`."""
     graph = model.graphs[quantized.graph]
     name = graph.unique_name(f"{switch}/select")
-    output = replace(model.output(quantized), name=name if model.format == "onnx" else f"{name}:0")
-    op = Op(
-        name=name, kind="where", type=SELECT_OP_TYPES[model.format], roles=("condition", "input"), outputs=(output,)
-    )
+    output = replace(model.output(quantized), name=name if model.traits.named_values else f"{name}:0")
+    op = Op(name=name, kind="where", type=model.traits.select_type, roles=("condition", "input"), outputs=(output,))
     return graph.add_op(op, [TensorRef("", switch), quantized, float_tensor])
 
 
 MAX_SAMPLES = 12
-"""Samples on which each quantization is tried, where samples are run one by one."""
+"""Samples per quantization if samples run one by one."""
 
 MAX_BATCHES = 4
-"""Runs of each quantization where samples are run in batches."""
+"""Runs per quantization if samples run in batches."""
 
 BATCH_SIZE = 16
-"""Samples in such a batch."""
+"""Samples in a batch."""
 
 SWITCHES_PER_SESSION = 16
-"""Quantizations that have switches in one session: each takes time also while it is off, and a session takes more."""
+"""Switches per session. A disabled switch costs time in each run, and so does each new session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sensitivity:
-    """What each quantization adds.
+    """Result of a sensitivity analysis.
 
     Attributes:
-        errors: For graph and name of each quantization op the squared error that it adds alone to the outputs, as a
-            share of their squares; of the output where that is largest.
-        runs: How many runs there were for all, references included.
-        samples: On how many samples.
-        interrupted: Whether it was stopped before all were tried.
+        errors: Squared error that each quantization op adds alone, as a share of the output's power, for the output where it
+            is largest; by graph and name of the op.
+        runs: Number of runs, including the references.
+        samples: Number of samples.
+        interrupted: True if Ctrl-C ended the analysis early.
     """
 
     errors: Mapping[OpKey, float]
@@ -185,11 +178,11 @@ class Sensitivity:
 
     @property
     def runs_per_op(self) -> float:
-        """How many runs that is for each quantization."""
+        """Number of runs per quantization."""
         return self.runs / max(len(self.errors), 1)
 
     def sqnr(self, graph: str, op: str) -> float | None:
-        """The signal to noise in decibels that the outputs have with this quantization alone; None if not known."""
+        """SQNR in dB of the outputs with this quantization alone; None if unknown."""
         error = self.errors.get((graph, op))
         if error is None or math.isnan(error):
             return None
@@ -206,20 +199,20 @@ def measure_sensitivity(
     only: Collection[OpKey] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Sensitivity:
-    """Tries each quantization alone: the model with all others taken out, beside the model with all taken out.
+    """Measure the error of each quantization alone: the model with only this one, compared with the model without any.
 
-    Quantizations are switched by inputs of one session for some of them; each that no input can rule, as in a
-    function, gets a session of its own. All are tried on the same samples, spread over the data, so that those that
-    make more of any error make more of all. Ctrl-C ends that with what is known so far.
+    Switch inputs select the quantization within a session. Quantizations that no input can control, as in a function, get a
+    session of their own. All are measured on the same samples, spread over the data, so that samples with large errors affect
+    all alike. Ctrl-C ends the analysis with the results so far.
 
     Args:
         quantized_model: The quantized model.
-        sites: Its quantizations beside the float model.
-        batches: The data, with the inputs of the float model.
-        inputs: For each input of `quantized_model` that of the float model.
-        batch_independent: Whether samples may be joined.
-        only: The quantizations to try, all by default.
-        progress: Told how many quantizations are done, and of how many.
+        sites: Its quantizations matched with the float model.
+        batches: The data for the inputs of the float model.
+        inputs: Input of the float model by input of `quantized_model`.
+        batch_independent: True if samples can be batched.
+        only: Quantizations to measure; all by default.
+        progress: Callback with the number of measured quantizations and their total.
 
     Raises:
         ModelError: A model cannot be run.
@@ -244,7 +237,7 @@ def measure_sensitivity(
 def _measure_each(
     quantized_model: Model, switch_points: Sequence[SwitchPoint], selected: Collection[int], feeds: Sequence[Feeds]
 ) -> Iterator[tuple[int, float, int]]:
-    """For each of the choices `selected` its position, its error, and how many runs there were since the one before."""
+    """Yield index, error and number of new runs for each switch point in `selected`."""
     remaining = set(selected)
     with_switch = [index for index in find_switchable(quantized_model, switch_points) if index in remaining]
     for start in range(0, len(with_switch), SWITCHES_PER_SESSION):
@@ -268,7 +261,7 @@ def _measure_each(
 
 
 def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[list[OpKey], list[SwitchPoint]]:
-    """The quantizations whose float tensor is known, with their places."""
+    """Find the quantizations with a known float tensor."""
     op_keys, switch_points = [], []
     for site in sites.sites:
         float_tensor = site.input_tensor if site.input_tensor is not None else site.read_float_weight
@@ -284,7 +277,7 @@ def _find_switch_points(quantized_model: Model, sites: ComparedSites) -> tuple[l
 
 
 def _chunk_sample_feeds(batches: Dataset, inputs: Mapping[str, str], *, batch_independent: bool) -> Iterator[Feeds]:
-    """A few samples, spread over the data, joined where they can be."""
+    """Prepare a few samples, spread over the data and batched if possible."""
     max_samples = MAX_BATCHES * BATCH_SIZE if batch_independent else MAX_SAMPLES
     count = min(batches.count, max_samples)
     chosen = sorted({index * batches.count // count for index in range(count)})
@@ -305,27 +298,27 @@ def _count_rows(feed: Feeds) -> int:
 
 
 class _SwitchSession:
-    """A model in a session, with the samples that it is run on."""
+    """Session of a model with the samples it runs on."""
 
     def __init__(self, model: Model, feeds: Sequence[Feeds], reference_switches: Feeds | None) -> None:
-        """`reference_switches` are the inputs with which it is the reference; None if it is none."""
+        """Create the session; with `reference_switches` the model computes the reference."""
         self._runner = formats.format_module(model.format).create_runner(model)
         self._feeds = feeds
         self._runs = 0
         self.references = [] if reference_switches is None else [self.run(feed, reference_switches) for feed in feeds]
 
     def run(self, feed: Feeds, switches: Feeds) -> dict[str, Array]:
-        """The outputs."""
+        """Run the model."""
         self._runs += 1
         return self._runner.run({**feed, **switches})
 
     def take_run_count(self) -> int:
-        """How many runs there were since this was last asked."""
+        """Return the number of runs since the last call."""
         runs, self._runs = self._runs, 0
         return runs
 
     def relative_error(self, reference: _SwitchSession, switches: Feeds) -> float:
-        """The largest error of an output over all samples, as a share of it."""
+        """Largest relative squared error of an output over all samples."""
         power: dict[str, float] = {}
         error: dict[str, float] = {}
         for feed, expected in zip(self._feeds, reference.references, strict=True):
@@ -342,7 +335,7 @@ class _SwitchSession:
 
 
 def _power_and_error(expected: Array, actual: Array | None) -> tuple[float, float]:
-    """Sum of squares of an output and of its differences; what has another shape is wholly wrong."""
+    """Sum of squares of an output and of its error. An output of another shape counts as completely wrong."""
     if expected.dtype.kind != "f":
         return 0.0, 0.0
     flat = expected.astype(np.float64).reshape(-1)

@@ -1,12 +1,12 @@
-"""Channels of activations scaled so that they fill their common range, at the cost of the weights that multiply them.
+"""SmoothQuant: scale the channels of activations to use their common range evenly, at the expense of the weights.
 
 Source: Xiao et al. 2022, "SmoothQuant: Accurate and Efficient Post-Training Quantization for Large Language Models",
-equation 4: a channel is divided by max|x|^a / max|w|^(1 - a). The paper searches one strength a for a model by its
-accuracy. Here each stream gets the one of eleven, from 0 to 1, for which the errors of rounding both are predicted to
-be least, as noise with a twelfth of a step's square. The factors go into what makes the channels: a LayerNorm, also one
-written out as single ops, an RMSNorm, a convolution or product. Where something else reads these, the residual branch
-of an encoder say, a product by the factors is put before the matrix products; the paper leaves these out. The paper is
-on transformers; what convolutions multiply gains likewise.
+equation 4: a channel is divided by max|x|^a / max|w|^(1 - a). The paper searches one strength a per model by its
+accuracy. Here each channel group gets the strength, of eleven from 0 to 1, with the least predicted rounding noise of
+activations and weights. The factors go into the op that produces the channels: a LayerNorm (also decomposed), an
+RMSNorm, a convolution or a matrix product. If another op reads these channels too, such as the residual branch of an
+encoder, a product with the factors is inserted before the matrix products; the paper leaves these out. Convolutions
+gain as well as transformers.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ SMOOTHQUANT: Final = "smoothquant"
 STRENGTHS: Final = tuple(step / 10 for step in range(11))
 
 MIN_GAIN_DB: Final = 1.0
-"""dB of predicted errors that a stream must gain."""
+"""Predicted gain in dB that a channel group needs."""
 
 MIN_GAIN_WITH_FACTOR_OP_DB: Final = 3.0
-"""dB where an op is added for it."""
+"""Predicted gain in dB if an op must be inserted."""
 
 SMALL_GAIN: Final = "its errors are predicted to fall by less than {} dB"
 
@@ -45,12 +45,12 @@ NO_TENSOR_SCALE: Final = "none of its tensors is quantized with one scale"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmoothQuantScaling:
-    """How a stream is to be scaled.
+    """Scaling of a channel group.
 
     Attributes:
         divisors: float64 (C,), powers of two.
-        strength: The share of it that weights take.
-        gain: dB that errors are predicted to fall by.
+        strength: Share of the scaling that the weights absorb.
+        gain: Predicted error reduction in dB.
     """
 
     divisors: Array
@@ -59,7 +59,7 @@ class SmoothQuantScaling:
 
 
 def find_best_scaling(costs: RoundingCosts) -> SmoothQuantScaling | None:
-    """The best strength for a stream; None if nothing of it is rounded."""
+    """Find the best strength for a channel group; None if nothing in it is rounded."""
     channels = costs.group.channels
     activation_maxima = largest_magnitudes([costs.moments[tensor] for tensor in costs.group.weight_uses])
     weight_maxima = np.maximum.reduce([weight.channel_maxima(channels) for weight in costs.reading_weights])
@@ -80,7 +80,7 @@ def find_best_scaling(costs: RoundingCosts) -> SmoothQuantScaling | None:
 
 
 def scalable_groups(statistics: ChannelStatistics, number: int) -> list[ChannelGroup]:
-    """A stream that can be scaled, or else the parts of it that a product of their own can scale."""
+    """Return the group if it can be scaled, or else the parts that an inserted product can scale."""
     group = statistics.groups[number]
     return list(_separable_branches(statistics, group)) if statistics.find_obstacle(group) else [group]
 
@@ -107,7 +107,7 @@ def _separable_branches(statistics: ChannelStatistics, group: ChannelGroup) -> I
 
 
 def _has_own_scale(statistics: ChannelStatistics, tensor: TensorRef, uses: list[Use]) -> bool:
-    """Whether the tensor has a scale of its own for these uses, which no other hangs on."""
+    """Return True if no other site shares the scale of these uses."""
     input_uses = {
         (use.graph, use.op, statistics.model.graphs[use.graph].op(use.op).roles.index("input")) for use in uses
     }

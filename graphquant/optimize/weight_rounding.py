@@ -1,7 +1,7 @@
-"""Weights of few bits rounded so that what they make is near to the float model's, not each weight by itself.
+"""GPTQ and AdaRound: round low-bit weights to minimize the error of the op's output instead of the weight's own error.
 
-An op's squared error is e H e^T for a row e of rounding errors, with H = X^T X of what it reads. Nearest rounding looks
-at the diagonal alone; with 4 bits the rest is worth several decibels.
+The squared error of an op is e H e^T for a row e of rounding errors, with H = X^T X of its inputs. Rounding to nearest
+minimizes only the diagonal part. With 4 bits, the rest is worth several decibels.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ GPTQ: Final = "gptq"
 ADAROUND: Final = "adaround"
 
 MAX_ROUNDED_BITS: Final = 4
-"""Bits from which on nearest rounding is good enough."""
+"""Bit width above which rounding to nearest is good enough."""
 
 DAMPING: Final = 0.01
-"""Of the mean of H's diagonal, what is added to it: the paper's own."""
+"""Share of the mean of H's diagonal that is added to the diagonal, as in the GPTQ paper."""
 
 MAX_SWEEPS: Final = 8
-"""Times that all weights are looked at by adaptive rounding, at most."""
+"""Maximum number of passes over all weights in AdaRound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingGrid:
-    """What a weight may become.
+    """Integer grid of a weight.
 
     Attributes:
         scale: float64, of the weight's shape, real units per step.
         zero: float64, likewise, steps.
-        low: The smallest integer.
-        high: The largest.
+        low: Smallest integer.
+        high: Largest integer.
     """
 
     scale: Array
@@ -56,20 +56,20 @@ class RoundingGrid:
     high: int
 
     def nearest(self, weight: Array) -> Array:
-        """The nearest value that can be had."""
+        """Round to the nearest grid value."""
         steps = np.clip(np.rint(weight / self.scale + self.zero), self.low, self.high)
         return np.asarray((steps - self.zero) * self.scale)
 
     def select(self, index: tuple[slice | int, ...]) -> RoundingGrid:
-        """The grid of a part."""
+        """Return the grid of a part of the weight."""
         return replace(self, scale=self.scale[index], zero=self.zero[index])
 
 
 @paused_gc()
 def apply_gptq(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
-    """Rounds inputs of an op one after the other and lets those that are left make up for the error.
+    """Round the inputs of an op one after the other, and compensate the error with the remaining ones.
 
-    The float function changes: the weights are those that the integers stand for.
+    The float function changes: weights become the values of their integers.
 
     Source: Frantar et al. 2022, "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers".
     """
@@ -78,13 +78,13 @@ def apply_gptq(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
 
 @paused_gc()
 def apply_adaround(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
-    """Rounds each weight up or down, whichever leaves less of the op's error beside all the others.
+    """Round each weight up or down, whichever reduces the error of the op.
 
-    The float function changes: the weights are those that the integers stand for.
+    The float function changes: weights become the values of their integers.
 
-    Source: Nagel et al. 2020, "Up or Down? Adaptive Rounding for Post-Training Quantization", whose local objective
-    (equation 13) is minimised here one weight at a time, from nearest rounding on, instead of by gradients on a
-    relaxation: it needs no step size, ends by itself, and always gives the same.
+    Source: Nagel et al. 2020, "Up or Down? Adaptive Rounding for Post-Training Quantization". Its local objective
+        (equation 13) is minimized by coordinate descent from rounding to nearest, instead of gradients on a relaxation.
+        Coordinate descent needs no step size, terminates, and is deterministic.
     """
     return _round_weights(edits, samples, ADAROUND, _round_matrix_adaround)
 
@@ -92,7 +92,7 @@ def apply_adaround(edits: WeightEdits, samples: AlgorithmData) -> WeightEdits:
 def _round_weights(
     edits: WeightEdits, samples: AlgorithmData, name: str, round_matrix: Callable[[Array, Array, RoundingGrid], Array]
 ) -> WeightEdits:
-    """Gives the weights of few bits other values, by `round_matrix` of matrix, H and grid."""
+    """Replace low-bit weights by the result of `round_matrix` for matrix, H and grid."""
     model = edits.model.copy()
     parameters = Parameters(edits.prepared_model)
     results: list[AlgorithmResult] = []
@@ -128,7 +128,7 @@ def _round_weights(
 
 
 def _find_low_bit_ops(edits: WeightEdits) -> list[tuple[WeightedOp, QParams]]:
-    """The ops whose weights have so few bits that rounding matters."""
+    """Find the ops whose weights have few enough bits."""
     solution = edits.solution
     by_use = {use: index for index, site in enumerate(solution.plan.sites) for use in site.uses}
     low_bit_ops = []
@@ -146,7 +146,7 @@ def _find_low_bit_ops(edits: WeightEdits) -> list[tuple[WeightedOp, QParams]]:
 
 
 def _find_data_input(edits: WeightEdits, weighted: WeightedOp) -> TensorRef:
-    """What an op multiplies by its weight."""
+    """Input that the weight multiplies."""
     tensor = edits.prepared_model.graphs[weighted.graph].source_of(
         Use(weighted.graph, weighted.op.name, weighted.op.roles.index("input"))
     )
@@ -160,7 +160,7 @@ def _round_if_better(
     gram_matrices: Array,
     round_matrix: Callable[[Array, Array, RoundingGrid], Array],
 ) -> tuple[Array, float]:
-    """The rounded weight, float32, and what is left of nearest rounding's squared error."""
+    """Return the rounded float32 weight, and its squared error relative to rounding to nearest."""
     low, high = params.type.limits(narrow=params.narrow)
     expanded = [
         broadcast_to_tensor(param_values.astype(np.float64), params, value.shape)
@@ -184,12 +184,12 @@ def _round_if_better(
 
 
 def _squared_output_errors(errors: Array, hessian: Array) -> Array:
-    """The squared error of each output, (outputs,)."""
+    """Squared error of each output, (outputs,)."""
     return np.asarray(np.einsum("oi,oi->o", errors @ hessian, errors))
 
 
 def _round_matrix_gptq(matrix: Array, hessian: Array, grid: RoundingGrid) -> Array:
-    """One group's matrix (outputs, inputs), rounded input by input."""
+    """Round the matrix (outputs, inputs) of one group, input by input."""
     count = len(hessian)
     mean = float(np.trace(hessian)) / max(count, 1) or 1.0
     damped = hessian + np.eye(count) * (DAMPING * mean)
@@ -203,7 +203,7 @@ def _round_matrix_gptq(matrix: Array, hessian: Array, grid: RoundingGrid) -> Arr
 
 
 def _round_matrix_adaround(matrix: Array, hessian: Array, grid: RoundingGrid) -> Array:
-    """One group's matrix (outputs, inputs), each weight at one of the two steps beside it."""
+    """Round the matrix (outputs, inputs) of one group to one of the two adjacent steps per weight."""
     steps = matrix / grid.scale + grid.zero
     floors = np.clip(np.floor(steps), grid.low, grid.high)
     ceilings = np.clip(np.floor(steps) + 1, grid.low, grid.high)

@@ -1,4 +1,4 @@
-"""Where the ops are whose weights are quantized, and what adds a bias to what they make."""
+"""Ops with quantized weights, their biases, and the means of their output channels."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from graphquant.quantize import Solution
 
 
-# Means of each channel of an op's output, sample by sample, taken inside of the graph so that little is copied out.
+# Channel means are computed inside the graph, so that only (samples, C) values are copied out.
 
 AXES_INPUT_OPSET: Final = 18
-"""First opset whose ReduceMean reads its axes."""
+"""First opset whose ReduceMean reads its axes as an input."""
 
 MATRIX_PRODUCT_KINDS: Final = frozenset({"matmul", "gemm"})
 
 ALGORITHM_RULE: Final = "correction"
 
 MAX_RUNS_IN_FLIGHT: Final = 2
-"""Runs at once, each on a thread of its own."""
+"""Maximum number of concurrent runs, each on its own thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelMean:
-    """Where the means of a tensor's channels come out.
+    """Observed tensor for the channel means of a tensor.
 
     Attributes:
-        tensor: What is averaged.
-        observed_tensor: What is observed: means, (samples, C), or the tensor itself where it has nothing to average inside.
+        tensor: Tensor to average.
+        observed_tensor: Its means, (samples, C), or the tensor itself if it has no other axes.
     """
 
     tensor: TensorRef
@@ -60,11 +60,11 @@ class ChannelMean:
 
 @dataclass(frozen=True, slots=True)
 class OutputAxes:
-    """The axes of what a convolution or product makes.
+    """Axes of the output of a weighted op.
 
     Attributes:
-        count: How many there are.
-        channel: That of its channels.
+        count: Number of axes.
+        channel: Channel axis.
     """
 
     count: int
@@ -72,30 +72,30 @@ class OutputAxes:
 
 
 def find_output_axes(model: Model, op: Op, weight_shape: Shape) -> OutputAxes | None:
-    """The axes of what `op` makes, whose weight has this shape; None if they are not known."""
+    """Axes of the output of `op` for a weight of this shape; None if unknown."""
     shape = op.outputs[0].shape
     rank = len(shape) if shape is not None else None
     if rank is None and (
-        op.kind not in MATRIX_PRODUCT_KINDS or (op.type in {"Gemm", "MatMul"} and model.format == "tensorflow")
+        op.kind not in MATRIX_PRODUCT_KINDS or (op.type in {"Gemm", "MatMul"} and not model.traits.stacked_matmul)
     ):
         rank = len(weight_shape)
     if rank is None or rank < len(("sample", "channel")):
         return None
     if op.kind in MATRIX_PRODUCT_KINDS:
         return OutputAxes(rank, rank - 1)
-    data_format = op.attrs.get("data_format", "NHWC" if model.format == "tensorflow" else "NCHW")
+    data_format = op.attrs.get("data_format", model.traits.data_format)
     text = data_format.decode() if isinstance(data_format, bytes) else str(data_format)
     return OutputAxes(rank, 1 if text.startswith("NC") else rank - 1)
 
 
 def add_channel_mean(model: Model, graph: Graph, tensor: TensorRef, axes: OutputAxes) -> ChannelMean:
-    """Adds what averages `tensor` over all axes but samples and channels."""
+    """Add an op that averages `tensor` over all axes but samples and channels."""
     averaged_axes = [axis for axis in range(1, axes.count) if axis != axes.channel]
     if not averaged_axes:
         return ChannelMean(tensor, tensor)
     name = graph.unique_name(f"{tensor.op}/mean")
     outputs = (Output(name, "float32", None),)
-    if model.format == "tensorflow":
+    if model.traits.type_attrs:
         attrs: Mapping[str, Any] = {"T": DataType("float32"), "Tidx": DataType("int32"), "keep_dims": False}
         mean_op = Op(name=name, kind="reduce_mean", type="Mean", outputs=outputs, attrs=attrs, rule=ALGORITHM_RULE)
         axes_value = np.array(averaged_axes, np.int32)
@@ -114,7 +114,7 @@ def add_channel_mean(model: Model, graph: Graph, tensor: TensorRef, axes: Output
 
 
 def measure_channel_means(model: Model, means: Sequence[ChannelMean], samples: AlgorithmData) -> dict[TensorRef, Array]:
-    """The means of each tensor's channels, float64 (samples, C); without those that no sample reaches.
+    """Measure the channel means of tensors, float64 (samples, C). Tensors that no sample reaches are left out.
 
     Raises:
         ModelError: The model cannot be run.
@@ -136,22 +136,22 @@ def measure_channel_means(model: Model, means: Sequence[ChannelMean], samples: A
 RANK_UNKNOWN: Final = "its number of axes is not known before the model runs"
 
 CONSTANT_OP_TYPES: Final = frozenset({"Const", "Initializer"})
-"""Types of constants whose value is not the attribute of a node."""
+"""Op types of constants whose value is no attribute of a node."""
 
 BIAS_ADD_KINDS: Final = frozenset({"add", "bias_add"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedOp:
-    """An op that multiplies by a quantized weight.
+    """Op that multiplies by a quantized weight.
 
     Attributes:
         graph: Its graph.
         op: The op.
-        weight: Where it reads the weight.
-        bias: Where its bias is read, or would be; None where nothing can add one.
-        axes: The axes of what it makes; None where they are not known.
-        no_bias_reason: Why nothing can add a bias, "" if something does.
+        weight: Use that reads the weight.
+        bias: Use that reads the bias, or could read one; None if no bias can be added.
+        axes: Axes of its output; None if unknown.
+        no_bias_reason: Reason why no bias can be added, or "".
     """
 
     graph: str
@@ -163,17 +163,17 @@ class WeightedOp:
 
     @property
     def output(self) -> TensorRef:
-        """What it makes."""
+        """Output of the op."""
         return TensorRef(self.graph, self.op.name)
 
     @property
     def name(self) -> str:
-        """The op as people read it."""
+        """Name of the op for reports."""
         return qualified_op_name(self.graph, self.op.name)
 
 
 def find_weighted_ops(model: Model, solution: Solution) -> Iterator[WeightedOp]:
-    """The ops of the graphs that run whose weight has a scale, in the order of their graphs."""
+    """Find the reachable ops whose weight has a scale, in graph order."""
     quantized = {
         use
         for index, site in enumerate(solution.plan.sites)
@@ -203,7 +203,7 @@ def find_weighted_ops(model: Model, solution: Solution) -> Iterator[WeightedOp]:
 
 
 def _weight_tensor_shape(model: Model, parameters: Parameters, weight: Use) -> Shape:
-    """The shape of a weight."""
+    """Shape of a weight."""
     tensor = model.graphs[weight.graph].source_of(weight)
     if tensor is None:
         return ()
@@ -213,7 +213,7 @@ def _weight_tensor_shape(model: Model, parameters: Parameters, weight: Use) -> S
 
 
 def _find_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | str:
-    """Where the bias of an op is read, or could be; else why not."""
+    """Use that reads or could read the bias of an op, or the reason why there is none."""
     if op.type.startswith("_Fused"):
         return "the op is fused with others"
     if op.kind == "gemm" and op.numeric_attr("beta", 1.0) != 1.0:
@@ -234,7 +234,7 @@ def _find_bias(graph: Graph, op: Op, parameters: Parameters) -> Use | str:
 
 
 def find_unshared_constant(model: Model, use: Use, shape: Sequence[int]) -> TensorRef | None:
-    """The constant of `shape` that is read at `use` and nowhere else; None if there is none."""
+    """Constant of `shape` that is read only at `use`; None if there is none."""
     tensor = model.graphs[use.graph].source_of(use)
     while tensor is not None and len(model.graphs[tensor.graph].consumers(tensor)) == 1:
         op = model.op(tensor)
@@ -246,9 +246,9 @@ def find_unshared_constant(model: Model, use: Use, shape: Sequence[int]) -> Tens
 
 
 def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
-    """For each of `ops` how many of them the longest way to it leads through; empty where ops run in a ring.
+    """Number of the given ops on the longest path to each of them. Empty if the ops form a cycle.
 
-    No op leads to another one of its own level.
+    No op depends on another op of its own level.
     """
     selected = set(ops)
     if not nx.is_directed_acyclic_graph(graph.nx):
@@ -261,7 +261,7 @@ def dependency_levels(graph: Graph, ops: Sequence[str]) -> dict[str, int]:
 
 
 def final_ops(graph: Graph, ops: Sequence[str]) -> list[str]:
-    """Those of `ops` that lead to no other one of them."""
+    """Those of `ops` on which no other of them depends."""
     ancestors: set[str] = set()
     pending = list(ops)
     while pending:
