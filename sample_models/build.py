@@ -93,8 +93,8 @@ class DigitsCnn(tf.Module):
         y, batch_mean, batch_variance = tf.compat.v1.nn.fused_batch_norm(
             x, gamma, beta, epsilon=BATCH_NORM_EPSILON, is_training=True, name=scope
         )
-        mean.assign_variables(BATCH_NORM_MOMENTUM * mean + (1.0 - BATCH_NORM_MOMENTUM) * batch_mean)
-        variance.assign_variables(BATCH_NORM_MOMENTUM * variance + (1.0 - BATCH_NORM_MOMENTUM) * batch_variance)
+        mean.assign(BATCH_NORM_MOMENTUM * mean + (1.0 - BATCH_NORM_MOMENTUM) * batch_mean)
+        variance.assign(BATCH_NORM_MOMENTUM * variance + (1.0 - BATCH_NORM_MOMENTUM) * batch_variance)
         return y
 
     def _conv(self, x: tf.Tensor, name: str, training: bool) -> tf.Tensor:
@@ -268,8 +268,8 @@ def train_model(model: Model | DigitsNested, images: Array, labels: Array, epoch
         gradients = tape.gradient(loss, variables, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
         for variable, gradient, first, second in zip(variables, gradients, firsts, seconds, strict=True):
-            first.assign_variables(0.9 * first + 0.1 * gradient)
-            second.assign_variables(0.99 * second + 0.01 * tf.square(gradient))
+            first.assign(0.9 * first + 0.1 * gradient)
+            second.assign(0.99 * second + 0.01 * tf.square(gradient))
             scaled = first / (1.0 - tf.pow(0.9, count))
             variable.assign_sub(rate * scaled / (tf.sqrt(second / (1.0 - tf.pow(0.99, count))) + 1e-7))
 

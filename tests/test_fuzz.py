@@ -41,8 +41,8 @@ from graphquant.quantize import plan_to_json
 from graphquant.visualize import json_export as view_data
 from graphquant.visualize import text as view_text
 from graphquant.visualize.graph_export import graph_graphml, graphviz_dot
-from graphquant.visualize.html import viewer_page
-from graphquant.visualize.model_drawing import model_drawing
+from graphquant.visualize.viewer_data import viewer_page
+from graphquant.visualize.drawing import model_drawing
 from graphquant.visualize.svg import graph_svg
 from graphquant.visualize.viewer_data import viewer_data
 

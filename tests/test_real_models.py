@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from reference import fake_quant
 
 import graphquant as gq
 from graphquant import formats
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.ir import Parameters, TensorRef, Use, check_invariants
-from graphquant.numerics import QParams, fake_quant, quantize
+from graphquant.numerics import QParams, quantize, tf_ranges
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +45,7 @@ def saved(result: gq.Result, path: Path) -> gq.Model:
 
 def own_insertions(result: gq.Result) -> list[InsertedPair]:
     """What was inserted in what runs, and not in saved functions that no run reaches."""
-    return [insertion for insertion in result.inserted if insertion.site.twin is None]
+    return [insertion for insertion in result.inserted if insertion.site.clone_of is None]
 
 
 def outputs(model: gq.Model, feeds: list[dict[str, Array]]) -> dict[str, Array]:
@@ -190,7 +191,7 @@ def test_mtcnn_inside_frames(shared: Path, tmp_path: Path) -> None:
         assert len(before) == len(after)
         for value, quantized in zip(before, after, strict=True):
             values += value.size
-            written_range, narrow = fake_quant.range_for_fake_quant(insertion.params), insertion.params.narrow
+            written_range, narrow = tf_ranges.range_for_fake_quant(insertion.params), insertion.params.narrow
             expected = fake_quant.fake_quant_with_vars(
                 value, written_range.low, written_range.high, num_bits=8, narrow_range=narrow
             )
@@ -278,9 +279,9 @@ def test_silero_vad_lstm_weights(shared: Path, tmp_path: Path) -> None:
         value = parameters.value(insertion.site.tensor)
         assert value is not None
         assert value.shape == (1, 512, 128)
-        producer = again.graphs[use.graph].producer(use)
+        producer = again.graphs[use.graph].source_of(use)
         assert producer is not None
-        integers = again.graphs[producer.graph].producer(Use(producer.graph, producer.op, 0))
+        integers = again.graphs[producer.graph].source_of(Use(producer.graph, producer.op, 0))
         assert integers is not None
         stored = Parameters(again).value(integers)
         assert stored is not None

@@ -108,7 +108,7 @@ squared_errors: Callable[[Array, Array, Array], None] | None = None
 errors, (C,): see `graphquant.sketch.distribution`. None where it was not compiled."""
 with suppress(ImportError, AttributeError):  # there was no C compiler when graphquant was installed, or less in C
     compiled = import_module("graphquant.observers._fill")
-    count_values, count_all_values, sum_squares = compiled.fill, compiled.count_all_values, compiled.squares
+    count_values, count_all_values, sum_squares = compiled.fill, compiled.fill_all, compiled.squares
     squared_errors = compiled.squared_errors
 
 

@@ -170,7 +170,7 @@ def test_tensorflow(samples: Path, tmp_path: Path, name: str) -> None:
     comparison = gq.compare(source, path, str(samples / f"{stem}_eval.npz"), samples=5)
     assert comparison.sqnr is not None
     assert comparison.sqnr > 8
-    assert len(comparison.sites) == sum(insertion.site.twin is None for insertion in result.inserted)
+    assert len(comparison.sites) == sum(insertion.site.clone_of is None for insertion in result.inserted)
     for site in comparison.sites:
         assert site.local is not None, site
         assert site.accumulated is not None, site

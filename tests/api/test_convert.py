@@ -244,7 +244,7 @@ def test_powers_of_two_are_exact(samples: Path, tmp_path: Path) -> None:
     lines = {line.tensor.op: line for line in conversion.tensors if line.runtime is not None}
     assert len(lines) > 10
     assert all(
-        np.array_equal(line.found[0], np.full_like(line.found[0], line.planned[0][0])) for line in lines.values()
+        np.array_equal(line.runtime[0], np.full_like(line.runtime[0], line.planned[0][0])) for line in lines.values()
     )
 
 

@@ -246,7 +246,7 @@ def test_bodies_run_on_integers(quantized, tmp_path):
     report = check_quantized_model(gq.load(path), "onnxruntime")
     assert truth.differences(report.verdicts, actual) == []
     for body in BODIES:
-        runs = {verdict.runs_as for verdict in report.verdicts if verdict.graph == body and verdict.status == "low"}
+        runs = {verdict.runs_as for verdict in report.verdicts if verdict.graph == body and verdict.status == "int8"}
         assert "QLinearConv" in runs
         assert runs & {"MatMulIntegerToFloat", "QGemm"}
 

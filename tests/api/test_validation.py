@@ -81,7 +81,7 @@ def test_figures_are_those_of_the_kept_samples(net: Path) -> None:
         format_module("onnx").create_runner(model).run({"x": x})["y"] for model in (result.source, result.model)
     )
     (output,) = result.validation.comparison.outputs
-    assert result.samples == 16
+    assert result.calibration_samples == 16
     assert output.sqnr == pytest.approx(10 * np.log10((expected**2).sum() / ((expected - actual) ** 2).sum()), abs=1e-3)
     assert output.agreement == (expected.argmax(-1) == actual.argmax(-1)).mean()
     assert output.accuracy == ((expected.argmax(-1) == labels).mean(), (actual.argmax(-1) == labels).mean())
@@ -220,7 +220,7 @@ def test_statistics_and_data(net: Path) -> None:
 
 def test_no_check(net: Path) -> None:
     """Without a check calibration has all samples, and the output says that nothing was measured."""
-    assert gq.insert(net / "net.onnx", data=str(net / "data.npz"), validate=False).samples == 20
+    assert gq.insert(net / "net.onnx", data=str(net / "data.npz"), validate=False).calibration_samples == 20
     output = run("insert", net / "net.onnx", "--data", net / "data.npz", "--no-validate", "--dry-run").stdout
     assert "Not checked against the float model." in output
 

@@ -54,7 +54,7 @@ def test_the_whole_story(cnn: Path, calib: str, tmp_path: Path) -> None:
     model = gq.load(cnn)
     result = gq.insert(model, data=calib)
     assert isinstance(result, gq.Result)
-    assert (result.samples, result.random, result.source) == (80, False, model)
+    assert (result.calibration_samples, result.has_random_data, result.source) == (80, False, model)
     assert len(result.inserted) == len(result.plan.sites) - sum(
         1 for skip in result.skips if skip not in result.plan.skips
     )
@@ -81,7 +81,7 @@ def test_stats_can_be_kept(cnn: Path, calib: str, tmp_path: Path) -> None:
     """Calibrate, then insert with its statistics, writes what insert with the data writes."""
     plan = gq.plan(cnn)
     stats = gq.calibrate(cnn, plan, calib)
-    assert (stats.samples, stats.model, stats.complete) == (100, plan.model, True)
+    assert (stats.samples, stats.model_digest, stats.complete) == (100, plan.model, True)
     assert len(stats.sketches) == len({site.tensor for site in plan.sites if not site.parameter})
     gq.insert(cnn, plan=plan, stats=stats).save(tmp_path / "stats.onnx")
     gq.insert(cnn, data=calib, validate=False).save(tmp_path / "data.onnx")
@@ -108,7 +108,7 @@ def test_ranges_are_those_of_the_data(cnn: Path, calib: str) -> None:
 
 
 def _read(model: gq.Model, use: gq.Use) -> gq.TensorRef | None:
-    return model.graphs[use.graph].producer(use)
+    return model.graphs[use.graph].source_of(use)
 
 
 def test_progress_is_told(cnn: Path, calib: str) -> None:

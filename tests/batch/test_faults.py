@@ -77,7 +77,7 @@ def journaled():
 
 def _killed(finished, chance, *arguments):
     """Runs the batch and kills it: soon, or soon after it has finished one more, however fast the machine is."""
-    more = chance.options([0, 1])
+    more = chance.choice([0, 1])
     process = subprocess.Popen(
         command("-j", "2", "--no-cache", *arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

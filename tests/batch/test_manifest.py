@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from graphquant.batch.manifest import load_entries
-from graphquant.batch.manifest_schema import MANIFEST_FORM, EntrySettings, manifest_schema
-from graphquant.batch.manifest_schema import set_keys as said
-from graphquant.batch.request import MANIFEST_NAME, PROJECT_FILE
+from graphquant.batch.manifest import MANIFEST_NAME, PROJECT_FILE, load_entries
+from graphquant.batch.manifest_schema import MANIFEST_FORM, EntrySettings, manifest_schema, set_keys
 from graphquant.batch.types import Entry, Gates
 from graphquant.errors import ManifestError, UsageError
 from graphquant.rules import field_descriptions, table_keys
@@ -55,6 +53,12 @@ def manifest(text, path=MANIFEST_NAME):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(text, "utf-8")
     return load_entries([path])
+
+
+def assert_mistakes(lines, expected):
+    """Assert the file, the line and a quoted name of each message."""
+    assert [line.partition(": ")[0] for line in lines] == [place for place, _ in expected]
+    assert [(line, name) for line, (_, name) in zip(lines, expected, strict=True) if name not in line] == []
 
 
 def mistakes(text, path=MANIFEST_NAME):
@@ -130,8 +134,8 @@ check = false
 
 [[model]]
 path = ["*.onnx", "*.pb", "deep/*"]
-leave = "deep/k*"
-min_agreement = 98
+exclude_models = "deep/k*"
+min_agreement = "98%"
 include = ["x", "/y/"]
 
 [[model]]
@@ -174,8 +178,8 @@ def test_a_whole_manifest(here, folder):
     assert [one.rules for one in found] == [common["rules"]] * 3 + [("tensorrt",)]
     assert [one.gates for one in found] == [
         Gates(min_sqnr=30.5),
-        Gates(min_sqnr=20, min_agreement=98, check="onnxruntime"),
-        Gates(min_sqnr=20, min_agreement=98, check="onnxruntime"),
+        Gates(min_sqnr=20, min_agreement=0.98, check="onnxruntime"),
+        Gates(min_sqnr=20, min_agreement=0.98, check="onnxruntime"),
         Gates(min_sqnr=-3, check="onnxruntime"),
     ]
     assert [(one.include, one.exclude) for one in found[1:]] == [
@@ -209,10 +213,10 @@ def test_a_pyproject(here):
 
 def test_no_manifest(here):
     """Without a manifest, or with a pyproject.toml of others, it is said what to name."""
-    with pytest.raises(UsageError, match=r"There is no graphquant\.toml here, nor a pyproject\.toml with"):
+    with pytest.raises(UsageError, match=r"graphquant\.toml or pyproject\.toml"):
         load_entries()
     Path(PROJECT_FILE).write_text("[project]\n", "utf-8")
-    with pytest.raises(UsageError, match=r"There is no graphquant\.toml here"):
+    with pytest.raises(UsageError, match=r"graphquant\.toml"):
         load_entries()
     with pytest.raises(UsageError, match=r"pyproject\.toml has no table \[tool\.graphquant\]"):
         load_entries([PROJECT_FILE])
@@ -222,7 +226,7 @@ def test_no_manifest(here):
 
 def test_all_mistakes_of_values_at_once(here):
     """Each wrong key and value has its line, and the nearest of what was meant."""
-    assert mistakes(
+    lines = mistakes(
         """[default]
 [defaults]
 check = "onnxruntme"
@@ -232,23 +236,27 @@ rules = 3
 
 [[model]]
 method = "minmx"
-min_agreement = 101
+min_agreement = 98
 path = []
 float_weights = "yes"
 variant = "a b"
 """
-    ) == [
-        "graphquant.toml:1: 'default' is no key of a manifest. Did you mean 'defaults' or 'model'?",
-        ("graphquant.toml:3: there is no backend 'onnxruntme'. Did you mean 'onnxruntime' or 'onnxruntime-arm'?"),
-        "graphquant.toml:4: '5 apples' is no amount of memory. Write it as 512MB or 2GB.",
-        "graphquant.toml:5: 'samples' is 0; it must be at least 1.",
-        "graphquant.toml:6: expected a string or an array of strings.",
-        "graphquant.toml:9: there is no method 'minmx'. Did you mean 'minmax' or 'mean-minmax'?",
-        "graphquant.toml:10: 'min_agreement' is 101; it must be at most 100.0.",
-        "graphquant.toml:11: 'path' is empty. Leave it out or fill it.",
-        "graphquant.toml:12: 'float_weights' is 'yes'; it must be true or false.",
-        "graphquant.toml:13: 'variant' is 'a b'; it must be letters, digits, '_', '-' and '.'.",
-    ]
+    )
+    assert_mistakes(
+        lines,
+        [
+            ("graphquant.toml:1", "'default'"),
+            ("graphquant.toml:3", "Did you mean 'onnxruntime'"),
+            ("graphquant.toml:4", "'5 apples'"),
+            ("graphquant.toml:5", "'samples'"),
+            ("graphquant.toml:6", "array of strings"),
+            ("graphquant.toml:9", "Did you mean 'minmax'"),
+            ("graphquant.toml:10", "98%"),
+            ("graphquant.toml:11", "'path'"),
+            ("graphquant.toml:12", "'float_weights'"),
+            ("graphquant.toml:13", "'variant'"),
+        ],
+    )
 
 
 def test_all_mistakes_of_models_at_once(here):
@@ -275,19 +283,20 @@ path = "models/b.pb"
 path = "./models/a.onnx"
 """
     )
-    assert [line.partition(". ")[0] for line in told] == [
-        "graphquant.toml:2: There is no file nowhere.npz",
-        "graphquant.toml:3: There are no rules called 'onnxruntme'",
-        "graphquant.toml:6: There is no model 'models/x.onnx'",
-        "graphquant.toml:6: 'models/*.onx' names nothing",
-        "graphquant.toml:6: There is no model 'models/a.onx'",
-        "graphquant.toml:11: There is no statistics file no.gqs",
-        "graphquant.toml:12: there is no '{stm}'",
-        "graphquant.toml:12: the output of models/a.onnx would be written over models/b.pb, which is a model",
-        "graphquant.toml:18: 'models/a.onnx' has an entry of its own above",
-        "bad.toml:1: 'a' is no key of a rule file",
-        "bad.toml:2: 'b' is no key of a rule file",
+    expected = [
+        ("graphquant.toml:2", "nowhere.npz"),
+        ("graphquant.toml:3", "'onnxruntme'"),
+        ("graphquant.toml:6", "'models/x.onnx'"),
+        ("graphquant.toml:6", "'models/*.onx'"),
+        ("graphquant.toml:6", "'models/a.onx'"),
+        ("graphquant.toml:11", "no.gqs"),
+        ("graphquant.toml:12", "'{stm}'"),
+        ("graphquant.toml:12", "over models/b.pb"),
+        ("graphquant.toml:18", "'models/a.onnx'"),
+        ("bad.toml:1", "'a'"),
+        ("bad.toml:2", "'b'"),
     ]
+    assert_mistakes(told, expected)
     assert told[6].endswith("Did you mean 'stem'?")
 
 
@@ -317,23 +326,24 @@ rules = "nothing"
 data = "there.npz"
 """
     )
-    assert [line.partition(". ")[0].partition("?")[0] for line in told] == [
-        "graphquant.toml:2: 'sampels' is no key of the defaults",
-        "graphquant.toml:3: '5 apples' is no amount of memory",
-        "graphquant.toml:4: There are no rules called 'onnxruntme'",
-        "graphquant.toml:4: There are no rules called 'tensorflw'",
-        "graphquant.toml:5: 'min_sqnr' needs data, and there is none for models/a.onnx",
-        "graphquant.toml:8: 'models/*.onx' names nothing",
-        "graphquant.toml:9: There is no file nowhere.npz",
-        "graphquant.toml:10: there is no '{stm}'",
-        "graphquant.toml:14: There is no statistics file a.gqs",
-        "graphquant.toml:15: there is no family 'onx'",
-        "graphquant.toml:17: a model's entry lacks the key 'path'",
-        "graphquant.toml:18: 'pth' is no key of a model's entry",
-        "graphquant.toml:19: There are no rules called 'nothing'",
-        "graphquant.toml:20: There is no file there.npz",
-        "bad.toml:1: 'a' is no key of a rule file",
+    expected = [
+        ("graphquant.toml:2", "'sampels'"),
+        ("graphquant.toml:3", "'5 apples'"),
+        ("graphquant.toml:4", "'onnxruntme'"),
+        ("graphquant.toml:4", "'tensorflw'"),
+        ("graphquant.toml:5", "'min_sqnr'"),
+        ("graphquant.toml:8", "'models/*.onx'"),
+        ("graphquant.toml:9", "nowhere.npz"),
+        ("graphquant.toml:10", "'{stm}'"),
+        ("graphquant.toml:14", "a.gqs"),
+        ("graphquant.toml:15", "'onx'"),
+        ("graphquant.toml:17", "'path'"),
+        ("graphquant.toml:18", "'pth'"),
+        ("graphquant.toml:19", "'nothing'"),
+        ("graphquant.toml:20", "there.npz"),
+        ("bad.toml:1", "'a'"),
     ]
+    assert_mistakes(told, expected)
 
 
 @pytest.mark.parametrize(
@@ -342,7 +352,7 @@ data = "there.npz"
         ("[[model]]\npath = 'models/*.onnx'\ndatta = 'random:3'\nmin_sqnr = 3", 3),
         ("[[model]]\npath = 'models/*.onnx'\ndata = ''\nmin_sqnr = 3", 3),
         ("[[model]]\npath = 'models/a.onnx'\n[[model]]\npath = 'models/a.onnx'\nvarint = 'b'", 5),
-        ("[[model]]\npath = 'models/**'\noutput = 'x/{name}'\nleaf = 'models/deep/*'\ndata = '{stem}.npz'", 4),
+        ("[[model]]\npath = 'models/**'\noutput = 'x/{name}'\nexclude_modls = 'models/deep/*'\ndata = '{stem}.npz'", 4),
         ("[[model]]\npath = 'models/*.onnx'\n[[model]]\npath = 'models/deep/*.onnx'\noutptu = 'models/a.onnx'", 5),
         ("[deflts]\ndata = 'random:3'\n[[model]]\npath = 'models/*.onnx'\nmin_sqnr = 3", 1),
         ("defaults = 3\n[[model]]\npath = 'models/*.onnx'\nmin_sqnr = 3", 1),
@@ -413,12 +423,7 @@ def test_no_models_and_no_toml(here):
     assert mistakes("[defaults]\n") == [
         "graphquant.toml:1: the manifest has no models. Add some: [[model]] and path = 'models/*.onnx'."
     ]
-    assert mistakes("path = models") == [
-        (
-            "graphquant.toml:1: this is not TOML: Invalid value at column 8. Strings are quoted, as in"
-            " path = 'models/*.onnx'."
-        )
-    ]
+    assert_mistakes(mistakes("path = models"), [("graphquant.toml:1", "column 8")])
     assert mistakes("[model]\npath = 'x'") == [
         "graphquant.toml:1: 'model' is a table; it must be an array. An entry is headed [[model]]."
     ]
@@ -498,7 +503,7 @@ def test_the_schema(here):
         "[defaults]\nmin_sqnr = 'x'",
     ):
         assert len(list(validator.iter_errors(tomllib.loads(wrong)))) == 1
-    for name in ("Settings", "ModelTable"):
+    for name in ("EntrySettings", "ModelTable"):
         assert all(len(entry["description"]) > 10 for entry in made["$defs"][name]["properties"].values())
     json.dumps(made)
 
@@ -605,4 +610,4 @@ def test_any_manifest_gives_entries_or_mistakes(tmp_path_factory, text):
 
 def test_only_set_keys_are_returned():
     """Only keys that were given are settings."""
-    assert said(EntrySettings(samples=3, check=False)) == {"samples": 3, "check": False}
+    assert set_keys(EntrySettings(samples=3, check=False)) == {"samples": 3, "check": False}

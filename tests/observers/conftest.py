@@ -117,7 +117,7 @@ def fill(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     if request.param == "in_numpy":
         chosen, several = histogram_kernel.count_values_numpy, histogram_kernel.count_all_values_numpy
     else:
-        chosen, several = request.getfixturevalue("compiled"), request.getfixturevalue("extension").count_all_values
+        chosen, several = request.getfixturevalue("compiled"), request.getfixturevalue("extension").fill_all
     monkeypatch.setattr(histogram_kernel, "count_values", chosen)
     monkeypatch.setattr(histogram_kernel, "count_all_values", several)
     return chosen

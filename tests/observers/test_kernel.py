@@ -95,7 +95,7 @@ def test_counting_all_equals_counting_one_by_one(extension) -> None:
         tables = [[histogram_kernel.new_histogram_table(bits) for _ in arrays] for _ in range(3)]
         jobs = [[(array, 23 - bits, table) for array, table in zip(arrays, some, strict=True)] for some in tables]
         separate = [histogram_kernel.count_values_numpy(*job) for job in jobs[0]]
-        for batched in (extension.count_all_values(jobs[1]), histogram_kernel.count_all_values_numpy(jobs[2])):
+        for batched in (extension.fill_all(jobs[1]), histogram_kernel.count_all_values_numpy(jobs[2])):
             assert [result[2] for result in batched] == [result[2] for result in separate] == [True] * 3 + [False] * 3
             assert batched[:3] == separate[:3]
         for some in tables[1:]:
@@ -103,16 +103,16 @@ def test_counting_all_equals_counting_one_by_one(extension) -> None:
                 (array == batched).all()
                 for array, batched in zip(map(folded, tables[0]), map(folded, some), strict=True)
             )
-    ends = extension.count_all_values([(array, 0, None) for array in arrays])
+    ends = extension.fill_all([(array, 0, None) for array in arrays])
     assert ends[:3] == [histogram_kernel.count_values_numpy(array, 0, None) for array in arrays[:3]]
     assert [result[2] for result in ends] == [True] * 3 + [False] * 3
-    assert extension.count_all_values([]) == []
+    assert extension.fill_all([]) == []
     table = histogram_kernel.new_histogram_table(7)
     for wrong in ((arrays[2], 13, table), (arrays[2][::2], 16, table), (arrays[2], 16), (None, 16, table), "abc"):
         with pytest.raises((TypeError, ValueError)):
-            extension.count_all_values([(arrays[1], 16, table), wrong])
+            extension.fill_all([(arrays[1], 16, table), wrong])
     with pytest.raises(TypeError, match="list"):
-        extension.count_all_values(((arrays[1], 16, table),))
+        extension.fill_all(((arrays[1], 16, table),))
     assert not table.any()
 
 

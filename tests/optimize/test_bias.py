@@ -102,10 +102,10 @@ def test_a_bias_that_two_ops_share_gets_a_copy(tmp_path):
     path = model(tmp_path, body, {"w": (4, 3, 1, 1), "v": (4, 3, 1, 1), "b": (4,)})
     result, quantized_path = inserted(tmp_path, path, float_weights=True)
     assert [entry.applied for entry in result.algorithm_results] == [True, True]
-    values = {op.name: op.value() for op in quantized_path.main.ops() if op.kind == "constant" and "bias" in op.name}
+    values = {op.name: op.read_value() for op in quantized_path.main.ops() if op.kind == "constant" and "bias" in op.name}
     assert sorted(values) == ["c/bias_corrected", "d/bias_corrected"]
     assert not np.array_equal(*values.values())
-    assert np.array_equal(result.source.main.op("b").value(), gq.load(path).main.op("b").value())
+    assert np.array_equal(result.source.main.op("b").read_value(), gq.load(path).main.op("b").read_value())
     stripped = gq.strip(quantized_path)
     assert stripped.exact
     assert stripped.model.digest == result.source.digest
@@ -152,7 +152,7 @@ def test_it_is_left_out_where_it_does_not_help(tmp_path):
         exclude=["x"],
     )
     assert [entry.applied for entry in result.algorithm_results] == [False]
-    assert result.model.main.op("b").value() is not None
+    assert result.model.main.op("b").read_value() is not None
 
 
 def test_shrunk_keeps_what_chance_does_not_explain():

@@ -115,7 +115,7 @@ def test_outputs_keep_their_bits(net, tmp_path):
     changed, count = scale_all_groups(source)
     assert count == len(expected)
     weights = [
-        not np.array_equal(source.main.op(name).value(), changed.main.op(name).value())
+        not np.array_equal(source.main.op(name).read_value(), changed.main.op(name).read_value())
         for name in shapes
         if source.main.op(name).kind == "constant"
     ]
@@ -176,7 +176,7 @@ def test_factors_that_are_not_exact_are_refused(tmp_path):
     """Weights that would be no normal float32 any more stay, all of them."""
     source = model(tmp_path, *NETS["relu"][:2])
     tiny = source.copy()
-    tiny.main.replace(replace(source.main.op("w"), value=lambda: np.full((6, 3, 3, 3), 2e-38, np.float32)))
+    tiny.main.replace_op(replace(source.main.op("w"), value=lambda: np.full((6, 3, 3, 3), 2e-38, np.float32)))
     (stream,) = (entry for entry in find_channel_groups(tiny) if not entry.obstacle)
     assert not rescale_group(tiny, stream, np.full(6, 4.0))
-    assert np.array_equal(tiny.main.op("v").value(), source.main.op("v").value())
+    assert np.array_equal(tiny.main.op("v").read_value(), source.main.op("v").read_value())

@@ -46,7 +46,7 @@ def draw_groups(rng: Any, ops: int, number: int) -> tuple[list[ScaleGroup], dict
     names = [("", f"op{index}") for index in range(ops)]
     scale_groups = []
     for index in range(number):
-        some = rng.options(ops, size=rng.integers(0, min(3, ops) + 1), replace=False)
+        some = rng.choice(ops, size=rng.integers(0, min(3, ops) + 1), replace=False)
         error = float(10 ** rng.uniform(-6, -3))
         candidates = [
             Candidate(name=RULE_CANDIDATE, error=error),
@@ -295,7 +295,7 @@ def test_with_statistics(samples: Path, tmp_path: Path) -> None:
     model, data = samples / "digits_cnn.onnx", str(samples / "digits_cnn_calib.npz")
     gq.calibrate(model, data=data, samples=40).save(tmp_path / "stats.gqs")
     result = gq.insert(model, stats=tmp_path / "stats.gqs", data=data, min_sqnr=60)
-    assert result.samples == 40
+    assert result.calibration_samples == 40
     assert result.search.search_validation.comparison.samples == 40
     assert result.validation.comparison.samples == 20
     assert result.search.float_tensors

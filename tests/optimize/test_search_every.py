@@ -38,7 +38,7 @@ def test_no_plan_that_meets_the_bound_costs_less(
     x = rng.normal(size=(100, 8)) * np.exp(rng.normal(size=(100, 1)))
     np.savez(tmp_path / "data.npz", x=x.astype(np.float32))
     plain = gq.insert(tmp_path / "net.onnx", data=str(tmp_path / "data.npz"), min_sqnr=0.1).search
-    least = plain.tried.comparison.outputs[0].sqnr_lower_bound
+    least = plain.search_validation.comparison.outputs[0].sqnr_lower_bound
     cheaper_met: list[bool] = []
 
     def every(groups: Any, costs: Any, measure: Any, **options: Any) -> Any:

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from reference import fake_quant
+from reference import quantize_and_dequantize as qad
 
 import graphquant as gq
 from graphquant.errors import UsageError
 from graphquant.ir import Op, channel_axis, merged_channel_shape
-from graphquant.numerics import DynamicQParams, fake_quant
-from graphquant.numerics import quantize_and_dequantize as qad
+from graphquant.numerics import DynamicQParams, tf_ranges
 from graphquant.quantize import plan_to_json
 from graphquant.quantize.plan_json import plan_from_json
 
@@ -59,7 +60,7 @@ def run(result, tmp_path, names: list[str]) -> list[np.ndarray]:
     path = result.save(tmp_path / "made.pb", force=True)
     with v1.Graph().as_default() as graph:
         v1.import_graph_def(v1.GraphDef.FromString(path.read_bytes()), name="")
-        with v1.TensorFlowSession(graph=graph) as session:
+        with v1.Session(graph=graph) as session:
             return session.run(names, {"x:0": np.ones((1, 6, 6, CHANNELS), np.float32)})
 
 
@@ -72,13 +73,13 @@ def expected(family: str, weight: np.ndarray, params) -> np.ndarray:
             for channel in range(flat.shape[2])
         ]
     elif family == "fake-quant":
-        ends = fake_quant.range_for_fake_quant(params)
+        ends = tf_ranges.range_for_fake_quant(params)
         channels = [
             fake_quant.fake_quant_with_vars_per_channel(flat, ends.low, ends.high, narrow_range=True)[..., channel]
             for channel in range(flat.shape[2])
         ]
     else:
-        ends = qad.range_for_quantize_and_dequantize(params)
+        ends = tf_ranges.range_for_quantize_and_dequantize(params)
         pairs = zip(ends.low, ends.high, strict=True)
         channels = [
             qad.quantize_and_dequantize_v3(flat[..., channel], *pair, 8, narrow_range=True)

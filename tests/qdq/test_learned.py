@@ -2,14 +2,15 @@
 
 import numpy as np
 import pytest
+from reference import fake_quant
+from reference import quantize_and_dequantize as qad
 
 import graphquant as gq
 from graphquant import formats
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.api.convert import convert_to_tflite
 from graphquant.errors import UsageError
-from graphquant.numerics import fake_quant
-from graphquant.numerics import quantize_and_dequantize as qad
+from graphquant.numerics import tf_ranges
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +59,7 @@ def open_session(path):
     v1, graph = tf.compat.v1, tf.Graph()
     with graph.as_default():
         v1.import_graph_def(v1.GraphDef.FromString(path.read_bytes()), name="")
-    session = v1.TensorFlowSession(graph=graph)
+    session = v1.Session(graph=graph)
     session.run(INITIALIZER)
     return session
 
@@ -68,10 +69,10 @@ def test_gradients_reach_the_range(tmp_path) -> None:
     import tensorflow as tf
 
     result = gq.insert(read_frozen_graph(tmp_path / "net.pb"), rules=rules(tmp_path))
-    assert not result.notes
+    assert not result.site_notes
     session = open_session(result.save(tmp_path / "made.pb"))
     low, high = (float(session.run(f"x/quant/{end}/Read/ReadVariableOp:0")) for end in ("min", "max"))
-    ends = fake_quant.range_for_fake_quant(result.inserted[0].params)
+    ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
     assert (low, high) == (ends.low, ends.high)
     with session.graph.as_default():
         out = session.graph.get_tensor_by_name("x/quant:0")
@@ -104,11 +105,11 @@ def test_bits_of_v3_are_a_variable(tmp_path) -> None:
     result = gq.insert(
         read_frozen_graph(tmp_path / "net.pb"), rules=rules(tmp_path, family="quantize-and-dequantize-v3")
     )
-    assert list(result.notes.values()) == [
+    assert list(result.site_notes.values()) == [
         "its range is in variables that no gradient reaches; FakeQuant alone has one"
     ]
     session = open_session(result.save(tmp_path / "made.pb"))
-    ends = qad.range_for_quantize_and_dequantize(result.inserted[0].params)
+    ends = tf_ranges.range_for_quantize_and_dequantize(result.inserted[0].params)
     for bits in (8, 4):
         with session.graph.as_default():
             handle = session.graph.get_tensor_by_name("x/quant/num_bits:0")
@@ -139,7 +140,7 @@ def test_the_written_graph_is_read_and_run_again(tmp_path, nested: bool) -> None
     """In the main graph and in functions the variables are initialized, for TensorFlow and for graphquant."""
     result = gq.insert(read_frozen_graph(tmp_path / "net.pb", nested=nested), rules=rules(tmp_path))
     path = result.save(tmp_path / "made.pb")
-    ends = fake_quant.range_for_fake_quant(result.inserted[0].params)
+    ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
     expected = fake_quant.fake_quant_with_vars(X, ends.low, ends.high) @ WEIGHT
     again = gq.load(path)
     (reading,) = summarize_model(again).quantization_ops
@@ -167,7 +168,7 @@ def test_learned_ranges_of_graphs_and_sessions_in_memory(tmp_path) -> None:
     tf = pytest.importorskip("tensorflow")
     v1, graph = tf.compat.v1, live_object(tf)
     converted = gq.to_tf(gq.insert(gq.load(graph), rules=rules(tmp_path)).model)
-    with converted.as_default(), v1.TensorFlowSession(graph=converted) as session:
+    with converted.as_default(), v1.Session(graph=converted) as session:
         session.run(v1.global_variables_initializer())
         trained = v1.trainable_variables()
         assert [variable.name for variable in trained] == ["w:0", "x/quant/min:0", "x/quant/max:0"]
@@ -176,11 +177,11 @@ def test_learned_ranges_of_graphs_and_sessions_in_memory(tmp_path) -> None:
         losses = [session.run([loss, step], {"x:0": X})[0] for _ in range(5)]
         assert losses == sorted(losses, reverse=True)
         assert losses[0] > losses[-1]
-    with v1.TensorFlowSession(graph=graph) as live_session:
+    with v1.Session(graph=graph) as live_session:
         with graph.as_default():
             live_session.run(v1.global_variables_initializer())
         result = gq.insert(gq.load(live_session), rules=rules(tmp_path))
-        ends = fake_quant.range_for_fake_quant(result.inserted[0].params)
+        ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
         actual = gq.to_tf(result.model).run("out:0", {"x:0": X})
     np.testing.assert_allclose(actual, fake_quant.fake_quant_with_vars(X, ends.low, ends.high) @ WEIGHT, rtol=1e-6)
 
@@ -199,7 +200,7 @@ def test_learned_ranges_of_functions_in_memory(tmp_path, branch: bool) -> None:
 
     result = gq.insert(gq.load(call), rules=rules(tmp_path))
     converted = gq.to_tf(result.model)
-    ends = fake_quant.range_for_fake_quant(result.inserted[0].params)
+    ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
     expected = fake_quant.fake_quant_with_vars(X, ends.low, ends.high) @ WEIGHT
     np.testing.assert_allclose(converted(tf.constant(X)), expected, rtol=1e-6)
     actual = formats.format_module("tensorflow").create_runner(result.model).run({"x": X})
@@ -248,6 +249,6 @@ def test_loop_frames(tmp_path) -> None:
     (tmp_path / "net.pb").write_bytes(graph.as_graph_def().SerializeToString())
     result = gq.insert(tmp_path / "net.pb", rules=rules(tmp_path))
     assert len(result.inserted) == 1
-    ends = fake_quant.range_for_fake_quant(result.inserted[0].params)
+    ends = tf_ranges.range_for_fake_quant(result.inserted[0].params)
     actual = open_session(result.save(tmp_path / "made.pb")).run("out:0", {"x:0": X})
     np.testing.assert_array_equal(actual, fake_quant.fake_quant_with_vars(X, ends.low, ends.high))

@@ -2,12 +2,13 @@
 
 import numpy as np
 import pytest
+from reference import fake_quant
 
 import graphquant as gq
 from graphquant import formats
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import UsageError
-from graphquant.numerics import fake_quant
+from graphquant.numerics import tf_ranges
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -78,9 +79,9 @@ def inserted(model, tmp_path, family="fake-quant"):
 
 def quantized(rounds=1):
     """What the reference makes of the products."""
-    ends = fake_quant.range_for_fake_quant(gq_params(-0.75, 0.5))
+    ends = tf_ranges.range_for_fake_quant(gq_params(-0.75, 0.5))
     largest = np.abs(WEIGHT).max(axis=0)
-    weight = fake_quant.range_for_fake_quant(gq_params(-largest, largest, axis=1))
+    weight = tf_ranges.range_for_fake_quant(gq_params(-largest, largest, axis=1))
     y = X
     for _ in range(rounds):
         y = fake_quant.fake_quant_with_vars(y, ends.low, ends.high) @ fake_quant.fake_quant_with_vars_per_channel(
@@ -123,7 +124,7 @@ def test_saved_models(tf, tmp_path, kind: str, rounds: int) -> None:
         (actual,) = formats.format_module("tensorflow").create_runner(model).run({"x": X}).values()
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert all(reading.params is not None and reading.learned for reading in summarize_model(again).quantization_ops)
-    with tf.Graph().as_default(), tf.compat.v1.TensorFlowSession() as session:
+    with tf.Graph().as_default(), tf.compat.v1.Session() as session:
         meta = tf.compat.v1.saved_model.load(session, ["serve"], str(path))
         (out,) = meta.signature_def["serving_default"].outputs.values()
         (x,) = meta.signature_def["serving_default"].inputs.values()
@@ -165,7 +166,7 @@ def test_the_gradient_is_the_references(tf, tmp_path) -> None:
         loss = tf.reduce_sum(loaded(X))
     gradients = tape.gradient(loss, [low, high])
     largest = np.abs(WEIGHT).max(axis=0)
-    weight = fake_quant.range_for_fake_quant(gq_params(-largest, largest, axis=1))
+    weight = tf_ranges.range_for_fake_quant(gq_params(-largest, largest, axis=1))
     kernel = fake_quant.fake_quant_with_vars_per_channel(WEIGHT, weight.low, weight.high)
     upstream = np.ones((5, 3), np.float32) @ kernel.T
     expected = fake_quant.fake_quant_with_vars_gradient(upstream, X, low.numpy(), high.numpy())[1:]
@@ -177,13 +178,13 @@ def test_ranges_that_no_gradient_reaches(tf, tmp_path, version: int) -> None:
     """V2, V3 and V4 have their ranges in variables that are not trainable, and that is told; they can be assigned."""
     family = f"quantize-and-dequantize-v{version}"
     result = inserted(saved(tf, tmp_path / "net"), tmp_path, family)
-    assert any("no gradient reaches" in note for note in result.notes.values())
+    assert any("no gradient reaches" in note for note in result.site_notes.values())
     loaded = tf.saved_model.load(str(result.save(tmp_path / "made")))
     names = [variable.name for variable in loaded.learned_ranges if not variable.trainable]
     assert names == [f"x/quant/{word}:0" for word in ("min", "max", "num_bits")[: 2 + (version == 3)]]
     before = loaded(X).numpy()
-    loaded.learned_ranges[0].assign_variables(-0.01)
-    loaded.learned_ranges[1].assign_variables(0.01)
+    loaded.learned_ranges[0].assign(-0.01)
+    loaded.learned_ranges[1].assign(0.01)
     assert np.abs(loaded(X)).max() < np.abs(before).max() / 10
 
 
@@ -201,7 +202,7 @@ def test_callers_that_take_no_variables(tf, tmp_path) -> None:
 def first_generation(tf, folder, *, variable: bool, metagraph: bool = False):
     """A TF1 SavedModel, or a MetaGraph with its checkpoint."""
     v1 = tf.compat.v1
-    with tf.Graph().as_default() as graph, v1.TensorFlowSession() as session:
+    with tf.Graph().as_default() as graph, v1.Session() as session:
         x = v1.placeholder(tf.float32, [None, 3], name="x")
         weight = v1.get_variable("w", initializer=WEIGHT, use_resource=True) if variable else tf.constant(WEIGHT)
         y = tf.identity(tf.matmul(x, weight, name="product"), name="out")
@@ -220,7 +221,7 @@ def test_saved_models_of_the_first_generation(tf, tmp_path, variable: bool) -> N
     result = inserted(first_generation(tf, tmp_path, variable=variable), tmp_path)
     path = result.save(tmp_path / "made")
     v1, expected = tf.compat.v1, quantized()
-    with tf.Graph().as_default(), v1.TensorFlowSession() as session:
+    with tf.Graph().as_default(), v1.Session() as session:
         v1.saved_model.load(session, ["serve"], str(path))
         np.testing.assert_allclose(session.run("out:0", {"x:0": X}), expected, rtol=1e-5, atol=1e-6)
         trained = v1.trainable_variables()
@@ -239,12 +240,12 @@ def test_meta_graphs(tf, tmp_path) -> None:
     """A MetaGraph's checkpoint holds the ranges, and the saver that it brings restores and saves them."""
     v1, source = tf.compat.v1, first_generation(tf, tmp_path, variable=True, metagraph=True)
     path = inserted(source, tmp_path).save(tmp_path / "made.meta")
-    with tf.Graph().as_default(), v1.TensorFlowSession() as session:
+    with tf.Graph().as_default(), v1.Session() as session:
         saver = v1.train.import_meta_graph(str(path))
         saver.restore(session, str(tmp_path / "made"))
         np.testing.assert_allclose(session.run("out:0", {"x:0": X}), quantized(), rtol=1e-5, atol=1e-6)
         (low,) = [variable for variable in v1.trainable_variables() if variable.name == "x/quant/min:0"]
-        session.run(low.assign_variables(-2.0))
+        session.run(low.assign(-2.0))
         saver.save(session, str(tmp_path / "later"))
         saver.restore(session, str(tmp_path / "made"))
         assert session.run(low) != -2.0
@@ -273,15 +274,15 @@ def test_keyword_spotting(tf, tmp_path, shared) -> None:
         '[[rule]]\nname = "x"\nconsumer = {kind = "conv|depthwise_conv|matmul", input = "input"}\nquantize = "s"\n'
     )
     result = gq.insert(source, rules=[str(rules)])
-    assert any(inserted_site.site.twin is not None for inserted_site in result.inserted)
+    assert any(inserted_site.site.clone_of is not None for inserted_site in result.inserted)
     path, x = result.save(tmp_path / "made"), np.load(shared / "kws/eval.npz")["input_1"][:4]
     (expected,) = formats.format_module("tensorflow").create_runner(gq.load(path)).run({"input_1": x}).values()
-    with tf.Graph().as_default() as graph, tf.compat.v1.TensorFlowSession() as session:
+    with tf.Graph().as_default() as graph, tf.compat.v1.Session() as session:
         meta = tf.compat.v1.saved_model.load(session, ["serve"], str(path))
         handles = [
             op for op in graph.get_operations() if op.name.startswith("learned_ranges/") and op.type == "VarHandleOp"
         ]
-        assert len(handles) == 2 * sum(inserted_site.site.twin is None for inserted_site in result.inserted)
+        assert len(handles) == 2 * sum(inserted_site.site.clone_of is None for inserted_site in result.inserted)
         (out,) = meta.signature_def["serving_default"].outputs.values()
         (input_info,) = meta.signature_def["serving_default"].inputs.values()
         np.testing.assert_allclose(session.run(out.name, {input_info.name: x}), expected, rtol=1e-4, atol=1e-5)

@@ -80,24 +80,24 @@ def test_narrow_types_load(tmp_path: Path, activation: str, weight: str) -> None
     assert len(result.inserted) > 15
     want, have = run(path, PLAIN), run(path, FULL)
     np.testing.assert_allclose(have, want, atol=0.15 * np.abs(want).max())
-    assert not result.notes or FLOAT8_NOT_RUNNABLE not in "".join(result.notes.values())
+    assert not result.site_notes or FLOAT8_NOT_RUNNABLE not in "".join(result.site_notes.values())
 
 
 def test_float8_activations_are_noted(tmp_path: Path) -> None:
     """Each float8 site between quantized tensors says where the model runs; weights alone run anywhere."""
     result = insert(tmp_path, "float8_e4m3fn", "float8_e4m3fn")
     noted_tensors = {
-        inserted_site.site.tensor for inserted_site in result.inserted if inserted_site.site.tensor in result.notes
+        inserted_site.site.tensor for inserted_site in result.inserted if inserted_site.site.tensor in result.site_notes
     }
     assert {
         inserted_site.site.tensor for inserted_site in result.inserted if not inserted_site.site.parameter
     } < noted_tensors
-    assert all(FLOAT8_NOT_RUNNABLE in note for note in result.notes.values())
+    assert all(FLOAT8_NOT_RUNNABLE in note for note in result.site_notes.values())
     path = result.save(tmp_path / "quant.onnx")
     assert np.isfinite(run(path, PLAIN)).all()
     rules = (tmp_path / "rules.toml").read_text()
     (tmp_path / "rules.toml").write_text(rules[: rules.index('[[rule]]\nname = "behind"')])
     float8_result = gq.insert(MODEL, rules=[str(tmp_path / "rules.toml")])
-    assert not float8_result.notes
+    assert not float8_result.site_notes
     path = float8_result.save(tmp_path / "alone.onnx")
     np.testing.assert_allclose(run(path, FULL), run(path, PLAIN), rtol=1e-3, atol=1e-3)

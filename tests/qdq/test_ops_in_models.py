@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import fake_quant
+from reference import quantize_and_dequantize as qad
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import RuleError
 from graphquant.ir import Graph, Model, Op, Output, Parameters
-from graphquant.numerics import DynamicQParams, IntType, Range, choose_qparams, fake_quant
-from graphquant.numerics import quantize_and_dequantize as qad
+from graphquant.numerics import DynamicQParams, IntType, Range, choose_qparams, tf_ranges
 from graphquant.qdq import FAMILIES, FamilyRequest, QDQSite
 from graphquant.rules import load_ruleset
 
@@ -64,7 +65,7 @@ def session(made, tmp_path):
     made.save(tmp_path / "made.pb", force=True)
     with v1.Graph().as_default() as graph:
         v1.import_graph_def(v1.GraphDef.FromString((tmp_path / "made.pb").read_bytes()), name="")
-        with v1.TensorFlowSession(graph=graph) as opened:
+        with v1.Session(graph=graph) as opened:
             if any(op.name == "init_learned_ranges" for op in graph.get_operations()):
                 opened.run("init_learned_ranges")
             yield opened
@@ -100,9 +101,9 @@ def ends_of(family, params, dtype):
     if dtype == "float64":
         return params.range
     return (
-        fake_quant.range_for_fake_quant(params)
+        tf_ranges.range_for_fake_quant(params)
         if family == "fake-quant"
-        else qad.range_for_quantize_and_dequantize(params)
+        else tf_ranges.range_for_quantize_and_dequantize(params)
     )
 
 
@@ -198,7 +199,7 @@ def test_every_argument_of_every_family(
                 WEIGHTS[inserted_site.site.uses[0].op] if channel and role == "weight" else None
             )
             if source == "given" and role == "input":
-                assert (inserted_site.params.given.low, inserted_site.params.given.high) == (-1.5, 0.75)
+                assert (inserted_site.params.op_range.low, inserted_site.params.op_range.high) == (-1.5, 0.75)
             expected = predicted(family, before, inserted_site.params, rounding=rounding, form=form)
             np.testing.assert_array_equal(bits_of(after), bits_of(expected))
 
@@ -284,7 +285,7 @@ def test_gradients_per_channel(models, tmp_path, family, source) -> None:
         )
         gradients = opened.run([gradient for gradient in gradients if gradient is not None])
     if family == "fake-quant":
-        ends = fake_quant.range_for_fake_quant(inserted_site.params)
+        ends = tf_ranges.range_for_fake_quant(inserted_site.params)
         expected = fake_quant.fake_quant_with_vars_per_channel_gradient(upstream, value, ends.low, ends.high)
     elif family.endswith("v4"):
         ends = np.full(4, -1, np.float32), np.full(4, 0.5, np.float32)

@@ -2,12 +2,12 @@
 
 import numpy as np
 import pytest
+from reference import fake_quant
+from reference import quantize_and_dequantize as qad
 
 import graphquant as gq
 from graphquant.analysis.model_summary import summarize_model
 from graphquant.errors import UsageError
-from graphquant.numerics import fake_quant
-from graphquant.numerics import quantize_and_dequantize as qad
 
 CASES = [
     (family, round_)
@@ -58,7 +58,7 @@ def test_kernels_and_activations(tmp_path, family, round_, bits, exponent) -> No
         (2.0**exponent, 0)
     ] * 2
     path = model.save(tmp_path / "made.pb")
-    with tf.Graph().as_default() as source_graph, v1.TensorFlowSession(graph=source_graph) as session:
+    with tf.Graph().as_default() as source_graph, v1.Session(graph=source_graph) as session:
         v1.import_graph_def(v1.GraphDef.FromString(path.read_bytes()), name="")
         first, second = (source_graph.get_operation_by_name(f"{layer}/conv") for layer in ("block1", "block2"))
         assert [tensor.name for tensor in first.inputs] == ["x:0", "w:0"]

@@ -85,7 +85,7 @@ def test_dynamic_models_of_onnxruntime_keep_what_they_have(made_by_onnxruntime):
     readers = {result.source.graphs[use.graph].op(use.op).type for pair in result.inserted for use in pair.site.uses}
     assert readers <= {"Add", "Concat", "MaxPool", "AveragePool"}
     reasons = {skip.reason for skip in result.skips}
-    assert "it is a sum that was made of integers, or a scale of such" in reasons
+    assert "it is an integer sum, or the scale of one" in reasons
     before, after = (summarize_model(model).op_types for model in (result.source, result.model))
     assert before["ConvInteger"] == after["ConvInteger"] > 0
     mapped = [pair for pair in result.inserted for use in pair.site.uses if "bias_add" in use.op and use.slot == 0]
@@ -118,21 +118,21 @@ DYNAMIC = """
         (
             "m = Max(x, low) n = Min(m, high) q = QuantizeLinear(n, s, z) y = DequantizeLinear(q, s, z)",
             {
-                "x > m[0]": "its consumer limits what is quantized already behind it",
-                "low > m[1]": "its consumer limits what is quantized already behind it",
-                "m > n[0]": "its consumer limits what is quantized already behind it",
+                "x > m[0]": "its consumer only limits values that are quantized already",
+                "low > m[1]": "its consumer only limits values that are quantized already",
+                "m > n[0]": "its consumer only limits values that are quantized already",
             },
         ),
         (
             DYNAMIC,
             {
-                "x > q[0]": "its consumer computes on integers already",
-                "q:1 > k[0]": "it is a sum that was made of integers, or a scale of such",
-                "s > k[1]": "it is a sum that was made of integers, or a scale of such",
-                "f > m[0]": "it is a sum that was made of integers, or a scale of such",
-                "k > m[1]": "it is a sum that was made of integers, or a scale of such",
-                "m > y[0]": "it is a sum that was made of integers, or a scale of such",
-                "b > y[1]": "it is a sum that was made of integers, or a scale of such",
+                "x > q[0]": "its consumer is an integer op",
+                "q:1 > k[0]": "it is an integer sum, or the scale of one",
+                "s > k[1]": "it is an integer sum, or the scale of one",
+                "f > m[0]": "it is an integer sum, or the scale of one",
+                "k > m[1]": "it is an integer sum, or the scale of one",
+                "m > y[0]": "it is an integer sum, or the scale of one",
+                "b > y[1]": "it is an integer sum, or the scale of one",
             },
         ),
     ],
@@ -249,7 +249,7 @@ def test_integer_ops_cannot_be_taken_out(made_by_onnxruntime):
     assert result.inserted == ()
     assert result.model is result.source
     reasons = [skip.reason for skip in result.skips if skip.rule == "requantize"]
-    assert reasons.count("it computes on integers by itself; take the float model") == sum(
+    assert reasons.count("it is an integer op; start from the float model") == sum(
         count
         for name, count in summarize_model(result.source).op_types.items()
         if name.startswith("QLinear") or name == "QGemm"
@@ -304,7 +304,7 @@ def test_on_the_command_line(tmp_path, monkeypatch):
 
     ran("insert", "model.onnx", "--rules", "fixed_point", "-o", "once.onnx")
     again = ran("insert", "once.onnx", "--rules", "fixed_point", "--dry-run").stdout
-    assert "quantized already and stays as it is. --requantize" in again.replace("\n", " ")
+    assert "stays unchanged. --requantize" in again.replace("\n", " ")
     plan_data = json.loads(ran("plan", "once.onnx", "--rules", "fixed_point", "--format", "json").stdout)
     assert plan_data["sites"] == []
     ran("plan", "once.onnx", "--rules", "fixed_point", "--requantize", "--format", "json", "-o", "plan.json")

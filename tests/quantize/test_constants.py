@@ -118,7 +118,7 @@ def test_large_constants_are_told_by_reference(tmp_path):
         (
             "(float[2] x) => (float[2] y, float[2] k) { k = Constant <value = float[2] {1, 2}> ()  y = Add (x, k) }",
             "",
-            ["it makes an output of its graph, which an initializer does not everywhere"],
+            ["it is a graph output, which some runtimes do not accept from an initializer"],
         ),
         (
             "(float[2] x) => (float[2] y) { y = own.f (x) }",

@@ -108,7 +108,7 @@ GOLDEN = """\
   }
  ],
  "unused": ["pool"],
- "corrections": []
+ "algorithms": []
 }
 """  # fmt: skip
 
@@ -140,7 +140,7 @@ def read_mistakes(change):
     with pytest.raises(UsageError) as raised:
         plan_from_json(data, "p.json")
     lines = str(raised.value).splitlines()
-    assert lines[-1].startswith("Mend the plan, or make it anew.")
+    assert lines[-1].startswith("Correct the plan, or create it again.")
     return [line.removeprefix("p.json: ") for line in lines[:-1]]
 
 
@@ -181,15 +181,15 @@ def test_all_mistakes_at_once():
 @pytest.mark.parametrize(
     ("index", "key", "value", "said"),
     [
-        (1, "range", [2.0, 1.0], "'range' is (low, high)"),
-        (1, "range", [0.0, float("nan")], "'range' is (low, high)"),
-        (1, "range", [0.0, float("inf")], "'range' is (low, high)"),
-        (2, "scale", [0.0], "'scale' is positive"),
-        (2, "scale", [-1.0], "'scale' is positive"),
-        (2, "scale", [1e300], "'scale' is positive"),
-        (2, "scale", [1.0, 2.0], "as many numbers in 'scale'"),
-        (2, "scale", [], "as many numbers in 'scale'"),
-        (2, "scale", None, "as many numbers in 'scale'"),
+        (1, "range", [2.0, 1.0], "'range' must be (low, high)"),
+        (1, "range", [0.0, float("nan")], "'range' must be (low, high)"),
+        (1, "range", [0.0, float("inf")], "'range' must be (low, high)"),
+        (2, "scale", [0.0], "'scale' must be a positive"),
+        (2, "scale", [-1.0], "'scale' must be a positive"),
+        (2, "scale", [1e300], "'scale' must be a positive"),
+        (2, "scale", [1.0, 2.0], "needs 'scale' with as many numbers"),
+        (2, "scale", [], "needs 'scale' with as many numbers"),
+        (2, "scale", None, "needs 'scale' with as many numbers"),
         (2, "zero_point", [256], "'zero_point' is not in [0, 255]"),
         (2, "zero_point", [10**30], "'zero_point' is not in [0, 255]"),
         (2, "zero_point", [0.5], "valid integer"),

@@ -106,7 +106,7 @@ def test_channels_biases_and_order(tmp_path):
 
 
 def test_reasons_to_skip(tmp_path):
-    """What a rule wants and cannot have is a skip with its reason."""
+    """What a rule requires and cannot have is a skip with its reason."""
     text = """
 g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
 <float s = {0.5}, uint8 p = {3}>
@@ -136,14 +136,14 @@ g (float[2] x, float16[2] h) => (float[2] y, float16[2] k, float[2] e)
         "s:0 -> q[1]": "it is quantized already",
         "d:0 -> y[0]": "it is quantized already",
         "h:0 -> k[0]": "onnxruntime runs ops between float16 pairs in float; convert the model to float32 first",
-        "u:0 -> e[0]": "scheme 'channel' is per channel, and e[0] has no channel axis",
-        "y:0 -> @y[0]": "rule 'free' leaves it in float",
-        "k:0 -> @k[0]": "rule 'free' leaves it in float",
-        "e:0 -> @e[0]": "rule 'free' leaves it in float",
+        "u:0 -> e[0]": "scheme 'channel' is per channel, but e[0] has no channel axis",
+        "y:0 -> @y[0]": "rule 'free' keeps it in float",
+        "k:0 -> @k[0]": "rule 'free' keeps it in float",
+        "e:0 -> @e[0]": "rule 'free' keeps it in float",
     }
     file.write_text(SCHEMES + rule("u", producer='{ name = "u" }'))
     plan = make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="onnx-qdq"))
-    assert reasons(plan) == {"u:0 -> e[0]": "its data type is not known without running the model"}
+    assert reasons(plan) == {"u:0 -> e[0]": "its data type is only known at run time"}
     plan = make_plan(load(path), load_ruleset([str(file)]), SiteSelection(family="fake-quant"))
     assert skip_reasons(plan) == []
 
@@ -157,7 +157,7 @@ def test_include_and_exclude(tmp_path):
     assert reasons(plan)["x:0 -> z[0] v[0]"] == "--exclude '/^[zv]$/'"
     assert (
         reasons(make_rule_plan(tmp_path, FAN, rules, include=("y",)))["z:0 -> @z[0]"]
-        == "--include names neither it nor its consumer"
+        == "--include matches neither it nor its consumer"
     )
     with pytest.raises(UsageError, match=r"--exclude 'nothing\*' matches no op or tensor"):
         make_rule_plan(tmp_path, FAN, rules, exclude=("nothing*",))
@@ -201,7 +201,7 @@ def test_arithmetic_of_weights_is_left(tmp_path):
     rules = rule("all", consumer='{ kind = "mul|matmul" }')
     plan = make_rule_plan(tmp_path, text, rules)
     assert skip_reasons(plan) == ["x:0 q -> y[0]", "ws:0 q -> y[1]"]
-    why = "its consumer makes a weight of weights alone, and that is quantized where it is used"
+    why = "its consumer computes a weight from weights, and that weight is quantized where it is used"
     assert reasons(plan) == {"w:0 -> ws[0]": why, "s:0 -> ws[1]": why}
     plan = make_rule_plan(tmp_path, text, rule("named", producer='{ name = "w" }') + rules)
     assert "w:0 q -> ws[0]" in skip_reasons(plan)
@@ -211,9 +211,9 @@ def test_a_tie_to_nothing_is_skipped(tmp_path):
     """Where nothing that feeds the chain is quantized, each link says so; so does one without float input."""
     plan = make_rule_plan(tmp_path, TIED, PASS)
     assert skip_reasons(plan) == []
-    assert reasons(plan)["c:0 -> d[0]"] == "its input is not quantized, and the rule ties it to that"
+    assert reasons(plan)["c:0 -> d[0]"] == "the rule ties it to its producer's input, which is not quantized"
     plan = make_rule_plan(tmp_path, FAN, rule("x", "same-as-input", '{ name = "x" }'))
-    assert list(reasons(plan).values()) == ["the rule ties it to its input, and its producer has none"]
+    assert list(reasons(plan).values()) == ["the rule ties it to its producer's input, but the producer has none"]
 
 
 def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
@@ -221,16 +221,18 @@ def test_a_tie_to_nothing_goes_to_the_next_rule(tmp_path):
     plan = make_rule_plan(tmp_path, TIED, PASS + rule("in", consumer='{ kind = "concat" }'))
     assert skip_reasons(plan) == ["y:0 q -> c[1]", "b:0 q -> c[0]", "c:0 q -> d[0] = c[0] c[1]", "d:0 q -> z[0] = d[0]"]
     assert [site.rule for site in plan.sites] == ["in", "in", "pass", "pass"]
-    assert reasons(plan) == {"a:0 -> b[0]": "its input is not quantized, and the rule ties it to that"}
+    assert reasons(plan) == {"a:0 -> b[0]": "the rule ties it to its producer's input, which is not quantized"}
     skipped_plan = make_rule_plan(tmp_path, TIED, PASS + rule("no", "float", consumer='{ kind = "relu" }'))
-    assert reasons(skipped_plan)["d:0 -> z[0]"] == "rule 'no' leaves it in float"
+    assert reasons(skipped_plan)["d:0 -> z[0]"] == "rule 'no' keeps it in float"
     plan = make_rule_plan(tmp_path, TIED, PASS + rule("out", consumer='{ kind = "relu" }'))
     assert skip_reasons(plan) == ["d:0 q -> z[0]"]
 
 
 def test_what_is_passed_on_gets_nothing(tmp_path):
     """Behind an op that hands integers on nothing is inserted, and ties reach through to where they come from."""
-    passed = rule("pass", "passthrough", '{ kind = "reshape|transpose" }') + rule("tie", "same-as-input", kind("concat"))
+    passed = rule("pass", "passthrough", '{ kind = "reshape|transpose" }') + rule(
+        "tie", "same-as-input", kind("concat")
+    )
     text = """
     g (float[1,4] x, float[4,1] y) => (float[1,8] z)
     {

@@ -92,22 +92,22 @@ def test_each_scale_is_explained(net):
     assert reasons == {
         "w": ("its range [-1, 1] is absmax of its values", "scale 0.00787402, range [-1.00787, 1]"),
         "s": (
-            "its range is fixed: rule 'softmax' says [0, 1], and Softmax never leaves [0, 1]",
-            "shares scale and zero point with x:0, as rule 'join' ties it to y:0",
+            "its range is fixed by rule 'softmax': [0, 1]; Softmax outputs stay in [0, 1]",
+            "it shares scale and zero point with x:0, as rule 'join' ties it to y:0",
             "scale 0.00392157, range [0, 1]",
         ),
         "x": (
-            "its range [0.1, 0.2] is minmax of what the calibration data showed",
-            "shares scale and zero point with s:0, as rule 'join' ties it to y:0",
+            "its range [0.1, 0.2] is minmax of the calibration data",
+            "it shares scale and zero point with s:0, as rule 'join' ties it to y:0",
             "scale 0.00392157, range [0, 1]",
         ),
         "y": (
-            "its range [0, 0.9] is minmax of what the calibration data showed",
-            "shares scale and zero point with x:0, by rule 'join'",
+            "its range [0, 0.9] is minmax of the calibration data",
+            "it shares scale and zero point with x:0, by rule 'join'",
             "scale 0.00392157, range [0, 1]",
         ),
         "z": (
-            "its scale is fixed: rule 'product' says 2**-4",
+            "its scale is fixed by rule 'product': 2**-4",
             "scale 0.0625, range [-8, 7.9375]",
         ),
     }
@@ -119,8 +119,8 @@ def test_a_smallest_range_is_told(net):
     plan = gq.plan(net, rules="rules.toml")
     single_site_plan = replace(plan, sites=tuple(site for site in plan.sites if site.tensor.op == "x"))
     assert solve_and_explain(net, single_site_plan, x=(0.1, 0.2))[1]["x"] == (
-        "its range [0.1, 0.2] is minmax of what the calibration data showed",
-        "its range was raised to 0.5, the least of its scheme",
+        "its range [0.1, 0.2] is minmax of the calibration data",
+        "its range was widened to 0.5, the smallest of its scheme",
         "scale 0.00196078, range [0, 0.5]",
     )
 
@@ -143,8 +143,8 @@ def test_a_fixed_range_that_a_tie_breaks(net, low, kept):
     assert conflict.rules == ("softmax", "join")
     assert conflict.tensors == (TensorRef("", "s"), TensorRef("", "x"))
     assert str(conflict) == (
-        "rule 'softmax' for s:0 wants the range [0, 1], and rule 'join' for x:0 wants one scale with it and the range"
-        " [-3, 0.5]: all that is tied to them gets [-3, 1]"
+        "rule 'softmax' for s:0 requires the range [0, 1], and rule 'join' for x:0 requires one scale with it and the range"
+        " [-3, 0.5]: all tied tensors get [-3, 1]"
     )
     assert str(conflict) in reasons["s"]
 
@@ -159,7 +159,7 @@ def test_a_tie_of_schemes_that_differ(net):
     solution, _ = solve_and_explain(net, replace(plan, sites=tuple(symmetric)), x=(0.0, 0.2), y=(-1.0, 0.9))
     assert [str(conflict) for conflict in solution.conflicts] == [
         (
-            "rule 'input' for x:0 wants uint8 asymmetric per tensor, and rule 'join' for y:0 wants uint8 symmetric per"
+            "rule 'input' for x:0 requires uint8 asymmetric per tensor, and rule 'join' for y:0 requires uint8 symmetric per"
             " tensor, and rule 'join' one scale for both: each has its own scale"
         )
     ]
@@ -169,10 +169,10 @@ def test_without_data_the_plan_tells_what_it_can(net):
     """Fixed ranges and ties are known before any sample was run."""
     plan = gq.plan(net, rules="rules.toml")
     reasons = {site.tensor.op: explain_scale(net, plan, k) for k, site in enumerate(plan.sites)}
-    assert reasons["s"] == ("its range is fixed: rule 'softmax' says [0, 1], and Softmax never leaves [0, 1]",)
+    assert reasons["s"] == ("its range is fixed by rule 'softmax': [0, 1]; Softmax outputs stay in [0, 1]",)
     assert reasons["y"] == (
-        "its range will be minmax of what the calibration data shows",
-        "rule 'join' ties it to what y[0], y[1] reads: one scale for both",
+        "its range will be minmax of the calibration data",
+        "rule 'join' ties it to what y[0], y[1]: both share one scale",
     )
 
 
@@ -181,29 +181,32 @@ def test_given_and_copied(net):
     plan = gq.plan(net, rules="rules.toml")
     site = plan.sites[0]
     cases = [
-        (replace(site, scale=(0.5,)), "its scale is given by the plan"),
-        (replace(site, range=(-1.0, 2.0)), "its range [-1, 2] is given by the plan"),
-        (replace(site, twin=site.uses[0]), f"it has the scale of {site.uses[0]}, of which it is a copy"),
+        (replace(site, scale=(0.5,)), "the plan gives its scale"),
+        (replace(site, range=(-1.0, 2.0)), "the plan gives its range [-1, 2]"),
+        (
+            replace(site, clone_of=site.uses[0]),
+            f"it takes the scale of {site.uses[0]}, of which it is a function clone",
+        ),
         (
             replace(site, scheme=replace(site.scheme, family=None, range="dynamic")),
-            "its range is that of the values of each run",
+            "its range is computed in each run",
         ),
     ]
     for changed, sentences in cases:
         assert explain_scale(net, replace(plan, sites=(changed,)), 0) == (sentences,)
     solution = solve_scales(net, plan, {})
     skipped = next(k for k, planned_site in enumerate(plan.sites) if planned_site.tensor.op == "x")
-    assert explain_scale(net, plan, skipped, solution) == ("left float: no sample of the calibration data reached it",)
+    assert explain_scale(net, plan, skipped, solution) == ("left float: no calibration sample reached it",)
 
 
 def test_explain_on_the_command_line(net):
     """Without data the origin, with data or statistics the scale; both at once are refused."""
     run = CliRunner().invoke
     plain = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml"])
-    assert "    its range is fixed: rule 'softmax' says [0, 1], and Softmax never leaves [0, 1]\n" in plain.output
+    assert "    its range is fixed by rule 'softmax': [0, 1]; Softmax outputs stay in [0, 1]\n" in plain.output
     assert "scale 0" not in plain.output
     full = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml", "--data", "data.npz"])
-    assert "    shares scale and zero point with x:0, as rule 'join' ties it to y:0\n" in full.output
+    assert "    it shares scale and zero point with x:0, as rule 'join' ties it to y:0\n" in full.output
     assert "    scale 0.027451, range [-2.99216, 4.00784]\n" in full.output
     assert run(main, ["calibrate", "model.onnx", "--data", "data.npz", "--all", "-o", "stats.gqs"]).exit_code == 0
     same = run(main, ["explain", "model.onnx", "s", "--rules", "rules.toml", "--stats", "stats.gqs"])
@@ -220,7 +223,9 @@ def test_the_report_has_choices_and_conflicts(net):
         ["insert", "model.onnx", "--rules", "rules.toml", "--data", "data.npz", "-o", "q.onnx", "--report", "r.json"],
     )
     assert invocation.exit_code == 0, invocation.output
-    assert "conflict: rule 'softmax' for s:0 wants the range [0, 1], and rule 'join' for x:0 wants" in invocation.output
+    assert (
+        "conflict: rule 'softmax' for s:0 requires the range [0, 1], and rule 'join' for x:0 wants" in invocation.output
+    )
     report = json.loads(Path("r.json").read_text(encoding="utf-8"))
     assert report["changes"] == []
     assert [conflict["rules"] for conflict in report["conflicts"]] == [["softmax", "join"]]

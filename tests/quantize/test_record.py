@@ -39,12 +39,12 @@ def test_round_trip() -> None:
         written.graph.name = "another"
         assert restore_source(record, written, ModelProto)[1] is False
         written.graph.initializer.pop()
-        with pytest.raises(ModelError, match="not in the model any more"):
+        with pytest.raises(ModelError, match="the float model is missing"):
             restore_source(record, written, ModelProto)
 
 
 def forge_record(record: bytes, **changes: object) -> bytes:
-    """A record whose head says something else."""
+    """A record whose head says of another type."""
     data = zlib.decompress(record)
     size = int.from_bytes(data[:8], "little")
     head = json.dumps({**json.loads(data[8 : 8 + size]), **changes}).encode()

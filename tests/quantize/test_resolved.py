@@ -86,7 +86,7 @@ class Case:
 
     def choices(self, name):
         """What is said of a tensor's scale, of all its copies."""
-        pairs = zip(self.result.inserted, self.result.choices, strict=True)
+        pairs = zip(self.result.inserted, self.result.scale_reasons, strict=True)
         return [reason for pair, reasons in pairs if pair.site.tensor.op == name for reason in reasons]
 
     def codes(self, backend):
@@ -129,8 +129,8 @@ def test_a_bias_that_overflows_int32(tmp_path, rules):
     assert ("changed: w:0: its scale was raised" in output.getvalue()) == (rules == "onnxruntime")
     if rules == "onnxruntime":
         assert 2**31 * (1 - 1e-5) < steps[1] < 2**31 - 1
-        assert "its scale was raised" in case.result.notes[TensorRef("", "w")]
-        assert "in 1 of 4 channels so that bias b:0 fits int32" in case.result.notes[TensorRef("", "w")]
+        assert "its scale was raised" in case.result.site_notes[TensorRef("", "w")]
+        assert "in 1 of 4 channels so that bias b:0 fits int32" in case.result.site_notes[TensorRef("", "w")]
     else:  # the smallest range of QNN makes room by itself
         assert steps[1] < 2**31 - 1
         assert "its range was widened to 0.0001 in 1 of 4 channels, the smallest of its scheme" in case.choices("w")
@@ -163,7 +163,7 @@ def test_without_the_solver_that_bias_is_lost(tmp_path):
     [actual] = case.run(ALL)
     assert np.abs(actual[:, 1] - B[1]).max() > 1
     assert [str(change) for change in inserted_result.changes] == [
-        "w:0: its scale is fixed, and bias b:0 does not fit int32 with it; backends that convert the bias will clip it"
+        "w:0: its scale is fixed, but bias b:0 does not fit int32; backends that convert the bias will clip it"
     ]
 
 
@@ -182,7 +182,7 @@ def test_a_weight_scale_that_is_given_is_not_touched(tmp_path):
     assert conflict.rules == ("conv-weight", "bias")
     assert conflict.tensors == (TensorRef("", "w"), TensorRef("", "b"))
     assert conflict.resolution == "the bias stays float"
-    assert "more than int32 holds" in inserted_result.skips[-1].reason
+    assert "beyond int32" in inserted_result.skips[-1].reason
     report = result_json(inserted_result, None)
     assert report["conflicts"][0]["rules"] == ["conv-weight", "bias"]
     case.path = inserted_result.save(tmp_path / "dictated.onnx")
@@ -201,7 +201,7 @@ def test_weights_and_activations_of_16_bits(tmp_path, per):
     steps = np.abs(bias) / (float(x.scale) * w.scale.astype(np.float64))
     assert steps.max() < 2**31 - 1
     channels = " in 2 of 4 channels" if per == "channel" else ""
-    assert f"times{channels} so that bias b:0 fits int32" in case.result.notes[TensorRef("", "w")]
+    assert f"times{channels} so that bias b:0 fits int32" in case.result.site_notes[TensorRef("", "w")]
     expected = conv(X.astype(np.float64), W.astype(np.float64), bias)
     noise = case.run(ALL)[0] - expected
     assert 10 * np.log10((expected**2).mean() / (noise**2).mean()) > 70
@@ -259,7 +259,7 @@ def test_a_shared_weight_of_which_one_consumer_needs_another_scale(tmp_path):
     )
     np.testing.assert_allclose(case.params("w", "y").scale, 1e-9 * np.abs(W).max((1, 2, 3)) / 127, rtol=1e-5)
     assert (case.params("w", "z").scale > 1e-9 * np.abs(W).max() / 127).all()
-    assert "is a copy for z[1]: its scale was raised" in case.result.notes[TensorRef("", "w")]
+    assert "is a copy for z[1]: its scale was raised" in case.result.site_notes[TensorRef("", "w")]
     for name, source, bias in (("y", "x", B * 1e-9), ("z", "t", B * 10)):
         expected = conv(case.rounded(source, X), case.rounded("w", W * 1e-9, name), bias)
         actual = dict(zip("yz", case.run(ALL), strict=True))[name]
@@ -298,7 +298,9 @@ def test_a_tie_that_breaks_a_relu(tmp_path, backend):
     }
     assert tied[backend] in case.choices("r")
     assert any(reason.startswith("it has the pair of r:0, as r cannot be absorbed") for reason in case.choices("c"))
-    assert [str(change.tensor) for change in case.result.changes if "it has the pair of r:0" in change.message] == ["c:0"]
+    assert [str(change.tensor) for change in case.result.changes if "it has the pair of r:0" in change.message] == [
+        "c:0"
+    ]
     assert all(skip.tensor.op != "c" for skip in case.result.skips)
     statuses = {verdict.op: verdict.status for verdict in gq.check(case.path, backend=backend).verdicts}
     assert statuses["c"] == "int8"

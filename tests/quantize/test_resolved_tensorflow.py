@@ -54,7 +54,7 @@ class Case:
 
     def note(self, name):
         """What is said of a tensor."""
-        return self.result.notes.get(TensorRef("", name), "")
+        return self.result.site_notes.get(TensorRef("", name), "")
 
     def rounded(self, name, values, consumer):
         """Values as their pair leaves them for a consumer."""
@@ -88,7 +88,7 @@ def test_a_bias_that_overflows_int32(tmp_path):
         tf.nn.bias_add(c, tf.constant(B, name="b"), name="y")
 
     case = Case(tmp_path, build)
-    assert "in 1 of 4 channels, so that bias b:0 fits int32" in case.note("w")
+    assert "in 1 of 4 channels so that bias b:0 fits int32" in case.note("w")
     assert case.receipt.agrees
     largest = max(int(np.abs(values.astype(np.int64)).max()) for values in case.biases())
     assert 2**31 * (1 - 1e-4) < largest < 2**31 - 1

@@ -137,11 +137,11 @@ def test_activations_have_the_range_of_their_sketch(tmp_path):
 
 def test_what_no_sample_reached_is_skipped(tmp_path):
     """No sketch, or an empty one, is a skip with its reason; only NaN another."""
-    model, reached = gemm(tmp_path), "no sample of the calibration data reached it"
+    model, reached = gemm(tmp_path), "no calibration sample reached it"
     assert solve_scales(model, plan(X), {}).skips[0].reason == reached
     assert solve_scales(model, plan(X), {TensorRef("", "x"): EMPTY_SKETCH}).skips[0].reason == reached
     blank = solve_scales(model, plan(X), {TensorRef("", "x"): sketch_values(np.zeros((0, 3)))})
-    assert blank.skips[0].reason == "it was empty whenever a sample of the calibration data reached it"
+    assert blank.skips[0].reason == "it was empty for every calibration sample that reached it"
     nothing = solve_scales(model, plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan]))})
     assert nothing.skips[0].reason == "no finite value was ever seen"
     assert (nothing.params, nothing.notes) == ({}, {})
@@ -155,7 +155,7 @@ def test_nan_and_infinity_in_activations(tmp_path):
     solution = solve_scales(
         gemm(tmp_path), plan(X), {TensorRef("", "x"): sketch_values(np.array([np.nan, -np.inf, 2.55]))}
     )
-    assert solution.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
+    assert solution.skips[0].reason == "it has infinite values, as masks do, which integers cannot represent"
     assert (solution.params, solution.notes) == ({}, {})
 
 
@@ -173,7 +173,7 @@ def test_constants_with_infinity_are_left(tmp_path):
     """A constant that holds infinity, as masks do, is left with that reason, as an activation would be."""
     solution = solve_scales(gemm(tmp_path, np.full((2, 3), -np.inf, np.float32)), plan(W), {})
     assert solution.params == {}
-    assert solution.skips[0].reason == "it takes infinite values, as masks do, and integers stand for none"
+    assert solution.skips[0].reason == "it has infinite values, as masks do, which integers cannot represent"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_given_ranges_hide_no_nan(tmp_path, given):
     solution = solve_scales(gemm(tmp_path, infinite), plan(replace(W, **given)), {})
     assert (solution.params, solution.skips[0].reason) == (
         {},
-        "it takes infinite values, as masks do, and integers stand for none",
+        "it has infinite values, as masks do, which integers cannot represent",
     )
 
 
@@ -196,7 +196,7 @@ def test_weights_whose_value_is_no_float(tmp_path, monkeypatch):
     model = gemm(tmp_path)
     monkeypatch.setattr(Parameters, "value", lambda *_: np.array(["a", "b"], object))
     solution = solve_scales(model, plan(replace(W, axis=None, scheme=INT8)), {})
-    assert solution.skips[0].reason == "its value is of object, not of a float type"
+    assert solution.skips[0].reason == "its value has type object, which is no float type"
 
 
 def test_empty_weights(tmp_path):
@@ -264,7 +264,7 @@ def test_biases(tmp_path):
     assert numbers(solve_scales(model, plan(x, tensor, many), {}).params[2]) == (0.125, 0)
     assert (
         solve_scales(model, plan(x, channel, bias_site), {}).skips[2].reason
-        == "a bias of shape (2,) does not go with 2 weight scales"
+        == "its shape (2,) does not match 2 weight scales"
     )
     assert "not both quantized" in solve_scales(model, plan(x, many), {}).skips[1].reason
     assert solve_scales(model, plan(X, channel, many), {}).skips.keys() == {0, 2}
@@ -276,8 +276,7 @@ def test_biases_that_do_not_fit(tmp_path):
     tensor = replace(W, scheme=INT8, axis=None, scale=(1e-5,))
     solution = solve_scales(gemm(tmp_path, bias=(1e9, 0.0)), plan(replace(X, scale=(1e-5,)), tensor, bias_site), {})
     assert (
-        solution.skips[2].reason
-        == "its values are up to 1e+19 steps of input scale times weight scale, more than int32 holds"
+        solution.skips[2].reason == "its values reach 1e+19 steps of input scale times weight scale, beyond int32 holds"
     )
     solution = solve_scales(
         gemm(tmp_path), plan(replace(X, scale=(1e-30,)), replace(tensor, scale=(1e-30,)), bias_site), {}
@@ -322,13 +321,13 @@ def test_ties_share_one_scale():
     assert [numbers(solution.params[k]) for k in range(3)] == [(pytest.approx(0.01), 100)] * 3
     assert solution.params[0] is solution.params[1] is solution.params[2]
     assert [solution.notes[k] for k in range(3)] == [
-        (f"shares scale and zero point with {partner}:0",) for partner in ("t1", "t0", "t0")
+        (f"it shares scale and zero point with {partner}:0",) for partner in ("t1", "t0", "t0")
     ]
 
 
 def test_skips_follow_ties():
     """A chain whose first member was skipped is skipped to its end; a member in the middle ends it there."""
-    reason = "what it is tied to is not quantized"
+    reason = "the tensor that it is tied to is not quantized"
     solution = solve_scales(chain(3), tied(3), sketches_of(t1=(0, 1), t2=(0, 1), t3=(0, 1)))
     assert [solution.skips[k].reason for k in (1, 2, 3)] == [reason] * 3
     assert not solution.params
@@ -354,7 +353,7 @@ def test_dictated_scales_reach_what_is_tied():
     )
     assert [numbers(solution.params[k]) for k in range(3)] == [(0.5, 9)] * 3
     assert solution.skips == {}
-    assert solution.notes[1] == ("shares the scale that the plan gives t0:0",)
+    assert solution.notes[1] == ("it shares the scale that the plan gives t0:0",)
     plan_with_scales = plan(
         replace(tied_plan.sites[0], scale=(0.5,)), replace(tied_plan.sites[1], scale=(0.25,)), tied_plan.sites[2]
     )
@@ -363,7 +362,7 @@ def test_dictated_scales_reach_what_is_tied():
     assert solution.notes[1] == ("is tied to t0:0, for which the plan gives another scale",)
     [conflict] = solution.conflicts
     assert str(conflict) == (
-        "the plan for t1:0 wants the scale 0.25, and the plan for t0:0 wants 0.5 for both: each keeps what the plan"
+        "the plan for t1:0 requires the scale 0.25, and the plan for t0:0 requires 0.5 for both: each keeps what the plan"
         " gives it"
     )
 

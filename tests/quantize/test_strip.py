@@ -61,7 +61,7 @@ def test_rounded_weights_of_real_models(shared: Path, tmp_path: Path, name: str)
     result = gq.insert(shared / name, rules=["fixed_point"])
     stripped = gq.strip(result.save(tmp_path / "out.onnx"))
     assert not stripped.exact
-    assert not stripped.left
+    assert not stripped.remaining
     proof = api.prove_stripped(stripped, shared / name)
     assert proof.holds
     assert proof.rounded_weights == len(stripped.weights) > 4
@@ -74,7 +74,7 @@ def test_rounded_weights_are_said_to_be(samples: Path, tmp_path: Path, name: str
     quantized = {reading.tensor for reading in summarize_model(gq.load(path)).quantization_ops}
     stripped = gq.strip(path)
     assert not stripped.exact
-    assert not stripped.left
+    assert not stripped.remaining
     assert not summarize_model(stripped.model).quantization_ops
     plan = gq.plan(samples / name, rules=["fixed_point"])
     assert {tensor for tensor, _ in stripped.weights} == {site.tensor for site in plan.sites if site.parameter}
@@ -174,7 +174,7 @@ def test_weights_that_were_trained_since(samples: Path, tmp_path: Path) -> None:
     onnx.save(model, path)
     stripped = gq.strip(path)
     assert not stripped.exact
-    assert "not in the model any more" in stripped.notes[0]
+    assert "the float model is missing" in stripped.notes[0]
     assert gq.diff(samples / "digits_cnn.onnx", stripped.model).counts == {"weight": 1}
 
 
@@ -211,7 +211,7 @@ def test_quantization_of_other_tools(samples: Path, tmp_path: Path) -> None:
     with pytest.raises(gq.GraphQuantError, match="no pairs of quantization and dequantization"):
         gq.strip(samples / "digits_cnn.onnx", everything=True)
     stripped = gq.strip(path, everything=True)
-    assert not stripped.left
+    assert not stripped.remaining
     assert not summarize_model(stripped.model).quantization_ops
     out = stripped.model.save(tmp_path / "floats.onnx")
     same = gq.compare(samples / "digits_cnn.onnx", out, str(samples / "digits_cnn_eval.npz"), samples=20)
@@ -245,7 +245,7 @@ def test_a_model_says_where_it_came_from(samples: Path, tmp_path: Path) -> None:
         assert provenance["source"] == source.digest
         assert provenance["version"] == gq.__version__
         assert result.stats is not None
-        assert provenance["data"] == result.stats.runs[0].data
+        assert provenance["data"] == result.stats.runs[0].data_digest
         assert provenance["method"] == "auto"
         assert len(provenance["rules"]) == len(provenance["plan"]) == 64
         assert "record" not in provenance

@@ -190,7 +190,7 @@ def test_a_damaged_record(tmp_path, damage):
     value = next(item["value"] for item in step.undo["removed"] if item["op"] == "w")
     value.update(damage)
     weight = prepared.main.op("c/weight_folded").read_value()
-    with pytest.raises(ModelError, match="The record of the step fold-batchnorm on n is damaged"):
+    with pytest.raises(ModelError, match="The record of step fold-batchnorm on n is damaged"):
         original_weights(step, lambda _: weight)
 
 
@@ -238,14 +238,14 @@ def test_weights_come_back_from_what_was_written(tmp_path, float_weights):
 
     def read(name):
         if name in written.main:
-            return written.main.op(name).value()
-        stored_weights = written.main.op(f"{name}/quant/{folded[name].type.name}").value()
+            return written.main.op(name).read_value()
+        stored_weights = written.main.op(f"{name}/quant/{folded[name].type.name}").read_value()
         return dequantize(stored_weights, folded[name])
 
     restored_count = 0
     for step in reversed(read_steps(result.plan)):
         for (_, name), (value, exact) in original_weights(step, read).items():
-            true = source.main.op(name).value() if name in source.main else None  # an input of the source, too
+            true = source.main.op(name).read_value() if name in source.main else None  # an input of the source, too
             if true is None or true.ndim < 4:
                 continue
             assert exact == float_weights

@@ -105,7 +105,7 @@ def test_the_first_file_that_names_a_step_decides(write):
 
 def test_contradictory_steps_are_rejected(write):
     """One file cannot want both."""
-    with pytest.raises(RuleError, match=r"bad\.toml:1: 'fold-batchnorm' is wanted and not wanted; leave out one"):
+    with pytest.raises(RuleError, match=r"bad\.toml:1: 'fold-batchnorm' is switched on and off; remove one"):
         load_ruleset([write('prepare = ["fold-batchnorm", "not fold-batchnorm"]\n', "bad.toml")])
 
 
@@ -137,15 +137,15 @@ def test_byte_order_mark(write):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("onnxruntme", "There are no rules called 'onnxruntme'. Did you mean 'onnxruntime'? Shipped are "),
-        ("", "There are no rules called ''. Shipped are "),
-        ("..", "There are no rules called '..'. Shipped are "),
-        ("mine", "There are no rules called 'mine'. Did you mean 'mine.toml'? Shipped are "),
+        ("onnxruntme", "There is no rule file 'onnxruntme'. Did you mean 'onnxruntime'? The shipped rule files are "),
+        ("", "There is no rule file ''. The shipped rule files are "),
+        ("..", "There is no rule file '..'. The shipped rule files are "),
+        ("mine", "There is no rule file 'mine'. Did you mean 'mine.toml'? The shipped rule files are "),
         (
             "no/onnxruntime.toml",
-            "There is no rule file 'no/onnxruntime.toml'. Did you mean 'onnxruntime'? Shipped are ",
+            "There is no rule file 'no/onnxruntime.toml'. Did you mean 'onnxruntime'? The shipped rule files are ",
         ),
-        ("nul\0.toml", "There is no rule file 'nul\\x00.toml'. Shipped are "),
+        ("nul\0.toml", "There is no rule file 'nul\\x00.toml'. The shipped rule files are "),
     ],
 )
 def test_unknown_names(write, name, says):
@@ -153,9 +153,7 @@ def test_unknown_names(write, name, says):
     write("", "mine.toml")
     with pytest.raises(UsageError) as caught:
         load_ruleset([name])
-    assert str(caught.value).startswith(
-        says + ", ".join(shipped_rule_files()) + "; a file of your own is named by its path"
-    )
+    assert str(caught.value).startswith(says + ", ".join(shipped_rule_files()) + ". Name your own file by its path")
 
 
 def test_unreadable_files(write, monkeypatch):
@@ -163,9 +161,9 @@ def test_unreadable_files(write, monkeypatch):
     Path("folder.toml").mkdir()
     os.mkfifo("pipe.toml")
     assert message("folder.toml") == "folder.toml:1: this is a folder. Name a rule file in it."
-    assert message("pipe.toml") == "pipe.toml:1: this is no regular file. Save its text to a file first."
+    assert message("pipe.toml") == "pipe.toml:1: this is not a regular file. Save its text to a file first."
     assert message(write(b"a = 1\n\nb = '\xff'")) == "rules.toml:3: the file is not UTF-8. Save it in that encoding."
-    assert message(write(" " * (1 << 20) + " ")).startswith("rules.toml:1: the file has more than 1048576 bytes.")
+    assert message(write(" " * (1 << 20) + " ")).startswith("rules.toml:1: the file has more than 1048576 bytes")
     for deep in (
         "a = " + "[" * 5000,
         "a." * 100_000 + "b = 1",
@@ -186,15 +184,15 @@ def test_unreadable_files(write, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a = 1\nb = \n", "rules.toml:2: this is not TOML: Invalid value at column 5."),
-        ("a = 1\n\nb = [1,", "rules.toml:3: this is not TOML: Invalid value."),
-        ("a = 1\na = 2\n", "rules.toml:2: this is not TOML: Cannot overwrite a value at column 6."),
+        ("a = 1\nb = \n", "rules.toml:2: this is not valid TOML: Invalid value at column 5."),
+        ("a = 1\n\nb = [1,", "rules.toml:3: this is not valid TOML: Invalid value."),
+        ("a = 1\na = 2\n", "rules.toml:2: this is not valid TOML: Cannot overwrite a value at column 6."),
         (
             "kind = conv",
-            "rules.toml:1: this is not TOML: Invalid value at column 8. Strings are quoted, as in kind = 'conv'.",
+            "rules.toml:1: this is not valid TOML: Invalid value at column 8. Strings need quotes, as in kind = 'conv'.",
         ),
-        ("[a]\n[a]\n", "rules.toml:2: this is not TOML: Cannot declare ('a',) twice at column 3."),
-        ("a = " + "1" * 5000, "rules.toml:1: this is not TOML: Exceeds the limit"),
+        ("[a]\n[a]\n", "rules.toml:2: this is not valid TOML: Cannot declare ('a',) twice at column 3."),
+        ("a = " + "1" * 5000, "rules.toml:1: this is not valid TOML: Exceeds the limit"),
     ],
 )
 def test_syntax_errors(write, text, says):
@@ -207,12 +205,12 @@ def test_mistakes_of_all_files_in_order(write):
     bad = write("b = 1\n\n[[rule]]\nname = 'x'\n", "b.toml")
     second = write("\na = ", "a.toml")
     assert message(bad, write(GOOD), second, bad).splitlines() == [
-        "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, correct, scheme, pattern, rule.",
+        "b.toml:1: 'b' is no key of a rule file. Its keys are description, prepare, algorithms, scheme, pattern, rule.",
         (
             "b.toml:3: a rule lacks the key 'quantize'."
-            ' It says: A scheme, "same-as-input", "passthrough", "fused" or "float".'
+            ' Its meaning: A scheme, "same-as-input", "passthrough", "fused" or "float".'
         ),
-        "a.toml:2: this is not TOML: Invalid value. Strings are quoted, as in kind = 'conv'.",
+        "a.toml:2: this is not valid TOML: Invalid value. Strings need quotes, as in kind = 'conv'.",
     ]
 
 
@@ -224,16 +222,16 @@ def test_texts(write):
         ("rules[0]", rule.line, rule.rule) for rule in from_file.rules
     ]
     sentence = message("rules.toml", "\n# a > b\nb = 1")
-    keys = "description, prepare, correct, scheme, pattern, rule"
+    keys = "description, prepare, algorithms, scheme, pattern, rule"
     assert sentence == f"rules[1]:3: 'b' is no key of a rule file. Its keys are {keys}."
-    assert message("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes.")
+    assert message("\n" * ((1 << 20) + 1)).startswith("rules[0]:1: the file has more than 1048576 bytes")
 
 
 def test_many_mistakes_are_cut(write):
     """A hundred mistakes are told, then how many follow."""
     lines = message(write("".join(f"key{number} = 1\n" for number in range(1000)))).splitlines()
     assert len(lines) == 101
-    assert lines[-1] == "rules.toml:101: from here on there are 900 more mistakes. Mend the others first."
+    assert lines[-1] == "rules.toml:101: and 900 more mistakes from here on. Correct the others first."
 
 
 def test_strange_characters_stay_on_their_line(write):

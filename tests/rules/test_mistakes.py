@@ -98,40 +98,40 @@ EXPECTED_MESSAGES = """\
 bad.toml:1: 'description' is 3; it must be a string.
 bad.toml:2: there is no step 'fold-batchnrm'. Did you mean 'fold-batchnorm' or 'inference-batchnorm'?
 bad.toml:3: 'rules' is no key of a rule file. Did you mean 'rule'?
-bad.toml:5: 'dtype' says what 'bits' and 'signed' say; give one or the other.
+bad.toml:5: 'dtype' replaces 'bits' and 'signed'; give one or the other.
 bad.toml:11: 'per' is 'chanel'; it must be 'tensor', 'channel' or 'block'. Did you mean 'channel'?
 bad.toml:12: 'zero' is true; it must be 'symmetric' or 'asymmetric'.
 bad.toml:13: 'obsrve' is no key of a scheme. Did you mean 'observe'?
 bad.toml:14: 'bits' is 64; it must be at most 32.
 bad.toml:15: 'narrow' is 1; it must be true or false.
-bad.toml:18: 'itn8' is no type; int2 to int32, uint2 to uint32, float8_e4m3fn and float8_e5m2 are. Did you mean \\
+bad.toml:18: 'itn8' is no data type; use int2 to int32, uint2 to uint32, float8_e4m3fn and float8_e5m2. Did you mean \\
 'int8' or 'uint8' or 'int28'?
 bad.toml:19: there is no observer 'minmx'. Did you mean 'minmax' or 'mean-minmax'?
 bad.toml:20: there is no family 'fake-quants'. Did you mean 'fake-quant'?
-bad.toml:23: 'name' is no key of a scheme. Its header, [scheme.NAME], has it.
+bad.toml:23: 'name' is no key of a scheme. The header [scheme.NAME] names it.
 bad.toml:24: the observer 'fixed' needs 'high'; give it a number.
-bad.toml:26: a scheme cannot be called 'float'. Give it another name.
+bad.toml:26: 'float' is no valid name for a scheme. Choose another name.
 bad.toml:27: 'signed' is 'yes'; it must be true or false.
 bad.toml:30: there is no kind 'mull'. Did you mean 'mul' or 'matmul' or 'call'?
-bad.toml:38: a pattern cannot be called 'a.b'. Use letters, digits, '_' and '-'.
-bad.toml:39: 'ops' is empty. Leave it out or fill it.
+bad.toml:38: 'a.b' is no valid name for a pattern. Use letters, digits, '_' and '-'.
+bad.toml:39: 'ops' is empty. Remove it or fill it.
 bad.toml:43: there is no kind 'cnov'. Did you mean 'conv' or 'scan'?
 bad.toml:44: there is no input role 'wieght'. Did you mean 'weight'?
 bad.toml:44: 'max_rank' is -1; it must be at least 0.
 bad.toml:45: there is no scheme 'wight'. Did you mean 'weight'?
 bad.toml:47: the rule has no condition; give it a 'producer' or a 'consumer', kind = '*' for any op.
-bad.toml:48: another rule above is called 'one'. Give each its own name.
-bad.toml:55: a rule lacks the key 'quantize'. It says: A scheme, "same-as-input", "passthrough", "fused" or "float".
+bad.toml:48: a rule above has the name 'one' already. Give each rule its own name.
+bad.toml:55: a rule lacks the key 'quantize'. Its meaning: A scheme, "same-as-input", "passthrough", "fused" or "float".
 bad.toml:56: 'name' is 'no quantize'; it must be letters, digits, '_', '-' and '.'.
 bad.toml:57: there is no pattern 'okk'. Did you mean 'ok'?
 bad.toml:62: 'optional' is 'true'; it must be true or false.
-bad.toml:64: '' in 'conv > > relu' is no kind; kinds read 'conv', 'conv|matmul' or 'conv > relu?'.
+bad.toml:64: '' in 'conv > > relu' is no kind; write 'conv', 'conv|matmul' or 'conv > relu?'.
 bad.toml:65: the pattern 'ok' has no op 'z'. Its ops are s, y.
-bad.toml:66: '/a(/' is no regular expression (missing ): a(); a name without slashes is a glob.
+bad.toml:66: '/a(/' is no valid regular expression (missing ): a(); a name without slashes is a glob.
 bad.toml:68: 'kind' is 3; it must be a string.
-bad.toml:69: the attribute 'pads' is compared with something else than strings, numbers and booleans.
+bad.toml:69: the attribute 'pads' can only be compared with strings, numbers and booleans.
 bad.toml:74: 'place' is 'bdy'; it must be 'producer' or 'body'. Did you mean 'body'?
-bad.toml:76: 'input' is a condition on what reads the tensor; put it into 'consumer'.
+bad.toml:76: 'input' is a condition on the consumer; move it to 'consumer'.
 bad.toml:84: 'min_rank' 4 is above 'max_rank' 2; nothing can match.
 """
 
@@ -161,24 +161,24 @@ RULE = "[[rule]]\nname = 'a'\nquantize = 'float'\n"
 @pytest.mark.parametrize(
     ("text", "line"),
     [
-        ("rule = {}", "1: 'rule' is a table; it must be an array. A rule is headed [[rule]]."),
-        ("[rule]\nname = 'a'", "1: 'rule' is a table; it must be an array. A rule is headed [[rule]]."),
-        ("rule = [3]", "1: entry 1 of 'rule' is 3; it must be a table. A rule is headed [[rule]]."),
-        ("scheme = []", "1: 'scheme' is an array; it must be a table. A scheme is headed [scheme.NAME]."),
-        ("[scheme]\nbits = 3", "2: 'bits' is 3; it must be a table. A scheme is headed [scheme.NAME]."),
+        ("rule = {}", "1: 'rule' is a table; it must be an array. The header of a rule is [[rule]]."),
+        ("[rule]\nname = 'a'", "1: 'rule' is a table; it must be an array. The header of a rule is [[rule]]."),
+        ("rule = [3]", "1: entry 1 of 'rule' is 3; it must be a table. The header of a rule is [[rule]]."),
+        ("scheme = []", "1: 'scheme' is an array; it must be a table. The header of a scheme is [scheme.NAME]."),
+        ("[scheme]\nbits = 3", "2: 'bits' is 3; it must be a table. The header of a scheme is [scheme.NAME]."),
         (
             "pattern = 2020-01-01",
-            "1: 'pattern' is a date or time; it must be a table. A pattern is headed [pattern.NAME].",
+            "1: 'pattern' is a date or time; it must be a table. The header of a pattern is [pattern.NAME].",
         ),
         ("description = ['x']", "1: 'description' is an array; it must be a string."),
         ("prepare = {a = 1}", "1: 'prepare' is a table; it must be an array."),
         ("[scheme.a]\nbits = 1.5", "2: 'bits' is 1.5; it must be a whole number."),
         ("[scheme.a]\nbits = 0x" + "f" * 9999, "2: 'bits' is a very large number; it must be at most 32."),
-        ("[scheme.a]\ndtype = ''", "2: 'dtype' is empty. Leave it out or fill it."),
+        ("[scheme.a]\ndtype = ''", "2: 'dtype' is empty. Remove it or fill it."),
         ("[scheme.a]\nobserve = 3", "2: 'observe' is 3; it must be a table."),
         (
             "[scheme.a]\nobserve = {low = 1}",
-            "2: an observer lacks the key 'name'. It says: An observer of `graphquant.sketch.OBSERVERS`.",
+            "2: an observer lacks the key 'name'. Its meaning: An observer of `graphquant.observers.OBSERVERS`.",
         ),
         ("[scheme.a]\nobserve = 'fixed-point'", "2: the observer 'fixed-point' needs 'exponent'; give it a number."),
         (
@@ -186,15 +186,15 @@ RULE = "[[rule]]\nname = 'a'\nquantize = 'float'\n"
             "2: the observer 'minmax' has no 'low'; it takes no argument.",
         ),
         (RULE + "producer = 'conv'", "4: 'producer' is 'conv'; it must be a table."),
-        (RULE + "consumer = {kind = ''}", "4: 'kind' is empty. Leave it out or fill it."),
-        (RULE + "consumer = {type = 'Conv,Gemm'}", "4: 'Conv,Gemm' is no op type; types read 'Conv' or 'Conv|Gemm'."),
+        (RULE + "consumer = {kind = ''}", "4: 'kind' is empty. Remove it or fill it."),
+        (RULE + "consumer = {type = 'Conv,Gemm'}", "4: 'Conv,Gemm' is no op type; write 'Conv' or 'Conv|Gemm'."),
         (RULE + "consumer = {name = '" + "a" * 501 + "'}", "4: 'name' has more than 500 characters. Make it shorter."),
         (RULE + "consumer = {pattern = 'silu'}", "4: there is no pattern 'silu'. The file has none."),
-        (RULE + "consumer = {input = 'weight|'}", "4: there is no input role ''. Known are "),
-        (RULE + "consumer = {kind = 'quux'}", "4: there is no kind 'quux'. Known are *, abs, add, "),
-        (RULE + "consumer = {readers = 2}", "1: 'readers' counts who reads the tensor; put it into 'producer'."),
+        (RULE + "consumer = {input = 'weight|'}", "4: there is no input role ''. Use one of "),
+        (RULE + "consumer = {kind = 'quux'}", "4: there is no kind 'quux'. Use one of *, abs, add, "),
+        (RULE + "consumer = {readers = 2}", "1: 'readers' is a condition on the producer; move it to 'producer'."),
         ("[pattern.a]\nops = ['y = relu(x)', 3]", "2: entry 2 of 'ops' is 3; it must be a string."),
-        ("[pattern.a]\nops = ['a', 'b']", "2: 'a' does not read 'name = kind(operand, ...)'."),
+        ("[pattern.a]\nops = ['a', 'b']", "2: 'a' does not have the form 'name = kind(operand, ...)'."),
         ("[pattern.a]\nops = [" + "'y = relu(x)'," * 33 + "]", "2: 'ops' has more than 32 entries. Make it shorter."),
     ],
 )

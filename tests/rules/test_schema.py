@@ -112,5 +112,5 @@ def test_everything_is_described():
     assert selector["kind"]["anyOf"][0]["enum"] == list(KINDS)
     assert scheme["family"]["enum"] == sorted(FAMILIES)
     assert generated["$defs"]["Observe"]["properties"]["name"]["enum"] == list(OBSERVERS)
-    assert generated["title"] == "graphquant rule file, version 1"
+    assert generated["title"] == "graphquant rule file, version 2"
     assert "$id" not in generated

@@ -21,10 +21,10 @@ def test_chain():
     [
         ("", "'' is no kind"),
         ("conv >", "'' in 'conv >' is no kind"),
-        ("conv relu", "'conv relu' is no kind; kinds read 'conv', 'conv|matmul' or 'conv > relu?'"),
+        ("conv relu", "'conv relu' is no kind; write 'conv', 'conv|matmul' or 'conv > relu?'"),
         ("conv | relu", "'conv | relu' is no kind"),
         ("conv? > relu?", "every link of 'conv? > relu?' is optional; at least one must be required"),
-        (" > ".join(["conv"] * 17), "a chain of 17 links is too long; 16 are possible"),
+        (" > ".join(["conv"] * 17), "a chain of 17 links is too long; the limit is 16"),
     ],
 )
 def test_broken_chain(text, message):
@@ -45,15 +45,15 @@ def test_pattern():
     ("lines", "message"),
     [
         ([], "a pattern has at least one op"),
-        (["y : mul(x)"], "'y : mul(x)' does not read 'name = kind(operand, ...)'"),
-        (["y = mul(x, )"], "operand '' of 'y = mul(x, )' is no name"),
+        (["y : mul(x)"], "'y : mul(x)' does not have the form 'name = kind(operand, ...)'"),
+        (["y = mul(x, )"], "operand '' of 'y = mul(x, )' is not a valid name"),
         (["y = mul(x)", "y = mul(x)"], "'y' is defined twice"),
-        (["_ = mul(x)"], "'_' in '_ = mul(x)' stands for any operand; an op has another name"),
+        (["_ = mul(x)"], "'_' in '_ = mul(x)' stands for any operand; give the op another name"),
         (["y = mul(y)"], "'y' is used before the line that defines it"),
         (["y = mul(z)", "z = relu(x)"], "'z' is used before the line that defines it"),
         (
             ["b = relu(x)", "a = relu(x)", "y = relu(x)"],
-            "'b', 'a' does not lead to the last op 'y'; leave it out or use it",
+            "'b', 'a' is not connected to the last op 'y'; remove it or use it",
         ),
     ],
 )

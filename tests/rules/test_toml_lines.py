@@ -146,7 +146,7 @@ def test_lines_are_located_lazily(monkeypatch) -> None:
     text = "[scheme.a]\nbits = 8\n\n[[rule]]\nname = 'x'\n"
     located: list[str] = []
     monkeypatch.setattr(
-        sys.modules[KeyLines.__module__], "locate", lambda given: located.append(given) or locate_keys(given)
+        sys.modules[KeyLines.__module__], "locate_keys", lambda given: located.append(given) or locate_keys(given)
     )
     lines = KeyLines(text)
     assert not located

@@ -14,7 +14,7 @@ from graphquant import api
 from graphquant.errors import UsageError
 from graphquant.ir import QUANTIZATION_KINDS, TensorRef
 from graphquant.visualize.annotations import annotation_text
-from graphquant.visualize.model_drawing import model_drawing, neighborhood, plan_drawing, result_drawing
+from graphquant.visualize.drawing import model_drawing, neighborhood, plan_drawing, result_drawing
 
 if TYPE_CHECKING:
     from pathlib import Path

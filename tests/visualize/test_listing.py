@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from graphquant.visualize.tables import NameTable
-from graphquant.visualize.text import render_text
+from graphquant.visualize.text import NameTable, render_text
 
 NAMES = ("short:0", "a/name/that/is/longer/than/its/column:0")
 

@@ -105,8 +105,8 @@ def test_the_frame_draws_in_a_browser(samples: Path, tmp_path: Path, browser: An
     """Inside a notebook's page the viewer draws, within its frame, without a word on the console."""
     (tmp_path / "cell.html").write_text(gq.load(samples / "digits_cnn.onnx")._repr_html_())
     page, amiss = browser.new_page(), []
-    page.for_data("console", lambda message: amiss.append(message.text))
-    page.for_data("pageerror", lambda error: amiss.append(str(error)))
+    page.on("console", lambda message: amiss.append(message.text))
+    page.on("pageerror", lambda error: amiss.append(str(error)))
     page.goto((tmp_path / "cell.html").as_uri())
     until(page.frames[1], "performance.getEntriesByName('drawn').length > 0")
     assert page.frames[1].evaluate("document.querySelectorAll('canvas').length") > 0

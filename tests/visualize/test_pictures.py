@@ -20,12 +20,10 @@ from onnx import TensorProto, helper, numpy_helper
 from rich.console import Console
 
 from graphquant import api
-from graphquant.visualize.ascii_graph import ascii_graph
-from graphquant.visualize.graph_export import graph_graphml, graph_json
-from graphquant.visualize.html import viewer_page
-from graphquant.visualize.model_drawing import model_drawing, neighborhood
+from graphquant.visualize.drawing import model_drawing, neighborhood
+from graphquant.visualize.graph_export import ascii_graph, graph_graphml, graph_json
 from graphquant.visualize.svg import graph_svg
-from graphquant.visualize.viewer_data import viewer_data
+from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable

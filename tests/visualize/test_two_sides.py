@@ -150,9 +150,9 @@ def test_a_model_compared_with_itself(compared: Path, opened: Callable[..., Any]
     assert (one["width"], one["y"]) == (pytest.approx(other["width"], abs=2), other["y"])
     view = "[viewer.view.x, viewer.view.y, viewer.view.k]"
     x, y, k = page.evaluate(view)
-    page.mouse.move_bias(other["x"] + 30, 400)
+    page.mouse.move(other["x"] + 30, 400)
     page.mouse.down()
-    page.mouse.move_bias(other["x"] + 50, 430, steps=4)
+    page.mouse.move(other["x"] + 50, 430, steps=4)
     page.mouse.up()
     assert page.evaluate(view) == [x + 20, y + 30, k]
     page.evaluate("location.hash = '#op=pointwise%2Fconv'")

@@ -14,9 +14,9 @@ from PIL import Image
 
 from graphquant import api
 from graphquant.visualize.annotations import annotation_text
-from graphquant.visualize.html import viewer_page as made_page
-from graphquant.visualize.model_drawing import plan_drawing, result_drawing
+from graphquant.visualize.drawing import plan_drawing, result_drawing
 from graphquant.visualize.viewer_data import viewer_data
+from graphquant.visualize.viewer_data import viewer_page as made_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -233,7 +233,7 @@ def test_a_link_to_an_op(digits: Path, opened: Callable[..., Any], until: Callab
     page.keyboard.press("ArrowDown")
     assert _selected(page) == "residual/relu"
     assert page.evaluate("location.hash") == "#op=residual%2Frelu"
-    page.restore()
+    page.go_back()
     until(page, "document.querySelector('#panel h2').textContent === 'residual/add'")
     page.evaluate("location.hash = '#op=no%20such'")
     until(page, "document.querySelector('#panel h2').textContent === 'Not found'")
@@ -436,9 +436,9 @@ def test_moving_and_zooming(digits: Path, opened: Callable[..., Any], until: Cal
     page = opened(digits)
     view = "[viewer.view.x, viewer.view.y, viewer.view.k]"
     x, y, k = page.evaluate(view)
-    page.mouse.move_bias(200, 300)
+    page.mouse.move(200, 300)
     page.mouse.down()
-    page.mouse.move_bias(260, 340, steps=4)
+    page.mouse.move(260, 340, steps=4)
     page.mouse.up()
     assert page.evaluate(view) == [x + 60, y + 40, k]
     page.mouse.wheel(0, 100)
@@ -575,7 +575,7 @@ def test_truncation_is_always_marked(tmp_path: Path, opened: Callable[..., Any],
     cli("inspect", tmp_path / "m.onnx", "--html", tmp_path / "m.html")
     page = opened(tmp_path / "m.html", long)
     assert page.evaluate("[...viewer.fittedTexts.values()].some((said) => said.startsWith('very') && said.endsWith('…'))")
-    page.mouse.move_bias(*_at(page, _op(long)))
+    page.mouse.move(*_at(page, _op(long)))
     assert page.locator("#graph").get_attribute("title") == f"Relu {long}"
     panel = page.locator("#panel").inner_text()
     assert long in panel.replace("\n", "")

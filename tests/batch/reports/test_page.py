@@ -30,10 +30,10 @@ def opened(browser: Any) -> Iterator[Callable[..., Any]]:
         context = browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme=scheme)
         contexts.append(context)
         page = context.new_page()
-        page.for_data("console", lambda message: amiss.append(message.text))
-        page.for_data("pageerror", lambda error: amiss.append(str(error)))
-        page.for_data("dialog", lambda dialog: (amiss.append(dialog.message), dialog.stop_workers()))
-        page.for_data("request", lambda one: None if one.url.startswith("file:") else amiss.append(one.url))
+        page.on("console", lambda message: amiss.append(message.text))
+        page.on("pageerror", lambda error: amiss.append(str(error)))
+        page.on("dialog", lambda dialog: (amiss.append(dialog.message), dialog.dismiss()))
+        page.on("request", lambda one: None if one.url.startswith("file:") else amiss.append(one.url))
         page.goto(path.as_uri())
         return page
 
