@@ -56,7 +56,7 @@ def compare(
     settings = resolve_options(CompareOptions, options, values)
     float_ir, quantized_ir = as_model(model), as_model(quantized_model)
     for model_ir in (float_ir, quantized_ir):
-        if model_ir.format == "tflite":
+        if not model_ir.traits.rewritable:
             raise UsageError(
                 f"{model_ir.path} is a TFLite model, which cannot be run. Compare the models from which it was"
                 " converted."

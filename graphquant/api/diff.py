@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Model
 
 
-PREPARED_FORMATS = ("onnx", "tensorflow")
-"""Formats whose models record their preparation."""
-
 PLAN_MARKER = '"schema"'
 """Text near the start of each plan file, which ONNX models in JSON do not have."""
 
@@ -67,7 +64,7 @@ def align_preparation(before: Model, after: Model) -> tuple[Model, Model, str]:
 
 def _recorded_steps(before: Model, after: Model) -> str:
     """Return the preparation steps that `after` records, or "" if it was not quantized from `before`."""
-    if after.format != before.format or after.format not in PREPARED_FORMATS:
+    if after.format != before.format or not after.traits.rewritable:
         return ""
     provenance = formats.format_module(after.format).read_metadata(after)
     return provenance.get("steps", "") if provenance.get("source") == before.digest else ""

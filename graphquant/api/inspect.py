@@ -138,7 +138,7 @@ def check_data(model: Model | str | Path, data: str, *, samples: int | None = No
     from graphquant.calibration.data.check import check_dataset
 
     source = as_model(model)
-    if source.format == "tflite":
+    if not source.traits.rewritable:
         raise UsageError(
             f"{source.path} is a TFLite model, which cannot be run. Pass the model from which it was converted."
         )
@@ -172,7 +172,7 @@ def inspect_stats(
     if model is None:
         return range_report.stats_range_report(loaded, path)
     source = as_model(model)
-    if source.format != "tflite" and not rules:
+    if source.traits.rewritable and not rules:
         summary = summarize_model(source)
         # A model that graphquant quantized has its ranges in the graph, and a plan for it would be empty.
         if any(op.rule or source.digest != loaded.model_digest for op in summary.quantization_ops):

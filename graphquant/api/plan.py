@@ -138,7 +138,7 @@ def resolve_ruleset(model: Model, rules: NameOrNames) -> RuleSet:
     Raises:
         UsageError: The model is a TFLite model, which cannot be rewritten.
     """
-    if model.format == "tflite":
+    if not model.traits.rewritable:
         raise UsageError(
             f"{model.path or 'The model'} is a TFLite model, which graphquant reads but cannot rewrite. Quantize the"
             " TensorFlow model from which it was converted, with -o NAME.tflite. --ranges uses the scales of this file."

@@ -63,7 +63,7 @@ def strip(model: Model | str | Path, *, everything: bool = False) -> StripResult
         UsageError: There is nothing to remove, or the model is a TFLite model.
     """
     source = as_model(model)
-    if source.format == "tflite":
+    if not source.traits.rewritable:
         raise UsageError(
             f"{source.path} is a TFLite model, which graphquant reads but cannot rewrite. Strip the TensorFlow model from"
             " which it was converted."

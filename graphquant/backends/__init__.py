@@ -56,16 +56,16 @@ def check_quantized_model(model: Model, backend: str | None = None, stats: Stats
         UsageError: The backend is unknown, or it does not run models of this format.
     """
     chosen_backend = None if backend is None else _find_backend(backend)
-    if model.format == "tflite":
+    if not model.traits.rewritable:
         raise UsageError(
-            f"{model.path or 'The model'} is a TFLite model, whose scales are in its tensors. `graphquant inspect`"
+            f"{model.path or 'The model'} is a TFLite model with scales in its tensors. `graphquant inspect`"
             " shows them."
         )
-    if chosen_backend is not None and model.format != "onnx":
+    if chosen_backend is not None and not model.traits.predictable:
         raise UsageError(
-            f"{model.path or 'The model'} is a {model.format} model, and {chosen_backend.name} is foretold for ONNX"
+            f"{model.path or 'The model'} is a {model.format} model, but {chosen_backend.name} is predicted for ONNX"
             " models"
-            " only. Leave --for out to check the quantization alone."
+            " only. Remove --for to check only the quantization."
         )
     verdicts, findings = lint_model(model, chosen_backend, partial(_predict_verdicts, chosen_backend), stats)
     return CheckReport(
@@ -103,6 +103,6 @@ def _predict_verdicts(backend: Backend | None, model: Model) -> tuple[Verdict, .
 def _find_backend(name: str) -> Backend:
     if name not in BACKENDS:
         raise UsageError(
-            f"There is no backend {name!r}. Known are {', '.join(BACKENDS)}.{did_you_mean(name, BACKENDS)}"
+            f"The backend {name!r} is unknown. Use one of {', '.join(BACKENDS)}.{did_you_mean(name, BACKENDS)}"
         )
     return BACKENDS[name]

@@ -17,9 +17,10 @@ from graphquant.errors import GraphQuantError, InternalError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from graphquant.api import Progress, Result
+    from graphquant.api import Result
     from graphquant.batch.types import Entry, Gates, Status
     from graphquant.ir import Model
+    from graphquant.utils.progress import Progress
 
 
 SQNR_DECIMALS = 2
@@ -94,8 +95,7 @@ def _agreement_miss(minimum: float | None, metrics: OutcomeMetrics | None) -> st
         return ""
     if metrics.agreement is None:
         return "no output has class scores or integers"
-    percent = 100 * metrics.agreement
-    return "" if percent >= minimum else f"{percent:.2f}% agree; the bound is {minimum:g}%"
+    return "" if metrics.agreement >= minimum else f"{metrics.agreement:.2%} agree; the bound is {minimum:.2%}"
 
 
 def _accuracy_miss(maximum: float | None, metrics: OutcomeMetrics | None) -> str:
@@ -103,10 +103,16 @@ def _accuracy_miss(maximum: float | None, metrics: OutcomeMetrics | None) -> str
         return ""
     if metrics.accuracy is None:
         return "the data has no labels for an output"
-    before, after = (100 * share for share in metrics.accuracy)
-    passed = before - after <= maximum + 1e-9  # tolerance for rounded shares
-    return "" if passed else f"accuracy fell from {before:.2f}% to {after:.2f}%, by more than {maximum:g}"
+    before, after = metrics.accuracy
+    passed = before - after <= maximum + 1e-11  # tolerance for rounded shares
+    return "" if passed else f"accuracy fell from {before:.2%} to {after:.2%}, by more than {maximum:.2%}"
 
+
+_ENTRY_OPTIONS = (
+    *("rules", "data", "stats", "samples", "method", "family", "include", "exclude", "float_weights", "requantize"),
+    *("algorithms", "ranges", "ranges_map", "optimize", "size_budget"),
+)
+_GATE_OPTIONS = ("min_sqnr", "min_agreement", "max_accuracy_drop")
 
 DEFAULT_BACKEND = "onnxruntime"
 """Backend that predicts int8 ops if no gate names one."""
@@ -181,19 +187,9 @@ def _quantize(entry: Entry, max_memory: int | None, progress: Progress | None) -
     models.check_model_output(output, model, format_name, force=True)
     result = api.insert(
         api.load(model),
-        rules=entry.rules,
-        data=entry.data,
-        stats=entry.stats,
-        method=entry.method,
-        samples=entry.samples,
+        **{name: getattr(entry, name) for name in _ENTRY_OPTIONS},
+        **{name: getattr(entry.gates, name) for name in _GATE_OPTIONS},
         max_memory=max_memory,
-        include=entry.include,
-        exclude=entry.exclude,
-        family=entry.family,
-        float_weights=entry.float_weights,
-        min_sqnr=entry.gates.min_sqnr,
-        min_agreement=None if entry.gates.min_agreement is None else entry.gates.min_agreement / 100,
-        max_accuracy_drop=entry.gates.max_accuracy_drop,
         progress=progress,
     )
     result.save(output, force=True)
@@ -229,7 +225,7 @@ def _lint_output(model: Model, backend: str | None) -> tuple[tuple[BatchFinding,
     """Return the findings of the check if one is required, and the number of int8 ops and of all ops."""
     from graphquant.backends import LINT_CODES, check_quantized_model
 
-    counted_backend = backend or (DEFAULT_BACKEND if model.format == "onnx" else None)
+    counted_backend = backend or (DEFAULT_BACKEND if model.traits.predictable else None)
     report = check_quantized_model(model, counted_backend)
     int8_ops = (report.counts["int8"], len(report.verdicts)) if report.backend else None
     if backend is None:

@@ -1,5 +1,6 @@
 """The intermediate representation: an index over the source model, as networkx graphs of ops."""
 
+from graphquant.ir.format_traits import FormatTraits
 from graphquant.ir.function_clones import FunctionClones
 from graphquant.ir.graph import CONTROL_EDGE, Graph, Model, paused_gc
 from graphquant.ir.invariants import check_invariants
@@ -55,6 +56,7 @@ __all__ = [
     "CONVOLUTION_KINDS",
     "FLOAT_TYPES",
     "FORWARDING_KINDS",
+    "FormatTraits",
     "LOOP_KINDS",
     "MATRIX_PRODUCT_KINDS",
     "NO_ATTRS",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant.errors import InternalError, UsageError
+from graphquant.ir.format_traits import FORMAT_TRAITS, FormatTraits
 from graphquant.ir.traversal import reachable, unique_name
 from graphquant.ir.types import Op, Output, Shape, TensorRef, Use
 from graphquant.utils.notebook_html import HtmlRepresentation
@@ -343,6 +344,11 @@ class Model(HtmlRepresentation):
     save_model: Callable[[Model, Path, bool], Path] | None = None
     provenance: dict[str, str] | None = None
     original_model: Model | None = None
+
+    @property
+    def traits(self) -> FormatTraits:
+        """Properties of the model's format."""
+        return FORMAT_TRAITS[self.format]
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the model to `path` atomically. Returns the path.

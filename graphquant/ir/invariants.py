@@ -28,7 +28,7 @@ def check_invariants(model: Model, stage: str) -> None:
         _check_graph_ends(graph, stage)
     for graph in model.graphs.values():
         _check_slots(graph, stage)
-        if model.format == "onnx" and len(graph.topological_order()) < len(graph):
+        if model.traits.acyclic and len(graph.topological_order()) < len(graph):
             import networkx as nx  # imported for the message only; find_cycle is slow
 
             cycle = " -> ".join(edge[0] for edge in nx.find_cycle(graph.nx))

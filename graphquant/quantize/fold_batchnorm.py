@@ -127,7 +127,7 @@ def _candidate_before(
     if isinstance(source, str):
         return source
     reason = None if mul is not None and _is_inference_batchnorm(source) else _fold_obstacle(model, source, adder)
-    if reason is not None or (mul is not None and model.format != "tensorflow" and source.kind in {"matmul", "gemm"}):
+    if reason is not None or (mul is not None and model.traits.stacked_matmul and source.kind in {"matmul", "gemm"}):
         return reason or "its values may lie along another axis than the channels"
     channels_first = {
         _channels_first(op) for op in (norm if mul is None else None, adder, source) if op is not None
@@ -168,7 +168,7 @@ def _fold_obstacle(model: Model, op: Op, adder: Op | None) -> str | None:
         shapes = [producer.outputs[0].shape for producer in (op, adder) if producer is not None and producer.outputs]
         if op.type != "MatMul" or any(shape is not None and len(shape) != MATRIX_RANK for shape in shapes):
             return f"{op.name} multiplies stacks of matrices, whose channels are on another axis"
-        if model.format != "tensorflow" and None in shapes:
+        if model.traits.stacked_matmul and None in shapes:
             return f"{op.name} multiplies matrices of unknown rank"
     return None
 
@@ -419,7 +419,7 @@ def _apply_fold(model: Model, candidate: FoldCandidate, values: _FoldedValues, p
     if candidate.mul is not None:
         edits.remove(graph, candidate.mul.name)
     output_uses = [use for use in readers if graph.graphs[use.graph].op(use.op).kind == "output"]
-    if output_uses and model.format == "tensorflow" and not graph.name:
+    if output_uses and not model.traits.named_values and not graph.name:
         renamed_result = edits.add(graph, _identity_with_name(norm), [result])
         for use in output_uses:
             edits.connect(use, renamed_result)
@@ -444,7 +444,7 @@ def _bias_add_op(model: Model, graph: Graph, norm: Op, weighted: Op) -> Op:
     label = graph.unique_name(f"{norm.name}/bias_add")
     weighted_output = graph.output(TensorRef(graph.name, weighted.name))
     outputs = (Output(label, weighted_output.dtype, weighted_output.shape),)
-    if model.format != "tensorflow":
+    if not model.traits.type_attrs:
         return Op(name=label, kind="add", type="Add", outputs=outputs, rule=FOLD_BATCHNORM_STEP)
     data_format = str(decode_text(weighted.attrs.get("data_format", "NHWC")))
     return Op(

@@ -321,7 +321,7 @@ class _PlanBuilder:
         """Remove uses whose Q/DQ pair onnxruntime would move past the consumer into a subgraph, and crash."""
         model = self.matcher.model
         planned_uses = {use for site in self._sites.values() for use in site.uses}
-        for key, site in list(self._sites.items()) if model.format == "onnx" else ():
+        for key, site in list(self._sites.items()) if model.traits.runtime == "onnxruntime" else ():
             for use in list(site.uses):
                 graph = model.graphs[use.graph]
                 readers = (

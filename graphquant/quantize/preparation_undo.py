@@ -343,7 +343,7 @@ def remove_unread_ops(
         edits: Records the changes.
     """
     pending = list(dict.fromkeys(tensors))
-    callers = model.callers() if any(tensor.graph for tensor in pending) and model.format == "onnx" else {}
+    callers = model.callers() if any(tensor.graph for tensor in pending) and model.traits.removable_arguments else {}
     while pending:
         tensor = pending.pop()
         graph = model.graphs[tensor.graph]

@@ -88,7 +88,7 @@ def skipped_constant_nodes(model: Model) -> Iterator[SkippedStep]:
 
 def _constant_node_ops(model: Model) -> Iterator[tuple[Graph, Op]]:
     """Yield ONNX Constant nodes in graphs that run and can have initializers."""
-    for name in model.reachable_graphs() if model.format == "onnx" else ():
+    for name in model.reachable_graphs() if model.traits.named_values else ():
         graph = model.graphs[name]
         if not name or graph.parent is not None:
             yield from [(graph, op) for op in graph.ops() if op.type == "Constant" and op.kind == "constant"]
@@ -145,7 +145,7 @@ def look_through_dropped_ops(model: Model, tensor: TensorRef, parameters: Parame
         op = graph.op(tensor.op)
         source = graph.source_of(Use(graph.name, op.name, 0))
         if (
-            model.format != "onnx"
+            not model.traits.named_values
             or op.type not in _DROPPED_TYPES.values()
             or op.domain
             or tensor.port
@@ -181,7 +181,7 @@ def _drop_forwarding_ops(model: Model, step: str) -> Iterator[Step]:
 
 
 def _forwarding_ops(model: Model, step: str) -> Iterator[tuple[Graph, Op]]:
-    for name in model.reachable_graphs() if model.format == "onnx" else ():
+    for name in model.reachable_graphs() if model.traits.named_values else ():
         graph = model.graphs[name]
         yield from [(graph, op) for op in graph.ops() if op.type == _DROPPED_TYPES[step] and not op.domain]
 

@@ -57,8 +57,6 @@ _RELU6_LIMIT: Final = 6.0
 _CLIP_INPUTS_OPSET: Final = 11
 """First opset whose Clip reads its limits as inputs."""
 
-_CONSTANT_TYPES: Final = {"onnx": "Constant", "tensorflow": "Const"}
-
 
 def requantize(model: Model) -> Iterator[Step]:
     """Reroute consumers of each dequantized tensor to the original float tensor, or to the stored weight."""
@@ -152,12 +150,12 @@ def _reads_stored_integers(model: Model, graph: Graph, op: Op) -> bool:
     integers = graph.source_of(Use(graph.name, op.name, 0))
     constant_op = None if integers is None else model.op(integers)
     has_value = constant_op is not None and constant_op.kind == "constant" and constant_op.read_value is not None
-    return has_value and model.format in _CONSTANT_TYPES and op.outputs[0].dtype in {"float16", "float32"}
+    return has_value and model.traits.rewritable and op.outputs[0].dtype in {"float16", "float32"}
 
 
 def _pair_removes_negatives(model: Model, float_tensor: TensorRef, params: QParams) -> bool:
     """Return True if a Q/DQ pair removes negative values, and the tensor may have some."""
-    if model.format != "onnx" or params.axis is not None or isinstance(params.type, FloatType):
+    if model.traits.runtime != "onnxruntime" or params.axis is not None or isinstance(params.type, FloatType):
         return False
     lowest = params.type.limits(narrow=params.narrow)[0]
     return int(params.zero_point) == lowest and not _is_nonnegative(model, float_tensor)
@@ -215,7 +213,7 @@ def _float_constant(model: Model, graph: Graph, op: Op, value: Any) -> Op:
     return Op(
         name=label,
         kind="constant",
-        type=_CONSTANT_TYPES[model.format],
+        type=model.traits.constant_type,
         roles=(),
         outputs=(new_output,),
         read_value=value,
