@@ -19,7 +19,7 @@ from graphquant.calibration.data.files import is_remote
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
 from graphquant.utils.atomic_files import atomic_file
-from graphquant.visualize.text import join_names
+from graphquant.visualize.tables import join_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -43,7 +43,10 @@ VERSIONED_PACKAGES = (
 )
 """Packages whose version may change an output, under each of their distribution names."""
 
-KEY_FIELDS = ("samples", "method", "family", "include", "exclude", "float_weights")
+KEY_FIELDS = (
+    *("samples", "method", "family", "include", "exclude", "float_weights"),
+    *("requantize", "algorithms", "optimize", "size_budget"),
+)
 """Entry fields in the cache key. Other fields are gates, or paths, whose content is in the key."""
 
 KEY_GATES = ("min_sqnr", "min_agreement", "max_accuracy_drop", "check")
@@ -123,10 +126,13 @@ def cache_inputs(
         )
     options = {name: value for name, value in asdict(entry).items() if name in KEY_FIELDS}
     gates = {name: value for name, value in asdict(entry.gates).items() if name in KEY_GATES}
-    context = [entry.stats is not None, gates, PurePosixPath(entry.output).name]
+    given_ranges = [path and _content_digest(path, file_hashes) for path in (entry.ranges, entry.ranges_map)]
+    context = [entry.stats is not None, gates, PurePosixPath(entry.output).name, given_ranges]
     key = _json_sha256(program, model, rules, data, options, context)
     return CacheInputs(
-        digests=Digests(model=model, rules=rules, data=data, key=key), model_size=size, deterministic=deterministic
+        digests=Digests(model=model, rules=rules, data=data, key=key),
+        model_size=size,
+        deterministic=deterministic and entry.optimize != "latency",  # measured latency differs between runs
     )
 
 

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from distributed import Future
     from distributed import Worker as DaskWorker
 
-    from graphquant.api import Progress
     from graphquant.batch.types import Entry
     from graphquant.batch.workers import WorkerLimits, WorkFunction
     from graphquant.calibration import Stats
+    from graphquant.utils.progress import Progress
 
 
 try:
@@ -198,9 +198,9 @@ def _write_shard_stats(
 ) -> Outcome:
     """Write the statistics of a shard of the samples to the entry's output."""
     from graphquant import api, formats
-    from graphquant.calibration.holdout import split_holdout
     from graphquant.calibration import save_stats, with_observer
     from graphquant.calibration.data import open_data
+    from graphquant.calibration.holdout import split_holdout
 
     data = entry.data or ""
     try:

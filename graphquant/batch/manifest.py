@@ -5,27 +5,34 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphquant import rules
-from graphquant.batch.manifest_schema import DEFAULT_OUTPUT, MANIFEST_FORM, EntrySettings, ModelTable, set_keys
+from graphquant.batch.manifest_schema import (
+    DEFAULT_OUTPUT,
+    MANIFEST_FORM,
+    EntrySettings,
+    Manifest,
+    ModelTable,
+    set_keys,
+)
 from graphquant.batch.remote import LOCAL_SCHEME, find_models, open_folder, suffix_of
-from graphquant.batch.request import BatchRequest, find_manifest, read_manifest
 from graphquant.batch.types import Entry, Gates
 from graphquant.calibration.data import check_data_spec
 from graphquant.calibration.data.files import is_remote
 from graphquant.calibration.data.spec import rebase_data_spec
-from graphquant.errors import DataError, RuleError, UsageError, did_you_mean
+from graphquant.errors import DataError, ManifestError, RuleError, UsageError, did_you_mean
 from graphquant.formats import KERAS_SUFFIXES, SUFFIXES
 from graphquant.rules import load_ruleset, rebase_rule_paths
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from graphquant.rules import Mistake
+    from graphquant.rules import KeyPath, Mistake
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +60,21 @@ class _SelectedModel:
 PLACEHOLDERS = ("stem", "suffix", "name", "parent", "variant")
 """Placeholders that may stand in braces."""
 
-TEMPLATE_KEYS = ("data", "stats", "output")
+_FILE_OPTIONS = {
+    "stats": "There is no statistics file {}. Create it with `graphquant calibrate`.",
+    "ranges": "There is no TFLite file {}. Give the path of one.",
+    "ranges_map": "There is no map of names {}. Give the path of one.",
+}
+"""Options with the path of a file, and the message if it is missing."""
+
+TEMPLATE_KEYS = ("data", *_FILE_OPTIONS, "output")
 """Keys that may contain placeholders."""
+
+_PLAIN_OPTIONS = (
+    *("samples", "method", "family", "include", "exclude", "float_weights"),
+    *("requantize", "algorithms", "optimize", "size_budget"),
+)
+"""Options that an entry has without any change."""
 
 _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 
@@ -114,7 +134,7 @@ def _select_models(request: BatchRequest, mistakes: list[Mistake]) -> list[_Sele
         excluded = {
             name
             for pattern in table.exclude_models or ()
-            for name in _matching_models(request, index, "leave", pattern, mistakes)[0]
+            for name in _matching_models(request, index, "exclude_models", pattern, mistakes)[0]
         }
         for pattern in table.path:
             names, exact = _matching_models(request, index, "path", pattern, mistakes)
@@ -187,11 +207,9 @@ class _FileChecks:
         return ""
 
     @staticmethod
-    def check_stats(path: str) -> str:
-        """Return the mistake in a statistics path, "" if valid."""
-        if Path(path).is_file():
-            return ""
-        return f"There is no statistics file {path}. Create it with `graphquant calibrate`."
+    def check_file(key: str, path: str) -> str:
+        """Return the mistake in the path of an option, "" if valid."""
+        return "" if Path(path).is_file() else _FILE_OPTIONS[key].format(path)
 
 
 def _entry_settings(request: BatchRequest, index: int) -> dict[str, Any]:
@@ -213,11 +231,13 @@ def _entry_mistakes(request: BatchRequest, index: int, checks: _FileChecks) -> I
         yield from (
             (request.key_path(index, key), message) for message in _placeholder_mistakes(entry_settings.get(key, ""))
         )
-    data, stats = entry_settings.get("data"), entry_settings.get("stats")
+    data = entry_settings.get("data")
     if data is not None and not _PLACEHOLDER.search(data):
         yield request.key_path(index, "data"), checks.data(rebase_data_spec(data, _base_folder(request, "data")))
-    if stats is not None and not _PLACEHOLDER.search(stats):
-        yield request.key_path(index, "stats"), checks.check_stats(_join_path(_base_folder(request, "stats"), stats))
+    for key in _FILE_OPTIONS:
+        path = entry_settings.get(key)
+        if path is not None and not _PLACEHOLDER.search(path):
+            yield request.key_path(index, key), checks.check_file(key, _join_path(_base_folder(request, key), path))
     if (
         data is None
         and _build_gates(entry_settings).needs_data
@@ -237,11 +257,10 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
         key: _expand_placeholders(entry_settings[key], model, variant) for key in TEMPLATE_KEYS if key in entry_settings
     }
     data = rebase_data_spec(expanded["data"], _base_folder(request, "data")) if "data" in expanded else None
-    stats = _join_path(_base_folder(request, "stats"), expanded["stats"]) if "stats" in expanded else None
+    paths = {key: _join_path(_base_folder(request, key), expanded[key]) for key in _FILE_OPTIONS if key in expanded}
     if data is not None:
         mistakes.append((request.key_path(model.index, "data"), checks.data(data)))
-    if stats is not None:
-        mistakes.append((request.key_path(model.index, "stats"), checks.check_stats(stats)))
+    mistakes += [(request.key_path(model.index, key), checks.check_file(key, path)) for key, path in paths.items()]
     output = expanded["output"] if "output" in expanded else _expand_placeholders(DEFAULT_OUTPUT, model, variant)
     return Entry(
         name=f"{model.name} [{variant}]" if variant else model.name,
@@ -249,13 +268,8 @@ def _build_entry(request: BatchRequest, model: _SelectedModel, checks: _FileChec
         output=_join_path(_base_folder(request, "output"), output),
         rules=rebase_rule_paths(entry_settings.get("rules", ()), _base_folder(request, "rules")),
         data=data,
-        stats=stats,
-        samples=entry_settings.get("samples"),
-        method=entry_settings.get("method"),
-        family=entry_settings.get("family"),
-        include=entry_settings.get("include", ()),
-        exclude=entry_settings.get("exclude", ()),
-        float_weights=entry_settings.get("float_weights", False),
+        **paths,
+        **{key: entry_settings[key] for key in _PLAIN_OPTIONS if key in entry_settings},
         gates=_build_gates(entry_settings),
     )
 
@@ -347,3 +361,176 @@ def _path_and_parents(path: str) -> Iterator[str]:
         yield path
         parent = path.rpartition("/")[0]
         path = parent if parent != path else ""
+
+
+MANIFEST_NAME = "graphquant.toml"
+PROJECT_FILE = "pyproject.toml"
+
+_TOOL_TABLE: KeyPath = ("tool", "graphquant")
+"""Table of a manifest in pyproject.toml."""
+
+_FILE_KEYS = ("path", "exclude_models", "variant", *TEMPLATE_KEYS)
+"""Keys that select the files of an entry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """Entries of a manifest or command line, before they are resolved to models.
+
+    Attributes:
+        tables: Entries by index; one without a valid `path` is only `EntrySettings`.
+        defaults: Settings of all entries.
+        overrides: Settings of the command line, which have priority.
+        folder: Base folder of relative paths in the tables, "" for the current folder.
+        path: The manifest, None without one.
+        key_lines: Lines of its keys.
+        table_path: Table that contains the manifest, in a larger file.
+        mistakes: Invalid keys and values. The tables do not contain them.
+        ambiguous: Entries whose files are unknown because of these mistakes.
+    """
+
+    tables: Mapping[int, EntrySettings]
+    defaults: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any]
+    folder: str = ""
+    path: Path | None = None
+    key_lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    table_path: KeyPath = ()
+    mistakes: Sequence[Mistake] = ()
+    ambiguous: frozenset[int] = frozenset()
+
+    def key_path(self, index: int, key: str) -> KeyPath:
+        """Return the location of `key` for an entry: in the entry itself or in the defaults."""
+        is_set = getattr(self.tables[index], key) is not None
+        return ("model", index, key) if is_set or key not in self.defaults else ("defaults", key)
+
+    def manifest_error(self, mistakes: Iterable[Mistake], rule_errors: Iterable[str]) -> ManifestError:
+        """Return an error with all mistakes, and those of the rule files."""
+        if self.path is None:
+            messages = list(dict.fromkeys(sentence for _, sentence in mistakes))
+        else:
+            messages = (
+                [str(rules.mistakes_error(self.path, self.key_lines, mistakes, MANIFEST_FORM, self.table_path))]
+                if mistakes
+                else []
+            )
+        return ManifestError("\n".join([*messages, *rule_errors]))
+
+
+def find_manifest() -> Path:
+    """Return the manifest of the current folder.
+
+    Raises:
+        UsageError: There is none.
+    """
+    manifest, project = Path(MANIFEST_NAME), Path(PROJECT_FILE)
+    if manifest.is_file():
+        return manifest
+    if project.is_file():
+        data, _ = rules.parse_document(project, rules.read_document(project, MANIFEST_FORM), MANIFEST_FORM)
+        if _tool_table(data) is not None:
+            return project
+    raise UsageError(
+        f"There is no {MANIFEST_NAME} or {PROJECT_FILE} with [tool.graphquant] here. Give a manifest,"
+        " or models and globs."
+    )
+
+
+def has_manifest() -> bool:
+    """Return True if the current folder has a manifest, valid or not."""
+    try:
+        return find_manifest().is_file()
+    except ManifestError:
+        return True
+    except UsageError:
+        return False
+
+
+def _tool_table(data: dict[str, Any]) -> Any:
+    """Return [tool.graphquant] of a pyproject.toml, None without it."""
+    tool = data.get("tool")
+    return tool.get("graphquant") if isinstance(tool, dict) else None
+
+
+def read_manifest(path: Path, overrides: dict[str, Any]) -> BatchRequest:
+    """Read a manifest, with the mistakes in its keys and values.
+
+    Args:
+        path: The manifest.
+        overrides: Settings of the command line.
+
+    Raises:
+        ManifestError: It is not TOML, or has no entries.
+        UsageError: It does not exist.
+    """
+    if not path.exists():
+        raise UsageError(f"There is no manifest {path}. Give one, or models and globs.")
+    data, lines = rules.parse_document(path, rules.read_document(path, MANIFEST_FORM), MANIFEST_FORM)
+    table_path: KeyPath = ()
+    if path.name == PROJECT_FILE:
+        table_path, data = _TOOL_TABLE, _tool_table(data)
+        if not isinstance(data, dict):
+            raise UsageError(f"{path} has no table [tool.graphquant]. Put the manifest there or into {MANIFEST_NAME}.")
+    _, mistakes = rules.validate_document(data, Manifest, MANIFEST_FORM)
+    invalid_keys = {key[:3] if key[:1] == ("model",) else key[:2] for key, _ in mistakes}
+    defaults = _valid_table(data.get("defaults", {}), ("defaults",), invalid_keys, EntrySettings)
+    model_tables = data.get("model", [])
+    tables = {
+        index: table
+        for index, model_table in enumerate(model_tables if isinstance(model_tables, list) else [])
+        if (table := _read_model_table(model_table, index, invalid_keys)) is not None
+    }
+    request = BatchRequest(
+        tables=tables,
+        defaults={} if defaults is None else set_keys(defaults),
+        overrides=overrides,
+        folder="" if path.parent == Path() else path.parent.as_posix(),
+        path=path,
+        key_lines=lines,
+        table_path=table_path,
+        mistakes=mistakes,
+        ambiguous=_ambiguous_entries(tables, invalid_keys),
+    )
+    if not mistakes and not tables:
+        raise request.manifest_error(
+            [((), "the manifest has no models. Add some: [[model]] and path = 'models/*.onnx'.")], []
+        )
+    return request
+
+
+def _read_model_table(data: Any, index: int, invalid_keys: set[KeyPath]) -> EntrySettings | None:
+    """Return the valid part of an entry, None if it is not a table."""
+    location: KeyPath = ("model", index)
+    table = _valid_table(data, location, invalid_keys, ModelTable)
+    if table is not None or not isinstance(data, dict):
+        return table
+    return _valid_table(
+        {key: value for key, value in data.items() if key in MANIFEST_FORM.keys(EntrySettings)},
+        location,
+        invalid_keys,
+        EntrySettings,
+    )
+
+
+def _valid_table(
+    data: Any, location: KeyPath, invalid_keys: set[KeyPath], table: type[EntrySettings]
+) -> EntrySettings | None:
+    """Return the table at `location` without invalid keys, None if it is not a table."""
+    if location in invalid_keys or not isinstance(data, dict):
+        return None
+    checked, _ = rules.validate_document(
+        {key: value for key, value in data.items() if (*location, key) not in invalid_keys}, table, MANIFEST_FORM
+    )
+    return checked
+
+
+def _ambiguous_entries(tables: Iterable[int], invalid_keys: set[KeyPath]) -> frozenset[int]:
+    """Return the entries with a mistake in a key that selects files, or in one that may be meant to."""
+    file_keys = [key for key in invalid_keys if _may_name_files(str(key[-1]))]
+    affects_all = any(key[0] != "model" for key in file_keys)
+    return frozenset(index for index in tables if affects_all or any(key[:2] == ("model", index) for key in file_keys))
+
+
+def _may_name_files(key: str) -> bool:
+    nearest = get_close_matches(key[:100], MANIFEST_FORM.keys(ModelTable), n=1, cutoff=0.5)
+    return not nearest or nearest[0] in _FILE_KEYS

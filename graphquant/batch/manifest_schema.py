@@ -1,13 +1,17 @@
-"""Tables of a manifest. pydantic validates the values, and generates the JSON Schema for editors."""
+"""Tables of a manifest, built from the options of `insert`, and their JSON Schema.
+
+An option has the same name, unit and description in the manifest as in Python and on the command line, because
+`EntrySettings` is generated from `InsertOptions`. pydantic validates the values.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import AfterValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, field_validator
 from pydantic.dataclasses import dataclass
 
+from graphquant.api.options import Count, Decibels, InsertOptions, OptionField, Share, option_fields
 from graphquant.backends import BACKENDS
 from graphquant.calibration import CALIBRATION_METHODS, parse_size
 from graphquant.errors import ManifestError, UsageError, did_you_mean
@@ -17,8 +21,18 @@ from graphquant.rules import DocumentKind, describe_table_schema
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+DEFAULT_OUTPUT = "{parent}/{stem}.quant{suffix}"
+"""Default path of an output."""
 
-_STRICT_CONFIG = ConfigDict(extra="forbid")
+OMITTED_OPTIONS = {
+    "plan": "a plan belongs to one model; `graphquant insert --plan` applies it",
+    "validate": "a batch always validates, because its report and its gates need the metrics",
+    "max_memory": "`graphquant batch --max-memory` limits the whole worker process",
+    "runtime": "only Python has it; the suffix of an output selects its runtime",
+}
+"""Options of `insert` that a manifest does not have, with the reasons."""
+
+_CONFIG = ConfigDict(extra="forbid")
 
 
 def _reject_nul(value: str) -> str:
@@ -27,82 +41,63 @@ def _reject_nul(value: str) -> str:
     return value
 
 
-_TextValue = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_reject_nul)]
-_TextList = Annotated[tuple[_TextValue, ...], Field(min_length=1, max_length=1000)]
-_Percent = Annotated[StrictFloat, Field(ge=0, le=100)]
-
-DEFAULT_OUTPUT = "{parent}/{stem}.quant{suffix}"
-"""Default path of an output."""
-
-LIST_KEYS = ("rules", "include", "exclude", "path", "leave")
-"""Keys that take one string or several."""
+_Text = Annotated[str, Field(min_length=1, max_length=4096), AfterValidator(_reject_nul)]
+_TextList = Annotated[tuple[_Text, ...], Field(min_length=1, max_length=1000)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT_CONFIG)
-class EntrySettings:
-    """Settings for a model; missing ones come from `[defaults]`.
+def _setting_type(option: OptionField) -> Any:
+    """Return the type of an option in TOML. TOML has types, so a string is not accepted as a number."""
+    base = get_args(option.annotation)[0]
+    types = [member for member in get_args(base) if member is not type(None)] or [base]
+    if get_origin(base) is tuple:
+        return _TextList
+    strict = {
+        bool: StrictBool,
+        Decibels: Annotated[StrictFloat, Field(allow_inf_nan=False)],
+        Count: Annotated[StrictInt, Field(ge=1)],
+        Share: Share,
+    }
+    if get_origin(base) is Literal:
+        return base
+    return next((strict[member] for member in types if member in strict), _Text)
 
-    Attributes:
-        rules: Rule files by name or path, in order of priority; by default those of the format.
-        data: Calibration data, as in docs/data.md. `{stem}` and other placeholders stand for parts of the model's path.
-        stats: Statistics file for ranges, with placeholders too. `data` is then used for the bounds below, and for
-            optimization algorithms if the statistics come from it.
-        samples: Maximum number of samples.
-        method: Observer of all calibrated activations, instead of those of the rules.
-        family: QDQ family for schemes without one.
-        include: Globs or /regexes/; only matching ops are quantized.
-        exclude: Globs or /regexes/; matching ops stay float.
-        float_weights: Keep weights float, with a complete QDQ pair.
-        output: Path of the output, by default "{parent}/{stem}.quant{suffix}". `{stem}` and `{suffix}` are the parts of
-            the model's name, `{parent}` is its folder, and `{variant}` the entry's variant.
-        min_sqnr: Minimum signal-to-noise ratio of the worst output, dB.
-        min_agreement: Minimum agreement of the worst output, percent.
-        max_accuracy_drop: Maximum loss of accuracy, percentage points; the data must have labels.
-        max_size: Maximum size of the output, in bytes or as "5MB".
-        check: Backend whose check must have no findings; true for the check without a backend, false for none.
-    """
 
-    rules: _TextList | None = None
-    data: _TextValue | None = None
-    stats: _TextValue | None = None
-    samples: Annotated[StrictInt, Field(ge=1)] | None = None
-    method: _TextValue | None = None
-    family: _TextValue | None = None
-    include: _TextList | None = None
-    exclude: _TextList | None = None
-    float_weights: StrictBool | None = None
-    output: _TextValue | None = None
-    min_sqnr: Annotated[StrictFloat, Field(allow_inf_nan=False)] | None = None
-    min_agreement: _Percent | None = None
-    max_accuracy_drop: _Percent | None = None
-    max_size: int | None = None
-    check: str | StrictBool | None = None
+_OPTIONS = {option.name: option for option in option_fields(InsertOptions) if option.name not in OMITTED_OPTIONS}
 
-    @field_validator(*LIST_KEYS, mode="before", check_fields=False)
+_LIST_KEYS = (
+    *(name for name, option in _OPTIONS.items() if _setting_type(option) is _TextList),
+    *("path", "exclude_models"),
+)
+
+
+class _SettingValidators:
+    """Validators of the settings whose values depend on registries of the package."""
+
+    @field_validator(*_LIST_KEYS, mode="before", check_fields=False)
     @classmethod
     def _as_tuple(cls, value: Any) -> Any:
         if not isinstance(value, str | list | tuple | None):
             raise ValueError("expected a string or an array of strings")  # noqa: TRY004  # pydantic reports it
         return (value,) if isinstance(value, str) else value
 
-    @field_validator("method")
+    @field_validator("method", check_fields=False)
     @classmethod
     def _validate_method(cls, value: str | None) -> str | None:
         return _require_known("method", value, CALIBRATION_METHODS)
 
-    @field_validator("family")
+    @field_validator("family", check_fields=False)
     @classmethod
     def _validate_family(cls, value: str | None) -> str | None:
         return _require_known("family", value, FAMILIES)
 
-    @field_validator("check", mode="before")
+    @field_validator("check", mode="before", check_fields=False)
     @classmethod
     def _validate_check(cls, value: Any) -> Any:
         if not isinstance(value, str | bool | None):
             raise ValueError("'check' is the name of a backend, true or false")  # noqa: TRY004  # pydantic reports it
         return _require_known("backend", value, BACKENDS) if isinstance(value, str) else value
 
-    @field_validator("max_size", mode="before")
+    @field_validator("max_size", mode="before", check_fields=False)
     @classmethod
     def _validate_size(cls, value: Any) -> Any:
         if not isinstance(value, str | int) or isinstance(value, bool):
@@ -113,7 +108,46 @@ class EntrySettings:
             raise ValueError(str(error)) from error
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT_CONFIG)
+_BATCH_KEYS = {
+    "output": (
+        _Text,
+        (
+            'Path of the output, by default "{parent}/{stem}.quant{suffix}". `{stem}` and `{suffix}` are the parts of'
+            " the model's name, `{parent}` is its folder, and `{variant}` the entry's variant."
+        ),
+    ),
+    "max_size": (int, 'Maximum size of the output, in bytes or as "5MB".'),
+    "check": (
+        str | StrictBool,
+        "Backend whose check must have no findings; true for the check without a backend, false for none.",
+    ),
+}
+"""Types and descriptions of the keys that `insert` does not have."""
+
+_SETTINGS = {name: (_setting_type(option), option.description) for name, option in _OPTIONS.items()} | _BATCH_KEYS
+
+if TYPE_CHECKING:
+
+    class EntrySettings:
+        """Settings for a model; missing ones come from `[defaults]`."""
+
+else:
+    _DOC = "Settings for a model; missing ones come from `[defaults]`.\n\n    Attributes:\n"
+    EntrySettings = dataclass(frozen=True, kw_only=True, config=_CONFIG)(
+        type(
+            "EntrySettings",
+            (_SettingValidators,),
+            {
+                "__doc__": _DOC + "".join(f"        {name}: {text}\n" for name, (_, text) in _SETTINGS.items()),
+                "__module__": __name__,
+                "__annotations__": {name: annotation | None for name, (annotation, _) in _SETTINGS.items()},
+                **dict.fromkeys(_SETTINGS),
+            },
+        )
+    )
+
+
+@dataclass(frozen=True, kw_only=True, config=_CONFIG)
 class ModelTable(EntrySettings):
     """A model, or all models of a glob, with settings that differ from `[defaults]`.
 
@@ -128,7 +162,7 @@ class ModelTable(EntrySettings):
     variant: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=100)] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, config=_STRICT_CONFIG)
+@dataclass(frozen=True, slots=True, kw_only=True, config=_CONFIG)
 class Manifest:
     """Models to quantize and their settings.
 
@@ -148,8 +182,8 @@ MANIFEST_FORM = DocumentKind(
     tables={"": Manifest, "defaults": EntrySettings, "model": ModelTable},
     table_labels={"": "a manifest", "defaults": "the defaults", "model": "a model's entry"},
     headings={
-        "model": " An entry is headed [[model]].",
-        "defaults": " What holds for all models is headed [defaults].",
+        "model": " The heading of an entry is [[model]].",
+        "defaults": " The heading of the settings of all models is [defaults].",
     },
 )
 """Names for messages and for the schema of manifests."""
@@ -157,11 +191,8 @@ MANIFEST_FORM = DocumentKind(
 
 def set_keys(table: EntrySettings) -> dict[str, Any]:
     """Return the keys that a table sets, with their values."""
-    values = {name: getattr(table, name) for name in _SETTING_NAMES}
+    values = {name: getattr(table, name) for name in _SETTINGS}
     return {name: value for name, value in values.items() if value is not None}
-
-
-_SETTING_NAMES = tuple(setting_field.name for setting_field in dataclasses.fields(EntrySettings))
 
 
 def manifest_schema() -> dict[str, Any]:
@@ -172,12 +203,20 @@ def manifest_schema() -> dict[str, Any]:
         node = json_schema["$defs"][table.__name__]
         describe_table_schema(node, table)
         entries = node["properties"]
-        for name in LIST_KEYS:
-            if name in entries:
-                entries[name] = {
-                    "description": entries[name].pop("description"),
-                    "anyOf": [entries[name]["items"], entries[name]],
-                }
+        # The validators accept more than the types of the fields: one string for a list, a percentage for a share.
+        for name in set(_LIST_KEYS) & set(entries):
+            entries[name] = {
+                "description": entries[name].pop("description"),
+                "anyOf": [entries[name]["items"], entries[name]],
+            }
+        for name in ("min_agreement", "max_accuracy_drop"):
+            entries[name] = {
+                "description": entries[name]["description"],
+                "anyOf": [
+                    {"type": "number", "minimum": 0, "maximum": 1},
+                    {"type": "string", "pattern": r"^\d+(\.\d+)?%$"},
+                ],
+            }
         entries["method"]["enum"], entries["family"]["enum"] = list(CALIBRATION_METHODS), sorted(FAMILIES)
         entries["check"] = {
             "description": entries["check"]["description"],

@@ -10,9 +10,7 @@ from graphquant.batch.reports.text import bytes_text, duration_text, metrics_sqn
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphquant.batch.types import BatchReport, Outcome, OutcomeChange, OutcomeMetrics
-
-    ChangeKind = Literal["status", "sqnr", "not-measured", "agreement", "accuracy", "size", "int8", "seconds", "missing"]
+    from graphquant.batch.types import BatchReport, ChangeKind, Outcome, OutcomeChange, OutcomeMetrics
 
 
 SQNR_STEP = 0.5

@@ -13,7 +13,7 @@ from graphquant.batch.types import TIME_KEYS, BatchReport, Outcome, outcome_json
 from graphquant.calibration.data.files import is_remote, list_data_files
 from graphquant.errors import GraphQuantError, UsageError
 from graphquant.formats.model_files import model_files
-from graphquant.visualize.text import join_names
+from graphquant.visualize.tables import join_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -32,6 +32,10 @@ timeout, crashed, memory: ended by the time limit, by its death, by the memory l
 batch was stopped or the model belongs to another shard.
 """
 
+ChangeKind = Literal[
+    "status", "sqnr", "not-measured", "agreement", "accuracy", "size", "int8", "seconds", "missing", "digest"
+]
+
 PASSED_STATUSES = ("done", "unchanged")
 """Statuses of success."""
 
@@ -47,8 +51,8 @@ class Gates:
 
     Attributes:
         min_sqnr: Of the worst output, dB.
-        min_agreement: Of the worst output, percent.
-        max_accuracy_drop: Percentage points below the float model; the data must have labels.
+        min_agreement: Of the worst output, a share.
+        max_accuracy_drop: Loss against the float model, a share; the data must have labels.
         max_size: Bytes of the output.
         check: Backend whose check must have no findings, "" for the check without a backend, None for no check.
     """
@@ -85,6 +89,12 @@ class Entry:
         include: Globs or /regexes/.
         exclude: Globs or /regexes/.
         float_weights: Keep weights float.
+        requantize: Remove existing quantization first.
+        algorithms: Optimization algorithms in addition to those of the rules.
+        ranges: TFLite file whose scales are used, None without one.
+        ranges_map: Map from tensors to those of that file, None without one.
+        optimize: Cost to minimize.
+        size_budget: Maximum bytes of all constants, None without a budget.
         gates: Bounds for the output.
     """
 
@@ -102,6 +112,12 @@ class Entry:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     float_weights: bool = False
+    requantize: bool = False
+    algorithms: tuple[str, ...] = ()
+    ranges: str | None = None
+    ranges_map: str | None = None
+    optimize: Literal["macs", "size", "latency"] = "macs"
+    size_budget: str | None = None
     gates: Gates = field(default_factory=Gates)
 
 
@@ -275,7 +291,7 @@ class OutcomeChange:
     __pydantic_config__: ClassVar[ConfigDict] = _FORBID_EXTRA
 
     name: str
-    kind: Literal["status", "sqnr", "not-measured", "agreement", "accuracy", "size", "int8", "seconds", "missing", "digest"]
+    kind: ChangeKind
     level: Level
     message: str
 

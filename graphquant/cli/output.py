@@ -1,4 +1,4 @@
-"""Where results go: stdout or a file, progress to stderr."""
+"""Output of commands: results to stdout or a file, progress to stderr."""
 
 from __future__ import annotations
 
@@ -16,86 +16,100 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from graphquant.api import Progress
     from graphquant.batch.types import Entry, Outcome
     from graphquant.calibration import Stats
+    from graphquant.utils.progress import Progress
     from graphquant.visualize.drawing import Drawing
 
 
 def write_or_print(content: Any, output: Path | None) -> None:
-    """JSON data or text, to the file or stdout."""
+    """Write text, or data as JSON, to the file or to stdout."""
     if output is not None:
         write_text_or_json(output, content)
+    elif isinstance(content, str):
+        click.echo(content, nl=False)
     else:
-        click.echo(
-            content if isinstance(content, str) else json.dumps(content, indent=2), nl=not isinstance(content, str)
-        )
+        click.echo(json.dumps(content, indent=2))
 
 
 def print_view(view: Any, output: Path | None = None) -> None:
-    """A drawing of rich's, to the terminal, or as plain text to the file or to what stands in for a terminal."""
-    from graphquant.visualize import text
+    """Print a rich renderable: with colors to a terminal, as plain text to a file or a pipe."""
+    from graphquant.visualize import tables
 
     if output is not None:
-        write_text_or_json(output, text.render_text(view))
-    elif (console := text.make_console()).is_terminal:
+        write_text_or_json(output, tables.render_text(view))
+    elif (console := tables.make_console()).is_terminal:
         console.print(view, crop=False)
     else:
-        sys.stdout.write(text.render_text(view, folded=True))  # click would write letters that its encoding lacks
+        # click.echo would print characters that the encoding of the pipe lacks; render_text replaces them.
+        sys.stdout.write(tables.render_text(view, folded=True))
         sys.stdout.flush()
 
 
 def write_text_or_json(path: Path, content: Any) -> None:
-    """Writes text, or data as JSON, whole or not at all."""
+    """Write text, or data as JSON, atomically."""
     text = content if isinstance(content, str) else json.dumps(content, indent=2) + "\n"
     try:
         with atomic_file(path) as file:
             file.write(text.encode())
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another file.") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Use another file.") from error
+
+
+def write_page(path: Path, page: str) -> None:
+    """Write an HTML page and report its path."""
+    write_text_or_json(path, page)
+    click.echo(f"Written to {escape_unprintable(str(path))}", err=True)
 
 
 def write_drawing_page(path: Path, drawing: Drawing, stats: Stats | None = None) -> None:
-    """Writes a drawing as a page to look around in, with what is to be known of the statistics that it shows."""
-    from graphquant.visualize.html import viewer_page
+    """Write a drawing as an interactive page, with notes about the statistics in it."""
     from graphquant.visualize.text import incomplete_stats
-    from graphquant.visualize.viewer_data import viewer_data
+    from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
-    notes = ["The data is RANDOM: what it shows is for tests only."] if stats is not None and stats.random else []
+    notes = ["The data is RANDOM. Use this page only for tests."] if stats is not None and stats.random else []
     notes += [str(line) for line in incomplete_stats(stats)] if stats is not None else []
-    write_text_or_json(path, viewer_page(viewer_data(drawing, notes)))
-    click.echo(f"Written to {escape_unprintable(str(path))}", err=True)
+    write_page(path, viewer_page(viewer_data(drawing, notes)))
+
+
+@contextmanager
+def _terminal_bar(last_column: type[Any]) -> Iterator[Any]:
+    """Show a progress bar on stderr, or yield None if stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+    from rich.progress import Progress as ProgressBar
+
+    from graphquant.visualize import tables
+
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), last_column()
+    with ProgressBar(*columns, console=tables.make_console(stderr=True), transient=True) as bar:
+        yield bar
 
 
 @contextmanager
 def progress_bar() -> Iterator[Progress | None]:
-    """A progress bar on stderr, if that is a terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+    """Return a progress callback that draws a bar for each stage on stderr, or None if stderr is not a terminal."""
+    from rich.progress import TimeRemainingColumn
 
-    from graphquant.visualize import text
-
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Bar(*columns, console=text.make_console(stderr=True), transient=True) as bar:
+    with _terminal_bar(TimeRemainingColumn) as bar:
         tasks: dict[str, Any] = {}
 
-        def update(stage_name: str, completed: int, total: int) -> None:
-            if stage_name not in tasks:
-                tasks[stage_name] = bar.add_task(stage_name, total=total)
-            bar.update(tasks[stage_name], completed=completed)
+        def update(stage: str, completed: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=completed)
 
-        yield update
+        yield None if bar is None else update
 
 
 class BatchProgress:
-    """Tells on stderr how far a batch is: with bars on a terminal, else with a line for each model that was worked on.
+    """Progress of a batch on stderr: bars on a terminal, else one line for each model that was processed.
 
     Args:
-        total: How many models there are.
-        bar: What draws the bars, None where stderr is no terminal.
+        total: Number of models.
+        bar: Rich progress bar, or None if stderr is not a terminal.
     """
 
     def __init__(self, total: int, bar: Any) -> None:
@@ -103,37 +117,31 @@ class BatchProgress:
         self._tasks: dict[str, Any] = {}
         self._models_task = bar.add_task("models", total=total) if bar is not None else None
 
-    def update_model(self, entry: Entry, stage_name: str, completed: int, total: int) -> None:
-        """A worker is so far with a model."""
+    def update_model(self, entry: Entry, stage: str, completed: int, total: int) -> None:
+        """Report the progress of one model."""
         if self._bar is None:
             return
-        description = escape_unprintable(f"  {entry.name}: {stage_name}" if stage_name else f"  {entry.name}")
+        description = escape_unprintable(f"  {entry.name}: {stage}" if stage else f"  {entry.name}")
         if entry.name not in self._tasks:
             self._tasks[entry.name] = self._bar.add_task(description, total=None)
         self._bar.update(self._tasks[entry.name], description=description, completed=completed, total=total or None)
 
     def finish_model(self, outcome: Outcome) -> None:
-        """A model is finished."""
+        """Report that a model is finished."""
         self._count += 1
         if self._bar is not None:
             self._bar.update(self._models_task, completed=self._count)
             if outcome.name in self._tasks:
                 self._bar.remove_task(self._tasks.pop(outcome.name))
         elif outcome.status != "unchanged":
-            click.echo(escape_unprintable(f"[{self._count}/{self._total}] {outcome.name}: {outcome.status}"), err=True)
+            line = f"[{self._count}/{self._total}] {outcome.name}: {outcome.status}"
+            click.echo(escape_unprintable(line), err=True)
 
 
 @contextmanager
 def batch_progress(total: int) -> Iterator[BatchProgress]:
-    """What shows how far a batch of so many models is."""
-    if not sys.stderr.isatty():
-        yield BatchProgress(total, None)
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+    """Show the progress of a batch of `total` models."""
+    from rich.progress import TimeElapsedColumn
 
-    from graphquant.visualize import text
-
-    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Bar(*columns, console=text.make_console(stderr=True), transient=True) as bar:
+    with _terminal_bar(TimeElapsedColumn) as bar:
         yield BatchProgress(total, bar)

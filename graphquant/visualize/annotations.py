@@ -17,7 +17,8 @@ import numpy as np
 from graphquant.analysis.range_report import TensorRange
 from graphquant.numerics import DynamicQParams, IntType, QParams
 from graphquant.observers import estimate_cost
-from graphquant.visualize.text import pluralize, scheme_text
+from graphquant.visualize.tables import pluralize
+from graphquant.visualize.text import scheme_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from graphquant.analysis.model_summary import ModelSummary, StoredScaleTensor
     from graphquant.analysis.range_report import RangeReport
     from graphquant.api import Result
-    from graphquant.ir import TensorRef, Use
-    from graphquant.ir.op_matching import OpKey
+    from graphquant.ir import OpKey, TensorRef, Use
     from graphquant.numerics import Array
     from graphquant.quantize import Plan, Skip
 

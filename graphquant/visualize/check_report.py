@@ -11,8 +11,8 @@ from rich.text import Text
 from graphquant import __version__
 from graphquant.backends import LINT_CODES
 from graphquant.errors import escape_unprintable
-from graphquant.visualize.json_export import JSON_SCHEMA_VERSION
-from graphquant.visualize.text import NameTable, join_names, plain_line, pluralize
+from graphquant.visualize import JSON_SCHEMA_VERSION
+from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 
-from graphquant.visualize.json_export import JSON_SCHEMA_VERSION
-from graphquant.visualize.text import plain_line, pluralize
+from graphquant.visualize import JSON_SCHEMA_VERSION
+from graphquant.visualize.tables import plain_line, pluralize
 
 if TYPE_CHECKING:
     from graphquant.analysis import Explanation, ExplanationReport

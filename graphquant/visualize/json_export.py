@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from graphquant.numerics import DynamicQParams
+from graphquant.visualize import JSON_SCHEMA_VERSION
+from graphquant.visualize.validation_report import search_json, size_budget_json, timing_json, validation_json
 
 if TYPE_CHECKING:
     from graphquant.analysis.conversion_report import ConversionReport
@@ -13,9 +15,6 @@ if TYPE_CHECKING:
     from graphquant.ir import TensorRef, Use
     from graphquant.numerics import Array, QParams
     from graphquant.quantize import Conflict, RangeTransfer, Skip
-
-
-JSON_SCHEMA_VERSION = 2
 
 
 def params_json(params: QParams | DynamicQParams | None) -> dict[str, Any]:
@@ -93,8 +92,6 @@ def conversion_json(conversion: ConversionReport) -> dict[str, Any]:
 
 def result_json(result: Result, output: str | None, conversion: ConversionReport | None = None) -> dict[str, Any]:
     """Return the report of `insert`, with the conversion report for TFLite."""
-    from graphquant.visualize.validation_report import search_json, size_budget_json, timing_json, validation_json
-
     return {
         "schema": JSON_SCHEMA_VERSION,
         "input": str(result.source.path) if result.source.path else None,

@@ -14,10 +14,10 @@ from graphquant.api import Result
 from graphquant.ir import Model
 from graphquant.quantize import Plan
 from graphquant.visualize.compare_report import comparison_view
-from graphquant.visualize.html import viewer_page
-from graphquant.visualize.model_drawing import model_drawing, result_drawing
-from graphquant.visualize.text import plain_line, plan_view, pluralize, summary_view
-from graphquant.visualize.viewer_data import viewer_data
+from graphquant.visualize.drawing import model_drawing, result_drawing
+from graphquant.visualize.tables import plain_line, pluralize
+from graphquant.visualize.text import plan_view, summary_view
+from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,10 @@ from graphquant.api import align_preparation, prepare_for_plan
 from graphquant.ir import qualified_op_name
 from graphquant.ir.op_matching import match_ops, unclipped_source
 from graphquant.visualize.annotations import comparison_heatmap
-from graphquant.visualize.diff_report import CHANGE_SIGNS, diff_summary
-from graphquant.visualize.html import viewer_page
+from graphquant.visualize.compare_report import CHANGE_SIGNS, diff_summary
+from graphquant.visualize.drawing import model_drawing, plan_drawing
 from graphquant.visualize.merged_drawings import FIRST, SECOND, merge_drawings
-from graphquant.visualize.model_drawing import model_drawing, plan_drawing
-from graphquant.visualize.viewer_data import viewer_data
+from graphquant.visualize.viewer_data import viewer_data, viewer_page
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -16,11 +16,11 @@ from rich.text import Text
 
 from graphquant.errors import escape_unprintable
 from graphquant.observers import distribution_of
-from graphquant.visualize import svg
+from graphquant.visualize import JSON_SCHEMA_VERSION, svg
 from graphquant.visualize.histogram_bars import bar_counts, histogram_axis, histogram_line
-from graphquant.visualize.json_export import JSON_SCHEMA_VERSION, params_json, tensor_json
-from graphquant.visualize.tables import NameTable
-from graphquant.visualize.text import incomplete_stats, join_names, plain_line, pluralize
+from graphquant.visualize.json_export import params_json, tensor_json
+from graphquant.visualize.tables import NameTable, join_names, plain_line, pluralize
+from graphquant.visualize.text import incomplete_stats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

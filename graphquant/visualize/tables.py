@@ -1,19 +1,32 @@
-"""Tables whose first column is a name. A name that is too long gets a line of its own."""
+"""Building blocks of terminal output: consoles, lines, and tables whose first column is a name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from functools import partial
+from io import StringIO
+from typing import IO, TYPE_CHECKING
 
+import numpy as np
+from rich.console import Console, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
 from graphquant.errors import escape_unprintable
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import ConsoleOptions, RenderResult
 
+    from graphquant.numerics import Array
+
+
+NAMES_SHOWN = 3
+"""Names in a cell; the remaining ones are counted."""
+
+UNFOLDED_WIDTH = 10_000
+"""Width for output that is not a terminal: one line per site, for grep and diff."""
 
 COLUMN_GAP = 2
 """Spaces between columns."""
@@ -23,6 +36,58 @@ MIN_NAME_WIDTH = 16
 
 CELL_INDENT = 4
 """Indentation of cells on a line of their own."""
+
+
+def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
+    """Create a console that folds at the width of a terminal or of COLUMNS, and otherwise never.
+
+    Markup and emoji codes such as [red] and :x: in names are printed unchanged.
+    """
+    build = partial(Console, stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
+    default = build()
+    if file is None and (default.is_terminal or os.environ.get("COLUMNS", "").isdecimal()):
+        return default
+    return build(width=UNFOLDED_WIDTH, color_system=None)
+
+
+def render_text(view: RenderableType, *, folded: bool = False) -> str:
+    """Render a view as plain text without trailing spaces; `folded` uses the width of `make_console`."""
+    lines = StringIO()
+    width = make_console().width if folded else UNFOLDED_WIDTH
+    writer = Console(file=lines, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    writer.print(view, crop=False)
+    return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
+
+
+def plain_line(text: str, style: str = "") -> Text:
+    """Return a line in which control characters of names are escaped."""
+    return Text(escape_unprintable(text), style=style)
+
+
+def format_value_range(values: Array, single_format: str, span_format: str = "") -> str:
+    """Format a single value with `single_format`, or the lowest and highest with `span_format`."""
+    low, high = np.min(values).item(), np.max(values).item()
+    return (
+        format(low, single_format)
+        if low == high
+        else f"{low:{span_format or single_format}}..{high:{span_format or single_format}}"
+    )
+
+
+def pluralize(number: int, noun: str) -> str:
+    """Return `2 ops` or `1 op`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def join_names(names: Sequence[str], limit: int = NAMES_SHOWN) -> str:
+    """Join the first names; count the remaining ones."""
+    more_text = f", {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more_text
+
+
+def bracketed_shape(shape: Sequence[int | None]) -> str:
+    """Return a shape like `[1, ?, 3]`."""
+    return f"[{', '.join('?' if side is None else str(side) for side in shape)}]"
 
 
 class NameTable:

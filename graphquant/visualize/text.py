@@ -5,24 +5,26 @@ Tables are readable at 80 columns without color, and mark every omission.
 
 from __future__ import annotations
 
-import os
 import shlex
-from functools import partial
-from io import StringIO
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
-import numpy as np
-from rich.console import Console, Group, RenderableType
-from rich.text import Text
+from rich.console import Group, RenderableType
 
 from graphquant.analysis.range_report import LOW_SQNR
 from graphquant.errors import escape_unprintable
 from graphquant.ir import qualified_op_name
 from graphquant.numerics import DynamicQParams
 from graphquant.quantize.plan import ALREADY_QUANTIZED
-from graphquant.rules import load_ruleset
-from graphquant.rules import shipped_rule_files as files
-from graphquant.visualize.tables import NameTable
+from graphquant.rules import load_ruleset, shipped_rule_files
+from graphquant.visualize.tables import (
+    NameTable,
+    bracketed_shape,
+    format_value_range,
+    join_names,
+    plain_line,
+    pluralize,
+)
+from graphquant.visualize.validation_report import search_view, size_budget_view, timing_view, validation_view
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,22 +34,16 @@ if TYPE_CHECKING:
     from graphquant.analysis.model_summary import ModelSummary
     from graphquant.api import Result
     from graphquant.calibration import Stats
-    from graphquant.numerics import Array, QParams
+    from graphquant.numerics import QParams
     from graphquant.optimize import AlgorithmResult
     from graphquant.quantize import Plan, RangeTransfer, Site, Skip
 
-
-NAMES_SHOWN = 3
-"""Names in a cell; the remaining ones are counted."""
 
 CHANGES_SHOWN = 20
 """Maximum number of changes and conflicts to print."""
 
 PARAM_COLUMNS = ("dtype", "scale", "zero", "range")
 """Columns that `_param_cells` fills."""
-
-UNFOLDED_WIDTH = 10_000
-"""Width for output that is not a terminal: one line per site, for grep and diff."""
 
 
 def plan_view(plan: Plan) -> RenderableType:
@@ -94,15 +90,10 @@ def result_view(result: Result, output: Path | None) -> RenderableType:
     if not result.inserted and any(skip.reason == ALREADY_QUANTIZED for skip in result.skips):
         message = "The model is quantized already and stays unchanged. --requantize replaces its Q/DQ pairs."
         sections.append(plain_line(message, style="yellow"))
-
     sections += unused_rules_view(result.plan, shipped=False)
     if result.latency is not None:
-        from graphquant.visualize.validation_report import timing_view
-
         sections += timing_view(result.latency)
     if result.inserted or (result.search is not None and not (result.latency is not None and result.latency.all_float)):
-        from graphquant.visualize.validation_report import search_view, size_budget_view, validation_view
-
         sections += size_budget_view(result.size_budget) + search_view(result.search)
         sections += validation_view(result.validation) if result.inserted else []
     uses = sum(len(insertion.site.uses) for insertion in result.inserted)
@@ -183,11 +174,11 @@ def conversion_view(conversion: ConversionReport) -> RenderableType:
     table = NameTable("tensor", "index", "scale", "zero", "runtime", "verdict")
     for line in conversion.tensors:
         planned, runtime = (
-            "" if params is None else _format_value_range(params[0], ".6g", ".4g")
+            "" if params is None else format_value_range(params[0], ".6g", ".4g")
             for params in (line.planned, line.runtime)
         )
-        zeros = "" if line.planned is None else _format_value_range(line.planned[1], "d")
-        zeros += "" if line.runtime is None else f" ({_format_value_range(line.runtime[1], 'd')})"
+        zeros = "" if line.planned is None else format_value_range(line.planned[1], "d")
+        zeros += "" if line.runtime is None else f" ({format_value_range(line.runtime[1], 'd')})"
         index = "" if line.index is None else str(line.index)
         table.add_row(str(line.tensor), index, planned, zeros, runtime, line.problem or "equal")
     problem_count = sum(bool(line.problem) for line in conversion.tensors)
@@ -284,42 +275,16 @@ def _stored_tables(summary: ModelSummary) -> list[RenderableType]:
             output.name,
             str(stored.index),
             (output.dtype or "?") + (f"[{stored.scale.size}] axis {stored.axis}" if stored.scale.size > 1 else ""),
-            _format_value_range(stored.scale, ".6g", ".4g") if stored.scale.size else stored.details,
-            _format_value_range(stored.zero_point, "d") if stored.zero_point.size else "",
+            format_value_range(stored.scale, ".6g", ".4g") if stored.scale.size else stored.details,
+            format_value_range(stored.zero_point, "d") if stored.zero_point.size else "",
             f"[{stored.low.min():.4g}, {stored.high.max():.4g}]" if stored.low.size and stored.high.size else "",
-            _shape_brackets(shape),
+            bracketed_shape(shape),
         )
     lines: list[RenderableType] = []
     for graph, table in tables.items():
         graph_text = f" in {graph}" if graph else ""
         lines += [plain_line(f"{pluralize(table.row_count, 'tensor')}{graph_text}", style="bold"), table]
     return lines
-
-
-def make_console(*, stderr: bool = False, file: IO[str] | None = None) -> Console:
-    """Create a console that folds at the width of a terminal or of COLUMNS, and otherwise never.
-
-    Markup and emoji codes such as [red] and :x: in names are printed unchanged.
-    """
-    build = partial(Console, stderr=stderr, file=file, highlight=False, markup=False, emoji=False)
-    default = build()
-    if file is None and (default.is_terminal or os.environ.get("COLUMNS", "").isdecimal()):
-        return default
-    return build(width=UNFOLDED_WIDTH, color_system=None)
-
-
-def render_text(view: RenderableType, *, folded: bool = False) -> str:
-    """Render a view as plain text without trailing spaces; `folded` uses the width of `make_console`."""
-    lines = StringIO()
-    width = make_console().width if folded else UNFOLDED_WIDTH
-    writer = Console(file=lines, width=width, color_system=None, highlight=False, markup=False, emoji=False)
-    writer.print(view, crop=False)
-    return "".join(f"{line.rstrip()}\n" for line in lines.getvalue().splitlines())
-
-
-def plain_line(text: str, style: str = "") -> Text:
-    """Return a line in which control characters of names are escaped."""
-    return Text(escape_unprintable(text), style=style)
 
 
 def _rule_tables(rows: Sequence[tuple[Site, Sequence[str]]], *columns: str) -> list[RenderableType]:
@@ -421,34 +386,13 @@ def _param_cells(params: QParams | DynamicQParams) -> tuple[str, str, str, str]:
         return params.type.name, "dynamic", "", ""
     dtype = params.type.name + (f"[{params.scale.size}]" if params.axis is not None else "")
     dtype += f" by {params.block}" if params.block is not None else ""
-    zero_point = _format_value_range(params.zero_point, "d")
+    zero_point = format_value_range(params.zero_point, "d")
     low, high = float(params.range.low.min()), float(params.range.high.max())
     symmetric = (
         low < 0 and not params.zero_point.any()
     )  # files do not record whether the lowest integer, such as -128, is excluded
     range_text = f"±{high:.4g}" if symmetric else f"[{low:.4g}, {high:.4g}]"
-    return dtype, _format_value_range(params.scale, ".6g", ".4g"), zero_point, range_text
-
-
-def _format_value_range(values: Array, single_format: str, span_format: str = "") -> str:
-    """Format a single value with `single_format`, or the lowest and highest with `span_format`."""
-    low, high = np.min(values).item(), np.max(values).item()
-    return (
-        format(low, single_format)
-        if low == high
-        else f"{low:{span_format or single_format}}..{high:{span_format or single_format}}"
-    )
-
-
-def pluralize(number: int, noun: str) -> str:
-    """Return `2 ops` or `1 op`."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def join_names(names: Sequence[str], limit: int = NAMES_SHOWN) -> str:
-    """Join the first names; count the remaining ones."""
-    more_text = f", {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more_text
+    return dtype, format_value_range(params.scale, ".6g", ".4g"), zero_point, range_text
 
 
 def _tensor_signature(model: object, name: str, is_output: bool) -> str:
@@ -458,11 +402,7 @@ def _tensor_signature(model: object, name: str, is_output: bool) -> str:
     label = name.removeprefix("@")
     if output is None or output.shape is None:
         return label
-    return f"{label} {output.dtype}{_shape_brackets(output.shape)}"
-
-
-def _shape_brackets(shape: Sequence[int | None]) -> str:
-    return f"[{', '.join('?' if side is None else str(side) for side in shape)}]"
+    return f"{label} {output.dtype}{bracketed_shape(output.shape)}"
 
 
 def unused_rules_view(plan: Plan, *, shipped: bool) -> list[RenderableType]:
@@ -472,7 +412,7 @@ def unused_rules_view(plan: Plan, *, shipped: bool) -> list[RenderableType]:
     """
     if not plan.unused:
         return []
-    shipped_files = files()
+    shipped_files = shipped_rule_files()
     shipped_rules = {
         rule.rule.name for rule in load_ruleset([name for name in plan.rules if name in shipped_files]).rules
     }

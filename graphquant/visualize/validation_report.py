@@ -7,16 +7,16 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from graphquant.visualize.compare_report import comparison_json
-from graphquant.visualize.text import join_names, plain_line, pluralize
+from graphquant.visualize.tables import join_names, plain_line, pluralize
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from graphquant.analysis import Comparison, OutputFigures
+    from graphquant.analysis.validation import Validation
     from graphquant.api.latency import LatencyResult
     from graphquant.api.search import PlanSearchResult
     from graphquant.api.size_budget import SizeBudgetResult
-    from graphquant.analysis.validation import Validation
     from graphquant.optimize import TimeRatio
 
 

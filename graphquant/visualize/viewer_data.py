@@ -5,11 +5,17 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import math
+import zlib
+from html import escape
+from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from graphquant.analysis.model_summary import MULTIPLYING_KINDS
-from graphquant.errors import ModelError
+from graphquant.errors import ModelError, escape_unprintable
 from graphquant.ir import paused_gc
 from graphquant.observers import distribution_of
 from graphquant.visualize.annotations import heatmap_data
@@ -19,7 +25,7 @@ from graphquant.visualize.layout import layered_layout
 from graphquant.visualize.merged_drawings import FIRST, SECOND
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from graphquant.analysis.range_report import TensorRange
     from graphquant.ir import Op
@@ -27,7 +33,6 @@ if TYPE_CHECKING:
     from graphquant.visualize.drawing import Box, Drawing
     from graphquant.visualize.layout import Placement
     from graphquant.visualize.merged_drawings import MergedDrawing
-
 
 VIEWER_DATA_VERSION = 2
 
@@ -334,3 +339,57 @@ def _shortest_decimal(value: Any) -> float | None:
 
 def _finite_or_none(value: Any) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+VIEWER_SCRIPTS = (
+    "data",
+    "scene",
+    "frames",
+    "heatmap",
+    "drawing",
+    "minimap",
+    "hit_test",
+    "panel",
+    "search",
+    "input",
+    "start",
+)
+"""Files of the script, in order; they share one scope."""
+
+
+def viewer_page(data: Mapping[str, Any]) -> str:
+    """Return the viewer page; deterministic."""
+    return "\n".join(_viewer_lines(data)) + "\n"
+
+
+def _viewer_lines(data: Mapping[str, Any]) -> Iterator[str]:
+    script, style = _viewer_script(), _viewer_file("style.css")
+    policy = f"default-src 'none'; script-src {csp_digest(script)}; style-src {csp_digest(style)}"
+    yield "<!DOCTYPE html>"
+    yield f'<html lang="en"><head><meta charset="utf-8"><title>{escape(escape_unprintable(str(data["title"])))}</title>'
+    yield f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+    yield '<meta name="viewport" content="width=device-width,initial-scale=1">'
+    yield f"<style>{style}</style></head>"
+    yield "<body><noscript>This page draws a model with JavaScript, which is disabled.</noscript>"
+    yield f'<script id="data" type="application/octet-stream">{_pack_data(data)}</script>'
+    yield f"<script>{script}</script></body></html>"
+
+
+def _viewer_script() -> str:
+    """Return the concatenated script."""
+    return '"use strict";\n' + "\n".join(_viewer_file(f"{name}.js") for name in VIEWER_SCRIPTS)
+
+
+def _viewer_file(name: str) -> str:
+    return files("graphquant.visualize").joinpath("viewer", name).read_text("utf-8")
+
+
+def csp_digest(text: str) -> str:
+    """Return the hash by which a Content-Security-Policy allows a script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _pack_data(data: Mapping[str, Any]) -> str:
+    """Return the data as deflated JSON in base64, whose letters have no meaning in HTML."""
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return base64.b64encode(zlib.compress(text.encode(), 9)).decode()

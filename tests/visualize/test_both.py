@@ -160,7 +160,9 @@ def test_every_change_of_a_quantized_sample_is_located(samples: Path) -> None:
     assert len(differences) == len(result.inserted)
     assert {entry["kind"] for entry in differences} == {"site-added"}
     assert all(entry["annotations"] for entry in differences)
-    assert {annotation for entry in differences for annotation in entry["annotations"]} == set(range(len(merged.drawing.annotations)))
+    assert {annotation for entry in differences for annotation in entry["annotations"]} == set(
+        range(len(merged.drawing.annotations))
+    )
     kinds = [op.kind for graph in before.graphs.values() for op in graph.ops()]
     assert not QUANTIZATION_KINDS & set(kinds)
     assert set(merged.box_sides) == {FIRST + SECOND}
@@ -179,4 +181,7 @@ def test_heatmap_values_are_keyed_by_op(tmp_path: Path) -> None:
     assert data["values"] == {"0": [1.25, "equal", None, "none"]}
     assert data["notes"] == {"0": "why"}
     assert data["columns"][0] == {"name": "a", "description": "it", "hot": 3, "cold": 0, "unit": "dB"}
-    assert heatmap_data(Heatmap(columns=columns, values={("", "no such"): (1.0,) * 4}), drawing.annotations)["values"] == {}
+    assert (
+        heatmap_data(Heatmap(columns=columns, values={("", "no such"): (1.0,) * 4}), drawing.annotations)["values"]
+        == {}
+    )

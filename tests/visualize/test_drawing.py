@@ -67,7 +67,11 @@ def test_a_qdq_pair_is_an_annotation_on_the_wire(tmp_path: Path) -> None:
         ("dec/a", "@y", 0, ()),
     ]
     (annotation,) = drawing.annotations
-    assert (annotation.tensor, annotation.dtype, annotation_text(annotation)) == (TensorRef("", "x"), "uint8", "uint8 0.5 z3")
+    assert (annotation.tensor, annotation.dtype, annotation_text(annotation)) == (
+        TensorRef("", "x"),
+        "uint8",
+        "uint8 0.5 z3",
+    )
     assert drawing.folded_ops == [(("QuantizeLinear", "q"), ("DequantizeLinear", "d"))]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphquant.visualize.text import NameTable, render_text
+from graphquant.visualize.tables import NameTable, render_text
 
 NAMES = ("short:0", "a/name/that/is/longer/than/its/column:0")
 

@@ -103,7 +103,11 @@ def test_columns_are_consistent(quantized: Drawing) -> None:
     assert names == [box.op.name for box in quantized.boxes]
     marked = [annotation for data in data["wires"]["annotations"].values() for annotation in data]
     assert max(marked) < len(data["annotations"])
-    scale = next(annotation for annotation in quantized.annotations if annotation.params is not None and annotation.params.scale.size > 1)
+    scale = next(
+        annotation
+        for annotation in quantized.annotations
+        if annotation.params is not None and annotation.params.scale.size > 1
+    )
     annotations = data["annotations"][quantized.annotations.index(scale)]
     assert np.array_equal(np.float32(annotations["scale"]), scale.params.scale)
 
@@ -117,7 +121,11 @@ def test_the_same_drawing_gives_the_same_bytes(samples: Path) -> None:
 
 def test_non_finite_numbers_are_omitted(quantized: Drawing) -> None:
     """NaN and infinite scales, as a hostile TFLite file may have, become null."""
-    odd = next(annotation for annotation in quantized.annotations if annotation.params is not None and annotation.params.scale.size > 1)
+    odd = next(
+        annotation
+        for annotation in quantized.annotations
+        if annotation.params is not None and annotation.params.scale.size > 1
+    )
     odd.params.scale[:2] = np.nan, np.inf
     told = unpacked(viewer_page(viewer_data(quantized)))["annotations"][quantized.annotations.index(odd)]
     assert told["scale"][:2] == [None, None]
@@ -222,7 +230,9 @@ def test_many_scales_are_sampled(quantized: Drawing) -> None:
     place, annotation = next((at, one) for at, one in enumerate(quantized.annotations) if one.params is not None)
     scale = np.linspace(1, 2, 100_000, dtype=np.float32)
     zero = np.arange(100_000) % 7
-    quantized.annotations[place] = replace(annotation, params=replace(annotation.params, scale=scale, zero_point=zero, axis=0))
+    quantized.annotations[place] = replace(
+        annotation, params=replace(annotation.params, scale=scale, zero_point=zero, axis=0)
+    )
     told = unpacked(viewer_page(viewer_data(quantized)))["annotations"][place]
     assert 1000 < len(told["scale"]) <= 2048
     assert (told["count"], told["ends"], told["zero"]) == (100_000, [1.0, 2.0], [0, 6])

@@ -131,9 +131,7 @@ def test_filter_by_figure(compared: Path, opened: Callable[..., Any]) -> None:
     """What is worse than so many dB is found, the worst first, by the figure that is shown."""
     page = opened(compared)
     told = json.loads(compared.with_suffix(".json").read_text("utf-8"))["sites"]
-    figures = (
-        "viewer.matches.filter((one) => one.kind === 'annotation').map((one) => viewer.m.heat.values[one.annotation][viewer.column])"
-    )
+    figures = "viewer.matches.filter((one) => one.kind === 'annotation').map((one) => viewer.m.heat.values[one.annotation][viewer.column])"
     for column, name in enumerate(("local", "accumulated")):
         page.locator("#by-color").select_option(str(column))
         page.locator("#by-sqnr").fill("42")
@@ -211,9 +209,7 @@ def test_colors_of_changes(differing: Path, opened: Callable[..., Any], until: C
     page.evaluate("location.hash = '#op=depthwise%2Frenamed'")
     until(page, "document.querySelector('#panel h2').textContent === 'depthwise/renamed'")
     page.wait_for_timeout(100)
-    assert (
-        _color(page, "graph", "depthwise/renamed") == _color(page, "other", "depthwise/renamed") == rgb["changedbox"]
-    )
+    assert _color(page, "graph", "depthwise/renamed") == _color(page, "other", "depthwise/renamed") == rgb["changedbox"]
     assert _color(page, "other", "pointwise/conv") == rgb["box"]
     assert "depthwise/relu6" in page.locator("#panel").inner_text()
     status = page.evaluate(

@@ -417,7 +417,9 @@ def test_clicks_on_the_drawing(digits: Path, opened: Callable[..., Any]) -> None
     page.mouse.click(*_at(page, _op("stem/relu")))
     assert _selected(page) == "stem/relu"
     page.wait_for_timeout(50)
-    hit, tensor = page.evaluate(f"(() => {{ {_hit('annotation')} return [middle, viewer.m.annotations[hit.annotation].tensor]; }})()")
+    hit, tensor = page.evaluate(
+        f"(() => {{ {_hit('annotation')} return [middle, viewer.m.annotations[hit.annotation].tensor]; }})()"
+    )
     page.mouse.click(*hit)
     assert _selected(page) == tensor
     x, y = _at(page, _op("stem/conv"))
@@ -574,7 +576,9 @@ def test_truncation_is_always_marked(tmp_path: Path, opened: Callable[..., Any],
     onnx.save(helper.make_model(helper.make_graph([node], "g", ends[:1], ends[1:]), ir_version=9), tmp_path / "m.onnx")
     cli("inspect", tmp_path / "m.onnx", "--html", tmp_path / "m.html")
     page = opened(tmp_path / "m.html", long)
-    assert page.evaluate("[...viewer.fittedTexts.values()].some((said) => said.startsWith('very') && said.endsWith('…'))")
+    assert page.evaluate(
+        "[...viewer.fittedTexts.values()].some((said) => said.startsWith('very') && said.endsWith('…'))"
+    )
     page.mouse.move(*_at(page, _op(long)))
     assert page.locator("#graph").get_attribute("title") == f"Relu {long}"
     panel = page.locator("#panel").inner_text()

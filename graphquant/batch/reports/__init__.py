@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from graphquant.api import Progress
     from graphquant.batch.types import BatchReport
+    from graphquant.utils.progress import Progress
 
 
 __all__ = ["REPORTS", "as_annotations", "check_report_path", "write_report"]
@@ -35,7 +35,7 @@ def as_junit(report: BatchReport) -> str:
 def as_sarif(report: BatchReport) -> str:
     """Return SARIF 2.1.0 for code scanning."""
     from graphquant.batch.reports.text import ALL_CODES, report_notices
-    from graphquant.visualize.ci_annotations import sarif_log
+    from graphquant.visualize.check_report import sarif_log
 
     return json.dumps(sarif_log(report_notices(report), ALL_CODES), indent=2) + "\n"
 
@@ -57,7 +57,7 @@ def as_html(report: BatchReport) -> str:
 def as_annotations(report: BatchReport) -> str:
     """Return GitHub workflow commands."""
     from graphquant.batch.reports.text import report_notices
-    from graphquant.visualize.ci_annotations import github_annotations
+    from graphquant.visualize.check_report import github_annotations
 
     return github_annotations(report_notices(report))
 

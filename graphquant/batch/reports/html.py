@@ -30,13 +30,13 @@ from graphquant.batch.reports.text import (
 )
 from graphquant.errors import GraphQuantError, UsageError, escape_unprintable
 from graphquant.utils.atomic_files import atomic_file
-from graphquant.visualize.html import csp_digest
+from graphquant.visualize.viewer_data import csp_digest
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from graphquant.api import Progress
     from graphquant.batch.types import BatchReport, Outcome, OutcomeChange
+    from graphquant.utils.progress import Progress
 
 
 REPORT_COLUMNS = ("model", "status", "before", "after", "", "sites", "int8", "SQNR", "time", "graph")
@@ -225,9 +225,9 @@ def _page_name(outcome: Outcome) -> str:
 def _draw_output(outcome: Outcome, page: Path) -> bool:
     """Draw an output; return False if it is unreadable, for example because it changed."""
     from graphquant import api
-    from graphquant.visualize.html import viewer_page as made_page
-    from graphquant.visualize.model_drawing import model_drawing
+    from graphquant.visualize.drawing import model_drawing
     from graphquant.visualize.viewer_data import viewer_data
+    from graphquant.visualize.viewer_data import viewer_page as made_page
 
     try:
         drawing = model_drawing(api.load(Path(outcome.output)))

@@ -12,9 +12,8 @@ from rich.console import Group, RenderableType
 from graphquant.backends import LINT_CODES
 from graphquant.backends.lint import LintCode
 from graphquant.errors import escape_unprintable
-from graphquant.visualize.ci_annotations import Notice
-from graphquant.visualize.tables import NameTable
-from graphquant.visualize.text import plain_line, pluralize
+from graphquant.visualize.check_report import Notice
+from graphquant.visualize.tables import NameTable, plain_line, pluralize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

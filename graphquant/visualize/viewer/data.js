@@ -1,5 +1,5 @@
-// The page's data as packed by graphquant/visualize/viewer_data.py, with decoded columns. graphquant/visualize/html.py
-// concatenates these files to one plain script in the order given there; the page loads nothing.
+// The page's data as packed by graphquant/visualize/viewer_data.py, with decoded columns. That module concatenates these
+// files to one plain script in the order given there; the page loads nothing.
 // Names come from models: they are set as text, never as HTML.
 
 const BOX_HEIGHT = 52; // height of a box

@@ -27,7 +27,7 @@ from graphquant.batch.types import (
     read_report,
 )
 from graphquant.errors import UsageError
-from graphquant.visualize.text import make_console, render_text
+from graphquant.visualize.tables import make_console, render_text
 
 HERE = Path(__file__).parent
 XSD = xmlschema.XMLSchema(HERE / "junit.xsd")
