@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphquant.ir import Call, Graph, Model, Op, Output, TensorRef, Use
+from graphquant.ir import RESHAPING_KINDS, Call, Graph, Model, Op, Output, TensorRef, Use
 from graphquant.numerics import DynamicQParams
 from graphquant.quantize import iterate_equivalent_tensors, match_tensor_names
 
@@ -24,10 +24,6 @@ SCALE_TOLERANCE = 1e-6
 
 NON_COMPUTE_KINDS = frozenset({"input", "output", "constant", "variable", "quantize", "dequantize"})
 """Kinds that compute nothing of the model's own."""
-
-
-RESHAPING_KINDS = frozenset({"reshape", "squeeze", "unsqueeze", "transpose"})
-"""Data-movement kinds of which several on one tensor are often identical."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +79,7 @@ class ConversionReport:
 def compare_conversion(
     model: Model, inserted: Sequence[InsertedPair], converted: Model, runtime: Sequence[RuntimeTensor]
 ) -> ConversionReport:
-    """Compare the plan with the runtime.
-
-    Args:
-        model: The rewritten model, as it was converted.
-        inserted: The sites inserted into it.
-        converted: The converted model.
-        runtime: The runtime's report of each of its tensors.
-    """
+    """Compare the plan of the rewritten `model` with the runtime's report of each tensor of the converted model."""
     runtime_by_index = {tensor.index: tensor for tensor in runtime}
     names = {tensor.name for tensor in runtime}
     activations: dict[str, Output] = {}
@@ -101,9 +90,8 @@ def compare_conversion(
                 continue
             if op.kind in {"constant", "variable"}:
                 axis = _weight_channel_axis(converted.main, TensorRef("", op.name, port))
-                constants.update(
-                    (name_part, (output, axis)) for name_part in output.name.split(";") if name_part.endswith("quant")
-                )
+                names_of_output = output.name.split(";")  # the converter joins the names of merged tensors
+                constants.update((part, (output, axis)) for part in names_of_output if part.endswith("quant"))
             elif output.quantization.scale.size:
                 activations[output.name] = output
     names_by_tensor = match_tensor_names(model, activations, names)
@@ -113,21 +101,14 @@ def compare_conversion(
         if insertion.site.parameter:
             converted_output, axis = _find_weight_constant(model, insertion.output, constants)
         else:
-            name = next(
-                (
-                    names_by_tensor[ref]
-                    for ref in _equivalent_tensors(model, callers, insertion.site.tensor)
-                    if ref in names_by_tensor
-                ),
-                None,
-            )
+            equivalents = _equivalent_tensors(model, callers, insertion.site.tensor)
+            name = next((names_by_tensor[ref] for ref in equivalents if ref in names_by_tensor), None)
             converted_output, axis = None if name is None else activations[name], None
         tensors.append(_compare_tensor(insertion, converted_output, axis, runtime_by_index))
-    computing_ops = [
-        op for graph in converted.graphs.values() for op in graph.ops() if op.kind not in NON_COMPUTE_KINDS
-    ]
-    float_ops = tuple(float_op for graph in converted.graphs.values() for float_op in _find_float_ops(graph))
-    return ConversionReport(tensors=tuple(tensors), float_ops=float_ops, op_count=len(computing_ops))
+    graphs = converted.graphs.values()
+    op_count = sum(op.kind not in NON_COMPUTE_KINDS for graph in graphs for op in graph.ops())
+    float_ops = tuple(float_op for graph in graphs for float_op in _find_float_ops(graph))
+    return ConversionReport(tensors=tuple(tensors), float_ops=float_ops, op_count=op_count)
 
 
 def _equivalent_tensors(
@@ -163,19 +144,19 @@ def _find_weight_constant(
 def _compare_tensor(
     insertion: InsertedPair, output: Output | None, axis: int | None, runtime_by_index: Mapping[int, RuntimeTensor]
 ) -> ConvertedTensor:
-    params, site = insertion.params, insertion.site
+    params, tensor = insertion.params, insertion.site.tensor
+    absent = ConvertedTensor(tensor=tensor, name="", index=None, planned=None, runtime=None, problem="")
     if isinstance(params, DynamicQParams):
-        problem = "its range is computed at each run, which the converter cannot express"
-        return ConvertedTensor(tensor=site.tensor, name="", index=None, planned=None, runtime=None, problem=problem)
+        return replace(absent, problem="its range is computed at each run, which the converter cannot express")
     planned = np.atleast_1d(params.scale), np.atleast_1d(params.zero_point)
     stored = None if output is None else output.quantization
     if output is None or stored is None or stored.index not in runtime_by_index:
         problem = "no quantized tensor of the converted model has this name"
-        return ConvertedTensor(tensor=site.tensor, name="", index=None, planned=planned, runtime=None, problem=problem)
+        return replace(absent, planned=planned, problem=problem)
     runtime_tensor = runtime_by_index[stored.index]
     problem = _describe_difference(planned, runtime_tensor, axis if params.axis is not None else None)
     return ConvertedTensor(
-        tensor=site.tensor,
+        tensor=tensor,
         name=output.name,
         index=stored.index,
         planned=planned,
@@ -209,9 +190,8 @@ def _find_float_ops(graph: Graph) -> Iterator[FloatOp]:
             continue
         reasons = list(_missing_ranges(graph, op))
         if reasons:
-            yield FloatOp(
-                op=op.name.partition(";")[0], type=op.type, reason=reasons[0] or "TFLite has no int8 kernel here"
-            )
+            reason = reasons[0] or "TFLite has no int8 kernel here"
+            yield FloatOp(op=_short_op_name(op), type=op.type, reason=reason)
 
 
 def _missing_ranges(graph: Graph, op: Op) -> Iterator[str]:

@@ -35,9 +35,9 @@ def freeze(model: Model) -> Model:
             f"{model.path or 'The model'} is in the format {model.format}, but TensorFlow's converter makes TFLite"
             " files from TensorFlow models only. Start from the TensorFlow model, or write the model in its own format."
         )
-    from graphquant.formats.tensorflow.tflite_converter import freeze_graph as made
+    from graphquant.formats.tensorflow.tflite_converter import freeze_graph
 
-    return made(model)
+    return freeze_graph(model)
 
 
 def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = False) -> ConversionReport:
@@ -62,25 +62,26 @@ def convert_to_tflite(result: Result, path: str | Path | None, *, force: bool = 
         raise UsageError(
             "Only a frozen TensorFlow graph can be converted. Quantize the result of graphquant.freeze(model)."
         )
-    inconvertible = [
-        (insertion.site, reason)
-        for insertion in result.inserted
-        if (reason := _inconvertible_reason(result.model, insertion.site))
-    ]
+    sites = [insertion.site for insertion in result.inserted]
+    inconvertible = [(site, reason) for site in sites if (reason := _inconvertible_reason(result.model, site))]
     if inconvertible:
-        (site, reason), count = inconvertible[0], len(inconvertible)
-        rest_hint = f" {count - 1} more sites have the same problem." if count > 1 else ""
+        (site, reason), rest = inconvertible[0], len(inconvertible) - 1
+        rest_hint = f" {rest} more sites cannot be converted either." if rest else ""
         raise UsageError(
             f"TFLite's converter cannot preserve the quantization of {site.tensor}, because {reason}.{rest_hint}"
         )
-    from graphquant.formats.tensorflow.tflite_converter import run_tflite_converter as run
-    from graphquant.formats.tensorflow.tflite_converter import runtime_tensors
+    from graphquant.formats.tensorflow.tflite_converter import run_tflite_converter, runtime_tensors
     from graphquant.formats.tflite import parse_tflite
 
-    data = run(result.model)
+    data = run_tflite_converter(result.model)
     report = compare_conversion(result.model, result.inserted, parse_tflite(data), runtime_tensors(data))
-    if path is not None:
-        _write_tflite(Path(path), data)
+    if path is None:
+        return report
+    try:
+        with atomic_file(Path(path)) as file:
+            file.write(data)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another output with -o.") from error
     return report
 
 
@@ -90,18 +91,10 @@ def _inconvertible_reason(model: Model, site: Site) -> str:
     if scheme.family != "fake-quant":
         return f"it supports only FakeQuant and not {scheme.family}; give --family fake-quant"
     if scheme.type.bits != CONVERTIBLE_BITS:
-        return f"FakeQuants of {scheme.type.bits} bits are converted wrongly or not at all; use {CONVERTIBLE_BITS} bits"
+        return f"FakeQuants of {scheme.type.bits} bits give wrong results or fail; use {CONVERTIBLE_BITS} bits"
     if scheme.range == "learned":
         return 'its range is stored in variables, which TFLite does not support; use range = "observed"'
     kinds = {model.graphs[use.graph].op(use.op).kind for use in site.uses}
     if site.axis is not None and "matmul" in kinds:
         return "it fails on per-channel weights of MatMul; quantize that weight per tensor, as the rules tflite do"
     return ""
-
-
-def _write_tflite(path: Path, data: bytes) -> None:
-    try:
-        with atomic_file(path) as file:
-            file.write(data)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}. Give another output with -o.") from error

@@ -1,4 +1,4 @@
-"""Read the variables of a TensorFlow checkpoint (a tensor bundle) without TensorFlow.
+"""Read and extend a TensorFlow checkpoint (a tensor bundle) without TensorFlow.
 
 A bundle `variables` consists of an index, `variables.index`, and data files `variables.data-00000-of-0000N`. The index
 is a table (see `table`) from a variable's name to the position of its bytes; the empty name holds a header. A variable
@@ -26,7 +26,7 @@ from graphquant.formats.tensorflow.leveldb_table import (
     unmask_crc,
     write_table,
 )
-from graphquant.formats.tensorflow.values import type_number
+from graphquant.formats.tensorflow.values import STORAGE_DTYPES, type_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,8 +43,6 @@ _MAX_SHARDS: Final = 100_000  # file names have five digits
 _MAX_RANK: Final = 64  # what numpy can hold
 _MAX_ELEMENTS: Final = 1 << 59  # the same; empty dimensions do not count
 
-# numpy has no quantized types, so their values are read as the integers that store them.
-_STORAGE: Final = {"qint8": "int8", "quint8": "uint8", "qint16": "int16", "quint16": "uint16", "qint32": "int32"}
 _NUMPY: Final = frozenset(
     {
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
@@ -174,7 +172,7 @@ class Checkpoint:
         data = self._read_bytes(name, entry)
         if google_crc32c.value(data) != unmask_crc(entry.crc32c):
             raise ModelError(
-                f"{self._entry_shard_path(entry)}: the checksum of variable {name!r} does not match, it is damaged."
+                f"{self._entry_path(entry)}: the checksum of variable {name!r} does not match, it is damaged."
             )
         array = np.frombuffer(self._to_native_endian(data, dtype), dtype=dtype)
         if dtype == np.bool_:  # files may store True as any nonzero byte, numpy requires 1
@@ -183,7 +181,7 @@ class Checkpoint:
 
     def _array_dtype(self, name: str, entry: Any) -> np.dtype[Any]:
         dtype = self._entry_dtype(name, entry)
-        storage = _STORAGE.get(dtype, dtype)
+        storage = STORAGE_DTYPES.get(dtype, dtype)
         if storage in _NUMPY:
             return np.dtype(storage)
         if hasattr(ml_dtypes, storage):
@@ -197,8 +195,8 @@ class Checkpoint:
         width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
         return np.frombuffer(data, dtype=f">u{width}").astype(f"<u{width}").tobytes()
 
-    def _entry_shard_path(self, entry: Any) -> Path:
-        return self._prefix.with_name(f"{self._prefix.name}.data-{entry.shard_id:05d}-of-{self._shard_count:05d}")
+    def _entry_path(self, entry: Any) -> Path:
+        return _shard_path(self._prefix, entry.shard_id, self._shard_count)
 
     def _read_bytes(self, name: str, entry: Any) -> bytes:
         """Read the bytes of an entry. Memory is allocated only after the range was checked against the file size."""
@@ -207,7 +205,7 @@ class Checkpoint:
                 f"{self._index_name}: variable {name!r} claims to be in data file {entry.shard_id} of"
                 f" {self._shard_count}."
             )
-        path = self._entry_shard_path(entry)
+        path = self._entry_path(entry)
         try:
             length = path.stat().st_size
             if entry.offset < 0 or entry.size < 0 or entry.offset + entry.size > length:
@@ -229,18 +227,16 @@ class Checkpoint:
         try:
             length, position = read_varint(data, 0)
         except ModelError as error:
-            raise ModelError(
-                f"{self._entry_shard_path(entry)}: the length of {name} cannot be read: {error}."
-            ) from error
+            raise ModelError(f"{self._entry_path(entry)}: the length of {name} cannot be read: {error}.") from error
         payload = data[position + 4 :]
         if len(payload) != length:
-            raise ModelError(f"{self._entry_shard_path(entry)}: {name} does not have the length that it claims.")
+            raise ModelError(f"{self._entry_path(entry)}: {name} does not have the length that it claims.")
         # The checksum covers the length as a number of fixed width, not the stored bytes of the varint.
         crc = google_crc32c.value(length.to_bytes(4 if length < 1 << 32 else 8, order))
         stored = data[position : position + 4]
         checksum = google_crc32c.extend(google_crc32c.extend(crc, stored), payload)
         if unmask_crc(int.from_bytes(stored, order)) != crc or unmask_crc(entry.crc32c) != checksum:
-            raise ModelError(f"{self._entry_shard_path(entry)}: the checksum of {name} does not match, it is damaged.")
+            raise ModelError(f"{self._entry_path(entry)}: the checksum of {name} does not match, it is damaged.")
         return payload
 
     def _assemble(self, name: str, entry: Any) -> NDArray[Any]:
@@ -312,16 +308,11 @@ def _encode_ordered(value: int) -> bytes:
     return ((value & ((1 << 8 * size) - 1)) ^ inverted).to_bytes(size, "big")
 
 
-# Add values to a TensorFlow checkpoint (a tensor bundle, see `checkpoint`) without TensorFlow.
-#
-# Existing values are preserved. Their data files are renamed, because the names contain the number of files, and the
-# new values are written to one more file. The index is rewritten.
-
-OBJECT_GRAPH_KEY: Final = "_CHECKPOINTABLE_OBJECT_GRAPH"
-
-
 def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_graph: Any | None) -> None:
     """Extend the checkpoint with the path prefix `prefix`, or create one there.
+
+    Existing values are preserved. Their data files are renamed, because the names contain the number of files, and the
+    new values are written to one more file. The index is rewritten.
 
     Args:
         prefix: For instance `model/variables/variables`. Its files are replaced and never written into, because
@@ -354,11 +345,11 @@ def extend_checkpoint(prefix: Path, values: Mapping[str, NDArray[Any]], object_g
         entry.shape.SetInParent()
         text = proto.to_binary(object_graph)
         length = mask_crc(google_crc32c.value(len(text).to_bytes(4, "little"))).to_bytes(4, "little")
-        _append_value(entries, OBJECT_GRAPH_KEY, entry, encode_varint(len(text)) + length + text, data)
+        _append_value(entries, _OBJECT_GRAPH_KEY, entry, encode_varint(len(text)) + length + text, data)
         # The checksum covers the length as a number of fixed width, not the stored bytes of the varint.
         checksum = google_crc32c.extend(google_crc32c.value(len(text).to_bytes(4, "little")), length)
         entry.crc32c = mask_crc(google_crc32c.extend(checksum, text))
-        entries[OBJECT_GRAPH_KEY.encode()] = proto.to_binary(entry)
+        entries[_OBJECT_GRAPH_KEY.encode()] = proto.to_binary(entry)
     entries[_HEADER_KEY] = proto.to_binary(header)
     _write_bundle(prefix, index_path, old_shards, bytes(data), write_table(entries))
 

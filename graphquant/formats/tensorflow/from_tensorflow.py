@@ -24,6 +24,7 @@ from graphquant.formats.tensorflow.load import add_output, build_model
 from graphquant.formats.tensorflow.ops import VARIABLE_OP_TYPES
 from graphquant.formats.tensorflow.source import LiveObject, TensorFlowSource, fetch_from_session
 from graphquant.formats.tensorflow.values import Array, encode_tensor
+from graphquant.ir import reachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,6 +41,7 @@ OUTPUT_PREFIX: Final = "output_"
 ESSENTIAL_KINDS: Final = frozenset({"constant", "variable", "input", "output", "stateful"})
 """Kinds that an op keeps even if no output depends on it."""
 
+_HANDLE_DTYPES: Final = frozenset({"resource", "variant"})
 _TRACED_NAME: Final = re.compile(r"(?:__inference_)?(.+?)(?:_\d+)?")
 GRADIENT_ATTR: Final = "_gradient_op_type"
 """The attribute of a node that names its registered gradient."""
@@ -75,9 +77,8 @@ def from_tensorflow(instance: Any, outputs: Sequence[Any] = ()) -> Model:
         if keras is not None and isinstance(instance, keras.Model):
             from graphquant.formats.tensorflow.keras import trace_keras_model
 
-            return _from_concrete_function(
-                tensorflow, trace_keras_model(tensorflow, keras, instance), "the Keras model"
-            )
+            function = trace_keras_model(tensorflow, keras, instance)
+            return _from_concrete_function(tensorflow, function, "the Keras model")
         if isinstance(instance, tensorflow.types.experimental.ConcreteFunction):
             return _from_concrete_function(tensorflow, instance, "the ConcreteFunction")
         if isinstance(instance, tensorflow.types.experimental.GenericFunction):
@@ -96,9 +97,8 @@ def _from_graph(
     if not message.node:
         raise UsageError(f"{description[:1].upper()}{description[1:]} is empty. Build the model in it first.")
     values = {name: partial(_session_value, instance, tensor, name) for name, tensor in value_tensors.items()}
-    model = _build_live_model(
-        message, LiveObject(instance=instance, description=description, values=values, value_tensors=value_tensors)
-    )
+    live = LiveObject(instance=instance, description=description, values=values, value_tensors=value_tensors)
+    model = _build_live_model(message, live)
     if outputs:
         _set_outputs(model.main, [str(getattr(output, "name", output)) for output in outputs])
     _ignore_training_ops(model.main)
@@ -121,12 +121,7 @@ def _set_outputs(main: Graph, names: Sequence[str]) -> None:
 
 def _ignore_training_ops(main: Graph) -> None:
     """Set the kind of ops that no output depends on to "other": they initialize, train or save."""
-    ancestors, pending = set(main.outputs), list(main.outputs)
-    while pending:
-        for source in main.nx.pred[pending.pop()]:
-            if source not in ancestors:
-                ancestors.add(source)
-                pending.append(source)
+    ancestors = set(reachable(main.outputs, main.nx.pred.__getitem__))
     for op in list(main.ops()):
         if op.name not in ancestors and op.kind not in ESSENTIAL_KINDS:
             main.replace_op(replace(op, kind="other"))
@@ -165,9 +160,8 @@ def _variable_readers(graph: Any) -> dict[str, Any]:
     for op in graph.get_operations():
         tensor = op.outputs[0] if op.outputs else None
         if op.type == "VarHandleOp" and tensor is not None:
-            readers = (
-                reader for reader in tensor.consumers() if reader.type == "ReadVariableOp" and not reader.control_inputs
-            )
+            # A reader with control inputs may give the value after an assignment.
+            readers = (op for op in tensor.consumers() if op.type == "ReadVariableOp" and not op.control_inputs)
             tensor = next((reader.outputs[0] for reader in readers), None)
         elif op.type not in VARIABLE_OP_TYPES:
             continue
@@ -198,8 +192,7 @@ def _from_concrete_function(tensorflow: Any, concrete: Any, description: str) ->
     meta = proto.MetaGraphDef(graph_def=graph_def)
     name = names[concrete.name.decode() if isinstance(concrete.name, bytes) else concrete.name]
     body = next(function for function in graph_def.library.function if function.signature.name == name)
-    live_object = _add_function_call(meta, body, concrete, description)
-    return _build_live_model(meta, live_object)
+    return _build_live_model(meta, _add_function_call(meta, body, concrete, description))
 
 
 def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) -> LiveObject:
@@ -213,7 +206,7 @@ def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) ->
     values: dict[str, Callable[[], Any]] = {}
     arguments, foreign_capture = [], ""
     for index, (arg, tensor) in enumerate(zip(body.signature.input_arg, concrete.inputs, strict=True)):
-        captured_tensor = captures[index - argument_count] if index >= argument_count else None
+        captured_tensor: Any = captures[index - argument_count] if index >= argument_count else None
         variable = by_handle.get(id(captured_tensor)) if captured_tensor is not None else None
         # Arguments are renamed, so that a bare name always refers to the tensor inside the function.
         name = unique_name(f"serving_default_{arg.name}" if variable is None else variable.name.partition(":")[0])
@@ -224,15 +217,10 @@ def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) ->
             node.attr["shared_name"].s = name.encode()
             values[name] = partial(_eager_value, variable)
             # TensorFlow's freezing expects the read of a variable under the name that TensorFlow itself gives it.
-            variable_read = nodes.add(
-                name=unique_name(f"{name}/Read/ReadVariableOp"), op="ReadVariableOp", input=[name]
-            )
+            read_name = unique_name(f"{name}/Read/ReadVariableOp")
+            variable_read = nodes.add(name=read_name, op="ReadVariableOp", input=[name])
             variable_read.attr["dtype"].type = variable.dtype.as_datatype_enum
-        elif (
-            captured_tensor is not None
-            and hasattr(captured_tensor, "numpy")
-            and proto.dtype_name(arg.type) not in {"resource", "variant"}
-        ):
+        elif hasattr(captured_tensor, "numpy") and proto.dtype_name(arg.type) not in _HANDLE_DTYPES:
             node.op = "Const"
             node.attr["value"].tensor.CopyFrom(encode_tensor(captured_tensor.numpy()))
         elif index < argument_count:
@@ -248,7 +236,7 @@ def _add_function_call(meta: Any, body: Any, concrete: Any, description: str) ->
     call.attr["Tin"].list.type.extend(arg.type for arg in body.signature.input_arg)
     call.attr["Tout"].list.type.extend(arg.type for arg in body.signature.output_arg)
     for index, arg in enumerate(body.signature.output_arg):
-        if proto.dtype_name(arg.type) not in {"resource", "variant"}:
+        if proto.dtype_name(arg.type) not in _HANDLE_DTYPES:
             signature.outputs[f"{OUTPUT_PREFIX}{index}"].name = f"{CALL_OP}:{index}"
     return LiveObject(
         instance=concrete, description=description, values=values, variables=variables, foreign_capture=foreign_capture

@@ -1,4 +1,4 @@
-"""Convert TensorProto and AttrValue messages to Python values and back.
+"""Convert TensorProto and AttrValue messages to Python values and back, and evaluate operations on constants.
 
 As attribute values, a shape is a tuple, a list is a list, a type is a `DataType` and a function is a `FunctionName`. So
 the Python type of a value determines the AttrValue field to write it to.
@@ -29,7 +29,8 @@ MAX_VALUE_BYTES: Final = 1 << 26
 """Limit on the bytes of a constant that expands its stored bytes: a small hostile file must not fill memory."""
 
 _MAX_RANK: Final = 64
-_STORAGE: Final = {"qint8": "int8", "quint8": "uint8", "qint16": "int16", "quint16": "uint16", "qint32": "int32"}
+# numpy has no quantized types, so their values are read as the integers that store them.
+STORAGE_DTYPES: Final = {"qint8": "int8", "quint8": "uint8", "qint16": "int16", "quint16": "uint16", "qint32": "int32"}
 _VALUE_FIELDS: Final = {
     "float32": "float_val",
     "float64": "double_val",
@@ -226,7 +227,7 @@ def _decode_listed_values(message: Any, name: str, dtype: np.dtype[Any]) -> Any:
 
 
 def _numpy_dtype(name: str, description: str) -> np.dtype[Any]:
-    storage = _STORAGE.get(name, name)
+    storage = STORAGE_DTYPES.get(name, name)
     if storage == "string":
         return np.dtype(object)
     if storage not in {"resource", "variant", ""}:
@@ -278,8 +279,6 @@ _ENCODERS: Final[tuple[tuple[Any, str, Callable[[Any], Any]], ...]] = (
 )
 
 
-# Evaluate in numpy the few pure operations that compute weights from weights.
-
 Arrays = list[Array]
 
 MAX_ELEMENTS: Final = 1 << 26
@@ -301,13 +300,10 @@ def evaluate_tf_op(op: Op, inputs: Arrays) -> Arrays | None:
 
 def _elementwise_binary(function: Callable[[Array, Array], Array]) -> Callable[[Op, Arrays], Arrays]:
     def evaluate_operands(_unused_op: Op, inputs: Arrays) -> Arrays:
-        left_operand, right_operand = inputs
-        if (
-            left_operand.dtype != right_operand.dtype
-            or int(np.prod(np.broadcast_shapes(left_operand.shape, right_operand.shape))) > MAX_ELEMENTS
-        ):
+        x, y = inputs
+        if x.dtype != y.dtype or int(np.prod(np.broadcast_shapes(x.shape, y.shape))) > MAX_ELEMENTS:
             raise ValueError
-        return [np.asarray(function(left_operand, right_operand)).astype(left_operand.dtype, copy=False)]
+        return [np.asarray(function(x, y)).astype(x.dtype, copy=False)]
 
     return evaluate_operands
 
@@ -322,29 +318,15 @@ def _divide_floats(dividend: Array, divisor: Array) -> Array:
     return np.divide(dividend, divisor)
 
 
-def _reciprocal_sqrt(x: Array) -> Array:
-    return np.divide(np.ones((), x.dtype), np.sqrt(x))
-
-
 def _evaluate_cast(op: Op, inputs: Arrays) -> Arrays:
     name = str(op.attrs["DstT"])
     return [inputs[0].astype(np.dtype(getattr(ml_dtypes, name, name)))]
 
 
-def _evaluate_reshape(_op: Op, inputs: Arrays) -> Arrays:
-    return [inputs[0].reshape(_int_list(inputs[1]))]
-
-
-def _evaluate_squeeze(op: Op, inputs: Arrays) -> Arrays:
-    axes = tuple(op.attrs.get("squeeze_dims") or ())
-    return [np.squeeze(inputs[0], axes or None)]
-
-
 def _evaluate_strided_slice(op: Op, inputs: Arrays) -> Arrays:
     x, begin, end, strides = inputs[0], *(_int_list(value) for value in inputs[1:4])
-    masks = {
-        name: int(op.attrs.get(f"{name}_mask", 0)) for name in ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
-    }
+    names = ("begin", "end", "ellipsis", "new_axis", "shrink_axis")
+    masks = {name: int(op.attrs.get(f"{name}_mask", 0)) for name in names}
     index: list[Any] = []
     for position, (first, last, step) in enumerate(zip(begin, end, strides, strict=True)):
         bit = 1 << position
@@ -361,14 +343,8 @@ def _evaluate_strided_slice(op: Op, inputs: Arrays) -> Arrays:
 
 def _evaluate_slice(_op: Op, inputs: Arrays) -> Arrays:
     x, begin, size = inputs[0], _int_list(inputs[1]), _int_list(inputs[2])
-    return [
-        x[
-            tuple(
-                slice(start, None if length == -1 else start + length)
-                for start, length in zip(begin, size, strict=True)
-            )
-        ]
-    ]
+    pairs = zip(begin, size, strict=True)
+    return [x[tuple(slice(start, None if length == -1 else start + length) for start, length in pairs)]]
 
 
 def _evaluate_split(op: Op, inputs: Arrays) -> Arrays:
@@ -399,12 +375,12 @@ _EVALUATORS: Final[dict[str, Callable[[Op, Arrays], Arrays]]] = {
     "Minimum": _elementwise_binary(np.minimum),
     "Neg": _elementwise_unary(np.negative),
     "Sqrt": _elementwise_unary(np.sqrt),
-    "Rsqrt": _elementwise_unary(_reciprocal_sqrt),
+    "Rsqrt": _elementwise_unary(lambda x: np.divide(np.ones((), x.dtype), np.sqrt(x))),
     "Square": _elementwise_unary(np.square),
     "Cast": _evaluate_cast,
-    "Reshape": _evaluate_reshape,
+    "Reshape": lambda _op, inputs: [inputs[0].reshape(_int_list(inputs[1]))],
     "Transpose": lambda _op, inputs: [np.transpose(inputs[0], _int_list(inputs[1]))],
-    "Squeeze": _evaluate_squeeze,
+    "Squeeze": lambda op, inputs: [np.squeeze(inputs[0], tuple(op.attrs.get("squeeze_dims") or ()) or None)],
     "ExpandDims": lambda _op, inputs: [np.expand_dims(inputs[0], int(inputs[1]))],
     "Slice": _evaluate_slice,
     "StridedSlice": _evaluate_strided_slice,

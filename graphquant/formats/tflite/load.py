@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from graphquant.numerics import Array
 
 
-# Read constants from the file on request.
-
 NON_NUMERIC_DTYPES = frozenset({"string", "resource", "variant"})
 """Types without numeric values."""
 
@@ -77,14 +75,8 @@ def _read_constant(data: memoryview, span: BufferSpan, output: Output, sizes: tu
     if not bits:
         return stored.reshape(sizes)
     unpacked = [(stored >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)]
-    return (
-        np.stack(unpacked, axis=-1)
-        .reshape(-1)[:count]
-        .astype(np.uint8)
-        .view(np.int8)
-        .astype(element_type)
-        .reshape(sizes)
-    )
+    integers = np.stack(unpacked, axis=-1).reshape(-1)[:count].astype(np.uint8).view(np.int8)
+    return integers.astype(element_type).reshape(sizes)
 
 
 MAX_SUBGRAPHS = 10_000
@@ -152,9 +144,8 @@ class _SubgraphScope:
         """Return the tensor indices in a field, -1 for an omitted one."""
         indices: list[int] = table.array(name, "int32").tolist()
         if indices and not (min(indices) >= -1 and max(indices) < len(self.tensors)):
-            raise damaged_file_error(
-                f"the {name} {min(indices)} to {max(indices)} are listed, but it has {len(self.tensors)} tensors"
-            )
+            listed = f"the {name} {min(indices)} to {max(indices)} are listed"
+            raise damaged_file_error(f"{listed}, but it has {len(self.tensors)} tensors")
         if table.fields is ops.SUBGRAPH and -1 in indices:
             raise damaged_file_error(f"one of its {name} is not a tensor")
         return indices
@@ -172,16 +163,9 @@ class _SubgraphScope:
         """Add the tensors that are neither inputs nor in `computed`: constants, variables and unused ones."""
         for index, entry in enumerate(self.tensors):
             if index not in self.tensor_refs and index not in computed:
-                kind, op_type = ("variable", "Variable") if entry.is_variable else ("constant", "Constant")
-                outputs = (entry.output,)
-                op = Op(
-                    name=self.claim_label(index),
-                    kind=kind,
-                    type=op_type,
-                    roles=(),
-                    outputs=outputs,
-                    read_value=entry.value,
-                )
+                type_ = "Variable" if entry.is_variable else "Constant"
+                name, outputs = self.claim_label(index), (entry.output,)
+                op = Op(name=name, kind=type_.lower(), type=type_, roles=(), outputs=outputs, read_value=entry.value)
                 self.add_op(op, [index])
 
 
