@@ -1,4 +1,4 @@
-"""Two models on the same data: how far their outputs are apart, and what each quantized tensor adds to that."""
+"""Analysis of models and plans: comparison with the float model, differences, explanations, summaries and reports."""
 
 from graphquant.analysis.compare import compare_runners
 from graphquant.analysis.comparison import Comparison, OutputFigures, SiteFigures

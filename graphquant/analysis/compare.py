@@ -1,4 +1,4 @@
-"""Runs two models on the same data and measures how far they are apart, in memory that does not grow with samples."""
+"""Run two models on the same data and measure the difference of their outputs, in constant memory."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     ObservedTensors = Mapping[TensorRef, list[Array]]
 
 
-# What models are fed and what they give, name by name, and figures of each output.
+# Inputs and outputs of the two models are matched by name, then by order.
 
 CLASS_SCORE_AXES = 2
-"""Axes of an output whose rows are scores of classes: samples and classes. One axis will do where there is no batch."""
+"""Number of axes of class scores: samples and classes, or classes alone without a batch axis."""
 
 
 class OutputTally:
-    """Figures of one output, sample by sample."""
+    """Running figures of one output."""
 
     def __init__(self, name: str, quantized_name: str, *, batched: bool) -> None:
-        """`batched`: the first axis counts samples, so that a vector is no row of scores."""
+        """Create an empty tally; `batched` means that the first axis counts samples, so a vector is not a row of scores."""
         self.name, self.quantized_name = name, quantized_name
         self._axes = {CLASS_SCORE_AXES} if batched else {CLASS_SCORE_AXES - 1, CLASS_SCORE_AXES}
         self._batched = batched
@@ -59,7 +59,7 @@ class OutputTally:
         self._changed_correct = [0, 0]
 
     def add(self, expected: Array | None, actual: Array | None, labels: Array | None) -> None:
-        """Adds what one run gave; None where it gave nothing."""
+        """Add the arrays of one run; None if the model gave no output."""
         if expected is None or actual is None:
             if expected is not actual:
                 problem = f"only {'the quantized' if expected is None else 'the float'} model gives it for some sample"
@@ -91,7 +91,7 @@ class OutputTally:
                 self._changed_correct[side] += int((correct[side] & ~correct[opposite]).sum())
 
     def figures(self) -> OutputFigures:
-        """What was found over all samples."""
+        """Return the figures over all samples."""
         errors, comparable = self._errors, not self._errors.problem
         labelled = self._labelled if self._labelled == self._rows else None
         return OutputFigures(
@@ -119,12 +119,12 @@ class OutputTally:
 
 
 def _are_classes(labels: Array, count: int) -> bool:
-    """Whether labels are numbers of so many classes."""
+    """Return True if the labels are class indices."""
     return not labels.size or bool(labels.min() >= 0 and labels.max() < count)
 
 
 def _sums_of_squares(expected: Array, actual: Array, *, batched: bool) -> tuple[Array, Array]:
-    """Sums of squares of an output and of its errors, float64 (N,), of each sample, which the first axis counts."""
+    """Sums of squares of an output and of its errors by sample (first axis), float64 (N,)."""
     rows = len(expected) if batched and expected.ndim else 1
     flat_expected = expected.reshape(rows, -1).astype(np.float64)
     errors = actual.reshape(rows, -1) - flat_expected
@@ -132,10 +132,10 @@ def _sums_of_squares(expected: Array, actual: Array, *, batched: bool) -> tuple[
 
 
 def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dict[str, str]:
-    """For each input of the other model the input of the one that it gets its data from: by name, or in order.
+    """Match each input of the other model with an input of the first by name, or else in order.
 
     Raises:
-        UsageError: They take different inputs.
+        UsageError: The models take different inputs.
     """
     name_by_alias = {name: spec.name for spec in reversed(first) for name in (*spec.aliases, spec.name)}
     name_by_alias.update((spec.name, spec.name) for spec in first)
@@ -155,10 +155,10 @@ def match_inputs(first: Sequence[InputSpec], second: Sequence[InputSpec]) -> dic
 
 
 def match_outputs(first: Sequence[str], second: Sequence[str], explicit: Mapping[str, str]) -> dict[str, str]:
-    """For each output of the one model that of the other: as given, by name, and what is left in order.
+    """Match each output of the first model with one of the other: as given, by name, and the rest in order.
 
     Raises:
-        UsageError: A given name is none, or outputs are left that nothing matches.
+        UsageError: A given name does not exist, or unmatched outputs are left.
     """
     for names, requested, ordinal in ((first, explicit.keys(), "first"), (second, explicit.values(), "second")):
         for name in requested:
@@ -187,16 +187,16 @@ def _quote_names(names: Sequence[str]) -> str:
 
 
 COMPARE_THREADS = 2
-"""Runs at once without sites: one of each model; and threads that measure."""
+"""Threads: without sites one per model, and otherwise threads that measure."""
 
 MAX_PREFETCHED_RUNS = 2
-"""Runs of a watched model that there may be before they are measured, where memory allows."""
+"""Maximum number of prefetched runs of an observed model, memory permitting."""
 
 MEASURE_BATCH_VALUES = 1 << 16
-"""Values from which they are worth a thread more. Those of fewer are kept until as many have come together."""
+"""Number of values that is worth a thread. Smaller arrays are collected until they reach it."""
 
 ROUNDING_SQNR = 80.0
-"""dB from which two outputs differ by how floats are rounded in another order: 24 bits less what sums lose."""
+"""SQNR in dB above which outputs differ only by float rounding in another order."""
 
 
 def compare_runners(
@@ -212,26 +212,27 @@ def compare_runners(
     max_site_samples: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Runs both models on all samples.
+    """Run both models on all samples.
 
-    Each runs as it is, for its outputs, and once more with its tensors shown, for a runtime may compute on integers
-    only where nobody looks. The float model is no longer run as it is once it gave the same outputs while watched.
+    Each model runs as it is for its outputs, and once more with observed tensors, because a runtime may use integer
+    kernels only where no tensor is observed. Once the observed float model has given the same outputs, it no longer
+    runs unobserved.
 
     Args:
-        float_runner: Runs the float model.
-        quantized_runner: Runs the quantized one.
-        batches: The data, with the inputs of `float_runner`.
-        load: What running the float model takes.
-        sites: What to measure inside of them, None for the outputs alone.
-        site_runner: Runs the float model as `sites` has it, None without sites.
-        outputs: For names of the float model's outputs those of the quantized one's; others are matched.
-        labels: The key under which `batches` has labels, "" if there are none.
-        max_site_samples: The sites are measured in runs until so many samples are done, None for all.
-        progress: Told how many samples are done, and of how many.
+        float_runner: Runner of the float model.
+        quantized_runner: Runner of the quantized model.
+        batches: The data for the inputs of `float_runner`.
+        load: Memory footprint of a run of the float model.
+        sites: Sites to measure; None for the outputs alone.
+        site_runner: Runner of the float model that `sites` refers to; None without sites.
+        outputs: Quantized output by float output; the rest is matched.
+        labels: Key of the labels in `batches`, or "".
+        max_site_samples: Number of samples for sites; None for all.
+        progress: Callback with the number of finished samples and their total.
 
     Raises:
         ModelError: A model cannot be run.
-        UsageError: The models' inputs or outputs do not match.
+        UsageError: The inputs or outputs of the models do not match.
     """
     inputs = match_inputs(float_runner.inputs, quantized_runner.inputs)
     output_names = match_outputs(float_runner.outputs, quantized_runner.outputs, outputs)
@@ -289,7 +290,7 @@ def _close_generators(generators: Iterable[Generator[object, None, None]]) -> No
 
 
 def _feeds_until(max_samples: int, block_size: int, feeds: Iterable[tuple[Feeds, int | None]]) -> Iterator[Feeds]:
-    """Those of `feeds` that come before `max_samples` samples are done, in blocks of `block_size`."""
+    """Yield `feeds`, in blocks of `block_size`, until `max_samples` samples are reached."""
     for feed, block in feeds:
         yield feed
         if block is not None and (block + 1) * block_size >= max_samples:
@@ -297,7 +298,7 @@ def _feeds_until(max_samples: int, block_size: int, feeds: Iterable[tuple[Feeds,
 
 
 def outputs_equal(expected: Mapping[str, Array], actual: Mapping[str, Array]) -> bool:
-    """Whether outputs are the same but for how floats are rounded."""
+    """Return True if outputs differ only by float rounding."""
     if expected.keys() != actual.keys():
         return False
     for name, value in expected.items():
@@ -313,7 +314,7 @@ def outputs_equal(expected: Mapping[str, Array], actual: Mapping[str, Array]) ->
 
 
 class ModelPairRunner:
-    """Both models, which run beside each other, as they are and with their tensors shown."""
+    """Run both models side by side, unobserved and observed."""
 
     def __init__(self, float_runner: Runner, quantized_runner: Runner, inputs: Mapping[str, str], labels: str) -> None:
         self._float_runner, self._quantized_runner, self._inputs, self._labels = (
@@ -337,7 +338,7 @@ class ModelPairRunner:
         prefetch_limit: int,
         stack: ExitStack,
     ) -> None:
-        """Starts to observe both, each on its copy of the feeds, `prefetch_limit` of them ahead of `run`."""
+        """Start observing both models on their copies of the feeds, up to `prefetch_limit` runs ahead of `run`."""
         quantized_tensors, float_tensors = sites.tensors_to_observe()
         hidden, hidden_float = (
             self._quantized_runner.unobservable(quantized_tensors),
@@ -372,17 +373,17 @@ class ModelPairRunner:
         ]
 
     def _without_labels(self, feed: Feeds) -> dict[str, Any]:
-        """The feed without labels."""
+        """Remove the labels from a feed."""
         return {name: value for name, value in feed.items() if name != self._labels}
 
     def _quantized_feed(self, feed: Feeds) -> dict[str, Any]:
-        """The feed as the quantized model takes it."""
+        """Rename the inputs of a feed for the quantized model."""
         return {name: feed[source] for name, source in self._inputs.items()}
 
     def run(
         self, feed: Feeds, pool: Executor, *, measure_sites: bool
     ) -> tuple[Mapping[str, Array], Mapping[str, Array]]:
-        """The outputs of both for the next feed; what is seen inside of them, if that is wanted, is measured too."""
+        """Return the outputs of both models for the next feed, and measure the observed tensors if requested."""
         if not self._observations or not measure_sites:
             float_outputs = pool.submit(self._float_runner.run, self._without_labels(feed))
             actual = self._quantized_runner.run(self._quantized_feed(feed))
@@ -405,7 +406,7 @@ class ModelPairRunner:
         return expected, actual
 
     def measure_pending(self, pool: Executor) -> None:
-        """Measures what was seen and not measured yet."""
+        """Measure the observed tensors that are still pending."""
         remaining_sites = iter(self._sites.sites if self._sites is not None else ())
 
         def measure_sites(_thread: int) -> None:

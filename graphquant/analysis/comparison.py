@@ -1,4 +1,4 @@
-"""What a comparison of two models gives."""
+"""Results of a comparison, the error sums behind them, and their confidence bounds."""
 
 from __future__ import annotations
 
@@ -18,26 +18,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputFigures:
-    """An output over all samples.
+    """Figures of one output over all samples.
 
     Attributes:
-        name: Its name in the float model.
-        quantized_name: Its name in the quantized one.
-        sqnr: Signal to noise in dB, infinite where nothing differs; None where it does not hold floats.
-        cosine: Of the angle between both, as vectors; None likewise.
-        max_error: The largest difference of two values.
-        agreement: Share of rows whose largest value is at the same place, or of integers that are equal; None where
-            neither can be said.
-        rows: How many rows or integers that is a share of.
-        values: How many values were compared; none where it was empty for all samples.
-        accuracy: Share of rows whose largest value is where the label says, of the float model and of the quantized
-            one; None without labels.
-        problem: Why the two could not be compared, "" if they could.
-        sqnr_lower_bound: What SQNR is at least, were it the best of a search's plans, with 95% confidence, as far as these
-            samples stand for all; minus infinity where they are too few to say, None where it does not hold floats.
-        half_error_samples: How many samples, the worst first, make half of the error.
-        agreement_lower_bound: Of agreement, as of SQNR.
-        lost_share_upper_bound: The share of rows that are right at most less in the quantized model, likewise; None without labels.
+        name: Name in the float model.
+        quantized_name: Name in the quantized model.
+        sqnr: SQNR in dB, infinite without any difference; None if the output is not float.
+        cosine: Cosine similarity; None if the output is not float.
+        max_error: Largest absolute difference.
+        agreement: Share of rows with the same argmax, or of equal integers; None for other outputs.
+        rows: Number of rows or integers behind `agreement`.
+        values: Number of compared values; 0 if the output was empty for all samples.
+        accuracy: Share of rows whose argmax is the label, for the float and the quantized model; None without labels.
+        problem: Reason why the outputs could not be compared, or "".
+        sqnr_lower_bound: Lower bound of SQNR with 95% confidence, valid also for the best plan of a search; minus
+            infinity if there are too few samples, None if the output is not float.
+        half_error_samples: Number of the worst samples that cause half of the error.
+        agreement_lower_bound: Lower bound of `agreement`, likewise.
+        lost_share_upper_bound: Upper bound of the share of correct rows that quantization loses; None without labels.
     """
 
     name: str
@@ -57,26 +55,25 @@ class OutputFigures:
 
     @property
     def empty(self) -> bool:
-        """Whether there was nothing to compare."""
+        """True if there were no values to compare."""
         return not self.values and not self.problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SiteFigures:
-    """A quantized tensor.
+    """Figures of one quantized tensor.
 
     Attributes:
-        graph: Its graph, "" for the main one.
+        graph: Its graph, "" for the main graph.
         op: The quantization op.
-        tensor: What it quantizes.
-        rule: The rule that inserted it, "" if that is not known.
-        parameter: Whether it is a weight.
-        local: What this quantization alone does to the values it gets, dB of SQNR; None if that is not known.
-        accumulated: What this and all before it did to the float model's values, dB of SQNR; None if not known.
-        sensitivity: What it does alone to the worst output, dB of SQNR; None if that was not measured.
-        bias: Whether it makes the 32 bits that are added to a sum of products; steps are those of the sum, so that what
-            a small bias loses is nothing to the sum.
-        note: Why a figure is not known, "" if both are.
+        tensor: The quantized tensor.
+        rule: Rule that inserted the op, "" if unknown.
+        parameter: True for a weight.
+        local: SQNR in dB of this quantization for its input; None if unknown.
+        accumulated: SQNR in dB relative to the float model, which includes all earlier quantizations; None if unknown.
+        sensitivity: SQNR in dB of the worst output with this quantization alone; None if not measured.
+        bias: True for a 32-bit bias. Its steps are those of the sum, so a low SQNR of a small bias is harmless.
+        note: Reason for an unknown figure, or "".
     """
 
     graph: str
@@ -93,14 +90,14 @@ class SiteFigures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(HtmlRepresentation):
-    """Two models on the same data.
+    """Result of running two models on the same data.
 
     Attributes:
-        samples: How many samples were run.
-        random: Whether they were made up.
+        samples: Number of samples.
+        random: True for random data.
         outputs: Figures of each output.
-        sites: Figures of each quantized tensor, the largest local error first, or the largest blame.
-        labels: The key of the data that has labels, "" if there is none.
+        sites: Figures of each quantized tensor, by local error or by sensitivity, the worst first.
+        labels: Key of the labels in the data, or "".
     """
 
     samples: int
@@ -111,47 +108,47 @@ class Comparison(HtmlRepresentation):
 
     @property
     def all_empty(self) -> bool:
-        """Whether no output had any value to compare."""
+        """True if no output had any values to compare."""
         return bool(self.outputs) and all(output.empty for output in self.outputs)
 
     @property
     def sqnr(self) -> float | None:
-        """That of the worst output; None where no output holds floats."""
+        """SQNR of the worst output; None without float outputs."""
         if any(output.problem for output in self.outputs):
             return -math.inf
         return min((output.sqnr for output in self.outputs if output.sqnr is not None), default=None)
 
     @property
     def agreement(self) -> float | None:
-        """That of the worst output; None where no output has one."""
+        """Agreement of the worst output; None if no output has one."""
         if any(output.problem for output in self.outputs):
             return 0.0
         return min((output.agreement for output in self.outputs if output.agreement is not None), default=None)
 
 
-# How far two tensors are apart, over as many runs as there are.
+# Errors are summed in float32 where that is exact enough, because it is several times faster than float64.
 
 SMALLEST_SUM = 1e-30
-"""Sums of squares below that may have lost values that are too small for float32."""
+"""Sum of squares below which float32 may have lost small values."""
 
 
 def ignore_overflow() -> np.errstate:
-    """How numpy takes what is too large for float32 in silence; it takes too long to be had for each tensor."""
+    """Context in which numpy ignores float32 overflow. It is entered once, because entering takes longer than a small sum."""
     return np.errstate(over="ignore", invalid="ignore")
 
 
 class ErrorSums:
-    """Sums over all pairs of values that were added; float64, in units of the values squared.
+    """Float64 sums over all added pairs of values, in squared units.
 
     Attributes:
-        power: Of the expected values.
-        actual_power: Of the found values.
-        error: Of their differences.
-        dot: Of the products of both.
-        max_error: The largest difference.
-        count: How many values.
-        nonfinite: How many values are NaN or infinite in one of the two alone.
-        problem: Why the two cannot be compared, "" if they can.
+        power: Sum of the squared expected values.
+        actual_power: Sum of the squared actual values.
+        error: Sum of the squared differences.
+        dot: Sum of the products.
+        max_error: Largest absolute difference.
+        count: Number of values.
+        nonfinite: Number of values that are NaN or infinite in only one of the two.
+        problem: Reason why the two cannot be compared, or "".
     """
 
     __slots__ = ("nonfinite", "count", "dot", "error", "actual_power", "max_error", "power", "problem")
@@ -162,9 +159,9 @@ class ErrorSums:
         self.problem = ""
 
     def add(self, expected: Array, actual: Array, *, full: bool = False) -> None:
-        """Adds a pair of arrays of one shape; `full` adds what cosine and largest difference need.
+        """Add two arrays of one shape; `full` includes the sums for cosine and the largest difference.
 
-        To be called under `ignore_overflow`: sums that float32 cannot hold are made again.
+        Call it within `ignore_overflow`: sums that exceed float32 are recomputed.
         """
         if expected.shape != actual.shape:
             self.problem = (
@@ -187,7 +184,7 @@ class ErrorSums:
             )
 
     def _add_float32_sums(self, expected: Array, actual: Array) -> bool:
-        """Adds power and error as float32 gives them, if it holds them."""
+        """Add the float32 sums of power and error if they are exact enough."""
         if not (_is_c_aligned(expected) and _is_c_aligned(actual)):
             return False
         power, error = histogram_kernel.sum_squares(expected, actual)
@@ -198,7 +195,7 @@ class ErrorSums:
         return fits
 
     def _add_chunk(self, expected: Array, actual: Array, *, full: bool) -> None:
-        """Adds the sums of a few values, in float32 where that holds them."""
+        """Add the sums of a chunk, in float32 if that is exact enough."""
         is_float32 = expected.dtype == np.float32 and actual.dtype == np.float32
         errors = actual - expected if is_float32 else expected
         power, error = float(np.dot(expected, expected)), float(np.dot(errors, errors))
@@ -214,7 +211,7 @@ class ErrorSums:
             self.max_error = max(self.max_error, float(np.abs(errors).max(initial=0)))
 
     def _finite_pairs(self, expected: Array, actual: Array) -> tuple[Array, Array]:
-        """The pairs of values that are finite; others are counted unless they are the same."""
+        """Select the pairs of finite values, and count the others unless both are equal."""
         finite = np.isfinite(expected) & np.isfinite(actual)
         if finite.all():
             return expected, actual
@@ -223,7 +220,7 @@ class ErrorSums:
 
     @property
     def sqnr(self) -> float:
-        """Signal to noise, dB; infinite where nothing differs."""
+        """SQNR in dB; infinite without any difference."""
         if self.nonfinite:
             return -math.inf
         if not self.error:
@@ -232,19 +229,19 @@ class ErrorSums:
 
     @property
     def cosine(self) -> float:
-        """Of the angle between the two, as vectors."""
+        """Cosine similarity."""
         if not self.power or not self.actual_power:
             return 1.0 if self.power == self.actual_power else 0.0
         return min(max(self.dot / math.sqrt(self.power) / math.sqrt(self.actual_power), -1.0), 1.0)
 
 
 def _is_c_aligned(values: Array) -> bool:
-    """Whether a row of values is as it is wanted in C."""
+    """Return True if the C kernel can read the array without a copy."""
     return values.flags.c_contiguous and values.flags.aligned
 
 
 def _is_exact_sum(total: float, values: Array) -> bool:
-    """Whether a sum of squares in float32 is that of `values`."""
+    """Return True if the float32 sum of squares is exact enough for `values`."""
     return SMALLEST_SUM < total < math.inf or (not total and not values.any())
 
 
@@ -252,37 +249,38 @@ def _shape_in_brackets(values: Array) -> str:
     return "[" + ", ".join(map(str, values.shape)) + "]"
 
 
-# What can be said of all samples there are from those that were measured, with a confidence of 95%.
+# Confidence bounds at 95% for all samples of the population.
 #
-# A search measures up to 24 plans and keeps one for what was measured of it. So each is held to one in 480: then no claim
-# among them all is wrong more often than one in 20 times (Bonferroni; Angelopoulos et al. 2021, "Learn then Test").
+# A search measures up to 24 plans and keeps one because of its measurement. Each bound therefore holds with an error
+# rate of 1 in 480, so that all 24 together are wrong at most once in 20 times (Bonferroni; Angelopoulos et al. 2021,
+# "Learn then Test").
 
 MAX_SEARCH_PLANS = 24
-"""How many plans a search measures at most."""
+"""Maximum number of plans that a search measures."""
 
 CONFIDENCE_QUANTILE = NormalDist().inv_cdf(1 - 0.05 / MAX_SEARCH_PLANS)
-"""What a normal variable stays below with that confidence."""
+"""Quantile of the normal distribution for that confidence."""
 
 DB_PER_NEPER = 10 / math.log(10)
-"""Decibels of a small relative change."""
+"""Decibels per unit of relative change."""
 
 MIN_SAMPLES = 4
-"""Samples that it takes to say anything of others."""
+"""Minimum number of samples for a bound."""
 
 TAIL_DIVISOR = 5
-"""One in so many samples, those with the largest errors, tells how long the tail is; at least three do."""
+"""One in this many samples, at least three, estimates the tail index."""
 
 MAX_TAIL_INDEX = 3.0
-"""The index of a tail is taken to be no larger, since behind a softmax each tail has an end."""
+"""Upper limit of the tail index, because tails behind a softmax are bounded."""
 
 
 class SqnrConfidence:
-    """How sure the ratio of two sums over samples is: that of squares of an output and of its errors.
+    """Confidence bound of an SQNR, the ratio of two sums over samples.
 
-    The ratio of sums is as sure as the mean of each sample's share of the errors less its share of the squares (Cochran
-    1977, "Sampling Techniques", section 6.3). Errors have long tails, as behind a softmax, where a few samples make
-    most of all and are seldom seen. So one sample more is counted that is worse than the worst, by as much as the
-    tail is long: by 1 + its index (Hill 1975). Where all samples are alike that changes nothing.
+    The ratio is as uncertain as the mean of each sample's share of the errors minus its share of the squares (Cochran
+    1977, "Sampling Techniques", section 6.3). Errors have heavy tails, especially behind a softmax, where a few rare
+    samples cause most of the error. The bound therefore counts one more sample that exceeds the worst by the factor 1 +
+    tail index (Hill 1975). If all samples are alike, this changes nothing.
     """
 
     __slots__ = ("_error", "_power")
@@ -292,13 +290,13 @@ class SqnrConfidence:
         self._error: list[Array] = []
 
     def add(self, power: Array, error: Array) -> None:
-        """Adds samples: float64 (N,) each, squares of the output and of its errors."""
+        """Add samples: float64 (N,) each, squares of the output and of its errors."""
         self._power.append(power)
         self._error.append(error)
 
     @property
     def lower_bound(self) -> float:
-        """The SQNR in dB that there is at least: infinite where nothing differs, minus that where nobody can say."""
+        """Lower bound of the SQNR in dB; infinite without errors, minus infinity if there are too few samples."""
         power, error = self._sorted_by_error()
         if error.size < MIN_SAMPLES or not math.isfinite(power.sum() + error.sum()):
             return -math.inf
@@ -314,34 +312,34 @@ class SqnrConfidence:
 
     @property
     def half_error_samples(self) -> int:
-        """How many samples, the worst first, make half of the error."""
+        """Number of the worst samples that cause half of the error."""
         error = self._sorted_by_error()[1]
         return int(np.searchsorted(error.cumsum(), error.sum() / 2)) + 1 if error.size else 0
 
     def _sorted_by_error(self) -> tuple[Array, Array]:
-        """Squares and errors, the largest error first."""
+        """Squares and errors by decreasing error."""
         power, error = (np.concatenate([*chunks, np.zeros(0)]) for chunks in (self._power, self._error))
         order = np.argsort(-error, kind="stable")
         return power[order], error[order]
 
 
 def _tail_index(error: Array) -> float:
-    """The index of the tail of errors, the largest first: how much larger the largest are, as a mean of logarithms."""
+    """Tail index of the errors: mean logarithm of the largest ones relative to the next."""
     count = max(error.size // TAIL_DIVISOR, 3)
     top = error[: count + 1] / error[0]
     return min(float(np.log(top[:-1] / top[-1]).mean()), MAX_TAIL_INDEX) if top[-1] > 0 else MAX_TAIL_INDEX
 
 
 def _student_quantile(freedom: int) -> float:
-    """What a variable of Student's distribution stays below (Gaver and Kafadar 1984; to 1% from 3 on)."""
+    """Quantile of Student's distribution (Gaver and Kafadar 1984; exact to 1% from 3 degrees of freedom)."""
     return math.sqrt(freedom * math.expm1(CONFIDENCE_QUANTILE**2 * (freedom - 1.5) / (freedom - 1) ** 2))
 
 
 def lost_share_upper_bound(lost: int, gained: int, rows: int) -> float:
-    """The share of rows that are lost at most, less those that are gained, where so many of `rows` were.
+    """Upper bound of the share of lost minus gained rows.
 
-    Both are counts of rare events, Poisson's distribution (Garwood 1936, by Wilson and Hilferty 1931); how unsure
-    they are adds up as squares (Zou and Donner 2008).
+    Both counts are rare events with Poisson distribution (Garwood 1936, by Wilson and Hilferty 1931); their
+    uncertainties add as squares (Zou and Donner 2008).
     """
     lost_margin, gained_margin = (
         _poisson_mean_bound(lost + 1, CONFIDENCE_QUANTILE) - lost,
@@ -351,10 +349,10 @@ def lost_share_upper_bound(lost: int, gained: int, rows: int) -> float:
 
 
 def rows_to_show_share(share: float) -> int:
-    """How many rows it takes to show that no more than `share` are lost, where none is seen to be."""
+    """Number of rows that prove a loss of at most `share` if none is lost."""
     return math.ceil(_poisson_mean_bound(1, CONFIDENCE_QUANTILE) / share) if share > 0 else 0
 
 
 def _poisson_mean_bound(count: int, quantile: float) -> float:
-    """A bound on the mean of events of which about `count` were seen."""
+    """Bound of the mean of a Poisson count."""
     return count * max(1 - 1 / (9 * count) + quantile / (3 * math.sqrt(count)), 0.0) ** 3 if count else 0.0

@@ -1,4 +1,4 @@
-"""Which range each tensor of some statistics was given, by which method, what it costs, and what others would pick."""
+"""Range report: the range of each calibrated tensor, its observer, its cost, and the ranges of other observers."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRange:
-    """What a method would pick for a tensor by itself.
+    """Range that an observer would choose for a tensor alone.
 
     Attributes:
         method: The observer.
         params: Scale and zero point.
-        cost: What they cost.
+        cost: Their cost.
     """
 
     method: str
@@ -42,18 +42,18 @@ class MethodRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRange:
-    """One tensor, and the range that it was given.
+    """One tensor with its range.
 
     Attributes:
         tensor: The tensor.
-        sketch: What calibration saw of it; None where no sample gave it a value.
-        rule: The rule that quantizes it, "" for none that is known.
-        method: The observer that picked the range, with its arguments; "" where that is not known.
-        auto_method: For "auto" what it came to: "minmax", "mse", or "mse, widened"; else "".
-        params: Scale and zero point; None where there are none.
-        cost: What they cost, None where it cannot be estimated.
-        alternatives: What each method would pick.
-        note: A word on it: why it has no range, or with what it shares one.
+        sketch: Its sketch; None if no sample reached it.
+        rule: Rule that quantizes it, "" if unknown.
+        method: Observer with its arguments, "" if unknown.
+        auto_method: Choice of the observer "auto": "minmax", "mse", or "mse, widened"; else "".
+        params: Scale and zero point, or None.
+        cost: Their cost; None if it cannot be estimated.
+        alternatives: Ranges of the other observers.
+        note: Reason for a missing range, or the tensor that shares it.
     """
 
     tensor: TensorRef
@@ -69,14 +69,14 @@ class TensorRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeReport:
-    """Statistics, and what was made of them.
+    """Statistics with the ranges derived from them.
 
     Attributes:
-        stats: The statistics, as they are in their file.
-        path: That file, None if there is none.
-        model: What the model is called beside which they are shown, "" if there is none.
-        matched_by_name: Whether the model says itself how tensors are quantized, so that only their names tell which is which.
-        tensor_ranges: The tensors; with a model, that which loses most comes first.
+        stats: The statistics.
+        path: Their file, or None.
+        model: Name of the model, or "".
+        matched_by_name: True if tensors of a quantized model are matched by name alone.
+        tensor_ranges: The tensors; with a model, by loss, the largest first.
     """
 
     stats: Stats
@@ -87,7 +87,7 @@ class RangeReport:
 
 
 def stats_range_report(stats: Stats, path: Path | None = None) -> RangeReport:
-    """Statistics by themselves, in the order of the model."""
+    """Report statistics without a model, in graph order."""
     tensor_ranges = tuple(
         TensorRange(tensor=tensor, sketch=_nonempty_sketch(stats.sketches, tensor), note=stats.missing_reason(tensor))
         for tensor in stats.targets
@@ -105,16 +105,16 @@ def plan_range_report(
     *,
     compare_methods: bool = False,
 ) -> RangeReport:
-    """What a plan gives each of its sites that statistics tell about.
+    """Report the ranges of the sites of a plan.
 
     Args:
         plan: The plan.
-        solution: The scales that were found for it.
-        sketches: What the statistics have of its tensors, under the plan's names.
+        solution: Its scales.
+        sketches: Sketches by the plan's tensor names.
         stats: The statistics.
         path: Their file.
-        model: What the plan's model is called.
-        compare_methods: Whether to find out what other methods would pick, which takes some 50 ms a tensor.
+        model: Name of the plan's model.
+        compare_methods: True to compute the ranges of other observers, about 50 ms per tensor.
     """
     unranged_sites = set(map(id, sites_needing_data(plan)))
     tensor_ranges = []
@@ -137,13 +137,13 @@ def plan_range_report(
 def sketches_of_fixed_ranges(
     stats: Stats, prepared: Model, plan: Plan, known_fingerprints: Mapping[TensorRef, str]
 ) -> dict[TensorRef, Sketch]:
-    """The statistics, as far as there are any, of tensors that get their range from elsewhere: from a fixed scale.
+    """Sketches of tensors whose range comes from a fixed scale.
 
     Args:
         stats: The statistics.
         prepared: The model that the plan names.
         plan: The plan.
-        known_fingerprints: Cones that are known otherwise; see `graphquant.calibration.kept`.
+        known_fingerprints: Fingerprints known otherwise; see `preserved_fingerprints`.
     """
     calibrated_tensors = {site.tensor for site in sites_needing_data(plan)}
     live = set(prepared.reachable_graphs())
@@ -175,10 +175,10 @@ def sketches_of_fixed_ranges(
 def model_range_report(
     summary: ModelSummary, stats: Stats, path: Path | None = None, *, compare_methods: bool = False
 ) -> RangeReport:
-    """What the quantization ops of a model do to the tensors of statistics that are called the same.
+    """Report the quantization ops of a model for the tensors of the same name.
 
     Raises:
-        DataError: None is called the same.
+        DataError: No tensor has the same name.
     """
     tensor_ranges = []
     for quantization_op in summary.quantization_ops:
@@ -216,7 +216,7 @@ def _worst_first(tensor_ranges: Iterable[TensorRange]) -> tuple[TensorRange, ...
 
 
 def _with_costs(tensor_range: TensorRange, grid: QuantizationGrid | None, *, compare_methods: bool) -> TensorRange:
-    """The pick with what it costs, and beside what other methods would pick on `grid` for the tensor by itself."""
+    """Add the cost, and the ranges of other observers on `grid`."""
     if tensor_range.params is None or tensor_range.sketch is None or tensor_range.sketch.inf or grid is None:
         return tensor_range
     cost = estimate_cost(tensor_range.sketch, tensor_range.params)
@@ -241,7 +241,7 @@ def _with_costs(tensor_range: TensorRange, grid: QuantizationGrid | None, *, com
 
 
 def _range_by_method(method: str, sketch: Sketch, grid: QuantizationGrid) -> Range | None:
-    """What an observer picks with the arguments that it has by default; None where it cannot."""
+    """Range of an observer with default arguments; None if it cannot give one."""
     observer = OBSERVERS[method]
     defaults = {name: argument.default for name, argument in observer.arguments.items()}
     try:
@@ -253,20 +253,20 @@ def _range_by_method(method: str, sketch: Sketch, grid: QuantizationGrid) -> Ran
 
 
 def _params_for_range(method_range: Range, chosen: QParams, grid: QuantizationGrid) -> QParams:
-    """Scale and zero point for a range; unsigned ones that were chosen with no zero point count from 0.0."""
+    """Scale and zero point of a range. An unsigned type without zero point starts at 0."""
     if grid.symmetric and grid.type.symmetric_zero_point and not chosen.zero_point.any():
         return replace(grid, symmetric=False).qparams(Range(np.zeros(()), np.maximum(method_range.high, 0.0)))
     return grid.qparams(method_range)
 
 
 def _grid_of_params(params: QParams) -> QuantizationGrid:
-    """What scale and zero point tell of their scheme."""
+    """Reconstruct the grid of a scheme from scale and zero point."""
     symmetric = bool((params.zero_point == params.type.symmetric_zero_point).all())
     return QuantizationGrid(type=params.type, symmetric=symmetric, narrow=params.narrow)
 
 
 def _resolve_auto_method(ranges: Mapping[str, Range]) -> str:
-    """What the range of `auto` came to."""
+    """Return the observer that "auto" resolved to."""
     auto = ranges.get("auto")
     if auto is None:
         return ""
@@ -274,7 +274,7 @@ def _resolve_auto_method(ranges: Mapping[str, Range]) -> str:
 
 
 def _describe_method(site: Site) -> str:
-    """The observer of a site, with the arguments that its rule gives."""
+    """Observer of a site with the arguments of its rule."""
     if site.scale is not None or site.range is not None:
         return "given by the plan"
     observe = site.scheme.observe
@@ -286,20 +286,20 @@ def _nonempty_sketch(sketches: Mapping[TensorRef, Sketch], tensor: TensorRef) ->
     return sketch if sketch is not None and sketch.count else None
 
 
-# What rounding and clipping cost each quantized activation by itself, estimated from its statistics.
+# The next part estimates the SQNR of each quantized activation from its sketch alone.
 
 LOW_SQNR = 30.0
-"""Signal to noise in decibels below which a tensor is worth a word; 8 bits mostly leave 35 to 50."""
+"""SQNR in dB below which a tensor is listed; 8 bits mostly reach 35 to 50."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """What one tensor loses.
+    """Quantization loss of one tensor.
 
     Attributes:
         tensor: The tensor.
-        sqnr: Its signal to quantization noise in decibels, over all calibration samples.
-        clipped: Share of its values, 0 to 1, that is cut off.
+        sqnr: SQNR in dB over all calibration samples.
+        clipped: Share of clipped values, 0 to 1.
     """
 
     tensor: TensorRef
@@ -308,9 +308,9 @@ class Loss:
 
 
 def activation_sqnr(inserted: Iterable[InsertedPair], sketches: Mapping[TensorRef, Sketch]) -> tuple[Loss, ...]:
-    """The activations with statistics, that which loses most first; those that share another's scale are left out.
+    """Estimate the SQNR of activations with statistics, the lowest first; shared scales are left out.
 
-    It says nothing of weights, nor of what a loss does to the model's outputs: ops behind it make more or less of it.
+    Weights are not covered. Later ops may amplify or attenuate the error, so the outputs can lose more or less.
     """
     measured = []
     for insertion in inserted:

@@ -1,4 +1,4 @@
-"""What each quantization of a model costs: alone, and with all that is before it."""
+"""Error of each quantization of a model: local, and accumulated with all earlier ones."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 
 
 VALUE_PRESERVING_STEPS = ("initializer-inputs", "fold-batchnorm")
-"""What may have been done to a float model before it was quantized, and changes no values but by rounding."""
+"""Preparation steps that change values only by rounding."""
 
 BIAS_BITS = 32
-"""Bits that only what is added to a sum of products has."""
+"""Bit width that only biases have."""
 
 SCALED_NOTE = "its channels were scaled before it was quantized"
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ComparedSite:
-    """A quantization, and what is known of it so far.
+    """Quantization op with its running figures.
 
     Attributes:
         quantization_op: The quantization op.
-        tensor: What it quantizes, before values are clipped for it.
-        parameter: Whether it quantizes a weight, whose figures need no run.
-        input_tensor: What it quantizes, in the quantized model; None where that is integers already.
-        output_tensor: What it makes.
-        float_tensor: The float model's tensor that it stands for, None if there is none.
-        read_float_weight: Gives what the float model has in place of a weight that is stored as integers; None for all else.
-        local_errors: What it makes against what it got.
-        accumulated_errors: What it makes against the float model's values.
-        note: Why a figure is not known.
+        tensor: The quantized tensor, before clamping.
+        parameter: True for a weight, whose figures need no run.
+        input_tensor: Input of the op in the quantized model; None for stored integers.
+        output_tensor: Output of the op.
+        float_tensor: Corresponding tensor of the float model, or None.
+        read_float_weight: Read the float weight behind stored integers; None otherwise.
+        local_errors: Errors relative to the input of the op.
+        accumulated_errors: Errors relative to the float model.
+        note: Reason for an unknown figure.
     """
 
     quantization_op: QuantizationOp
@@ -67,7 +67,7 @@ class ComparedSite:
     note: str = ""
 
     def add(self, runs: Sequence[tuple[ObservedTensors, ObservedTensors]]) -> None:
-        """Adds what each of some runs showed, of the quantized model and of the float one."""
+        """Add the observed values of some runs of the quantized and of the float model."""
         if self.input_tensor is not None:
             _add_runs(
                 self.local_errors,
@@ -85,13 +85,13 @@ class ComparedSite:
             _add_runs(self.accumulated_errors, pairs)
 
     def drop_reference(self, *, drop_local: bool) -> None:
-        """Leaves out what the float model says of it, which holds other numbers; what it costs `drop_local` too."""
+        """Drop the comparison with the float model, whose values differ by design; `drop_local` drops the local error too."""
         self.note, self.float_tensor, self.accumulated_errors = SCALED_NOTE, None, ErrorSums()
         if drop_local:
             self.local_errors, self.read_float_weight = ErrorSums(), None
 
     def figures(self) -> SiteFigures:
-        """What was found over all samples."""
+        """Return the figures over all samples."""
         problem = self.note or self.local_errors.problem or self.accumulated_errors.problem
         if not self.local_errors.count and not self.accumulated_errors.count and not problem:
             problem = "it was not reached"
@@ -111,13 +111,13 @@ class ComparedSite:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ComparedSites:
-    """The quantizations of a model beside its float model.
+    """Quantizations of a model matched with its float model.
 
     Attributes:
-        sites: All of them, in the order of the model.
-        float_model: The float model as its tensors are to be watched: prepared as the quantized one was.
-        float_has_quantization: Whether the float model has quantization of its own, so that it computes otherwise while watched.
-        coverage: The ops of the quantized model that multiply, and whether they do so on integers.
+        sites: All of them, in graph order.
+        float_model: The float model, prepared like the quantized model.
+        float_has_quantization: True if the float model contains quantization, so that observing changes its results.
+        coverage: Weighted ops of the quantized model, and whether they run on integers.
     """
 
     sites: tuple[ComparedSite, ...]
@@ -126,7 +126,7 @@ class ComparedSites:
     coverage: tuple[OpCoverage, ...]
 
     def tensors_to_observe(self) -> tuple[list[TensorRef], list[TensorRef]]:
-        """The tensors to watch in the quantized model, and in the float one."""
+        """Tensors to observe in the quantized and in the float model."""
         activations = [site for site in self.sites if not site.parameter]
         quantized_tensors = dict.fromkeys(
             tensor for site in activations for tensor in (site.input_tensor, site.output_tensor) if tensor is not None
@@ -135,7 +135,7 @@ class ComparedSites:
         return list(quantized_tensors), list(float_tensors)
 
     def drop_hidden(self, hidden: Mapping[TensorRef, str], hidden_float: Iterable[TensorRef]) -> None:
-        """Leaves out what no runner can show: `hidden` of the quantized model, `hidden_float` of the float one."""
+        """Drop tensors that no runner can observe: `hidden` of the quantized model, `hidden_float` of the float model."""
         hidden_references = set(hidden_float)
         for site in self.sites:
             reasons = [
@@ -149,16 +149,16 @@ class ComparedSites:
                 site.float_tensor, site.note = None, "the float model does not show this tensor"
 
     def figures(self) -> tuple[SiteFigures, ...]:
-        """Those of each site, the largest error of its own first."""
+        """Figures of each site, the largest local error first."""
         return tuple(sorted((site.figures() for site in self.sites), key=_site_rank))
 
 
 def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
-    """The quantizations of `quantized_model`, weights with their figures already.
+    """Match the quantizations of `quantized_model` with the float model. Weights are measured at once.
 
     Args:
-        float_model: The float model, of whatever format.
-        quantized_model: The quantized one.
+        float_model: The float model in any format.
+        quantized_model: The quantized model.
     """
     prepared = (
         prepare_like(float_model, quantized_model) if float_model.format == quantized_model.format else float_model
@@ -204,7 +204,7 @@ def match_sites(float_model: Model, quantized_model: Model) -> ComparedSites:
 
 
 def _scaled_tensors(quantized_model: Model) -> frozenset[str]:
-    """Tensors and weights whose channels were scaled before they were quantized, as the model says."""
+    """Tensors and weights whose channels were scaled before quantization, as recorded in the model."""
     provenance = quantized_model.provenance or formats.format_module(quantized_model.format).read_metadata(
         quantized_model
     )
@@ -216,7 +216,7 @@ def _scaled_tensors(quantized_model: Model) -> frozenset[str]:
 
 
 def prepare_like(float_model: Model, quantized_model: Model) -> Model:
-    """The float model with those steps that were taken before it was quantized, as it says or its op names tell."""
+    """Prepare the float model with the steps that the quantized model records or its op names show."""
     steps = formats.format_module(quantized_model.format).read_metadata(quantized_model).get("steps", "")
     if steps:
         return prepare(float_model, parse_step_names(steps))[0]
@@ -231,14 +231,14 @@ def prepare_like(float_model: Model, quantized_model: Model) -> Model:
 
 
 class _FloatWeights:
-    """The weights of the float model."""
+    """Weights of the float model."""
 
     def __init__(self, quantized_model: Model, float_model: Model, op_pairs: OpMatching | None) -> None:
         self._quantized_model, self._float_model, self._op_pairs = quantized_model, float_model, op_pairs
         self._parameters = Parameters(float_model)
 
     def matching_value(self, quantized_weight: TensorRef) -> Array | None:
-        """What the op that reads the quantized weight `quantized_weight` reads there in the float model."""
+        """Find the float value at the use that reads a quantized weight."""
         for use in consumers_through_qdq(self._quantized_model, quantized_weight) if self._op_pairs is not None else ():
             float_op = self._op_pairs.forward.get((use.graph, use.op)) if self._op_pairs is not None else None
             slots = [] if float_op is None else self._float_model.graphs[float_op[0]].slots(float_op[1])
@@ -249,7 +249,7 @@ class _FloatWeights:
 
 
 def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _FloatWeights) -> None:
-    """The figures of a weight, from its values alone."""
+    """Measure a weight from its values."""
     params, value = site.quantization_op.params, parameters.value(site.quantization_op.tensor)
     if not isinstance(params, QParams) or value is None:
         site.note = "its scale or its values are not in the model"
@@ -273,7 +273,7 @@ def _measure_weight(site: ComparedSite, parameters: Parameters, float_weights: _
 
 
 def _reshaped_float_weight(float_weights: _FloatWeights, quantized_weight: TensorRef, shape: tuple[int, ...]) -> Array:
-    """A weight of the float model, read anew, in the shape that it has in the quantized one."""
+    """Read a float weight in the shape of the quantized one."""
     value = float_weights.matching_value(quantized_weight)
     if value is None:
         raise InternalError(f"the weight that {quantized_weight} stands for is not there any more.")
@@ -281,14 +281,14 @@ def _reshaped_float_weight(float_weights: _FloatWeights, quantized_weight: Tenso
 
 
 def _with_fitting_axis(params: QParams, value: Array) -> QParams:
-    """`params` for a weight whose shape says which axis channels lie on: TensorFlow's ops take the last one."""
+    """Correct the axis of `params` by the weight's shape, because TensorFlow's ops always use the last axis."""
     axis, last_axis = params.axis, value.ndim - 1
     fits = axis is None or params.block is not None or (axis <= last_axis and value.shape[axis] == params.scale.size)
     return params if fits else replace(params, axis=last_axis)
 
 
 def _add_runs(errors: ErrorSums, runs: Iterable[tuple[Sequence[Array], Sequence[Array]]]) -> None:
-    """Adds the values of all runs, in one go if there are several: small arrays take longer by themselves."""
+    """Add the values of several runs at once, because numpy's overhead dominates small arrays."""
     pairs: list[tuple[Array, Array]] = []
     for expected, actual in runs:
         if not actual:
@@ -312,7 +312,7 @@ def _add_runs(errors: ErrorSums, runs: Iterable[tuple[Sequence[Array], Sequence[
 
 
 def _flatten_and_join(arrays: Sequence[Array]) -> Array:
-    """All values in a row."""
+    """Flatten and concatenate arrays."""
     return np.concatenate([array.reshape(-1) for array in arrays])
 
 
@@ -321,6 +321,6 @@ def _sqnr_or_none(errors: ErrorSums) -> float | None:
 
 
 def _site_rank(site: SiteFigures) -> tuple[float, float, str, str]:
-    """The place of a site in the list; what is not known comes last."""
+    """Sort key of a site; unknown figures come last."""
     local, accumulated = (math.inf if sqnr is None else sqnr for sqnr in (site.local, site.accumulated))
     return local, accumulated, site.graph, site.op

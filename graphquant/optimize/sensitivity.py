@@ -164,8 +164,8 @@ class Sensitivity:
     """Result of a sensitivity analysis.
 
     Attributes:
-        errors: Squared error that each quantization op adds alone, as a share of the output's power, for the output where it
-            is largest; by graph and name of the op.
+        errors: Squared error that each quantization op adds alone, as a share of the output's power, for the output
+            where it is largest; by graph and name of the op.
         runs: Number of runs, including the references.
         samples: Number of samples.
         interrupted: True if Ctrl-C ended the analysis early.
@@ -201,9 +201,9 @@ def measure_sensitivity(
 ) -> Sensitivity:
     """Measure the error of each quantization alone: the model with only this one, compared with the model without any.
 
-    Switch inputs select the quantization within a session. Quantizations that no input can control, as in a function, get a
-    session of their own. All are measured on the same samples, spread over the data, so that samples with large errors affect
-    all alike. Ctrl-C ends the analysis with the results so far.
+    Switch inputs select the quantization within a session. Quantizations that no input can control, as in a function,
+    get a session of their own. All are measured on the same samples, spread over the data, so that samples with large
+    errors affect all alike. Ctrl-C ends the analysis with the results so far.
 
     Args:
         quantized_model: The quantized model.
