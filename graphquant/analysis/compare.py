@@ -47,7 +47,7 @@ class OutputTally:
     """Running figures of one output."""
 
     def __init__(self, name: str, quantized_name: str, *, batched: bool) -> None:
-        """Create an empty tally; `batched` means that the first axis counts samples, so a vector is not a row of scores."""
+        """Create an empty tally; with `batched`, the first axis counts samples."""
         self.name, self.quantized_name = name, quantized_name
         self._axes = {CLASS_SCORE_AXES} if batched else {CLASS_SCORE_AXES - 1, CLASS_SCORE_AXES}
         self._batched = batched

@@ -133,7 +133,7 @@ SMALLEST_SUM = 1e-30
 
 
 def ignore_overflow() -> np.errstate:
-    """Context in which numpy ignores float32 overflow. It is entered once, because entering takes longer than a small sum."""
+    """Ignore float32 overflow in numpy; enter this once per run, because entering takes longer than a small sum."""
     return np.errstate(over="ignore", invalid="ignore")
 
 

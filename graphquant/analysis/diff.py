@@ -1,4 +1,4 @@
-"""Two models beside each other: their ops, what these read, attributes and weights; quantization looked through."""
+"""Differences of two models or two plans: ops, wiring, attributes, weights and quantization."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     QuantizationOps = list[QuantizationOp]
 
 
-# What differs between two models or two plans.
-
 ModelChangeKind = Literal[
     "model",
     "op-added",
@@ -49,7 +47,7 @@ ModelChangeKind = Literal[
     "scale",
     "plan",
 ]
-"""What changed: something of the whole model or plan, an op, what an op reads, a weight's values, a quantization."""
+"""Kind of a difference: of the whole model or plan, an op, the wiring, a weight, or a quantization."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +55,10 @@ class ModelChange:
     """One difference.
 
     Attributes:
-        kind: What changed.
-        location: The op or tensor, as the second model calls it where it has it.
-        message: What it was and what it is.
-        size: For scales the largest relative change, for weights the largest difference of two values.
+        kind: Kind of the difference.
+        location: The op or tensor, by its name in the second model if it exists there.
+        message: The old and the new state.
+        size: Largest relative change of scales, or largest absolute change of a weight.
     """
 
     kind: ModelChangeKind
@@ -71,11 +69,11 @@ class ModelChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """All of them, in the order of the models.
+    """All differences, in graph order.
 
     Attributes:
         changes: The differences.
-        rerouted: How many uses read a tensor quantized in one of the two alone.
+        rerouted: Number of uses that read a quantized tensor in only one of the two.
     """
 
     changes: tuple[ModelChange, ...]
@@ -83,7 +81,7 @@ class Differences:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many there are of each kind that there is."""
+        """Number of differences by kind."""
         counter = Counter(change.kind for change in self.changes)
         return {kind: counter[kind] for kind in MODEL_CHANGE_KINDS if counter[kind]}
 
@@ -94,11 +92,11 @@ class Differences:
 MODEL_CHANGE_KINDS: tuple[ModelChangeKind, ...] = get_args(ModelChangeKind)
 
 
-# Quantization ops of two models beside each other: what is read quantized, and with which scale.
+# Quantization ops are compared by the uses that read through them, because their names and structure may differ.
 
 
 def diff_sites(first: Model, second: Model, op_pairs: OpMatching) -> tuple[list[ModelChange], int]:
-    """What differs in quantization, and how many uses are quantized in one alone."""
+    """Compare the quantization of two models; also count the uses that are quantized in only one."""
     before, after = _quantization_by_use(first), _quantization_by_use(second)
     translated = {_translate_use(use, op_pairs): quantization_ops for use, quantization_ops in before.items()}
     rerouted = sum(
@@ -139,14 +137,14 @@ def diff_sites(first: Model, second: Model, op_pairs: OpMatching) -> tuple[list[
 
 
 def _site_location(model: Model, quantization_op: QuantizationOp) -> str:
-    """The tensor that is quantized: as graphquant noted it, for it may be integers now."""
+    """The quantized tensor as recorded by graphquant, because the op may read integers."""
     return model.graphs[quantization_op.graph].op(quantization_op.op).anchor or str(
         unclipped_source(model, quantization_op.tensor)
     )
 
 
 def _site_key(model: Model, quantization_op: QuantizationOp) -> str:
-    """What a site is known by: what is quantized in one graph may be dequantized in several."""
+    """Identity of a quantization; one Q op can have several DQ ops in other graphs."""
     op = model.graphs[quantization_op.graph].op(quantization_op.op)
     return (
         f"{op.rule} {op.anchor} {_describe_quantization(quantization_op)}"
@@ -156,7 +154,7 @@ def _site_key(model: Model, quantization_op: QuantizationOp) -> str:
 
 
 def _quantization_by_use(model: Model) -> dict[Use, QuantizationOps]:
-    """The quantizations that each use reads through, in the order of the model."""
+    """Quantization ops that each use reads through, in graph order."""
     by_use: dict[Use, QuantizationOps] = defaultdict(list)
     for quantization_op in summarize_model(model).quantization_ops:
         for use in consumers_through_qdq(model, TensorRef(quantization_op.graph, quantization_op.op)):
@@ -165,7 +163,7 @@ def _quantization_by_use(model: Model) -> dict[Use, QuantizationOps]:
 
 
 def _translate_use(use: Use, op_pairs: OpMatching) -> Use | None:
-    """The use as the other model calls it, None if its op is not there."""
+    """The corresponding use of the other model; None if its op does not exist there."""
     op = op_pairs.forward.get((use.graph, use.op))
     return None if op is None else Use(*op, use.slot)
 
@@ -185,7 +183,7 @@ def _format_span(values: Array) -> str:
 
 
 def _quantization_changes(location: str, first_op: QuantizationOp, second_op: QuantizationOp) -> Iterator[ModelChange]:
-    """What is another one in a quantization that both models have."""
+    """Changes of a quantization that both models have."""
     first_params, second_params = first_op.params, second_op.params
     if first_op.type != second_op.type:
         yield ModelChange(kind="site-changed", location=location, message=f"{first_op.type} became {second_op.type}")
@@ -237,25 +235,25 @@ def _params_changes(location: str, first_params: QParams, second_params: QParams
 
 
 VALUE_KINDS = frozenset({"constant", "variable"})
-"""Kinds that are compared where they are read."""
+"""Kinds that are compared at their readers."""
 
 SCALE_SOURCE_KINDS = VALUE_KINDS | {"read_variable", "identity", "enter"}
-"""Kinds behind the scale of a quantization op."""
+"""Kinds of the ops that compute the scale of a quantization op."""
 
 INTERFACE_KINDS = frozenset({"input", "output"})
 
 
 def diff_models(first: Model, second: Model, *, quantization: bool = True) -> Differences:
-    """What differs between two models of one format.
+    """Compare two models of one format.
 
     Args:
-        first: The first.
-        second: The second.
-        quantization: Tell what differs in quantization too.
+        first: The first model.
+        second: The second model.
+        quantization: True to compare quantization too.
 
     Raises:
         ModelError: A weight cannot be read.
-        UsageError: They are of two formats.
+        UsageError: The models have different formats.
     """
     if first.format != second.format:
         raise UsageError(
@@ -296,7 +294,7 @@ def _op_location(graph: str, op: str) -> str:
 
 
 def _model_changes(first: Model, second: Model, op_pairs: OpMatching) -> Iterator[ModelChange]:
-    """What is of the whole model."""
+    """Changes of the whole model."""
     if first.opset != second.opset:
         yield ModelChange(kind="model", location="opset", message=f"{first.opset} became {second.opset}")
     matched_graphs = set(op_pairs.graphs.values())
@@ -309,7 +307,7 @@ def _model_changes(first: Model, second: Model, op_pairs: OpMatching) -> Iterato
 
 
 def _quantization_helper_ops(model: Model) -> set[tuple[str, str]]:
-    """Constants and such that only quantization ops read: scales, zero points and ranges."""
+    """Constants and other ops that only quantization ops read: scales, zero points and ranges."""
     helper_ops = set()
     for name, graph in model.graphs.items():
         for op in graph.ops():
@@ -322,7 +320,7 @@ def _quantization_helper_ops(model: Model) -> set[tuple[str, str]]:
 
 
 def _is_scale_use(model: Model, use: Use) -> bool:
-    """Whether what is read there is no data but how it is quantized."""
+    """Return True if the use reads a scale, zero point or range."""
     op = model.graphs[use.graph].op(use.op)
     return (is_inserted(op) and use.slot > 0) or (op.kind in SCALE_SOURCE_KINDS and bool(op.rule))
 
@@ -330,7 +328,7 @@ def _is_scale_use(model: Model, use: Use) -> bool:
 def _op_changes(
     first: Model, second: Model, op_pairs: OpMatching, first_graph: Graph, second_graph: Graph, name: str, second_op: Op
 ) -> Iterator[ModelChange]:
-    """What is another one in an op that both models have."""
+    """Changes of an op that both models have."""
     first_op, location = first_graph.op(name), _op_location(second_graph.name, second_op.name)
     same_value = (
         first_op.kind in VALUE_KINDS
@@ -362,7 +360,7 @@ def _format_shape(shape: Any) -> str:
 
 
 def _attribute_changes(location: str, first_op: Op, second_op: Op) -> Iterator[ModelChange]:
-    """The attributes that are new, gone or other ones."""
+    """Added, removed and changed attributes."""
     body_attributes = {call.attr for call in (*first_op.calls, *second_op.calls)}
     for name in sorted({*first_op.attrs, *second_op.attrs}):
         if name.startswith("_") or name in body_attributes:
@@ -391,7 +389,7 @@ def _shorten_value(value: Any) -> str:
 
 
 def _weight_changes(location: str, first_op: Op, second_op: Op) -> Iterator[ModelChange]:
-    """Whether a weight has other values."""
+    """Change of a weight's values."""
     if first_op.read_value is None or second_op.read_value is None:
         return
     before, after = first_op.read_value(), second_op.read_value()
@@ -416,7 +414,7 @@ def _wiring_changes(
     second_slots: list[TensorRef | None],
     location: str,
 ) -> Iterator[ModelChange]:
-    """The inputs that are read from elsewhere."""
+    """Inputs that read another tensor."""
     for slot in range(max(len(first_slots), len(second_slots))):
         before = first_slots[slot] if slot < len(first_slots) else None
         after = second_slots[slot] if slot < len(second_slots) else None
@@ -439,7 +437,7 @@ def _wiring_changes(
 
 
 def _stored_scale_changes(first: Model, second: Model, op_pairs: OpMatching) -> Iterator[ModelChange]:
-    """Scales that are in tensors (TFLite)."""
+    """Changes of scales that are stored in tensors (TFLite)."""
     for first_key, second_key in op_pairs.forward.items():
         first_op, second_op = (
             first.graphs[first_key[0]].op(first_key[1]),
@@ -469,11 +467,8 @@ def _stored_scale_changes(first: Model, second: Model, op_pairs: OpMatching) -> 
                 yield ModelChange(kind="scale", location=second_output.name, message=message, size=relative_change)
 
 
-# Two plans beside each other.
-
-
 def diff_plans(first: Plan, second: Plan) -> Differences:
-    """What differs between two plans: sites by their tensor and one of their uses."""
+    """Compare two plans. Sites correspond if they share the tensor and a use."""
     changes: list[ModelChange] = []
     for name in ("format", "model", "prepared"):
         before, after = getattr(first, name), getattr(second, name)
@@ -534,7 +529,7 @@ def _list_site_uses(uses: tuple[Use, ...]) -> str:
 
 
 def _planned_site_changes(first_site: Site, second_site: Site) -> Iterator[ModelChange]:
-    """What is another one in a site that both plans have."""
+    """Changes of a site that both plans have."""
     location = str(second_site.tensor)
     messages = [
         f"{field.name}: {getattr(first_site.scheme, field.name)} became {getattr(second_site.scheme, field.name)}"

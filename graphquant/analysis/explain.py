@@ -1,4 +1,4 @@
-"""Why a tensor or op is quantized as it is: each rule, in order, with the first condition that failed."""
+"""Explanation of each quantization decision: the rules in order, each with the condition that failed."""
 
 from __future__ import annotations
 
@@ -27,24 +27,21 @@ if TYPE_CHECKING:
     from graphquant.rules import RuleMiss
 
 
-# What an explanation tells.
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """What was tried for one use of one tensor.
+    """Explanation of one use of one tensor.
 
     Attributes:
         tensor: The tensor.
         use: The consumer.
-        quantized: Whether the consumer reads it quantized.
-        winner: Name of the rule that claimed the use, "" if none did.
-        outcome: What will be done, or was, in words.
-        scale_reasons: Why its scale is what it is, in sentences.
-        misses: The other rules in order, each with the condition that failed; "" where a rule before it was first. None
-            of a model that is written already.
-        requested_op: The op of this use that was asked for: what makes the tensor, or what reads it.
-        fused: Whether the plan's backend runs what makes the tensor and what reads it as one op.
+        quantized: True if the consumer reads it quantized.
+        winner: Rule that claimed the use, or "".
+        outcome: The outcome in words.
+        scale_reasons: Reasons for its scale, in sentences.
+        misses: The other rules in order, each with the condition that failed; "" after the rule that claimed the use.
+            Empty for a quantized model.
+        requested_op: The requested op of this use, which produces or reads the tensor.
+        fused: True if the plan's backend fuses the producer with the consumer.
     """
 
     tensor: TensorRef
@@ -60,15 +57,15 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExplanationReport:
-    """All that is known of the tensor or op that was asked for.
+    """Explanations of the requested tensor or op.
 
     Attributes:
-        uses: Each use that it makes or offers.
-        verdicts: How the backend runs the ops that were asked for.
-        backend: The backend, "" where none is meant.
-        placeholder_ranges: Whether that was foretold with made-up ranges, for want of data.
-        already_quantized: Whether the model was quantized already, and what is told is what is in it.
-        omitted_reason: Why nothing is told of rules that came close, "" where it is.
+        uses: Uses of its outputs and of its inputs.
+        verdicts: Predictions of the backend for the requested ops.
+        backend: The backend, or "".
+        placeholder_ranges: True if predictions rest on placeholder ranges, because there is no data.
+        already_quantized: True if the model was already quantized, and its contents are explained.
+        omitted_reason: Reason why rules are not explained, or "".
     """
 
     uses: tuple[Explanation, ...]
@@ -85,16 +82,16 @@ NAME_HINT = " `graphquant plan` prints the names of those that rules match; a te
 def explain_uses(
     matcher: RuleMatcher, plan: Plan, name: str, solution: Solution | None = None
 ) -> tuple[Explanation, ...]:
-    """Every use of the tensor `name`, or every use that the op `name` makes and offers.
+    """Explain every use of the tensor `name`, or of the inputs and outputs of the op `name`.
 
     Args:
-        matcher: The rules against the prepared model.
-        plan: The plan that they make.
-        name: A name.
-        solution: The scales that were found for it, where there are any, which are explained too.
+        matcher: The rules matched with the prepared model.
+        plan: Their plan.
+        name: The name.
+        solution: Its scales, which are explained too; None without scales.
 
     Raises:
-        UsageError: Nothing float is called that.
+        UsageError: No float tensor or op has this name.
     """
     outcomes: dict[tuple[TensorRef, Use], tuple[str, str]] = {}
     site_indices: dict[tuple[TensorRef, Use], int] = {}
@@ -129,7 +126,7 @@ def explain_uses(
 
 
 def _outcome_without_plan(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> tuple[str, str]:
-    """The rule and the outcome of a use that is neither among the plan's sites nor its skips."""
+    """Rule and outcome of a use that is neither in a site nor skipped."""
     first = next((rule for rule in matcher.ruleset.rules if not matcher.miss_reason(rule, tensor, use)), None)
     if first is not None and first.rule.quantize == "passthrough":
         return first.rule.name, "quantized already: what makes it hands quantized values on, so nothing is inserted"
@@ -139,15 +136,15 @@ def _outcome_without_plan(matcher: RuleMatcher, tensor: TensorRef, use: Use) -> 
 def uses_by_name(
     matcher: RuleMatcher, name: str, tensor_names: Callable[[TensorRef], tuple[str, ...]]
 ) -> Iterator[tuple[TensorRef, Use, tuple[str, str]]]:
-    """The uses of what goes by the name `name`, each with the op that is meant: its maker or its reader.
+    """Uses of the tensor or op `name`, each with the requested op, which produces or reads it.
 
     Args:
-        matcher: Knows the tensors of the model.
-        name: A plain name, a glob or a regex between slashes.
-        tensor_names: What a tensor is called.
+        matcher: Matcher that knows the tensors of the model.
+        name: A name, a glob, or a regex between slashes.
+        tensor_names: Names of a tensor.
 
     Raises:
-        UsageError: Nothing float is called that.
+        UsageError: No float tensor or op has this name.
     """
     no_match = True
     for tensor, uses in matcher.tensors():
@@ -163,7 +160,7 @@ def uses_by_name(
 
 
 def _rule_misses(matcher: RuleMatcher, tensor: TensorRef, use: Use, winner: str) -> tuple[RuleMiss, ...]:
-    """The rules that did not take the use, in order."""
+    """Rules that did not claim the use, in order."""
     rule_results = [matcher.evaluate_rule(rule, tensor, use) for rule in matcher.ruleset.rules]
     winning_result = next((miss for miss in rule_results if miss.rule.rule.name == winner and not miss.reason), None)
     misses, precedes_winner = [], winning_result is not None
@@ -175,21 +172,21 @@ def _rule_misses(matcher: RuleMatcher, tensor: TensorRef, use: Use, winner: str)
     return tuple(misses)
 
 
-# What a model that is quantized already tells of the tensor or op that is asked for.
+# A quantized model records its rules, so it can be explained without rule files.
 
 NO_RULES = RuleSet(files=(), descriptions=(), digest="", prepare=(), rules=())
 
 FLOAT_OUTCOME = "stays float: nothing quantizes it in this model. Explain the model that it was made of for the reason"
 
 MAX_LISTED = 4
-"""Tensors of one scale that are named; the rest are counted."""
+"""Maximum number of listed tensors that share a scale."""
 
 
 def explain_quantized(model: Model, name: str) -> tuple[Explanation, ...]:
-    """Every use of the tensor `name`, or every use that the op `name` makes and offers, also behind its quantization.
+    """Explain every use of the tensor `name`, or of the inputs and outputs of the op `name`, through its quantization.
 
     Raises:
-        UsageError: Nothing float is called that.
+        UsageError: No float tensor or op has this name.
     """
     quantization_ops = {
         (quantization_op.graph, quantization_op.op): quantization_op
@@ -228,14 +225,14 @@ def explain_quantized(model: Model, name: str) -> tuple[Explanation, ...]:
 
 
 def _tensor_names(matcher: RuleMatcher, tensor: TensorRef) -> tuple[str, ...]:
-    """What a tensor is called, and what it was before it was quantized."""
+    """Names of a tensor: its own, and that of the quantized float tensor."""
     if matcher.model.op(tensor).kind not in QUANTIZATION_KINDS:
         return matcher.labels(tensor)
     return (*matcher.labels(tensor), *matcher.labels(unquantized_source(matcher.model, tensor)))
 
 
 def _scale_key(quantization_op: QuantizationOp) -> object:
-    """What is equal for tensors of one scale and zero point; a weight's is its own."""
+    """Key that tensors with a shared scale and zero point have in common. A weight shares with no other tensor."""
     params = quantization_op.params
     if not isinstance(params, QParams) or params.scale.size > 1:
         return quantization_op.graph, quantization_op.op
@@ -262,13 +259,13 @@ def _shared_scale_note(names: list[str], tensor_name: str) -> tuple[str, ...]:
     )
 
 
-# What a backend will do with ops that are asked for, in a model that is quantized or as a plan would quantize it.
+# Predictions for a plan need a scale per site. Without data, placeholder ranges stand for them.
 
 NONNEGATIVE_KINDS = frozenset({"sigmoid", "hard_sigmoid", "softmax", "exp", "abs", "sqrt"})
-"""Kinds whose values start at 0, where that decides what can be absorbed."""
+"""Kinds with outputs of at least 0, where that decides about fusion."""
 
 TENSORFLOW = "tensorflow"
-"""What runs TensorFlow's models; no `check` is for it, as it does the same with every op."""
+"""Pseudo-backend for TensorFlow models. `check` has no verdicts for it, because it treats all ops alike."""
 
 EMULATED_NOTE = "its quantization ops round floats. insert -o MODEL.tflite writes a model whose ops run on integers"
 
@@ -276,11 +273,11 @@ NON_COMPUTING_KINDS = frozenset({"input", "output", "constant", "variable"})
 """Kinds that compute nothing."""
 
 MAX_TIES = 8
-"""Ties that are followed to what the scale comes from."""
+"""Maximum number of ties to follow to the origin of a scale."""
 
 
 def backend_of_rules(model: Model, rules: Iterable[str]) -> str:
-    """The backend that one of the rule files is for, by its name; "" if none is. TensorFlow runs its own models."""
+    """Backend that one of the rule files is for, by its name; "" if there is none. TensorFlow runs its own models."""
     if model.format != "onnx":
         return TENSORFLOW if model.format == TENSORFLOW else ""
     return next(
@@ -295,7 +292,7 @@ def backend_of_rules(model: Model, rules: Iterable[str]) -> str:
 
 
 def _rules_target_backend(rules: str, backend: str) -> bool:
-    """Whether a rule file is for a backend: `qnn16` is for qnn."""
+    """Return True if a rule file is for a backend, as `qnn16` is for qnn."""
     return rules.rstrip("0123456789") == backend
 
 
@@ -306,17 +303,17 @@ def predict_verdicts(
     plan: Plan | None = None,
     solution: Solution | None = None,
 ) -> tuple[Verdict, ...]:
-    """How `backend` runs the ops that were asked for.
+    """Predict the execution of the requested ops in `backend`.
 
     Args:
-        model: A quantized model, or the prepared one that `plan` is for.
-        backend: A key of `BACKENDS`, or "tensorflow" for its models.
-        explanations: What was asked for.
-        plan: What is to be done to the model.
-        solution: The scales that were found for it; else made-up ones take their place.
+        model: A quantized model, or the prepared model of `plan`.
+        backend: A key of `BACKENDS`, or "tensorflow".
+        explanations: The explanations of the request.
+        plan: The plan to apply to the model.
+        solution: Its scales; placeholders if missing.
 
     Raises:
-        UsageError: There is no such backend, or it does not run models of this format.
+        UsageError: The backend does not exist or does not support the model's format.
     """
     requested_ops = dict.fromkeys(explanation.requested_op for explanation in explanations)
     if backend == model.format == TENSORFLOW:
@@ -336,7 +333,7 @@ def predict_verdicts(
 
 
 def _with_placeholder_ranges(model: Model, plan: Plan) -> Plan:
-    """The plan with a range where only data tells one."""
+    """Give placeholder ranges to the sites that need data."""
     unranged_sites, parameters = set(map(id, sites_needing_data(plan))), Parameters(model)
     site_by_use = {use: site for site in plan.sites for use in site.uses}
     sites = []
@@ -352,7 +349,7 @@ def _with_placeholder_ranges(model: Model, plan: Plan) -> Plan:
 
 
 def _placeholder_range(model: Model, parameters: Parameters, tensor: TensorRef) -> tuple[float, float]:
-    """From where a Relu or Clip cuts off, and not quite up to where it does; else around 0 or from it on."""
+    """Placeholder range: the range of a Relu or Clip, slightly narrowed, else symmetric or nonnegative."""
     ends = clip_limits(model, parameters, tensor)
     if ends is None:
         return (0.0, 1.0) if model.op(tensor).kind in NONNEGATIVE_KINDS else (-1.0, 1.0)

@@ -1,4 +1,4 @@
-"""What is in a model: its quantization ops with scale and zero point, and what stays float, with the reason."""
+"""Model summary: quantization ops with scale and zero point, and float ops with the reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 MULTIPLYING_KINDS = WEIGHTED_KINDS | {"lstm", "gru", "rnn", "einsum"}
-"""Kinds in which a model spends its multiplications."""
+"""Kinds that dominate the multiplications of a model."""
 
 DATA_MOVEMENT_KINDS = frozenset(
     {
@@ -37,7 +37,7 @@ DATA_MOVEMENT_KINDS = frozenset(
         *("expand", "pad", "dropout", "max_pool", "reduce_max", "depth_to_space", "space_to_depth"),
     }
 )
-"""Kinds whose results are values that they read: quantized where these are, without a pair of their own."""
+"""Kinds whose outputs are copies of their inputs. They run quantized without Q/DQ pairs of their own."""
 
 MAX_MOVEMENT_OPS = 4
 
@@ -47,15 +47,15 @@ class QuantizationOp:
     """One quantization op of a model.
 
     Attributes:
-        graph: Its graph, "" for the main one.
+        graph: Its graph, "" for the main graph.
         op: Its name.
-        type: Its type.
-        tensor: The float tensor or integer constant that it stands for.
-        consumers: How many uses read the result.
-        params: Scale and zero point; None where they are computed at run time.
-        learned: Whether these are of variables, which training may have changed or may change.
-        rule: The rule that inserted it, "" if graphquant did not.
-        rounding: How it rounds, "" if that is not known.
+        type: Its op type.
+        tensor: The float tensor or integer constant that it quantizes.
+        consumers: Number of uses of the result.
+        params: Scale and zero point; None if they are computed at run time.
+        learned: True if they are variables, which training can change.
+        rule: Rule that inserted it, "" if it is not from graphquant.
+        rounding: Rounding mode, "" if unknown.
     """
 
     graph: str
@@ -71,13 +71,13 @@ class QuantizationOp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredScaleTensor:
-    """One tensor of a format that keeps scales in its tensors.
+    """Tensor of a format that stores scales in its tensors.
 
     Attributes:
         tensor: The tensor.
-        kind: The kind of the op that makes it.
+        kind: Kind of the op that produces it.
         output: Its name, dtype and shape.
-        stored: Its place in the file, its scale and zero point.
+        stored: Its index in the file, scale and zero point.
     """
 
     tensor: TensorRef
@@ -88,7 +88,7 @@ class StoredScaleTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCoverage:
-    """One op that multiplies, and whether its float inputs are all quantized."""
+    """A weighted op, and the reason if it does not compute on quantized inputs."""
 
     graph: str
     op: str
@@ -99,16 +99,17 @@ class OpCoverage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSummary:
-    """What `inspect` shows.
+    """Contents of `inspect`.
 
     Attributes:
         model: The model.
-        op_types: Number of ops per op type, most frequent first.
-        quantization_ops: The quantization ops, in the order of the model.
-        coverage: The ops that multiply.
-        tensors: Every tensor, by its place in the file, where scales are in tensors (TFLite); else empty.
-        unreachable_functions: Functions that nothing reaches from the main graph.
-        float_clone_ops: Ops that multiply in saved functions and are left alone: rules see only what runs, and copies of that.
+        op_types: Number of ops per op type, the most frequent first.
+        quantization_ops: Quantization ops in graph order.
+        coverage: Weighted ops.
+        tensors: All tensors by their index in the file for formats with scales in tensors (TFLite), else empty.
+        unreachable_functions: Functions that the main graph does not reach.
+        float_clone_ops: Weighted ops of saved functions that stay float. Rules apply to reachable graphs and their
+            clones only.
     """
 
     model: Model
@@ -121,7 +122,7 @@ class ModelSummary:
 
 
 def summarize_model(model: Model) -> ModelSummary:
-    """Everything about `model` that bears on quantization; graphs that nothing reaches are only counted."""
+    """Summarize the quantization of `model`. Unreachable graphs are only counted."""
     parameters = Parameters(model)
     live = model.reachable_graphs()
     types: Counter[str] = Counter()
@@ -156,7 +157,7 @@ def summarize_model(model: Model) -> ModelSummary:
 
 
 def _float_clone_ops(model: Model, parameters: Parameters, quantized: set[tuple[str, str]]) -> Iterator[OpCoverage]:
-    """The ops in copies that no scale is known for, or that are float where their twin is not."""
+    """Ops of clones without a known scale, or that are float although their counterpart is not."""
     clones = FunctionClones(model, parameters)
     for name in clones.clone_graphs:
         graph = model.graphs[name]
@@ -173,7 +174,7 @@ def _float_clone_ops(model: Model, parameters: Parameters, quantized: set[tuple[
 
 
 def _stored_tensors(graph: Graph, op: Op) -> list[StoredScaleTensor]:
-    """The outputs of `op` that keep their scales themselves."""
+    """Outputs of `op` with stored scales."""
     return [
         StoredScaleTensor(
             tensor=TensorRef(graph.name, op.name, port), kind=op.kind, output=output, stored=output.quantization
@@ -184,7 +185,7 @@ def _stored_tensors(graph: Graph, op: Op) -> list[StoredScaleTensor]:
 
 
 def _is_paired_quantize(graph: Graph, op: Op) -> bool:
-    """Whether `op` is a quantize whose dequantize tells the same."""
+    """Return True if `op` is a quantize op whose dequantize op has the same information."""
     readers = graph.consumers(TensorRef(graph.name, op.name))
     return (
         op.kind == "quantize"
@@ -212,7 +213,7 @@ def _read_quantization_op(graph: Graph, op: Op, parameters: Parameters) -> Quant
 
 
 def _has_learned_range(graph: Graph, op: Op, parameters: Parameters) -> bool:
-    """Whether the range of the op is in variables."""
+    """Return True if the range of the op is in variables."""
     ends = [slot for slot in graph.slots(op.name)[1:] if slot is not None and parameters.is_parameter(slot)]
     return any(
         graph.graphs[source.graph].op(source.op).kind == "variable" for source in map(parameters.root_tensor, ends)
@@ -220,7 +221,7 @@ def _has_learned_range(graph: Graph, op: Op, parameters: Parameters) -> bool:
 
 
 def _float_input_reason(graph: Graph, op: Op) -> str:
-    """Why the op computes in float: the first data input that comes from no quantization op; "" if there is none."""
+    """Reason why the op computes in float: its first input without quantization; "" if there is none."""
     for slot, tensor in enumerate(graph.slots(op.name)):
         if tensor is None or op.role(slot) not in {"input", "weight", "recurrent_weight"}:
             continue
@@ -233,7 +234,7 @@ def _float_input_reason(graph: Graph, op: Op) -> str:
 
 
 def _look_through_movement(graph: Graph, tensor: TensorRef) -> Op:
-    """The op that makes `tensor`, or whose output it is but for a few ops that hand values on."""
+    """Op that produces `tensor`, through data-movement ops."""
     for _ in range(MAX_MOVEMENT_OPS):
         tensor_graph = graph.graphs[tensor.graph]
         op = tensor_graph.op(tensor.op)

@@ -85,7 +85,7 @@ class ComparedSite:
             _add_runs(self.accumulated_errors, pairs)
 
     def drop_reference(self, *, drop_local: bool) -> None:
-        """Drop the comparison with the float model, whose values differ by design; `drop_local` drops the local error too."""
+        """Drop the comparison with the float model if its values differ by design; `drop_local`: the local error too."""
         self.note, self.float_tensor, self.accumulated_errors = SCALED_NOTE, None, ErrorSums()
         if drop_local:
             self.local_errors, self.read_float_weight = ErrorSums(), None
@@ -135,7 +135,7 @@ class ComparedSites:
         return list(quantized_tensors), list(float_tensors)
 
     def drop_hidden(self, hidden: Mapping[TensorRef, str], hidden_float: Iterable[TensorRef]) -> None:
-        """Drop tensors that no runner can observe: `hidden` of the quantized model, `hidden_float` of the float model."""
+        """Drop tensors that no runner can observe: `hidden` (quantized model) and `hidden_float`."""
         hidden_references = set(hidden_float)
         for site in self.sites:
             reasons = [
