@@ -48,23 +48,12 @@ DEFAULT_FAMILY = "fake-quant"
 
 
 def prepare_timed_run(model: Model, feeds: Sequence[Feeds]) -> Callable[[], object]:
-    """Prepare a run of the model on each of `feeds`, on one thread and with TensorFlow's graph optimizations.
-
-    Raises:
-        DataError: The feeds do not fit the model.
-        MissingDependencyError: tensorflow is not installed.
-        ModelError: TensorFlow refuses the model.
-    """
+    """Prepare a run of the model on each of `feeds`, on one thread and with TensorFlow's graph optimizations."""
     return create_runner(model).prepare_timed_run(feeds)
 
 
 def prepare_timed_tflite_run(model: Model) -> Callable[[], object]:
-    """Prepare a run of a frozen model's TFLite file, on one thread.
-
-    Raises:
-        MissingDependencyError: tensorflow is not installed.
-        ModelError: The converter or the runtime refuses the model.
-    """
+    """Prepare a run of a frozen model's TFLite file, on one thread."""
     from graphquant.formats.tensorflow.tflite_converter import prepare_interpreter, run_tflite_converter
 
     return prepare_interpreter(run_tflite_converter(model))

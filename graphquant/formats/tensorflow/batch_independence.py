@@ -49,14 +49,6 @@ if TYPE_CHECKING:
     from graphquant.ir import Model, Shape
 
 
-def _tf_last_axis_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and excludes_batch_axis(node, [-1])
-
-
-def _tf_batchnorm_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and not node.op.attrs.get("is_training", True)
-
-
 def _tf_range_given_keeps_rows(node: RowNode) -> bool:
     """Require a given range: without one the op computes it from all rows."""
     return node.only_first_has_rows() and bool(node.op.attrs.get("range_given", node.op.type.endswith("V3")))
@@ -77,18 +69,6 @@ def _tf_pack_keeps_rows(node: RowNode) -> bool:
     return set(node.kinds) == {ROWS} and excludes_batch_axis(
         node, [int(node.op.numeric_attr("axis", 0))], len(node.output_shape)
     )
-
-
-def _tf_unpack_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and excludes_batch_axis(node, [int(node.op.numeric_attr("axis", 0))])
-
-
-def _tf_split_keeps_rows(node: RowNode) -> bool:
-    return node.kinds == [FIXED, ROWS] and excludes_batch_axis(node, node.numbers(0, ""), node.rank(1))
-
-
-def _tf_split_by_sizes_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and excludes_batch_axis(node, node.numbers(2, ""))
 
 
 def _tf_slice_keeps_rows(node: RowNode) -> bool:
@@ -124,22 +104,10 @@ def _tf_squeeze_keeps_rows(node: RowNode) -> bool:
     return excludes_batch_axis(node, [int(axis) for axis in axes])
 
 
-def _tf_transpose_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and (node.numbers(1, "") or [])[:1] == [0]
-
-
-def _tf_pad_keeps_rows(node: RowNode) -> bool:
-    return node.only_first_has_rows() and (node.numbers(1, "") or [])[:2] == [0, 0]
-
-
 def _tf_batch_matmul_keeps_rows(node: RowNode) -> bool:
     adjoint_slots = [slot for slot, name in enumerate(("adj_x", "adj_y")) if node.op.attrs.get(name, False)]
     transposes_rows = any(node.kind(slot) == ROWS and node.rank(slot) <= MATRIX_RANK for slot in adjoint_slots)
     return not transposes_rows and matmul_keeps_rows(node)
-
-
-def _tf_conv_transpose_keeps_rows(node: RowNode) -> bool:
-    return node.kind(0) in {FIXED, SIZE} and node.kinds[1:] == [FIXED, ROWS]
 
 
 _ROW_KEEPING_OPS: Final = """
@@ -162,32 +130,43 @@ _ROW_RULES: Final[Mapping[str, RowRule]] = {
     **dict.fromkeys(
         ("All", "Any", "ArgMax", "ArgMin", "Cumsum", "Max", "Mean", "Min", "Prod", "Sum"), reduction_keeps_rows
     ),
-    **dict.fromkeys(("LogSoftmax", "Softmax", "TopK", "TopKV2"), _tf_last_axis_keeps_rows),
-    **dict.fromkeys(("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"), _tf_batchnorm_keeps_rows),
+    **dict.fromkeys(
+        ("LogSoftmax", "Softmax", "TopK", "TopKV2"),
+        lambda node: node.only_first_has_rows() and excludes_batch_axis(node, [-1]),
+    ),
+    **dict.fromkeys(
+        ("FusedBatchNorm", "FusedBatchNormV2", "FusedBatchNormV3"),
+        lambda node: node.only_first_has_rows() and not node.op.attrs.get("is_training", True),
+    ),
     **dict.fromkeys((f"QuantizeAndDequantizeV{version}" for version in (2, 3, 4)), _tf_range_given_keeps_rows),
     **dict.fromkeys(("BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"), _tf_batch_matmul_keeps_rows),
     **dict.fromkeys(("Gather", "GatherV2", "ResourceGather"), _tf_gather_keeps_rows),
-    **dict.fromkeys(("MirrorPad", "Pad", "PadV2"), _tf_pad_keeps_rows),
+    **dict.fromkeys(
+        ("MirrorPad", "Pad", "PadV2"),
+        lambda node: node.only_first_has_rows() and (node.numbers(1, "") or [])[:2] == [0, 0],
+    ),
     **dict.fromkeys(
         ("ResizeBicubic", "ResizeBilinear", "ResizeNearestNeighbor"), lambda node: node.only_first_has_rows(1)
     ),
     "BroadcastTo": expand_keeps_rows,
     "Concat": _tf_concat_keeps_rows(0),
     "ConcatV2": _tf_concat_keeps_rows(-1),
-    "Conv2DBackpropInput": _tf_conv_transpose_keeps_rows,
+    "Conv2DBackpropInput": lambda node: node.kind(0) in {FIXED, SIZE} and node.kinds[1:] == [FIXED, ROWS],
     "ExpandDims": unsqueeze_keeps_rows,
     "Fill": lambda node: node.kinds == [SIZE, FIXED],
     "MatMul": lambda node: node.kinds == [ROWS, FIXED] and not node.op.attrs.get("transpose_a", False),
     "Pack": _tf_pack_keeps_rows,
     "Reshape": reshape_keeps_rows,
     "Slice": _tf_slice_keeps_rows,
-    "Split": _tf_split_keeps_rows,
-    "SplitV": _tf_split_by_sizes_keeps_rows,
+    "Split": lambda node: node.kinds == [FIXED, ROWS] and excludes_batch_axis(node, node.numbers(0, ""), node.rank(1)),
+    "SplitV": lambda node: node.only_first_has_rows() and excludes_batch_axis(node, node.numbers(2, "")),
     "Squeeze": _tf_squeeze_keeps_rows,
     "StridedSlice": _tf_strided_slice_keeps_rows,
     "Tile": tile_keeps_rows,
-    "Transpose": _tf_transpose_keeps_rows,
-    "Unpack": _tf_unpack_keeps_rows,
+    "Transpose": lambda node: node.only_first_has_rows() and (node.numbers(1, "") or [])[:1] == [0],
+    "Unpack": lambda node: (
+        node.only_first_has_rows() and excludes_batch_axis(node, [int(node.op.numeric_attr("axis", 0))])
+    ),
 }
 
 _SIZE_ONLY_OPS: Final = """
@@ -300,14 +279,7 @@ class _InlinedGraph:
         new_tensors: dict[TensorRef, TensorRef],
         call_stack: tuple[str, ...],
     ) -> list[TensorRef]:
-        """Add the ancestors of `tensors` of the graph `graph_name`; return the new tensors.
-
-        Args:
-            graph_name: The main graph or a function.
-            tensors: The tensors to add.
-            new_tensors: Tensors of this call of the function that were added before.
-            call_stack: The functions that lead to this call.
-        """
+        """Add the ancestors of `tensors` of the graph `graph_name`; return the new tensors."""
         if graph_name in call_stack:
             raise _NotInlinableError
         graph, requested = self._model.graphs[graph_name], list(tensors)

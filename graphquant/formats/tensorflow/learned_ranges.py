@@ -99,13 +99,7 @@ def by_shared_name(variables: Iterable[LearnedRange]) -> dict[str, LearnedRange]
 def add_initializers(
     graph_def: Any, variables: Iterable[LearnedRange], handles: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Add ops to a GraphDef that assign the initial values, and `init_learned_ranges`, which runs them all.
-
-    Args:
-        graph_def: The GraphDef, changed in place.
-        variables: The variables.
-        handles: Existing nodes of the main graph that make the variables, by shared name.
-    """
+    """Add ops to a GraphDef that assign the initial values, and `init_learned_ranges`, which runs them all."""
     used_names = {node.name for node in graph_def.node}
     control_inputs = []
     for variable in by_shared_name(variables).values():
@@ -166,10 +160,6 @@ _OUTPUT_COUNT_ATTR: Final = "_num_original_outputs"
 
 def capture_in_functions(graph_def: Any, variables: Iterable[LearnedRange]) -> dict[str, list[str]]:
     """Turn variables inside functions into arguments, with one VarHandleOp each in the main graph.
-
-    Args:
-        graph_def: The GraphDef, changed in place.
-        variables: The variables of learned ranges in all graphs.
 
     Returns:
         The shared names of the variables that are now the last arguments of each function.
@@ -324,11 +314,6 @@ def _return_captures(body: Any, variables: Mapping[str, LearnedRange]) -> None:
 
 def add_to_object_graph(objects: Any, variables: Iterable[LearnedRange], needed: Mapping[str, list[str]]) -> str:
     """Add the variables to a SavedObjectGraph as a list of its root, and bind them to functions.
-
-    Args:
-        objects: The SavedObjectGraph, changed in place.
-        variables: The variables.
-        needed: The shared names of the variables that are the last arguments of each function.
 
     Returns:
         The name of the list: `learned_ranges`.

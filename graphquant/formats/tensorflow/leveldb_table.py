@@ -73,11 +73,7 @@ def read_varint(data: bytes, position: int) -> tuple[int, int]:
 
 
 def read_table(data: bytes, *, source: str) -> dict[bytes, bytes]:
-    """Return all keys and values of a table, in the order of the keys.
-
-    Args:
-        data: The whole file.
-        source: The name of the file in errors.
+    """Return all keys and values of a table, in the order of the keys; `source` names the file in errors.
 
     Raises:
         ModelError: The data is not such a table, or is damaged.

@@ -116,11 +116,7 @@ def is_stateful_op(op_type: str) -> bool | None:
 
 
 def extended_op_table(op_defs: Iterable[Any]) -> OpTable:
-    """Return TensorFlow's operations with those of a model added; see `OpTable.with_op_defs`.
-
-    Raises:
-        ModelError: An argument has an unknown type.
-    """
+    """Return TensorFlow's operations with those of a model added; see `OpTable.with_op_defs`."""
     return builtin_table().with_op_defs(op_defs)
 
 

@@ -23,25 +23,11 @@ if TYPE_CHECKING:
 
 
 _FIELD_DESCRIPTOR: Any = descriptor_pb2.FieldDescriptorProto
+_SCALAR_NAMES: Final = (
+    "double float int64 uint64 int32 fixed64 fixed32 bool string bytes uint32 sfixed32 sfixed64 sint32 sint64"
+)
 _SCALAR_TYPES: Final[dict[str, int]] = {
-    name: _FIELD_DESCRIPTOR.Type.Value(f"TYPE_{name.upper()}")
-    for name in (
-        "double",
-        "float",
-        "int64",
-        "uint64",
-        "int32",
-        "fixed64",
-        "fixed32",
-        "bool",
-        "string",
-        "bytes",
-        "uint32",
-        "sfixed32",
-        "sfixed64",
-        "sint32",
-        "sint64",
-    )
+    name: _FIELD_DESCRIPTOR.Type.Value(f"TYPE_{name.upper()}") for name in _SCALAR_NAMES.split()
 }
 
 # DataType values whose name is not the numpy-like name in upper case.
@@ -220,12 +206,9 @@ def dtype_name(data_type: int) -> str | None:
 
 
 def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any:
-    """Fill `message` from its binary form and return it. Undeclared fields are preserved.
+    """Replace the content of `message` by its binary form and return it; `source` names the data in errors.
 
-    Args:
-        data: The serialized message.
-        message: An instance of a message class; its previous content is discarded.
-        source: The name of the data in errors, for instance the path of its file.
+    Undeclared fields are preserved.
 
     Raises:
         ModelError: The bytes are not such a message, or nest deeper than protobuf's limit (100).
@@ -239,12 +222,7 @@ def parse_binary(data: bytes, message: Any, *, source: str = "the input") -> Any
 
 
 def parse_text(text: str, message: Any, *, source: str = "the input") -> Any:
-    """Fill `message` from protobuf's text format and return it.
-
-    Args:
-        text: The message as text.
-        message: An instance of a message class; its previous content is discarded.
-        source: The name of the text in errors, for instance the path of its file.
+    """Replace the content of `message` by protobuf's text format and return it; `source` names the text in errors.
 
     Raises:
         ModelError: The text is not such a message (the error has line and column), or nests too deeply.

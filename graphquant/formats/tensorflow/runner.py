@@ -30,12 +30,7 @@ SERVING_SIGNATURE: Final = "serving_default"
 
 
 def create_runner(model: Model) -> TensorFlowRunner:
-    """Create a runner for `model` with its current edits.
-
-    Raises:
-        MissingDependencyError: tensorflow is not installed.
-        ModelError: TensorFlow refuses the model.
-    """
+    """Create a runner for `model` with its current edits."""
     return TensorFlowRunner(model, import_tensorflow())
 
 
@@ -80,10 +75,6 @@ class TensorFlowRunner:
         """Return the model's outputs by name, for one feed. Inputs may be given by name or alias.
 
         An output on an untaken branch is omitted; an output inside a loop has its value of the last iteration.
-
-        Raises:
-            DataError: An input is missing, unknown, or of a shape that the model does not accept.
-            ModelError: TensorFlow cannot run the model.
         """
         feed_dict = self._make_feed_dict(feeds)
         tensors = self.output_tensors
@@ -99,12 +90,7 @@ class TensorFlowRunner:
         return {key: values[tensor][-1] for key, tensor in tensors.items() if values[tensor]}
 
     def prepare_timed_run(self, feeds: Sequence[Feeds]) -> Callable[[], object]:
-        """Prepare a run on each of `feeds`, on one thread, with all of TensorFlow's optimizations.
-
-        Raises:
-            DataError: An input is missing, unknown, or of a shape that the model does not accept.
-            ModelError: TensorFlow cannot run the model.
-        """
+        """Prepare a run on each of `feeds`, on one thread, with all of TensorFlow's optimizations."""
         session = TensorFlowSession.start(self._tf, self._model, for_timing=True)
         feed_dicts = [self._make_feed_dict(feed) for feed in feeds]
         target_ops = [session.operation(name) for name in self._fetches.values()]
@@ -128,12 +114,7 @@ class TensorFlowRunner:
         return is_tf_batch_independent(self._tf, self._model, self.inputs, list(self.output_tensors.values()))
 
     def element_counts(self, tensors: Sequence[TensorRef], feed: Feeds) -> dict[TensorRef, int]:
-        """Return the element count of each tensor in one run of `feed`, over all iterations; 0 if it does not run.
-
-        Raises:
-            DataError: An input is missing, unknown, or of a shape that the model does not accept.
-            ModelError: TensorFlow cannot run the model.
-        """
+        """Return the element count of each tensor in one run of `feed`, over all iterations; 0 if it does not run."""
         watch = self._start_watch(tensors, count_elements=True)
         try:
             counts = watch.observe(self._make_feed_dict(feed))
@@ -150,20 +131,10 @@ class TensorFlowRunner:
         max_in_flight: int = 1,
         on_result: Callable[[dict[TensorRef, list[npt.NDArray[Any]]]], object] | None = None,
     ) -> Generator[dict[TensorRef, list[npt.NDArray[Any]]], None, None]:
-        """Yield the values of each tensor, feed by feed: none if it did not run, several inside loops.
+        """Yield the values of each tensor, feed by feed; see `Runner.observe`.
 
-        Args:
-            tensors: The tensors to observe.
-            feeds: The feeds to run.
-            other_tensors: Tensors that other calls observe on the same feeds, because memory is limited. TensorFlow
-                fuses ops with no observed tensor between them, so the sizes of these are fetched to prevent that.
-            max_in_flight: Limit on the feeds whose values are in memory. While one feed's values are processed, the
-                next one runs on all threads. Runs never overlap, because a model may have state.
-            on_result: Receives each feed's values; values that it removes are not yielded.
-
-        Raises:
-            DataError: An input is missing, unknown, or of a shape that the model does not accept.
-            ModelError: TensorFlow cannot run the model.
+        Runs never overlap, because a model may have state; the next feed runs while the values of one are processed.
+        TensorFlow fuses ops with no observed tensor between them, so the sizes of `other_tensors` are fetched as well.
         """
         watch = self._start_watch(tensors, other_tensors)
         try:

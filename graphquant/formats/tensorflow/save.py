@@ -124,13 +124,7 @@ def _register_in_collections(meta: Any, by_shared: Mapping[str, LearnedRange], h
 
 
 def add_to_collections(meta: Any, graph_def: Any, variables: Iterable[LearnedRange]) -> None:
-    """Add the variables of a GraphDef to a MetaGraphDef's collections, and add the ops that read them.
-
-    Args:
-        meta: The MetaGraphDef, a message of this package or of TensorFlow.
-        graph_def: The GraphDef, which contains the ops that assign the initial values.
-        variables: The variables.
-    """
+    """Add the variables of a GraphDef to a MetaGraphDef's collections, and add the ops that read them."""
     by_shared = by_shared_name(variables)
     used_names: set[str] = set()
     reads: dict[str, str] = {}

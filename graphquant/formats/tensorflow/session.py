@@ -309,13 +309,7 @@ class TensorWatch:
 
 
 def assign_variables(tensorflow: Any, session: Any, values: Mapping[str, Any]) -> None:
-    """Assign values to variables in a single run: each run after a graph change is expensive in TensorFlow.
-
-    Args:
-        tensorflow: The package.
-        session: The session. Its graph gains operations for variables without an assignment.
-        values: Values by the names of the variables' operations.
-    """
+    """Assign values to variables in a single run: each run after a graph change is expensive in TensorFlow."""
     setters: list[Any] = []
     feed_dict: dict[str, Any] = {}
     with session.graph.as_default(), translate_tf_errors(tensorflow):
@@ -347,11 +341,7 @@ def _add_assign_op(tensorflow: Any, variable: Any, value: Any) -> Any:
 
 
 def infer_static_shapes(tensorflow: Any, graph_def: Any) -> dict[tuple[str, int], Shape | None]:
-    """Return the static shapes that TensorFlow infers, by op and port.
-
-    Raises:
-        ModelError: It refuses the graph.
-    """
+    """Return the static shapes that TensorFlow infers, by op and port."""
     v1 = tensorflow.compat.v1
     graph = tensorflow.Graph()
     with graph.as_default(), translate_tf_errors(tensorflow):

@@ -65,12 +65,7 @@ _SOURCE_LOCATION = re.compile(r"^\S+:\d+:\d+: error: ")
 
 
 def run_tflite_converter(model: Model) -> bytes:
-    """Convert a frozen model with FakeQuants to a TFLite file. Float inputs and outputs with a range become int8.
-
-    Raises:
-        MissingDependencyError: tensorflow is not installed.
-        ModelError: The converter refuses the model.
-    """
+    """Convert a frozen model with FakeQuants to a TFLite file. Float inputs and outputs with a range become int8."""
     tensorflow = import_tensorflow()
     v1 = tensorflow.compat.v1
     graph_def = v1.GraphDef.FromString(proto.to_binary(model.source.graph_def(emit(model))))
@@ -101,12 +96,7 @@ def run_tflite_converter(model: Model) -> bytes:
 
 
 def prepare_interpreter(data: bytes) -> Callable[[], object]:
-    """Prepare a run of a TFLite file on zeros, with TFLite's defaults and one thread.
-
-    Raises:
-        MissingDependencyError: tensorflow is not installed.
-        ModelError: The runtime refuses the file.
-    """
+    """Prepare a run of a TFLite file on zeros, with TFLite's defaults and one thread."""
     tensorflow = import_tensorflow()
     with _silence_converter(), _translate_runtime_errors():
         interpreter = tensorflow.lite.Interpreter(model_content=data, num_threads=1)
@@ -119,12 +109,7 @@ def prepare_interpreter(data: bytes) -> Callable[[], object]:
 
 
 def runtime_tensors(data: bytes) -> tuple[RuntimeTensor, ...]:
-    """Return the interpreter's report of each tensor, after it allocated all of them.
-
-    Raises:
-        MissingDependencyError: tensorflow is not installed.
-        ModelError: The runtime refuses the file.
-    """
+    """Return the interpreter's report of each tensor, after it allocated all of them."""
     tensorflow = import_tensorflow()
     resolver = tensorflow.lite.experimental.OpResolverType.BUILTIN_WITHOUT_DEFAULT_DELEGATES
     with _silence_converter(), _translate_runtime_errors():
@@ -194,10 +179,6 @@ def freeze_graph(model: Model) -> Model:
     """Return `model` as a GraphDef with constants for variables, inlined functions, and inferred shapes.
 
     Inputs and outputs have the names of the signature; ops keep their names within the function.
-
-    Raises:
-        MissingDependencyError: tensorflow is not installed.
-        ModelError: TensorFlow cannot freeze the model.
     """
     source: TensorFlowSource = model.source
     tensorflow = import_tensorflow()
